@@ -1,0 +1,99 @@
+#include "core/checks.h"
+
+#include <c10/util/Exception.h>
+
+#include <sstream>
+
+namespace xsoftmax::check {
+namespace {
+
+// "[3, 7]" for the position of flat element `flat` of a contiguous tensor.
+std::string position(const at::Tensor& tensor, int64_t flat) {
+  std::vector<int64_t> index(tensor.dim());
+  for (int64_t axis = tensor.dim() - 1; axis >= 0; --axis) {
+    index[axis] = flat % tensor.size(axis);
+    flat /= tensor.size(axis);
+  }
+  std::ostringstream out;
+  out << '[';
+  for (size_t i = 0; i < index.size(); ++i) {
+    out << (i == 0 ? "" : ", ") << index[i];
+  }
+  out << ']';
+  return out.str();
+}
+
+} // namespace
+
+void dim(const char* op, const char* arg, const at::Tensor& tensor, int64_t dim) {
+  TORCH_CHECK_VALUE(tensor.dim() == dim, op, ": expected ", arg, " with ", dim, " dimension", dim == 1 ? "" : "s", ", got shape ",
+                    tensor.sym_sizes());
+}
+
+void size(const char* op, const char* arg, const at::Tensor& tensor, int64_t axis, const c10::SymInt& size, const char* why) {
+  TORCH_CHECK_VALUE(tensor.sym_size(axis) == size, op, ": expected ", arg, " with size ", size, " (", why, ") in dimension ", axis,
+                    ", got shape ", tensor.sym_sizes());
+}
+
+void floating(const char* op, const char* arg, const at::Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": expected ",
+                   arg, " of dtype float32, float64, bfloat16 or float16, got ", dtype);
+}
+
+void same_dtype(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", arg, " of ", other, "'s dtype ",
+                   reference.scalar_type(), ", got ", tensor.scalar_type());
+}
+
+void int64(const char* op, const char* arg, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong, op, ": expected ", arg, " of dtype int64, got ", tensor.scalar_type());
+}
+
+void same_device(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
+  TORCH_CHECK_TYPE(tensor.device() == reference.device(), op, ": expected ", arg, " on ", other, "'s device ", reference.device(),
+                   ", got ", tensor.device());
+}
+
+void linear(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  dim(op, "input", input, 2);
+  dim(op, "weight", weight, 2);
+  floating(op, "input", input);
+  same_dtype(op, "weight", weight, "input", input);
+  same_device(op, "weight", weight, "input", input);
+  size(op, "weight", weight, 1, input.sym_size(1), "the width of input");
+  if (bias.has_value() && bias->defined()) {
+    dim(op, "bias", *bias, 1);
+    same_dtype(op, "bias", *bias, "input", input);
+    same_device(op, "bias", *bias, "input", input);
+    size(op, "bias", *bias, 0, weight.sym_size(0), "the rows of weight");
+  }
+}
+
+void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t num_classes, std::optional<int64_t> ignore_index) {
+  const at::Tensor flat = ids.contiguous();
+  const int64_t* id = flat.const_data_ptr<int64_t>();
+  const int64_t count = flat.numel();
+  for (int64_t i = 0; i < count; ++i) {
+    // One unsigned comparison catches negative ids as well.
+    if (uint64_t(id[i]) >= uint64_t(num_classes) && !(ignore_index.has_value() && id[i] == *ignore_index)) [[unlikely]] {
+      TORCH_CHECK_INDEX(false, op, ": expected ", arg, " in [0, ", num_classes, ")",
+                        ignore_index.has_value() ? " or ignore_index" : "", ", got ", id[i], " at ", position(flat, i));
+    }
+  }
+}
+
+void offsets(const char* op, const char* arg, const at::Tensor& offsets, int64_t total) {
+  const at::Tensor flat = offsets.contiguous();
+  const int64_t* offset = flat.const_data_ptr<int64_t>();
+  const int64_t count = flat.numel();
+  TORCH_CHECK_VALUE(offset[0] == 0, op, ": expected ", arg, "[0] to be 0, got ", offset[0]);
+  for (int64_t i = 1; i < count; ++i) {
+    TORCH_CHECK_VALUE(offset[i] >= offset[i - 1], op, ": expected ", arg, " that never fall, got ", offset[i], " after ",
+                      offset[i - 1], " at [", i, "]");
+  }
+  TORCH_CHECK_VALUE(offset[count - 1] == total, op, ": expected ", arg, " that end at ", total, " (the number of ids), got ",
+                    offset[count - 1]);
+}
+
+} // namespace xsoftmax::check

@@ -1,0 +1,35 @@
+#include "core/impl.h"
+
+#include "core/cpu_dispatch.h"
+
+#include <torch/library.h>
+
+#include <atomic>
+#include <string>
+
+namespace xsoftmax {
+namespace {
+
+std::atomic<Impl> current_impl{Impl::Kernel};
+
+void set_impl_by_name(const std::string& name) {
+  TORCH_CHECK_VALUE(name == "kernel" || name == "reference", "set_impl: expected \"kernel\" or \"reference\", got \"", name, "\"");
+  set_impl(name == "kernel" ? Impl::Kernel : Impl::Reference);
+}
+
+std::string get_impl_name() { return get_impl() == Impl::Kernel ? "kernel" : "reference"; }
+
+std::string cpu_capability() { return cpu_isa_name(cpu_isa()); }
+
+} // namespace
+
+void set_impl(Impl impl) { current_impl.store(impl, std::memory_order_relaxed); }
+Impl get_impl() { return current_impl.load(std::memory_order_relaxed); }
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("set_impl(str impl) -> ()", set_impl_by_name);
+  m.def("get_impl() -> str", get_impl_name);
+  m.def("cpu_capability() -> str", cpu_capability);
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,101 @@
+#pragma once
+
+// Scalar building blocks for *.simd.cpp files: written so that the compiler vectorises the loops that call them, at the width of the
+// instruction set the file is compiled for. Everything is `static inline`: each instruction set keeps its own copy.
+
+#include <cstdint>
+#include <cstring>
+
+namespace xsoftmax {
+
+// Storage of the 16-bit types, laid out as c10's. Arithmetic is in float.
+struct Bf16 { uint16_t bits; };
+struct F16 { uint16_t bits; };
+
+template <typename T> struct OpMath { using type = T; };
+template <> struct OpMath<Bf16> { using type = float; };
+template <> struct OpMath<F16> { using type = float; };
+template <typename T> using opmath = typename OpMath<T>::type;
+
+} // namespace xsoftmax
+
+#ifdef XS_ISA
+namespace xsoftmax::XS_ISA {
+
+template <typename To, typename From>
+static inline To bit_cast(From from) {
+  To to;
+  static_assert(sizeof(To) == sizeof(From));
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+static inline float load(float x) { return x; }
+static inline double load(double x) { return x; }
+static inline float load(Bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+
+// Exact, subnormals included: the exponent is rebased by a product, and subnormals by a subtraction from a fixed binade.
+static inline float load(F16 x) {
+  const uint32_t w = uint32_t(x.bits) << 16;
+  const uint32_t sign = w & 0x80000000u;
+  const uint32_t twice = w + w;
+  const float normal = bit_cast<float>((twice >> 4) + (0xE0u << 23)) * bit_cast<float>(0x7800000u);
+  const float subnormal = bit_cast<float>((twice >> 17) | (126u << 23)) - 0.5f;
+  const uint32_t magnitude = twice < (1u << 27) ? bit_cast<uint32_t>(subnormal) : bit_cast<uint32_t>(normal);
+  return bit_cast<float>(sign | magnitude);
+}
+
+static inline void store(float* to, float x) { *to = x; }
+static inline void store(double* to, double x) { *to = x; }
+
+// Round to nearest, ties to even; a NaN stays a NaN.
+static inline void store(Bf16* to, float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  to->bits = uint16_t((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+}
+
+static inline void store(F16* to, float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t sign = bits & 0x80000000u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  uint32_t half;
+  if (magnitude > 0x7F800000u) {
+    half = 0x7E00u; // NaN
+  } else if (magnitude >= 0x477FF000u) {
+    half = 0x7C00u; // rounds past the largest half: infinity
+  } else if (magnitude < 0x38800000u) { // subnormal: adding 0.5 leaves the rounded 10-bit fraction at the low end
+    half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3F000000u;
+  } else {
+    half = (magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  }
+  to->bits = uint16_t((sign >> 16) | half);
+}
+
+// e^x to 2 ulp for x <= 88; below -87.3 it is 0, so e^-inf = 0; NaN stays NaN. Cody-Waite reduction, degree-6 minimax polynomial.
+static inline float exponential(float x) {
+  float y = x < -87.3f ? -87.3f : x;
+  y = y > 88.7f ? 88.7f : y;
+  const float t = y * 1.44269504088896341f;
+  const int32_t n = int32_t(t + (t < 0.0f ? -0.5f : 0.5f));
+  const float k = float(n);
+  float r = y - k * 0.693359375f;
+  r = r - k * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  // The scale 2^n in two halves: n = 128 has no float of its own.
+  const int32_t half = n >> 1;
+  const float value = p * bit_cast<float>((half + 127) << 23) * bit_cast<float>((n - half + 127) << 23);
+  const float finite = x < -87.3f ? 0.0f : (x > 88.72f ? __builtin_inff() : value);
+  return x != x ? x : finite;
+}
+
+static inline double exponential(double x) { return __builtin_exp(x); }
+
+} // namespace xsoftmax::XS_ISA
+#endif

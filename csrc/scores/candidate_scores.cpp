@@ -1,0 +1,223 @@
+#include "scores/candidate_scores.h"
+
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "scores/row_gradient.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "candidate_scores";
+
+bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_private) {
+  if (given(ids)) {
+    return *ids;
+  }
+  const auto options = input.options().dtype(at::kLong);
+  return is_private ? at::empty_symint({input.sym_size(0), 0}, options) : at::empty({0}, options);
+}
+
+Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
+                    const OptionalTensor& shared_ids, bool sparse_grad) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::candidate_scores", "")
+                             .typed<decltype(candidate_scores_reference)>();
+  return op.call(input, weight, bias, private_ids, shared_ids, sparse_grad);
+}
+
+RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                           const OptionalTensor& shared_ids, std::array<bool, 3> output_mask) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::candidate_scores_backward", "")
+                             .typed<decltype(candidate_scores_backward_reference)>();
+  return op.call(grad, input, weight, private_ids, shared_ids, output_mask);
+}
+
+Tensor candidate_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool) {
+  check_candidate_scores(input, weight, bias, private_ids, shared_ids);
+  const c10::SymInt width = (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
+      (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
+  return at::empty_symint({input.sym_size(0), width}, input.options().dtype(opmath_dtype(input.scalar_type())));
+}
+
+RowGradients candidate_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                            const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
+                                            std::array<bool, 3> output_mask) {
+  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids);
+  const c10::SymInt rows = (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) +
+      (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
+  const c10::SymInt none(0);
+  const auto [want_input, want_weight, want_bias] = output_mask;
+  return {at::empty_symint({want_input ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
+          at::empty_symint({want_weight || want_bias ? rows : none}, input.options().dtype(at::kLong)),
+          at::empty_symint({want_weight ? rows : none, input.sym_size(1)}, input.options()),
+          at::empty_symint({want_bias ? rows : none}, input.options())};
+}
+
+class CandidateScores : public torch::autograd::Function<CandidateScores> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool sparse_grad) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({input, weight, private_ids.value_or(Tensor()), shared_ids.value_or(Tensor())});
+    ctx->saved_data["sparse_grad"] = sparse_grad;
+    ctx->saved_data["has_bias"] = given(bias);
+    return call_forward(input, weight, bias, private_ids, shared_ids, sparse_grad);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &weight = saved[1];
+    const auto optional = [](const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; };
+    const bool sparse = ctx->saved_data["sparse_grad"].toBool();
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                     ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
+    auto [grad_input, rows, values, bias_values] =
+        call_backward(grads[0], input, weight, optional(saved[2]), optional(saved[3]), wanted);
+    return {wanted[0] ? grad_input : Tensor(),
+            wanted[1] ? row_gradient_tensor(rows, values, weight.sym_size(0), sparse) : Tensor(),
+            wanted[2] ? row_gradient_tensor(rows, bias_values, weight.sym_size(0), sparse) : Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor candidate_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                 const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool sparse_grad) {
+  return CandidateScores::apply(input, weight, bias, private_ids, shared_ids, sparse_grad);
+}
+
+// A cast of the table would touch all of its N rows, so the queries take the table's dtype.
+Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                 const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool sparse_grad) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  return call_forward(input.to(weight.scalar_type()), weight, same, private_ids, shared_ids, sparse_grad);
+}
+
+} // namespace
+
+void check_candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
+                            const OptionalTensor& shared_ids) {
+  check::linear(kOp, input, weight, bias);
+  TORCH_CHECK_VALUE(given(private_ids) || given(shared_ids), kOp, ": expected private_ids, shared_ids or both, got neither");
+  if (given(private_ids)) {
+    check::dim(kOp, "private_ids", *private_ids, 2);
+    check::int64(kOp, "private_ids", *private_ids);
+    check::same_device(kOp, "private_ids", *private_ids, "input", input);
+    check::size(kOp, "private_ids", *private_ids, 0, input.sym_size(0), "the rows of input");
+  }
+  if (given(shared_ids)) {
+    check::dim(kOp, "shared_ids", *shared_ids, 1);
+    check::int64(kOp, "shared_ids", *shared_ids);
+    check::same_device(kOp, "shared_ids", *shared_ids, "input", input);
+  }
+}
+
+void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                                     const OptionalTensor& shared_ids) {
+  check_candidate_scores(input, weight, std::nullopt, private_ids, shared_ids);
+  constexpr const char* op = "candidate_scores_backward";
+  check::dim(op, "grad", grad, 2);
+  check::size(op, "grad", grad, 0, input.sym_size(0), "the rows of input");
+  check::size(op, "grad", grad, 1,
+              (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
+                  (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0)),
+              "the candidates of a query");
+  TORCH_CHECK_TYPE(grad.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected grad of dtype ",
+                   opmath_dtype(input.scalar_type()), ", got ", grad.scalar_type());
+}
+
+Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                  const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool) {
+  check_candidate_scores(input, weight, bias, private_ids, shared_ids);
+  const auto dtype = opmath_dtype(input.scalar_type());
+  const Tensor query = input.to(dtype);
+  const Tensor own = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
+  const Tensor own_rows = weight.index_select(0, own.flatten()).to(dtype).view({own.size(0), own.size(1), weight.size(1)});
+  Tensor own_scores = at::bmm(own_rows, query.unsqueeze(2)).squeeze(2);
+  Tensor all_scores = at::mm(query, weight.index_select(0, all).to(dtype).t());
+  if (given(bias)) {
+    own_scores = own_scores + bias->index_select(0, own.flatten()).to(dtype).view_as(own);
+    all_scores = all_scores + bias->index_select(0, all).to(dtype);
+  }
+  return at::cat({own_scores, all_scores}, 1);
+}
+
+RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                 const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
+                                                 std::array<bool, 3> output_mask) {
+  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids);
+  const Tensor query = input.to(grad.scalar_type());
+  const Tensor own = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
+  const int64_t width = own.size(1), shared = all.size(0), dims = weight.size(1);
+  const Tensor own_grad = grad.narrow(1, 0, width), all_grad = grad.narrow(1, width, shared);
+  const auto [want_input, want_weight, want_bias] = output_mask;
+
+  Tensor grad_input = input.new_empty({0, dims}), rows = own.new_empty({0}), values = input.new_empty({0, dims}),
+         bias_values = input.new_empty({0});
+  if (want_input) {
+    const Tensor own_rows = weight.index_select(0, own.flatten()).to(grad.scalar_type()).view({own.size(0), width, dims});
+    grad_input = at::bmm(own_grad.unsqueeze(1), own_rows).squeeze(1) +
+        at::mm(all_grad, weight.index_select(0, all).to(grad.scalar_type()));
+    grad_input = grad_input.to(input.scalar_type());
+  }
+  if (want_weight || want_bias) {
+    const Tensor ids = at::cat({own.flatten(), all});
+    rows = std::get<0>(sort_rows(ids));
+    if (want_weight) {
+      const Tensor own_values = (own_grad.unsqueeze(2) * query.unsqueeze(1)).flatten(0, 1);
+      const Tensor every = at::cat({own_values, at::mm(all_grad.t(), query)});
+      values = std::get<1>(sum_equal_rows(ids, every)).to(input.scalar_type());
+    }
+    if (want_bias) {
+      const Tensor every = at::cat({own_grad.flatten(), all_grad.sum(0)});
+      bias_values = std::get<1>(sum_equal_rows(ids, every)).to(input.scalar_type());
+    }
+  }
+  return {grad_input, rows, values, bias_values};
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("candidate_scores(Tensor input, Tensor weight, Tensor? bias, Tensor? private_ids, Tensor? shared_ids, "
+        "bool sparse_grad=True) -> Tensor");
+  m.def("candidate_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor? private_ids, Tensor? shared_ids, "
+        "bool[3] output_mask) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("candidate_scores", candidate_scores_reference);
+  m.impl("candidate_scores_backward", candidate_scores_backward_reference);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("candidate_scores", candidate_scores_meta);
+  m.impl("candidate_scores_backward", candidate_scores_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
+  m.impl("candidate_scores", candidate_scores_autograd);
+  m.impl("candidate_scores_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("candidate_scores", candidate_scores_autocast); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("candidate_scores", candidate_scores_autocast); }
+
+} // namespace xsoftmax

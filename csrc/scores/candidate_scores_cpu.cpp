@@ -1,0 +1,99 @@
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "scores/candidate_scores.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+struct Ids {
+  Tensor own, shared; // contiguous, perhaps empty
+  PairLayout pairs;
+};
+
+Ids checked_ids(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                const OptionalTensor& shared_ids) {
+  const auto options = input.options().dtype(at::kLong);
+  Ids ids;
+  ids.own = private_ids.has_value() && private_ids->defined() ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
+  ids.shared = shared_ids.has_value() && shared_ids->defined() ? shared_ids->contiguous() : at::empty({0}, options);
+  check::class_ids(op, "private_ids", ids.own, weight.size(0));
+  check::class_ids(op, "shared_ids", ids.shared, weight.size(0));
+  ids.pairs = {ids.own.const_data_ptr<int64_t>(), nullptr, ids.own.size(1), input.size(0)};
+  return ids;
+}
+
+Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
+                            const OptionalTensor& shared_ids, bool sparse_grad) {
+  check_candidate_scores(input, weight, bias, private_ids, shared_ids);
+  const Ids ids = checked_ids("candidate_scores", input, weight, private_ids, shared_ids);
+  if (use_reference()) {
+    return candidate_scores_reference(input, weight, bias, private_ids, shared_ids, sparse_grad);
+  }
+  const auto dtype = opmath_dtype(input.scalar_type());
+  const int64_t width = ids.pairs.width, shared = ids.shared.size(0);
+  const Tensor query = input.contiguous();
+  const Tensor scores = at::empty({input.size(0), width + shared}, input.options().dtype(dtype));
+  if (width > 0) {
+    pair_scores_cpu(scores, width + shared, query, weight, bias, ids.pairs);
+  }
+  if (shared > 0) {
+    Tensor out = scores.narrow(1, width, shared);
+    const Tensor rows = weight.index_select(0, ids.shared).to(dtype);
+    if (bias.has_value() && bias->defined()) {
+      at::addmm_out(out, bias->index_select(0, ids.shared).to(dtype), query.to(dtype), rows.t());
+    } else {
+      at::mm_out(out, query.to(dtype), rows.t());
+    }
+  }
+  return scores;
+}
+
+RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                           const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
+                                           std::array<bool, 3> output_mask) {
+  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids);
+  const Ids ids = checked_ids("candidate_scores_backward", input, weight, private_ids, shared_ids);
+  if (use_reference()) {
+    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask);
+  }
+  const auto [want_input, want_weight, want_bias] = output_mask;
+  const Tensor scores_grad = grad.contiguous(), query = input.contiguous();
+  const int64_t stride = grad.size(1);
+  const Tensor shared_grad = scores_grad.narrow(1, ids.pairs.width, ids.shared.size(0));
+
+  Tensor grad_input = input.new_empty({0, input.size(1)});
+  if (want_input) {
+    grad_input = ids.shared.size(0) > 0
+        ? at::mm(shared_grad, weight.index_select(0, ids.shared).to(grad.scalar_type()))
+        : at::zeros({input.size(0), input.size(1)}, scores_grad.options());
+    add_pair_input_grad_cpu(grad_input, scores_grad, stride, weight, ids.pairs);
+    grad_input = grad_input.to(input.scalar_type());
+  }
+  if (!want_weight && !want_bias) {
+    return {grad_input, ids.own.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
+  }
+  const Tensor shared_values = want_weight ? at::mm(shared_grad.t(), query.to(grad.scalar_type())) : Tensor();
+  const Tensor shared_bias = want_bias ? shared_grad.sum(0) : Tensor();
+  auto [rows, values, bias_values] =
+      row_gradient_cpu(scores_grad, stride, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);
+  return {grad_input, rows, values, bias_values};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("candidate_scores", candidate_scores_cpu);
+  m.impl("candidate_scores_backward", candidate_scores_backward_cpu);
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,190 @@
+#include "core/dtypes.h"
+#include "core/row_groups.h"
+#include "scores/gather_dot.h"
+#include "scores/row_kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace xsoftmax {
+namespace {
+
+constexpr int64_t kPairsPerTask = 256;
+
+// Query of each pair, for ragged layouts; a fixed width needs a division only.
+std::vector<int64_t> queries_of_pairs(const PairLayout& pairs) {
+  std::vector<int64_t> query_of;
+  if (pairs.offsets) {
+    query_of.resize(pairs.total());
+    for (int64_t q = 0; q < pairs.queries; ++q) {
+      std::fill(query_of.begin() + pairs.begin(q), query_of.begin() + pairs.end(q), q);
+    }
+  }
+  return query_of;
+}
+
+template <typename T>
+void pair_scores(opmath<T>* out, int64_t out_stride, const T* input, int64_t width, const T* weight, int64_t stride, const T* bias,
+                 const PairLayout& pairs, int64_t first, int64_t last) {
+  const auto& kernels = row_kernels().of(input);
+  for (int64_t q = first; q < last; ++q) {
+    const int64_t begin = pairs.begin(q);
+    const int64_t count = pairs.end(q) - begin;
+    opmath<T>* row = out + (out_stride < 0 ? begin : q * out_stride);
+    kernels.dot_rows(row, input + q * width, weight, stride, pairs.ids + begin, count, width);
+    if (bias != nullptr) {
+      for (int64_t j = 0; j < count; ++j) {
+        opmath<T> value;
+        kernels.widen_row(&value, bias + pairs.ids[begin + j], 1);
+        row[j] += value;
+      }
+    }
+  }
+}
+
+template <typename T>
+void add_input_grad(opmath<T>* grad_input, const opmath<T>* grad, int64_t grad_stride, const T* weight, int64_t stride, int64_t width,
+                    const PairLayout& pairs, int64_t first, int64_t last) {
+  const auto& kernels = row_kernels().of(weight);
+  for (int64_t q = first; q < last; ++q) {
+    const int64_t begin = pairs.begin(q);
+    kernels.add_rows(grad_input + q * width, weight, stride, pairs.ids + begin, grad + (grad_stride < 0 ? begin : q * grad_stride),
+                     pairs.end(q) - begin, width);
+  }
+}
+
+// What a task of row_gradient_cpu reads and writes.
+template <typename T>
+struct RowGradient {
+  const opmath<T>* grad;
+  int64_t grad_stride;
+  const T* input;
+  int64_t width;
+  const PairLayout& pairs;
+  const std::vector<int64_t>& query_of;
+  const opmath<T>* shared_values;
+  const opmath<T>* shared_bias;
+  T* values;    // nullptr: not wanted
+  T* bias;      // nullptr: not wanted
+
+  // (query, gradient of the score) of a pair's position
+  std::pair<int64_t, opmath<T>> pair(int64_t position) const {
+    const int64_t query = pairs.offsets ? query_of[position] : position / pairs.width;
+    const int64_t at = grad_stride < 0 ? position : query * grad_stride + (position - pairs.begin(query));
+    return {query, grad[at]};
+  }
+
+  void sum_groups(const RowGroups& groups, int64_t first, int64_t last) const {
+    const auto& kernels = row_kernels().of(input);
+    const int64_t total = pairs.total();
+    std::vector<opmath<T>> sum(values ? width : 0), coefficient;
+    std::vector<int64_t> query;
+    for (int64_t g = first; g < last; ++g) {
+      const auto members = groups[g];
+      const int64_t row = groups.starts[g];
+      query.clear();
+      coefficient.clear();
+      opmath<T> bias_sum = 0;
+      std::fill(sum.begin(), sum.end(), opmath<T>(0));
+      for (const int64_t position : members) {
+        if (position < total) {
+          const auto [q, c] = pair(position);
+          query.push_back(q);
+          coefficient.push_back(c);
+          bias_sum += c;
+          continue;
+        }
+        if (values) {
+          const opmath<T>* shared_row = shared_values + (position - total) * width;
+          for (int64_t d = 0; d < width; ++d) {
+            sum[d] += shared_row[d];
+          }
+        }
+        if (bias) {
+          bias_sum += shared_bias[position - total];
+        }
+      }
+      if (values) {
+        kernels.add_rows(sum.data(), input, width, query.data(), coefficient.data(), int64_t(query.size()), width);
+        kernels.round_row(values + row * width, sum.data(), width);
+        std::memset(static_cast<void*>(values + (row + 1) * width), 0, (members.size() - 1) * width * sizeof(T));
+      }
+      if (bias) {
+        kernels.round_row(bias + row, &bias_sum, 1);
+        std::memset(static_cast<void*>(bias + row + 1), 0, (members.size() - 1) * sizeof(T));
+      }
+    }
+  }
+};
+
+} // namespace
+
+at::Tensor with_unit_column_stride(const at::Tensor& table) {
+  return table.dim() == 2 && (table.stride(1) == 1 || table.size(1) <= 1) ? table : table.contiguous();
+}
+
+void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight,
+                     const std::optional<at::Tensor>& bias, const PairLayout& pairs) {
+  const at::Tensor table = with_unit_column_stride(weight);
+  const at::Tensor bias_row = bias.has_value() && bias->defined() ? bias->contiguous() : at::Tensor();
+  dispatch_floating(input.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    at::parallel_for(0, pairs.queries, pairs.grain(kPairsPerTask), [&](int64_t first, int64_t last) {
+      pair_scores(data<opmath<T>>(out), out_stride, const_data<T>(input), input.size(1), const_data<T>(table), table.stride(0),
+                  bias_row.defined() ? const_data<T>(bias_row) : nullptr, pairs, first, last);
+    });
+  });
+}
+
+void add_pair_input_grad_cpu(const at::Tensor& grad_input, const at::Tensor& grad, int64_t grad_stride, const at::Tensor& weight,
+                             const PairLayout& pairs) {
+  const at::Tensor table = with_unit_column_stride(weight);
+  dispatch_floating(weight.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    at::parallel_for(0, pairs.queries, pairs.grain(kPairsPerTask), [&](int64_t first, int64_t last) {
+      add_input_grad(data<opmath<T>>(grad_input), const_data<opmath<T>>(grad), grad_stride, const_data<T>(table), table.stride(0),
+                     table.size(1), pairs, first, last);
+    });
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& input,
+                                                                const PairLayout& pairs, const at::Tensor& shared_ids,
+                                                                const at::Tensor& shared_values, const at::Tensor& shared_bias,
+                                                                bool want_values, bool want_bias) {
+  const int64_t total = pairs.total();
+  const int64_t row_count = total + shared_ids.numel();
+  std::vector<int64_t> ids(row_count);
+  std::copy_n(pairs.ids, total, ids.begin());
+  std::copy_n(shared_ids.const_data_ptr<int64_t>(), shared_ids.numel(), ids.begin() + total);
+  const RowGroups groups = group_rows(ids.data(), row_count);
+
+  const at::Tensor rows = at::empty({row_count}, shared_ids.options());
+  int64_t* row = rows.mutable_data_ptr<int64_t>();
+  std::transform(groups.order.begin(), groups.order.end(), row, [&](int64_t position) { return ids[position]; });
+
+  const int64_t width = input.size(1);
+  const at::Tensor values = at::empty({want_values ? row_count : 0, width}, input.options());
+  const at::Tensor bias = at::empty({want_bias ? row_count : 0}, input.options());
+  const std::vector<int64_t> query_of = queries_of_pairs(pairs);
+  dispatch_floating(input.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const RowGradient<T> task{const_data<opmath<T>>(grad),
+                              grad_stride,
+                              const_data<T>(input),
+                              width,
+                              pairs,
+                              query_of,
+                              want_values && shared_values.defined() ? const_data<opmath<T>>(shared_values) : nullptr,
+                              want_bias && shared_bias.defined() ? const_data<opmath<T>>(shared_bias) : nullptr,
+                              want_values ? data<T>(values) : nullptr,
+                              want_bias ? data<T>(bias) : nullptr};
+    at::parallel_for(0, groups.size(), kPairsPerTask, [&](int64_t first, int64_t last) { task.sum_groups(groups, first, last); });
+  });
+  return {rows, values, bias};
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,37 @@
+#include "scores/row_gradient.h"
+
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/SymIntArrayRef.h>
+
+namespace xsoftmax {
+
+at::Tensor row_gradient_tensor(const at::Tensor& rows, const at::Tensor& values, const c10::SymInt& num_rows, bool sparse) {
+  c10::SymDimVector size(values.sym_sizes().begin(), values.sym_sizes().end());
+  size[0] = num_rows;
+  if (sparse) {
+    // Equal rows may stand side by side, so the tensor is not coalesced.
+    return at::_sparse_coo_tensor_unsafe_symint(rows.unsqueeze(0), values, size, values.scalar_type(), at::kSparse, values.device(),
+                                                std::nullopt, /*is_coalesced=*/false);
+  }
+  return at::zeros_symint(size, values.options()).index_add_(0, rows, values);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sort_rows(const at::Tensor& rows) {
+  auto [sorted, order] = rows.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const at::Tensor position = at::arange(rows.sym_size(0).guard_int(__FILE__, __LINE__), rows.options());
+  const at::Tensor changes = sorted.ne(sorted.roll(1)).logical_or(position.eq(0));
+  const at::Tensor first = rows.numel() == 0 ? position : std::get<0>(position.mul(changes).cummax(0));
+  return {sorted, order, first};
+}
+
+std::tuple<at::Tensor, at::Tensor> sum_equal_rows(const at::Tensor& rows, const at::Tensor& values) {
+  auto [sorted, order, first] = sort_rows(rows);
+  return {sorted, at::zeros_like(values).index_add_(0, first, values.index_select(0, order))};
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,79 @@
+#include "scores/row_kernels.h"
+
+namespace xsoftmax::XS_ISA {
+namespace {
+
+// Rows come from anywhere in a table that no cache holds. Reading a few ahead keeps several cache misses under way.
+constexpr int64_t kAhead = 4;
+
+template <typename T>
+inline void prefetch_row(const T* row, int64_t width) {
+  const char* bytes = reinterpret_cast<const char*>(row);
+  for (int64_t b = 0; b < width * int64_t(sizeof(T)); b += 64) {
+    __builtin_prefetch(bytes + b);
+  }
+}
+
+template <typename T>
+void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width) {
+  for (int64_t j = 0; j < n && j < kAhead; ++j) {
+    prefetch_row(table + index[j] * stride, width);
+  }
+  for (int64_t j = 0; j < n; ++j) {
+    if (j + kAhead < n) {
+      prefetch_row(table + index[j + kAhead] * stride, width);
+    }
+    const T* __restrict row = table + index[j] * stride;
+    opmath<T> sum = 0;
+    for (int64_t d = 0; d < width; ++d) {
+      sum += load(x[d]) * load(row[d]);
+    }
+    out[j] = sum;
+  }
+}
+
+template <typename T>
+void add_rows(opmath<T>* __restrict sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient,
+              int64_t n, int64_t width) {
+  for (int64_t j = 0; j < n && j < kAhead; ++j) {
+    prefetch_row(table + index[j] * stride, width);
+  }
+  for (int64_t j = 0; j < n; ++j) {
+    if (j + kAhead < n) {
+      prefetch_row(table + index[j + kAhead] * stride, width);
+    }
+    const opmath<T> c = coefficient[j];
+    if (c == 0) {
+      continue;
+    }
+    const T* __restrict row = table + index[j] * stride;
+    for (int64_t d = 0; d < width; ++d) {
+      sum[d] += c * load(row[d]);
+    }
+  }
+}
+
+template <typename T>
+void round_row(T* __restrict out, const opmath<T>* __restrict x, int64_t width) {
+  for (int64_t d = 0; d < width; ++d) {
+    store(out + d, x[d]);
+  }
+}
+
+template <typename T>
+void widen_row(opmath<T>* __restrict out, const T* __restrict x, int64_t width) {
+  for (int64_t d = 0; d < width; ++d) {
+    out[d] = load(x[d]);
+  }
+}
+
+template <typename T>
+constexpr RowKernels<T> kernels() {
+  return {dot_rows<T>, add_rows<T>, round_row<T>, widen_row<T>};
+}
+
+} // namespace
+
+extern const RowKernelTable row_kernels{kernels<float>(), kernels<double>(), kernels<Bf16>(), kernels<F16>()};
+
+} // namespace xsoftmax::XS_ISA

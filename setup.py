@@ -1,0 +1,42 @@
+"""Builds the native library with CMake and installs it, its headers and its CMake package inside the Python package."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent.resolve()
+
+
+class BuildNative(build_py):
+    """build_py, then CMake: the package then holds lib/libxsoftmax.so, include/ and share/cmake/xsoftmax/."""
+
+    def run(self):
+        super().run()
+        try:
+            import torch
+        except ImportError as error:
+            raise SystemExit("xsoftmax builds against the torch of this environment, and none is installed: "
+                             "pip install torch, then pip install --no-build-isolation .") from error
+        # A build folder inside the checkout: a second build compiles only what changed.
+        build = ROOT / "build" / f"python-{sys.version_info.major}.{sys.version_info.minor}-torch-{torch.__version__}"
+        prefix = Path(self.build_lib).resolve() / "xsoftmax"
+        subprocess.check_call([
+            "cmake", "-S", ROOT, "-B", build, "-G", "Ninja",
+            f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
+            f"-DCMAKE_INSTALL_PREFIX={prefix}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ])
+        subprocess.check_call(["cmake", "--build", build, "--target", "install"])
+
+
+class NativeDistribution(Distribution):
+    def has_ext_modules(self):
+        return True  # a platform wheel, though no module is a CPython extension
+
+
+setup(cmdclass={"build_py": BuildNative}, distclass=NativeDistribution)
