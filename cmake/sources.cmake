@@ -4,6 +4,9 @@ set(XSOFTMAX_SOURCES
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/row_groups.cpp
+  csrc/losses/candidate_loss.cpp
+  csrc/losses/candidate_loss_cpu.cpp
+  csrc/losses/estimators.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp
@@ -12,6 +15,7 @@ set(XSOFTMAX_SOURCES
 
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).
 set(XSOFTMAX_SIMD_SOURCES
+  csrc/losses/estimator_rows.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )
 

@@ -1,0 +1,224 @@
+#include "losses/candidate_loss.h"
+
+#include "core/checks.h"
+#include "losses/estimators.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <limits>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "candidate_loss";
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+c10::SymInt width(const OptionalTensor& ids, int64_t axis) { return given(ids) ? ids->sym_size(axis) : c10::SymInt(0); }
+
+void check_ids(const char* arg, const OptionalTensor& ids, const char* count_arg, const OptionalTensor& log_count, bool is_private,
+               const CandidateLossArgs& args) {
+  if (given(ids)) {
+    check::dim(kOp, arg, *ids, is_private ? 2 : 1);
+    check::int64(kOp, arg, *ids);
+    check::same_device(kOp, arg, *ids, "scores", args.scores);
+    if (is_private) {
+      check::size(kOp, arg, *ids, 0, args.scores.sym_size(0), "the rows of scores");
+    }
+  }
+  if (given(log_count)) {
+    TORCH_CHECK_VALUE(given(ids) && log_count->sym_sizes() == ids->sym_sizes(), kOp, ": expected ", count_arg, " of the shape of ", arg,
+                      ", got shape ", log_count->sym_sizes());
+    check::floating(kOp, count_arg, *log_count);
+    check::same_device(kOp, count_arg, *log_count, "scores", args.scores);
+  }
+}
+
+// The batch as an estimator sees it, in ATen calls.
+CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estimator) {
+  const Tensor score = args.scores.narrow(1, 1, args.scores.size(1) - 1);
+  const int64_t queries = args.scores.size(0), own = given(args.private_ids) ? args.private_ids->size(1) : 0, all = score.size(1) - own;
+  const auto long_options = args.target.options();
+  const Tensor no_ids = at::zeros({queries, 0}, long_options), no_count = at::zeros({queries, 0}, args.scores.options());
+  const Tensor ids = at::cat({given(args.private_ids) ? *args.private_ids : no_ids,
+                              given(args.shared_ids) ? args.shared_ids->expand({queries, all}) : no_ids}, 1);
+  const auto log_count = [&](const OptionalTensor& count, int64_t columns) {
+    return given(count) ? count->to(args.scores.scalar_type()).expand({queries, columns})
+                        : at::zeros({queries, columns}, args.scores.options());
+  };
+  Tensor adjusted = score - at::cat({log_count(args.private_log_count, own), log_count(args.shared_log_count, all)}, 1);
+
+  const Tensor hit = args.remove_accidental_hits ? ids.eq(args.target.unsqueeze(1)) : at::zeros_like(ids, at::kBool);
+  adjusted = at::where(hit, -kInfinity, adjusted);
+  const int64_t own_draws = own - args.fixed_private, all_draws = all - args.fixed_shared;
+  const bool renormalize = args.remove_accidental_hits && estimator.renormalizes && given(args.target_log_count);
+  if (renormalize && own_draws + all_draws > 0) {
+    Tensor independent = at::zeros({own + all}, long_options.dtype(at::kBool));
+    independent.narrow(0, args.fixed_private, own_draws).fill_(true);
+    independent.narrow(0, own + args.fixed_shared, all_draws).fill_(true);
+    const Tensor live = hit.logical_not().logical_and(independent).sum(1).to(args.scores.scalar_type());
+    const Tensor rest = (double(own_draws + all_draws) - args.target_log_count->to(args.scores.scalar_type()).exp()).clamp_min(0);
+    const Tensor factor = at::where(live.gt(0), (rest / live).log(), 0.0);
+    adjusted = at::where(independent, adjusted + factor.unsqueeze(1), adjusted);
+  }
+  Tensor target = args.scores.select(1, 0);
+  if (estimator.corrects_target) {
+    target = target - args.target_log_count->to(args.scores.scalar_type());
+  }
+  return {target, score, adjusted, args.label_smoothing};
+}
+
+Tensor call_forward(XS_CANDIDATE_LOSS_PARAMS) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::candidate_loss", "")
+                             .typed<decltype(candidate_loss_reference)>();
+  return op.call(XS_CANDIDATE_LOSS_ARGS);
+}
+
+Tensor call_backward(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::candidate_loss_backward", "")
+                             .typed<decltype(candidate_loss_backward_reference)>();
+  return op.call(grad, XS_CANDIDATE_LOSS_ARGS);
+}
+
+Tensor candidate_loss_meta(XS_CANDIDATE_LOSS_PARAMS) {
+  check_candidate_loss({XS_CANDIDATE_LOSS_ARGS});
+  return at::empty_symint({scores.sym_size(0)}, scores.options());
+}
+
+Tensor candidate_loss_backward_meta(const Tensor&, XS_CANDIDATE_LOSS_PARAMS) {
+  check_candidate_loss({XS_CANDIDATE_LOSS_ARGS});
+  return at::empty_symint(scores.sym_sizes(), scores.options());
+}
+
+class CandidateLoss : public torch::autograd::Function<CandidateLoss> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, XS_CANDIDATE_LOSS_PARAMS) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto tensor = [](const OptionalTensor& optional) { return optional.value_or(Tensor()); };
+    ctx->save_for_backward({scores, target, tensor(private_ids), tensor(shared_ids), tensor(private_log_count),
+                            tensor(shared_log_count), tensor(target_log_count)});
+    ctx->saved_data["estimator"] = std::string(estimator);
+    ctx->saved_data["remove_accidental_hits"] = remove_accidental_hits;
+    ctx->saved_data["fixed_private"] = fixed_private;
+    ctx->saved_data["fixed_shared"] = fixed_shared;
+    ctx->saved_data["label_smoothing"] = label_smoothing;
+    return call_forward(XS_CANDIDATE_LOSS_ARGS);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    torch::autograd::variable_list result(12);
+    if (ctx->needs_input_grad(0)) {
+      const auto saved = ctx->get_saved_variables();
+      const auto optional = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
+      const std::string estimator = ctx->saved_data["estimator"].toStringRef();
+      result[0] = call_backward(grads[0], saved[0], saved[1], optional(2), optional(3), optional(4), optional(5), optional(6), estimator,
+                                ctx->saved_data["remove_accidental_hits"].toBool(), ctx->saved_data["fixed_private"].toInt(),
+                                ctx->saved_data["fixed_shared"].toInt(), ctx->saved_data["label_smoothing"].toDouble());
+    }
+    return result;
+  }
+};
+
+Tensor candidate_loss_autograd(XS_CANDIDATE_LOSS_PARAMS) { return CandidateLoss::apply(XS_CANDIDATE_LOSS_ARGS); }
+
+// A loss is small and sums exponentials: at least float32, ids as they are.
+template <c10::DeviceType device>
+Tensor candidate_loss_autocast(XS_CANDIDATE_LOSS_PARAMS) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const Tensor wide = at::autocast::cached_cast(at::kFloat, scores, device);
+  return call_forward(wide, target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
+                      remove_accidental_hits, fixed_private, fixed_shared, label_smoothing);
+}
+
+} // namespace
+
+void check_candidate_loss(const CandidateLossArgs& args) {
+  check::dim(kOp, "scores", args.scores, 2);
+  TORCH_CHECK_TYPE(args.scores.scalar_type() == at::kFloat || args.scores.scalar_type() == at::kDouble, kOp,
+                   ": expected scores of dtype float32 or float64, got ", args.scores.scalar_type());
+  check::dim(kOp, "target", args.target, 1);
+  check::int64(kOp, "target", args.target);
+  check::same_device(kOp, "target", args.target, "scores", args.scores);
+  check::size(kOp, "target", args.target, 0, args.scores.sym_size(0), "the rows of scores");
+  check_ids("private_ids", args.private_ids, "private_log_count", args.private_log_count, true, args);
+  check_ids("shared_ids", args.shared_ids, "shared_log_count", args.shared_log_count, false, args);
+  check::size(kOp, "scores", args.scores, 1, width(args.private_ids, 1) + width(args.shared_ids, 0) + 1,
+              "the target, then the private, then the shared candidates");
+  const auto fixed = [](const char* arg, int64_t value, const c10::SymInt& most) {
+    TORCH_CHECK_VALUE(value >= 0 && most >= value, kOp, ": expected ", arg, " in [0, ", most, "], got ", value);
+  };
+  fixed("fixed_private", args.fixed_private, width(args.private_ids, 1));
+  fixed("fixed_shared", args.fixed_shared, width(args.shared_ids, 0));
+  if (given(args.target_log_count)) {
+    check::dim(kOp, "target_log_count", *args.target_log_count, 1);
+    check::floating(kOp, "target_log_count", *args.target_log_count);
+    check::same_device(kOp, "target_log_count", *args.target_log_count, "scores", args.scores);
+    check::size(kOp, "target_log_count", *args.target_log_count, 0, args.scores.sym_size(0), "the rows of scores");
+  }
+  const Estimator& estimator = find_estimator(args.estimator);
+  TORCH_CHECK_VALUE(!estimator.corrects_target || given(args.target_log_count), kOp, ": expected target_log_count for estimator \"",
+                    estimator.name, "\", got none");
+  TORCH_CHECK_VALUE(args.label_smoothing >= 0 && args.label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ",
+                    args.label_smoothing);
+}
+
+Tensor candidate_loss_reference(XS_CANDIDATE_LOSS_PARAMS) {
+  const CandidateLossArgs args{XS_CANDIDATE_LOSS_ARGS};
+  check_candidate_loss(args);
+  const Estimator& chosen = find_estimator(estimator);
+  return chosen.loss(make_batch(args, chosen));
+}
+
+Tensor candidate_loss_backward_reference(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
+  const CandidateLossArgs args{XS_CANDIDATE_LOSS_ARGS};
+  check_candidate_loss(args);
+  const Estimator& chosen = find_estimator(estimator);
+  const auto gradient = chosen.gradient(make_batch(args, chosen));
+  const Tensor column = grad.unsqueeze(1);
+  return at::where(column.eq(0), 0.0, at::cat({gradient.target.unsqueeze(1), gradient.score}, 1) * column);
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+#define XS_SCHEMA_ARGS                                                                                                             \
+  "Tensor scores, Tensor target, Tensor? private_ids, Tensor? shared_ids, Tensor? private_log_count=None, "                        \
+  "Tensor? shared_log_count=None, Tensor? target_log_count=None, str estimator=\"sampled_softmax\", "                              \
+  "bool remove_accidental_hits=True, int fixed_private=0, int fixed_shared=0, float label_smoothing=0.0) -> Tensor"
+  m.def("candidate_loss(" XS_SCHEMA_ARGS);
+  m.def("candidate_loss_backward(Tensor grad, " XS_SCHEMA_ARGS);
+#undef XS_SCHEMA_ARGS
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("candidate_loss", candidate_loss_reference);
+  m.impl("candidate_loss_backward", candidate_loss_backward_reference);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("candidate_loss", candidate_loss_meta);
+  m.impl("candidate_loss_backward", candidate_loss_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
+  m.impl("candidate_loss", candidate_loss_autograd);
+  m.impl("candidate_loss_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("candidate_loss", candidate_loss_autocast<c10::DeviceType::CPU>); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("candidate_loss", candidate_loss_autocast<c10::DeviceType::CUDA>); }
+
+} // namespace xsoftmax

@@ -1,0 +1,43 @@
+#pragma once
+
+#include "core/cpu_dispatch.h"
+
+#include <cstdint>
+
+namespace xsoftmax {
+
+/// Scores, candidates and gradients of a batch for the loop over its queries; see candidate_loss.h for the meaning. Null where absent.
+template <typename T>
+struct LossRows {
+  const T* scores;                 ///< [Q, 1 + P + S]: target, private, shared
+  const int64_t* target;           ///< [Q]
+  const int64_t* private_ids;      ///< [Q, P]
+  const int64_t* shared_ids;       ///< [S]
+  const T* private_log_count;      ///< [Q, P]
+  const T* shared_log_count;       ///< [S]
+  const T* target_log_count;       ///< [Q]
+  int64_t private_width, shared_width;
+  int64_t fixed_private, fixed_shared;
+  bool remove_hits, renormalize, correct_target;
+  T label_smoothing;
+  const T* grad_loss;              ///< [Q], backward only
+  T* loss;                         ///< [Q], forward only
+  T* grad_scores;                  ///< [Q, 1 + P + S], backward only
+};
+
+/// A function for each estimator, over queries first .. last - 1; `buffer` holds P + S elements. Forward where grad_scores is null.
+template <typename T>
+struct EstimatorRows {
+  void (*softmax)(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer);
+};
+
+struct EstimatorRowTable {
+  EstimatorRows<float> f32;
+  EstimatorRows<double> f64;
+  const EstimatorRows<float>& of(float) const { return f32; }
+  const EstimatorRows<double>& of(double) const { return f64; }
+};
+
+XS_DECLARE_ISA_TABLE(EstimatorRowTable, estimator_rows)
+
+} // namespace xsoftmax

@@ -1,0 +1,170 @@
+#include "losses/estimator_rows.h"
+
+#include "core/simd.h"
+
+namespace xsoftmax::XS_ISA {
+namespace {
+
+template <typename T>
+constexpr T kInfinity = T(__builtin_inf());
+
+static inline float logarithm(float x) { return __builtin_logf(x); }
+static inline double logarithm(double x) { return __builtin_log(x); }
+
+// One query: what an estimator works on. adjusted = score - log count (+ the renormalisation); -inf where the candidate hits the target.
+template <typename T>
+struct Row {
+  T target;
+  const T* score;
+  const T* adjusted;
+  int64_t width;
+};
+
+// out[j] = score[j] - log_count[j], or -inf at a hit; returns the number of hits.
+template <typename T>
+int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict log_count, const int64_t* __restrict ids,
+               int64_t target, bool remove_hits, int64_t n) {
+  if (log_count == nullptr) {
+    for (int64_t j = 0; j < n; ++j) {
+      out[j] = score[j];
+    }
+  } else {
+    for (int64_t j = 0; j < n; ++j) {
+      out[j] = score[j] - log_count[j];
+    }
+  }
+  int64_t hits = 0;
+  if (remove_hits) {
+    for (int64_t j = 0; j < n; ++j) {
+      hits += ids[j] == target;
+    }
+    if (hits > 0) { // rare: the second pass is not paid for every query
+      for (int64_t j = 0; j < n; ++j) {
+        out[j] = ids[j] == target ? -kInfinity<T> : out[j];
+      }
+    }
+  }
+  return hits;
+}
+
+// Adjusts the fixed columns, then the independent ones; returns the number of hits among the latter.
+template <typename T>
+int64_t adjust_segment(T* out, const T* score, const T* log_count, const int64_t* ids, int64_t target, bool remove_hits, int64_t fixed,
+                       int64_t n) {
+  adjust(out, score, log_count, ids, target, remove_hits, fixed);
+  return adjust(out + fixed, score + fixed, log_count ? log_count + fixed : nullptr, ids + fixed, target, remove_hits, n - fixed);
+}
+
+template <typename T>
+Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
+  const int64_t p = rows.private_width, s = rows.shared_width;
+  const T* scores = rows.scores + q * (1 + p + s);
+  const T* score = scores + 1;
+  const int64_t target = rows.target[q];
+  int64_t hits = adjust_segment(buffer, score, rows.private_log_count ? rows.private_log_count + q * p : nullptr,
+                                rows.private_ids + q * p, target, rows.remove_hits, rows.fixed_private, p);
+  hits += adjust_segment(buffer + p, score + p, rows.shared_log_count, rows.shared_ids, target, rows.remove_hits, rows.fixed_shared, s);
+
+  // M independent draws, m of them live: q renormalised to the classes other than the target gives each the factor (M - c_y) / m.
+  const int64_t draws = (p - rows.fixed_private) + (s - rows.fixed_shared);
+  if (rows.remove_hits && rows.renormalize && draws > hits && rows.target_log_count) {
+    const T rest = T(draws) - T(__builtin_exp(double(rows.target_log_count[q])));
+    const T factor = logarithm((rest > 0 ? rest : T(0)) / T(draws - hits));
+    for (int64_t j = rows.fixed_private; j < p; ++j) {
+      buffer[j] += factor;
+    }
+    for (int64_t j = p + rows.fixed_shared; j < p + s; ++j) {
+      buffer[j] += factor;
+    }
+  }
+  const T correction = rows.correct_target ? rows.target_log_count[q] : T(0);
+  return {scores[0] - correction, score, buffer, p + s};
+}
+
+template <typename T>
+T largest(const T* __restrict x, int64_t n, T start) {
+  T most = start;
+  for (int64_t j = 0; j < n; ++j) {
+    most = x[j] > most ? x[j] : most;
+  }
+  return most;
+}
+
+// Weights of the estimated mean of all scores (label smoothing), times `scale`, taken from grad; returns the mean.
+template <typename T>
+T smoothing_mean(const Row<T>& row, T scale, T* grad_target, T* grad) {
+  T total = 1, sum = row.target;
+  for (int64_t j = 0; j < row.width; ++j) {
+    const bool hit = row.adjusted[j] == -kInfinity<T>;
+    const T weight = hit ? T(0) : exponential(row.adjusted[j] - row.score[j]);
+    total += weight;
+    sum += hit ? T(0) : weight * row.score[j];
+  }
+  if (grad != nullptr) {
+    *grad_target -= scale / total;
+    for (int64_t j = 0; j < row.width; ++j) {
+      const bool hit = row.adjusted[j] == -kInfinity<T>;
+      grad[j] -= hit ? T(0) : scale / total * exponential(row.adjusted[j] - row.score[j]);
+    }
+  }
+  return sum / total;
+}
+
+template <typename T>
+T softmax_loss_row(const Row<T>& row, T smoothing) {
+  const T most = largest(row.adjusted, row.width, row.target);
+  T sum = exponential(row.target - most);
+  for (int64_t j = 0; j < row.width; ++j) {
+    sum += exponential(row.adjusted[j] - most);
+  }
+  const T normalizer = most + logarithm(sum);
+  if (smoothing == 0) {
+    return normalizer - row.target;
+  }
+  return normalizer - (1 - smoothing) * row.target - smoothing * smoothing_mean<T>(row, 0, nullptr, nullptr);
+}
+
+template <typename T>
+void softmax_gradient_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T most = largest(row.adjusted, row.width, row.target);
+  const T own = exponential(row.target - most);
+  T sum = own;
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T value = exponential(row.adjusted[j] - most);
+    grad[j] = value;
+    sum += value;
+  }
+  const T scale = grad_loss / sum;
+  *grad_target = own * scale - (1 - smoothing) * grad_loss;
+  for (int64_t j = 0; j < row.width; ++j) {
+    grad[j] *= scale;
+  }
+  if (smoothing != 0) {
+    smoothing_mean(row, smoothing * grad_loss, grad_target, grad);
+  }
+}
+
+template <typename T>
+void softmax(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
+  const int64_t width = 1 + rows.private_width + rows.shared_width;
+  for (int64_t q = first; q < last; ++q) {
+    if (rows.grad_scores == nullptr) {
+      rows.loss[q] = softmax_loss_row(prepare(rows, q, buffer), rows.label_smoothing);
+      continue;
+    }
+    T* grad = rows.grad_scores + q * width;
+    if (rows.grad_loss[q] == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
+      for (int64_t j = 0; j < width; ++j) {
+        grad[j] = 0;
+      }
+      continue;
+    }
+    softmax_gradient_row(prepare(rows, q, buffer), rows.label_smoothing, rows.grad_loss[q], grad, grad + 1);
+  }
+}
+
+} // namespace
+
+extern const EstimatorRowTable estimator_rows{{softmax<float>}, {softmax<double>}};
+
+} // namespace xsoftmax::XS_ISA

@@ -1,0 +1,72 @@
+#include "losses/estimators.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/where.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <limits>
+#include <string>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+// Weight of each class in the estimated mean of all scores: 1 for the target, e^(adjusted - score) for a candidate, over their sum.
+struct MeanWeights {
+  Tensor target, score;
+};
+
+MeanWeights mean_weights(const CandidateBatch& batch) {
+  const Tensor hit = batch.adjusted.eq(-std::numeric_limits<double>::infinity());
+  const Tensor weight = at::where(hit, 0.0, (batch.adjusted - batch.score).exp());
+  const Tensor total = weight.sum(1) + 1.0;
+  return {total.reciprocal(), weight / total.unsqueeze(1)};
+}
+
+// -log of the softmax over {target} and the weighted candidates. Label smoothing e: (1 - e) times that, and e times
+// (log normaliser - mean score), the mean over all classes estimated with the same weights.
+Tensor softmax_loss(const CandidateBatch& batch) {
+  const Tensor normalizer = at::logsumexp(at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1), 1);
+  if (batch.label_smoothing == 0) {
+    return normalizer - batch.target;
+  }
+  const auto [target, score] = mean_weights(batch);
+  const Tensor mean = target * batch.target + at::where(score.eq(0), 0.0, score * batch.score).sum(1);
+  return normalizer - (1 - batch.label_smoothing) * batch.target - batch.label_smoothing * mean;
+}
+
+EstimatorGradient softmax_gradient(const CandidateBatch& batch) {
+  const Tensor probability = at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1).softmax(1);
+  Tensor target = probability.select(1, 0) - (1 - batch.label_smoothing);
+  Tensor score = probability.narrow(1, 1, batch.adjusted.size(1));
+  if (batch.label_smoothing != 0) {
+    const auto weights = mean_weights(batch);
+    target = target - batch.label_smoothing * weights.target;
+    score = score - batch.label_smoothing * weights.score;
+  }
+  return {target, score};
+}
+
+constexpr std::array<Estimator, 2> kEstimators{{
+    {"sampled_softmax", false, true, softmax_loss, softmax_gradient},
+    {"ranking", true, false, softmax_loss, softmax_gradient},
+}};
+
+} // namespace
+
+const Estimator& find_estimator(std::string_view name) {
+  std::string names;
+  for (const Estimator& estimator : kEstimators) {
+    if (name == estimator.name) {
+      return estimator;
+    }
+    names += (names.empty() ? "\"" : ", \"") + std::string(estimator.name) + "\"";
+  }
+  TORCH_CHECK_VALUE(false, "candidate_loss: expected estimator to be one of ", names, ", got \"", name, "\"");
+}
+
+} // namespace xsoftmax

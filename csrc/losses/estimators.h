@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+
+// An estimator turns the scores of the target and of the candidates into the loss of a query. It is three functions: the loss and the
+// gradient in ATen calls (here), and the loop over one query on CPU (estimator_rows.simd.cpp). candidate_loss does the rest: hits,
+// expected counts, checks, autograd.
+
+namespace xsoftmax {
+
+/// What an estimator sees, for a batch. Candidates that hit the target have adjusted = -inf and take no part.
+struct CandidateBatch {
+  at::Tensor target;   ///< [Q] scores of the targets, less their log expected count where the estimator corrects the target
+  at::Tensor score;    ///< [Q, C] scores of the candidates
+  at::Tensor adjusted; ///< [Q, C] score + log weight: e^adjusted summed over C is the estimate of sum over classes j != y of e^s_j
+  double label_smoothing;
+};
+
+struct EstimatorGradient {
+  at::Tensor target; ///< [Q]
+  at::Tensor score;  ///< [Q, C]
+};
+
+struct Estimator {
+  const char* name;
+  bool corrects_target; ///< the target's score is lowered by its own log expected count
+  bool renormalizes;    ///< where hits are removed, q is renormalised to the other classes
+  at::Tensor (*loss)(const CandidateBatch&);
+  EstimatorGradient (*gradient)(const CandidateBatch&);
+};
+
+/// The estimator of that name; an error that lists the names there are.
+const Estimator& find_estimator(std::string_view name);
+
+} // namespace xsoftmax
