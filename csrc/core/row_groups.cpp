@@ -1,27 +1,32 @@
 #include "core/row_groups.h"
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 namespace xsoftmax {
 namespace {
 
-// Sorting (id, position) as one integer is several times faster than sorting positions by a look-up; it needs both to fit.
-bool sort_packed(const int64_t* ids, int64_t n, std::vector<int64_t>& order) {
-  constexpr int kPositionBits = 24;
-  const bool fits = n <= (int64_t(1) << kPositionBits) &&
-      std::all_of(ids, ids + n, [](int64_t id) { return uint64_t(id) < (uint64_t(1) << (63 - kPositionBits)); });
-  if (!fits) {
-    return false;
+constexpr int kDigitBits = 11;
+constexpr int64_t kDigits = int64_t(1) << kDigitBits;
+
+// Stable radix sort of positions by id, a pass for each 11 bits of the largest id: two for a million classes. A comparison sort of the
+// 15,000 ids of a batch costs as much as scoring them.
+void sort_positions(const int64_t* ids, int64_t n, std::vector<int64_t>& order) {
+  const uint64_t largest = uint64_t(*std::max_element(ids, ids + n));
+  std::vector<int64_t> other(n);
+  for (int shift = 0; shift < 64 && (largest >> shift) != 0; shift += kDigitBits) {
+    std::array<int64_t, kDigits + 1> start{};
+    const auto digit = [&](int64_t position) { return int64_t(uint64_t(ids[position]) >> shift) & (kDigits - 1); };
+    for (int64_t i = 0; i < n; ++i) {
+      ++start[digit(i) + 1];
+    }
+    std::partial_sum(start.begin(), start.end(), start.begin());
+    for (int64_t i = 0; i < n; ++i) {
+      other[start[digit(order[i])]++] = order[i];
+    }
+    order.swap(other);
   }
-  for (int64_t i = 0; i < n; ++i) {
-    order[i] = (ids[i] << kPositionBits) | i;
-  }
-  std::sort(order.begin(), order.end());
-  for (int64_t& entry : order) {
-    entry &= (int64_t(1) << kPositionBits) - 1;
-  }
-  return true;
 }
 
 } // namespace
@@ -29,11 +34,9 @@ bool sort_packed(const int64_t* ids, int64_t n, std::vector<int64_t>& order) {
 RowGroups group_rows(const int64_t* ids, int64_t n) {
   RowGroups groups;
   groups.order.resize(n);
-  if (std::is_sorted(ids, ids + n)) {
-    std::iota(groups.order.begin(), groups.order.end(), int64_t(0));
-  } else if (!sort_packed(ids, n, groups.order)) {
-    std::iota(groups.order.begin(), groups.order.end(), int64_t(0));
-    std::stable_sort(groups.order.begin(), groups.order.end(), [ids](int64_t a, int64_t b) { return ids[a] < ids[b]; });
+  std::iota(groups.order.begin(), groups.order.end(), int64_t(0));
+  if (!std::is_sorted(ids, ids + n)) {
+    sort_positions(ids, n, groups.order);
   }
   groups.starts.reserve(n + 1);
   for (int64_t i = 0; i < n; ++i) {

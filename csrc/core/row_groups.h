@@ -18,6 +18,7 @@ struct RowGroups {
   }
 };
 
+/// ids are not negative.
 RowGroups group_rows(const int64_t* ids, int64_t n);
 
 } // namespace xsoftmax

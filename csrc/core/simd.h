@@ -4,7 +4,6 @@
 // instruction set the file is compiled for. Everything is `static inline`: each instruction set keeps its own copy.
 
 #include <cstdint>
-#include <cstring>
 
 namespace xsoftmax {
 
@@ -24,10 +23,7 @@ namespace xsoftmax::XS_ISA {
 
 template <typename To, typename From>
 static inline To bit_cast(From from) {
-  To to;
-  static_assert(sizeof(To) == sizeof(From));
-  std::memcpy(&to, &from, sizeof(To));
-  return to;
+  return __builtin_bit_cast(To, from);
 }
 
 static inline float load(float x) { return x; }
@@ -72,12 +68,12 @@ static inline void store(F16* to, float x) {
   to->bits = uint16_t((sign >> 16) | half);
 }
 
-// e^x to 2 ulp for x <= 88; below -87.3 it is 0, so e^-inf = 0; NaN stays NaN. Cody-Waite reduction, degree-6 minimax polynomial.
+// e^x to 2 ulp, for x less a maximum: below -87.3 it is 0, so e^-inf = 0; above 88 it stays at e^88; NaN stays NaN. Cody-Waite
+// reduction, polynomial of degree 6; no branches, so that loops vectorise.
 static inline float exponential(float x) {
   float y = x < -87.3f ? -87.3f : x;
-  y = y > 88.7f ? 88.7f : y;
-  const float t = y * 1.44269504088896341f;
-  const int32_t n = int32_t(t + (t < 0.0f ? -0.5f : 0.5f));
+  y = y > 88.0f ? 88.0f : y;
+  const int32_t n = int32_t(y * 1.44269504088896341f + 128.5f) - 128; // the nearest integer: the sum is positive
   const float k = float(n);
   float r = y - k * 0.693359375f;
   r = r - k * -2.12194440e-4f;
@@ -88,11 +84,8 @@ static inline float exponential(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  // The scale 2^n in two halves: n = 128 has no float of its own.
-  const int32_t half = n >> 1;
-  const float value = p * bit_cast<float>((half + 127) << 23) * bit_cast<float>((n - half + 127) << 23);
-  const float finite = x < -87.3f ? 0.0f : (x > 88.72f ? __builtin_inff() : value);
-  return x != x ? x : finite;
+  const float value = p * bit_cast<float>((n + 127) << 23);
+  return x < -87.3f ? 0.0f : value;
 }
 
 static inline double exponential(double x) { return __builtin_exp(x); }

@@ -59,6 +59,9 @@ void add_input_grad(opmath<T>* grad_input, const opmath<T>* grad, int64_t grad_s
 // What a task of row_gradient_cpu reads and writes.
 template <typename T>
 struct RowGradient {
+  // Where the sums are held in T, they are made in the gradient itself.
+  static constexpr bool kInPlace = std::is_same_v<T, opmath<T>>;
+
   const opmath<T>* grad;
   int64_t grad_stride;
   const T* input;
@@ -80,7 +83,7 @@ struct RowGradient {
   void sum_groups(const RowGroups& groups, int64_t first, int64_t last) const {
     const auto& kernels = row_kernels().of(input);
     const int64_t total = pairs.total();
-    std::vector<opmath<T>> sum(values ? width : 0), coefficient;
+    std::vector<opmath<T>> coefficient, wide_sum(values && !kInPlace ? width : 0);
     std::vector<int64_t> query;
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
@@ -88,7 +91,11 @@ struct RowGradient {
       query.clear();
       coefficient.clear();
       opmath<T> bias_sum = 0;
-      std::fill(sum.begin(), sum.end(), opmath<T>(0));
+      opmath<T>* sum = wide_sum.data();
+      if constexpr (kInPlace) {
+        sum = values + row * width;
+      }
+      std::fill_n(sum, values ? width : 0, opmath<T>(0));
       for (const int64_t position : members) {
         if (position < total) {
           const auto [q, c] = pair(position);
@@ -108,8 +115,10 @@ struct RowGradient {
         }
       }
       if (values) {
-        kernels.add_rows(sum.data(), input, width, query.data(), coefficient.data(), int64_t(query.size()), width);
-        kernels.round_row(values + row * width, sum.data(), width);
+        kernels.add_rows(sum, input, width, query.data(), coefficient.data(), int64_t(query.size()), width);
+        if constexpr (!kInPlace) {
+          kernels.round_row(values + row * width, sum, width);
+        }
         std::memset(static_cast<void*>(values + (row + 1) * width), 0, (members.size() - 1) * width * sizeof(T));
       }
       if (bias) {
