@@ -10,6 +10,8 @@ set(XSOFTMAX_SOURCES
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp
+  csrc/scores/ragged_scores.cpp
+  csrc/scores/ragged_scores_cpu.cpp
   csrc/scores/row_gradient.cpp
 )
 

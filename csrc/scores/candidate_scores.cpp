@@ -62,12 +62,7 @@ RowGradients candidate_scores_backward_meta(const Tensor& grad, const Tensor& in
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids);
   const c10::SymInt rows = (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) +
       (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
-  const c10::SymInt none(0);
-  const auto [want_input, want_weight, want_bias] = output_mask;
-  return {at::empty_symint({want_input ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
-          at::empty_symint({want_weight || want_bias ? rows : none}, input.options().dtype(at::kLong)),
-          at::empty_symint({want_weight ? rows : none, input.sym_size(1)}, input.options()),
-          at::empty_symint({want_bias ? rows : none}, input.options())};
+  return row_gradients_meta(input, rows, output_mask);
 }
 
 class CandidateScores : public torch::autograd::Function<CandidateScores> {
@@ -85,17 +80,12 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
     const auto saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &weight = saved[1];
     const auto optional = [](const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; };
-    const bool sparse = ctx->saved_data["sparse_grad"].toBool();
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                      ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
-    auto [grad_input, rows, values, bias_values] =
-        call_backward(grads[0], input, weight, optional(saved[2]), optional(saved[3]), wanted);
-    return {wanted[0] ? grad_input : Tensor(),
-            wanted[1] ? row_gradient_tensor(rows, values, weight.sym_size(0), sparse) : Tensor(),
-            wanted[2] ? row_gradient_tensor(rows, bias_values, weight.sym_size(0), sparse) : Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+    const auto gradients = call_backward(grads[0], input, weight, optional(saved[2]), optional(saved[3]), wanted);
+    auto result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
+    result.resize(6);
+    return result;
   }
 };
 

@@ -1,12 +1,11 @@
 #pragma once
 
-#include "scores/gather_dot.h"
+#include "scores/row_gradient.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <optional>
-#include <tuple>
 
 namespace xsoftmax {
 
@@ -21,8 +20,6 @@ namespace xsoftmax {
 // Backward: grad_input [Q, D] and one row-sparse gradient for weight (and bias) with R = Q P + S rows whatever the ids are: rows
 // [R] sorted, values [R, D]; the gradient of a class is summed into its first row, its other rows are zero. As the `.grad` of
 // weight: sparse COO with these rows (sparse_grad), or dense.
-
-using RowGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>; ///< grad_input, rows, values, bias values
 
 /// Shared by every kernel of the op and of its backward.
 void check_candidate_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -9,6 +10,23 @@
 #include <c10/core/SymIntArrayRef.h>
 
 namespace xsoftmax {
+
+RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows, std::array<bool, 3> wanted) {
+  const auto [want_input, want_weight, want_bias] = wanted;
+  const c10::SymInt none(0);
+  return {at::empty_symint({want_input ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
+          at::empty_symint({want_weight || want_bias ? rows : none}, input.options().dtype(at::kLong)),
+          at::empty_symint({want_weight ? rows : none, input.sym_size(1)}, input.options()),
+          at::empty_symint({want_bias ? rows : none}, input.options())};
+}
+
+std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted,
+                                               bool sparse) {
+  const auto& [grad_input, rows, values, bias_values] = gradients;
+  return {wanted[0] ? grad_input : at::Tensor(),
+          wanted[1] ? row_gradient_tensor(rows, values, num_rows, sparse) : at::Tensor(),
+          wanted[2] ? row_gradient_tensor(rows, bias_values, num_rows, sparse) : at::Tensor()};
+}
 
 at::Tensor row_gradient_tensor(const at::Tensor& rows, const at::Tensor& values, const c10::SymInt& num_rows, bool sparse) {
   c10::SymDimVector size(values.sym_sizes().begin(), values.sym_sizes().end());

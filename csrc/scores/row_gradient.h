@@ -2,9 +2,23 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <tuple>
+#include <vector>
+
+// What the backward of candidate_scores and of ragged_scores share.
 
 namespace xsoftmax {
+
+/// grad_input [Q, D], rows [R], values [R, D], bias values [R]. Parts that are not wanted have size 0.
+using RowGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// Empty tensors of those shapes, for R = `rows`. `wanted`: input, weight, bias.
+RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows, std::array<bool, 3> wanted);
+
+/// The gradients of input, weight and bias that autograd takes; undefined where not wanted.
+std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted,
+                                               bool sparse);
 
 /// (rows, values) as the gradient of a table with `num_rows` rows: sparse COO, or dense. `values` [R, D] or [R].
 at::Tensor row_gradient_tensor(const at::Tensor& rows, const at::Tensor& values, const c10::SymInt& num_rows, bool sparse);
