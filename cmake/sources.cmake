@@ -7,6 +7,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/estimators.cpp
+  csrc/losses/sampled_softmax_loss.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp
