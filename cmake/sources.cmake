@@ -3,6 +3,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
+  csrc/core/init.cpp
   csrc/core/row_groups.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "losses/estimators.h"
+#include "xsoftmax/ops.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -81,13 +82,6 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
   return {target, score, adjusted, args.label_smoothing};
 }
 
-Tensor call_forward(XS_CANDIDATE_LOSS_PARAMS) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::candidate_loss", "")
-                             .typed<decltype(candidate_loss_reference)>();
-  return op.call(XS_CANDIDATE_LOSS_ARGS);
-}
-
 Tensor call_backward(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::candidate_loss_backward", "")
@@ -117,7 +111,7 @@ class CandidateLoss : public torch::autograd::Function<CandidateLoss> {
     ctx->saved_data["fixed_private"] = fixed_private;
     ctx->saved_data["fixed_shared"] = fixed_shared;
     ctx->saved_data["label_smoothing"] = label_smoothing;
-    return call_forward(XS_CANDIDATE_LOSS_ARGS);
+    return candidate_loss(XS_CANDIDATE_LOSS_ARGS);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
@@ -141,11 +135,18 @@ template <c10::DeviceType device>
 Tensor candidate_loss_autocast(XS_CANDIDATE_LOSS_PARAMS) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const Tensor wide = at::autocast::cached_cast(at::kFloat, scores, device);
-  return call_forward(wide, target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
+  return candidate_loss(wide, target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
                       remove_accidental_hits, fixed_private, fixed_shared, label_smoothing);
 }
 
 } // namespace
+
+Tensor candidate_loss(XS_CANDIDATE_LOSS_PARAMS) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::candidate_loss", "")
+                             .typed<decltype(candidate_loss_reference)>();
+  return op.call(XS_CANDIDATE_LOSS_ARGS);
+}
 
 void check_candidate_loss(const CandidateLossArgs& args) {
   check::dim(kOp, "scores", args.scores, 2);

@@ -1,8 +1,5 @@
-#include "losses/sampled_softmax_loss.h"
-
 #include "core/checks.h"
-#include "losses/candidate_loss.h"
-#include "scores/candidate_scores.h"
+#include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -43,27 +40,12 @@ void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& ta
   }
 }
 
-Tensor call_candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                             const OptionalTensor& shared_ids, bool sparse_grad) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::candidate_scores", "")
-                             .typed<decltype(candidate_scores_reference)>();
-  return op.call(input, weight, bias, private_ids, shared_ids, sparse_grad);
-}
-
-Tensor call_candidate_loss(XS_CANDIDATE_LOSS_PARAMS) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::candidate_loss", "")
-                             .typed<decltype(candidate_loss_reference)>();
-  return op.call(XS_CANDIDATE_LOSS_ARGS);
-}
-
 } // namespace
 
 Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                             const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
                             const OptionalTensor& private_log_count, const OptionalTensor& shared_log_count,
-                            const OptionalTensor& target_log_count, const OptionalTensor& class_weight, c10::string_view estimator,
+                            const OptionalTensor& target_log_count, const OptionalTensor& class_weight, std::string_view estimator,
                             bool remove_accidental_hits, int64_t fixed_private, int64_t fixed_shared, int64_t reduction,
                             int64_t ignore_index, double label_smoothing, bool sparse_grad) {
   check_arguments(input, weight, target, class_weight, reduction, ignore_index, label_smoothing);
@@ -72,8 +54,8 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   const Tensor id = at::where(counts, flat, 0);
   const Tensor own = given(private_ids) ? at::cat({id.unsqueeze(1), *private_ids}, 1) : id.unsqueeze(1);
   const Tensor scores =
-      call_candidate_scores(input.reshape_symint({flat.sym_size(0), input.sym_size(-1)}), weight, bias, own, shared_ids, sparse_grad);
-  Tensor loss = call_candidate_loss(scores, id, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count,
+      candidate_scores(input.reshape_symint({flat.sym_size(0), input.sym_size(-1)}), weight, bias, own, shared_ids, sparse_grad);
+  Tensor loss = candidate_loss(scores, id, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count,
                                     estimator, remove_accidental_hits, fixed_private, fixed_shared, label_smoothing);
   loss = at::where(counts, loss, 0.0);
   Tensor total;

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "scores/row_gradient.h"
+#include "xsoftmax/ops.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -30,14 +31,6 @@ Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_priv
   }
   const auto options = input.options().dtype(at::kLong);
   return is_private ? at::empty_symint({input.sym_size(0), 0}, options) : at::empty({0}, options);
-}
-
-Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
-                    const OptionalTensor& shared_ids, bool sparse_grad) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::candidate_scores", "")
-                             .typed<decltype(candidate_scores_reference)>();
-  return op.call(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
@@ -73,7 +66,7 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
     ctx->save_for_backward({input, weight, private_ids.value_or(Tensor()), shared_ids.value_or(Tensor())});
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
-    return call_forward(input, weight, bias, private_ids, shared_ids, sparse_grad);
+    return candidate_scores(input, weight, bias, private_ids, shared_ids, sparse_grad);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
@@ -99,10 +92,18 @@ Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, cons
                                  const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
-  return call_forward(input.to(weight.scalar_type()), weight, same, private_ids, shared_ids, sparse_grad);
+  return candidate_scores(input.to(weight.scalar_type()), weight, same, private_ids, shared_ids, sparse_grad);
 }
 
 } // namespace
+
+Tensor candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
+                        const OptionalTensor& shared_ids, bool sparse_grad) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::candidate_scores", "")
+                             .typed<decltype(candidate_scores_reference)>();
+  return op.call(input, weight, bias, private_ids, shared_ids, sparse_grad);
+}
 
 void check_candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
                             const OptionalTensor& shared_ids) {

@@ -7,19 +7,9 @@
 #include <array>
 #include <optional>
 
-namespace xsoftmax {
+// The contract of the op is in xsoftmax/ops.h.
 
-// candidate_scores: rows of a class table against queries.
-//
-//     scores[:, :P] = (input[:, None, :] * weight[private_ids]).sum(-1) + bias[private_ids]
-//     scores[:, P:] = input @ weight[shared_ids].T + bias[shared_ids]
-//
-// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; private_ids [Q, P] and shared_ids [S], either may be none:
-// int64 in [0, N), repeats allowed. Returns [Q, P + S] in float32, or float64 for float64 inputs.
-//
-// Backward: grad_input [Q, D] and one row-sparse gradient for weight (and bias) with R = Q P + S rows whatever the ids are: rows
-// [R] sorted, values [R, D]; the gradient of a class is summed into its first row, its other rows are zero. As the `.grad` of
-// weight: sparse COO with these rows (sparse_grad), or dense.
+namespace xsoftmax {
 
 /// Shared by every kernel of the op and of its backward.
 void check_candidate_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "scores/row_gradient.h"
+#include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
@@ -24,14 +25,6 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr const char* kOp = "ragged_scores";
 
 bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
-Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
-                    bool sparse_grad) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::ragged_scores", "")
-                             .typed<decltype(ragged_scores_reference)>();
-  return op.call(input, weight, bias, ids, offsets, sparse_grad);
-}
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
                            std::array<bool, 3> output_mask) {
@@ -67,7 +60,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
     ctx->save_for_backward({input, weight, ids, offsets});
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
-    return call_forward(input, weight, bias, ids, offsets, sparse_grad);
+    return ragged_scores(input, weight, bias, ids, offsets, sparse_grad);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
@@ -90,10 +83,18 @@ Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const O
                               const Tensor& offsets, bool sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
-  return call_forward(input.to(weight.scalar_type()), weight, same, ids, offsets, sparse_grad);
+  return ragged_scores(input.to(weight.scalar_type()), weight, same, ids, offsets, sparse_grad);
 }
 
 } // namespace
+
+Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
+                     bool sparse_grad) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::ragged_scores", "")
+                             .typed<decltype(ragged_scores_reference)>();
+  return op.call(input, weight, bias, ids, offsets, sparse_grad);
+}
 
 void check_ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
                          const Tensor& offsets) {

@@ -1,3 +1,23 @@
-"""Output layers for very many classes. See README.md."""
+"""Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
 from . import _library
+from . import optim, samplers
+from .clip_grad import clip_grad_norm_
+from .config import cmake_prefix_path, cpu_capability, use_impl
+from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
+from .replace import replace_head
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "LinearLoss",
+    "SampledSoftmaxLoss",
+    "clip_grad_norm_",
+    "cmake_prefix_path",
+    "cpu_capability",
+    "optim",
+    "replace_head",
+    "samplers",
+    "use_impl",
+]

@@ -1,0 +1,92 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+// The operators of the library as typed functions. Each is also torch.ops.xsoftmax.NAME and, by its schema, c10::Dispatcher's
+// "xsoftmax::NAME"; all work with autograd, on CPU and CUDA tensors. Bad input throws c10::Error: shapes and values ValueError, dtypes
+// and devices TypeError, class ids out of range IndexError in Python.
+
+namespace xsoftmax {
+
+/// Keeps the linker from dropping the library, whose operators register when it is loaded: call it once in a program that loads
+/// TorchScript modules or calls operators by their schema.
+void init();
+
+/// candidate_scores: rows of a class table against queries.
+///
+///     scores[:, :P] = (input[:, None, :] * weight[private_ids]).sum(-1) + bias[private_ids]
+///     scores[:, P:] = input @ weight[shared_ids].T + bias[shared_ids]
+///
+/// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; private_ids [Q, P] and shared_ids [S], either may be none:
+/// int64 in [0, N), repeats allowed. Returns [Q, P + S] in float32, or float64 for float64 inputs.
+///
+/// Backward: grad_input [Q, D] and one row-sparse gradient for weight (and bias) with R = Q P + S rows whatever the ids are: rows
+/// [R] sorted, values [R, D]; the gradient of a class is summed into its first row, its other rows are zero. As the `.grad` of
+/// weight: sparse COO with these rows (sparse_grad), or dense.
+at::Tensor candidate_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                            const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
+                            bool sparse_grad = true);
+
+/// ragged_scores: candidate_scores with a number of private candidates of its own for each query.
+///
+///     query = torch.repeat_interleave(torch.arange(Q), offsets.diff())
+///     scores = (input[query] * weight[ids]).sum(-1) + bias[ids]
+///
+/// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; ids [T] int64 in [0, N), those of query q at offsets[q] ..
+/// offsets[q + 1] - 1; offsets [Q + 1] int64 from 0 to T, never falling. Returns [T] in float32, or float64 for float64 inputs.
+/// Backward as that of candidate_scores, with R = T rows.
+at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         const at::Tensor& ids, const at::Tensor& offsets, bool sparse_grad = true);
+
+/// candidate_loss: the loss of each query from the scores of its target and of its candidates.
+///
+///     adjusted = scores[:, 1:] - log_count                       # a candidate weighs 1 / its expected count
+///     adjusted[ids == target] = -inf                             # remove_accidental_hits
+///     adjusted[:, independent] += log((M - exp(target_log_count)) / m)     # M independent draws, m of them not hits
+///     loss = logsumexp(cat(scores[:, :1], adjusted)) - scores[:, 0]        # estimator "sampled_softmax"
+///
+/// scores [Q, 1 + P + S] (float32 or float64): the target, P private candidates, S shared ones, as candidate_scores lays them out.
+/// target [Q], private_ids [Q, P], shared_ids [S]: int64. private_log_count [Q, P], shared_log_count [S], target_log_count [Q]:
+/// logarithms of expected counts (M q for M draws), in any floating dtype; absent: counts of 1 (no target_log_count: nothing is
+/// renormalised).
+/// The first fixed_private private and fixed_shared shared columns are classes that are always there, or draws without replacement:
+/// they weigh 1 / count as they stand. The others are independent draws, with replacement; there q is renormalised to the classes other
+/// than the target, and target_log_count is the target's log expected count among them (-inf if it cannot be drawn).
+/// estimator: "sampled_softmax" (MIDX paper, section 3.2; with remove_accidental_hits=False its Eq. 1), or "ranking", which corrects the
+/// target's score by target_log_count as well (TensorFlow's sampled softmax) and never renormalises.
+/// label_smoothing e: (1 - e) of the loss above and e of (log normaliser - mean score of all classes), the mean estimated
+/// with the weights exp(adjusted - score), 1 for the target, over their sum.
+/// With no live candidate the loss is 0. Returns [Q] in scores' dtype. Backward recomputes from the scores; nothing else is kept.
+at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, const std::optional<at::Tensor>& private_ids,
+                          const std::optional<at::Tensor>& shared_ids,
+                          const std::optional<at::Tensor>& private_log_count = std::nullopt,
+                          const std::optional<at::Tensor>& shared_log_count = std::nullopt,
+                          const std::optional<at::Tensor>& target_log_count = std::nullopt,
+                          std::string_view estimator = "sampled_softmax", bool remove_accidental_hits = true,
+                          int64_t fixed_private = 0, int64_t fixed_shared = 0, double label_smoothing = 0.0);
+
+/// sampled_softmax_loss: the loss of a class table on sampled candidates, from the hidden state to the reduced loss. A composition of
+/// candidate_scores and candidate_loss (whose headers say what the arguments mean) that autograd and compilers see through.
+///
+///     scores = candidate_scores(input, weight, bias, cat(target[:, None], private_ids), shared_ids)
+///     loss = candidate_loss(scores, target, private_ids, shared_ids, ...) * class_weight[target]        # 0 where ignored
+///     reduction: none; mean: loss.sum() / class_weight[target].sum() over targets that count; sum
+///
+/// input [*, D] and target [*]; class_weight [N] in any floating dtype or none. Targets equal to ignore_index have no loss and no gradient.
+/// Returns [*] or a scalar, in float32 or float64.
+at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                const at::Tensor& target, const std::optional<at::Tensor>& private_ids,
+                                const std::optional<at::Tensor>& shared_ids,
+                                const std::optional<at::Tensor>& private_log_count = std::nullopt,
+                                const std::optional<at::Tensor>& shared_log_count = std::nullopt,
+                                const std::optional<at::Tensor>& target_log_count = std::nullopt,
+                                const std::optional<at::Tensor>& class_weight = std::nullopt,
+                                std::string_view estimator = "sampled_softmax", bool remove_accidental_hits = true,
+                                int64_t fixed_private = 0, int64_t fixed_shared = 0, int64_t reduction = 1,
+                                int64_t ignore_index = -100, double label_smoothing = 0.0, bool sparse_grad = true);
+
+} // namespace xsoftmax

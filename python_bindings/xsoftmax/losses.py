@@ -1,0 +1,251 @@
+"""Losses over a class table: used like torch.nn.LinearCrossEntropyLoss, with the same constructor order and the same `.linear`."""
+
+from typing import Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from .samplers import Sampler, make_sampler
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def _reduction_code(reduction: str) -> int:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"expected reduction to be one of {sorted(_REDUCTIONS)}, got {reduction!r}")
+    return _REDUCTIONS[reduction]
+
+
+class LinearLoss(nn.Module):
+    """What every loss over a plain class table shares: the table as `.linear`, the exact loss, and prediction.
+
+    The state dict holds `linear.weight`, `linear.bias` and, where class weights were given, `weight`: the keys of
+    :class:`torch.nn.LinearCrossEntropyLoss`, so that a checkpoint of either loads into the other.
+    """
+
+    def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Optional[Tensor] = None,
+                 reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, device=None, dtype=None) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if num_classes < 1:
+            raise ValueError(f"{name}: expected num_classes >= 1, got {num_classes}")
+        if weight is not None and weight.shape != (num_classes,):
+            raise ValueError(f"{name}: expected weight of shape ({num_classes},), got {tuple(weight.shape)}")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {label_smoothing}")
+        self.in_features = in_features
+        self.num_classes = num_classes
+        self.reduction = reduction
+        self._reduction_code = _reduction_code(reduction)
+        self.ignore_index = ignore_index
+        self.label_smoothing = float(label_smoothing)
+        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+        self.weight: Optional[Tensor]
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **kwargs) -> "LinearLoss":
+        """The loss over the classes of an existing Linear, whose parameters it shares: `loss.linear is linear`.
+
+        Args:
+            linear: its rows are the classes.
+            **kwargs: the constructor's, without in_features, num_classes and bias.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{cls.__name__}.from_linear: expected an nn.Linear, got {type(linear).__name__}")
+        # The table made by the constructor would be thrown away: on the meta device it costs nothing.
+        loss = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", **kwargs)
+        loss.linear = linear
+        loss.to(linear.weight.device)
+        return loss
+
+    @torch.jit.export
+    def exact(self, input: Tensor, target: Tensor) -> Tensor:
+        """`F.cross_entropy(self.linear(input), target, ...)` without the [Q, N] logits; what `forward` gives in eval()."""
+        if input.shape[:-1] != target.shape:
+            raise ValueError(f"expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
+                             f"got {list(target.shape)}")
+        loss = torch.ops.xsoftmax.linear_cross_entropy(
+            input.reshape(-1, self.in_features), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
+            self._reduction_code, self.ignore_index, self.label_smoothing)
+        return loss.reshape(target.shape) if self._reduction_code == 0 else loss
+
+    @torch.jit.export
+    def log_prob(self, input: Tensor) -> Tensor:
+        """`F.log_softmax(self.linear(input), -1)`: [*, D] -> [*, N]. This one is as large as it looks."""
+        return torch.log_softmax(self.linear(input), dim=-1)
+
+    @torch.jit.export
+    def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """`self.log_prob(input).topk(k)`: (log-probabilities, class ids), both [*, k], best first, without [*, N] in memory."""
+        values, indices = torch.ops.xsoftmax.linear_topk(
+            input.reshape(-1, self.in_features), self.linear.weight, self.linear.bias, k)
+        shape = list(input.shape[:-1]) + [k]
+        return values.reshape(shape), indices.reshape(shape)
+
+    @torch.jit.export
+    def predict(self, input: Tensor) -> Tensor:
+        """`self.log_prob(input).argmax(-1)`: the best class of each query, [*, D] -> [*]."""
+        return self.topk(input, 1)[1].squeeze(-1)
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, num_classes={self.num_classes}"
+        if self.reduction != "mean":
+            text += f", reduction={self.reduction!r}"
+        if self.ignore_index != -100:
+            text += f", ignore_index={self.ignore_index}"
+        if self.label_smoothing != 0.0:
+            text += f", label_smoothing={self.label_smoothing}"
+        return text
+
+
+class LinearCrossEntropyLoss(LinearLoss):
+    r"""The exact loss of a linear layer and a softmax over its outputs, without ever holding the logits.
+
+    ``loss(input, target) == F.cross_entropy(loss.linear(input), target, weight, reduction=..., ignore_index=...,
+    label_smoothing=...)``, computed over chunks of classes; gradients too.
+
+    Args:
+        in_features: D, the width of a query.
+        num_classes: N.
+        bias: the classes have a bias.
+        weight: [N], rescales the loss of each class, as in :class:`torch.nn.CrossEntropyLoss`.
+        reduction: "mean" (weighted, over targets that are not ignored), "sum" or "none".
+        ignore_index: targets of this value have no loss and no gradient.
+        label_smoothing: in [0, 1].
+
+    Shape: input [*, D] (float32, float64, bfloat16, float16), target [*] int64 in [0, N). Returns a scalar, or [*] for "none"; in float32
+    for 16-bit inputs.
+
+    Errors: ValueError for shapes, TypeError for dtypes, IndexError for a target out of range, naming its place.
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return self.exact(input, target)
+
+
+class SampledSoftmaxLoss(LinearLoss):
+    r"""Cross entropy over sampled classes in train(); the exact loss in eval().
+
+    A step scores the target, the `head_classes` and `num_samples` drawn classes, and touches no other row of the table: not in the
+    forward pass, and not in the gradient, which is row-sparse. With s the scores, y the target, c_j the expected count of class j
+    (M q_j for M independent draws, its inclusion probability for distinct draws, 1 for a head class)::
+
+        loss = log(e^{s_y} + sum_{j drawn, j != y} e^{s_j} / c_j) - s_y
+
+    For independent draws the sum is renormalised to the classes other than y, times (M - c_y) / m where m draws are not y
+    (MIDX paper, section 3.2).
+
+    Args:
+        in_features: D, the width of a query.
+        num_classes: N.
+        sampler: a :class:`xsoftmax.samplers.Sampler`, or the name of one: "uniform", "log_uniform" (classes sorted by falling
+            frequency), "in_batch". It is found as `loss.sampler`.
+        num_samples: draws a step (shared) or a query (private).
+        shared: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits the sampler.
+        estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
+            (TensorFlow's form; its gradient is the full one times about M / (M + 1)).
+        remove_accidental_hits: drop draws that equal the target. False with "sampled_softmax" is Eq. 1 of the MIDX paper, whose gradient
+            is the full one times about 1 / (1 + p_y).
+        bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
+        label_smoothing: e: (1 - e) of the loss, and e of (log normaliser - mean score of all classes), that mean estimated from the target
+            and the candidates with the weights above. Not beside class weights.
+        head_classes: classes that are always scored: how many of the first ids, or a 1-D tensor of ids. The sampler draws from the
+            rest (a sampler given as a module is replaced by `sampler.excluding(head)`).
+        sparse_grad: the gradient of the table is sparse COO with a static number of rows (for xsoftmax.optim, or torch.optim.SGD, Adagrad,
+            SparseAdam); False: dense.
+
+    Shape: as :class:`LinearCrossEntropyLoss`.
+    """
+
+    def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str], num_samples: int,
+                 shared: Optional[bool] = None, estimator: str = "sampled_softmax", remove_accidental_hits: bool = True,
+                 bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100,
+                 label_smoothing: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True, device=None,
+                 dtype=None) -> None:
+        super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
+                         label_smoothing=label_smoothing, device=device, dtype=dtype)
+        if num_samples < 0:
+            raise ValueError(f"SampledSoftmaxLoss: expected num_samples >= 0, got {num_samples}")
+        if estimator not in ("sampled_softmax", "ranking"):
+            raise ValueError(f"SampledSoftmaxLoss: expected estimator to be 'sampled_softmax' or 'ranking', got {estimator!r}")
+        if weight is not None and label_smoothing != 0.0:
+            raise ValueError("SampledSoftmaxLoss: expected label_smoothing=0 beside class weights: their weighted mean over all classes "
+                             f"cannot be had from a sample; got {label_smoothing}")
+        # On the meta device only the table is unmade: what the sampler knows is small, and needed.
+        device = None if device is not None and torch.device(device).type == "meta" else device
+        head = _head_ids(head_classes, num_classes, device)
+        self.register_buffer("head", head, persistent=False)
+        self.head: Tensor
+        exclude = None if head.numel() == 0 else (head_classes if isinstance(head_classes, int) else head)
+        if isinstance(sampler, str):
+            kwargs = {} if exclude is None else {"exclude": exclude}
+            sampler = make_sampler(sampler, num_classes, **kwargs).to(device)
+        elif not isinstance(sampler, Sampler):
+            raise TypeError(f"SampledSoftmaxLoss: expected sampler to be a Sampler or a name, got {type(sampler).__name__}")
+        elif exclude is not None:
+            sampler = sampler.excluding(exclude)
+        if sampler.num_classes != num_classes:
+            raise ValueError(f"SampledSoftmaxLoss: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
+        self.sampler = sampler
+        self.num_samples = num_samples
+        self.shared = bool(sampler.shared_by_default if shared is None else shared)
+        self.estimator = estimator
+        self.remove_accidental_hits = remove_accidental_hits
+        self.sparse_grad = sparse_grad
+        sampler.check(num_samples, self.shared, remove_accidental_hits)
+
+    def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+        if not self.training:
+            return self.exact(input, target)
+        if input.shape[:-1] != target.shape:
+            raise ValueError(f"expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
+                             f"got {list(target.shape)}")
+        counted = torch.where(target == self.ignore_index, 0, target).reshape(-1)
+        proposal = self.sampler.sample(input.detach().reshape(-1, self.in_features), self.num_samples, self.shared, counted, generator)
+        private_ids: Optional[Tensor] = None
+        private_log_count: Optional[Tensor] = None
+        shared_ids = self.head
+        shared_log_count = torch.zeros(self.head.shape, dtype=proposal.log_count.dtype, device=self.head.device)
+        fixed_private, fixed_shared = 0, self.head.shape[0]
+        drawn = proposal.ids.shape[-1]
+        if self.shared:
+            shared_ids = torch.cat([shared_ids, proposal.ids])
+            shared_log_count = torch.cat([shared_log_count, proposal.log_count])
+            fixed_shared += drawn if proposal.distinct else 0
+        else:
+            private_ids, private_log_count = proposal.ids, proposal.log_count
+            fixed_private = drawn if proposal.distinct else 0
+        target_log_count = proposal.target_log_count
+        if self.estimator == "ranking" and target_log_count is not None and self.head.shape[0] > 0:
+            # A target in the head is always there: its count is 1, though no draw can give it.
+            target_log_count = torch.where(torch.isneginf(target_log_count), 0.0, target_log_count)
+        return torch.ops.xsoftmax.sampled_softmax_loss(
+            input, self.linear.weight, self.linear.bias, target, private_ids, shared_ids, private_log_count, shared_log_count,
+            target_log_count, self.weight, self.estimator, self.remove_accidental_hits, fixed_private, fixed_shared,
+            self._reduction_code, self.ignore_index, self.label_smoothing, self.sparse_grad)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr() + f", num_samples={self.num_samples}, shared={self.shared}"
+        if self.head.numel():
+            text += f", head_classes={self.head.numel()}"
+        if self.estimator != "sampled_softmax":
+            text += f", estimator={self.estimator!r}"
+        return text
+
+
+def _head_ids(head_classes: Union[int, Tensor], num_classes: int, device) -> Tensor:
+    """The ids of the head, sorted, int64; checked."""
+    if isinstance(head_classes, int):
+        if not 0 <= head_classes <= num_classes:
+            raise ValueError(f"SampledSoftmaxLoss: expected head_classes in [0, {num_classes}], got {head_classes}")
+        return torch.arange(head_classes, device=device)
+    if head_classes.dtype != torch.int64 or head_classes.dim() != 1:
+        raise TypeError("SampledSoftmaxLoss: expected head_classes to be a number or a 1-D int64 tensor of ids, "
+                        f"got {head_classes.dtype} of shape {tuple(head_classes.shape)}")
+    ids = head_classes.to(device).sort().values
+    if ids.numel() and (int(ids[0]) < 0 or int(ids[-1]) >= num_classes):
+        raise IndexError(f"SampledSoftmaxLoss: expected head_classes in [0, {num_classes}), got {int(ids[0])} .. {int(ids[-1])}")
+    if bool((ids.diff() == 0).any()):
+        raise ValueError("SampledSoftmaxLoss: expected head_classes without repeats")
+    return ids
