@@ -1,0 +1,241 @@
+"""What an output layer costs: xsoftmax beside what a good PyTorch user writes, in one run on the same work.
+
+    python benchmarks/output_layer.py [--threads 2] [--repeats 21] [--only shared,private,...] [--json]
+
+The naive rival for sampled losses: the table as nn.Embedding(sparse=True), one look-up and one matrix product for shared draws, a batched
+product for private ones, masked cross entropy, torch.optim.SparseAdam. The rival for the exact loss: F.linear + F.cross_entropy.
+Every rival draws from the same sampler, outside the timed region, except in the figures of whole steps, which draw inside it.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import xsoftmax as xs
+from timing import PeakMemory, interleave, report
+
+MB = 1024 * 1024
+
+
+class NaiveSampled(nn.Module):
+    """Sampled softmax in plain PyTorch, hits masked, counts corrected."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+
+    def shared(self, input: Tensor, target: Tensor, ids: Tensor, log_count: Tensor) -> Tensor:
+        rows = self.embedding(torch.cat([ids, target]))
+        sampled = input @ rows[:ids.numel()].T - log_count
+        sampled = sampled.masked_fill(ids == target[:, None], float("-inf"))
+        true = (input * rows[ids.numel():]).sum(1, keepdim=True)
+        return self._cross_entropy(true, sampled)
+
+    def private(self, input: Tensor, target: Tensor, ids: Tensor, log_count: Tensor) -> Tensor:
+        rows = self.embedding(torch.cat([target[:, None], ids], 1))
+        scores = torch.bmm(rows, input[:, :, None]).squeeze(2)
+        sampled = (scores[:, 1:] - log_count).masked_fill(ids == target[:, None], float("-inf"))
+        return self._cross_entropy(scores[:, :1], sampled)
+
+    @staticmethod
+    def _cross_entropy(true: Tensor, sampled: Tensor) -> Tensor:
+        logits = torch.cat([true, sampled], 1)
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+
+
+def make_batch(queries: int, width: int, classes: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(queries, width, requires_grad=True), torch.randint(classes, (queries,))
+
+
+def make_table(classes: int, width: int) -> Tensor:
+    return torch.empty(classes, width).uniform_(-0.05, 0.05)
+
+
+def zipf_sampler(classes: int) -> xs.samplers.Sampler:
+    return xs.samplers.UnigramSampler(1.0 / torch.arange(1, classes + 1, dtype=torch.float64), power=0.75)
+
+
+def sampled_loss(table: Tensor, sampler: xs.samplers.Sampler, samples: int, shared: bool) -> xs.SampledSoftmaxLoss:
+    classes, width = table.shape
+    loss = xs.SampledSoftmaxLoss(width, classes, sampler=sampler, num_samples=samples, shared=shared, device="meta")
+    loss.linear.weight = nn.Parameter(table)
+    return loss
+
+
+def call_with_proposal(loss: xs.SampledSoftmaxLoss, input: Tensor, target: Tensor, proposal) -> Tensor:
+    """The loss on draws that were made before, as the rival's."""
+    ids, log_count = proposal.ids, proposal.log_count
+    private = (None, None) if ids.dim() == 1 else (ids, log_count)
+    shared = (ids, log_count) if ids.dim() == 1 else (None, None)
+    return torch.ops.xsoftmax.sampled_softmax_loss(
+        input, loss.linear.weight, None, target, private[0], shared[0], private[1], shared[1], proposal.target_log_count,
+        fixed_private=private[0].shape[1] if proposal.distinct and ids.dim() == 2 else 0,
+        fixed_shared=ids.shape[0] if proposal.distinct and ids.dim() == 1 else 0)
+
+
+def figure(name: str, medians: dict[str, float], target: float, ours: str = "xsoftmax", rival: str = "naive") -> dict:
+    text = ", ".join(f"{key} {value * 1e3:.3g} ms" for key, value in medians.items())
+    return {"figure": name, "value": medians[ours] / medians[rival], "target": target, "medians": text, "seconds": medians}
+
+
+def bench_shared(args) -> list[dict]:
+    queries, width, classes, samples = 700, 256, 1_000_000, 512
+    input, target = make_batch(queries, width, classes)
+    sampler = zipf_sampler(classes)
+    naive = NaiveSampled(make_table(classes, width))
+    ours = sampled_loss(make_table(classes, width), sampler, samples, shared=True)
+    proposal = sampler.sample(input.detach(), samples, True, target)
+
+    def run(parameters, loss):
+        def step():
+            input.grad = None
+            for parameter in parameters:
+                parameter.grad = None
+            loss().backward()
+        return step
+
+    medians = interleave({
+        "naive": run(naive.parameters(), lambda: naive.shared(input, target, proposal.ids, proposal.log_count)),
+        "xsoftmax": run(ours.parameters(), lambda: call_with_proposal(ours, input, target, proposal)),
+    }, args.repeats)
+    figures = [figure("512 shared, N 1M, D 256: forward + backward / naive", medians, 0.7)]
+
+    naive_optimizer = torch.optim.SparseAdam(naive.parameters(), lr=1e-3)
+    our_optimizer = xs.optim.RowAdam(ours.parameters(), lr=1e-3)
+
+    def naive_step():
+        input.grad = None
+        naive_optimizer.zero_grad()
+        drawn = sampler.sample(input.detach(), samples, True, target)
+        naive.shared(input, target, drawn.ids, drawn.log_count).backward()
+        naive_optimizer.step()
+
+    def our_step():
+        input.grad = None
+        our_optimizer.zero_grad()
+        ours(input, target).backward()
+        our_optimizer.step()
+
+    medians = interleave({"naive": naive_step, "xsoftmax": our_step}, args.repeats)
+    return figures + [figure("512 shared, N 1M, D 256: whole step, RowAdam / naive with SparseAdam", medians, 0.4)]
+
+
+def bench_private(args) -> list[dict]:
+    queries, width, classes, samples = 700, 256, 1_000_000, 20
+    input, target = make_batch(queries, width, classes)
+    sampler = zipf_sampler(classes)
+    naive = NaiveSampled(make_table(classes, width))
+    ours = sampled_loss(make_table(classes, width), sampler, samples, shared=False)
+    proposal = sampler.sample(input.detach(), samples, False, target)
+
+    def run(parameters, loss):
+        def step():
+            input.grad = None
+            for parameter in parameters:
+                parameter.grad = None
+            loss().backward()
+        return step
+
+    medians = interleave({
+        "naive": run(naive.parameters(), lambda: naive.private(input, target, proposal.ids, proposal.log_count)),
+        "xsoftmax": run(ours.parameters(), lambda: call_with_proposal(ours, input, target, proposal)),
+    }, args.repeats)
+    return [figure("20 private, N 1M, D 256: forward + backward / naive", medians, 0.2)]
+
+
+def bench_scale(args) -> list[dict]:
+    """The same step at ten thousand and at ten million classes."""
+    queries, width, samples = 700, 64, 512
+    steps, peak = {}, 0
+    for classes in (10_000, 10_000_000):
+        input, target = make_batch(queries, width, classes)
+        loss = sampled_loss(make_table(classes, width), zipf_sampler(classes), samples, shared=True)
+        optimizer = xs.optim.RowAdam(loss.parameters(), lr=1e-3)
+
+        def step(loss=loss, optimizer=optimizer, input=input):
+            target = torch.randint(loss.num_classes, (queries,))  # fresh rows each step, as in training
+            input.grad = None
+            optimizer.zero_grad()
+            loss(input, target).backward()
+            optimizer.step()
+
+        steps[f"N {classes:,}"] = step
+        step()
+    # Optimizer state is zero pages until a row is touched; those pages are state, not the step's own memory.
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            if torch.is_tensor(tensor):
+                tensor.add_(0)
+    with PeakMemory() as memory:
+        for _ in range(3):
+            step()
+    peak = memory.bytes / MB
+    medians = interleave(steps, args.repeats)
+    return [figure("512 shared, D 64, whole step with RowAdam: N 10M / N 10k", medians, 1.2, "N 10,000,000", "N 10,000"),
+            {"figure": "the same at N 10M: peak MB beyond table and optimizer state", "value": peak, "target": 64}]
+
+
+def exact_runs(input: Tensor, table: Tensor, target: Tensor):
+    weight = nn.Parameter(table)
+    loss = xs.LinearCrossEntropyLoss(table.shape[1], table.shape[0], device="meta")
+    loss.linear.weight = weight
+
+    def rival():
+        input.grad = weight.grad = None
+        F.cross_entropy(F.linear(input, weight), target).backward()
+
+    def ours():
+        input.grad = weight.grad = None
+        loss(input, target).backward()
+
+    return rival, ours
+
+
+def bench_exact(args) -> list[dict]:
+    figures = []
+    for queries, width, classes, target_ratio in ((700, 256, 116_000, 0.65), (700, 200, 10_000, 0.9)):
+        input, target = make_batch(queries, width, classes)
+        rival, ours = exact_runs(input, make_table(classes, width), target)
+        medians = interleave({"naive": rival, "xsoftmax": ours}, max(5, args.repeats // 2))
+        figures.append(figure(f"exact, Q {queries}, D {width}, N {classes:,}, float32 / F.linear + F.cross_entropy", medians, target_ratio))
+        if classes == 116_000:
+            rival()  # the rival's logits go back to the allocator before ours is measured
+            ours()
+            input.grad = None
+            with PeakMemory() as memory:
+                ours()
+            # The gradient of the table was there before and is made anew.
+            figures.append({"figure": "that shape: peak MB beyond gradients", "value": memory.bytes / MB, "target": 64})
+            half = input.detach().bfloat16().requires_grad_()
+            low_rival, low = exact_runs(half, make_table(classes, width).bfloat16(), target)
+            medians = interleave({"float32": ours, "bfloat16": low, "naive bfloat16": low_rival}, max(5, args.repeats // 4))
+            limit = 0.4 if "amx_bf16" in open("/proc/cpuinfo").read() else 1.1
+            figures.append(figure("that shape: bfloat16 / float32", medians, limit, "bfloat16", "float32"))
+    return figures
+
+
+BENCHMARKS = {"shared": bench_shared, "private": bench_private, "scale": bench_scale, "exact": bench_exact}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--only", default=",".join(BENCHMARKS), help="a comma-separated part of: " + ", ".join(BENCHMARKS))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    unknown = set(args.only.split(",")) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"--only: expected some of {', '.join(BENCHMARKS)}, got {', '.join(sorted(unknown))}")
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    figures = []
+    for name in args.only.split(","):
+        figures += BENCHMARKS[name](args)
+    report(figures, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Side-by-side timing: the candidates of a comparison take turns in one process, so that a drift of the machine hits all alike."""
+
+import gc
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Callable
+
+import torch
+
+
+def machine() -> dict:
+    """What a figure needs beside it: CPU, threads, versions."""
+    name = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set()
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() == "flags":
+                flags = set(value.split())
+    units = "amx_bf16" if "amx_bf16" in flags else "avx512_bf16" if "avx512_bf16" in flags else "none"
+    return {"cpu": name, "bfloat16_units": units, "torch_capability": torch.backends.cpu.get_cpu_capability(),
+            "xsoftmax_capability": torch.ops.xsoftmax.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def interleave(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, float]:
+    """Median seconds of each run, one call of each in turn, `repeats` times after `warmup` rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    gc.collect()
+    gc.disable()  # a collection would fall on whoever happens to run
+    try:
+        for round_ in range(warmup + repeats):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                elapsed = time.perf_counter() - start
+                if round_ >= warmup:
+                    seconds[name].append(elapsed)
+    finally:
+        gc.enable()
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+class PeakMemory:
+    """Peak resident memory of the process above what it held on entry, in bytes, sampled from the kernel's own high-water mark."""
+
+    def __enter__(self) -> "PeakMemory":
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        self._before = self._status("VmRSS")
+        self.bytes = 0
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bytes = self._status("VmHWM") - self._before
+
+    @staticmethod
+    def _status(key: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def print_table(rows: list[dict], columns: list[str]) -> None:
+    """Rows as a Markdown table."""
+    widths = [max([len(column)] + [len(str(row.get(column, ""))) for row in rows]) for column in columns]
+    print("| " + " | ".join(column.ljust(width) for column, width in zip(columns, widths)) + " |")
+    print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    for row in rows:
+        print("| " + " | ".join(str(row.get(column, "")).ljust(width) for column, width in zip(columns, widths)) + " |")
+
+
+def report(figures: list[dict], as_json: bool) -> None:
+    """Figures with `figure`, `value`, `target` (at most) and details: JSON for machines, a table for people."""
+    if as_json:
+        print(json.dumps({"machine": machine(), "figures": figures}, indent=2))
+        return
+    print(", ".join(f"{key} {value}" for key, value in machine().items()) + "\n")
+    rows = [{"figure": f["figure"], "value": f"{f['value']:.3g}", "at most": f["target"],
+             "": "ok" if f["value"] <= f["target"] else "MISSED", "medians": f.get("medians", "")} for f in figures]
+    print_table(rows, ["figure", "value", "at most", "", "medians"])
