@@ -4,6 +4,15 @@ set(XSOFTMAX_SOURCES
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/row_groups.cpp
+  csrc/optim/row_adagrad.cpp
+  csrc/optim/row_adagrad_cpu.cpp
+  csrc/optim/row_adam.cpp
+  csrc/optim/row_adam_cpu.cpp
+  csrc/optim/row_norm.cpp
+  csrc/optim/row_norm_cpu.cpp
+  csrc/optim/row_sgd.cpp
+  csrc/optim/row_sgd_cpu.cpp
+  csrc/optim/row_update.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp
@@ -12,6 +21,7 @@ set(XSOFTMAX_SOURCES
 
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).
 set(XSOFTMAX_SIMD_SOURCES
+  csrc/optim/row_updates.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )
 
