@@ -4,6 +4,8 @@ set(XSOFTMAX_SOURCES
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/row_groups.cpp
+  csrc/optim/clip_grad.cpp
+  csrc/optim/optimizers.cpp
   csrc/optim/row_adagrad.cpp
   csrc/optim/row_adagrad_cpu.cpp
   csrc/optim/row_adam.cpp

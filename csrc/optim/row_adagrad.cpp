@@ -44,4 +44,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("row_adagrad_", row_adagrad_reference); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("row_adagrad_", row_adagrad_meta); }
 
+TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) {
+  m.impl("row_adagrad_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+}
+
 } // namespace xsoftmax

@@ -85,4 +85,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("row_decay_", row_decay_meta);
 }
 
+TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) {
+  m.impl("row_adam_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+  m.impl("row_decay_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+}
+
 } // namespace xsoftmax

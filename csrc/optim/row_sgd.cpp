@@ -129,4 +129,9 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("row_sgd_flush_", row_sgd_flush_meta);
 }
 
+TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) {
+  m.impl("row_sgd_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+  m.impl("row_sgd_flush_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+}
+
 } // namespace xsoftmax

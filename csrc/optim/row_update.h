@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <ATen/core/stack.h>
+
 #include <optional>
 #include <tuple>
 
@@ -28,6 +30,10 @@ void check_row_gradient(const char* op, const at::Tensor& param, const at::Tenso
 void check_row_state(const char* op, const char* arg, const at::Tensor& state, const at::Tensor& param, bool elements,
                      at::ScalarType dtype);
 void check_last_decay(const char* op, const std::optional<at::Tensor>& last_decay, const at::Tensor& param);
+
+/// The ADInplaceOrView kernel of the ops that change tensors and return nothing: raises the version of each tensor that the schema says
+/// is written, so that autograd notices a backward pass through a value that a step has overwritten.
+void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 inline bool given(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }
 
