@@ -9,6 +9,17 @@ set(XSOFTMAX_SOURCES
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/estimators.cpp
   csrc/losses/sampled_softmax_loss.cpp
+  csrc/optim/clip_grad.cpp
+  csrc/optim/optimizers.cpp
+  csrc/optim/row_adagrad.cpp
+  csrc/optim/row_adagrad_cpu.cpp
+  csrc/optim/row_adam.cpp
+  csrc/optim/row_adam_cpu.cpp
+  csrc/optim/row_norm.cpp
+  csrc/optim/row_norm_cpu.cpp
+  csrc/optim/row_sgd.cpp
+  csrc/optim/row_sgd_cpu.cpp
+  csrc/optim/row_update.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp
@@ -20,6 +31,7 @@ set(XSOFTMAX_SOURCES
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).
 set(XSOFTMAX_SIMD_SOURCES
   csrc/losses/estimator_rows.simd.cpp
+  csrc/optim/row_updates.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )
 

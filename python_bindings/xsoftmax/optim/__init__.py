@@ -1,0 +1,7 @@
+"""Optimizers for tables with row-sparse gradients: a step costs the rows that have a gradient, never all rows."""
+
+from .adagrad import RowAdagrad
+from .adam import RowAdam
+from .sgd import RowSGD
+
+__all__ = ["RowAdagrad", "RowAdam", "RowSGD"]

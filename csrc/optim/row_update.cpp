@@ -1,0 +1,80 @@
+#include "optim/row_update.h"
+
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "scores/row_gradient.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/ones.h>
+
+namespace xsoftmax {
+
+using at::Tensor;
+
+void check_row_gradient(const char* op, const Tensor& param, const Tensor& rows, const Tensor& values) {
+  TORCH_CHECK_VALUE(param.layout() == at::kStrided, op, ": expected a dense param, got one of layout ", param.layout());
+  TORCH_CHECK_VALUE(param.dim() == 1 || param.dim() == 2, op, ": expected param with 1 or 2 dimensions, got shape ",
+                    param.sym_sizes());
+  check::floating(op, "param", param);
+  check::dim(op, "rows", rows, 1);
+  check::int64(op, "rows", rows);
+  check::same_device(op, "rows", rows, "param", param);
+  check::dim(op, "values", values, param.dim());
+  check::same_dtype(op, "values", values, "param", param);
+  check::same_device(op, "values", values, "param", param);
+  check::size(op, "values", values, 0, rows.sym_size(0), "the length of rows");
+  if (param.dim() == 2) {
+    check::size(op, "values", values, 1, param.sym_size(1), "the width of param");
+  }
+}
+
+void check_row_state(const char* op, const char* arg, const Tensor& state, const Tensor& param, bool elements, at::ScalarType dtype) {
+  check::dim(op, arg, state, elements ? param.dim() : 1);
+  check::size(op, arg, state, 0, param.sym_size(0), "the rows of param");
+  if (elements && param.dim() == 2) {
+    check::size(op, arg, state, 1, param.sym_size(1), "the width of param");
+  }
+  TORCH_CHECK_TYPE(state.scalar_type() == dtype, op, ": expected ", arg, " of dtype ", dtype, ", got ", state.scalar_type());
+  check::same_device(op, arg, state, "param", param);
+}
+
+void check_last_decay(const char* op, const std::optional<Tensor>& last_decay, const Tensor& param) {
+  if (given(last_decay)) {
+    check_row_state(op, "last_decay", *last_decay, param, false, at::kDouble);
+  }
+}
+
+void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    const c10::AliasInfo* alias = arguments[i].alias_info();
+    if (alias != nullptr && alias->isWrite() && value.isTensor() && value.toTensor().defined()) {
+      value.toTensor().unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+}
+
+std::tuple<Tensor, Tensor> touched_rows(const Tensor& rows, const Tensor& values) {
+  auto [sorted, sums] = sum_equal_rows(rows, values.to(opmath_dtype(values.scalar_type())));
+  const Tensor differs = sums.ne(0);
+  const Tensor keep = (sums.dim() == 2 ? differs.any(1) : differs).nonzero().squeeze(1);
+  return {sorted.index_select(0, keep), sums.index_select(0, keep)};
+}
+
+Tensor per_row(const Tensor& numbers, const Tensor& like) {
+  const Tensor cast = numbers.to(like.scalar_type());
+  return like.dim() == 2 ? cast.unsqueeze(1) : cast;
+}
+
+Tensor take_decay(const Tensor& rows, const std::optional<Tensor>& last_decay, double decay) {
+  if (!given(last_decay)) {
+    return at::ones({rows.size(0)}, rows.options().dtype(at::kDouble));
+  }
+  const Tensor factor = last_decay->index_select(0, rows).neg().add(decay).exp();
+  last_decay->index_fill_(0, rows, decay);
+  return factor;
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,80 @@
+#pragma once
+
+#include "core/cpu_dispatch.h"
+#include "core/simd.h"
+
+#include <cstdint>
+
+namespace xsoftmax {
+
+// Coefficients of one row's update, worked out in float64 for each row. M is opmath<T>.
+
+template <typename M>
+struct MomentumStep {
+  M decay;    ///< of the parameter, owed steps and this one
+  M drift;    ///< movement owed, in units of the old buffer
+  M keep;     ///< of the buffer, owed steps and this one
+  M take;     ///< 1 - dampening
+  M momentum; ///< of the look-ahead; read where nesterov is set
+  M lr;
+  bool nesterov;
+};
+
+template <typename M>
+struct AdagradStep {
+  M lr;
+  M weight_decay;
+  M eps;
+};
+
+template <typename M>
+struct AdamStep {
+  M decay;     ///< of the parameter
+  M step_size; ///< lr / (1 - beta1^t)
+  M scale;     ///< 1 / sqrt(1 - beta2^t)
+  M take1;     ///< 1 - beta1
+  M beta2;
+  M take2;     ///< 1 - beta2
+  M eps;
+};
+
+/// The loops over one row of `width` elements that the row-wise optimizers are made of. Each reads a row of the parameter and of its
+/// state once and writes it once.
+template <typename T>
+struct RowUpdates {
+  using M = opmath<T>;
+  /// sum[d] = sum_j values[position[j] * width + d], j < n. Whether any sum differs from 0, as a NaN does.
+  bool (*sum_rows)(M* sum, const T* values, const int64_t* position, int64_t n, int64_t width);
+  /// w = decay w - lr g
+  void (*sgd)(T* w, const M* g, M decay, M lr, int64_t width);
+  /// buffer' = keep buffer + take g;  w = decay w - drift buffer - lr (nesterov ? g + momentum buffer' : buffer')
+  void (*momentum)(T* w, M* buffer, const M* g, const MomentumStep<M>& step, int64_t width);
+  /// g' = g + weight_decay w;  sum += g'^2;  w -= lr g' / (sqrt(sum) + eps)
+  void (*adagrad)(T* w, M* sum, const M* g, const AdagradStep<M>& step, int64_t width);
+  /// The same with one sum a row, of the mean of g'^2. Overwrites g with g'.
+  void (*adagrad_row)(T* w, M* sum, M* g, const AdagradStep<M>& step, int64_t width);
+  /// m += take1 (g - m);  v = beta2 v + take2 g^2;  w = decay w - step_size m / (scale sqrt(v) + eps)
+  void (*adam)(T* w, M* m, M* v, const M* g, const AdamStep<M>& step, int64_t width);
+  /// w = decay w - drift buffer;  buffer *= keep
+  void (*drift)(T* w, M* buffer, M decay, M drift, M keep, int64_t width);
+  /// w *= decay
+  void (*decay)(T* w, M decay, int64_t width);
+  /// sum |x|^p over the row, or max |x| for p = infinity; a NaN stays one
+  M (*power_sum)(const M* x, double p, int64_t width);
+};
+
+struct RowUpdateTable {
+  RowUpdates<float> f32;
+  RowUpdates<double> f64;
+  RowUpdates<Bf16> bf16;
+  RowUpdates<F16> f16;
+
+  const RowUpdates<float>& of(float) const { return f32; }
+  const RowUpdates<double>& of(double) const { return f64; }
+  const RowUpdates<Bf16>& of(Bf16) const { return bf16; }
+  const RowUpdates<F16>& of(F16) const { return f16; }
+};
+
+XS_DECLARE_ISA_TABLE(RowUpdateTable, row_updates)
+
+} // namespace xsoftmax

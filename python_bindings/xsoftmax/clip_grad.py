@@ -1,0 +1,73 @@
+"""Gradient clipping for models with dense and row-sparse gradients."""
+
+import math
+
+import torch
+
+from .optim._base import sparse_rows
+
+
+def _norms(params, norm_type, who):
+    dense = [param.grad for param in params if param.grad.layout == torch.strided]
+    sparse = [param for param in params if param.grad.layout != torch.strided]
+    norms = [torch.nn.utils.get_total_norm(dense, norm_type)] if dense else []
+    return norms + [torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type) for param in sparse]
+
+
+def _scale_rows(param, coefficient):
+    grad = param.grad
+    values = grad._values()
+    coefficient = coefficient.to(values.device, values.dtype)
+    if any(stride == 0 and size > 1 for size, stride in zip(values.shape, values.stride())):
+        # Values that share memory, as expanded ones do, cannot be scaled in place.
+        param.grad = torch.sparse_coo_tensor(grad._indices(), values * coefficient, grad.shape, is_coalesced=grad.is_coalesced(),
+                                             check_invariants=False)
+    else:
+        values.mul_(coefficient)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
+    """Scales the gradients of `parameters` in place so that their norm, all together, is at most `max_norm`; returns what it was.
+
+    Equivalent, without ever building a dense gradient, to::
+
+        for p in parameters:
+            p.grad = p.grad.to_dense()
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    Sparse gradients may hold a row several times: the norm is that of the sums. Memory and time are those of the rows that have a
+    gradient.
+
+    Args:
+        parameters: a tensor or an iterable of tensors; those without a gradient are passed over
+        max_norm: largest norm
+        norm_type: p of the p-norm, above 0; float("inf") or "inf" for the largest element
+        error_if_nonfinite: raise if the norm is infinite or NaN. Otherwise the gradients are scaled by what comes out, as torch does
+
+    Returns:
+        The norm before clipping, a tensor of one element: float32 where 16-bit sparse gradients take part.
+
+    Raises:
+        ValueError: norm_type of 0 or less
+        RuntimeError: a norm that is not finite, with error_if_nonfinite; a gradient that is sparse in another way than in its rows
+    """
+    who = "clip_grad_norm_"
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if not norm_type > 0:
+        raise ValueError(f"{who}: expected norm_type above 0, got {norm_type}")
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    params = [param for param in parameters if param.grad is not None]
+    norms = _norms(params, norm_type, who)
+    if not norms:
+        return torch.tensor(0.0)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(f"{who}: expected gradients with a finite norm, got a norm of {total.item()} (norm_type {norm_type})")
+    torch.nn.utils.clip_grads_with_norm_([param for param in params if param.grad.layout == torch.strided], max_norm, total)
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for param in params:
+        if param.grad.layout != torch.strided:
+            _scale_rows(param, coefficient)
+    return total

@@ -1,0 +1,68 @@
+import torch
+from torch.optim import adamw as torch_adamw
+
+from ._base import RowOptimizer, dense_steps
+
+
+class RowAdam(RowOptimizer):
+    r"""Adam with decoupled weight decay whose step costs the rows that have a gradient, not all rows of the table.
+
+    Each row runs ``torch.optim.AdamW`` on the steps in which it has a gradient, t of them so far::
+
+        param      = param * (1 - lr * weight_decay)              # of every step, also those without a gradient
+        exp_avg    = beta1 * exp_avg + (1 - beta1) * grad
+        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad ** 2
+        param      = param - lr / (1 - beta1 ** t) * exp_avg / ((exp_avg_sq / (1 - beta2 ** t)).sqrt() + eps)
+
+    A row with a gradient at every step goes the way of ``torch.optim.AdamW``. ``torch.optim.SparseAdam`` leaves the moments of other
+    rows alone as well, but corrects their bias by the steps of the table, so that the first updates of a rare row are too long by a
+    factor of up to (1 - beta1) / sqrt(1 - beta2), 3.2 for the default betas.
+
+    Weight decay in the steps that a row sits out is owed, exactly under any schedule of lr and weight_decay, and applied when the row
+    next has a gradient or by :meth:`flush`. Parameters with dense gradients are updated as by ``torch.optim.AdamW``.
+
+    Args:
+        params: parameters, or dicts of parameter groups
+        lr: learning rate, a number
+        betas: decay of the two moments a step, numbers in [0, 1)
+        eps: added to the root
+        weight_decay: decoupled; 0 by default, as in ``torch.optim.Adam``. lr * weight_decay must be below 1
+
+    State of a table: ``exp_avg`` and ``exp_avg_sq`` [N, D] in float32 (float64 for float64), ``row_step`` int32 [N], and with weight
+    decay ``last_decay`` float64 [N].
+
+    Raises:
+        ValueError: an option out of range, or a gradient that does not fit its parameter
+        TypeError: lr or betas are tensors, or a parameter's dtype is not float32, float64, bfloat16 or float16
+        IndexError: a row of a gradient is not in the table
+        RuntimeError: a gradient that is sparse in another way than in its rows
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def _check(self, options):
+        super()._check(options)
+        if not options["eps"] >= 0:
+            raise ValueError(f"RowAdam: expected eps of at least 0, got {options['eps']}")
+        for i, beta in enumerate(options["betas"]):
+            if isinstance(beta, torch.Tensor):
+                raise TypeError(f"RowAdam: expected betas[{i}] as a number, got a tensor")
+            if not 0 <= beta < 1:
+                raise ValueError(f"RowAdam: expected betas[{i}] in [0, 1), got {beta}")
+
+    def _step_rows(self, group, param, state, rows, values):
+        if "row_step" not in state:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(param, dtype=self._opmath(param), memory_format=torch.contiguous_format)
+            state["row_step"] = torch.zeros(param.shape[0], dtype=torch.int32, device=param.device)
+        decay, last_decay = self._add_decay(group, param, state)
+        beta1, beta2 = group["betas"]
+        torch.ops.xsoftmax.row_adam_(param, rows, values, state["exp_avg"], state["exp_avg_sq"], state["row_step"], last_decay,
+                                     lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"], decay=decay)
+
+    def _step_dense(self, group, params, grads, fused):
+        steps, first, second = dense_steps(self, params, "exp_avg", "exp_avg_sq")
+        beta1, beta2 = group["betas"]
+        torch_adamw.adamw(params, grads, first, second, [], steps, fused=fused, amsgrad=False, beta1=beta1, beta2=beta2,
+                          lr=float(group["lr"]), weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
