@@ -3,7 +3,17 @@ set(XSOFTMAX_SOURCES
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
+  csrc/core/philox.cpp
   csrc/core/row_groups.cpp
+  csrc/samplers/alias_sample.cpp
+  csrc/samplers/alias_sample_cpu.cpp
+  csrc/samplers/log_uniform_sample.cpp
+  csrc/samplers/log_uniform_sample_cpu.cpp
+  csrc/samplers/sampling.cpp
+  csrc/samplers/systematic_sample.cpp
+  csrc/samplers/systematic_sample_cpu.cpp
+  csrc/samplers/uniform_sample.cpp
+  csrc/samplers/uniform_sample_cpu.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp
