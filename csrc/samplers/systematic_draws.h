@@ -40,16 +40,28 @@ struct SystematicPlan {
   double mass[kMaxSystematicBuckets];          ///< weight of the slots first .. last - 1
 };
 
-/// The last slot of [first, last) whose cumulative weight is at least `target`, or `first`.
-XS_HOST_DEVICE inline int64_t last_reaching(const double* cumulative, int64_t first, int64_t last, double target) {
-  int64_t size = last - first;
-  while (size > 1) {
-    const int64_t half = size / 2;
-    first = cumulative[first + half] >= target ? first + half : first;
-    size -= half;
+/// Binary searches side by side. One search waits for memory at nearly every step; these wait together.
+struct SlotSearches {
+  static constexpr int kLanes = 16;
+  int64_t first[kLanes];  ///< in: the slots to search are first .. first + size - 1
+  int64_t size[kLanes];   ///< at least 1
+  double target[kLanes];
+  int64_t base[kLanes];   ///< rank of slot 0, were the bucket not cut
+
+  /// Sets first to the last of the slots whose cumulative weight is at least `target`, or leaves it.
+  XS_HOST_DEVICE void run(const double* cumulative, int lanes) {
+    for (bool open = true; open;) {
+      open = false;
+      for (int i = 0; i < lanes; ++i) {
+        const int64_t half = size[i] / 2;
+        // A mask, not a branch: half of the guesses would be wrong.
+        first[i] += half & -int64_t(cumulative[first[i] + half] >= target[i]);
+        size[i] -= half;
+        open |= size[i] > 1;
+      }
+    }
   }
-  return first;
-}
+};
 
 /// The layout of one set: buckets in a random order, each cut at a random slot.
 class SystematicLayout {
@@ -73,6 +85,7 @@ class SystematicLayout {
     for (int64_t i = 0; i < buckets; ++i) {
       start_[i + 1] = start_[i] + plan.mass[bucket_[i]];
       rank_[i + 1] = rank_[i] + plan.last[bucket_[i]] - plan.first[bucket_[i]];
+      last_place_ = rank_[i + 1] > rank_[i] ? i + 1 : last_place_;
     }
     offset_ = unit_double(philox(seed, query, 0).low());
   }
@@ -81,8 +94,16 @@ class SystematicLayout {
   XS_HOST_DEVICE void pick(int64_t* ids) const {
     const int64_t points = plan_.samples - plan_.certain;
     int64_t at = 0;
-    for (int64_t k = 0; k < points; ++k) {
-      ids[k] = rank_of_point((offset_ + double(k)) / double(points), at);
+    for (int64_t k = 0; k < points; k += SlotSearches::kLanes) {
+      const int lanes = int(points - k < SlotSearches::kLanes ? points - k : SlotSearches::kLanes);
+      SlotSearches searches;
+      for (int i = 0; i < lanes; ++i) {
+        at = aim(searches, i, (offset_ + double(k + i)) / double(points), at);
+      }
+      searches.run(tables_.cumulative, lanes);
+      for (int i = 0; i < lanes; ++i) {
+        ids[k + i] = searches.base[i] + searches.first[i];
+      }
     }
     // No class is longer than the distance of two points, so ranks rise, but for rounding: where two points share a class, the next one
     // is taken; what that pushes past the end goes back.
@@ -100,22 +121,23 @@ class SystematicLayout {
   }
 
  private:
-  /// Rank, in the order of the layout, of the class at a fraction of its whole length. `at`: the bucket of the last point before.
-  XS_HOST_DEVICE int64_t rank_of_point(double fraction, int64_t& at) const {
+  /// Sets lane `lane` to search for the class at a fraction of the layout's length. `at` is the place of the bucket that the point
+  /// before lies in; returns this one's.
+  XS_HOST_DEVICE int64_t aim(SlotSearches& searches, int lane, double fraction, int64_t at) const {
     const double total = start_[tables_.buckets];
-    while (at + 1 < tables_.buckets && std::fma(fraction, total, -start_[at + 1]) >= 0) {
+    // Rounding may carry the last point past the end, where empty buckets may stand: those hold no class.
+    while (at + 1 < last_place_ && std::fma(fraction, total, -start_[at + 1]) >= 0) {
       ++at;
     }
     const int64_t b = bucket_[at], first = plan_.first[b], last = plan_.last[b], cut = cut_[b];
-    if (first == last) {
-      return rank_[at];
-    }
     const double inside = std::fma(fraction, total, -start_[at]);
     const double head = tables_.cumulative[cut]; // of the slots cut .. last - 1, which stand first
-    if (inside < head || cut == first) {
-      return rank_[at] + last_reaching(tables_.cumulative, cut, last, head - inside) - cut;
-    }
-    return rank_[at] + (last - cut) + last_reaching(tables_.cumulative, first, cut, plan_.mass[b] - (inside - head)) - first;
+    const bool in_head = inside < head || cut == first;
+    searches.first[lane] = in_head ? cut : first;
+    searches.size[lane] = in_head ? last - cut : cut - first;
+    searches.target[lane] = in_head ? head - inside : plan_.mass[b] - (inside - head);
+    searches.base[lane] = rank_[at] + (in_head ? -cut : last - cut - first);
+    return at;
   }
 
   XS_HOST_DEVICE int64_t class_of_rank(int64_t rank, int64_t& at) const {
@@ -132,6 +154,7 @@ class SystematicLayout {
   int64_t cut_[kMaxSystematicBuckets];        // by bucket
   double start_[kMaxSystematicBuckets + 1];   // weight before each place
   int64_t rank_[kMaxSystematicBuckets + 1];   // classes before each place
+  int64_t last_place_ = 0;                    // behind the last bucket that is not empty
   double offset_;                             // u
 };
 
