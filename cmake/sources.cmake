@@ -4,6 +4,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
+  csrc/core/philox.cpp
   csrc/core/row_groups.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
@@ -20,6 +21,15 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_sgd.cpp
   csrc/optim/row_sgd_cpu.cpp
   csrc/optim/row_update.cpp
+  csrc/samplers/alias_sample.cpp
+  csrc/samplers/alias_sample_cpu.cpp
+  csrc/samplers/log_uniform_sample.cpp
+  csrc/samplers/log_uniform_sample_cpu.cpp
+  csrc/samplers/sampling.cpp
+  csrc/samplers/systematic_sample.cpp
+  csrc/samplers/systematic_sample_cpu.cpp
+  csrc/samplers/uniform_sample.cpp
+  csrc/samplers/uniform_sample_cpu.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp

@@ -1,0 +1,104 @@
+#include "core/checks.h"
+#include "samplers/alias_sample.h"
+#include "samplers/draws.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+// Vose's method over `mass`, the weights scaled to mean 1, which it uses up. `heaviest` takes what rounding leaves of empty bins.
+void fill_alias_table(double* threshold, int64_t* alias, std::vector<double>& mass, int64_t heaviest) {
+  const int64_t n = int64_t(mass.size());
+  std::vector<int64_t> small, large;
+  for (int64_t i = 0; i < n; ++i) {
+    (mass[i] < 1.0 ? small : large).push_back(i);
+    // What neither list pairs is a full bin, but for rounding: a class of zero weight must not be it.
+    threshold[i] = mass[i] > 0 ? 1.0 : 0.0;
+    alias[i] = mass[i] > 0 ? i : heaviest;
+  }
+  while (!small.empty() && !large.empty()) {
+    const int64_t light = small.back(), heavy = large.back();
+    small.pop_back();
+    threshold[light] = mass[light];
+    alias[light] = heavy;
+    mass[heavy] = (mass[heavy] + mass[light]) - 1.0;
+    if (mass[heavy] < 1.0) {
+      large.pop_back();
+      small.push_back(heavy);
+    }
+  }
+}
+
+std::tuple<Tensor, Tensor> alias_table_cpu(const Tensor& weights) {
+  constexpr const char* op = "alias_table";
+  check_weights(op, weights);
+  const Tensor flat = weights.contiguous();
+  const double largest = check_weight_values(op, flat);
+  const int64_t n = flat.numel();
+  const double* weight = flat.const_data_ptr<double>();
+  // Divided by the largest first: sums and products then neither overflow nor vanish.
+  std::vector<double> mass(n);
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    mass[i] = weight[i] / largest;
+    sum += mass[i];
+  }
+  for (double& m : mass) {
+    m *= double(n) / sum;
+  }
+  const Tensor threshold = at::empty({n}, flat.options()), alias = at::empty({n}, flat.options().dtype(at::kLong));
+  fill_alias_table(threshold.mutable_data_ptr<double>(), alias.mutable_data_ptr<int64_t>(), mass,
+                   std::max_element(weight, weight + n) - weight);
+  return {threshold, alias};
+}
+
+Tensor alias_sample_cpu(const Tensor& seed, const Tensor& threshold, const Tensor& alias, std::optional<int64_t> num_queries,
+                        int64_t num_samples) {
+  check_alias_sample(seed, threshold, alias, num_queries, num_samples);
+  const Tensor out = empty_samples(seed, num_queries, num_samples);
+  const Tensor limits = threshold.contiguous(), others = alias.contiguous();
+  int64_t* ids = out.mutable_data_ptr<int64_t>();
+  const double* limit = limits.const_data_ptr<double>();
+  const int64_t* other = others.const_data_ptr<int64_t>();
+  const uint64_t key = seed_value(seed);
+  const int64_t n = limits.numel();
+  at::parallel_for(0, num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
+    for (int64_t q = first; q < last; ++q) {
+      for (int64_t j = 0; j < num_samples; ++j) {
+        ids[q * num_samples + j] = alias_draw(key, q, j, limit, other, n);
+      }
+    }
+  });
+  check::class_ids("alias_sample", "the classes in alias", out, n); // a table that was tampered with
+  return out;
+}
+
+} // namespace
+
+double check_weight_values(const char* op, const Tensor& weights) {
+  const Tensor flat = weights.contiguous();
+  const double* weight = flat.const_data_ptr<double>();
+  double largest = 0;
+  for (int64_t i = 0; i < flat.numel(); ++i) {
+    TORCH_CHECK_VALUE(weight[i] >= 0 && std::isfinite(weight[i]), op, ": expected weights that are finite and not negative, got ",
+                      weight[i], " at [", i, "]");
+    largest = std::max(largest, weight[i]);
+  }
+  TORCH_CHECK_VALUE(largest > 0, op, ": expected a weight above zero, got none");
+  return largest;
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("alias_table", alias_table_cpu);
+  m.impl("alias_sample", alias_sample_cpu);
+}
+
+} // namespace xsoftmax

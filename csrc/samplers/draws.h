@@ -1,0 +1,98 @@
+#pragma once
+
+// Single draws as inline functions for host and CUDA code. Where a double is rounded, fma is written out: compilers that may contract
+// a * b + c would otherwise give other draws on another device.
+
+#include "core/philox.h"
+
+#include <cmath>
+
+namespace xsoftmax {
+
+/// A keyed pseudo-random permutation of [0, n): a Feistel network over the bits of n - 1, with cycle walking (fewer than two passes
+/// on average), then a rotation by a uniform number, which makes the image of any one argument exactly uniform.
+class RandomPermutation {
+ public:
+  /// Reads the blocks of draws 0 .. 2 of the query; n >= 1.
+  XS_HOST_DEVICE RandomPermutation(uint64_t seed, uint64_t query, uint64_t n) : n_(n), shift_(uniform_below(seed, query, 0, n)) {
+    int bits = 0;
+    while (bits < 64 && ((n - 1) >> bits) != 0) {
+      ++bits;
+    }
+    right_bits_ = bits - bits / 2;
+    left_bits_ = bits / 2;
+    for (int i = 0; i < kRounds / 4; ++i) {
+      const PhiloxBlock block = philox(seed, query, 1 + i);
+      for (int j = 0; j < 4; ++j) {
+        key_[4 * i + j] = block.word[j];
+      }
+    }
+  }
+
+  XS_HOST_DEVICE uint64_t operator()(uint64_t x) const {
+    do {
+      x = pass(x);
+    } while (x >= n_);
+    return x >= n_ - shift_ ? x - (n_ - shift_) : x + shift_;
+  }
+
+ private:
+  static constexpr int kRounds = 8;
+
+  // The finaliser of MurmurHash3.
+  XS_HOST_DEVICE static uint32_t mix(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x85ebca6bu;
+    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+    return x ^ (x >> 16);
+  }
+
+  // The upper `bits` of a word, 0 <= bits <= 32.
+  XS_HOST_DEVICE static uint32_t top(uint32_t x, int bits) { return uint32_t((uint64_t(x) << bits) >> 32); }
+
+  XS_HOST_DEVICE uint64_t pass(uint64_t x) const {
+    uint32_t left = uint32_t(x >> right_bits_);
+    uint32_t right = uint32_t(x & ((uint64_t(1) << right_bits_) - 1));
+    for (int i = 0; i < kRounds; i += 2) {
+      right ^= top(mix(left + key_[i]), right_bits_);
+      left ^= top(mix(right + key_[i + 1]), left_bits_);
+    }
+    return uint64_t(left) << right_bits_ | right;
+  }
+
+  uint64_t n_, shift_;
+  int left_bits_, right_bits_;
+  uint32_t key_[kRounds];
+};
+
+/// e^x for 0 <= x < 44, to about 1 ulp and with the same bits everywhere, which the mathematical libraries do not promise.
+XS_HOST_DEVICE inline double portable_exp(double x) {
+  const int64_t n = int64_t(std::fma(x, 0x1.71547652b82fep+0, 0.5));
+  const double k = double(n);
+  const double r = std::fma(k, -0x1.abc9e3b39803fp-56, std::fma(k, -0x1.62e42fefa39efp-1, x));
+  // 1 / i!; the terms left out are below 4e-18.
+  constexpr double coefficient[] = {1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880,
+                                    1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+  double p = coefficient[13];
+  for (int i = 12; i >= 0; --i) {
+    p = std::fma(p, r, coefficient[i]);
+  }
+  return p * double(uint64_t(1) << n);
+}
+
+/// The log-uniform class of one draw in [low, high): start = ln(low + 1), span = ln(high + 1) - start.
+XS_HOST_DEVICE inline int64_t log_uniform_draw(uint64_t seed, uint64_t query, uint64_t draw, int64_t low, int64_t high, double start,
+                                               double span) {
+  const double u = unit_double(philox(seed, query, draw).low());
+  const int64_t id = int64_t(portable_exp(std::fma(u, span, start))) - 1;
+  return id < low ? low : (id >= high ? high - 1 : id);
+}
+
+/// One draw from an alias table of n classes: the block's low half picks the bin, the high half the class in it.
+XS_HOST_DEVICE inline int64_t alias_draw(uint64_t seed, uint64_t query, uint64_t draw, const double* threshold, const int64_t* alias,
+                                         int64_t n) {
+  const PhiloxBlock block = philox(seed, query, draw);
+  const int64_t bin = int64_t(multiply_shift(block.low(), uint64_t(n)));
+  return unit_double(block.high()) < threshold[bin] ? bin : alias[bin];
+}
+
+} // namespace xsoftmax

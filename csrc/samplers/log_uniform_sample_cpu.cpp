@@ -1,0 +1,31 @@
+#include "samplers/draws.h"
+#include "samplers/log_uniform_sample.h"
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+at::Tensor log_uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries,
+                                  int64_t num_samples) {
+  check_log_uniform_sample(seed, low, high, num_queries, num_samples);
+  const at::Tensor out = empty_samples(seed, num_queries, num_samples);
+  int64_t* ids = out.mutable_data_ptr<int64_t>();
+  const uint64_t key = seed_value(seed);
+  const double start = std::log1p(double(low)), span = std::log1p(double(high)) - start;
+  at::parallel_for(0, num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
+    for (int64_t q = first; q < last; ++q) {
+      for (int64_t j = 0; j < num_samples; ++j) {
+        ids[q * num_samples + j] = log_uniform_draw(key, q, j, low, high, start, span);
+      }
+    }
+  });
+  return out;
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("log_uniform_sample", log_uniform_sample_cpu); }
+
+} // namespace xsoftmax

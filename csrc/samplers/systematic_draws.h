@@ -1,0 +1,161 @@
+#pragma once
+
+// The drawing of one set from systematic tables, as plain functions for host and CUDA code (systematic_sample.h has the method).
+
+#include "core/philox.h"
+#include "samplers/systematic_sample.h"
+
+#include <cmath>
+
+namespace xsoftmax {
+
+/// Raw tables, and where their buckets lie.
+struct SystematicTables {
+  const double* probability;
+  const int64_t* order;
+  const double* cumulative;
+  int64_t classes;
+  int64_t buckets;
+
+  XS_HOST_DEVICE int64_t begin(int64_t bucket) const {
+    const int64_t longer = classes % buckets; // the first of the buckets have one class more
+    return bucket * (classes / buckets) + (bucket < longer ? bucket : longer);
+  }
+  /// Slots of `bucket` that hold one of the first `count` sorted positions.
+  XS_HOST_DEVICE int64_t held(int64_t bucket, int64_t count) const {
+    return count <= bucket ? 0 : (count - bucket + buckets - 1) / buckets;
+  }
+  /// Slot of a sorted position.
+  XS_HOST_DEVICE int64_t slot(int64_t position) const { return begin(position % buckets) + position / buckets; }
+};
+
+/// What a number of samples fixes: the certain classes and the rest of each bucket.
+struct SystematicPlan {
+  int64_t samples;
+  int64_t certain;                             ///< t
+  int64_t support;                             ///< classes with a weight above zero
+  double tail;                                 ///< the weight behind the certain classes
+  int64_t first[kMaxSystematicBuckets];        ///< first slot behind the certain classes
+  int64_t last[kMaxSystematicBuckets];         ///< behind the last slot with a weight above zero
+  double mass[kMaxSystematicBuckets];          ///< weight of the slots first .. last - 1
+};
+
+/// Binary searches side by side. One search waits for memory at nearly every step; these wait together.
+struct SlotSearches {
+  static constexpr int kLanes = 16;
+  int64_t first[kLanes];  ///< in: the slots to search are first .. first + size - 1
+  int64_t size[kLanes];   ///< at least 1
+  double target[kLanes];
+  int64_t base[kLanes];   ///< rank of slot 0, were the bucket not cut
+
+  /// Sets first to the last of the slots whose cumulative weight is at least `target`, or leaves it.
+  XS_HOST_DEVICE void run(const double* cumulative, int lanes) {
+    for (bool open = true; open;) {
+      open = false;
+      for (int i = 0; i < lanes; ++i) {
+        const int64_t half = size[i] / 2;
+        // A mask, not a branch: half of the guesses would be wrong.
+        first[i] += half & -int64_t(cumulative[first[i] + half] >= target[i]);
+        size[i] -= half;
+        open |= size[i] > 1;
+      }
+    }
+  }
+};
+
+/// The layout of one set: buckets in a random order, each cut at a random slot.
+class SystematicLayout {
+ public:
+  XS_HOST_DEVICE SystematicLayout(const SystematicTables& tables, const SystematicPlan& plan, uint64_t seed, uint64_t query)
+      : tables_(tables), plan_(plan) {
+    const int64_t buckets = tables.buckets;
+    for (int64_t b = 0; b < buckets; ++b) {
+      bucket_[b] = b;
+    }
+    for (int64_t b = buckets - 1; b >= 0; --b) {
+      const PhiloxBlock block = philox(seed, query, 1 + b);
+      const int64_t other = int64_t(multiply_shift(block.low(), uint64_t(b) + 1));
+      const int64_t chosen = bucket_[other];
+      bucket_[other] = bucket_[b];
+      bucket_[b] = chosen;
+      cut_[b] = plan.first[b] + int64_t(multiply_shift(block.high(), uint64_t(plan.last[b] - plan.first[b])));
+    }
+    start_[0] = 0;
+    rank_[0] = 0;
+    for (int64_t i = 0; i < buckets; ++i) {
+      start_[i + 1] = start_[i] + plan.mass[bucket_[i]];
+      rank_[i + 1] = rank_[i] + plan.last[bucket_[i]] - plan.first[bucket_[i]];
+      last_place_ = rank_[i + 1] > rank_[i] ? i + 1 : last_place_;
+    }
+    offset_ = unit_double(philox(seed, query, 0).low());
+  }
+
+  /// ids [samples - certain]: the classes under the points.
+  XS_HOST_DEVICE void pick(int64_t* ids) const {
+    const int64_t points = plan_.samples - plan_.certain;
+    int64_t at = 0;
+    for (int64_t k = 0; k < points; k += SlotSearches::kLanes) {
+      const int lanes = int(points - k < SlotSearches::kLanes ? points - k : SlotSearches::kLanes);
+      SlotSearches searches;
+      for (int i = 0; i < lanes; ++i) {
+        at = aim(searches, i, (offset_ + double(k + i)) / double(points), at);
+      }
+      searches.run(tables_.cumulative, lanes);
+      for (int i = 0; i < lanes; ++i) {
+        ids[k + i] = searches.base[i] + searches.first[i];
+      }
+    }
+    // No class is longer than the distance of two points, so ranks rise, but for rounding: where two points share a class, the next one
+    // is taken; what that pushes past the end goes back.
+    for (int64_t k = 1; k < points; ++k) {
+      ids[k] = ids[k] <= ids[k - 1] ? ids[k - 1] + 1 : ids[k];
+    }
+    int64_t bound = rank_[tables_.buckets];
+    for (int64_t k = points - 1; k >= 0 && ids[k] >= bound; --k) {
+      ids[k] = --bound;
+    }
+    at = 0;
+    for (int64_t k = 0; k < points; ++k) {
+      ids[k] = class_of_rank(ids[k], at);
+    }
+  }
+
+ private:
+  /// Sets lane `lane` to search for the class at a fraction of the layout's length. `at` is the place of the bucket that the point
+  /// before lies in; returns this one's.
+  XS_HOST_DEVICE int64_t aim(SlotSearches& searches, int lane, double fraction, int64_t at) const {
+    const double total = start_[tables_.buckets];
+    // Rounding may carry the last point past the end, where empty buckets may stand: those hold no class.
+    while (at + 1 < last_place_ && std::fma(fraction, total, -start_[at + 1]) >= 0) {
+      ++at;
+    }
+    const int64_t b = bucket_[at], first = plan_.first[b], last = plan_.last[b], cut = cut_[b];
+    const double inside = std::fma(fraction, total, -start_[at]);
+    const double head = tables_.cumulative[cut]; // of the slots cut .. last - 1, which stand first
+    const bool in_head = inside < head || cut == first;
+    searches.first[lane] = in_head ? cut : first;
+    searches.size[lane] = in_head ? last - cut : cut - first;
+    searches.target[lane] = in_head ? head - inside : plan_.mass[b] - (inside - head);
+    searches.base[lane] = rank_[at] + (in_head ? -cut : last - cut - first);
+    return at;
+  }
+
+  XS_HOST_DEVICE int64_t class_of_rank(int64_t rank, int64_t& at) const {
+    while (rank >= rank_[at + 1]) {
+      ++at;
+    }
+    const int64_t b = bucket_[at], slot = cut_[b] + rank - rank_[at];
+    return tables_.order[slot < plan_.last[b] ? slot : slot - (plan_.last[b] - plan_.first[b])];
+  }
+
+  const SystematicTables& tables_;
+  const SystematicPlan& plan_;
+  int64_t bucket_[kMaxSystematicBuckets];     // the bucket at each place of the layout
+  int64_t cut_[kMaxSystematicBuckets];        // by bucket
+  double start_[kMaxSystematicBuckets + 1];   // weight before each place
+  int64_t rank_[kMaxSystematicBuckets + 1];   // classes before each place
+  int64_t last_place_ = 0;                    // behind the last bucket that is not empty
+  double offset_;                             // u
+};
+
+} // namespace xsoftmax
