@@ -25,6 +25,7 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/alias_sample_cpu.cpp
   csrc/samplers/log_uniform_sample.cpp
   csrc/samplers/log_uniform_sample_cpu.cpp
+  csrc/samplers/modules.cpp
   csrc/samplers/sampling.cpp
   csrc/samplers/systematic_sample.cpp
   csrc/samplers/systematic_sample_cpu.cpp

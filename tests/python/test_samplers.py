@@ -112,7 +112,7 @@ def op_samples():
     yield ops.systematic_table, (weights,)
 
 
-@pytest.mark.parametrize("op, args", op_samples())
+@pytest.mark.parametrize("op, args", list(op_samples()))
 def test_opcheck(op, args):
     torch.library.opcheck(op.default, args)
 
@@ -132,7 +132,7 @@ def all_samplers():
         yield UnigramSampler(counts, power=0.0, exclude=exclude)
 
 
-@pytest.mark.parametrize("sampler", all_samplers())
+@pytest.mark.parametrize("sampler", list(all_samplers()))
 def test_log_prob_is_a_distribution_without_the_excluded(sampler):
     log_q = sampler.log_prob(queries(1), torch.arange(40))
     assert log_q.dtype == torch.float32
@@ -161,7 +161,7 @@ def test_log_prob_formulas():
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("sampler", all_samplers())
+@pytest.mark.parametrize("sampler", list(all_samplers()))
 def test_independent_draws_follow_log_prob(sampler, shared):
     sampler = copy.deepcopy(sampler)
     sampler.distinct = False
@@ -206,7 +206,7 @@ def distinct_cases():
     yield zipf(200, 4.0), 60  # the tail is 1e-5 of the whole
 
 
-@pytest.mark.parametrize("weights, m", distinct_cases())
+@pytest.mark.parametrize("weights, m", list(distinct_cases()))
 def test_distinct_inclusion_is_exact(weights, m):
     trials = 4000
     weights = weights[torch.randperm(weights.numel(), generator=torch.Generator().manual_seed(1))]
@@ -272,7 +272,7 @@ def test_different_seeds_and_queries_differ():
 # ---- the modules
 
 
-@pytest.mark.parametrize("sampler", all_samplers())
+@pytest.mark.parametrize("sampler", list(all_samplers()))
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("distinct", [True, None])
 def test_proposal_counts(sampler, shared, distinct):
@@ -370,7 +370,7 @@ def front_end_samplers():
     yield InBatchSampler(50), True
 
 
-@pytest.mark.parametrize("sampler, shared", front_end_samplers())
+@pytest.mark.parametrize("sampler, shared", list(front_end_samplers()))
 def test_torchscript(sampler, shared):
     input, target = queries(5), torch.tensor([1, 2, 3, 3, 49])
     eager = Use(copy.deepcopy(sampler), shared)
@@ -391,7 +391,7 @@ def test_torchscript(sampler, shared):
     assert isinstance(sampler, InBatchSampler) or not torch.equal(generator.get_state(), state)
 
 
-@pytest.mark.parametrize("sampler, shared", front_end_samplers())
+@pytest.mark.parametrize("sampler, shared", list(front_end_samplers()))
 def test_compile_and_export(sampler, shared):
     input, target = queries(5), torch.tensor([1, 2, 3, 3, 49])
     module = Use(copy.deepcopy(sampler), shared)
