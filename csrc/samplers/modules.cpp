@@ -258,6 +258,11 @@ InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes) {
   total = register_buffer("total", at::zeros({}, at::kLong));
 }
 
+// Module::to(dtype) casts integers as well.
+void InBatchSamplerImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { SamplerImpl::to(device, non_blocking); }
+void InBatchSamplerImpl::to(torch::Dtype, bool) {}
+void InBatchSamplerImpl::to(torch::Device device, bool non_blocking) { SamplerImpl::to(device, non_blocking); }
+
 Proposal InBatchSamplerImpl::sample(const Tensor&, int64_t, bool shared, const std::optional<Tensor>& target,
                                     std::optional<at::Generator>) {
   TORCH_CHECK_VALUE(target.has_value(), "InBatchSampler: expected target, got none");

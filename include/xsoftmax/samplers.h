@@ -145,6 +145,11 @@ class InBatchSamplerImpl : public SamplerImpl {
                   std::optional<at::Generator> generator = std::nullopt) override;
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
 
+  /// Only the device of the counts moves: they stay int64.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+
   torch::Tensor counts, total;
 
  private:
