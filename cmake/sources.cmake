@@ -9,6 +9,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/estimators.cpp
+  csrc/losses/modules.cpp
   csrc/losses/sampled_softmax_loss.cpp
   csrc/optim/clip_grad.cpp
   csrc/optim/optimizers.cpp

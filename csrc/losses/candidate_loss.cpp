@@ -60,17 +60,18 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
     return given(count) ? count->to(args.scores.scalar_type()).expand({queries, columns})
                         : at::zeros({queries, columns}, args.scores.options());
   };
-  Tensor adjusted = score - at::cat({log_count(args.private_log_count, own), log_count(args.shared_log_count, all)}, 1);
+  const Tensor counts = at::cat({log_count(args.private_log_count, own), log_count(args.shared_log_count, all)}, 1);
 
   const Tensor hit = args.remove_accidental_hits ? ids.eq(args.target.unsqueeze(1)) : at::zeros_like(ids, at::kBool);
-  adjusted = at::where(hit, -kInfinity, adjusted);
+  const Tensor out = hit.logical_or(counts.eq(kInfinity)); // takes no part
+  Tensor adjusted = at::where(out, -kInfinity, score - counts);
   const int64_t own_draws = own - args.fixed_private, all_draws = all - args.fixed_shared;
   const bool renormalize = args.remove_accidental_hits && estimator.renormalizes && given(args.target_log_count);
   if (renormalize && own_draws + all_draws > 0) {
     Tensor independent = at::zeros({own + all}, long_options.dtype(at::kBool));
     independent.narrow(0, args.fixed_private, own_draws).fill_(true);
     independent.narrow(0, own + args.fixed_shared, all_draws).fill_(true);
-    const Tensor live = hit.logical_not().logical_and(independent).sum(1).to(args.scores.scalar_type());
+    const Tensor live = out.logical_not().logical_and(independent).sum(1).to(args.scores.scalar_type());
     const Tensor rest = (double(own_draws + all_draws) - args.target_log_count->to(args.scores.scalar_type()).exp()).clamp_min(0);
     const Tensor factor = at::where(live.gt(0), (rest / live).log(), 0.0);
     adjusted = at::where(independent, adjusted + factor.unsqueeze(1), adjusted);

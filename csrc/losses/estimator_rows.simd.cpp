@@ -20,10 +20,11 @@ struct Row {
   int64_t width;
 };
 
-// out[j] = score[j] - log_count[j], or -inf at a hit; returns the number of hits.
+// out[j] = score[j] - log_count[j], or -inf at a hit; returns how many take no part: hits, and candidates of infinite count.
 template <typename T>
 int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict log_count, const int64_t* __restrict ids,
                int64_t target, bool remove_hits, int64_t n) {
+  int64_t hits = 0, absent = 0;
   if (log_count == nullptr) {
     for (int64_t j = 0; j < n; ++j) {
       out[j] = score[j];
@@ -31,20 +32,21 @@ int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict
   } else {
     for (int64_t j = 0; j < n; ++j) {
       out[j] = score[j] - log_count[j];
+      absent += log_count[j] == kInfinity<T>;
     }
   }
-  int64_t hits = 0;
   if (remove_hits) {
     for (int64_t j = 0; j < n; ++j) {
       hits += ids[j] == target;
     }
     if (hits > 0) { // rare: the second pass is not paid for every query
       for (int64_t j = 0; j < n; ++j) {
+        absent -= ids[j] == target && log_count != nullptr && log_count[j] == kInfinity<T>;
         out[j] = ids[j] == target ? -kInfinity<T> : out[j];
       }
     }
   }
-  return hits;
+  return hits + absent;
 }
 
 // Adjusts the fixed columns, then the independent ones; returns the number of hits among the latter.

@@ -5,7 +5,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/ones_like.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
 
@@ -138,8 +137,12 @@ Tensor unigram_weights(const Tensor& counts, double power) {
 
 std::map<std::string, double> SamplerImpl::refresh(const Tensor&) { return {}; }
 
+std::shared_ptr<SamplerImpl> SamplerImpl::excluding(const Tensor&) {
+  TORCH_CHECK_TYPE(false, "excluding: this sampler cannot leave classes out, so it does not go with head classes");
+}
+
 StaticSamplerImpl::StaticSamplerImpl(int64_t num_classes, std::optional<bool> distinct)
-    : num_classes_(num_classes), distinct_(distinct) {}
+    : SamplerImpl(num_classes), distinct_(distinct) {}
 
 StaticSamplerImpl::StaticSamplerImpl(const Tensor& weights, const StaticOptions& options)
     : StaticSamplerImpl(weights.numel(), options.distinct) {
@@ -163,6 +166,11 @@ void StaticSamplerImpl::init_tables(const Tensor& weights, bool with_alias, bool
     order = register_buffer("order", slots);
     cumulative = register_buffer("cumulative", sums);
   }
+}
+
+std::shared_ptr<SamplerImpl> StaticSamplerImpl::excluding(const Tensor& ids) {
+  const Tensor weights = probability.defined() ? probability : log_q(at::arange(num_classes_)).exp();
+  return std::make_shared<StaticSamplerImpl>(weights, StaticOptions{.distinct = distinct_, .exclude = ids});
 }
 
 void StaticSamplerImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { SamplerImpl::to(device, non_blocking); }
@@ -203,6 +211,13 @@ UniformSamplerImpl::UniformSamplerImpl(int64_t num_classes, const StaticOptions&
   if (from_tables_) {
     init_tables(without_excluded(at::ones({num_classes}, table_options(excluded)), excluded), distinct_ != true, distinct_ != false);
   }
+}
+
+std::shared_ptr<SamplerImpl> UniformSamplerImpl::excluding(const Tensor& ids) {
+  if (from_tables_ || low_ > 0) {
+    return StaticSamplerImpl::excluding(ids);
+  }
+  return std::make_shared<UniformSamplerImpl>(num_classes_, StaticOptions{.distinct = distinct_, .exclude = ids});
 }
 
 std::tuple<Tensor, Tensor> UniformSamplerImpl::draw(const Tensor& seed, std::optional<int64_t> num_queries, int64_t num_samples,
@@ -252,8 +267,7 @@ Tensor LogUniformSamplerImpl::log_q(const Tensor& ids) {
 UnigramSamplerImpl::UnigramSamplerImpl(const Tensor& counts, double power, const StaticOptions& options)
     : StaticSamplerImpl(unigram_weights(counts, power), options) {}
 
-InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes) {
-  check_num_classes("InBatchSampler", num_classes);
+InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes) : SamplerImpl(check_num_classes("InBatchSampler", num_classes)) {
   counts = register_buffer("counts", at::zeros({num_classes}, at::kLong));
   total = register_buffer("total", at::zeros({}, at::kLong));
 }
@@ -267,12 +281,15 @@ Proposal InBatchSamplerImpl::sample(const Tensor&, int64_t, bool shared, const s
                                     std::optional<at::Generator>) {
   TORCH_CHECK_VALUE(target.has_value(), "InBatchSampler: expected target, got none");
   TORCH_CHECK_VALUE(shared, "InBatchSampler: expected shared to be true, got false: the batch's targets are one set");
+  const Tensor counted = target->ge(0);
+  const Tensor ids = target->clamp_min(0);
   if (is_training()) {
-    counts.index_add_(0, *target, at::ones_like(*target));
-    total.add_(target->numel());
+    counts.index_add_(0, ids, counted.to(at::kLong));
+    total.add_(counted.sum());
   }
-  const Tensor log_count = (log_q(*target) + std::log(double(target->numel()))).to(at::kFloat);
-  return {*target, log_count, log_count, false};
+  const Tensor log_count = (log_q(ids) + std::log(double(target->numel()))).to(at::kFloat)
+                               .masked_fill(counted.logical_not(), std::numeric_limits<double>::infinity());
+  return {ids, log_count, log_count, false};
 }
 
 Tensor InBatchSamplerImpl::log_prob(const Tensor&, const Tensor& ids) { return log_q(ids).to(at::kFloat); }

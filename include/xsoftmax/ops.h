@@ -53,9 +53,10 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// target [Q], private_ids [Q, P], shared_ids [S]: int64. private_log_count [Q, P], shared_log_count [S], target_log_count [Q]:
 /// logarithms of expected counts (M q for M draws), in any floating dtype; absent: counts of 1 (no target_log_count: nothing is
 /// renormalised).
-/// The first fixed_private private and fixed_shared shared columns are classes that are always there, or draws without replacement:
-/// they weigh 1 / count as they stand. The others are independent draws, with replacement; there q is renormalised to the classes other
-/// than the target, and target_log_count is the target's log expected count among them (-inf if it cannot be drawn).
+/// A candidate of log count +inf takes no part. The first fixed_private private and fixed_shared shared columns are classes that are
+/// always there, or draws without replacement: they weigh 1 / count as they stand. The others are independent draws, with replacement;
+/// there q is renormalised to the classes other than the target, and target_log_count is the target's log expected count among them
+/// (-inf if it cannot be drawn).
 /// estimator: "sampled_softmax" (MIDX paper, section 3.2; with remove_accidental_hits=False its Eq. 1), or "ranking", which corrects the
 /// target's score by target_log_count as well (TensorFlow's sampled softmax) and never renormalises.
 /// label_smoothing e: (1 - e) of the loss above and e of (log normaliser - mean score of all classes), the mean estimated
@@ -88,5 +89,23 @@ at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weigh
                                 std::string_view estimator = "sampled_softmax", bool remove_accidental_hits = true,
                                 int64_t fixed_private = 0, int64_t fixed_shared = 0, int64_t reduction = 1,
                                 int64_t ignore_index = -100, double label_smoothing = 0.0, bool sparse_grad = true);
+
+/// linear_cross_entropy: the exact loss, without the [Q, N] logits.
+///
+///     F.cross_entropy(F.linear(input, weight, bias), target, class_weight, reduction=..., ignore_index=..., label_smoothing=...)
+///
+/// input [Q, D], weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16; target [Q] int64; class_weight [N] or none;
+/// reduction 0 (none), 1 (mean) or 2 (sum). Returns a scalar or [Q], in float32 or float64. Gradients are dense.
+at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                const at::Tensor& target, const std::optional<at::Tensor>& class_weight = std::nullopt,
+                                int64_t reduction = 1, int64_t ignore_index = -100, double label_smoothing = 0.0);
+
+/// linear_topk: the k best classes of each query, without the [Q, N] logits.
+///
+///     F.log_softmax(F.linear(input, weight, bias), -1).topk(k)       # equal scores: the lower id first
+///
+/// Returns (log-probabilities [Q, k] in float32 or float64, ids [Q, k] int64), best first. k in [0, N]. Has no gradient.
+std::tuple<at::Tensor, at::Tensor> linear_topk(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                               int64_t k);
 
 } // namespace xsoftmax

@@ -1,8 +1,7 @@
 #pragma once
 
 // Samplers: modules that propose which classes to score for a query, and say how often each would be proposed. The same as
-// xsoftmax.samplers in Python: same distributions, same draws from the same generator state, same buffer names, so the state of one
-// loads into the other.
+// xsoftmax.samplers in Python: same distributions, same draws from the same generator state, same buffer names.
 //
 //     xsoftmax::samplers::UnigramSampler sampler(counts);
 //     auto proposal = sampler->sample(input, 512, /*shared=*/true, target);
@@ -43,6 +42,8 @@ struct StaticOptions {
 /// Base of all samplers. One int64 is drawn a call from `generator` (on input's device), or from the default one of that device.
 class SamplerImpl : public torch::nn::Module {
  public:
+  explicit SamplerImpl(int64_t num_classes) : num_classes_(num_classes) {}
+
   /// Draws `num_samples` classes for the batch (`shared`) or for each query.
   virtual Proposal sample(const torch::Tensor& input, int64_t num_samples, bool shared,
                           const std::optional<torch::Tensor>& target = std::nullopt,
@@ -53,6 +54,15 @@ class SamplerImpl : public torch::nn::Module {
   virtual std::map<std::string, double> refresh(const torch::Tensor& weight);
   /// Whether draws are best shared by the batch.
   virtual bool shared_by_default() const { return true; }
+  /// Whether the candidates are the targets themselves: `sample` then takes -1 for a target that does not count, and gives it a log
+  /// count of +inf: no candidate.
+  virtual bool proposes_targets() const { return false; }
+  /// A sampler like this one that never draws the classes `ids` (int64 [K]). Throws TypeError where that cannot be.
+  virtual std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids);
+  int64_t num_classes() const { return num_classes_; }
+
+ protected:
+  int64_t num_classes_;
 };
 
 /// Draws classes in proportion to fixed weights: q_i = w_i / sum(w), where excluded classes weigh 0. Independent draws take an alias
@@ -74,7 +84,7 @@ class StaticSamplerImpl : public SamplerImpl {
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
 
-  int64_t num_classes() const { return num_classes_; }
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
 
   torch::Tensor probability, threshold, alias, order, cumulative; ///< undefined where not built
 
@@ -89,7 +99,6 @@ class StaticSamplerImpl : public SamplerImpl {
   /// float64.
   virtual torch::Tensor log_q(const torch::Tensor& ids);
 
-  int64_t num_classes_;
   std::optional<bool> distinct_;
 };
 TORCH_MODULE(StaticSampler);
@@ -98,6 +107,8 @@ TORCH_MODULE(StaticSampler);
 class UniformSamplerImpl : public StaticSamplerImpl {
  public:
   explicit UniformSamplerImpl(int64_t num_classes, const StaticOptions& options = {});
+
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
 
  protected:
   std::tuple<torch::Tensor, torch::Tensor> draw(const torch::Tensor& seed, std::optional<int64_t> num_queries, int64_t num_samples,
@@ -144,6 +155,7 @@ class InBatchSamplerImpl : public SamplerImpl {
                   const std::optional<torch::Tensor>& target = std::nullopt,
                   std::optional<at::Generator> generator = std::nullopt) override;
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
+  bool proposes_targets() const override { return true; }
 
   /// Only the device of the counts moves: they stay int64.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;

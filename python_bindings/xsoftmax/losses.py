@@ -193,7 +193,9 @@ class SampledSoftmaxLoss(LinearLoss):
         self.estimator = estimator
         self.remove_accidental_hits = remove_accidental_hits
         self.sparse_grad = sparse_grad
-        sampler.check(num_samples, self.shared, remove_accidental_hits)
+        if sampler.proposes_targets and not (self.shared and remove_accidental_hits):
+            raise ValueError(f"SampledSoftmaxLoss: expected shared=True and remove_accidental_hits=True for {type(sampler).__name__}, "
+                             f"got {self.shared} and {remove_accidental_hits}")
 
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         if not self.training:
@@ -201,7 +203,8 @@ class SampledSoftmaxLoss(LinearLoss):
         if input.shape[:-1] != target.shape:
             raise ValueError(f"expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
                              f"got {list(target.shape)}")
-        counted = torch.where(target == self.ignore_index, 0, target).reshape(-1)
+        ignored = -1 if self.sampler.proposes_targets else 0
+        counted = torch.where(target == self.ignore_index, ignored, target).reshape(-1)
         proposal = self.sampler.sample(input.detach().reshape(-1, self.in_features), self.num_samples, self.shared, counted, generator)
         private_ids: Optional[Tensor] = None
         private_log_count: Optional[Tensor] = None

@@ -27,9 +27,8 @@ class InBatchSampler(Sampler):
     """
 
     def __init__(self, num_classes: int):
-        _check_num_classes(type(self).__name__, num_classes)
-        super().__init__()
-        self.num_classes = num_classes
+        super().__init__(_check_num_classes(type(self).__name__, num_classes))
+        self.proposes_targets = True
         self.register_buffer("counts", torch.zeros(num_classes, dtype=torch.int64))
         self.register_buffer("total", torch.zeros([], dtype=torch.int64))
 
@@ -39,17 +38,20 @@ class InBatchSampler(Sampler):
     @torch.jit.export
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:
-        """``ids`` are ``target`` (int64 ``[Q]``, needed), ``log_count`` and ``target_log_count`` are equal."""
+        """``ids`` are ``target`` (int64 ``[Q]``, needed), ``log_count`` and ``target_log_count`` are equal. A target of -1 does not count: it
+        stands as class 0 with a log count of +inf."""
         if target is None:
             raise ValueError("InBatchSampler: expected target, got None")
         if not shared:
             raise ValueError("InBatchSampler: expected shared=True, got False: the batch's targets are one set")
+        counts = target >= 0
+        ids = torch.where(counts, target, 0)
         if self.training:
-            self.counts.index_add_(0, target, torch.ones_like(target))
-            self.total.add_(target.numel())
+            self.counts.index_add_(0, ids, counts.to(torch.int64))
+            self.total.add_(counts.sum())
         size = torch.full([], target.numel(), dtype=torch.float64, device=target.device)
-        log_count = (self._log_q(target) + size.log()).to(torch.float32)
-        return Proposal(target, log_count, log_count, False)
+        log_count = (self._log_q(ids) + size.log()).to(torch.float32).masked_fill(~counts, float("inf"))
+        return Proposal(ids, log_count, log_count, False)
 
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:

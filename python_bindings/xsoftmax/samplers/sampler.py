@@ -1,6 +1,6 @@
 """What every sampler is: a module that proposes classes and says how often it would."""
 
-from typing import Dict, NamedTuple, Optional
+from typing import Dict, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,28 @@ def draw_seed(input: Tensor, generator: Optional[torch.Generator]) -> Tensor:
 class Sampler(nn.Module):
     """Base of all samplers.
 
-    A sampler defines ``sample`` and ``log_prob``; one that adapts to the class table also defines ``refresh``. ``shared_by_default``
-    says whether its draws are best shared by the batch.
+    A sampler defines ``sample`` and ``log_prob``; one that adapts to the class table also defines ``refresh``.
+
+    Attributes:
+        num_classes: N.
+        shared_by_default: whether draws are best shared by the batch.
+        proposes_targets: the candidates are the targets themselves. ``sample`` then takes -1 for a target that does not count, and gives it
+            a log count of +inf: no candidate.
     """
 
+    num_classes: int
     shared_by_default: bool
+    proposes_targets: bool
 
-    def __init__(self):
+    def __init__(self, num_classes: int):
         super().__init__()
+        self.num_classes = num_classes
         self.shared_by_default = True
+        self.proposes_targets = False
+
+    def excluding(self, exclude: Union[int, Tensor]) -> "Sampler":
+        """A sampler like this one that never draws the classes ``exclude``: the ids below an int, or those of an int64 tensor."""
+        raise TypeError(f"{type(self).__name__} cannot leave classes out, so it does not go with head_classes")
 
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:

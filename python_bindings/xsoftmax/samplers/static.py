@@ -53,7 +53,8 @@ class StaticSampler(Sampler):
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
         exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
 
-    Buffers: ``probability`` float64 [N]; ``threshold``, ``alias`` unless ``distinct`` is True; ``order``, ``cumulative`` unless it is False.
+    Buffers (not in the state dict): ``probability`` float64 [N]; ``threshold``, ``alias`` unless ``distinct`` is True; ``order``,
+    ``cumulative`` unless it is False.
 
     Sampling more distinct classes than have a weight above zero raises ValueError.
     """
@@ -79,11 +80,12 @@ class StaticSampler(Sampler):
     def _init_static(self, num_classes: int, distinct: Optional[bool]) -> None:
         if distinct is not None and not isinstance(distinct, bool):
             raise TypeError(f"{type(self).__name__}: expected distinct as True, False or None, got {distinct!r}")
-        super().__init__()
-        self.num_classes = num_classes
+        super().__init__(num_classes)
         self.distinct = distinct
+        # The constructor's arguments say all there is in the tables, so they stay out of the state dict, and a loss keeps the keys of
+        # torch.nn.LinearCrossEntropyLoss. TorchScript saves them, .to() moves them.
         for table in ("probability", "threshold", "alias", "order", "cumulative"):
-            self.register_buffer(table, None)
+            self.register_buffer(table, None, persistent=False)
 
     def _init_tables(self, weights: Tensor, with_alias: bool, with_systematic: bool) -> None:
         weights = weights / weights.max()  # so that the sum stays finite
@@ -92,6 +94,12 @@ class StaticSampler(Sampler):
             self.threshold, self.alias = torch.ops.xsoftmax.alias_table(self.probability)
         if with_systematic:
             self.order, self.cumulative = torch.ops.xsoftmax.systematic_table(self.probability)
+
+    def excluding(self, exclude: Union[int, Tensor]) -> "StaticSampler":
+        weights = self.probability
+        if weights is None:
+            weights = self._log_q(torch.arange(self.num_classes)).exp()
+        return StaticSampler(weights, self.distinct, exclude)
 
     def _apply(self, fn, recurse=True):
         # model.half() casts every floating buffer. These tables are float64 for the sake of exact probabilities: only their device moves.
@@ -194,6 +202,11 @@ class UniformSampler(StaticSampler):
         if ids is not None:
             weights = torch.ones(num_classes, dtype=torch.float64, device=ids.device).index_fill_(0, ids, 0.0)
             self._init_tables(weights, with_alias=distinct is not True, with_systematic=distinct is not False)
+
+    def excluding(self, exclude: Union[int, Tensor]) -> "StaticSampler":
+        if self.from_tables or self.low > 0:
+            return super().excluding(exclude)
+        return UniformSampler(self.num_classes, self.distinct, exclude)
 
     def _draw(self, seed: Tensor, num_queries: Optional[int], num_samples: int, distinct: bool) -> Tuple[Tensor, Tensor]:
         if self.from_tables:

@@ -1,0 +1,141 @@
+#include <xsoftmax/nn.h>
+#include <xsoftmax/ops.h>
+
+#include <ATen/core/Reduction.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+namespace xsoftmax::nn {
+namespace {
+
+using at::Tensor;
+
+int64_t reduction_code(const std::string& reduction) {
+  if (reduction == "none") return at::Reduction::None;
+  if (reduction == "mean") return at::Reduction::Mean;
+  TORCH_CHECK_VALUE(reduction == "sum", "expected reduction to be \"mean\", \"sum\" or \"none\", got \"", reduction, "\"");
+  return at::Reduction::Sum;
+}
+
+std::optional<Tensor> optional(const Tensor& tensor) { return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt; }
+
+Tensor head_ids(const SamplingOptions& sampling, int64_t num_classes) {
+  if (!sampling.head.defined()) {
+    TORCH_CHECK_VALUE(sampling.head_classes >= 0 && sampling.head_classes <= num_classes,
+                      "SampledSoftmaxLoss: expected head_classes in [0, ", num_classes, "], got ", sampling.head_classes);
+    return at::arange(sampling.head_classes, at::kLong);
+  }
+  TORCH_CHECK_VALUE(sampling.head_classes == 0, "SampledSoftmaxLoss: expected head_classes or head, got both");
+  TORCH_CHECK_TYPE(sampling.head.scalar_type() == at::kLong && sampling.head.dim() == 1,
+                   "SampledSoftmaxLoss: expected head as 1-D int64 ids, got ", sampling.head.scalar_type(), " of shape ",
+                   sampling.head.sizes());
+  const Tensor ids = std::get<0>(sampling.head.sort());
+  TORCH_CHECK_INDEX(ids.numel() == 0 || (ids[0].item<int64_t>() >= 0 && ids[-1].item<int64_t>() < num_classes),
+                    "SampledSoftmaxLoss: expected head in [0, ", num_classes, ")");
+  TORCH_CHECK_VALUE(ids.numel() < 2 || ids.diff().ne(0).all().item<bool>(), "SampledSoftmaxLoss: expected head without repeats");
+  return ids;
+}
+
+std::vector<int64_t> with_last(const Tensor& input, int64_t last) {
+  std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
+  shape.back() = last;
+  return shape;
+}
+
+} // namespace
+
+LinearLossImpl::LinearLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
+    : num_classes_(num_classes), options_(options), reduction_(reduction_code(options.reduction)) {
+  TORCH_CHECK_VALUE(num_classes >= 1, "expected num_classes of at least 1, got ", num_classes);
+  TORCH_CHECK_VALUE(!options.weight.defined() || (options.weight.dim() == 1 && options.weight.size(0) == num_classes),
+                    "expected weight of shape [", num_classes, "], got ", options.weight.sizes());
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, "expected label_smoothing in [0, 1], got ",
+                    options.label_smoothing);
+  linear = register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(in_features, num_classes).bias(options.bias)));
+  if (options.weight.defined()) {
+    weight = register_buffer("weight", options.weight);
+  }
+}
+
+Tensor LinearLossImpl::flatten(const Tensor& input, const Tensor& target) const {
+  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sizes().slice(0, input.dim() - 1) == target.sizes(),
+                    "expected target of the shape of input without its last dimension, got input ", input.sizes(), " and target ",
+                    target.sizes());
+  return input.reshape({target.numel(), input.size(-1)});
+}
+
+Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
+  const Tensor loss = linear_cross_entropy(flatten(input, target), linear->weight, optional(linear->bias), target.reshape({-1}),
+                                           optional(weight), reduction_, options_.ignore_index, options_.label_smoothing);
+  return reduction_ == at::Reduction::None ? loss.reshape(target.sizes()) : loss;
+}
+
+Tensor LinearLossImpl::log_prob(const Tensor& input) { return at::log_softmax(linear->forward(input), -1); }
+
+std::tuple<Tensor, Tensor> LinearLossImpl::topk(const Tensor& input, int64_t k) const {
+  auto [values, ids] = linear_topk(input.reshape({-1, input.size(-1)}), linear->weight, optional(linear->bias), k);
+  const auto shape = with_last(input, k);
+  return {values.reshape(shape), ids.reshape(shape)};
+}
+
+Tensor LinearLossImpl::predict(const Tensor& input) const { return std::get<1>(topk(input, 1)).squeeze(-1); }
+
+LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
+    : LinearLossImpl(in_features, num_classes, options) {}
+
+Tensor LinearCrossEntropyLossImpl::forward(const Tensor& input, const Tensor& target) { return exact(input, target); }
+
+SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes,
+                                               std::shared_ptr<samplers::SamplerImpl> given_sampler, const SamplingOptions& sampling,
+                                               const LossOptions& options)
+    : LinearLossImpl(in_features, num_classes, options), sampling_(sampling) {
+  TORCH_CHECK_VALUE(given_sampler != nullptr, "SampledSoftmaxLoss: expected a sampler, got none");
+  TORCH_CHECK_VALUE(sampling.num_samples >= 0, "SampledSoftmaxLoss: expected num_samples of at least 0, got ", sampling.num_samples);
+  TORCH_CHECK_VALUE(sampling.estimator == "sampled_softmax" || sampling.estimator == "ranking",
+                    "SampledSoftmaxLoss: expected estimator to be \"sampled_softmax\" or \"ranking\", got \"", sampling.estimator, "\"");
+  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0,
+                    "SampledSoftmaxLoss: expected label_smoothing of 0 beside class weights, got ", options.label_smoothing);
+  TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, "SampledSoftmaxLoss: expected a sampler of ", num_classes,
+                    " classes, got one of ", given_sampler->num_classes());
+  head = register_buffer("head", head_ids(sampling, num_classes));
+  sampler = register_module("sampler", head.numel() > 0 ? given_sampler->excluding(head) : given_sampler);
+  shared_ = sampling.shared.value_or(sampler->shared_by_default());
+  TORCH_CHECK_VALUE(!sampler->proposes_targets() || (shared_ && sampling.remove_accidental_hits),
+                    "SampledSoftmaxLoss: expected shared draws and remove_accidental_hits for a sampler that proposes targets");
+}
+
+Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target) { return forward(input, target, std::nullopt); }
+
+Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
+  if (!is_training()) {
+    return exact(input, target);
+  }
+  const Tensor query = flatten(input, target).detach();
+  const Tensor flat = target.reshape({-1});
+  const Tensor counted = at::where(flat.eq(options_.ignore_index), sampler->proposes_targets() ? -1 : 0, flat);
+  const auto proposal = sampler->sample(query, sampling_.num_samples, shared_, counted, generator);
+  std::optional<Tensor> private_ids, private_log_count;
+  Tensor shared_ids = head, shared_log_count = at::zeros(head.sizes(), proposal.log_count.options());
+  const int64_t drawn = proposal.distinct ? proposal.ids.size(-1) : 0;
+  if (shared_) {
+    shared_ids = at::cat({shared_ids, proposal.ids});
+    shared_log_count = at::cat({shared_log_count, proposal.log_count});
+  } else {
+    private_ids = proposal.ids;
+    private_log_count = proposal.log_count;
+  }
+  Tensor target_log_count = proposal.target_log_count;
+  if (sampling_.estimator == "ranking" && head.numel() > 0) {
+    // A target in the head is always there: its count is 1, though no draw can give it.
+    target_log_count = at::where(target_log_count.isneginf(), 0.0, target_log_count);
+  }
+  return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count,
+                              shared_log_count, optional(target_log_count), optional(weight), sampling_.estimator,
+                              sampling_.remove_accidental_hits, shared_ ? 0 : drawn, head.numel() + (shared_ ? drawn : 0), reduction_,
+                              options_.ignore_index, options_.label_smoothing, sampling_.sparse_grad);
+}
+
+} // namespace xsoftmax::nn
