@@ -3,7 +3,11 @@ set(XSOFTMAX_SOURCES
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
+  csrc/core/matmul.cpp
   csrc/core/row_groups.cpp
+  csrc/losses/class_blocks.cpp
+  csrc/losses/linear_cross_entropy.cpp
+  csrc/losses/linear_cross_entropy_cpu.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp
@@ -12,6 +16,7 @@ set(XSOFTMAX_SOURCES
 
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).
 set(XSOFTMAX_SIMD_SOURCES
+  csrc/losses/softmax_rows.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )
 
