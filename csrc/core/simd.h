@@ -72,12 +72,15 @@ static inline void store(F16* to, float x) {
   to->bits = uint16_t((sign >> 16) | half);
 }
 
-// e^x to 2 ulp for x <= 88; below -87.3 it is 0, so e^-inf = 0; NaN stays NaN. Cody-Waite reduction, degree-6 minimax polynomial.
+// e^x to 2 ulp for x <= 88.72, infinity above; below -87.3 it is 0, so e^-inf = 0; NaN stays NaN. Cody-Waite reduction, degree-6
+// minimax polynomial. Selections are masks: of conditional expressions, GCC makes branches here and then gives up on the loop.
 static inline float exponential(float x) {
-  float y = x < -87.3f ? -87.3f : x;
-  y = y > 88.7f ? 88.7f : y;
+  const int32_t inside = -(int32_t(x >= -87.3f) & int32_t(x <= 88.72f));
+  const int32_t above = -int32_t(x > 88.72f), nan = -int32_t(x != x);
+  const float y = bit_cast<float>(bit_cast<int32_t>(x) & inside);
   const float t = y * 1.44269504088896341f;
-  const int32_t n = int32_t(t + (t < 0.0f ? -0.5f : 0.5f));
+  const float signed_half = bit_cast<float>((bit_cast<int32_t>(t) & INT32_MIN) | 0x3F000000);
+  const int32_t n = int32_t(t + signed_half);
   const float k = float(n);
   float r = y - k * 0.693359375f;
   r = r - k * -2.12194440e-4f;
@@ -91,8 +94,7 @@ static inline float exponential(float x) {
   // The scale 2^n in two halves: n = 128 has no float of its own.
   const int32_t half = n >> 1;
   const float value = p * bit_cast<float>((half + 127) << 23) * bit_cast<float>((n - half + 127) << 23);
-  const float finite = x < -87.3f ? 0.0f : (x > 88.72f ? __builtin_inff() : value);
-  return x != x ? x : finite;
+  return bit_cast<float>((bit_cast<int32_t>(value) & inside) | (above & 0x7F800000) | (nan & 0x7FC00000));
 }
 
 static inline double exponential(double x) { return __builtin_exp(x); }
