@@ -4,11 +4,15 @@ set(XSOFTMAX_SOURCES
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
+  csrc/core/matmul.cpp
   csrc/core/philox.cpp
   csrc/core/row_groups.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
+  csrc/losses/class_blocks.cpp
   csrc/losses/estimators.cpp
+  csrc/losses/linear_cross_entropy.cpp
+  csrc/losses/linear_cross_entropy_cpu.cpp
   csrc/losses/modules.cpp
   csrc/losses/sampled_softmax_loss.cpp
   csrc/optim/clip_grad.cpp
@@ -43,6 +47,7 @@ set(XSOFTMAX_SOURCES
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).
 set(XSOFTMAX_SIMD_SOURCES
   csrc/losses/estimator_rows.simd.cpp
+  csrc/losses/softmax_rows.simd.cpp
   csrc/optim/row_updates.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )

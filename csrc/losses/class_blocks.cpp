@@ -1,0 +1,75 @@
+#include "losses/class_blocks.h"
+
+#include "core/dtypes.h"
+#include "core/matmul.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+namespace xsoftmax {
+namespace {
+
+constexpr int64_t kStep = 64;            // block widths are multiples of this
+constexpr int64_t kMaxWidth = 8192;
+constexpr int64_t kThreadBytes = 1 << 20; // logits and rows of a block of one thread: half of a usual L2 cache
+constexpr int64_t kSharedBytes = 16 << 20; // the same where all threads share a block
+constexpr int64_t kGroupsBytes = 16 << 20; // what all groups may hold together
+constexpr int64_t kMinGroups = 8;        // fewer would leave threads without work
+constexpr int64_t kMaxGroups = 64;
+
+} // namespace
+
+ClassBlock BlockPlan::block(int64_t i) const {
+  const bool is_saved = i < saved_blocks();
+  const int64_t begin = is_saved ? i * width : saved + (i - saved_blocks()) * width;
+  return {begin, std::min(width, (is_saved ? saved : classes) - begin), is_saved};
+}
+
+BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_t saved, int64_t group_bytes) {
+  const int64_t class_bytes = 4 * (queries + 2 * features) + 1;
+  const bool shared = group_bytes > kGroupsBytes / kMinGroups || class_bytes * kStep > 2 * kThreadBytes;
+  const int64_t width = (shared ? kSharedBytes : kThreadBytes) / class_bytes / kStep * kStep;
+  BlockPlan plan{classes, saved, std::clamp(width, kStep, kMaxWidth), 1};
+  if (!shared) {
+    const int64_t fitting = std::min(kMaxGroups, kGroupsBytes / std::max<int64_t>(group_bytes, 1));
+    plan.groups = std::max<int64_t>(1, std::min(fitting, plan.count()));
+  }
+  return plan;
+}
+
+LinearOperands::LinearOperands(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias)
+    : weight(weight), dtype(cpu_product_dtype(input.scalar_type())) {
+  this->input = input.to(dtype).contiguous();
+  if (bias.has_value() && bias->defined()) {
+    this->bias = bias->to(opmath_dtype(input.scalar_type())).contiguous();
+  }
+}
+
+at::Tensor BlockScratch::view(at::Tensor& buffer, int64_t capacity, int64_t rows, int64_t columns) const {
+  if (!buffer.defined()) {
+    buffer = at::empty({capacity}, operands_.input.options());
+  }
+  return buffer.narrow(0, 0, rows * columns).view({rows, columns});
+}
+
+at::Tensor BlockScratch::rows(const ClassBlock& block) {
+  const at::Tensor rows = operands_.weight.narrow(0, block.begin, block.size);
+  if (rows.scalar_type() == operands_.dtype) {
+    return rows;
+  }
+  const int64_t features = rows.size(1);
+  return view(rows_, plan_.width * features, block.size, features).copy_(rows);
+}
+
+at::Tensor BlockScratch::logits_buffer(const ClassBlock& block) {
+  const int64_t queries = operands_.input.size(0);
+  return view(logits_, plan_.width * queries, queries, block.size);
+}
+
+at::Tensor BlockScratch::rows_buffer(const ClassBlock& block) {
+  const int64_t features = operands_.weight.size(1);
+  return view(gradient_, plan_.width * features, block.size, features);
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,338 @@
+#include "losses/linear_cross_entropy.h"
+
+#include "core/checks.h"
+#include "core/dtypes.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Reduction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "linear_cross_entropy";
+constexpr int64_t kSavedBytes = 40 << 20;  // of logits that the forward pass keeps
+constexpr int64_t kReferenceBlock = 8192;  // classes at once in the composites
+
+bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+Tensor call_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+               const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing);
+
+CrossEntropyState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                               const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
+                               bool save_logits) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::linear_cross_entropy_forward", "")
+                             .typed<decltype(linear_cross_entropy_forward_reference)>();
+  return op.call(input, weight, bias, target, class_weight, ignore_index, label_smoothing, save_logits);
+}
+
+LinearGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                              const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
+                              const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
+                              std::array<bool, 3> output_mask) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::linear_cross_entropy_backward", "")
+                             .typed<decltype(linear_cross_entropy_backward_reference)>();
+  return op.call(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index, label_smoothing,
+                 output_mask);
+}
+
+CrossEntropyState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                               const OptionalTensor& class_weight, c10::SymInt, double label_smoothing, bool save_logits) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const c10::SymInt queries = input.sym_size(0);
+  const c10::SymInt saved = save_logits ? saved_classes(queries, weight.sym_size(0), input.scalar_type()) : c10::SymInt(0);
+  return {at::empty_symint({queries}, options), at::empty_symint({c10::SymInt(2), queries}, options),
+          at::empty_symint({queries, saved}, options)};
+}
+
+LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                              const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
+                              const Tensor& saved_logits, c10::SymInt, double label_smoothing, std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+  const c10::SymInt none(0), classes = weight.sym_size(0), features = weight.sym_size(1);
+  return {at::empty_symint({output_mask[0] ? input.sym_size(0) : none, features}, input.options()),
+          at::empty_symint({output_mask[1] ? classes : none, features}, input.options()),
+          at::empty_symint({output_mask[2] ? classes : none}, input.options())};
+}
+
+// The losses of the queries [Q] reduced as at::nll_loss does.
+Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, int64_t reduction,
+              const c10::SymInt& ignore_index) {
+  TORCH_CHECK_VALUE(reduction == at::Reduction::None || reduction == at::Reduction::Mean || reduction == at::Reduction::Sum, kOp,
+                    ": expected reduction 0 (none), 1 (mean) or 2 (sum), got ", reduction);
+  if (reduction == at::Reduction::None) {
+    return loss;
+  }
+  if (reduction == at::Reduction::Sum) {
+    return loss.sum();
+  }
+  const Tensor counted = target.ne(ignore_index);
+  if (!given(class_weight)) {
+    return loss.sum() / counted.sum().to(loss.scalar_type());
+  }
+  const Tensor weights = class_weight->detach().to(loss.scalar_type()).index_select(0, target.masked_fill(counted.logical_not(), 0));
+  return loss.sum() / weights.masked_fill(counted.logical_not(), 0).sum();
+}
+
+class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const Tensor& target, const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [loss, normalizer, saved_logits] =
+        call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/true);
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), target, class_weight.value_or(Tensor()), normalizer, saved_logits});
+    ctx->saved_data["ignore_index"] = ignore_index;
+    ctx->saved_data["label_smoothing"] = label_smoothing;
+    return loss;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto optional = [](const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; };
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                     saved[2].defined() && ctx->needs_input_grad(2)};
+    auto [grad_input, grad_weight, grad_bias] =
+        call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), saved[5], saved[6],
+                      ctx->saved_data["ignore_index"].toSymInt(), ctx->saved_data["label_smoothing"].toDouble(), wanted);
+    return {wanted[0] ? grad_input : Tensor(),
+            wanted[1] ? grad_weight : Tensor(),
+            wanted[2] ? grad_bias : Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor without_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                        const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+  const Tensor loss = std::get<0>(
+      call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/false));
+  return reduce(loss, target, class_weight, reduction, ignore_index);
+}
+
+Tensor autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+  const bool needed = at::GradMode::is_enabled() &&
+      (input.requires_grad() || weight.requires_grad() || (given(bias) && bias->requires_grad()));
+  if (!needed) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_op(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
+  }
+  const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
+  const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, ignore_index, label_smoothing);
+  return reduce(loss, target, weights, reduction, ignore_index);
+}
+
+Tensor autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto device = input.device().type();
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
+  // Class weights belong to the loss, which is computed in float32.
+  const OptionalTensor weights = given(class_weight) && class_weight->scalar_type() != at::kDouble
+      ? OptionalTensor(class_weight->to(at::kFloat)) : class_weight;
+  return call_op(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, reduction,
+                 ignore_index, label_smoothing);
+}
+
+Tensor call_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+               const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy", "").typed<decltype(without_gradient)>();
+  return op.call(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
+}
+
+// What the composites share: the operands in opmath, and the weights of the terms of the loss
+//     loss_q = own_q (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
+struct ReferenceTerms {
+  Tensor query, bias, class_weight, counted, own; // bias and class_weight: [N], zeros and ones if none
+  double even;
+
+  ReferenceTerms(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_or_none, const Tensor& target,
+                 const OptionalTensor& class_weight_or_none, const c10::SymInt& ignore_index, double label_smoothing)
+      : query(input.to(opmath_dtype(input.scalar_type()))),
+        bias(given(bias_or_none) ? bias_or_none->to(query.scalar_type()) : at::zeros({weight.size(0)}, query.options())),
+        class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type())
+                                                 : at::ones({weight.size(0)}, query.options())),
+        counted(target.ne(ignore_index)),
+        own(class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) * (1 - label_smoothing)),
+        even(weight.size(0) > 0 ? label_smoothing / double(weight.size(0)) : 0) {}
+
+  Tensor products(const Tensor& weight, int64_t begin, int64_t size) const {
+    return at::mm(query, weight.narrow(0, begin, size).to(query.scalar_type()).t());
+  }
+};
+
+} // namespace
+
+c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes, at::ScalarType dtype) {
+  const int64_t fitting = kSavedBytes / int64_t(c10::elementSize(opmath_dtype(dtype)));
+  return classes.min(c10::SymInt(fitting) / queries.max(1));
+}
+
+void check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                const OptionalTensor& class_weight, double label_smoothing) {
+  check::linear(kOp, input, weight, bias);
+  check::dim(kOp, "target", target, 1);
+  check::int64(kOp, "target", target);
+  check::same_device(kOp, "target", target, "input", input);
+  check::size(kOp, "target", target, 0, input.sym_size(0), "the rows of input");
+  if (given(class_weight)) {
+    check::dim(kOp, "class_weight", *class_weight, 1);
+    check::same_device(kOp, "class_weight", *class_weight, "input", input);
+    check::size(kOp, "class_weight", *class_weight, 0, weight.sym_size(0), "the rows of weight");
+    const auto dtype = class_weight->scalar_type(), own = input.scalar_type();
+    TORCH_CHECK_TYPE(dtype == own || dtype == opmath_dtype(own), kOp, ": expected class_weight of dtype ", own,
+                     own == opmath_dtype(own) ? "" : " or float32", ", got ", dtype);
+  }
+  TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ", label_smoothing);
+}
+
+void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                         const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
+                                         const Tensor& saved_logits, double label_smoothing) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  constexpr const char* op = "linear_cross_entropy_backward";
+  const auto state = [&](const char* name, const Tensor& tensor, int64_t dims, int64_t queries_axis) {
+    check::dim(op, name, tensor, dims);
+    check::size(op, name, tensor, queries_axis, input.sym_size(0), "the rows of input");
+    TORCH_CHECK_TYPE(tensor.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected ", name, " of dtype ",
+                     opmath_dtype(input.scalar_type()), ", got ", tensor.scalar_type());
+  };
+  state("grad", grad, 1, 0);
+  state("normalizer", normalizer, 2, 1);
+  state("saved_logits", saved_logits, 2, 0);
+  check::size(op, "normalizer", normalizer, 0, 2, "largest logit, log of the sum");
+  TORCH_CHECK_VALUE(saved_logits.sym_size(1) <= weight.sym_size(0), op, ": expected saved_logits with at most ", weight.sym_size(0),
+                    " classes, got shape ", saved_logits.sym_sizes());
+}
+
+CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                         const Tensor& target, const OptionalTensor& class_weight,
+                                                         c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  const int64_t classes = weight.size(0), queries = input.size(0);
+  const ReferenceTerms terms(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
+  const auto options = terms.query.options();
+  const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
+  const Tensor saved_logits = at::empty({queries, saved}, options);
+  Tensor largest = at::full({queries}, -std::numeric_limits<double>::infinity(), options), sum = at::zeros({queries}, options),
+         own_logit = at::zeros({queries}, options), even_sum = at::zeros({queries}, options.dtype(at::kDouble));
+  for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
+    const int64_t size = std::min(kReferenceBlock, classes - begin);
+    const Tensor products = terms.products(weight, begin, size);
+    if (const int64_t keep = std::min(size, saved - begin); keep > 0) {
+      saved_logits.narrow(1, begin, keep).copy_(products.narrow(1, 0, keep));
+    }
+    const Tensor logits = products + terms.bias.narrow(0, begin, size);
+    const Tensor new_largest = at::maximum(largest, logits.amax(1));
+    const Tensor shift = new_largest.masked_fill(new_largest.eq(-std::numeric_limits<double>::infinity()), 0);
+    sum = sum * (largest - shift).exp() + (logits - shift.unsqueeze(1)).exp().sum(1);
+    largest = new_largest;
+    const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
+    own_logit = at::where(here, logits.gather(1, (target - begin).clamp(0, size - 1).unsqueeze(1)).squeeze(1), own_logit);
+    if (terms.even > 0) {
+      even_sum = even_sum + (logits.to(at::kDouble) * terms.class_weight.narrow(0, begin, size)).sum(1);
+    }
+  }
+  const Tensor log_sum = sum.log();
+  Tensor loss = terms.own * ((largest - own_logit) + log_sum);
+  if (terms.even > 0) {
+    const Tensor whole = (largest.to(at::kDouble) + log_sum) * terms.class_weight.sum(at::kDouble);
+    loss = loss + (terms.even * (whole - even_sum)).to(loss.scalar_type());
+  }
+  return {loss.masked_fill(terms.counted.logical_not(), 0), at::stack({largest, log_sum}), saved_logits};
+}
+
+LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                        const OptionalTensor& bias, const Tensor& target,
+                                                        const OptionalTensor& class_weight, const Tensor& normalizer,
+                                                        const Tensor& saved_logits, c10::SymInt ignore_index,
+                                                        double label_smoothing, std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+  const auto [want_input, want_weight, want_bias] = output_mask;
+  const int64_t classes = weight.size(0), features = weight.size(1);
+  const ReferenceTerms terms(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
+  const Tensor ignored = terms.counted.logical_not();
+  const Tensor own = (grad * terms.own).masked_fill(ignored, 0);
+  const Tensor even = terms.even > 0 ? (grad * terms.even).masked_fill(ignored, 0) : at::zeros_like(grad);
+  const Tensor scale = (own + even * terms.class_weight.sum()).unsqueeze(1);
+  const Tensor largest = normalizer.select(0, 0).unsqueeze(1), log_sum = normalizer.select(0, 1).unsqueeze(1);
+  Tensor grad_input = at::zeros({want_input ? input.size(0) : 0, features}, terms.query.options());
+  const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
+  const Tensor grad_bias = at::empty({want_bias ? classes : 0}, input.options());
+  for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
+    const int64_t size = std::min(kReferenceBlock, classes - begin);
+    const Tensor logits = terms.products(weight, begin, size) + terms.bias.narrow(0, begin, size);
+    Tensor slope = scale * ((logits - largest) - log_sum).exp();
+    slope = slope - even.unsqueeze(1) * terms.class_weight.narrow(0, begin, size);
+    const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
+    slope.scatter_add_(1, (target - begin).clamp(0, size - 1).unsqueeze(1), own.neg().masked_fill(here.logical_not(), 0).unsqueeze(1));
+    if (want_input) {
+      grad_input = grad_input + at::mm(slope, weight.narrow(0, begin, size).to(slope.scalar_type()));
+    }
+    if (want_weight) {
+      grad_weight.narrow(0, begin, size).copy_(at::mm(slope.t(), terms.query));
+    }
+    if (want_bias) {
+      grad_bias.narrow(0, begin, size).copy_(slope.sum(0));
+    }
+  }
+  return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, int reduction=1, "
+        "SymInt ignore_index=-100, float label_smoothing=0.0) -> Tensor");
+  m.def("linear_cross_entropy_forward(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+        "SymInt ignore_index, float label_smoothing, bool save_logits) -> (Tensor loss, Tensor normalizer, Tensor saved_logits)");
+  m.def("linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+        "Tensor normalizer, Tensor saved_logits, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
+        "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("linear_cross_entropy", without_gradient);
+  m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_reference);
+  m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_reference);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("linear_cross_entropy_forward", forward_meta);
+  m.impl("linear_cross_entropy_backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
+  m.impl("linear_cross_entropy", autograd);
+  m.impl("linear_cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("linear_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("linear_cross_entropy", autocast); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("linear_cross_entropy", autocast); }
+
+} // namespace xsoftmax

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+
+namespace xsoftmax {
+
+// linear_cross_entropy: the exact cross entropy of a linear layer, its logits [Q, N] never in memory.
+//
+//     F.cross_entropy(F.linear(input, weight, bias), target, class_weight, reduction=reduction, ignore_index=ignore_index,
+//                     label_smoothing=label_smoothing)
+//
+// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; target [Q]: int64 in [0, N) or ignore_index; class_weight [N] or
+// none: of input's dtype or the dtype of the loss, takes no gradient; reduction: at::Reduction (0 none, 1 mean, 2 sum). The loss is
+// float32, or float64 for float64 inputs. The mean over no query is NaN. Gradients of weight are dense.
+//
+// Works through the classes in blocks, forward and backward: the forward pass keeps the largest logit and the log of the sum of
+// e^(logit - largest) of each query (`normalizer` [2, Q]), the backward pass computes the logits of a block again and turns them into
+// their gradient. The logits of the first classes are kept instead (`saved_logits`, without bias), as many as fit into a fixed number
+// of bytes: a small table needs no product twice.
+
+using CrossEntropyState = std::tuple<at::Tensor, at::Tensor, at::Tensor>;    ///< loss [Q], normalizer, saved_logits
+using LinearGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>; ///< of input, weight, bias; no rows where not wanted
+
+/// How many of the first classes have their logits saved for the backward pass.
+c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes, at::ScalarType dtype);
+
+/// Shared by every kernel of the forward and the backward op.
+void check_linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                const at::Tensor& target, const std::optional<at::Tensor>& class_weight, double label_smoothing);
+void check_linear_cross_entropy_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+                                         const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                         const std::optional<at::Tensor>& class_weight, const at::Tensor& normalizer,
+                                         const at::Tensor& saved_logits, double label_smoothing);
+
+/// The composites in ATen calls: any device, and the oracle of the tests. loss: of each query, weighted by the class weight of its
+/// target, 0 where ignored. save_logits: whether a backward pass will follow.
+CrossEntropyState linear_cross_entropy_forward_reference(const at::Tensor& input, const at::Tensor& weight,
+                                                         const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                                         const std::optional<at::Tensor>& class_weight, c10::SymInt ignore_index,
+                                                         double label_smoothing, bool save_logits);
+/// grad [Q]: of the losses; output_mask: input, weight, bias.
+LinearGradients linear_cross_entropy_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+                                                        const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                                        const std::optional<at::Tensor>& class_weight, const at::Tensor& normalizer,
+                                                        const at::Tensor& saved_logits, c10::SymInt ignore_index,
+                                                        double label_smoothing, std::array<bool, 3> output_mask);
+
+} // namespace xsoftmax

@@ -1,0 +1,361 @@
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "losses/class_blocks.h"
+#include "losses/linear_cross_entropy.h"
+#include "losses/softmax_rows.h"
+#include "scores/row_kernels.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kQueriesPerTask = 16;
+
+// The weights of the terms of the loss of a query,
+//     loss_q = own (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
+template <typename A>
+struct LossTerms {
+  const int64_t* target;
+  int64_t ignore_index;
+  const A* class_weight; // nullptr: ones
+  double label_smoothing;
+  double even;           // label_smoothing / classes
+  double weight_sum;     // of all class weights; only where even > 0
+
+  bool ignored(int64_t q) const { return target[q] == ignore_index; }
+  A own(int64_t q) const { return A(1 - label_smoothing) * (class_weight == nullptr ? A(1) : class_weight[target[q]]); }
+};
+
+// The tensors behind LossTerms, contiguous and checked.
+struct LossInputs {
+  Tensor target, class_weight;
+  int64_t ignore_index;
+  double label_smoothing;
+  int64_t classes;
+
+  LossInputs(const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight,
+             const c10::SymInt& ignore_index, double label_smoothing)
+      : target(target.contiguous()), ignore_index(ignore_index.expect_int()), label_smoothing(label_smoothing),
+        classes(weight.size(0)) {
+    check::class_ids(op, "target", this->target, classes, this->ignore_index);
+    if (class_weight.has_value() && class_weight->defined()) {
+      this->class_weight = class_weight->to(opmath_dtype(input.scalar_type())).contiguous();
+    }
+  }
+
+  template <typename A>
+  LossTerms<A> terms() const {
+    const A* weights = class_weight.defined() ? const_data<A>(class_weight) : nullptr;
+    const double even = label_smoothing > 0 && classes > 0 ? label_smoothing / double(classes) : 0;
+    const double sum = even == 0 ? 0 : weights == nullptr ? double(classes) : class_weight.sum(at::kDouble).item<double>();
+    return {target.const_data_ptr<int64_t>(), ignore_index, weights, label_smoothing, even, sum};
+  }
+};
+
+// Sums over the classes of one group, for each query.
+template <typename A>
+struct GroupSums {
+  std::vector<A> max, sum;
+  std::vector<double> even; // sum_c class_weight_c s_c
+
+  GroupSums(int64_t queries, bool smooth)
+      : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), even(smooth ? queries : 0, 0.0) {}
+
+  void join(const GroupSums& other, int64_t q) {
+    const A top = max[q] > other.max[q] ? max[q] : other.max[q];
+    const A shift = top == -std::numeric_limits<A>::infinity() ? A(0) : top;
+    sum[q] = sum[q] * std::exp(max[q] - shift) + other.sum[q] * std::exp(other.max[q] - shift);
+    max[q] = top;
+    if (!even.empty()) {
+      even[q] += other.even[q];
+    }
+  }
+};
+
+// T: of the products.
+template <typename T>
+class ForwardPass {
+  using A = opmath<T>;
+
+ public:
+  ForwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const Tensor& saved_logits)
+      : operands_(operands), plan_(plan), terms_(terms), saved_logits_(saved_logits),
+        bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr), queries_(operands.input.size(0)),
+        target_logit_(queries_, A(0)), groups_(plan.groups, GroupSums<A>(queries_, terms.even > 0)) {}
+
+  void run(A* loss, A* normalizer) {
+    for_each_group(plan_, [&](int64_t first, int64_t last) {
+      BlockScratch scratch(operands_, plan_);
+      for (int64_t g = first; g < last; ++g) {
+        for (int64_t i = g; i < plan_.count(); i += plan_.groups) {
+          const ClassBlock block = plan_.block(i);
+          fold_block(groups_[g], logits(scratch, block), block);
+        }
+      }
+    });
+    GroupSums<A>& sums = groups_[0];
+    for (int64_t q = 0; q < queries_; ++q) {
+      for (int64_t g = 1; g < plan_.groups; ++g) {
+        sums.join(groups_[g], q);
+      }
+      normalizer[q] = sums.max[q];
+      normalizer[queries_ + q] = std::log(sums.sum[q]);
+      loss[q] = terms_.ignored(q) ? A(0) : query_loss(sums, q, normalizer[queries_ + q]);
+    }
+  }
+
+ private:
+  // The products of a block; those that the backward pass will want are made where they stay.
+  Tensor logits(BlockScratch& scratch, const ClassBlock& block) const {
+    const Tensor saved = block.saved ? saved_logits_.narrow(1, block.begin, block.size) : Tensor();
+    const bool in_place = block.saved && saved.scalar_type() == operands_.dtype;
+    Tensor out = in_place ? saved : scratch.logits_buffer(block);
+    at::mm_out(out, operands_.input, scratch.rows(block).t());
+    if (block.saved && !in_place) {
+      saved.copy_(out);
+    }
+    return out;
+  }
+
+  void fold_block(GroupSums<A>& sums, const Tensor& logits, const ClassBlock& block) {
+    const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
+    const A* weight = terms_.class_weight == nullptr ? nullptr : terms_.class_weight + block.begin;
+    const double weight_sum = terms_.even > 0 && weight != nullptr ? std::accumulate(weight, weight + block.size, 0.0)
+                                                                   : double(block.size);
+    at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
+      for (int64_t q = first; q < last; ++q) {
+        const T* row = const_data<T>(logits) + q * logits.stride(0);
+        softmax_rows().of(row).fold(&sums.max[q], &sums.sum[q], row, bias, block.size);
+        if (terms_.even > 0) {
+          // About the running maximum, so that logits far from 0 lose no digits in a float sum.
+          const A shift = std::isfinite(sums.max[q]) ? sums.max[q] : A(0);
+          sums.even[q] += double(softmax_rows().of(row).weighted_sum(row, bias, weight, shift, block.size));
+          sums.even[q] += weight_sum * double(shift);
+        }
+        const int64_t j = terms_.target[q] - block.begin;
+        if (uint64_t(j) < uint64_t(block.size)) {
+          row_kernels().of(row).widen_row(&target_logit_[q], row + j, 1);
+          target_logit_[q] += bias == nullptr ? A(0) : bias[j];
+        }
+      }
+    });
+  }
+
+  A query_loss(const GroupSums<A>& sums, int64_t q, A log_sum) const {
+    const A own = terms_.own(q) * ((sums.max[q] - target_logit_[q]) + log_sum);
+    if (terms_.even == 0) {
+      return own;
+    }
+    return own + A(terms_.even * (terms_.weight_sum * (double(sums.max[q]) + log_sum) - sums.even[q]));
+  }
+
+  const LinearOperands& operands_;
+  const BlockPlan plan_;
+  const LossTerms<A> terms_;
+  const Tensor saved_logits_;
+  const A* const bias_;
+  const int64_t queries_;
+  std::vector<A> target_logit_;
+  std::vector<GroupSums<A>> groups_;
+};
+
+// T: of the products.
+template <typename T>
+class BackwardPass {
+  using A = opmath<T>;
+
+ public:
+  // Undefined gradients are not wanted. grad_input_parts [groups, Q, D]: in opmath.
+  BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const Tensor& grad,
+               const Tensor& normalizer, const Tensor& saved_logits)
+      : operands_(operands), plan_(plan), terms_(terms), grad_(const_data<A>(grad)), normalizer_(const_data<A>(normalizer)),
+        saved_logits_(saved_logits), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
+        queries_(operands.input.size(0)) {}
+
+  void run(const Tensor& grad_input_parts, const Tensor& grad_weight, const Tensor& grad_bias) const {
+    for_each_group(plan_, [&](int64_t first, int64_t last) {
+      BlockScratch scratch(operands_, plan_);
+      for (int64_t g = first; g < last; ++g) {
+        const Tensor part = grad_input_parts.defined() ? grad_input_parts.select(0, g) : Tensor();
+        for (int64_t i = g; i < plan_.count(); i += plan_.groups) {
+          const ClassBlock block = plan_.block(i);
+          const Tensor rows = scratch.rows(block), slope = scratch.logits_buffer(block);
+          set_slope(slope, rows, block);
+          add_input_gradient(part, slope, rows, /*first=*/i == g);
+          set_weight_gradient(grad_weight, slope, scratch, block);
+          if (grad_bias.defined()) {
+            Tensor out = grad_bias.narrow(0, block.begin, block.size);
+            at::sum_out(out, slope, {0}, /*keepdim=*/false, out.scalar_type());
+          }
+        }
+      }
+    });
+  }
+
+ private:
+  // The gradient of the logits of a block: (softmax - one-hot) times what reaches the query.
+  void set_slope(Tensor slope, const Tensor& rows, const ClassBlock& block) const {
+    Tensor saved;
+    if (block.saved) {
+      saved = saved_logits_.narrow(1, block.begin, block.size);
+    } else {
+      at::mm_out(slope, operands_.input, rows.t());
+    }
+    const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
+    const A* weight = terms_.class_weight == nullptr || terms_.even == 0 ? nullptr : terms_.class_weight + block.begin;
+    at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
+      for (int64_t q = first; q < last; ++q) {
+        T* row = data<T>(slope) + q * block.size;
+        const auto& kernels = softmax_rows().of(row);
+        const bool ignored = terms_.ignored(q);
+        const A own = ignored ? A(0) : grad_[q] * terms_.own(q);
+        const A even = ignored || terms_.even == 0 ? A(0) : A(grad_[q] * terms_.even);
+        const A scale = even == 0 ? own : A(own + even * terms_.weight_sum);
+        const A max = normalizer_[q], log_sum = normalizer_[queries_ + q];
+        if (block.saved) {
+          kernels.gradient_of_saved(row, const_data<A>(saved) + q * saved.stride(0), bias, weight, max, log_sum, scale, even,
+                                    block.size);
+        } else {
+          kernels.gradient(row, row, bias, weight, max, log_sum, scale, even, block.size);
+        }
+        const int64_t j = terms_.target[q] - block.begin;
+        if (uint64_t(j) < uint64_t(block.size)) {
+          A value;
+          row_kernels().of(row).widen_row(&value, row + j, 1);
+          value -= own;
+          row_kernels().of(row).round_row(row + j, &value, 1);
+        }
+      }
+    });
+  }
+
+  void add_input_gradient(Tensor part, const Tensor& slope, const Tensor& rows, bool first) const {
+    if (!part.defined()) {
+      return;
+    }
+    if (part.scalar_type() != slope.scalar_type()) {
+      first ? part.copy_(at::mm(slope, rows)) : part.add_(at::mm(slope, rows));
+    } else if (first) {
+      at::mm_out(part, slope, rows);
+    } else {
+      at::addmm_out(part, part, slope, rows);
+    }
+  }
+
+  void set_weight_gradient(const Tensor& grad_weight, const Tensor& slope, BlockScratch& scratch, const ClassBlock& block) const {
+    if (!grad_weight.defined()) {
+      return;
+    }
+    Tensor out = grad_weight.narrow(0, block.begin, block.size);
+    if (out.scalar_type() == slope.scalar_type()) {
+      at::mm_out(out, slope.t(), operands_.input);
+    } else {
+      Tensor wide = scratch.rows_buffer(block);
+      at::mm_out(wide, slope.t(), operands_.input);
+      out.copy_(wide);
+    }
+  }
+
+  const LinearOperands& operands_;
+  const BlockPlan plan_;
+  const LossTerms<A> terms_;
+  const A* const grad_;
+  const A* const normalizer_;
+  const Tensor saved_logits_;
+  const A* const bias_;
+  const int64_t queries_;
+};
+
+CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                   const Tensor& target, const OptionalTensor& class_weight,
+                                                   c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  const LossInputs inputs("linear_cross_entropy", input, weight, target, class_weight, ignore_index, label_smoothing);
+  if (use_reference()) {
+    return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, ignore_index, label_smoothing,
+                                                  save_logits);
+  }
+  const int64_t queries = input.size(0), classes = weight.size(0);
+  const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
+  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const Tensor loss = at::empty({queries}, options), normalizer = at::empty({2, queries}, options),
+               saved_logits = at::empty({queries, saved}, options);
+  if (queries == 0) {
+    return {loss, normalizer, saved_logits};
+  }
+  const LinearOperands operands(input, weight, bias);
+  const BlockPlan plan = plan_blocks(queries, classes, input.size(1), saved, queries * int64_t(sizeof(double)) * 3);
+  dispatch_floating(operands.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    using A = opmath<T>;
+    ForwardPass<T>(operands, plan, inputs.terms<A>(), saved_logits).run(data<A>(loss), data<A>(normalizer));
+  });
+  return {loss, normalizer, saved_logits};
+}
+
+LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                  const OptionalTensor& bias, const Tensor& target,
+                                                  const OptionalTensor& class_weight, const Tensor& normalizer,
+                                                  const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
+                                                  std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+  const LossInputs inputs("linear_cross_entropy_backward", input, weight, target, class_weight, ignore_index, label_smoothing);
+  if (use_reference()) {
+    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits,
+                                                   ignore_index, label_smoothing, output_mask);
+  }
+  const auto [want_input, want_weight, want_bias] = output_mask;
+  const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
+  if (queries == 0 || classes == 0 || !(want_input || want_weight || want_bias)) {
+    return {at::zeros({want_input ? queries : 0, features}, input.options()),
+            at::zeros({want_weight ? classes : 0, features}, input.options()),
+            at::zeros({want_bias ? classes : 0}, input.options())};
+  }
+  const LinearOperands operands(input, weight, bias);
+  const auto sums = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const int64_t part_bytes = want_input ? queries * features * int64_t(sums.dtype().itemsize()) : 0;
+  const BlockPlan plan = plan_blocks(queries, classes, features, saved_logits.size(1), part_bytes);
+  const Tensor parts = want_input ? at::empty({plan.groups, queries, features}, sums) : Tensor();
+  const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
+  const Tensor grad_bias = at::empty({want_bias ? classes : 0}, sums);
+  const Tensor loss_grad = grad.contiguous(), state = normalizer.contiguous();
+  dispatch_floating(operands.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const BackwardPass<T> pass(operands, plan, inputs.terms<opmath<T>>(), loss_grad, state, saved_logits.contiguous());
+    pass.run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor());
+  });
+  Tensor grad_input = input.new_empty({0, features});
+  if (want_input) {
+    Tensor sum = parts.select(0, 0);
+    for (int64_t g = 1; g < plan.groups; ++g) {
+      sum.add_(parts.select(0, g));
+    }
+    // A copy: a view would keep the memory of all the parts.
+    grad_input = at::empty({queries, features}, input.options()).copy_(sum);
+  }
+  return {grad_input, grad_weight, grad_bias.to(input.scalar_type())};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_cpu);
+  m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_cpu);
+}
+
+} // namespace xsoftmax
