@@ -54,16 +54,6 @@ void add_decay(const char* name, const Tensor& param, RowParamState& state, doub
   }
 }
 
-// The fused kernels walk the memory of their tensors, so they get contiguous ones.
-template <typename Update>
-void update_contiguous(const Tensor& param, const Update& update) {
-  Tensor target = param.contiguous();
-  update(target);
-  if (!target.is_same(param)) {
-    param.copy_(target);
-  }
-}
-
 void at_least_zero(const char* name, const char* option, double value) {
   TORCH_CHECK_VALUE(value >= 0, name, ": expected ", option, " of at least 0, got ", value);
 }
@@ -263,16 +253,20 @@ void RowSGD::step_rows(const Options& base, const Tensor& param, RowParamState& 
 
 void RowSGD::step_dense(const Options& base, const Tensor& param, RowParamState& state, const Tensor& grad) {
   const auto& options = static_cast<const RowSGDOptions&>(base);
-  const bool with_buffer = options.momentum() != 0;
-  const bool first = with_buffer && !tensor_of(state, "momentum_buffer").has_value();
-  std::vector<Tensor> buffers;
-  if (with_buffer) {
-    buffers.push_back(zeros_once(state, "momentum_buffer", param.sizes(), grad.options()));
+  Tensor direction = options.maximize() ? grad.neg() : grad;
+  if (options.weight_decay() != 0) {
+    direction = direction.add(param, options.weight_decay());
   }
-  update_contiguous(param, [&](const Tensor& target) {
-    at::_fused_sgd_({target}, {grad}, buffers, options.weight_decay(), options.momentum(), options.lr(), options.dampening(),
-                    options.nesterov(), options.maximize(), first);
-  });
+  if (options.momentum() != 0) {
+    Tensor& buffer = state.tensors["momentum_buffer"];
+    if (buffer.defined()) {
+      buffer.mul_(options.momentum()).add_(direction, 1 - options.dampening());
+    } else {
+      buffer = direction.clone();
+    }
+    direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
+  }
+  param.add_(direction, -options.lr());
 }
 
 void RowSGD::flush_rows(const Options& base, const Tensor& param, RowParamState& state) {
@@ -336,10 +330,12 @@ void RowAdam::step_dense(const Options& base, const Tensor& param, RowParamState
   const Tensor second = zeros_once(state, "exp_avg_sq", param.sizes(), grad.options());
   const Tensor steps = torch::full({}, double(state.step), grad.options().dtype(at::kFloat));
   const auto [beta1, beta2] = options.betas();
-  update_contiguous(param, [&, beta1 = beta1, beta2 = beta2](const Tensor& target) {
-    at::_fused_adamw_({target}, {grad}, {first}, {second}, {}, {steps}, options.lr(), beta1, beta2, options.weight_decay(),
-                      options.eps(), /*amsgrad=*/false, /*maximize=*/false);
-  });
+  const Tensor target = param.contiguous(); // the fused kernel walks the memory of its tensors
+  at::_fused_adamw_({target}, {grad}, {first}, {second}, {}, {steps}, options.lr(), beta1, beta2, options.weight_decay(), options.eps(),
+                    /*amsgrad=*/false, /*maximize=*/false);
+  if (!target.is_same(param)) {
+    param.copy_(target);
+  }
 }
 
 void RowSGD::save(OutputArchive& archive) const { torch::optim::serialize<RowParamState, RowSGDOptions>(archive, *this); }

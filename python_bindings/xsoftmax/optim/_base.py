@@ -40,8 +40,8 @@ def _reveal_tensors(optimizer):
 class RowOptimizer(torch.optim.Optimizer):
     """Base of RowSGD, RowAdagrad and RowAdam. A subclass gives `_check(options)`, `_step_rows`, `_step_dense` and `_flush_rows`.
 
-    The first gradient of a parameter decides what state it keeps, under state["kind"]: "rows" or "dense". State without that key,
-    from a checkpoint of torch.optim's optimizer of the same name, is dense.
+    The first gradient of a parameter decides what state it keeps, for rows or for dense gradients: state["rows"] says which. State
+    without that key, from a checkpoint of torch.optim's optimizer of the same name, is dense.
     """
 
     def __init__(self, params, defaults):
@@ -100,7 +100,6 @@ class RowOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     self._step_param(group, param, dense)
-            # Fused kernels walk the memory of their tensors.
             by_kernel = sorted(dense, key=lambda item: not self._can_fuse(*item))
             for fused, items in groupby(by_kernel, key=lambda item: self._can_fuse(*item)):
                 params, grads = zip(*items)
@@ -112,9 +111,8 @@ class RowOptimizer(torch.optim.Optimizer):
         is_sparse = grad.layout != torch.strided
         if is_sparse:
             rows, values = sparse_rows(self._name, param, grad)
-        kind = state.get("kind", "dense" if state else "rows" if is_sparse else "dense")
-        state["kind"] = kind
-        if kind == "dense":
+        state.setdefault("rows", is_sparse and not state)
+        if not state["rows"]:
             dense.append((param, grad.to_dense() if is_sparse else grad))
             return
         if not is_sparse:
@@ -123,6 +121,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _can_fuse(param, grad):
+        """Fused kernels walk the memory of their tensors. Those for 16-bit types on CPU are wrong in torch 2.13 (SGD past 15 elements)."""
+        if param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16):
+            return False
         return param.device.type in ("cpu", "cuda") and param.is_contiguous() and grad.is_contiguous()
 
     @torch.no_grad()
@@ -135,7 +136,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state.get(param)
-                if state and state.get("kind") == "rows":
+                if state and state.get("rows"):
                     self._flush_rows(group, param, state)
 
     def _flush_rows(self, group, param, state):

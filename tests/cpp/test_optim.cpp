@@ -1,0 +1,157 @@
+// The C++ optimizers and clip_grad_norm_ against torch::optim and torch::nn::utils on dense equivalents.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <xsoftmax/optim.h>
+
+#include <limits>
+#include <sstream>
+
+namespace {
+
+using torch::Tensor;
+namespace optim = xsoftmax::optim;
+
+Tensor parameter(const Tensor& table) { return table.clone().requires_grad_(); }
+
+Tensor table_of(torch::optim::Optimizer& optimizer) { return optimizer.param_groups()[0].params()[0]; }
+
+Tensor sparse(const Tensor& rows, const Tensor& values, at::IntArrayRef shape) {
+  return torch::sparse_coo_tensor(rows.unsqueeze(0), values, shape);
+}
+
+// Gradients that do not depend on the parameters: sparse for one, the same made dense for the other.
+template <typename Ours, typename Theirs>
+void run_both(Ours& ours, Theirs& theirs, int steps, bool every_row) {
+  Tensor mine = table_of(ours), other = table_of(theirs);
+  const int64_t rows = mine.size(0), width = mine.size(1);
+  for (int i = 0; i < steps; ++i) {
+    Tensor ids = torch::randint(rows, {6}, torch::kLong);
+    ids = every_row ? torch::cat({ids, torch::arange(rows)}) : ids;
+    mine.mutable_grad() = sparse(ids, torch::randn({ids.size(0), width}), mine.sizes());
+    other.mutable_grad() = mine.grad().to_dense();
+    ours.step();
+    theirs.step();
+  }
+}
+
+TEST(RowSGD, EqualsDenseSgdAfterFlush) {
+  for (const bool nesterov : {false, true}) {
+    torch::manual_seed(0);
+    const Tensor table = torch::randn({12, 5});
+    optim::RowSGD ours({parameter(table)}, optim::RowSGDOptions(0.05).momentum(0.9).nesterov(nesterov));
+    torch::optim::SGD theirs({parameter(table)}, torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(nesterov));
+    run_both(ours, theirs, 30, false);
+    EXPECT_FALSE(torch::allclose(table_of(ours), table_of(theirs), 1e-4));
+    ours.flush();
+    EXPECT_TRUE(torch::allclose(table_of(ours), table_of(theirs), 1e-5, 1e-6));
+  }
+}
+
+TEST(RowAdagrad, EqualsDenseAdagrad) {
+  const Tensor table = torch::randn({12, 5});
+  optim::RowAdagrad ours({parameter(table)}, optim::RowAdagradOptions(0.1).lr_decay(0.1).initial_accumulator_value(0.2));
+  torch::optim::Adagrad theirs({parameter(table)}, torch::optim::AdagradOptions(0.1).lr_decay(0.1).initial_accumulator_value(0.2));
+  run_both(ours, theirs, 20, false);
+  EXPECT_TRUE(torch::allclose(table_of(ours), table_of(theirs), 1e-5, 1e-6));
+}
+
+TEST(RowAdam, EqualsAdamWWhereEveryRowIsTouched) {
+  const Tensor table = torch::randn({12, 5});
+  optim::RowAdam ours({parameter(table)}, optim::RowAdamOptions(0.01).weight_decay(0.2).betas({0.8, 0.95}));
+  torch::optim::AdamW theirs({parameter(table)}, torch::optim::AdamWOptions(0.01).weight_decay(0.2).betas({0.8, 0.95}));
+  run_both(ours, theirs, 20, true);
+  EXPECT_TRUE(torch::allclose(table_of(ours), table_of(theirs), 1e-5, 1e-6));
+}
+
+template <typename Ours, typename Theirs>
+void expect_dense_equal(Ours ours, Theirs theirs) {
+  Tensor mine = table_of(ours), other = table_of(theirs);
+  for (int i = 0; i < 5; ++i) {
+    mine.mutable_grad() = torch::randn_like(mine);
+    other.mutable_grad() = mine.grad().clone();
+    ours.step();
+    theirs.step();
+  }
+  EXPECT_TRUE(torch::allclose(mine, other, 1e-5, 1e-6)) << mine << other;
+}
+
+TEST(Optimizers, DenseGradientsEqualTorch) {
+  // Whole and transposed: the latter is not contiguous.
+  for (const Tensor& table : {torch::randn({6, 4}), torch::randn({4, 6}).t()}) {
+    expect_dense_equal(
+        optim::RowSGD({parameter(table)}, optim::RowSGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)),
+        torch::optim::SGD({parameter(table)}, torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)));
+    expect_dense_equal(optim::RowAdagrad({parameter(table)}, optim::RowAdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)),
+                       torch::optim::Adagrad({parameter(table)}, torch::optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)));
+    expect_dense_equal(optim::RowAdam({parameter(table)}, optim::RowAdamOptions(0.1).weight_decay(0.1)),
+                       torch::optim::AdamW({parameter(table)}, torch::optim::AdamWOptions(0.1).weight_decay(0.1)));
+  }
+}
+
+template <typename Optimizer, typename Options>
+void expect_resumes(const Options& options) {
+  const auto gradient = [](int step, const Tensor& param) {
+    torch::manual_seed(step);
+    return sparse(torch::randint(12, {6}, torch::kLong), torch::randn({6, 5}), param.sizes());
+  };
+  Tensor first = parameter(torch::randn({12, 5}));
+  Optimizer whole({first}, options);
+  for (int i = 0; i < 4; ++i) {
+    first.mutable_grad() = gradient(i, first);
+    whole.step();
+  }
+  Tensor second = parameter(first.detach());
+  std::stringstream file;
+  torch::save(whole, file);
+  Optimizer resumed({second}, Options(0.7));
+  torch::load(resumed, file);
+  for (int i = 4; i < 8; ++i) {
+    first.mutable_grad() = gradient(i, first);
+    second.mutable_grad() = gradient(i, second);
+    whole.step();
+    resumed.step();
+  }
+  whole.flush();
+  resumed.flush();
+  EXPECT_TRUE(torch::equal(first, second));
+}
+
+TEST(Optimizers, ResumeBitForBit) {
+  expect_resumes<optim::RowSGD>(optim::RowSGDOptions(0.1).momentum(0.9).weight_decay(0.1));
+  expect_resumes<optim::RowAdagrad>(optim::RowAdagradOptions(0.1).lr_decay(0.1).row_wise(true));
+  expect_resumes<optim::RowAdam>(optim::RowAdamOptions(0.1).weight_decay(0.1).betas({0.7, 0.8}));
+}
+
+TEST(Optimizers, Errors) {
+  const Tensor table = parameter(torch::randn({12, 5}));
+  EXPECT_THROW(optim::RowSGD({table}, optim::RowSGDOptions(-1)), c10::ValueError);
+  EXPECT_THROW(optim::RowSGD({table}, optim::RowSGDOptions(0.1).nesterov(true)), c10::ValueError);
+  EXPECT_THROW(optim::RowAdagrad({table}, optim::RowAdagradOptions(0.1).eps(-1)), c10::ValueError);
+  EXPECT_THROW(optim::RowAdam({table}, optim::RowAdamOptions(0.1).betas({1.0, 0.9})), c10::ValueError);
+  table.mutable_grad() = torch::ones({12, 5}).to_sparse();
+  EXPECT_THROW(optim::RowAdam({table}).step(), c10::Error);
+}
+
+TEST(ClipGradNorm, EqualsTorchOnDense) {
+  for (const double norm_type : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    std::vector<Tensor> params, twins;
+    for (const Tensor& rows : {torch::tensor({3, 1, 3}), torch::tensor({2, 0, 4})}) {
+      params.push_back(parameter(torch::zeros({5, 4})));
+      params.back().mutable_grad() = sparse(rows, torch::randn({3, 4}), {5, 4});
+    }
+    params.push_back(parameter(torch::zeros({7})));
+    params.back().mutable_grad() = torch::randn({7});
+    for (const Tensor& param : params) {
+      twins.push_back(parameter(param.detach()));
+      twins.back().mutable_grad() = param.grad().to_dense().clone();
+    }
+    const double norm = xsoftmax::clip_grad_norm_(params, 0.5, norm_type);
+    EXPECT_NEAR(norm, torch::nn::utils::clip_grad_norm_(twins, 0.5, norm_type), 1e-5);
+    for (size_t i = 0; i < params.size(); ++i) {
+      EXPECT_TRUE(torch::allclose(params[i].grad().to_dense(), twins[i].grad()));
+    }
+  }
+}
+
+} // namespace
