@@ -63,8 +63,8 @@ void check_options(const RowSGDOptions& options) {
   at_least_zero("RowSGD", "momentum", options.momentum());
   at_least_zero("RowSGD", "weight_decay", options.weight_decay());
   TORCH_CHECK_VALUE(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
-                    "RowSGD: expected a momentum and no dampening for nesterov, got momentum ", options.momentum(), " and dampening ",
-                    options.dampening());
+                    "RowSGD: expected a momentum and no dampening for nesterov, got momentum ", options.momentum(),
+                    " and dampening ", options.dampening());
 }
 
 void check_options(const RowAdagradOptions& options) {
@@ -285,7 +285,8 @@ RowAdagrad::RowAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& par
   check_groups(defaults, param_groups_);
 }
 
-void RowAdagrad::step_rows(const Options& base, const Tensor& param, RowParamState& state, const Tensor& rows, const Tensor& values) {
+void RowAdagrad::step_rows(const Options& base, const Tensor& param, RowParamState& state, const Tensor& rows,
+                           const Tensor& values) {
   const auto& options = static_cast<const RowAdagradOptions&>(base);
   Tensor& sum = state.tensors["sum"];
   if (!sum.defined()) {
@@ -320,8 +321,8 @@ void RowAdam::step_rows(const Options& base, const Tensor& param, RowParamState&
   const auto [beta1, beta2] = options.betas();
   op<decltype(row_adam_reference)>("xsoftmax::row_adam_")
       .call(param, rows, values, moments_once(state, "exp_avg", param), moments_once(state, "exp_avg_sq", param),
-            counts_once(state, "row_step", param, at::kInt), tensor_of(state, "last_decay"), options.lr(), beta1, beta2, options.eps(),
-            state.decay);
+            counts_once(state, "row_step", param, at::kInt), tensor_of(state, "last_decay"), options.lr(), beta1, beta2,
+            options.eps(), state.decay);
 }
 
 void RowAdam::step_dense(const Options& base, const Tensor& param, RowParamState& state, const Tensor& grad) {
@@ -331,8 +332,8 @@ void RowAdam::step_dense(const Options& base, const Tensor& param, RowParamState
   const Tensor steps = torch::full({}, double(state.step), grad.options().dtype(at::kFloat));
   const auto [beta1, beta2] = options.betas();
   const Tensor target = param.contiguous(); // the fused kernel walks the memory of its tensors
-  at::_fused_adamw_({target}, {grad}, {first}, {second}, {}, {steps}, options.lr(), beta1, beta2, options.weight_decay(), options.eps(),
-                    /*amsgrad=*/false, /*maximize=*/false);
+  at::_fused_adamw_({target}, {grad}, {first}, {second}, {}, {steps}, options.lr(), beta1, beta2, options.weight_decay(),
+                    options.eps(), /*amsgrad=*/false, /*maximize=*/false);
   if (!target.is_same(param)) {
     param.copy_(target);
   }

@@ -33,7 +33,8 @@ void row_adagrad_reference(const Tensor& param, const Tensor& rows, const Tensor
   param.index_copy_(0, ids, (old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(lr)).to(param.scalar_type()));
 }
 
-static void row_adagrad_meta(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& sum, double, double, double) {
+static void row_adagrad_meta(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& sum, double, double,
+                             double) {
   check_row_adagrad(param, rows, values, sum);
 }
 

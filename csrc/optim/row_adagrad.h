@@ -4,7 +4,8 @@
 
 namespace xsoftmax {
 
-// row_adagrad_: Adagrad (Duchi, Hazan and Singer 2011) on the rows that have a gradient (optim/row_update.h), as torch.optim.Adagrad:
+// row_adagrad_: Adagrad (Duchi, Hazan and Singer 2011) on the rows that have a gradient (optim/row_update.h), as
+// torch.optim.Adagrad:
 //
 //     g += weight_decay param
 //     sum += g^2                     sum of param's shape; or, one number a row: sum [N] += mean(g^2)
@@ -15,7 +16,7 @@ namespace xsoftmax {
 
 void check_row_adagrad(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values, const at::Tensor& sum);
 
-void row_adagrad_reference(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values, const at::Tensor& sum, double lr,
-                           double weight_decay, double eps);
+void row_adagrad_reference(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values, const at::Tensor& sum,
+                           double lr, double weight_decay, double eps);
 
 } // namespace xsoftmax

@@ -33,8 +33,8 @@ void adagrad_rows(const Tensor& param, const Tensor& rows, const Tensor& values,
       });
 }
 
-void row_adagrad_cpu(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& sum, double lr, double weight_decay,
-                     double eps) {
+void row_adagrad_cpu(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& sum, double lr,
+                     double weight_decay, double eps) {
   check_row_adagrad(param, rows, values, sum);
   check::class_ids("row_adagrad_", "rows", rows, param.size(0));
   if (use_reference() || !has_row_view(param) || !has_row_view(sum)) {

@@ -43,9 +43,9 @@ void check_row_decay(const Tensor& param, const Tensor& last_decay) {
   check_last_decay(op, last_decay, param);
 }
 
-void row_adam_reference(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-                        const Tensor& row_step, const OptionalTensor& last_decay, double lr, double beta1, double beta2, double eps,
-                        double decay) {
+void row_adam_reference(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& exp_avg,
+                        const Tensor& exp_avg_sq, const Tensor& row_step, const OptionalTensor& last_decay, double lr, double beta1,
+                        double beta2, double eps, double decay) {
   check_row_adam(param, rows, values, exp_avg, exp_avg_sq, row_step, last_decay);
   const auto [ids, g] = touched_rows(rows, values);
   const Tensor t = row_step.index_select(0, ids).add(1);

@@ -45,8 +45,8 @@ void row_sgd_meta(const Tensor& param, const Tensor& rows, const Tensor& values,
   check_row_sgd(param, rows, values, momentum_buffer, last_step, last_decay);
 }
 
-void row_sgd_flush_meta(const Tensor& param, const Tensor& momentum_buffer, const Tensor& last_step, const OptionalTensor& last_decay,
-                        int64_t, double, double, bool, double) {
+void row_sgd_flush_meta(const Tensor& param, const Tensor& momentum_buffer, const Tensor& last_step,
+                        const OptionalTensor& last_decay, int64_t, double, double, bool, double) {
   check_row_sgd_flush(param, momentum_buffer, last_step, last_decay);
 }
 
@@ -97,7 +97,8 @@ void row_sgd_reference(const Tensor& param, const Tensor& rows, const Tensor& va
 }
 
 void row_sgd_flush_reference(const Tensor& param, const Tensor& momentum_buffer, const Tensor& last_step,
-                             const OptionalTensor& last_decay, int64_t step, double lr, double momentum, bool nesterov, double decay) {
+                             const OptionalTensor& last_decay, int64_t step, double lr, double momentum, bool nesterov,
+                             double decay) {
   check_row_sgd_flush(param, momentum_buffer, last_step, last_decay);
   const Tensor ids = at::arange(param.size(0), last_step.options().dtype(at::kLong));
   const Tensor factor = take_decay(ids, last_decay, decay);

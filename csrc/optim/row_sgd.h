@@ -12,11 +12,11 @@ namespace xsoftmax {
 //     buffer = momentum buffer + (1 - dampening) g
 //     param -= lr (nesterov ? g + momentum buffer : buffer)
 //
-// Without momentum_buffer: param -= lr g. With it, rows without a gradient would go on moving by their momentum; that movement is owed
-// and made up, with the current lr, when the row is next touched or by row_sgd_flush_. last_step int32 [N] holds the step up to which
-// a row is made up, `step` the number of this step, from 1. So after row_sgd_flush_ every row is where dense torch.optim.SGD would have
-// it, provided that the gradients did not depend on the parameters and that lr was constant. dampening: torch.optim.SGD applies
-// none at the first step of a parameter, so a caller passes 0 there. maximize: g is negated.
+// Without momentum_buffer: param -= lr g. With it, rows without a gradient would go on moving by their momentum; that movement is
+// owed and made up, with the current lr, when the row is next touched or by row_sgd_flush_. last_step int32 [N] holds the step up
+// to which a row is made up, `step` the number of this step, from 1. So after row_sgd_flush_ every row is where dense
+// torch.optim.SGD would have it, provided that the gradients did not depend on the parameters and that lr was constant. dampening:
+// torch.optim.SGD applies none at the first step of a parameter, so a caller passes 0 there. maximize: g is negated.
 //
 // row_sgd_flush_: makes up what every row owes after `step` steps. O(N).
 

@@ -105,8 +105,8 @@ void row_sgd_cpu(const Tensor& param, const Tensor& rows, const Tensor& values, 
   });
 }
 
-void row_sgd_flush_cpu(const Tensor& param, const Tensor& momentum_buffer, const Tensor& last_step, const OptionalTensor& last_decay,
-                       int64_t step, double lr, double momentum, bool nesterov, double decay) {
+void row_sgd_flush_cpu(const Tensor& param, const Tensor& momentum_buffer, const Tensor& last_step,
+                       const OptionalTensor& last_decay, int64_t step, double lr, double momentum, bool nesterov, double decay) {
   check_row_sgd_flush(param, momentum_buffer, last_step, last_decay);
   if (use_reference() || !has_row_view(param) || !has_row_view(momentum_buffer)) {
     return row_sgd_flush_reference(param, momentum_buffer, last_step, last_decay, step, lr, momentum, nesterov, decay);

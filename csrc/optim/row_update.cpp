@@ -28,7 +28,8 @@ void check_row_gradient(const char* op, const Tensor& param, const Tensor& rows,
   }
 }
 
-void check_row_state(const char* op, const char* arg, const Tensor& state, const Tensor& param, bool elements, at::ScalarType dtype) {
+void check_row_state(const char* op, const char* arg, const Tensor& state, const Tensor& param, bool elements,
+                     at::ScalarType dtype) {
   check::dim(op, arg, state, elements ? param.dim() : 1);
   check::size(op, arg, state, 0, param.sym_size(0), "the rows of param");
   if (elements && param.dim() == 2) {

@@ -13,10 +13,11 @@
 //     rows [R]               int64 in [0, N), in any order, repeats allowed
 //     values [R, D] or [R]   of param's dtype
 //
-// Values of equal rows are summed first (in float32 for the 16-bit types); each row is then updated once. A row whose summed gradient
-// is exactly zero is not touched, which is what makes the zero rows that stand behind a class's first row in our gradients free. A NaN
-// is not zero. State lies beside the table: [N, D] or [N] in opmath dtype (float32 for 16-bit parameters), counters int32 [N], decay
-// marks float64 [N]. Time and memory of a step are those of R rows, never of N. Results do not depend on the number of threads.
+// Values of equal rows are summed first (in float32 for the 16-bit types); each row is then updated once. A row whose summed
+// gradient is exactly zero is not touched, which is what makes the zero rows that stand behind a class's first row in our gradients
+// free. A NaN is not zero. State lies beside the table: [N, D] or [N] in opmath dtype (float32 for 16-bit parameters), counters
+// int32 [N], decay marks float64 [N]. Time and memory of a step are those of R rows, never of N. Results do not depend on the
+// number of threads.
 //
 // Weight decay that a row owes. `decay` is the running sum of log(1 - lr weight_decay) over all steps of the parameter, this one
 // included, and last_decay[row] the sum up to which the row has been decayed: a touched row is first multiplied by
@@ -31,8 +32,8 @@ void check_row_state(const char* op, const char* arg, const at::Tensor& state, c
                      at::ScalarType dtype);
 void check_last_decay(const char* op, const std::optional<at::Tensor>& last_decay, const at::Tensor& param);
 
-/// The ADInplaceOrView kernel of the ops that change tensors and return nothing: raises the version of each tensor that the schema says
-/// is written, so that autograd notices a backward pass through a value that a step has overwritten.
+/// The ADInplaceOrView kernel of the ops that change tensors and return nothing: raises the version of each tensor that the schema
+/// says is written, so that autograd notices a backward pass through a value that a step has overwritten.
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 inline bool given(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }

@@ -54,8 +54,8 @@ inline int64_t rows_per_task(int64_t width) {
   return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, width));
 }
 
-/// Calls update(row, sum) for each distinct row whose summed gradient is not all zero; `sum` [width] may be overwritten. prefetch(row)
-/// is called for each row some updates earlier. `values` [R, ...] contiguous.
+/// Calls update(row, sum) for each distinct row whose summed gradient is not all zero; `sum` [width] may be overwritten.
+/// prefetch(row) is called for each row some updates earlier. `values` [R, ...] contiguous.
 template <typename T, typename Prefetch, typename Update>
 void update_rows(const at::Tensor& rows, const at::Tensor& values, const Prefetch& prefetch, const Update& update) {
   // Enough rows under way to hide memory latency; few enough that they are still in the second-level cache when their turn comes.

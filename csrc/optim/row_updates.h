@@ -38,8 +38,8 @@ struct AdamStep {
   M eps;
 };
 
-/// The loops over one row of `width` elements that the row-wise optimizers are made of. Each reads a row of the parameter and of its
-/// state once and writes it once.
+/// The loops over one row of `width` elements that the row-wise optimizers are made of. Each reads a row of the parameter and of
+/// its state once and writes it once.
 template <typename T>
 struct RowUpdates {
   using M = opmath<T>;

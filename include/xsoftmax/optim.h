@@ -11,12 +11,12 @@
 #include <utility>
 #include <vector>
 
-/// Optimizers for tables with row-sparse gradients: a step costs the rows that have a gradient, never all N rows. They are used like
-/// torch::optim's, take dense gradients as well, and are saved and loaded by torch::save and torch::load.
+/// Optimizers for tables with row-sparse gradients: a step costs the rows that have a gradient, never all N rows. They are used
+/// like torch::optim's, take dense gradients as well, and are saved and loaded by torch::save and torch::load.
 ///
 /// Sparse gradients are COO in dimension 0 alone, with rows in any order; values of equal rows are summed, and a row whose sum is
-/// exactly zero is not touched. The first gradient of a parameter decides what state it keeps: for rows, or as torch::optim's for dense
-/// gradients. Parameters are float32, float64, bfloat16 or float16; state of 16-bit tables is float32.
+/// exactly zero is not touched. The first gradient of a parameter decides what state it keeps: for rows, or as torch::optim's for
+/// dense gradients. Parameters are float32, float64, bfloat16 or float16; state of 16-bit tables is float32.
 ///
 /// Errors: ValueError for options out of range and for gradients that do not fit their parameter, IndexError for rows out of range,
 /// Error for gradients that are sparse in another way.
@@ -95,8 +95,8 @@ class RowOptimizer : public torch::optim::Optimizer {
   using Optimizer::Optimizer;
 
   torch::Tensor step(LossClosure closure = nullptr) override;
-  /// Brings every row of every table up to date: applies what rows without a gradient still owe. O(N): for the places where the whole
-  /// table is read, before evaluating or saving weights.
+  /// Brings every row of every table up to date: applies what rows without a gradient still owe. O(N): for the places where the
+  /// whole table is read, before evaluating or saving weights.
   void flush();
 
  protected:
@@ -165,9 +165,9 @@ class RowAdam : public RowOptimizer {
 
 namespace xsoftmax {
 
-/// torch::nn::utils::clip_grad_norm_ for dense and row-sparse gradients together: scales them in place so that their norm is at most
-/// max_norm, and returns the norm before. That of a sparse gradient is the norm of its sums over equal rows; nothing dense is built.
-/// norm_type > 0, infinity included. Throws on a norm that is not finite if `error_if_nonfinite`.
+/// torch::nn::utils::clip_grad_norm_ for dense and row-sparse gradients together: scales them in place so that their norm is at
+/// most max_norm, and returns the norm before. That of a sparse gradient is the norm of its sums over equal rows; nothing dense is
+/// built. norm_type > 0, infinity included. Throws on a norm that is not finite if `error_if_nonfinite`.
 double clip_grad_norm_(const std::vector<torch::Tensor>& parameters, double max_norm, double norm_type = 2.0,
                        bool error_if_nonfinite = false);
 

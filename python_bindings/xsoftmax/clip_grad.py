@@ -43,7 +43,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
         parameters: a tensor or an iterable of tensors; those without a gradient are passed over
         max_norm: largest norm
         norm_type: p of the p-norm, above 0; float("inf") or "inf" for the largest element
-        error_if_nonfinite: raise if the norm is infinite or NaN. Otherwise the gradients are scaled by what comes out, as torch does
+        error_if_nonfinite: raise if the norm is infinite or NaN. Otherwise it scales the gradients all the same
 
     Returns:
         The norm before clipping, a tensor of one element: float32 where 16-bit sparse gradients take part.

@@ -83,7 +83,8 @@ TEST(Optimizers, DenseGradientsEqualTorch) {
         optim::RowSGD({parameter(table)}, optim::RowSGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)),
         torch::optim::SGD({parameter(table)}, torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)));
     expect_dense_equal(optim::RowAdagrad({parameter(table)}, optim::RowAdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)),
-                       torch::optim::Adagrad({parameter(table)}, torch::optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)));
+                       torch::optim::Adagrad({parameter(table)},
+                                            torch::optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)));
     expect_dense_equal(optim::RowAdam({parameter(table)}, optim::RowAdamOptions(0.1).weight_decay(0.1)),
                        torch::optim::AdamW({parameter(table)}, torch::optim::AdamWOptions(0.1).weight_decay(0.1)));
   }

@@ -37,7 +37,7 @@ def sparse(rows, values, num_rows):
 
 
 def random_grad(num_rows, width, count=23, dtype=torch.float32, kind="duplicates"):
-    """(rows, values) as three sources make them: real duplicates in any order; sorted rows with zeros behind the first of each; unique."""
+    """(rows, values) as three sources make them: duplicates in any order; sorted, zeros behind the first of each; unique."""
     values = torch.randn(count, *([width] if width else [])).to(dtype)
     if kind == "unique":
         return torch.randperm(num_rows)[:count], values[:num_rows]
@@ -60,8 +60,9 @@ def sgd_call(momentum, decay, nesterov):
             state["last_step"] = torch.randint(0, 9, (n,), generator=generator, dtype=torch.int32)
         if decay:
             state["last_decay"] = -torch.rand(n, generator=generator, dtype=torch.float64)
-        ops.row_sgd_(param, rows, values, state.get("momentum_buffer"), state.get("last_step"), state.get("last_decay"), step=9, lr=0.1,
-                     momentum=momentum, dampening=0.0 if nesterov else 0.2, nesterov=nesterov, maximize=not nesterov, decay=-1.5)
+        ops.row_sgd_(param, rows, values, state.get("momentum_buffer"), state.get("last_step"), state.get("last_decay"), step=9,
+                     lr=0.1, momentum=momentum, dampening=0.0 if nesterov else 0.2, nesterov=nesterov, maximize=not nesterov,
+                     decay=-1.5)
         return [param, *state.values()]
     return call
 
@@ -121,8 +122,8 @@ def test_kernels_of_other_instruction_sets(isa):
     if levels.index(isa) >= levels.index(ops.cpu_capability()):
         pytest.skip("is what this process runs, or more than the CPU has")
     result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
-                             "(test_kernel_against_reference or test_row_norm) and duplicates"], env={**os.environ, "XSOFTMAX_CPU": isa},
-                            capture_output=True, text=True)
+                             "(test_kernel_against_reference or test_row_norm) and duplicates"],
+                            env={**os.environ, "XSOFTMAX_CPU": isa}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
 
 
@@ -171,7 +172,8 @@ def test_opcheck(name):
         buffer = (state["first"], state["counts"]) if "sgd" not in name else (None, None)
         args = (param, rows, values, *buffer, state["marks"] if "decay" in name else None)
         torch.library.opcheck(ops.row_sgd_.default, args, dict(step=3, lr=0.1, momentum=0.9, decay=-0.1))
-        torch.library.opcheck(ops.row_sgd_flush_.default, (param, state["first"], state["counts"]), dict(step=4, lr=0.1, momentum=0.9))
+        args = (param, state["first"], state["counts"])
+        torch.library.opcheck(ops.row_sgd_flush_.default, args, dict(step=4, lr=0.1, momentum=0.9))
 
 
 def test_steps_raise_the_version():
@@ -209,8 +211,9 @@ def run_both(ours, theirs, steps, *, every_row=False, kind="duplicates", between
 
 @pytest.mark.parametrize("width", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("options", [dict(), dict(momentum=0.9), dict(momentum=0.9, dampening=0.3), dict(momentum=0.9, nesterov=True),
-                                     dict(momentum=1.0), dict(momentum=0.7, maximize=True), dict(maximize=True)], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(momentum=0.9), dict(momentum=0.9, dampening=0.3),
+                                     dict(momentum=0.9, nesterov=True), dict(momentum=1.0),
+                                     dict(momentum=0.7, maximize=True), dict(maximize=True)], ids=str)
 def test_sgd_equals_dense_sgd(options, dtype, width):
     mine, other = pair(width=width, dtype=dtype)
     ours, theirs = RowSGD([mine], lr=0.05, **options), torch.optim.SGD([other], lr=0.05, **options)
@@ -256,8 +259,8 @@ def test_adagrad_equals_dense_adagrad(options, width):
 
 def test_adagrad_weight_decay_on_touched_rows():
     mine, other = pair()
-    got, expected = run_both(RowAdagrad([mine], lr=0.1, weight_decay=0.3), torch.optim.Adagrad([other], lr=0.1, weight_decay=0.3), 20,
-                             every_row=True)
+    theirs = torch.optim.Adagrad([other], lr=0.1, weight_decay=0.3)
+    got, expected = run_both(RowAdagrad([mine], lr=0.1, weight_decay=0.3), theirs, 20, every_row=True)
     torch.testing.assert_close(got, expected, **TOLERANCE[torch.float32])
     before = got.clone()
     mine.grad = sparse(torch.tensor([2]), torch.ones(1, 5), 12)
@@ -349,7 +352,8 @@ def test_empty_and_zero_gradients_touch_nothing(make):
     make([empty]).step()
 
 
-@pytest.mark.parametrize("make", [RowSGD, lambda p: RowSGD(p, momentum=0.9), RowAdagrad, lambda p: RowAdagrad(p, row_wise=True), RowAdam])
+@pytest.mark.parametrize("make", [RowSGD, lambda p: RowSGD(p, momentum=0.9), RowAdagrad, lambda p: RowAdagrad(p, row_wise=True),
+                                  RowAdam])
 @pytest.mark.parametrize("impl", ["kernel", "reference"])
 def test_nan_gradients_propagate(make, impl):
     ops.set_impl(impl)
@@ -359,8 +363,10 @@ def test_nan_gradients_propagate(make, impl):
     assert torch.equal(mine.detach().isnan().any(1).nonzero().flatten(), torch.tensor([2]))
 
 
-OPTIMIZERS = {"sgd": lambda p: RowSGD(p, lr=0.1, momentum=0.9, weight_decay=0.01), "adagrad": lambda p: RowAdagrad(p, lr=0.1, lr_decay=0.1),
-              "adagrad-row": lambda p: RowAdagrad(p, lr=0.1, row_wise=True), "adam": lambda p: RowAdam(p, lr=0.1, weight_decay=0.01)}
+OPTIMIZERS = {"sgd": lambda p: RowSGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+              "adagrad": lambda p: RowAdagrad(p, lr=0.1, lr_decay=0.1),
+              "adagrad-row": lambda p: RowAdagrad(p, lr=0.1, row_wise=True),
+              "adam": lambda p: RowAdam(p, lr=0.1, weight_decay=0.01)}
 
 
 class TiedModel(torch.nn.Module):
@@ -398,7 +404,7 @@ def train(model, optimizer, steps, seed=0, clip=None, scheduler=None):
 @pytest.mark.parametrize("make", [(lambda p: RowSGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
                                   (lambda p: RowAdagrad(p, lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1))])
 def test_tied_embedding_trains_as_dense(make, clip):
-    """Both sides of a tied table, and dense parameters beside it: these two have no lazy part, so training must agree throughout."""
+    """Both sides of a tied table, dense parameters beside it. These two have no lazy part, so training must agree throughout."""
     model = TiedModel()
     dense = TiedModel(sparse_grad=False)
     dense.load_state_dict(model.state_dict())
@@ -629,7 +635,8 @@ def test_grad_scaler_unscales_sparse_gradients(scale):
 
 @pytest.mark.parametrize("make, options, message", [
     (RowSGD, dict(lr=-1.0), "lr of at least 0, got -1.0"), (RowSGD, dict(momentum=-0.1), "momentum of at least 0, got -0.1"),
-    (RowSGD, dict(weight_decay=-1), "weight_decay of at least 0, got -1"), (RowSGD, dict(nesterov=True), "momentum and no dampening"),
+    (RowSGD, dict(weight_decay=-1), "weight_decay of at least 0, got -1"),
+    (RowSGD, dict(nesterov=True), "momentum and no dampening"),
     (RowSGD, dict(nesterov=True, momentum=0.9, dampening=0.1), "momentum and no dampening"),
     (RowSGD, dict(lr=float("nan")), "lr of at least 0, got nan"),
     (RowAdagrad, dict(lr_decay=-1), "lr_decay"), (RowAdagrad, dict(eps=-1), "eps"),
@@ -744,7 +751,8 @@ def mixed_gradients():
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf"), "inf"])
 @pytest.mark.parametrize("max_norm", [0.5, 1e4])
-@pytest.mark.parametrize("which", [slice(None), slice(3), slice(0, 1), slice(3, None)], ids=["mixed", "sparse", "one table", "dense"])
+@pytest.mark.parametrize("which", [slice(None), slice(3), slice(0, 1), slice(3, None)],
+                         ids=["mixed", "sparse", "one table", "dense"])
 def test_clip_equals_torch_on_dense(which, max_norm, norm_type):
     params, twins = (list(p)[which] for p in mixed_gradients())
     memory = [p.grad._values().data_ptr() for p in params if p.grad is not None and p.grad.is_sparse]

@@ -1,4 +1,4 @@
-"""What the row-wise optimizers share: finding the rows of a gradient, two kinds of state, and checkpoints that resume bit for bit."""
+"""What the row-wise optimizers share: the rows of a gradient, two kinds of state, and checkpoints that resume bit for bit."""
 
 from itertools import groupby
 
@@ -13,7 +13,8 @@ def sparse_rows(who, param, grad):
         layout = f"{grad.sparse_dim()} sparse dimensions" if grad.layout == torch.sparse_coo else f"layout {grad.layout}"
         raise RuntimeError(f"{who}: expected a gradient that is dense, or sparse COO in dimension 0 alone, got {layout}")
     if param.dim() > 2:
-        raise RuntimeError(f"{who}: expected a parameter with 1 or 2 dimensions for a sparse gradient, got shape {tuple(param.shape)}")
+        raise RuntimeError(f"{who}: expected a parameter with 1 or 2 dimensions for a sparse gradient, got shape "
+                           f"{tuple(param.shape)}")
     return grad._indices()[0], grad._values()
 
 
@@ -55,7 +56,8 @@ class RowOptimizer(torch.optim.Optimizer):
             self._check(group)
             for param in group["params"]:
                 if param.dtype not in _DTYPES:
-                    raise TypeError(f"{self._name}: expected parameters of dtype float32, float64, bfloat16 or float16, got {param.dtype}")
+                    raise TypeError(f"{self._name}: expected parameters of dtype float32, float64, bfloat16 or float16, got "
+                                    f"{param.dtype}")
         except Exception:
             self.param_groups.pop()
             raise
@@ -121,9 +123,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _can_fuse(param, grad):
-        """Fused kernels walk the memory of their tensors. Those for 16-bit types on CPU are wrong in torch 2.13 (SGD past 15 elements)."""
+        # In torch 2.13 the fused CPU kernel of SGD is wrong for 16-bit parameters of 16 elements and more.
         if param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16):
             return False
+        # Fused kernels walk the memory of their tensors.
         return param.device.type in ("cpu", "cuda") and param.is_contiguous() and grad.is_contiguous()
 
     @torch.no_grad()
@@ -144,8 +147,8 @@ class RowOptimizer(torch.optim.Optimizer):
             torch.ops.xsoftmax.row_decay_(param, state["last_decay"], state["decay"])
 
     def load_state_dict(self, state_dict):
-        """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of 16-bit
-        parameters stays float32."""
+        """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
+        16-bit parameters stays float32."""
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
         reveal = self.register_load_state_dict_post_hook(_reveal_tensors, prepend=True)
         try:

@@ -13,9 +13,9 @@ class RowAdagrad(RowOptimizer):
         sum   = sum + grad ** 2                           # row_wise: one number a row, sum + (grad ** 2).mean()
         param = param - lr / (1 + (t - 1) * lr_decay) * grad / (sum.sqrt() + eps)
 
-    Without weight decay a row without a gradient stays where it is under Adagrad, so this equals the dense optimizer. With it, decay
-    acts only in the steps in which a row has a gradient. Nothing is owed: :meth:`flush` does nothing. Parameters with dense gradients are
-    updated as by ``torch.optim.Adagrad``.
+    Without weight decay a row without a gradient stays where it is under Adagrad, so this equals the dense optimizer. With it,
+    decay acts only in the steps in which a row has a gradient. Nothing is owed: :meth:`flush` does nothing. Parameters with dense
+    gradients are updated as by ``torch.optim.Adagrad``.
 
     Args:
         params: parameters, or dicts of parameter groups
@@ -36,7 +36,8 @@ class RowAdagrad(RowOptimizer):
         RuntimeError: a gradient that is sparse in another way than in its rows
     """
 
-    def __init__(self, params, lr=1e-2, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, *, row_wise=False):
+    def __init__(self, params, lr=1e-2, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, *,
+                 row_wise=False):
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
                                       initial_accumulator_value=initial_accumulator_value, eps=eps, row_wise=row_wise))
 
@@ -50,9 +51,11 @@ class RowAdagrad(RowOptimizer):
         state["step"] = state.get("step", 0) + 1
         if "sum" not in state:
             shape = param.shape[:1] if group["row_wise"] else param.shape
-            state["sum"] = torch.full(shape, float(group["initial_accumulator_value"]), dtype=self._opmath(param), device=param.device)
+            start = float(group["initial_accumulator_value"])
+            state["sum"] = torch.full(shape, start, dtype=self._opmath(param), device=param.device)
         lr = float(group["lr"]) / (1 + (state["step"] - 1) * group["lr_decay"])
-        torch.ops.xsoftmax.row_adagrad_(param, rows, values, state["sum"], lr=lr, weight_decay=group["weight_decay"], eps=group["eps"])
+        torch.ops.xsoftmax.row_adagrad_(param, rows, values, state["sum"], lr=lr, weight_decay=group["weight_decay"],
+                                        eps=group["eps"])
 
     def _step_dense(self, group, params, grads, fused):
         steps, sums = dense_steps(self, params, "sum", fill=group["initial_accumulator_value"])

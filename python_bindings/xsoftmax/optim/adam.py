@@ -14,12 +14,12 @@ class RowAdam(RowOptimizer):
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad ** 2
         param      = param - lr / (1 - beta1 ** t) * exp_avg / ((exp_avg_sq / (1 - beta2 ** t)).sqrt() + eps)
 
-    A row with a gradient at every step goes the way of ``torch.optim.AdamW``. ``torch.optim.SparseAdam`` leaves the moments of other
-    rows alone as well, but corrects their bias by the steps of the table, so that the first updates of a rare row are too long by a
-    factor of up to (1 - beta1) / sqrt(1 - beta2), 3.2 for the default betas.
+    A row with a gradient at every step goes the way of ``torch.optim.AdamW``. ``torch.optim.SparseAdam`` leaves the moments of
+    other rows alone as well, but corrects their bias by the steps of the table, so that the first updates of a rare row are too
+    long by a factor of up to (1 - beta1) / sqrt(1 - beta2), 3.2 for the default betas.
 
-    Weight decay in the steps that a row sits out is owed, exactly under any schedule of lr and weight_decay, and applied when the row
-    next has a gradient or by :meth:`flush`. Parameters with dense gradients are updated as by ``torch.optim.AdamW``.
+    Weight decay in the steps that a row sits out is owed, exactly under any schedule of lr and weight_decay, and applied when the
+    row next has a gradient or by :meth:`flush`. Parameters with dense gradients are updated as by ``torch.optim.AdamW``.
 
     Args:
         params: parameters, or dicts of parameter groups
@@ -28,8 +28,8 @@ class RowAdam(RowOptimizer):
         eps: added to the root
         weight_decay: decoupled; 0 by default, as in ``torch.optim.Adam``. lr * weight_decay must be below 1
 
-    State of a table: ``exp_avg`` and ``exp_avg_sq`` [N, D] in float32 (float64 for float64), ``row_step`` int32 [N], and with weight
-    decay ``last_decay`` float64 [N].
+    State of a table: ``exp_avg`` and ``exp_avg_sq`` [N, D] in float32 (float64 for float64), ``row_step`` int32 [N], and with
+    weight decay ``last_decay`` float64 [N].
 
     Raises:
         ValueError: an option out of range, or a gradient that does not fit its parameter

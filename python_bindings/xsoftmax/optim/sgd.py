@@ -13,13 +13,13 @@ class RowSGD(RowOptimizer):
         buffer = momentum * buffer + (1 - dampening) * grad         # the first step of a parameter: buffer = grad
         param  = param - lr * (grad + momentum * buffer if nesterov else buffer)
 
-    Rows without a gradient go on moving by their momentum and decaying. That is owed, and applied when the row next has a gradient or by
-    :meth:`flush`, after which every row is where dense ``torch.optim.SGD`` would have it to rounding, provided that gradients did not
-    depend on parameters and lr was constant: momentum is made up with the lr of the day (call :meth:`flush` before large changes of
-    lr), weight decay with the lr of each step that passed.
+    Rows without a gradient go on moving by their momentum and decaying. That is owed, and applied when the row next has a gradient
+    or by :meth:`flush`, after which every row is where dense ``torch.optim.SGD`` would have it to rounding, provided that gradients
+    did not depend on parameters and lr was constant: momentum is made up with the lr of the day (call :meth:`flush` before large
+    changes of lr), weight decay with the lr of each step that passed.
 
-    Differs from ``torch.optim.SGD`` in weight decay, which is decoupled (a factor on the parameter, outside the momentum buffer), not
-    a term of the gradient. Parameters with dense gradients are updated as by ``torch.optim.SGD``, its weight decay included.
+    Differs from ``torch.optim.SGD`` in weight decay, which is decoupled (a factor on the parameter, outside the momentum buffer),
+    not a term of the gradient. Parameters with dense gradients are updated as by ``torch.optim.SGD``, its weight decay included.
 
     Args:
         params: parameters, or dicts of parameter groups
