@@ -8,6 +8,8 @@ set(XSOFTMAX_SOURCES
   csrc/losses/class_blocks.cpp
   csrc/losses/linear_cross_entropy.cpp
   csrc/losses/linear_cross_entropy_cpu.cpp
+  csrc/losses/linear_topk.cpp
+  csrc/losses/linear_topk_cpu.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp
