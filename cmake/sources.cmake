@@ -13,6 +13,8 @@ set(XSOFTMAX_SOURCES
   csrc/losses/estimators.cpp
   csrc/losses/linear_cross_entropy.cpp
   csrc/losses/linear_cross_entropy_cpu.cpp
+  csrc/losses/linear_topk.cpp
+  csrc/losses/linear_topk_cpu.cpp
   csrc/losses/modules.cpp
   csrc/losses/sampled_softmax_loss.cpp
   csrc/optim/clip_grad.cpp

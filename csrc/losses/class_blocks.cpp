@@ -10,12 +10,12 @@
 namespace xsoftmax {
 namespace {
 
-constexpr int64_t kStep = 64;            // block widths are multiples of this
+constexpr int64_t kStep = 64; // block widths are multiples of this
 constexpr int64_t kMaxWidth = 8192;
-constexpr int64_t kThreadBytes = 1 << 20; // logits and rows of a block of one thread: half of a usual L2 cache
+constexpr int64_t kThreadBytes = 2 << 20;  // logits and rows of a block of one thread: about its L2 cache
 constexpr int64_t kSharedBytes = 16 << 20; // the same where all threads share a block
 constexpr int64_t kGroupsBytes = 16 << 20; // what all groups may hold together
-constexpr int64_t kMinGroups = 8;        // fewer would leave threads without work
+constexpr int64_t kMinGroups = 8;          // fewer would leave threads without work
 constexpr int64_t kMaxGroups = 64;
 
 } // namespace

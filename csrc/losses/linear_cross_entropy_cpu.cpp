@@ -13,6 +13,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -25,6 +26,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kQueriesPerTask = 16;
+constexpr int64_t kTermsOfProduct = 384;
 
 // The weights of the terms of the loss of a query,
 //     loss_q = own (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
@@ -244,16 +246,25 @@ class BackwardPass {
     });
   }
 
-  void add_input_gradient(Tensor part, const Tensor& slope, const Tensor& rows, bool first) const {
+  // MKL orders a sum of more than 384 terms by the number of threads; of a group's sums that must not be seen.
+  void add_input_gradient(const Tensor& part, const Tensor& slope, const Tensor& rows, bool first) const {
     if (!part.defined()) {
       return;
     }
-    if (part.scalar_type() != slope.scalar_type()) {
-      first ? part.copy_(at::mm(slope, rows)) : part.add_(at::mm(slope, rows));
+    const int64_t size = slope.size(1), step = plan_.groups > 1 ? kTermsOfProduct : size;
+    for (int64_t begin = 0; begin < size; begin += step) {
+      const int64_t terms = std::min(step, size - begin);
+      add_product(part, slope.narrow(1, begin, terms), rows.narrow(0, begin, terms), first && begin == 0);
+    }
+  }
+
+  static void add_product(Tensor sum, const Tensor& left, const Tensor& right, bool first) {
+    if (sum.scalar_type() != left.scalar_type()) {
+      first ? sum.copy_(at::mm(left, right)) : sum.add_(at::mm(left, right));
     } else if (first) {
-      at::mm_out(part, slope, rows);
+      at::mm_out(sum, left, right);
     } else {
-      at::addmm_out(part, part, slope, rows);
+      at::addmm_out(sum, sum, left, right);
     }
   }
 

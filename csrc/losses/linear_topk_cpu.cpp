@@ -1,0 +1,165 @@
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "losses/class_blocks.h"
+#include "losses/linear_topk.h"
+#include "losses/softmax_rows.h"
+#include "scores/row_kernels.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kQueriesPerTask = 16;
+
+template <typename A>
+struct Scored {
+  A logit;
+  int64_t id;
+
+  // By falling logit, then rising class. As the order of a heap, its front is the worst.
+  friend bool operator<(const Scored& a, const Scored& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+};
+
+// What a group of blocks has seen of each query.
+template <typename A>
+struct GroupBest {
+  std::vector<A> max, sum;
+  std::vector<Scored<A>> heaps; // [Q, k]: a heap of the best count[q] classes of each query
+  std::vector<int64_t> count;
+
+  GroupBest(int64_t queries, int64_t k)
+      : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), heaps(queries * k), count(queries, 0) {}
+};
+
+// T: of the products.
+template <typename T>
+class TopKPass {
+  using A = opmath<T>;
+
+ public:
+  TopKPass(const LinearOperands& operands, const BlockPlan& plan, int64_t k)
+      : operands_(operands), plan_(plan), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
+        queries_(operands.input.size(0)), k_(k), groups_(plan.groups, GroupBest<A>(queries_, k)) {}
+
+  void run(A* values, int64_t* indices) {
+    for_each_group(plan_, [&](int64_t first, int64_t last) {
+      BlockScratch scratch(operands_, plan_);
+      for (int64_t g = first; g < last; ++g) {
+        for (int64_t i = g; i < plan_.count(); i += plan_.groups) {
+          const ClassBlock block = plan_.block(i);
+          Tensor logits = scratch.logits_buffer(block);
+          at::mm_out(logits, operands_.input, scratch.rows(block).t());
+          visit_block(groups_[g], const_data<T>(logits), block);
+        }
+      }
+    });
+    at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
+      std::vector<Scored<A>> best;
+      for (int64_t q = first; q < last; ++q) {
+        write_query(q, best, values + q * k_, indices + q * k_);
+      }
+    });
+  }
+
+ private:
+  void visit_block(GroupBest<A>& group, const T* logits, const ClassBlock& block) const {
+    const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
+    at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
+      for (int64_t q = first; q < last; ++q) {
+        const T* row = logits + q * block.size;
+        const A top = softmax_rows().of(row).fold(&group.max[q], &group.sum[q], row, bias, block.size);
+        visit_row(&group.heaps[q * k_], group.count[q], row, bias, block, top);
+      }
+    });
+  }
+
+  void visit_row(Scored<A>* heap, int64_t& count, const T* row, const A* bias, const ClassBlock& block, A top) const {
+    const auto scored = [&](int64_t j) {
+      A logit;
+      row_kernels().of(row).widen_row(&logit, row + j, 1);
+      return Scored<A>{bias == nullptr ? logit : logit + bias[j], block.begin + j};
+    };
+    int64_t j = 0;
+    for (; j < block.size && count < k_; ++j) {
+      heap[count++] = scored(j);
+      std::push_heap(heap, heap + count);
+    }
+    // Classes come in rising order, so one that equals the worst of the best has a higher id and stays out.
+    if (!(top > heap[0].logit)) {
+      return;
+    }
+    while ((j = softmax_rows().of(row).find_above(row, bias, j, block.size, heap[0].logit)) < block.size) {
+      std::pop_heap(heap, heap + k_);
+      heap[k_ - 1] = scored(j++);
+      std::push_heap(heap, heap + k_);
+    }
+  }
+
+  void write_query(int64_t q, std::vector<Scored<A>>& best, A* values, int64_t* indices) const {
+    A max = -std::numeric_limits<A>::infinity(), sum = 0;
+    best.clear();
+    for (const GroupBest<A>& group : groups_) {
+      max = group.max[q] > max ? group.max[q] : max;
+      best.insert(best.end(), group.heaps.begin() + q * k_, group.heaps.begin() + q * k_ + group.count[q]);
+    }
+    for (const GroupBest<A>& group : groups_) {
+      sum += group.sum[q] * std::exp(group.max[q] - max);
+    }
+    const A log_sum = std::log(sum);
+    if (std::isnan(max + log_sum)) {
+      for (int64_t i = 0; i < k_; ++i) {
+        values[i] = std::numeric_limits<A>::quiet_NaN();
+        indices[i] = i;
+      }
+      return;
+    }
+    std::partial_sort(best.begin(), best.begin() + k_, best.end());
+    for (int64_t i = 0; i < k_; ++i) {
+      values[i] = (best[i].logit - max) - log_sum;
+      indices[i] = best[i].id;
+    }
+  }
+
+  const LinearOperands& operands_;
+  const BlockPlan plan_;
+  const A* const bias_;
+  const int64_t queries_, k_;
+  std::vector<GroupBest<A>> groups_;
+};
+
+TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
+  check_linear_topk(input, weight, bias, k);
+  if (use_reference()) {
+    return linear_topk_reference(input, weight, bias, k);
+  }
+  const int64_t queries = input.size(0), count = k.expect_int();
+  const Tensor values = at::empty({queries, count}, input.options().dtype(opmath_dtype(input.scalar_type())));
+  const Tensor indices = at::empty({queries, count}, input.options().dtype(at::kLong));
+  if (values.numel() == 0) {
+    return {values, indices};
+  }
+  const LinearOperands operands(input, weight, bias);
+  const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0, queries * (count * 16 + 24));
+  dispatch_floating(operands.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    TopKPass<T>(operands, plan, count).run(data<opmath<T>>(values), indices.mutable_data_ptr<int64_t>());
+  });
+  return {values, indices};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("linear_topk", linear_topk_cpu); }
+
+} // namespace xsoftmax
