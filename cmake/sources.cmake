@@ -54,4 +54,6 @@ set(XSOFTMAX_SIMD_SOURCES
 
 # Built with XSOFTMAX_CUDA=ON.
 set(XSOFTMAX_CUDA_SOURCES
+  csrc/scores/candidate_scores_cuda.cu
+  csrc/scores/gather_dot_cuda.cu
 )
