@@ -56,4 +56,5 @@ set(XSOFTMAX_SIMD_SOURCES
 set(XSOFTMAX_CUDA_SOURCES
   csrc/scores/candidate_scores_cuda.cu
   csrc/scores/gather_dot_cuda.cu
+  csrc/scores/ragged_scores_cuda.cu
 )

@@ -2,6 +2,7 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "scores/candidate_scores.h"
+#include "scores/gather_dot.h"
 #include "scores/gather_dot_cuda.h"
 
 #include <ATen/ops/empty.h>
