@@ -23,7 +23,8 @@ class BuildNative(build_py):
             raise SystemExit("xsoftmax builds against the torch of this environment, and none is installed: "
                              "pip install torch, then pip install --no-build-isolation .") from error
         # A build folder inside the checkout: a second build compiles only what changed.
-        build = ROOT / "build" / f"python-{sys.version_info.major}.{sys.version_info.minor}-torch-{torch.__version__}"
+        default = ROOT / "build" / f"python-{sys.version_info.major}.{sys.version_info.minor}-torch-{torch.__version__}"
+        build = Path(os.environ.get("XSOFTMAX_BUILD_DIR") or default)
         prefix = Path(self.build_lib).resolve() / "xsoftmax"
         subprocess.check_call([
             "cmake", "-S", ROOT, "-B", build, "-G", "Ninja",

@@ -56,4 +56,11 @@ set(XSOFTMAX_SIMD_SOURCES
 
 # Built with XSOFTMAX_CUDA=ON.
 set(XSOFTMAX_CUDA_SOURCES
+  csrc/samplers/alias_sample_cuda.cu
+  csrc/samplers/log_uniform_sample_cuda.cu
+  csrc/samplers/systematic_sample_cuda.cu
+  csrc/samplers/uniform_sample_cuda.cu
+  csrc/scores/candidate_scores_cuda.cu
+  csrc/scores/gather_dot_cuda.cu
+  csrc/scores/ragged_scores_cuda.cu
 )

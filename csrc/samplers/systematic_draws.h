@@ -40,6 +40,56 @@ struct SystematicPlan {
   double mass[kMaxSystematicBuckets];          ///< weight of the slots first .. last - 1
 };
 
+/// The weight of all sorted positions from `position` on: a slot of each bucket.
+XS_HOST_DEVICE inline double systematic_tail(const SystematicTables& tables, int64_t position) {
+  double tail = 0;
+  for (int64_t b = 0; b < tables.buckets; ++b) {
+    const int64_t held = tables.held(b, position);
+    tail += held < tables.held(b, tables.classes) ? tables.cumulative[tables.begin(b) + held] : 0.0;
+  }
+  return tail;
+}
+
+/// The first of [0, end) for which `holds` turns true (it then stays so), or end.
+template <typename Predicate>
+XS_HOST_DEVICE int64_t first_where(int64_t end, Predicate holds) {
+  int64_t first = 0;
+  while (first < end) {
+    const int64_t middle = first + (end - first) / 2;
+    if (holds(middle)) {
+      end = middle;
+    } else {
+      first = middle + 1;
+    }
+  }
+  return first;
+}
+
+/// The plan for `num_samples` (at most the number of classes). checks.id(id, classes) sees every class id before it is used,
+/// checks.samples(num_samples, support) whether so many classes can be drawn; each device has its own way to complain.
+template <typename Checks>
+XS_HOST_DEVICE SystematicPlan make_systematic_plan(const SystematicTables& tables, int64_t num_samples, const Checks& checks) {
+  const auto weight_at = [&](int64_t position) {
+    const int64_t id = tables.order[tables.slot(position)];
+    checks.id(id, tables.classes);
+    return tables.probability[id];
+  };
+  SystematicPlan plan;
+  plan.samples = num_samples;
+  plan.support = first_where(tables.classes, [&](int64_t p) { return !(weight_at(p) > 0); });
+  checks.samples(num_samples, plan.support);
+  plan.certain =
+      first_where(num_samples, [&](int64_t t) { return double(num_samples - t) * weight_at(t) <= systematic_tail(tables, t); });
+  plan.tail = systematic_tail(tables, plan.certain);
+  for (int64_t b = 0; b < tables.buckets; ++b) {
+    const int64_t begin = tables.begin(b), first = begin + tables.held(b, plan.certain);
+    plan.last[b] = begin + tables.held(b, plan.support);
+    plan.first[b] = first < plan.last[b] ? first : plan.last[b];
+    plan.mass[b] = plan.first[b] < plan.last[b] ? tables.cumulative[plan.first[b]] : 0.0;
+  }
+  return plan;
+}
+
 /// Binary searches side by side. One search waits for memory at nearly every step; these wait together.
 struct SlotSearches {
   static constexpr int kLanes = 16;
@@ -90,32 +140,47 @@ class SystematicLayout {
     offset_ = unit_double(philox(seed, query, 0).low());
   }
 
-  /// ids [samples - certain]: the classes under the points.
+  XS_HOST_DEVICE int64_t points() const { return plan_.samples - plan_.certain; }
+
+  /// ids [points()]: the classes under the points. The same in three steps, of which the first and the last may be shared out by points.
   XS_HOST_DEVICE void pick(int64_t* ids) const {
-    const int64_t points = plan_.samples - plan_.certain;
+    rank(ids, 0, points());
+    settle(ids);
+    name(ids, 0, points());
+  }
+
+  /// ids[k], first <= k < last: the rank of the class under point k.
+  XS_HOST_DEVICE void rank(int64_t* ids, int64_t first, int64_t last) const {
     int64_t at = 0;
-    for (int64_t k = 0; k < points; k += SlotSearches::kLanes) {
-      const int lanes = int(points - k < SlotSearches::kLanes ? points - k : SlotSearches::kLanes);
+    for (int64_t k = first; k < last; k += SlotSearches::kLanes) {
+      const int lanes = int(last - k < SlotSearches::kLanes ? last - k : SlotSearches::kLanes);
       SlotSearches searches;
       for (int i = 0; i < lanes; ++i) {
-        at = aim(searches, i, (offset_ + double(k + i)) / double(points), at);
+        at = aim(searches, i, (offset_ + double(k + i)) / double(points()), at);
       }
       searches.run(tables_.cumulative, lanes);
       for (int i = 0; i < lanes; ++i) {
         ids[k + i] = searches.base[i] + searches.first[i];
       }
     }
-    // No class is longer than the distance of two points, so ranks rise, but for rounding: where two points share a class, the next one
-    // is taken; what that pushes past the end goes back.
-    for (int64_t k = 1; k < points; ++k) {
+  }
+
+  /// Makes the ranks differ. No class is longer than the distance of two points, so ranks rise, but for rounding: where two points share
+  /// a class, the next one is taken; what that pushes past the end goes back.
+  XS_HOST_DEVICE void settle(int64_t* ids) const {
+    for (int64_t k = 1; k < points(); ++k) {
       ids[k] = ids[k] <= ids[k - 1] ? ids[k - 1] + 1 : ids[k];
     }
     int64_t bound = rank_[tables_.buckets];
-    for (int64_t k = points - 1; k >= 0 && ids[k] >= bound; --k) {
+    for (int64_t k = points() - 1; k >= 0 && ids[k] >= bound; --k) {
       ids[k] = --bound;
     }
-    at = 0;
-    for (int64_t k = 0; k < points; ++k) {
+  }
+
+  /// ids[k], first <= k < last: from the rank to the class.
+  XS_HOST_DEVICE void name(int64_t* ids, int64_t first, int64_t last) const {
+    int64_t at = 0;
+    for (int64_t k = first; k < last; ++k) {
       ids[k] = class_of_rank(ids[k], at);
     }
   }

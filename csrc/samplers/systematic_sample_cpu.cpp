@@ -45,54 +45,16 @@ std::tuple<Tensor, Tensor> systematic_table_cpu(const Tensor& weights) {
   return {order, cumulative};
 }
 
-// The weight of the class at a sorted position. The tables come from a state dict, which may be anybody's.
-double weight_at(const SystematicTables& tables, int64_t position) {
-  const int64_t id = tables.order[tables.slot(position)];
-  TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(tables.classes), kOp, ": expected order in [0, ", tables.classes, "), got ", id);
-  return tables.probability[id];
-}
-
-// The weight of all sorted positions from `position` on: a slot of each bucket.
-double tail_at(const SystematicTables& tables, int64_t position) {
-  double tail = 0;
-  for (int64_t b = 0; b < tables.buckets; ++b) {
-    const int64_t held = tables.held(b, position);
-    tail += held < tables.held(b, tables.classes) ? tables.cumulative[tables.begin(b) + held] : 0.0;
+// The tables come from a state dict, which may be anybody's.
+struct TableChecks {
+  void id(int64_t id, int64_t classes) const {
+    TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(classes), kOp, ": expected order in [0, ", classes, "), got ", id);
   }
-  return tail;
-}
-
-// The first of [0, end) for which `holds` turns true (it then stays so), or end.
-template <typename Predicate>
-int64_t first_where(int64_t end, Predicate holds) {
-  int64_t first = 0;
-  while (first < end) {
-    const int64_t middle = first + (end - first) / 2;
-    if (holds(middle)) {
-      end = middle;
-    } else {
-      first = middle + 1;
-    }
+  void samples(int64_t num_samples, int64_t support) const {
+    TORCH_CHECK_VALUE(num_samples <= support, kOp, ": expected num_samples of at most ", support,
+                      " (the classes with a weight above zero, of which each is drawn once), got ", num_samples);
   }
-  return first;
-}
-
-SystematicPlan make_plan(const SystematicTables& tables, int64_t num_samples) {
-  SystematicPlan plan;
-  plan.samples = num_samples;
-  plan.support = first_where(tables.classes, [&](int64_t p) { return !(weight_at(tables, p) > 0); });
-  TORCH_CHECK_VALUE(num_samples <= plan.support, kOp, ": expected num_samples of at most ", plan.support,
-                    " (the classes with a weight above zero, of which each is drawn once), got ", num_samples);
-  plan.certain = first_where(num_samples, [&](int64_t t) { return double(num_samples - t) * weight_at(tables, t) <= tail_at(tables, t); });
-  plan.tail = tail_at(tables, plan.certain);
-  for (int64_t b = 0; b < tables.buckets; ++b) {
-    const int64_t begin = tables.begin(b);
-    plan.last[b] = begin + tables.held(b, plan.support);
-    plan.first[b] = std::min(begin + tables.held(b, plan.certain), plan.last[b]);
-    plan.mass[b] = plan.first[b] < plan.last[b] ? tables.cumulative[plan.first[b]] : 0.0;
-  }
-  return plan;
-}
+};
 
 void draw_set(int64_t* ids, const SystematicTables& tables, const SystematicPlan& plan, uint64_t seed, uint64_t query) {
   for (int64_t p = 0; p < plan.certain; ++p) {
@@ -108,7 +70,7 @@ std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tenso
   const int64_t n = weights.numel();
   const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), n,
                                 systematic_buckets(n)};
-  const SystematicPlan plan = make_plan(tables, num_samples);
+  const SystematicPlan plan = make_systematic_plan(tables, num_samples, TableChecks{});
   const Tensor out = empty_samples(seed, num_queries, num_samples);
   int64_t* ids = out.mutable_data_ptr<int64_t>();
   const uint64_t key = seed_value(seed);

@@ -1,0 +1,112 @@
+# Builds, tests and shows xsoftmax. On a fresh Debian with Python 3.10 or later, g++ and make, `make test` and `make demo` set up all
+# they need: a virtual environment in .venv with torch, and for the tests GoogleTest from the distribution. Targets are incremental.
+#
+#   make build       the package, installed into .venv
+#   make test        Python tests; C++ tests, then again with AddressSanitizer and UBSan; a C++ project on the installed package
+#   make demo        trains a language model with sampled and with exact loss, then completes sentences in C++ (10 minutes)
+#   make bench       benchmarks, as tables
+#   make cuda-check  compiles and links the CUDA kernels; needs no GPU
+#   make clean       removes all that make made
+#
+# Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS, PYTEST_ARGS, and those of .ci/cuda_check.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+CUDA_ARCH ?= 90
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := build
+.PHONY: build test test-python test-cpp test-sanitize test-consumer demo bench cuda-check clean gtest
+
+# A developer's own build must not stand in for the one under test.
+unexport XSOFTMAX_LIBRARY PYTHONPATH
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export CMAKE_GENERATOR := Ninja
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER := ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
+# What ccache must overlook to accept the precompiled header.
+export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
+endif
+
+STAMPS := build/stamps
+READY := $(STAMPS)/venv
+INSTALLED := $(STAMPS)/installed
+SOURCES := $(shell find CMakeLists.txt cmake csrc include python_bindings setup.py pyproject.toml -type f -not -name '*.pyc')
+CPP_TESTS := $(shell find tests/cpp -type f)
+TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
+XSOFTMAX_PREFIX = $$(cd build && python -c 'import xsoftmax, pathlib; print(pathlib.Path(xsoftmax.__file__).parent)')
+# Where setup.py builds the library; tests/cpp is then built in the same folder, and nothing is compiled twice.
+export XSOFTMAX_BUILD_DIR := $(abspath build/package)
+# apt-get where a Debian package is missing, with sudo where that is needed.
+APT = $$(test $$(id -u) = 0 || echo sudo) apt-get
+
+build: $(INSTALLED)
+
+$(STAMPS):
+	mkdir -p $@
+
+$(READY): pyproject.toml | $(STAMPS)
+	$(PYTHON) -m venv $(VENV) || { $(APT) update && $(APT) install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
+	python -m pip install -q "$(TORCH)"
+	python -m pip install -q "setuptools>=77" wheel ninja cmake numpy scipy pytest hypothesis matplotlib tqdm
+	touch $@
+
+$(INSTALLED): $(READY) $(SOURCES)
+	CMAKE_ARGS=-DXSOFTMAX_TESTS=OFF python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	touch $@
+
+# ---------------------------------------------------------------------------------------------------------------------------- tests
+
+test: test-python test-cpp test-sanitize test-consumer
+
+test-python: $(INSTALLED)
+	python -m pytest tests/python $(PYTEST_ARGS)
+
+gtest:
+	test -f /usr/include/gtest/gtest.h || { $(APT) update && $(APT) install -y libgtest-dev; }
+
+test-cpp: $(INSTALLED) | gtest
+	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
+	cmake --build build/package
+	ctest --test-dir build/package --output-on-failure
+
+test-sanitize: $(READY) | gtest
+	cmake -S . -B build/sanitize -DXSOFTMAX_TESTS=ON -DXSOFTMAX_SANITIZE=ON -DCMAKE_CXX_FLAGS_RELEASE=-O1 \
+	  -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX)" >build/sanitize.log || { cat build/sanitize.log; exit 1; }
+	cmake --build build/sanitize
+	ctest --test-dir build/sanitize --output-on-failure
+
+test-consumer: $(INSTALLED)
+	cmake -S tests/consumer -B build/consumer -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/consumer.log \
+	  || { cat build/consumer.log; exit 1; }
+	cmake --build build/consumer
+	build/consumer/consumer
+	build/consumer/consumer_by_name
+
+cuda-check: $(INSTALLED)
+	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so
+
+# ---------------------------------------------------------------------------------------------------------------------- demo, bench
+
+demo: $(INSTALLED)
+	python examples/language_model/train.py --loss sampled exact --max-minutes 1.5 --output out/language_model
+	cat out/language_model/table.md
+	echo "Plot: out/language_model/perplexity.png"
+	cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log \
+	  || { cat build/cpp_app.log; exit 1; }
+	cmake --build build/cpp_app
+	build/cpp_app/complete out/language_model/model.pt "for i in"
+
+bench: $(INSTALLED)
+	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done
+
+clean:
+	rm -rf build $(VENV) out

@@ -1,0 +1,25 @@
+# The CUDA compiler and runtime. Include before cmake/torch.cmake.
+#
+# Needs nvcc (PATH, CUDACXX or -DCMAKE_CUDA_COMPILER), its headers and libcudart, and no other part of the toolkit: kernels use c10's
+# CUDA headers and leave matrix products and sorting to ATen. CMAKE_CUDA_ARCHITECTURES picks the devices; one architecture builds
+# several times faster than all.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 75 80 86 89 90 100 120)
+endif()
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+# Torch links the shared runtime. A static copy beside it would be a second runtime in the process.
+set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
+  message(FATAL_ERROR "XSOFTMAX_CUDA=ON needs CUDA 13, found ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}")
+endif()
+
+# xsoftmax_add_cuda_sources(TARGET FILE...): compiles each FILE for all of CMAKE_CUDA_ARCHITECTURES.
+function(xsoftmax_add_cuda_sources target)
+  target_sources(${target} PRIVATE ${ARGN})
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --expt-extended-lambda -Xcompiler=-Wall>)
+  target_link_libraries(${target} PRIVATE c10_cuda)
+endfunction()

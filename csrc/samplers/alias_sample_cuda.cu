@@ -1,0 +1,35 @@
+#include "samplers/alias_sample.h"
+#include "samplers/draws.h"
+#include "samplers/sampling_cuda.cuh"
+
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+struct Alias {
+  const double* threshold;
+  const int64_t* alias;
+  int64_t n;
+  __device__ int64_t operator()(uint64_t seed, uint64_t query, uint64_t draw) const {
+    const int64_t id = alias_draw(seed, query, draw, threshold, alias, n);
+    CUDA_KERNEL_ASSERT(id >= 0 && id < n); // a table that was tampered with
+    return id;
+  }
+};
+
+at::Tensor alias_sample_cuda(const at::Tensor& seed, const at::Tensor& threshold, const at::Tensor& alias,
+                             std::optional<int64_t> num_queries, int64_t num_samples) {
+  check_alias_sample(seed, threshold, alias, num_queries, num_samples);
+  const c10::cuda::CUDAGuard guard(seed.device());
+  const at::Tensor ids = empty_samples(seed, num_queries, num_samples);
+  const at::Tensor limits = threshold.contiguous(), others = alias.contiguous();
+  cuda::fill_draws(ids, seed, Alias{limits.const_data_ptr<double>(), others.const_data_ptr<int64_t>(), limits.numel()});
+  return ids;
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) { m.impl("alias_sample", alias_sample_cuda); }
+
+} // namespace xsoftmax

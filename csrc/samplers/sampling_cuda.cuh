@@ -1,0 +1,32 @@
+#pragma once
+
+#include "core/cuda_launch.cuh"
+#include "samplers/sampling.h"
+
+// The loop of the samplers that make independent draws. The seed stays on the device: the kernel reads it.
+
+namespace xsoftmax::cuda {
+
+#ifdef __CUDACC__
+/// ids[q, j] = draw(seed, q, j), a thread a draw.
+template <typename Draw>
+__global__ void draw_kernel(int64_t* ids, const int64_t* seed, int64_t total, int64_t num_samples, Draw draw) {
+  const uint64_t key = uint64_t(*seed);
+  for (int64_t i = global_thread(); i < total; i += grid_threads()) {
+    ids[i] = draw(key, uint64_t(i / num_samples), uint64_t(i % num_samples));
+  }
+}
+
+/// Fills ids [M] or [Q, M]. `draw` is a plain struct with a __device__ operator()(seed, query, draw) -> id.
+template <typename Draw>
+void fill_draws(const at::Tensor& ids, const at::Tensor& seed, const Draw& draw) {
+  if (ids.numel() == 0) {
+    return;
+  }
+  draw_kernel<<<grid_size(ids.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), ids.numel(), ids.size(-1), draw);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+#endif
+
+} // namespace xsoftmax::cuda

@@ -1,0 +1,62 @@
+"""The package loads its native library, or says why it cannot."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import xsoftmax
+from xsoftmax import _library
+
+
+def import_error(environment: dict[str, str]) -> str:
+    """What a fresh interpreter says when it imports the package of this test run."""
+    package = Path(xsoftmax.__file__).parent.parent
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(package)!r}); import xsoftmax"],
+        env={**os.environ, **environment}, capture_output=True, text=True)
+    assert result.returncode != 0, "the import succeeded"
+    return result.stderr.strip()
+
+
+@pytest.fixture
+def built_for_another_torch(tmp_path: Path) -> Path:
+    """A copy of the library, installed as the package installs it, with a note that another torch built it."""
+    library, note = tmp_path / "lib" / "libxsoftmax.so", tmp_path / "share" / "cmake" / "xsoftmax" / "torch_minor.txt"
+    library.parent.mkdir()
+    shutil.copy(_library.path, library)
+    note.parent.mkdir(parents=True)
+    note.write_text("1.13\n")
+    return library
+
+
+def test_missing_library_names_the_path_and_the_remedy(tmp_path):
+    message = import_error({"XSOFTMAX_LIBRARY": str(tmp_path / "absent.so")})
+    assert f"{tmp_path}/absent.so: no such file" in message
+    assert "ImportError" in message and "pip install" in message
+
+
+def test_library_of_another_torch_names_both_versions(built_for_another_torch):
+    message = import_error({"XSOFTMAX_LIBRARY": str(built_for_another_torch)})
+    assert f"built for torch 1.13, but torch {torch.__version__} is running" in message
+
+
+def test_file_that_is_no_library_shows_the_loaders_message(tmp_path):
+    bad = tmp_path / "libxsoftmax.so"
+    bad.write_text("not a library")
+    message = import_error({"XSOFTMAX_LIBRARY": str(bad)})
+    assert str(bad) in message and "ImportError" in message
+
+
+def test_no_second_openmp_runtime():
+    """Torch brings its OpenMP runtime; another in the process would split the thread pool in two."""
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        pytest.skip("needs /proc")
+    torch.set_num_threads(torch.get_num_threads())
+    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libiomp" in line}
+    assert len(runtimes) <= 1, runtimes
