@@ -81,17 +81,17 @@ def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = N
 
 
 def standard_library() -> dict[str, list[Path]]:
-    """The modules of the running Python, one of a hundred to validate and one to test. Sorted by a hash of their name: any part is mixed."""
+    """The modules of the running Python, one of 200 to validate and one to test. Sorted by a hash of their name: any part is mixed."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages"}
     files = [file for file in root.rglob("*.py") if not skipped.intersection(file.relative_to(root).parts)]
-    if len(files) < 100:
+    if len(files) < 200:
         raise DataError(f"{root} holds {len(files)} Python files, too few to learn from: name a text with --data")
     files.sort(key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
     part = {0: "valid", 1: "test"}
     splits = {"train": [], "valid": [], "test": []}
     for i, file in enumerate(files):
-        splits[part.get(i % 100, "train")].append(file)
+        splits[part.get(i % 200, "train")].append(file)
     return splits
 
 
