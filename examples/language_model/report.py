@@ -37,7 +37,7 @@ def plot(runs: list[dict], title: str, path: Path):
 
     matplotlib.use("Agg")  # writes files, needs no display
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for run in runs:
@@ -50,11 +50,12 @@ def plot(runs: list[dict], title: str, path: Path):
                 markersize=4,
                 label=f"{run['loss']}, {points[-1]['valid_perplexity']:.0f} after {run['epochs']:.2g} epochs",
             )
-    axes.set_yscale("log")
-    # A log axis labels powers of ten only, and curves of perplexity often lie between two of them.
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    perplexities = [point["valid_perplexity"] for run in runs for point in run["points"]]
+    if perplexities and max(perplexities) > 3 * min(perplexities):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlim(left=0)
     axes.set_xlabel("training time, minutes (evaluation left out)")
     axes.set_ylabel("exact validation perplexity")
