@@ -55,8 +55,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     loss.add_argument("--loss", nargs="+", choices=["sampled", "exact"], default=["sampled"], help="several: each in turn, same seed and budget")
     loss.add_argument("--sampler", choices=["unigram", "uniform", "log_uniform", "in_batch"], default="unigram", help="default: %(default)s")
     loss.add_argument("--samples", type=positive(int), default=512, help="classes drawn a step (default: %(default)s)")
-    loss.add_argument("--head", type=int, default=512, help="most frequent words that are always scored (default: %(default)s)")
-    loss.add_argument("--estimator", default="sampled_softmax", help="as xsoftmax.SampledSoftmaxLoss takes it (default: %(default)s)")
+    loss.add_argument("--head", type=int, default=512, help="most frequent words, always scored (default: %(default)s; in_batch has none)")
+    loss.add_argument("--estimator", choices=["sampled_softmax", "ranking"], default="sampled_softmax", help="default: %(default)s")
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=positive(int), default=6, help="default: %(default)s")
@@ -120,17 +120,19 @@ def build_loss(args: argparse.Namespace, name: str, corpus: data.Corpus) -> nn.M
     num_words = len(corpus.words)
     if name == "exact":
         return xs.LinearCrossEntropyLoss(args.width, num_words, bias=True)
+    options = {"num_samples": args.samples, "head_classes": args.head, "estimator": args.estimator, "bias": True}
+    if args.sampler == "in_batch":
+        # The candidates are the targets of the step, frequent words among them: no number to choose, and no head beside them.
+        return xs.SampledSoftmaxLoss(args.width, num_words, sampler="in_batch", **options | {"head_classes": 0})
     if args.head + args.samples > num_words:
         raise UsageError(
             f"--head {args.head} and --samples {args.samples} together exceed the {num_words} words of {corpus.name}: take fewer, or --loss exact"
         )
     sampler = args.sampler
     if sampler == "unigram":
-        # A word that only validation holds has count 0; the power keeps rare words likelier than their share.
-        sampler = xs.samplers.UnigramSampler(corpus.counts.clamp(min=1), power=0.75, exclude=args.head)
-    return xs.SampledSoftmaxLoss(
-        args.width, num_words, sampler=sampler, num_samples=args.samples, head_classes=args.head, estimator=args.estimator, bias=True
-    )
+        # At least 1: a word that training never shows, and validation may, is one to be drawn too.
+        sampler = xs.samplers.UnigramSampler(corpus.counts.clamp(min=1), power=0.75)
+    return xs.SampledSoftmaxLoss(args.width, num_words, sampler=sampler, **options)
 
 
 class Run:
