@@ -1,0 +1,105 @@
+// Completes a sentence with the model that examples/language_model/train.py leaves as model.pt, and prints the likeliest next words.
+
+#include <torch/script.h>
+#include <xsoftmax/xsoftmax.h>
+
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+
+#include "arguments.h"
+
+namespace {
+
+constexpr const char* kUsage =
+    "usage: complete MODEL.pt \"the beginning of a sentence\" [--words 20] [--top 5] [--temperature 0.8] [--seed 1]\n"
+    "  --words        how many words to add\n"
+    "  --top          how many of the likeliest next words to print\n"
+    "  --temperature  0 always takes the likeliest word, 1 draws as the model believes\n";
+
+struct Options {
+  std::string model;
+  std::string prompt;
+  int64_t words;
+  int64_t top;
+  double temperature;
+  uint64_t seed;
+};
+
+Options parse(Arguments& arguments) {
+  Options options;
+  options.words = arguments.number<int64_t>("words", 20, 0);
+  options.top = arguments.number<int64_t>("top", 5, 1);
+  options.temperature = arguments.number<double>("temperature", 0.8, 0.0);
+  options.seed = arguments.number<uint64_t>("seed", 1, 0);
+  arguments.check_all_known();
+  if (arguments.positional.size() != 2) {
+    throw UsageError("expected a model and a sentence in quotes, got " + std::to_string(arguments.positional.size()) + " arguments");
+  }
+  options.model = arguments.positional[0];
+  options.prompt = arguments.positional[1];
+  return options;
+}
+
+torch::jit::Module load(const std::string& path) {
+  if (!std::ifstream(path)) {
+    throw UsageError("cannot read " + path);
+  }
+  torch::jit::Module model;
+  try {
+    model = torch::jit::load(path);
+  } catch (const c10::Error& error) {
+    std::string cause = error.what_without_backtrace();
+    throw UsageError(path + " is not a scripted model: " + cause.substr(0, cause.find(". ")));
+  }
+  for (const char* method : {"encode", "next_words", "complete", "decode"}) {
+    if (!model.find_method(method)) {
+      throw UsageError(path + " has no method " + method + ": expected model.pt of examples/language_model");
+    }
+  }
+  return model;
+}
+
+void run(const Options& options) {
+  torch::NoGradGuard no_grad;
+  torch::manual_seed(options.seed);
+  torch::jit::Module model = load(options.model);
+
+  torch::Tensor ids = model.get_method("encode")({options.prompt}).toTensor();
+  if (ids.numel() == 0) {
+    throw UsageError("the sentence holds no word");
+  }
+
+  auto next = model.get_method("next_words")({ids, options.top}).toTuple();
+  torch::Tensor probability = next->elements()[0].toTensor().exp();
+  torch::Tensor likely = next->elements()[1].toTensor();
+  for (int64_t i = 0; i < likely.numel(); ++i) {
+    std::string word = model.get_method("decode")({likely.slice(0, i, i + 1)}).toStringRef();
+    std::printf("%6.2f %%  %s\n", 100 * probability[i].item<double>(), word == "\n" ? "(end of line)" : word.c_str());
+  }
+
+  torch::Tensor added = model.get_method("complete")({ids, options.words, options.temperature}).toTensor();
+  std::string text = model.get_method("decode")({torch::cat({ids, added})}).toStringRef();
+  std::printf("\n%s\n", text.c_str());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    xsoftmax::init();  // a scripted model may hold the library's ops: their registration must be linked in
+    Arguments arguments(argc, argv);
+    if (arguments.help) {
+      std::cout << kUsage;
+      return 0;
+    }
+    run(parse(arguments));
+  } catch (const UsageError& error) {
+    std::cerr << "complete: " << error.what() << "\nsee complete --help\n";
+    return 2;
+  } catch (const c10::Error& error) {
+    std::cerr << "complete: " << error.what_without_backtrace() << "\n";
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,161 @@
+"""Text as streams of word ids, the vocabulary sorted by falling frequency."""
+
+import re
+import sysconfig
+import zlib
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+UNKNOWN, END_OF_LINE, NUMBER = "<unk>", "<eos>", "<number>"
+
+# Runs of letters, runs of digits, single symbols. Everything outside ASCII counts as a letter, so that a tokeniser that sees UTF-8 bytes
+# (Completer.encode in model.py, which TorchScript runs) cuts at the same places.
+TOKENS = re.compile(r"[A-Za-z\x80-\U0010ffff]+|[0-9]+|[!-/:-@\[-`{-~]")
+
+
+class DataError(ValueError):
+    """The text cannot be used; the message says why."""
+
+
+@dataclass
+class Corpus:
+    name: str
+    words: list[str]  # by falling frequency: the first ids are the natural head classes
+    counts: Tensor  # of each word in the training text
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    pretokenised: bool  # words are what stands between spaces
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal for equal vocabularies and streams: a checkpoint belongs to one corpus."""
+        crc = zlib.crc32("\n".join(self.words).encode())
+        for ids in (self.train, self.valid, self.test):
+            crc = zlib.crc32(ids.numpy().tobytes(), crc)
+        return crc
+
+
+def tokenise(text: str, pretokenised: bool = False):
+    """Yields the tokens of the text, and <eos> after each line that holds any."""
+    for line in text.split("\n"):
+        tokens = line.split() if pretokenised else TOKENS.findall(line)
+        if tokens:
+            for token in tokens:
+                yield token if pretokenised or not "0" <= token[0] <= "9" else NUMBER
+            yield END_OF_LINE
+
+
+def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = None) -> Corpus:
+    """
+    path: a text file (split by position: 90 % to train, 5 % to validate, 5 % to test), a folder that holds *.train.txt, *.valid.txt and
+        *.test.txt of words between spaces (as Penn Treebank is distributed), or None for the source of Python's standard library.
+    min_count: words that the training text holds fewer times become <unk>
+    max_tokens: of the training text; validation and test text then have at most a tenth of it each
+    """
+    if path is None:
+        name, pretokenised, texts = "the Python standard library", False, standard_library()
+    elif Path(path).is_dir():
+        name, pretokenised, texts = str(path), True, folder(Path(path))
+    elif Path(path).is_file():
+        name, pretokenised, texts = str(path), False, {"all": [Path(path)]}
+    else:
+        raise DataError(f"--data: {path} is neither a file nor a folder")
+
+    index: dict[str, int] = {UNKNOWN: 0, END_OF_LINE: 1}  # in order of appearance; sorted below
+    limits = {"train": max_tokens, "all": max_tokens and max_tokens * 10 // 9}
+    streams = {split: read(files, pretokenised, index, limits.get(split, max_tokens and max_tokens // 10)) for split, files in texts.items()}
+    if "all" in streams:
+        ids = streams["all"]
+        cuts = [len(ids) * 90 // 100, len(ids) * 95 // 100]
+        streams = {"train": ids[: cuts[0]], "valid": ids[cuts[0] : cuts[1]], "test": ids[cuts[1] :]}
+    for split, ids in streams.items():
+        if len(ids) < 2:
+            raise DataError(f"--data: the {split} part of {name} has {len(ids)} words, expected at least 2")
+    words, counts, rank = sort_by_frequency(index, streams["train"], min_count)
+    return Corpus(name, words, counts, *(rank[streams[split]] for split in ("train", "valid", "test")), pretokenised)
+
+
+def standard_library() -> dict[str, list[Path]]:
+    """The modules of the running Python, one of 200 to validate and one to test. Sorted by a hash of their name: any part is mixed."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages"}
+    files = [file for file in root.rglob("*.py") if not skipped.intersection(file.relative_to(root).parts)]
+    if len(files) < 200:
+        raise DataError(f"{root} holds {len(files)} Python files, too few to learn from: name a text with --data")
+    files.sort(key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
+    part = {0: "valid", 1: "test"}
+    splits = {"train": [], "valid": [], "test": []}
+    for i, file in enumerate(files):
+        splits[part.get(i % 200, "train")].append(file)
+    return splits
+
+
+def folder(path: Path) -> dict[str, list[Path]]:
+    splits = {split: sorted(path.glob(f"*.{split}.txt")) for split in ("train", "valid", "test")}
+    for split, files in splits.items():
+        if len(files) != 1:
+            raise DataError(f"--data: expected one file *.{split}.txt in {path}, found {len(files)}")
+    return splits
+
+
+def read(files: list[Path], pretokenised: bool, index: dict[str, int], max_tokens: int | None) -> Tensor:
+    """The files one after another as ids, new words added to the index."""
+    ids = array("q")
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise DataError(f"cannot read {file}: {error.strerror}") from error
+        ids.extend(index.setdefault(token, len(index)) for token in tokenise(text, pretokenised))
+        if max_tokens and len(ids) >= max_tokens:
+            break
+    return torch.tensor(ids, dtype=torch.long)[:max_tokens]
+
+
+def sort_by_frequency(index: dict[str, int], train: Tensor, min_count: int) -> tuple[list[str], Tensor, Tensor]:
+    """The kept words by falling count, their counts, and the new id of each old one."""
+    counts = torch.bincount(train, minlength=len(index))
+    kept = counts >= min_count
+    kept[:2] = True  # <unk> and <eos>
+    counts[0] += counts[~kept].sum()
+    order = torch.argsort(counts.masked_fill(~kept, -1), descending=True, stable=True)[: int(kept.sum())]
+    rank = torch.empty_like(counts)
+    rank[order] = torch.arange(len(order))
+    rank[~kept] = rank[0].clone()
+    words = list(index)
+    return [words[i] for i in order.tolist()], counts[order], rank
+
+
+class Batches:
+    """
+    A stream laid out as batch_size parallel columns and read bptt words at a time: batch i gives inputs and targets [batch_size, T], and
+    continues each column where batch i - 1 left it. The last column's tail is filled with targets that the loss ignores, so that every
+    word of the stream counts once.
+    """
+
+    IGNORED = -100
+
+    def __init__(self, ids: Tensor, batch_size: int, bptt: int, device: torch.device):
+        length = len(ids) - 1
+        rows = -(-length // batch_size)
+        inputs = torch.zeros(batch_size * rows, dtype=torch.long)
+        targets = torch.full_like(inputs, self.IGNORED)
+        inputs[:length] = ids[:-1]
+        targets[:length] = ids[1:]
+        self.inputs = inputs.view(batch_size, rows).to(device)
+        self.targets = targets.view(batch_size, rows).to(device)
+        self.bptt = bptt
+
+    def __len__(self) -> int:
+        return -(-self.inputs.shape[1] // self.bptt)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor, int]:
+        """Inputs, targets, and how many targets count."""
+        window = slice(i * self.bptt, (i + 1) * self.bptt)
+        targets = self.targets[:, window]
+        return self.inputs[:, window], targets, int((targets != self.IGNORED).sum())

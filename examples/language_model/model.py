@@ -1,0 +1,181 @@
+"""Encoders that turn word ids into hidden states, and the scripted module that a C++ program loads."""
+
+import warnings
+from typing import Dict, List, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LSTMEncoder(nn.Module):
+    """ids [B, T] and the state that the previous call returned (an empty list at the start) -> hidden [B, T, width] and the new state."""
+
+    context: int
+
+    def __init__(self, num_words: int, width: int = 200, layers: int = 2, dropout: float = 0.5, sparse: bool = True):
+        super().__init__()
+        self.context = 512  # words of a prompt that count
+        self.embedding = nn.Embedding(num_words, width, sparse=sparse)
+        self.lstm = nn.LSTM(width, width, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+
+    def forward(self, ids: Tensor, state: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
+        if len(state) == 0:
+            zeros = torch.zeros(
+                self.lstm.num_layers, ids.shape[0], self.lstm.hidden_size, dtype=self.embedding.weight.dtype, device=ids.device
+            )
+            state = [zeros, zeros]
+        hidden, (h, c) = self.lstm(self.dropout(self.embedding(ids)), (state[0], state[1]))
+        return self.dropout(hidden), [h, c]
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads = heads
+        self.dropout_p = dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.attention_in(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, heads, width / heads]
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout_p if self.training else 0.0, is_causal=True)
+        x = x + self.dropout(self.attention_out(attended.transpose(1, 2).flatten(2)))
+        return x + self.feed_forward(x)
+
+
+class TransformerEncoder(nn.Module):
+    """The same signature as LSTMEncoder. It sees the T words of the call only: the state stays empty."""
+
+    context: int
+
+    def __init__(
+        self, num_words: int, width: int = 200, layers: int = 2, dropout: float = 0.5, sparse: bool = True, context: int = 35, heads: int = 4
+    ):
+        super().__init__()
+        self.context = context
+        self.scale = width**0.5
+        self.embedding = nn.Embedding(num_words, width, sparse=sparse)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.layers = nn.ModuleList([TransformerLayer(width, heads, dropout) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        # Small rows suit a tied output layer; scaled up, they are as large as what the layers add to them.
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+
+    def forward(self, ids: Tensor, state: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
+        x = self.dropout(self.embedding(ids) * self.scale + self.position[: ids.shape[1]])
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x), state
+
+
+ENCODERS = {"lstm": LSTMEncoder, "transformer": TransformerEncoder}
+
+
+class Completer(nn.Module):
+    """A trained model with its words, for programs without Python: everything that a prompt needs is inside the file."""
+
+    words: List[str]
+    index: Dict[str, int]
+
+    def __init__(self, encoder: nn.Module, linear: nn.Linear, words: List[str], pretokenised: bool, special: Tuple[str, str, str]):
+        super().__init__()
+        self.encoder = encoder
+        self.linear = linear
+        self.words = words
+        self.index = {word: i for i, word in enumerate(words)}
+        self.pretokenised = pretokenised
+        unknown, end_of_line, number = special
+        self.unknown = self.index[unknown]
+        self.end_of_line = self.index[end_of_line]
+        self.number = self.index.get(number, self.unknown)
+
+    def forward(self, ids: Tensor, k: int = 5) -> Tuple[Tensor, Tensor]:
+        """ids [T] -> log-probabilities [k] and ids [k] of the likeliest next words."""
+        return self.next_words(ids, k)
+
+    @torch.jit.export
+    def next_words(self, ids: Tensor, k: int = 5) -> Tuple[Tensor, Tensor]:
+        if ids.dim() != 1 or ids.numel() == 0:
+            raise ValueError("next_words: expected ids [T] with at least one word")
+        hidden, _ = self.encoder(ids[-self.encoder.context :].unsqueeze(0), torch.jit.annotate(List[Tensor], []))
+        log_prob = F.log_softmax(self.linear(hidden[0, -1]), dim=-1)
+        return torch.topk(log_prob, min(k, len(self.words)))
+
+    @torch.jit.export
+    def complete(self, ids: Tensor, n: int, temperature: float = 0.8, k: int = 40) -> Tensor:
+        """The n words that follow, each drawn from the k likeliest (<unk> left out); temperature 0 takes the likeliest. Draws from torch's RNG."""
+        prompt = ids.numel()
+        for _ in range(n):
+            log_prob, likely = self.next_words(ids, k + 1)
+            log_prob = log_prob.masked_fill(likely == self.unknown, float("-inf"))
+            if temperature > 0.0:
+                choice = torch.multinomial(torch.softmax(log_prob / temperature, dim=0), 1)
+            else:
+                choice = log_prob.argmax(dim=0, keepdim=True)
+            ids = torch.cat([ids, likely[choice]])
+        return ids[prompt:]
+
+    @torch.jit.export
+    def encode(self, text: str) -> Tensor:
+        """The text as ids [T], cut into words as data.tokenise does; a line that has not ended has no <eos>."""
+        ids: List[int] = []
+        for i, line in enumerate(text.split("\n")):
+            if i > 0 and len(ids) > 0 and ids[-1] != self.end_of_line:
+                ids.append(self.end_of_line)
+            for token in line.split() if self.pretokenised else self.tokens(line):
+                digits = not self.pretokenised and "0" <= token[0] <= "9"
+                ids.append(self.number if digits else self.index.get(token, self.unknown))
+        return torch.tensor(ids, dtype=torch.long)
+
+    def tokens(self, line: str) -> List[str]:
+        """Runs of letters, runs of digits, single symbols. TorchScript has no regular expressions, and its strings are bytes of UTF-8."""
+        tokens: List[str] = []
+        start = 0
+        previous = 0  # kind of the character before: 0 space, 1 letter, 2 digit, 3 symbol
+        for i in range(len(line)):
+            code = ord(line[i])
+            if code >= 128 or 65 <= code <= 90 or 97 <= code <= 122:
+                kind = 1
+            elif 48 <= code <= 57:
+                kind = 2
+            elif 33 <= code <= 126:
+                kind = 3
+            else:
+                kind = 0
+            if kind != previous or kind == 3:
+                if previous != 0:
+                    tokens.append(line[start:i])
+                start = i
+            previous = kind
+        if previous != 0:
+            tokens.append(line[start:])
+        return tokens
+
+    @torch.jit.export
+    def decode(self, ids: Tensor) -> str:
+        """The words with spaces between, lines as lines."""
+        text = ""
+        numbers: List[int] = ids.tolist()
+        for i in numbers:
+            word = self.words[i]
+            if i == self.end_of_line:
+                text += "\n"
+            else:
+                text += word if text == "" or text[-1] == "\n" else " " + word
+        return text
+
+
+def script(completer: Completer) -> torch.jit.ScriptModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # deprecated since torch 2.10, and still the one format that C++ loads with methods
+        return torch.jit.script(completer.eval())

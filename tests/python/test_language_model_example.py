@@ -1,0 +1,178 @@
+"""The language model example, run as its README says, on a small generated text."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model"
+SMALL = ["--width", "16", "--batch-size", "4", "--bptt", "8", "--head", "8", "--samples", "16", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The example's modules, under their own names."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        import data
+        import model
+        import train
+
+        yield {"data": data, "model": model, "train": train}
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in ("data", "model", "report", "train"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Lines in which each word names the next, with names, numbers and symbols."""
+    rng = random.Random(0)
+    names = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(60)]
+    lines = []
+    for _ in range(150):
+        at = rng.randrange(60)
+        lines.append(" ".join(names[(at + i) % 60] for i in range(6)) + f" = f({rng.randrange(100)}, 'été')")
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def run(example, *arguments):
+    threads = torch.get_num_threads()
+    try:
+        return example["train"].main([str(argument) for argument in arguments])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def weights(checkpoint):
+    state = torch.load(checkpoint, weights_only=True)["runs"]["sampled"]
+    tensors = {f"encoder.{k}": v for k, v in state["encoder"].items()} | {f"loss.{k}": v for k, v in state["loss"].items()}
+    return {k: v for k, v in tensors.items() if torch.is_tensor(v)}
+
+
+def test_the_command_leaves_its_files(text, tmp_path):
+    """In a process of its own, as a user runs it: both losses learn the text, and every promised file is there and whole."""
+    command = [sys.executable, EXAMPLE / "train.py", "--data", text, "--loss", "sampled", "exact", "--epochs", "4", "--output", tmp_path / "out",
+               "--dropout", "0.1", "--lr", "0.01", *SMALL]
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert result.returncode == 0, result.stderr
+    history = json.loads((tmp_path / "out" / "history.json").read_text())
+    assert [entry["loss"] for entry in history["runs"]] == ["sampled", "exact"]
+    for entry in history["runs"]:
+        assert len(entry["points"]) == 4 and entry["epochs"] == 4
+        assert entry["points"][-1]["valid_perplexity"] < min(entry["points"][0]["valid_perplexity"], 40)
+        assert 1 < entry["test_perplexity"] < 40
+    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 4
+    assert (tmp_path / "out" / "perplexity.png").stat().st_size > 5000
+    assert torch.jit.load(tmp_path / "out" / "model.pt").encode("f ( 12").numel() == 3
+
+
+@pytest.mark.parametrize("model", ["lstm", "transformer"])
+def test_resume_is_bit_for_bit(example, text, tmp_path, model, monkeypatch):
+    """A run that is interrupted amid an epoch and resumed ends with the very weights of one that was not."""
+    arguments = ["--data", text, "--model", model, "--epochs", "2", "--output", tmp_path / "out", *SMALL]
+    assert run(example, *arguments, "--checkpoint", tmp_path / "whole.pt") == 0
+
+    step = example["train"].Run.step
+
+    def interrupted_step(self):
+        step(self)
+        if self.steps in (3, 50):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(example["train"].Run, "step", interrupted_step)
+    parts = [*arguments, "--checkpoint", tmp_path / "parts.pt"]
+    assert run(example, *parts) == 130
+    assert torch.load(tmp_path / "parts.pt", weights_only=True)["runs"]["sampled"]["steps"] == 3
+    assert run(example, *parts, "--resume") == 130
+    assert run(example, *parts, "--resume") == 0
+    whole, resumed = weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt")
+    assert whole.keys() == resumed.keys()
+    for key in whole:
+        assert torch.equal(whole[key], resumed[key]), key
+
+
+@pytest.mark.parametrize("model", ["lstm", "transformer"])
+def test_scripted_model_answers_as_the_eager_one(example, text, tmp_path, model):
+    data, models = example["data"], example["model"]
+    corpus = data.load_corpus(str(text))
+    encoder = models.ENCODERS[model](len(corpus.words), width=16, dropout=0.5)
+    eager = models.Completer(encoder, torch.nn.Linear(16, len(corpus.words)), corpus.words, False, (data.UNKNOWN, data.END_OF_LINE, data.NUMBER))
+    models.script(eager).save(str(tmp_path / "model.pt"))
+    scripted = torch.jit.load(tmp_path / "model.pt")
+
+    prompt = "été_12(x) = 'naïve' … \n\n \t f(3.5e10, zzz)"
+    ids = scripted.encode(prompt)
+    index = {word: i for i, word in enumerate(corpus.words)}
+    expected = [index.get(token, index[data.UNKNOWN]) for token in data.tokenise(prompt)][:-1]  # the last line has not ended
+    assert ids.tolist() == expected
+    assert scripted.decode(ids[:4]) == "été <unk> <number> ("  # no underscore in the text
+
+    log_prob, likely = scripted(ids, 7)
+    wanted = torch.log_softmax(eager.linear(encoder(ids[None, -encoder.context :], [])[0][0, -1]), -1).topk(7)
+    torch.testing.assert_close(log_prob, wanted.values)
+    assert likely.tolist() == wanted.indices.tolist()
+    words = scripted.complete(ids, 50, 1.0, 10)
+    assert len(words) == 50 and scripted.unknown not in words.tolist()
+    assert scripted.complete(ids, 1, 0.0).item() == next(i for i in likely.tolist() if i != scripted.unknown)
+
+
+def test_batches_cover_every_word_once(example):
+    """Columns continue from batch to batch, and padding never counts: or a perplexity would not be one of the whole text."""
+    batches = example["data"].Batches(torch.arange(100, 172), batch_size=5, bptt=4, device=torch.device("cpu"))
+    pairs = []
+    for i in range(len(batches)):
+        inputs, targets, count = batches[i]
+        counted = targets != batches.IGNORED
+        assert count == counted.sum()
+        assert torch.equal(inputs[counted] + 1, targets[counted])
+        pairs += targets[counted].tolist()
+    assert sorted(pairs) == list(range(101, 172))
+
+
+def test_vocabulary(example, tmp_path):
+    """Sorted by falling frequency, rare words folded into <unk>, words of validation that training lacks as well."""
+    for split, content in {"train": "b b b\nb a a c\n", "valid": "a c d\n", "test": "b\n"}.items():
+        (tmp_path / f"tiny.{split}.txt").write_text(content)
+    corpus = example["data"].load_corpus(str(tmp_path), min_count=2)
+    assert corpus.words == ["b", "<eos>", "a", "<unk>"]
+    assert corpus.counts.tolist() == [4, 2, 2, 1]
+    assert corpus.valid.tolist() == [2, 3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--data", "no-such-file"], "neither a file nor a folder"),
+        (["--samples", "5000"], "take fewer"),
+        (["--resume"], "--resume needs --checkpoint"),
+        (["--dropout", "1"], "less than 1"),
+        (["--lr", "-1"], "more than 0"),
+    ],
+)
+def test_errors_say_what_to_change(example, text, tmp_path, capsys, arguments, message):
+    try:
+        code = run(example, "--data", text, "--output", tmp_path, *SMALL, *arguments)
+    except SystemExit as error:  # argparse
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_resume_refuses_other_arguments(example, text, tmp_path, capsys):
+    arguments = ["--data", text, "--epochs", "1", "--output", tmp_path, "--checkpoint", tmp_path / "c.pt", *SMALL]
+    assert run(example, *arguments) == 0
+    assert run(example, *arguments, "--resume", "--layers", "1") == 2
+    assert "--layers 2, and this run has 1" in capsys.readouterr().err
