@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "xsoftmax/ops.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
@@ -32,9 +33,6 @@ constexpr int64_t kSavedBytes = 40 << 20;  // of logits that the forward pass ke
 constexpr int64_t kReferenceBlock = 8192;  // classes at once in the composites
 
 bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
-Tensor call_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-               const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing);
 
 CrossEntropyState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
@@ -139,7 +137,7 @@ Tensor autograd(const Tensor& input, const Tensor& weight, const OptionalTensor&
       (input.requires_grad() || weight.requires_grad() || (given(bias) && bias->requires_grad()));
   if (!needed) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return call_op(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
+    return linear_cross_entropy(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
   }
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, ignore_index, label_smoothing);
@@ -155,15 +153,8 @@ Tensor autocast(const Tensor& input, const Tensor& weight, const OptionalTensor&
   // Class weights belong to the loss, which is computed in float32.
   const OptionalTensor weights = given(class_weight) && class_weight->scalar_type() != at::kDouble
       ? OptionalTensor(class_weight->to(at::kFloat)) : class_weight;
-  return call_op(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, reduction,
+  return linear_cross_entropy(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, reduction,
                  ignore_index, label_smoothing);
-}
-
-Tensor call_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-               const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy", "").typed<decltype(without_gradient)>();
-  return op.call(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
 }
 
 // What the composites share: the operands in opmath, and the weights of the terms of the loss
@@ -188,6 +179,13 @@ struct ReferenceTerms {
 };
 
 } // namespace
+
+Tensor linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+               const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy", "").typed<decltype(without_gradient)>();
+  return op.call(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
+}
 
 c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes, at::ScalarType dtype) {
   const int64_t fitting = kSavedBytes / int64_t(c10::elementSize(opmath_dtype(dtype)));

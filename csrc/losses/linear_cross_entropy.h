@@ -8,14 +8,7 @@
 
 namespace xsoftmax {
 
-// linear_cross_entropy: the exact cross entropy of a linear layer, its logits [Q, N] never in memory.
-//
-//     F.cross_entropy(F.linear(input, weight, bias), target, class_weight, reduction=reduction, ignore_index=ignore_index,
-//                     label_smoothing=label_smoothing)
-//
-// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; target [Q]: int64 in [0, N) or ignore_index; class_weight [N] or
-// none: of input's dtype or the dtype of the loss, takes no gradient; reduction: at::Reduction (0 none, 1 mean, 2 sum). The loss is
-// float32, or float64 for float64 inputs. The mean over no query is NaN. Gradients of weight are dense.
+// The contract of the op is in xsoftmax/ops.h.
 //
 // Works through the classes in blocks, forward and backward: the forward pass keeps the largest logit and the log of the sum of
 // e^(logit - largest) of each query (`normalizer` [2, Q]), the backward pass computes the logits of a block again and turns them into

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "xsoftmax/ops.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -30,12 +31,6 @@ constexpr int64_t kReferenceBlock = 8192; // classes at once in the composite
 
 bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-TopK call_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_topk", "").typed<decltype(linear_topk_reference)>();
-  return op.call(input, weight, bias, k);
-}
-
 TopK linear_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
   check_linear_topk(input, weight, bias, k);
   const auto options = input.options();
@@ -45,7 +40,7 @@ TopK linear_topk_meta(const Tensor& input, const Tensor& weight, const OptionalT
 
 TopK linear_topk_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return call_op(input, weight, bias, k);
+  return linear_topk(input, weight, bias, k);
 }
 
 TopK linear_topk_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
@@ -53,10 +48,16 @@ TopK linear_topk_autocast(const Tensor& input, const Tensor& weight, const Optio
   const auto device = input.device().type();
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
-  return call_op(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, k);
+  return linear_topk(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, k);
 }
 
 } // namespace
+
+TopK linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_topk", "").typed<decltype(linear_topk_reference)>();
+  return op.call(input, weight, bias, k);
+}
 
 void check_linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& k) {
   check::linear(kOp, input, weight, bias);

@@ -94,18 +94,21 @@ at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weigh
 ///
 ///     F.cross_entropy(F.linear(input, weight, bias), target, class_weight, reduction=..., ignore_index=..., label_smoothing=...)
 ///
-/// input [Q, D], weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16; target [Q] int64; class_weight [N] or none;
-/// reduction 0 (none), 1 (mean) or 2 (sum). Returns a scalar or [Q], in float32 or float64. Gradients are dense.
+/// input [Q, D], weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16; target [Q]: int64 in [0, N) or ignore_index;
+/// class_weight [N] or none: of input's dtype or the dtype of the loss, takes no gradient; reduction 0 (none), 1 (mean; over no query it is
+/// NaN) or 2 (sum). Returns a scalar or [Q], in float32, or float64 for float64 inputs. Gradients are dense.
 at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                 const at::Tensor& target, const std::optional<at::Tensor>& class_weight = std::nullopt,
-                                int64_t reduction = 1, int64_t ignore_index = -100, double label_smoothing = 0.0);
+                                int64_t reduction = 1, c10::SymInt ignore_index = -100, double label_smoothing = 0.0);
 
 /// linear_topk: the k best classes of each query, without the [Q, N] logits.
 ///
 ///     F.log_softmax(F.linear(input, weight, bias), -1).topk(k)       # equal scores: the lower id first
 ///
-/// Returns (log-probabilities [Q, k] in float32 or float64, ids [Q, k] int64), best first. k in [0, N]. Has no gradient.
+/// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; 0 <= k <= N. Returns (log-probabilities [Q, k] in float32, or float64
+/// for float64 inputs; ids [Q, k] int64), best first. A query whose softmax is no number (a NaN or +inf among its logits, or -inf only) has
+/// values of NaN at classes 0 .. k - 1. Has no gradient.
 std::tuple<at::Tensor, at::Tensor> linear_topk(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                               int64_t k);
+                                               c10::SymInt k);
 
 } // namespace xsoftmax
