@@ -90,6 +90,7 @@ test-consumer: $(INSTALLED)
 	cmake --build build/consumer
 	build/consumer/consumer
 	build/consumer/consumer_by_name
+	build/consumer/consumer_readme
 
 cuda-check: $(INSTALLED)
 	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so
