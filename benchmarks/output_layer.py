@@ -80,35 +80,40 @@ def figure(name: str, medians: dict[str, float], target: float, ours: str = "xso
     return {"figure": name, "value": medians[ours] / medians[rival], "target": target, "medians": text, "seconds": medians}
 
 
+class SampledPair:
+    """The rival and ours on one batch and one proposal."""
+
+    def __init__(self, queries: int, width: int, classes: int, samples: int, shared: bool) -> None:
+        self.input, self.target = make_batch(queries, width, classes)
+        self.sampler = zipf_sampler(classes)
+        self.naive = NaiveSampled(make_table(classes, width))
+        self.ours = sampled_loss(make_table(classes, width), self.sampler, samples, shared)
+        self.proposal = self.sampler.sample(self.input.detach(), samples, shared, self.target)
+        self.rival = self.naive.shared if shared else self.naive.private
+
+    def naive_step(self) -> None:
+        self.input.grad = self.naive.embedding.weight.grad = None
+        self.rival(self.input, self.target, self.proposal.ids, self.proposal.log_count).backward()
+
+    def our_step(self) -> None:
+        self.input.grad = self.ours.linear.weight.grad = None
+        call_with_proposal(self.ours, self.input, self.target, self.proposal).backward()
+
+
 def bench_shared(args) -> list[dict]:
-    queries, width, classes, samples = 700, 256, 1_000_000, 512
-    input, target = make_batch(queries, width, classes)
-    sampler = zipf_sampler(classes)
-    naive = NaiveSampled(make_table(classes, width))
-    ours = sampled_loss(make_table(classes, width), sampler, samples, shared=True)
-    proposal = sampler.sample(input.detach(), samples, True, target)
-
-    def run(parameters, loss):
-        def step():
-            input.grad = None
-            for parameter in parameters:
-                parameter.grad = None
-            loss().backward()
-        return step
-
-    medians = interleave({
-        "naive": run(naive.parameters(), lambda: naive.shared(input, target, proposal.ids, proposal.log_count)),
-        "xsoftmax": run(ours.parameters(), lambda: call_with_proposal(ours, input, target, proposal)),
-    }, args.repeats)
+    samples = 512
+    pair = SampledPair(700, 256, 1_000_000, samples, shared=True)
+    medians = interleave({"naive": pair.naive_step, "xsoftmax": pair.our_step}, args.repeats)
     figures = [figure("512 shared, N 1M, D 256: forward + backward / naive", medians, 0.7)]
 
+    input, target, naive, ours = pair.input, pair.target, pair.naive, pair.ours
     naive_optimizer = torch.optim.SparseAdam(naive.parameters(), lr=1e-3)
     our_optimizer = xs.optim.RowAdam(ours.parameters(), lr=1e-3)
 
     def naive_step():
         input.grad = None
         naive_optimizer.zero_grad()
-        drawn = sampler.sample(input.detach(), samples, True, target)
+        drawn = pair.sampler.sample(input.detach(), samples, True, target)
         naive.shared(input, target, drawn.ids, drawn.log_count).backward()
         naive_optimizer.step()
 
@@ -123,25 +128,8 @@ def bench_shared(args) -> list[dict]:
 
 
 def bench_private(args) -> list[dict]:
-    queries, width, classes, samples = 700, 256, 1_000_000, 20
-    input, target = make_batch(queries, width, classes)
-    sampler = zipf_sampler(classes)
-    naive = NaiveSampled(make_table(classes, width))
-    ours = sampled_loss(make_table(classes, width), sampler, samples, shared=False)
-    proposal = sampler.sample(input.detach(), samples, False, target)
-
-    def run(parameters, loss):
-        def step():
-            input.grad = None
-            for parameter in parameters:
-                parameter.grad = None
-            loss().backward()
-        return step
-
-    medians = interleave({
-        "naive": run(naive.parameters(), lambda: naive.private(input, target, proposal.ids, proposal.log_count)),
-        "xsoftmax": run(ours.parameters(), lambda: call_with_proposal(ours, input, target, proposal)),
-    }, args.repeats)
+    pair = SampledPair(700, 256, 1_000_000, 20, shared=False)
+    medians = interleave({"naive": pair.naive_step, "xsoftmax": pair.our_step}, args.repeats)
     return [figure("20 private, N 1M, D 256: forward + backward / naive", medians, 0.2)]
 
 
