@@ -2,7 +2,6 @@
 set(XSOFTMAX_SOURCES
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
-  csrc/core/huge_pages.cpp
   csrc/core/impl.cpp
   csrc/core/matmul.cpp
   csrc/core/row_groups.cpp

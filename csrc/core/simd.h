@@ -30,6 +30,15 @@ static inline To bit_cast(From from) {
   return to;
 }
 
+// The value of x, whose operations are not reordered with those around it as -fassociative-math otherwise allows.
+#if __has_builtin(__builtin_assoc_barrier)
+#define XS_IN_ORDER(x) __builtin_assoc_barrier(x)
+#elif __has_builtin(__arithmetic_fence)
+#define XS_IN_ORDER(x) __arithmetic_fence(x)
+#else
+#define XS_IN_ORDER(x) (x)
+#endif
+
 static inline float load(float x) { return x; }
 static inline double load(double x) { return x; }
 static inline float load(Bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
@@ -82,8 +91,7 @@ static inline float exponential(float x) {
   const float signed_half = bit_cast<float>((bit_cast<int32_t>(t) & INT32_MIN) | 0x3F000000);
   const int32_t n = int32_t(t + signed_half);
   const float k = float(n);
-  float r = y - k * 0.693359375f;
-  r = r - k * -2.12194440e-4f;
+  const float r = XS_IN_ORDER(y - k * 0.693359375f) - k * -2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <bit>
 
 namespace xsoftmax {
 namespace {
@@ -16,8 +17,8 @@ constexpr int64_t kMaxWidth = 8192;
 // that falls with the width of blocks faster than the passes over logits slow down.
 constexpr int64_t kThreadBytes = 4 << 20;
 constexpr int64_t kSharedBytes = 16 << 20; // the same where all threads share a block
-constexpr int64_t kGroupsBytes = 16 << 20; // what all groups may hold together
-constexpr int64_t kMinGroups = 8;          // fewer would leave threads without work
+constexpr int64_t kGroupsBytes = 12 << 20; // what all groups may hold together
+constexpr int64_t kMinGroups = 6;          // fewer would leave threads without work
 constexpr int64_t kMaxGroups = 64;
 
 } // namespace
@@ -35,7 +36,8 @@ BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_
   BlockPlan plan{classes, saved, std::clamp(width, kStep, kMaxWidth), 1};
   if (!shared) {
     const int64_t fitting = std::min(kMaxGroups, kGroupsBytes / std::max<int64_t>(group_bytes, 1));
-    plan.groups = std::max<int64_t>(1, std::min(fitting, plan.count()));
+    // A power of two, which most numbers of threads divide.
+    plan.groups = int64_t(std::bit_floor(uint64_t(std::max<int64_t>(1, std::min(fitting, plan.count())))));
   }
   return plan;
 }

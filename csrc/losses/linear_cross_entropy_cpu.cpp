@@ -1,6 +1,5 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
-#include "core/huge_pages.h"
 #include "core/impl.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_cross_entropy.h"
@@ -325,7 +324,6 @@ CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Te
   if (queries == 0) {
     return {loss, normalizer, saved_logits};
   }
-  advise_huge_pages(saved_logits);
   const LinearOperands operands(input, weight, bias);
   const BlockPlan plan = plan_blocks(queries, classes, input.size(1), saved, queries * int64_t(sizeof(double)) * 3);
   dispatch_floating(operands.dtype, [&](auto zero) {
@@ -360,7 +358,6 @@ LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tens
   const BlockPlan plan = plan_blocks(queries, classes, features, saved_logits.size(1), part_bytes);
   const Tensor parts = want_input ? at::empty({plan.groups, queries, features}, sums) : Tensor();
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
-  advise_huge_pages(grad_weight);
   const Tensor grad_bias = at::empty({want_bias ? classes : 0}, sums);
   const Tensor loss_grad = grad.contiguous(), state = normalizer.contiguous();
   dispatch_floating(operands.dtype, [&](auto zero) {

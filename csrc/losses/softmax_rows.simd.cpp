@@ -22,7 +22,7 @@ inline float exponential_below(float x) {
   const float y = bit_cast<float>(bit_cast<int32_t>(x) & inside);
   const int32_t n = int32_t(y * 1.44269504088896341f - 0.5f);
   const float k = float(n);
-  const float r = (y - k * 0.693359375f) - k * -2.12194440e-4f;
+  const float r = XS_IN_ORDER(y - k * 0.693359375f) - k * -2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -96,7 +96,7 @@ void gradient_row(T* grad, const In* logits, const opmath<T>* __restrict bias, c
                   opmath<T> max, opmath<T> log_sum, opmath<T> scale, opmath<T> smoothing, int64_t n) {
 #pragma GCC ivdep
   for (int64_t j = 0; j < n; ++j) {
-    const opmath<T> p = exponential_below((logit<kBias>(logits, bias, j) - max) - log_sum);
+    const opmath<T> p = exponential_below(XS_IN_ORDER(logit<kBias>(logits, bias, j) - max) - log_sum);
     store(grad + j, scale * p - (kWeight ? smoothing * class_weight[j] : smoothing));
   }
 }
