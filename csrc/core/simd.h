@@ -26,6 +26,15 @@ static inline To bit_cast(From from) {
   return __builtin_bit_cast(To, from);
 }
 
+// The value of x, whose operations are not reordered with those around it as -fassociative-math otherwise allows.
+#if __has_builtin(__builtin_assoc_barrier)
+#define XS_IN_ORDER(x) __builtin_assoc_barrier(x)
+#elif __has_builtin(__arithmetic_fence)
+#define XS_IN_ORDER(x) __arithmetic_fence(x)
+#else
+#define XS_IN_ORDER(x) (x)
+#endif
+
 static inline float load(float x) { return x; }
 static inline double load(double x) { return x; }
 static inline float load(Bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
@@ -75,8 +84,7 @@ static inline float exponential(float x) {
   y = y > 88.0f ? 88.0f : y;
   const int32_t n = int32_t(y * 1.44269504088896341f + 128.5f) - 128; // the nearest integer: the sum is positive
   const float k = float(n);
-  float r = y - k * 0.693359375f;
-  r = r - k * -2.12194440e-4f;
+  const float r = XS_IN_ORDER(y - k * 0.693359375f) - k * -2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;

@@ -6,16 +6,19 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <bit>
 
 namespace xsoftmax {
 namespace {
 
 constexpr int64_t kStep = 64; // block widths are multiples of this
 constexpr int64_t kMaxWidth = 8192;
-constexpr int64_t kThreadBytes = 2 << 20;  // logits and rows of a block of one thread: about its L2 cache
+// Logits and rows of a block of one thread: some times its L2 cache, since a product first packs the whole input, and the time of
+// that falls with the width of blocks faster than the passes over logits slow down.
+constexpr int64_t kThreadBytes = 4 << 20;
 constexpr int64_t kSharedBytes = 16 << 20; // the same where all threads share a block
-constexpr int64_t kGroupsBytes = 16 << 20; // what all groups may hold together
-constexpr int64_t kMinGroups = 8;          // fewer would leave threads without work
+constexpr int64_t kGroupsBytes = 12 << 20; // what all groups may hold together
+constexpr int64_t kMinGroups = 6;          // fewer would leave threads without work
 constexpr int64_t kMaxGroups = 64;
 
 } // namespace
@@ -28,12 +31,13 @@ ClassBlock BlockPlan::block(int64_t i) const {
 
 BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_t saved, int64_t group_bytes) {
   const int64_t class_bytes = 4 * (queries + 2 * features) + 1;
-  const bool shared = group_bytes > kGroupsBytes / kMinGroups || class_bytes * kStep > 2 * kThreadBytes;
+  const bool shared = group_bytes > kGroupsBytes / kMinGroups || class_bytes * kStep > kThreadBytes;
   const int64_t width = (shared ? kSharedBytes : kThreadBytes) / class_bytes / kStep * kStep;
   BlockPlan plan{classes, saved, std::clamp(width, kStep, kMaxWidth), 1};
   if (!shared) {
     const int64_t fitting = std::min(kMaxGroups, kGroupsBytes / std::max<int64_t>(group_bytes, 1));
-    plan.groups = std::max<int64_t>(1, std::min(fitting, plan.count()));
+    // A power of two, which most numbers of threads divide.
+    plan.groups = int64_t(std::bit_floor(uint64_t(std::max<int64_t>(1, std::min(fitting, plan.count())))));
   }
   return plan;
 }

@@ -292,6 +292,21 @@ class BackwardPass {
   const int64_t queries_;
 };
 
+// The sum of parts [groups, Q, D] in order, rounded once, as a tensor like input.
+Tensor join_parts(const Tensor& parts, const Tensor& input) {
+  const Tensor out = at::empty({parts.size(1), parts.size(2)}, input.options());
+  at::parallel_for(0, out.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor mine = parts.narrow(1, first, last - first);
+    Tensor sum = mine.select(0, 0);
+    for (int64_t g = 1; g < parts.size(0); ++g) {
+      sum.add_(mine.select(0, g));
+    }
+    out.narrow(0, first, last - first).copy_(sum);
+  });
+  return out;
+}
+
 CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                                    const Tensor& target, const OptionalTensor& class_weight,
                                                    c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
@@ -350,15 +365,7 @@ LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tens
     const BackwardPass<T> pass(operands, plan, inputs.terms<opmath<T>>(), loss_grad, state, saved_logits.contiguous());
     pass.run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor());
   });
-  Tensor grad_input = input.new_empty({0, features});
-  if (want_input) {
-    Tensor sum = parts.select(0, 0);
-    for (int64_t g = 1; g < plan.groups; ++g) {
-      sum.add_(parts.select(0, g));
-    }
-    // A copy: a view would keep the memory of all the parts.
-    grad_input = at::empty({queries, features}, input.options()).copy_(sum);
-  }
+  const Tensor grad_input = want_input ? join_parts(parts, input) : input.new_empty({0, features});
   return {grad_input, grad_weight, grad_bias.to(input.scalar_type())};
 }
 
