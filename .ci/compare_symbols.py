@@ -56,7 +56,8 @@ def main(cpu_library: str, cuda_library: str) -> int:
             failures.append(f"kernel not in the CUDA build: {name}")
     if not any("TORCH_LIBRARY_IMPL_static_init_xsoftmax_CUDA" in symbol for symbol in everything):
         failures.append("the CUDA build registers no CUDA kernel")
-    print("\n".join(failures))
+    for failure in failures:
+        print(failure)
     print(f"CUDA build: {len(needed)} exported symbols, {len(kernels)} kernels, {len(ops_in_source())} ops with a CUDA kernel")
     print(f"{passed} passed, {len(failures)} failed")
     return 1 if failures else 0
