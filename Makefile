@@ -42,7 +42,7 @@ INSTALLED := $(STAMPS)/installed
 SOURCES := $(shell find CMakeLists.txt cmake csrc include python_bindings setup.py pyproject.toml -type f -not -name '*.pyc')
 CPP_TESTS := $(shell find tests/cpp -type f)
 TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
-XSOFTMAX_PREFIX = $$(cd build && python -c 'import xsoftmax, pathlib; print(pathlib.Path(xsoftmax.__file__).parent)')
+XSOFTMAX_PREFIX = $$(python -c 'import xsoftmax; print(xsoftmax.cmake_prefix_path)')
 # Where setup.py builds the library; tests/cpp is then built in the same folder, and nothing is compiled twice.
 export XSOFTMAX_BUILD_DIR := $(abspath build/package)
 # apt-get where a Debian package is missing, with sudo where that is needed.
@@ -104,7 +104,7 @@ demo: $(INSTALLED)
 	cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log \
 	  || { cat build/cpp_app.log; exit 1; }
 	cmake --build build/cpp_app
-	build/cpp_app/complete out/language_model/model.pt "for i in"
+	build/cpp_app/complete out/language_model/model.pt "def open(self, path" --words 30
 
 bench: $(INSTALLED)
 	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done

@@ -12,10 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def symbols(library: str, *options: str) -> set[str]:
-    """Demangled names of the symbols of the library that are ours: other libraries' templates differ between two builds of torch."""
+    """Demangled names of the symbols that the library defines."""
     output = subprocess.run(["nm", "--demangle", "--defined-only", *options, library], check=True, capture_output=True, text=True).stdout
-    names = (line.split(maxsplit=2)[-1] for line in output.splitlines())
-    return {name for name in names if re.match(r"(typeinfo |vtable )?(for )?xsoftmax::", name)}
+    return {line.split(maxsplit=2)[-1] for line in output.splitlines()}
+
+
+def exported(library: str) -> set[str]:
+    """Those of them that are exported and ours: other libraries' templates differ between two builds of torch."""
+    return {name for name in symbols(library, "--dynamic") if re.match(r"((typeinfo|typeinfo name|vtable) for )?xsoftmax::", name)}
 
 
 def kernels_in_source() -> set[str]:
@@ -36,12 +40,11 @@ def ops_in_source() -> set[str]:
 
 def main(cpu_library: str, cuda_library: str) -> int:
     passed, failures = 0, []
-    exported, everything = symbols(cuda_library, "--dynamic"), symbols(cuda_library)
-    needed = symbols(cpu_library, "--dynamic")
+    needed, there, everything = exported(cpu_library), exported(cuda_library), symbols(cuda_library)
     if not needed:
         failures.append(f"{cpu_library} exports no symbol of xsoftmax")
     for name in sorted(needed):
-        if name in exported:
+        if name in there:
             passed += 1
         else:
             failures.append(f"not in the CUDA build: {name}")
@@ -53,7 +56,8 @@ def main(cpu_library: str, cuda_library: str) -> int:
             failures.append(f"kernel not in the CUDA build: {name}")
     if not any("TORCH_LIBRARY_IMPL_static_init_xsoftmax_CUDA" in symbol for symbol in everything):
         failures.append("the CUDA build registers no CUDA kernel")
-    print("\n".join(failures))
+    for failure in failures:
+        print(failure)
     print(f"CUDA build: {len(needed)} exported symbols, {len(kernels)} kernels, {len(ops_in_source())} ops with a CUDA kernel")
     print(f"{passed} passed, {len(failures)} failed")
     return 1 if failures else 0
