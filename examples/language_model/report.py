@@ -21,7 +21,7 @@ def table(runs: list[dict]) -> str:
         valid = run["points"][-1]["valid_perplexity"] if run["points"] else None
         lines.append([
             run["loss"],
-            f"{run['epochs']:.2f}",
+            f"{run['epochs']:.3g}",
             f"{seconds / 60:.2f} min",
             f"{1000 * seconds / steps:.1f} ms",
             f"{run['tokens'] / seconds:,.0f}" if seconds else "-",

@@ -244,7 +244,7 @@ class Run:
         self.points.append(point)
         self.recent = [0.0, 0]
         tqdm.write(
-            f"{self.name}: epoch {point['epoch']:.2f}, {self.train_seconds / 60:.2f} min, train loss {point['train_loss']:.3f}, "
+            f"{self.name}: step {self.steps:,}, epoch {point['epoch']:.3g}, {self.train_seconds / 60:.2f} min, train loss {point['train_loss']:.3f}, "
             f"valid perplexity {valid:.1f}"
         )
         sys.stdout.flush()
