@@ -13,8 +13,8 @@ import xsoftmax as xs
 
 ops = torch.ops.xsoftmax
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Scores and float gradients differ by the order of sums, 16-bit gradients by one rounding.
-ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Scores and float gradients differ by the order of sums, 16-bit gradients by one rounding that may fall the other way.
+ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 def opmath(dtype):
