@@ -207,8 +207,8 @@ def test_forward_without_gradients():
         assert not ops.candidate_scores(args[0].clone().requires_grad_(), *args[1:]).requires_grad
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, layout", [(torch.float32, "private"), (torch.float64, "shared"), (torch.bfloat16, "both"),
+                                           (torch.float16, "both")])
 def test_opcheck(dtype, layout):
     input, weight, bias, own, shared = problem(3, 6, 4, *LAYOUTS[layout], dtype)
     leaves = [t.clone().requires_grad_() for t in (input, weight, bias)]
@@ -218,7 +218,7 @@ def test_opcheck(dtype, layout):
     torch.library.opcheck(ops.candidate_scores.default, (*leaves, own, shared), test_utils=some)
     torch.library.opcheck(ops.candidate_scores.default, (*leaves[:2], None, own, shared, False))
     grad = torch.ones(3, ops.candidate_scores(input, weight, None, own, shared).size(1), dtype=opmath(dtype))
-    for mask in itertools.product([False, True], repeat=3):
+    for mask in ((True, True, True), (True, False, False), (False, False, True)):
         torch.library.opcheck(ops.candidate_scores_backward.default, (grad, input, weight, own, shared, list(mask)))
 
 
@@ -329,8 +329,8 @@ def test_instruction_sets(isa):
     levels = ["default", "avx2", "avx512"]
     if levels.index(isa) >= levels.index(xs.cpu_capability()):
         pytest.skip("is what this process runs, or more than the CPU has")
-    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
-                             "test_equals_indexing and kernel and both and True and not 64"],
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
+                             __file__.replace("candidate", "ragged"), "-k", "test_equals_indexing and kernel and True and not shared"],
                             env={**os.environ, "XSOFTMAX_CPU": isa}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
 

