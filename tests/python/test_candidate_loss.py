@@ -383,7 +383,7 @@ def test_bad_inputs(impl, change, error, message):
         candidate_loss(**arguments)
 
 
-@pytest.mark.parametrize("grad", [torch.ones(3), torch.ones(2, 1), torch.ones(0)])
+@pytest.mark.parametrize("grad", [torch.ones(3), torch.ones(2, 1)])
 def test_gradient_of_the_wrong_shape(impl, grad):
     """Read past its end otherwise."""
     with pytest.raises(ValueError, match="grad"):
