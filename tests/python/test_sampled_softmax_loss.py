@@ -1,0 +1,255 @@
+"""sampled_softmax_loss: what it estimates, and how it reduces, ignores and weighs as F.cross_entropy does."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import xsoftmax as xs
+from xsoftmax.samplers import LogUniformSampler, StaticSampler, UniformSampler
+
+ops = torch.ops.xsoftmax
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+# Logits of five classes, and two targets: a likely one (p > 0.5), an unlikely one.
+LOGITS = torch.tensor([0.3, 2.0, -1.0, 0.5, 0.0], dtype=torch.float64)
+P = LOGITS.softmax(0)
+Q = 40000
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def impl(request):
+    with xs.use_impl(request.param):
+        yield request.param
+
+
+def assert_mean(samples, want):
+    """The mean of independent rows is `want`, within 4.5 standard errors."""
+    error = samples.std(0) / len(samples)**0.5
+    z = (samples.mean(0) - want) / error.clamp_min(1e-12)
+    assert (z.abs() < 4.5).all(), f"z-scores {z.tolist()}"
+
+
+def class_gradients(target, num_samples, estimator, remove, seed):
+    """[Q, N]: the gradients of the five logits for Q draws, each query with candidates of its own from q = softmax."""
+    sampler = StaticSampler(P)
+    targets = torch.full((Q,), target)
+    proposal = sampler.sample(torch.zeros(Q, 1), num_samples, False, targets, torch.Generator().manual_seed(seed))
+    assert not proposal.distinct
+    ids = torch.cat([targets[:, None], proposal.ids], 1)
+    scores = LOGITS[ids].requires_grad_()
+    loss = ops.candidate_loss(scores, targets, proposal.ids, None, proposal.log_count, None, proposal.target_log_count, estimator, remove)
+    (grad,) = torch.autograd.grad(loss.sum(), scores)
+    return torch.zeros(Q, 5, dtype=torch.float64).scatter_add_(1, ids, grad)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 6])
+@pytest.mark.parametrize("target", [1, 4])
+@pytest.mark.parametrize("estimator, remove, share", [
+    ("sampled_softmax", True, lambda p, M: 1 - p**M), ("sampled_softmax", False, lambda p, M: 1 / (1 + p)),
+    ("ranking", False, lambda p, M: M / (M + 1))])
+def test_expected_gradient_for_q_equal_to_softmax(estimator, remove, share, target, num_samples):
+    """The full gradient, times a share of it that each estimator is known for."""
+    full = P - F.one_hot(torch.tensor(target), 5)
+    assert_mean(class_gradients(target, num_samples, estimator, remove, seed=num_samples), full * share(P[target], num_samples))
+
+
+@pytest.fixture(scope="module")
+def big():
+    """One query and 30 classes, Q times over."""
+    g = torch.Generator().manual_seed(3)
+    return torch.randn(1, 8, generator=g), torch.randn(30, 8, generator=g) * 0.5, torch.randn(30, generator=g) * 0.5
+
+
+def exact_loss(big, target, **kwargs):
+    input, weight, bias = big
+    return F.cross_entropy(F.linear(input, weight, bias).double(), torch.tensor([target]), **kwargs)
+
+
+@pytest.mark.parametrize("head", [0, 6])
+@pytest.mark.parametrize("target", [2, 20])
+@pytest.mark.parametrize("sampler", [UniformSampler, LogUniformSampler])
+def test_distinct_draws_are_unbiased(big, sampler, target, head):
+    """exp(loss) is 1 / p_y on average: each class weighs 1 / (the probability that it stands in the set)."""
+    queries = 20000
+    loss = xs.SampledSoftmaxLoss(8, 30, sampler=sampler(30, distinct=True), num_samples=7, shared=False, bias=True, reduction="none",
+                                 head_classes=head)
+    loss.linear.weight.data, loss.linear.bias.data = big[1], big[2]
+    values = loss(big[0].expand(queries, 8), torch.full((queries,), target), torch.Generator().manual_seed(1))
+    assert values.std() > 0.01
+    assert_mean(values.detach().double().exp(), exact_loss(big, target).exp())
+
+
+@pytest.mark.parametrize("target", [2, 20])
+def test_head_and_independent_tail_are_unbiased(big, target):
+    """A target in the head cannot be drawn; one in the tail is left out of the draws and of q."""
+    queries = 20000
+    loss = xs.SampledSoftmaxLoss(8, 30, sampler=UniformSampler(30), num_samples=40, shared=False, bias=True, reduction="none",
+                                 head_classes=6)
+    loss.linear.weight.data, loss.linear.bias.data = big[1], big[2]
+    values = loss(big[0].expand(queries, 8), torch.full((queries,), target), torch.Generator().manual_seed(1))
+    assert values.std() > 0.01
+    assert_mean(values.detach().double().exp(), exact_loss(big, target).exp())
+
+
+def test_shared_draws_are_unbiased(big):
+    """One set for the batch: unbiased over steps."""
+    loss = xs.SampledSoftmaxLoss(8, 30, sampler="log_uniform", num_samples=7, bias=True, reduction="none")
+    loss.linear.weight.data, loss.linear.bias.data = big[1], big[2]
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.tensor([0, 2, 20])
+    with torch.no_grad():
+        values = torch.stack([loss(big[0].expand(3, 8), targets, generator) for _ in range(2000)])
+    assert_mean(values.double().exp(), torch.stack([exact_loss(big, t).exp() for t in targets.tolist()]))
+
+
+def problem(dtype=torch.float32, ignored=3, shape=(4, 5), N=9, D=6, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    input, weight = torch.randn(*shape, D, generator=g, dtype=torch.float64), torch.randn(N, D, generator=g, dtype=torch.float64)
+    bias, target = torch.randn(N, generator=g, dtype=torch.float64), torch.randint(N, shape, generator=g)
+    target.view(-1)[:ignored] = -100
+    return input.to(dtype), weight.to(dtype), bias.to(dtype), target
+
+
+def value_and_gradients(function, input, weight, bias, target, **kwargs):
+    leaves = [t.detach().clone().requires_grad_() for t in (input, weight, bias)]
+    loss = function(*leaves, target, **kwargs)
+    loss.backward(torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype).view(loss.shape))
+    return [loss.detach()] + [leaf.grad.to_dense() for leaf in leaves]
+
+
+def every_class(input, weight, bias, target, class_weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0, layout="shared",
+                sparse_grad=True):
+    """All classes are candidates that are always there: nothing is left to chance."""
+    ids = torch.arange(weight.size(0))
+    own = ids.expand(target.numel(), -1) if layout == "private" else None
+    return ops.sampled_softmax_loss(input, weight, bias, target, own, None if own is not None else ids, class_weight=class_weight,
+                                    reduction=REDUCTIONS[reduction], ignore_index=ignore_index, label_smoothing=label_smoothing,
+                                    fixed_private=0 if own is None else len(ids), fixed_shared=len(ids) if own is None else 0,
+                                    sparse_grad=sparse_grad)
+
+
+def plain(input, weight, bias, target, class_weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0):
+    loss = F.cross_entropy(F.linear(input, weight, bias).flatten(0, -2), target.flatten(), class_weight, reduction=reduction,
+                           ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, equal_nan=True, **({} if a.dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)))
+
+
+@pytest.mark.parametrize("layout", ["shared", "private"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_every_class_in_the_head_is_the_exact_loss(impl, dtype, reduction, layout):
+    """With ignored targets, class weights, label smoothing, any shape of batch; values and gradients."""
+    weights = torch.linspace(0.1, 2.0, 9, dtype=dtype)
+    for shape, ignored in (((4, 5), 3), ((7,), 0), ((2, 0), 0)):
+        args = problem(dtype, ignored, shape)
+        for kwargs in ({}, dict(class_weight=weights), dict(label_smoothing=0.3), dict(ignore_index=4)):
+            if "ignore_index" in kwargs:
+                args[3][args[3] < 0] = 4
+            got = value_and_gradients(every_class, *args, reduction=reduction, layout=layout, **kwargs)
+            assert_same(got, value_and_gradients(plain, *args, reduction=reduction, **kwargs))
+
+
+def test_one_query_without_a_batch(impl):
+    """[D] and a scalar target."""
+    input, weight, bias, target = problem(shape=(1,), ignored=0)
+    for reduction in REDUCTIONS:
+        got = every_class(input[0], weight, bias, target[0], reduction=reduction)
+        torch.testing.assert_close(got, F.cross_entropy(F.linear(input[0], weight, bias), target[0], reduction=reduction))
+
+
+def test_all_ignored(impl):
+    """As F.cross_entropy: the mean of nothing is NaN, the sum 0; no gradient of the table either way."""
+    args = problem(ignored=20)
+    for reduction in REDUCTIONS:
+        got, want = (value_and_gradients(f, *args, reduction=reduction) for f in (every_class, plain))
+        torch.testing.assert_close(got[0], want[0], equal_nan=True)
+        if reduction != "mean":
+            assert all(t.eq(0).all() for t in got)
+
+
+def test_ignored_targets_do_not_read_class_zero(impl):
+    """They are scored as class 0, whose row may be anything: the loss and gradients do not see it."""
+    input, weight, bias, target = problem(ignored=3)
+    target[target == 0] = 1
+    input.view(-1, 6)[:3] = float("nan")
+    got = value_and_gradients(every_class, input, weight, bias, target)
+    want = value_and_gradients(plain, input.nan_to_num(), weight, bias, target)
+    assert_same(got[:1] + got[3:], want[:1] + want[3:])
+
+
+def test_class_weights_of_another_dtype(impl):
+    args = problem()
+    weights = torch.linspace(0.1, 2.0, 9)
+    for dtype in (torch.float64, torch.bfloat16):
+        got = every_class(*args, class_weight=weights.to(dtype))
+        torch.testing.assert_close(got, plain(*args, class_weight=weights.to(dtype).float()))
+
+
+def test_is_the_composition(impl):
+    """candidate_scores and candidate_loss, with sparse gradients of P + 1 rows a query and one for each shared class."""
+    input, weight, bias, target = problem(shape=(5,), ignored=0)
+    g = torch.Generator().manual_seed(1)
+    own, shared = torch.randint(9, (5, 3), generator=g), torch.randint(9, (4,), generator=g)
+    counts = [torch.rand(5, 3, generator=g), torch.rand(4, generator=g), torch.rand(5, generator=g)]
+    weight.requires_grad_()
+    loss = ops.sampled_softmax_loss(input, weight, bias, target, own, shared, *counts, estimator="ranking", fixed_shared=2, reduction=0)
+    scores = ops.candidate_scores(input, weight, bias, torch.cat([target[:, None], own], 1), shared)
+    want = ops.candidate_loss(scores, target, own, shared, *counts, estimator="ranking", fixed_shared=2)
+    assert torch.equal(loss, want)
+    (grad,), (want_grad,) = torch.autograd.grad(loss.sum(), weight), torch.autograd.grad(want.sum(), weight)
+    assert grad._nnz() == 5 * 4 + 4 and torch.equal(grad.to_dense(), want_grad.to_dense())
+
+
+@pytest.mark.parametrize("sparse_grad", [True, False])
+def test_compile(sparse_grad):
+    """In one graph: the composite is seen through."""
+    args = problem()
+
+    def step(input, weight, bias, target):
+        return every_class(input * 2, weight, bias, target, sparse_grad=sparse_grad)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same(value_and_gradients(compiled, *args), value_and_gradients(step, *args))
+
+
+def test_autocast():
+    args = problem()
+
+    def cast(*a, **k):
+        with torch.autocast("cpu", torch.bfloat16):
+            return every_class(*a, **k)
+
+    got, want = value_and_gradients(cast, args[0].bfloat16(), *args[1:]), value_and_gradients(every_class, args[0].bfloat16().float(),
+                                                                                           *args[1:])
+    assert got[0].dtype == torch.float32 and got[1].dtype == torch.bfloat16
+    assert_same(got[:1] + got[2:], want[:1] + want[2:])
+
+
+@pytest.mark.parametrize("change, error, message", [
+    (dict(target=torch.tensor([0, 9])), IndexError, r"sampled_softmax_loss: expected target in \[0, 9\) or ignore_index, got 9 at \[1\]"),
+    (dict(target=torch.tensor([-1, 0])), IndexError, r"got -1 at \[0\]"),
+    (dict(target=torch.zeros(2)), TypeError, "expected target of dtype int64, got Float"),
+    (dict(target=torch.zeros(3, dtype=torch.int64)), ValueError, "expected target of the shape of input without its last dimension"),
+    (dict(target=torch.zeros(2, device="meta", dtype=torch.int64)), TypeError, "expected target on input's device cpu"),
+    (dict(input=torch.tensor(1.0)), ValueError, "expected target of the shape of input without its last dimension"),
+    (dict(weight=torch.zeros(9)), ValueError, "expected weight with 2 dimensions"),
+    (dict(weight=torch.zeros(9, 4)), ValueError, "expected weight with size 3"),
+    (dict(shared_ids=torch.tensor([9])), IndexError, r"expected shared_ids in \[0, 9\), got 9 at \[0\]"),
+    (dict(class_weight=torch.zeros(8)), ValueError, "expected class_weight with size 9"),
+    (dict(class_weight=torch.zeros(9), label_smoothing=0.1), ValueError, "expected label_smoothing of 0 beside class weights"),
+    (dict(reduction=3), ValueError, "expected reduction 0"),
+    (dict(reduction=-1), ValueError, "expected reduction 0"),
+    (dict(label_smoothing=-0.1), ValueError, r"expected label_smoothing in \[0, 1\]"),
+    (dict(estimator="full"), ValueError, "expected estimator to be one of"),
+])
+def test_bad_inputs(change, error, message):
+    arguments = dict(input=torch.zeros(2, 3), weight=torch.zeros(9, 3), bias=None, target=torch.tensor([0, 1]), private_ids=None,
+                     shared_ids=torch.arange(3)) | change
+    with pytest.raises(error, match=message):
+        ops.sampled_softmax_loss(**arguments)
