@@ -64,7 +64,7 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
 
   const Tensor hit = args.remove_accidental_hits ? ids.eq(args.target.unsqueeze(1)) : at::zeros_like(ids, at::kBool);
   const Tensor out = hit.logical_or(counts.eq(kInfinity)); // takes no part
-  Tensor adjusted = at::where(out, -kInfinity, score - counts);
+  Tensor log_weight = at::where(out, -kInfinity, -counts);
   const int64_t own_draws = own - args.fixed_private, all_draws = all - args.fixed_shared;
   const bool renormalize = args.remove_accidental_hits && estimator.renormalizes && given(args.target_log_count);
   if (renormalize && own_draws + all_draws > 0) {
@@ -74,16 +74,20 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
     const Tensor live = out.logical_not().logical_and(independent).sum(1).to(args.scores.scalar_type());
     const Tensor rest = (double(own_draws + all_draws) - args.target_log_count->to(args.scores.scalar_type()).exp()).clamp_min(0);
     const Tensor factor = at::where(live.gt(0), (rest / live).log(), 0.0);
-    adjusted = at::where(independent, adjusted + factor.unsqueeze(1), adjusted);
+    log_weight = at::where(independent, log_weight + factor.unsqueeze(1), log_weight);
   }
   Tensor target = args.scores.select(1, 0);
   if (estimator.corrects_target) {
-    target = target - args.target_log_count->to(args.scores.scalar_type());
+    const Tensor log_count = args.target_log_count->to(args.scores.scalar_type());
+    target = target - at::where(log_count.eq(-kInfinity), 0.0, log_count); // a target that no draw can give owes no correction
   }
-  return {target, score, adjusted, args.label_smoothing};
+  const Tensor adjusted = at::where(log_weight.eq(-kInfinity), -kInfinity, score + log_weight);
+  return {target, score, log_weight, adjusted, args.label_smoothing};
 }
 
 Tensor call_backward(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
+  // Backward may run inside autocast as well: its sums are as wide as those of forward.
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::candidate_loss_backward", "")
                              .typed<decltype(candidate_loss_backward_reference)>();
@@ -95,8 +99,8 @@ Tensor candidate_loss_meta(XS_CANDIDATE_LOSS_PARAMS) {
   return at::empty_symint({scores.sym_size(0)}, scores.options());
 }
 
-Tensor candidate_loss_backward_meta(const Tensor&, XS_CANDIDATE_LOSS_PARAMS) {
-  check_candidate_loss({XS_CANDIDATE_LOSS_ARGS});
+Tensor candidate_loss_backward_meta(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
+  check_candidate_loss_backward(grad, {XS_CANDIDATE_LOSS_ARGS});
   return at::empty_symint(scores.sym_sizes(), scores.options());
 }
 
@@ -179,6 +183,15 @@ void check_candidate_loss(const CandidateLossArgs& args) {
                     args.label_smoothing);
 }
 
+void check_candidate_loss_backward(const Tensor& grad, const CandidateLossArgs& args) {
+  check_candidate_loss(args);
+  constexpr const char* op = "candidate_loss_backward";
+  check::dim(op, "grad", grad, 1);
+  check::size(op, "grad", grad, 0, args.scores.sym_size(0), "the rows of scores");
+  check::floating(op, "grad", grad);
+  check::same_device(op, "grad", grad, "scores", args.scores);
+}
+
 Tensor candidate_loss_reference(XS_CANDIDATE_LOSS_PARAMS) {
   const CandidateLossArgs args{XS_CANDIDATE_LOSS_ARGS};
   check_candidate_loss(args);
@@ -188,7 +201,7 @@ Tensor candidate_loss_reference(XS_CANDIDATE_LOSS_PARAMS) {
 
 Tensor candidate_loss_backward_reference(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
   const CandidateLossArgs args{XS_CANDIDATE_LOSS_ARGS};
-  check_candidate_loss(args);
+  check_candidate_loss_backward(grad, args);
   const Estimator& chosen = find_estimator(estimator);
   const auto gradient = chosen.gradient(make_batch(args, chosen));
   const Tensor column = grad.unsqueeze(1);

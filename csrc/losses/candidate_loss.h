@@ -33,8 +33,9 @@ struct CandidateLossArgs {
   double label_smoothing;
 };
 
-/// Shared by every kernel of the op and of its backward.
+/// Shared by every kernel of the op, and of its backward.
 void check_candidate_loss(const CandidateLossArgs& args);
+void check_candidate_loss_backward(const at::Tensor& grad, const CandidateLossArgs& args);
 
 /// The composites in ATen calls: any device, and the oracle of the tests.
 at::Tensor candidate_loss_reference(XS_CANDIDATE_LOSS_PARAMS);

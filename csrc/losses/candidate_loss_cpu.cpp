@@ -62,7 +62,7 @@ template <typename T>
 void run_rows(const LossRows<T>& rows, int64_t queries) {
   const int64_t width = 1 + rows.private_width + rows.shared_width;
   at::parallel_for(0, queries, std::max<int64_t>(1, kScoresPerTask / width), [&](int64_t first, int64_t last) {
-    std::vector<T> buffer(width);
+    std::vector<T> buffer(2 * width);
     estimator_rows().of(T{}).softmax(rows, first, last, buffer.data());
   });
 }
@@ -100,7 +100,7 @@ Tensor candidate_loss_cpu(XS_CANDIDATE_LOSS_PARAMS) {
 
 Tensor candidate_loss_backward_cpu(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
   const CandidateLossArgs args{XS_CANDIDATE_LOSS_ARGS};
-  check_candidate_loss(args);
+  check_candidate_loss_backward(grad, args);
   if (use_reference()) {
     return candidate_loss_backward_reference(grad, XS_CANDIDATE_LOSS_ARGS);
   }

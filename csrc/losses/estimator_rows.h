@@ -25,7 +25,7 @@ struct LossRows {
   T* grad_scores;                  ///< [Q, 1 + P + S], backward only
 };
 
-/// A function for each estimator, over queries first .. last - 1; `buffer` holds P + S elements. Forward where grad_scores is null.
+/// A function for each estimator, over queries first .. last - 1; `buffer` holds 2 (P + S) elements. Forward where grad_scores is null.
 template <typename T>
 struct EstimatorRows {
   void (*softmax)(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer);

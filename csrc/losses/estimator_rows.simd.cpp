@@ -11,11 +11,13 @@ constexpr T kInfinity = T(__builtin_inf());
 static inline float logarithm(float x) { return __builtin_logf(x); }
 static inline double logarithm(double x) { return __builtin_log(x); }
 
-// One query: what an estimator works on. adjusted = score - log count (+ the renormalisation); -inf where the candidate hits the target.
+// One query: what an estimator works on. log_weight = -log count (+ the renormalisation), made only where it is asked for; adjusted =
+// score + log_weight, -inf where the candidate hits the target.
 template <typename T>
 struct Row {
   T target;
   const T* score;
+  const T* log_weight;
   const T* adjusted;
   int64_t width;
 };
@@ -57,21 +59,31 @@ int64_t adjust_segment(T* out, const T* score, const T* log_count, const int64_t
   return adjust(out + fixed, score + fixed, log_count ? log_count + fixed : nullptr, ids + fixed, target, remove_hits, n - fixed);
 }
 
+// Not adjusted - score: beside a large score, that difference has lost its digits.
+template <typename T>
+void set_log_weight(T* __restrict out, const T* __restrict adjusted, const T* __restrict log_count, T factor, int64_t fixed, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) {
+    const T weight = (log_count ? -log_count[j] : T(0)) + (j < fixed ? T(0) : factor);
+    out[j] = adjusted[j] == -kInfinity<T> ? -kInfinity<T> : weight;
+  }
+}
+
 template <typename T>
 Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
   const int64_t p = rows.private_width, s = rows.shared_width;
   const T* scores = rows.scores + q * (1 + p + s);
   const T* score = scores + 1;
   const int64_t target = rows.target[q];
-  int64_t hits = adjust_segment(buffer, score, rows.private_log_count ? rows.private_log_count + q * p : nullptr,
-                                rows.private_ids + q * p, target, rows.remove_hits, rows.fixed_private, p);
+  const T* private_log_count = rows.private_log_count ? rows.private_log_count + q * p : nullptr;
+  int64_t hits = adjust_segment(buffer, score, private_log_count, rows.private_ids + q * p, target, rows.remove_hits, rows.fixed_private, p);
   hits += adjust_segment(buffer + p, score + p, rows.shared_log_count, rows.shared_ids, target, rows.remove_hits, rows.fixed_shared, s);
 
   // M independent draws, m of them live: q renormalised to the classes other than the target gives each the factor (M - c_y) / m.
+  T factor = 0;
   const int64_t draws = (p - rows.fixed_private) + (s - rows.fixed_shared);
   if (rows.remove_hits && rows.renormalize && draws > hits && rows.target_log_count) {
     const T rest = T(draws) - T(__builtin_exp(double(rows.target_log_count[q])));
-    const T factor = logarithm((rest > 0 ? rest : T(0)) / T(draws - hits));
+    factor = logarithm((rest > 0 ? rest : T(0)) / T(draws - hits));
     for (int64_t j = rows.fixed_private; j < p; ++j) {
       buffer[j] += factor;
     }
@@ -79,8 +91,15 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
       buffer[j] += factor;
     }
   }
-  const T correction = rows.correct_target ? rows.target_log_count[q] : T(0);
-  return {scores[0] - correction, score, buffer, p + s};
+  // A target that no draw can give owes no correction.
+  const bool corrected = rows.correct_target && rows.target_log_count[q] != -kInfinity<T>;
+  const T correction = corrected ? rows.target_log_count[q] : T(0);
+  T* log_weight = buffer + p + s;
+  if (rows.label_smoothing != 0) {
+    set_log_weight(log_weight, buffer, private_log_count, factor, rows.fixed_private, p);
+    set_log_weight(log_weight + p, buffer + p, rows.shared_log_count, factor, rows.fixed_shared, s);
+  }
+  return {scores[0] - correction, score, log_weight, buffer, p + s};
 }
 
 template <typename T>
@@ -97,16 +116,14 @@ template <typename T>
 T smoothing_mean(const Row<T>& row, T scale, T* grad_target, T* grad) {
   T total = 1, sum = row.target;
   for (int64_t j = 0; j < row.width; ++j) {
-    const bool hit = row.adjusted[j] == -kInfinity<T>;
-    const T weight = hit ? T(0) : exponential(row.adjusted[j] - row.score[j]);
+    const T weight = exponential(row.log_weight[j]);
     total += weight;
-    sum += hit ? T(0) : weight * row.score[j];
+    sum += weight == 0 ? T(0) : weight * row.score[j];
   }
   if (grad != nullptr) {
     *grad_target -= scale / total;
     for (int64_t j = 0; j < row.width; ++j) {
-      const bool hit = row.adjusted[j] == -kInfinity<T>;
-      grad[j] -= hit ? T(0) : scale / total * exponential(row.adjusted[j] - row.score[j]);
+      grad[j] -= scale / total * exponential(row.log_weight[j]);
     }
   }
   return sum / total;

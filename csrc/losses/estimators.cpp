@@ -15,14 +15,13 @@ namespace {
 
 using at::Tensor;
 
-// Weight of each class in the estimated mean of all scores: 1 for the target, e^(adjusted - score) for a candidate, over their sum.
-struct MeanWeights {
+// Share of each class in the estimated mean of all scores: weight 1 for the target, e^log_weight for a candidate, over their sum.
+struct MeanShares {
   Tensor target, score;
 };
 
-MeanWeights mean_weights(const CandidateBatch& batch) {
-  const Tensor hit = batch.adjusted.eq(-std::numeric_limits<double>::infinity());
-  const Tensor weight = at::where(hit, 0.0, (batch.adjusted - batch.score).exp());
+MeanShares mean_shares(const CandidateBatch& batch) {
+  const Tensor weight = batch.log_weight.exp();
   const Tensor total = weight.sum(1) + 1.0;
   return {total.reciprocal(), weight / total.unsqueeze(1)};
 }
@@ -34,7 +33,7 @@ Tensor softmax_loss(const CandidateBatch& batch) {
   if (batch.label_smoothing == 0) {
     return normalizer - batch.target;
   }
-  const auto [target, score] = mean_weights(batch);
+  const auto [target, score] = mean_shares(batch);
   const Tensor mean = target * batch.target + at::where(score.eq(0), 0.0, score * batch.score).sum(1);
   return normalizer - (1 - batch.label_smoothing) * batch.target - batch.label_smoothing * mean;
 }
@@ -44,9 +43,9 @@ EstimatorGradient softmax_gradient(const CandidateBatch& batch) {
   Tensor target = probability.select(1, 0) - (1 - batch.label_smoothing);
   Tensor score = probability.narrow(1, 1, batch.adjusted.size(1));
   if (batch.label_smoothing != 0) {
-    const auto weights = mean_weights(batch);
-    target = target - batch.label_smoothing * weights.target;
-    score = score - batch.label_smoothing * weights.score;
+    const auto shares = mean_shares(batch);
+    target = target - batch.label_smoothing * shares.target;
+    score = score - batch.label_smoothing * shares.score;
   }
   return {target, score};
 }

@@ -10,11 +10,12 @@
 
 namespace xsoftmax {
 
-/// What an estimator sees, for a batch. Candidates that hit the target have adjusted = -inf and take no part.
+/// What an estimator sees, for a batch. Candidates that hit the target have a log weight of -inf and take no part.
 struct CandidateBatch {
-  at::Tensor target;   ///< [Q] scores of the targets, less their log expected count where the estimator corrects the target
-  at::Tensor score;    ///< [Q, C] scores of the candidates
-  at::Tensor adjusted; ///< [Q, C] score + log weight: e^adjusted summed over C is the estimate of sum over classes j != y of e^s_j
+  at::Tensor target;     ///< [Q] scores of the targets, less their log expected count where the estimator corrects the target
+  at::Tensor score;      ///< [Q, C] scores of the candidates
+  at::Tensor log_weight; ///< [Q, C]: e^adjusted summed over C is the estimate of sum over classes j != y of e^s_j
+  at::Tensor adjusted;   ///< [Q, C] score + log_weight, -inf where log_weight is
   double label_smoothing;
 };
 

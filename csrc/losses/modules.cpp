@@ -127,13 +127,8 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
     private_ids = proposal.ids;
     private_log_count = proposal.log_count;
   }
-  Tensor target_log_count = proposal.target_log_count;
-  if (sampling_.estimator == "ranking" && head.numel() > 0) {
-    // A target in the head is always there: its count is 1, though no draw can give it.
-    target_log_count = at::where(target_log_count.isneginf(), 0.0, target_log_count);
-  }
   return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count,
-                              shared_log_count, optional(target_log_count), optional(weight), sampling_.estimator,
+                              shared_log_count, optional(proposal.target_log_count), optional(weight), sampling_.estimator,
                               sampling_.remove_accidental_hits, shared_ ? 0 : drawn, head.numel() + (shared_ ? drawn : 0), reduction_,
                               options_.ignore_index, options_.label_smoothing, sampling_.sparse_grad);
 }

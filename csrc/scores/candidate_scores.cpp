@@ -35,6 +35,8 @@ Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_priv
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
                            const OptionalTensor& shared_ids, std::array<bool, 3> output_mask) {
+  // Backward may run inside autocast as well, which would take the products of these float32 gradients down.
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::candidate_scores_backward", "")
                              .typed<decltype(candidate_scores_backward_reference)>();

@@ -28,6 +28,8 @@ bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
                            std::array<bool, 3> output_mask) {
+  // Backward may run inside autocast as well, which would take the products of these float32 gradients down.
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::ragged_scores_backward", "")
                              .typed<decltype(ragged_scores_backward_reference)>();

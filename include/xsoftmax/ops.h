@@ -58,7 +58,7 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// there q is renormalised to the classes other than the target, and target_log_count is the target's log expected count among them
 /// (-inf if it cannot be drawn).
 /// estimator: "sampled_softmax" (MIDX paper, section 3.2; with remove_accidental_hits=False its Eq. 1), or "ranking", which corrects the
-/// target's score by target_log_count as well (TensorFlow's sampled softmax) and never renormalises.
+/// target's score by target_log_count as well (TensorFlow's sampled softmax; -inf corrects nothing) and never renormalises.
 /// label_smoothing e: (1 - e) of the loss above and e of (log normaliser - mean score of all classes), the mean estimated
 /// with the weights exp(adjusted - score), 1 for the target, over their sum.
 /// With no live candidate the loss is 0. Returns [Q] in scores' dtype. Backward recomputes from the scores; nothing else is kept.

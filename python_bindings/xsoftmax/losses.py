@@ -219,13 +219,9 @@ class SampledSoftmaxLoss(LinearLoss):
         else:
             private_ids, private_log_count = proposal.ids, proposal.log_count
             fixed_private = drawn if proposal.distinct else 0
-        target_log_count = proposal.target_log_count
-        if self.estimator == "ranking" and target_log_count is not None and self.head.shape[0] > 0:
-            # A target in the head is always there: its count is 1, though no draw can give it.
-            target_log_count = torch.where(torch.isneginf(target_log_count), 0.0, target_log_count)
         return torch.ops.xsoftmax.sampled_softmax_loss(
             input, self.linear.weight, self.linear.bias, target, private_ids, shared_ids, private_log_count, shared_log_count,
-            target_log_count, self.weight, self.estimator, self.remove_accidental_hits, fixed_private, fixed_shared,
+            proposal.target_log_count, self.weight, self.estimator, self.remove_accidental_hits, fixed_private, fixed_shared,
             self._reduction_code, self.ignore_index, self.label_smoothing, self.sparse_grad)
 
     def extra_repr(self) -> str:
