@@ -204,7 +204,7 @@ def test_sparse_gradient():
 # ---- sharing parameters
 
 @pytest.mark.parametrize("make", [lambda l: xs.SampledSoftmaxLoss.from_linear(l, sampler="uniform", num_samples=8, head_classes=2),
-                                  lambda l: xs.LinearCrossEntropyLoss.from_linear(l, weight=torch.ones(N))])
+                                  lambda l: xs.LinearCrossEntropyLoss.from_linear(l, weight=torch.ones(N, dtype=torch.float64))])
 def test_from_linear(make):
     linear = nn.Linear(D, N, dtype=torch.float64)
     made = []
