@@ -170,7 +170,8 @@ TEST_F(Modules, TrainingReducesTheExactLoss) {
 }
 
 TEST_F(Modules, BadArgumentsThrow) {
-  const auto make = [](const SamplingOptions& sampling, const LossOptions& options = {}, auto sampler = uniform()) {
+  const auto make = [](const SamplingOptions& sampling, const LossOptions& options = {},
+                       const std::shared_ptr<samplers::SamplerImpl>& sampler = uniform()) {
     SampledSoftmaxLoss(kWidth, kClasses, sampler, sampling, options);
   };
   EXPECT_THROW(make({.num_samples = -1}), c10::ValueError);
