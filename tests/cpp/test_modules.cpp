@@ -178,7 +178,7 @@ TEST_F(Modules, BadArgumentsThrow) {
   EXPECT_THROW(make({.estimator = "nce"}), c10::ValueError);
   EXPECT_THROW(make({.head_classes = kClasses + 1}), c10::ValueError);
   EXPECT_THROW(make({.head_classes = 1, .head = torch::tensor({1}, torch::kLong)}), c10::ValueError);
-  EXPECT_THROW(make({.head = torch::tensor({1, kClasses}, torch::kLong)}), c10::IndexError);
+  EXPECT_THROW(make({.head = torch::tensor({int64_t(1), kClasses}, torch::kLong)}), c10::IndexError);
   EXPECT_THROW(make({.head = torch::tensor({1, 1}, torch::kLong)}), c10::ValueError);
   EXPECT_THROW(make({.head = torch::tensor({1.0})}), c10::TypeError);
   EXPECT_THROW(make({}, {.reduction = "max"}), c10::ValueError);
