@@ -86,8 +86,6 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
 }
 
 Tensor call_backward(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
-  // Backward may run inside autocast as well: its sums are as wide as those of forward.
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::candidate_loss_backward", "")
                              .typed<decltype(candidate_loss_backward_reference)>();
@@ -142,6 +140,11 @@ Tensor candidate_loss_autocast(XS_CANDIDATE_LOSS_PARAMS) {
   const Tensor wide = at::autocast::cached_cast(at::kFloat, scores, device);
   return candidate_loss(wide, target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
                       remove_accidental_hits, fixed_private, fixed_shared, label_smoothing);
+}
+
+Tensor candidate_loss_backward_autocast(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  return call_backward(grad, XS_CANDIDATE_LOSS_ARGS);
 }
 
 } // namespace
@@ -233,7 +236,14 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("candidate_loss_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("candidate_loss", candidate_loss_autocast<c10::DeviceType::CPU>); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("candidate_loss", candidate_loss_autocast<c10::DeviceType::CUDA>); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  m.impl("candidate_loss", candidate_loss_autocast<c10::DeviceType::CPU>);
+  m.impl("candidate_loss_backward", candidate_loss_backward_autocast);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  m.impl("candidate_loss", candidate_loss_autocast<c10::DeviceType::CUDA>);
+  m.impl("candidate_loss_backward", candidate_loss_backward_autocast);
+}
 
 } // namespace xsoftmax

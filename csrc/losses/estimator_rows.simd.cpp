@@ -33,8 +33,9 @@ int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict
     }
   } else {
     for (int64_t j = 0; j < n; ++j) {
-      out[j] = score[j] - log_count[j];
-      absent += log_count[j] == kInfinity<T>;
+      const bool gone = log_count[j] == kInfinity<T>;
+      out[j] = gone ? -kInfinity<T> : score[j] - log_count[j];
+      absent += gone;
     }
   }
   if (remove_hits) {

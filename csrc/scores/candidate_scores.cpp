@@ -35,8 +35,6 @@ Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_priv
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
                            const OptionalTensor& shared_ids, std::array<bool, 3> output_mask) {
-  // Backward may run inside autocast as well, which would take the products of these float32 gradients down.
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::candidate_scores_backward", "")
                              .typed<decltype(candidate_scores_backward_reference)>();
@@ -95,6 +93,13 @@ Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, cons
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return candidate_scores(input.to(weight.scalar_type()), weight, same, private_ids, shared_ids, sparse_grad);
+}
+
+// Backward may run inside autocast too, which would take the products of float32 gradients down.
+RowGradients candidate_scores_backward_autocast(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                                                const OptionalTensor& shared_ids, std::array<bool, 3> output_mask) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  return call_backward(grad, input, weight, private_ids, shared_ids, output_mask);
 }
 
 } // namespace
@@ -210,7 +215,14 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("candidate_scores_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("candidate_scores", candidate_scores_autocast); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("candidate_scores", candidate_scores_autocast); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  m.impl("candidate_scores", candidate_scores_autocast);
+  m.impl("candidate_scores_backward", candidate_scores_backward_autocast);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  m.impl("candidate_scores", candidate_scores_autocast);
+  m.impl("candidate_scores_backward", candidate_scores_backward_autocast);
+}
 
 } // namespace xsoftmax

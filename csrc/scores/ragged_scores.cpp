@@ -28,8 +28,6 @@ bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
                            std::array<bool, 3> output_mask) {
-  // Backward may run inside autocast as well, which would take the products of these float32 gradients down.
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::ragged_scores_backward", "")
                              .typed<decltype(ragged_scores_backward_reference)>();
@@ -86,6 +84,13 @@ Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const O
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return ragged_scores(input.to(weight.scalar_type()), weight, same, ids, offsets, sparse_grad);
+}
+
+// Backward may run inside autocast too, which would take the products of float32 gradients down.
+RowGradients ragged_scores_backward_autocast(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids,
+                                             const Tensor& offsets, std::array<bool, 3> output_mask) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  return call_backward(grad, input, weight, ids, offsets, output_mask);
 }
 
 } // namespace
@@ -176,7 +181,14 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("ragged_scores_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("ragged_scores", ragged_scores_autocast); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("ragged_scores", ragged_scores_autocast); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  m.impl("ragged_scores", ragged_scores_autocast);
+  m.impl("ragged_scores_backward", ragged_scores_backward_autocast);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  m.impl("ragged_scores", ragged_scores_autocast);
+  m.impl("ragged_scores_backward", ragged_scores_backward_autocast);
+}
 
 } // namespace xsoftmax

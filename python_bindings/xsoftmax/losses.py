@@ -59,14 +59,21 @@ class LinearLoss(nn.Module):
         loss.to(linear.weight.device)
         return loss
 
+    def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
+        """input [*, D] as [Q, D], after its shape and target's have been checked."""
+        if input.dim() < 1 or input.shape[-1] != self.in_features:
+            raise ValueError(f"expected input of shape [*, {self.in_features}], got {list(input.shape)}")
+        if target is not None:
+            if input.shape[:-1] != target.shape:
+                raise ValueError(f"expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
+                                 f"got {list(target.shape)}")
+        return input.reshape(-1, self.in_features)
+
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         """`F.cross_entropy(self.linear(input), target, ...)` without the [Q, N] logits; what `forward` gives in eval()."""
-        if input.shape[:-1] != target.shape:
-            raise ValueError(f"expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
-                             f"got {list(target.shape)}")
         loss = torch.ops.xsoftmax.linear_cross_entropy(
-            input.reshape(-1, self.in_features), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
+            self._queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
             self._reduction_code, self.ignore_index, self.label_smoothing)
         return loss.reshape(target.shape) if self._reduction_code == 0 else loss
 
@@ -79,7 +86,7 @@ class LinearLoss(nn.Module):
     def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`self.log_prob(input).topk(k)`: (log-probabilities, class ids), both [*, k], best first, without [*, N] in memory."""
         values, indices = torch.ops.xsoftmax.linear_topk(
-            input.reshape(-1, self.in_features), self.linear.weight, self.linear.bias, k)
+            self._queries(input, None), self.linear.weight, self.linear.bias, k)
         shape = list(input.shape[:-1]) + [k]
         return values.reshape(shape), indices.reshape(shape)
 
@@ -200,12 +207,10 @@ class SampledSoftmaxLoss(LinearLoss):
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         if not self.training:
             return self.exact(input, target)
-        if input.shape[:-1] != target.shape:
-            raise ValueError(f"expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
-                             f"got {list(target.shape)}")
+        queries = self._queries(input, target)
         ignored = -1 if self.sampler.proposes_targets else 0
         counted = torch.where(target == self.ignore_index, ignored, target).reshape(-1)
-        proposal = self.sampler.sample(input.detach().reshape(-1, self.in_features), self.num_samples, self.shared, counted, generator)
+        proposal = self.sampler.sample(queries.detach(), self.num_samples, self.shared, counted, generator)
         private_ids: Optional[Tensor] = None
         private_log_count: Optional[Tensor] = None
         shared_ids = self.head

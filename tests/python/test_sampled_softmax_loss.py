@@ -22,9 +22,9 @@ def impl(request):
 
 
 def assert_mean(samples, want):
-    """The mean of independent rows is `want`, within 4.5 standard errors."""
+    """The mean of independent rows is `want`, within 4.5 standard errors and the float32 rounding of log counts."""
     error = samples.std(0) / len(samples)**0.5
-    z = (samples.mean(0) - want) / error.clamp_min(1e-12)
+    z = (samples.mean(0) - want) / (error + 1e-6)
     assert (z.abs() < 4.5).all(), f"z-scores {z.tolist()}"
 
 
@@ -172,8 +172,8 @@ def test_all_ignored(impl):
             assert all(t.eq(0).all() for t in got)
 
 
-def test_ignored_targets_do_not_read_class_zero(impl):
-    """They are scored as class 0, whose row may be anything: the loss and gradients do not see it."""
+def test_ignored_queries_may_be_anything(impl):
+    """Even NaN: neither the loss nor the gradient of the bias sees them."""
     input, weight, bias, target = problem(ignored=3)
     target[target == 0] = 1
     input.view(-1, 6)[:3] = float("nan")
