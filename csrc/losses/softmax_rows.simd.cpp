@@ -22,7 +22,7 @@ inline float exponential_below(float x) {
   const float y = bit_cast<float>(bit_cast<int32_t>(x) & inside);
   const int32_t n = int32_t(y * 1.44269504088896341f - 0.5f);
   const float k = float(n);
-  const float r = XS_IN_ORDER(y - k * 0.693359375f) - k * -2.12194440e-4f;
+  const float r = (y - k * 0.693359375f) - k * -2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -93,24 +93,24 @@ opmath<T> weighted_sum(const T* logits, const opmath<T>* bias, const opmath<T>* 
 // grad and logits are the same row or apart, never shifted against each other: no iteration reads what an earlier one wrote.
 template <bool kBias, bool kWeight, typename T, typename In>
 void gradient_row(T* grad, const In* logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight,
-                  opmath<T> max, opmath<T> log_sum, opmath<T> scale, opmath<T> smoothing, int64_t n) {
+                  opmath<T> max, opmath<T> scale, opmath<T> smoothing, int64_t n) {
 #pragma GCC ivdep
   for (int64_t j = 0; j < n; ++j) {
-    const opmath<T> p = exponential_below(XS_IN_ORDER(logit<kBias>(logits, bias, j) - max) - log_sum);
+    const opmath<T> p = exponential_below(logit<kBias>(logits, bias, j) - max);
     store(grad + j, scale * p - (kWeight ? smoothing * class_weight[j] : smoothing));
   }
 }
 
 template <typename T, typename In>
-void gradient(T* grad, const In* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> log_sum,
-              opmath<T> scale, opmath<T> smoothing, int64_t n) {
+void gradient(T* grad, const In* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale,
+              opmath<T> smoothing, int64_t n) {
   if (bias == nullptr) {
     return class_weight == nullptr
-        ? gradient_row<false, false>(grad, logits, bias, class_weight, max, log_sum, scale, smoothing, n)
-        : gradient_row<false, true>(grad, logits, bias, class_weight, max, log_sum, scale, smoothing, n);
+        ? gradient_row<false, false>(grad, logits, bias, class_weight, max, scale, smoothing, n)
+        : gradient_row<false, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
   }
-  return class_weight == nullptr ? gradient_row<true, false>(grad, logits, bias, class_weight, max, log_sum, scale, smoothing, n)
-                                 : gradient_row<true, true>(grad, logits, bias, class_weight, max, log_sum, scale, smoothing, n);
+  return class_weight == nullptr ? gradient_row<true, false>(grad, logits, bias, class_weight, max, scale, smoothing, n)
+                                 : gradient_row<true, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
 }
 
 template <bool kBias, typename T>
