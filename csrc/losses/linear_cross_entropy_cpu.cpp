@@ -227,13 +227,12 @@ class BackwardPass {
         const bool ignored = terms_.ignored(q);
         const A own = ignored ? A(0) : grad_[q] * terms_.own(q);
         const A even = ignored || terms_.even == 0 ? A(0) : A(grad_[q] * terms_.even);
-        const A scale = even == 0 ? own : A(own + even * terms_.weight_sum);
-        const A max = normalizer_[q], log_sum = normalizer_[queries_ + q];
+        const A max = normalizer_[q], scale = A((own + even * terms_.weight_sum) * std::exp(-normalizer_[queries_ + q]));
         if (block.saved) {
-          kernels.gradient_of_saved(row, const_data<A>(saved) + q * saved.stride(0), bias, weight, max, log_sum, scale, even,
-                                    block.size);
+          const A* logits = const_data<A>(saved) + q * saved.stride(0);
+          kernels.gradient_of_saved(row, logits, bias, weight, max, scale, even, block.size);
         } else {
-          kernels.gradient(row, row, bias, weight, max, log_sum, scale, even, block.size);
+          kernels.gradient(row, row, bias, weight, max, scale, even, block.size);
         }
         const int64_t j = terms_.target[q] - block.begin;
         if (uint64_t(j) < uint64_t(block.size)) {

@@ -16,25 +16,6 @@ inline int64_t ordered(double x) {
 inline float from_ordered(int32_t key) { return bit_cast<float>(key ^ ((key >> 31) & 0x7FFFFFFF)); }
 inline double from_ordered(int64_t key) { return bit_cast<double>(key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)); }
 
-// e^x for x <= 0 (and a rounding error more), which every logit less a maximum is: exponential() without its upper end.
-inline float exponential_below(float x) {
-  const int32_t inside = -int32_t(x >= -87.0f), nan = -int32_t(x != x);
-  const float y = bit_cast<float>(bit_cast<int32_t>(x) & inside);
-  const int32_t n = int32_t(y * 1.44269504088896341f - 0.5f);
-  const float k = float(n);
-  const float r = XS_IN_ORDER(y - k * 0.693359375f) - k * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const float value = p * bit_cast<float>((n + 127) << 23);
-  return bit_cast<float>((bit_cast<int32_t>(value) & inside) | (nan & 0x7FC00000));
-}
-inline double exponential_below(double x) { return exponential(x); }
-
 template <bool kBias, typename T>
 inline opmath<T> logit(const T* logits, const opmath<T>* bias, int64_t j) {
   if constexpr (kBias) {
@@ -57,9 +38,9 @@ opmath<T> fold_row(opmath<T>* max, opmath<T>* sum, const T* __restrict logits, c
   const A shift = new_max == -kInfinity ? A(0) : new_max; // -inf - -inf is no number
   A total = 0;
   for (int64_t j = 0; j < n; ++j) {
-    total += exponential_below(logit<kBias>(logits, bias, j) - shift);
+    total += exponential(logit<kBias>(logits, bias, j) - shift);
   }
-  *sum = *sum * exponential_below(*max - shift) + total;
+  *sum = *sum * exponential(*max - shift) + total;
   *max = new_max;
   return top;
 }
@@ -93,24 +74,24 @@ opmath<T> weighted_sum(const T* logits, const opmath<T>* bias, const opmath<T>* 
 // grad and logits are the same row or apart, never shifted against each other: no iteration reads what an earlier one wrote.
 template <bool kBias, bool kWeight, typename T, typename In>
 void gradient_row(T* grad, const In* logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight,
-                  opmath<T> max, opmath<T> log_sum, opmath<T> scale, opmath<T> smoothing, int64_t n) {
+                  opmath<T> max, opmath<T> scale, opmath<T> smoothing, int64_t n) {
 #pragma GCC ivdep
   for (int64_t j = 0; j < n; ++j) {
-    const opmath<T> p = exponential_below(XS_IN_ORDER(logit<kBias>(logits, bias, j) - max) - log_sum);
+    const opmath<T> p = exponential(logit<kBias>(logits, bias, j) - max);
     store(grad + j, scale * p - (kWeight ? smoothing * class_weight[j] : smoothing));
   }
 }
 
 template <typename T, typename In>
-void gradient(T* grad, const In* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> log_sum,
-              opmath<T> scale, opmath<T> smoothing, int64_t n) {
+void gradient(T* grad, const In* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale,
+              opmath<T> smoothing, int64_t n) {
   if (bias == nullptr) {
     return class_weight == nullptr
-        ? gradient_row<false, false>(grad, logits, bias, class_weight, max, log_sum, scale, smoothing, n)
-        : gradient_row<false, true>(grad, logits, bias, class_weight, max, log_sum, scale, smoothing, n);
+        ? gradient_row<false, false>(grad, logits, bias, class_weight, max, scale, smoothing, n)
+        : gradient_row<false, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
   }
-  return class_weight == nullptr ? gradient_row<true, false>(grad, logits, bias, class_weight, max, log_sum, scale, smoothing, n)
-                                 : gradient_row<true, true>(grad, logits, bias, class_weight, max, log_sum, scale, smoothing, n);
+  return class_weight == nullptr ? gradient_row<true, false>(grad, logits, bias, class_weight, max, scale, smoothing, n)
+                                 : gradient_row<true, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
 }
 
 template <bool kBias, typename T>
