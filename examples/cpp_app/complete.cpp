@@ -66,16 +66,12 @@ void run(const Options& options) {
   torch::jit::Module model = load(options.model);
 
   torch::Tensor ids = model.get_method("encode")({options.prompt}).toTensor();
-  if (ids.numel() == 0) {
-    throw UsageError("the sentence holds no word");
-  }
-
   auto next = model.get_method("next_words")({ids, options.top}).toTuple();
   torch::Tensor probability = next->elements()[0].toTensor().exp();
   torch::Tensor likely = next->elements()[1].toTensor();
   for (int64_t i = 0; i < likely.numel(); ++i) {
     std::string word = model.get_method("decode")({likely.slice(0, i, i + 1)}).toStringRef();
-    std::printf("%6.2f %%  %s\n", 100 * probability[i].item<double>(), word == "\n" ? "(end of line)" : word.c_str());
+    std::printf("%6.2f %%  %s\n", 100 * probability[i].item<double>(), word.empty() ? "(end of line)" : word.c_str());
   }
 
   torch::Tensor added = model.get_method("complete")({ids, options.words, options.temperature}).toTensor();

@@ -127,10 +127,10 @@ class Completer(nn.Module):
 
     @torch.jit.export
     def encode(self, text: str) -> Tensor:
-        """The text as ids [T], cut into words as data.tokenise does; a line that has not ended has no <eos>."""
-        ids: List[int] = []
+        """<eos>, as a text starts with a line, and the ids of the words, cut as data.tokenise does; the last line has not ended."""
+        ids: List[int] = [self.end_of_line]
         for i, line in enumerate(text.split("\n")):
-            if i > 0 and len(ids) > 0 and ids[-1] != self.end_of_line:
+            if i > 0 and ids[-1] != self.end_of_line:
                 ids.append(self.end_of_line)
             for token in line.split() if self.pretokenised else self.tokens(line):
                 digits = not self.pretokenised and "0" <= token[0] <= "9"
@@ -163,13 +163,13 @@ class Completer(nn.Module):
 
     @torch.jit.export
     def decode(self, ids: Tensor) -> str:
-        """The words with spaces between, lines as lines."""
+        """The words with spaces between, lines as lines; nothing for an <eos> at the start."""
         text = ""
         numbers: List[int] = ids.tolist()
         for i in numbers:
             word = self.words[i]
             if i == self.end_of_line:
-                text += "\n"
+                text += "\n" if text != "" else ""
             else:
                 text += word if text == "" or text[-1] == "\n" else " " + word
         return text
