@@ -416,19 +416,33 @@ def test_inductor():  # its random numbers are its own, so only what does not de
     torch.testing.assert_close(first[2], eager[2])
 
 
-def test_state_dict_round_trip():
-    for make in (lambda c: UnigramSampler(c), lambda c: UniformSampler(30, exclude=c.argsort()[10:12]), lambda c: InBatchSampler(30)):
-        source, other = make(zipf(30)), make(zipf(30).flip(0))
-        if isinstance(source, InBatchSampler):
-            source.sample(queries(3), 0, True, torch.tensor([1, 2, 2]))
-        assert not torch.equal(source.log_prob(queries(1), torch.arange(30)), other.log_prob(queries(1), torch.arange(30)))
-        other.load_state_dict(source.state_dict())
-        assert torch.equal(source.log_prob(queries(1), torch.arange(30)), other.log_prob(queries(1), torch.arange(30)))
-        if not isinstance(source, InBatchSampler):
-            for shared in (True, False):
-                results = [s.sample(queries(3), 9, shared, generator=torch.Generator().manual_seed(0)) for s in (source, other)]
-                assert torch.equal(results[0].ids, results[1].ids) and torch.equal(results[0].log_count, results[1].log_count)
-    assert UniformSampler(30).state_dict() == {}  # nothing to store, nothing for a checkpoint to lack
+def test_state_dict_holds_what_the_constructor_does_not_say():
+    """Tables follow from the constructor's arguments: a loss keeps the keys of torch.nn.LinearCrossEntropyLoss. Counts do not."""
+    for sampler in (UnigramSampler(zipf(30)), UniformSampler(30), UniformSampler(30, exclude=torch.tensor([3])), LogUniformSampler(30)):
+        assert sampler.state_dict() == {}
+    source, other = InBatchSampler(30), InBatchSampler(30)
+    source.sample(queries(3), 0, True, torch.tensor([1, 2, 2]))
+    classes = torch.arange(30)
+    assert not torch.equal(source.log_prob(queries(1), classes), other.log_prob(queries(1), classes))
+    other.load_state_dict(source.state_dict())
+    assert torch.equal(source.log_prob(queries(1), classes), other.log_prob(queries(1), classes))
+
+
+def test_excluding():
+    """A sampler told later what to leave out is the one that was built so."""
+    for make in (lambda **k: UnigramSampler(zipf(30), **k), lambda **k: UniformSampler(30, **k), lambda **k: LogUniformSampler(30, **k)):
+        for exclude in (4, torch.tensor([2, 7])):
+            later, built = make().excluding(exclude), make(exclude=exclude)
+            torch.testing.assert_close(later.log_prob(queries(1), torch.arange(30)), built.log_prob(queries(1), torch.arange(30)))
+    with pytest.raises(TypeError, match="head_classes"):
+        InBatchSampler(30).excluding(3)
+
+
+def test_in_batch_leaves_out_targets_that_do_not_count():
+    sampler = InBatchSampler(30)
+    proposal = sampler.sample(queries(4), 0, True, torch.tensor([1, -1, 2, -1]))
+    assert sampler.total == 2 and sampler.counts[0] == 0
+    assert proposal.log_count.isposinf().tolist() == [False, True, False, True]
 
 
 def test_casting_a_model_keeps_the_tables():
