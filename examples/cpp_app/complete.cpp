@@ -1,4 +1,4 @@
-// Completes a sentence with the model that examples/language_model/train.py leaves as model.pt, and prints the likeliest next words.
+// Prints the likeliest next words of a sentence and completes it, with the model.pt of examples/language_model/train.py.
 
 #include <torch/script.h>
 #include <xsoftmax/xsoftmax.h>
@@ -34,7 +34,8 @@ Options parse(Arguments& arguments) {
   options.seed = arguments.number<uint64_t>("seed", 1, 0);
   arguments.check_all_known();
   if (arguments.positional.size() != 2) {
-    throw UsageError("expected a model and a sentence in quotes, got " + std::to_string(arguments.positional.size()) + " arguments");
+    const std::string got = std::to_string(arguments.positional.size());
+    throw UsageError("expected a model and a sentence in quotes, got " + got + " arguments");
   }
   options.model = arguments.positional[0];
   options.prompt = arguments.positional[1];

@@ -1,7 +1,7 @@
 // Trains a next-word model on a made-up language with the library's C++ modules: sampled softmax, row-sparse gradients, no Python.
 //
-// A word has a topic and a rank. The topic of the next word follows from that of this one; its rank is drawn by Zipf's law. So the model
-// has something to learn, and the least loss that any model can reach is known: the entropy of the ranks.
+// A word has a topic and a rank. The topic of the next word follows from that of this one; its rank is drawn by Zipf's law. So the
+// model has something to learn, and the least loss that any model can reach is known: the entropy of the ranks.
 
 #include <torch/torch.h>
 #include <xsoftmax/xsoftmax.h>
@@ -15,8 +15,8 @@
 namespace {
 
 constexpr const char* kUsage =
-    "usage: train [--classes 20000] [--topics 100] [--width 64] [--batch 512] [--steps 2000] [--samples 256] [--head 256] [--lr 0.005]\n"
-    "             [--seed 1] [--threads 0]\n"
+    "usage: train [--classes 20000] [--topics 100] [--width 64] [--batch 512] [--steps 2000] [--samples 256] [--head 256]\n"
+    "             [--lr 0.005] [--seed 1] [--threads 0]\n"
     "  --classes  words of the language, a multiple of --topics\n"
     "  --samples  classes drawn a step, beside the --head most frequent ones, which are always scored\n"
     "  --threads  0: as many as torch takes\n";

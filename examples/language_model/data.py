@@ -12,8 +12,8 @@ from torch import Tensor
 
 UNKNOWN, END_OF_LINE, NUMBER = "<unk>", "<eos>", "<number>"
 
-# Runs of letters, runs of digits, single symbols. Everything outside ASCII counts as a letter, so that a tokeniser that sees UTF-8 bytes
-# (Completer.encode in model.py, which TorchScript runs) cuts at the same places.
+# Runs of letters, runs of digits, single symbols. Everything outside ASCII counts as a letter, so that a tokeniser that sees
+# UTF-8 bytes (Completer.encode in model.py, which TorchScript runs) cuts at the same places.
 TOKENS = re.compile(r"[A-Za-z\x80-\U0010ffff]+|[0-9]+|[!-/:-@\[-`{-~]")
 
 
@@ -52,8 +52,9 @@ def tokenise(text: str, pretokenised: bool = False):
 
 def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = None) -> Corpus:
     """
-    path: a text file (split by position: 90 % to train, 5 % to validate, 5 % to test), a folder that holds *.train.txt, *.valid.txt and
-        *.test.txt of words between spaces (as Penn Treebank is distributed), or None for the source of Python's standard library.
+    path: a text file (split by position: 90 % to train, 5 % to validate, 5 % to test), a folder that holds *.train.txt,
+        *.valid.txt and *.test.txt of words between spaces (as Penn Treebank is distributed), or None for the source of Python's
+        standard library
     min_count: words that the training text holds fewer times become <unk>
     max_tokens: of the training text; validation and test text then have at most a tenth of it each
     """
@@ -68,7 +69,9 @@ def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = N
 
     index: dict[str, int] = {UNKNOWN: 0, END_OF_LINE: 1}  # in order of appearance; sorted below
     limits = {"train": max_tokens, "all": max_tokens and max_tokens * 10 // 9}
-    streams = {split: read(files, pretokenised, index, limits.get(split, max_tokens and max_tokens // 10)) for split, files in texts.items()}
+    streams = {}
+    for split, files in texts.items():
+        streams[split] = read(files, pretokenised, index, limits.get(split, max_tokens and max_tokens // 10))
     if "all" in streams:
         ids = streams["all"]
         cuts = [len(ids) * 90 // 100, len(ids) * 95 // 100]
@@ -81,7 +84,7 @@ def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = N
 
 
 def standard_library() -> dict[str, list[Path]]:
-    """The modules of the running Python, one of 200 to validate and one to test. Sorted by a hash of their name: any part is mixed."""
+    """The modules of the running Python, one of 200 to validate, one to test; in the order of a hash of their names, so well mixed."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages"}
     files = [file for file in root.rglob("*.py") if not skipped.intersection(file.relative_to(root).parts)]
@@ -133,9 +136,9 @@ def sort_by_frequency(index: dict[str, int], train: Tensor, min_count: int) -> t
 
 class Batches:
     """
-    A stream laid out as batch_size parallel columns and read bptt words at a time: batch i gives inputs and targets [batch_size, T], and
-    continues each column where batch i - 1 left it. The last column's tail is filled with targets that the loss ignores, so that every
-    word of the stream counts once.
+    A stream laid out as batch_size parallel columns and read bptt words at a time: batch i gives inputs and targets
+    [batch_size, T], and continues each column where batch i - 1 left it. The last column's tail is filled with targets that the
+    loss ignores, so that every word of the stream counts once.
     """
 
     IGNORED = -100

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class LSTMEncoder(nn.Module):
-    """ids [B, T] and the state that the previous call returned (an empty list at the start) -> hidden [B, T, width] and the new state."""
+    """ids [B, T], the state of the previous call (an empty list at the start) -> hidden [B, T, width], the new state."""
 
     context: int
 
@@ -47,7 +47,8 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = self.attention_in(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, heads, width / heads]
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout_p if self.training else 0.0, is_causal=True)
+        dropout_p = self.dropout_p if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True)
         x = x + self.dropout(self.attention_out(attended.transpose(1, 2).flatten(2)))
         return x + self.feed_forward(x)
 
@@ -58,7 +59,14 @@ class TransformerEncoder(nn.Module):
     context: int
 
     def __init__(
-        self, num_words: int, width: int = 200, layers: int = 2, dropout: float = 0.5, sparse: bool = True, context: int = 35, heads: int = 4
+        self,
+        num_words: int,
+        width: int = 200,
+        layers: int = 2,
+        dropout: float = 0.5,
+        sparse: bool = True,
+        context: int = 35,
+        heads: int = 4,
     ):
         super().__init__()
         self.context = context
@@ -113,7 +121,7 @@ class Completer(nn.Module):
 
     @torch.jit.export
     def complete(self, ids: Tensor, n: int, temperature: float = 0.8, k: int = 40) -> Tensor:
-        """The n words that follow, each drawn from the k likeliest (<unk> left out); temperature 0 takes the likeliest. Draws from torch's RNG."""
+        """The n words that follow, each drawn by torch's RNG from the k likeliest without <unk>; temperature 0: the likeliest."""
         prompt = ids.numel()
         for _ in range(n):
             log_prob, likely = self.next_words(ids, k + 1)
@@ -138,7 +146,7 @@ class Completer(nn.Module):
         return torch.tensor(ids, dtype=torch.long)
 
     def tokens(self, line: str) -> List[str]:
-        """Runs of letters, runs of digits, single symbols. TorchScript has no regular expressions, and its strings are bytes of UTF-8."""
+        """data.TOKENS by hand: TorchScript has no regular expressions, and its strings are bytes of UTF-8."""
         tokens: List[str] = []
         start = 0
         previous = 0  # kind of the character before: 0 space, 1 letter, 2 digit, 3 symbol
@@ -177,5 +185,6 @@ class Completer(nn.Module):
 
 def script(completer: Completer) -> torch.jit.ScriptModule:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # deprecated since torch 2.10, and still the one format that C++ loads with methods
+        # Deprecated since torch 2.10, and still the one format that C++ loads with methods.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.script(completer.eval())

@@ -73,4 +73,5 @@ def write(output: Path, history: dict):
     write_text(output / "history.json", json.dumps(history, indent=2) + "\n")
     write_text(output / "table.md", table(history["runs"]))
     corpus = history["corpus"]
-    plot(history["runs"], f"{history['arguments']['model']} on {corpus['name']}, {corpus['num_words']:,} words", output / "perplexity.png")
+    title = f"{history['arguments']['model']} on {corpus['name']}, {corpus['num_words']:,} words"
+    plot(history["runs"], title, output / "perplexity.png")

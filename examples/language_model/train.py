@@ -52,19 +52,23 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--stateless", action="store_true", help="start each batch from a zero state instead of the last batch's")
 
     loss = parser.add_argument_group("loss")
-    loss.add_argument("--loss", nargs="+", choices=["sampled", "exact"], default=["sampled"], help="several: each in turn, same seed and budget")
-    loss.add_argument("--sampler", choices=["unigram", "uniform", "log_uniform", "in_batch"], default="unigram", help="default: %(default)s")
+    loss.add_argument("--loss", nargs="+", choices=["sampled", "exact"], default=["sampled"],
+                      help="several: each in turn, same seed and budget (default: sampled)")
+    loss.add_argument("--sampler", choices=["unigram", "uniform", "log_uniform", "in_batch"], default="unigram",
+                      help="default: %(default)s")
     loss.add_argument("--samples", type=positive(int), default=512, help="classes drawn a step (default: %(default)s)")
-    loss.add_argument("--head", type=int, default=512, help="most frequent words, always scored (default: %(default)s; in_batch has none)")
+    loss.add_argument("--head", type=int, default=512,
+                      help="most frequent words, always scored (default: %(default)s; in_batch has none)")
     loss.add_argument("--estimator", choices=["sampled_softmax", "ranking"], default="sampled_softmax", help="default: %(default)s")
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=positive(int), default=6, help="default: %(default)s")
     training.add_argument("--max-minutes", type=positive(float), help="training time of each loss, evaluation left out")
-    training.add_argument("--eval-minutes", type=positive(float), help="training time between evaluations, beside the one after each epoch "
-                          "(default: a sixth of --max-minutes)")
+    training.add_argument("--eval-minutes", type=positive(float),
+                          help="training time between evaluations, beside the one after each epoch (default: a sixth of --max-minutes)")
     training.add_argument("--batch-size", type=positive(int), default=20, help="default: %(default)s")
-    training.add_argument("--bptt", type=positive(int), default=35, help="words a step reads of each of the batch's columns (default: %(default)s)")
+    training.add_argument("--bptt", type=positive(int), default=35,
+                          help="words a step reads of each of the batch's columns (default: %(default)s)")
     training.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="default: %(default)s, the fastest start")
     training.add_argument("--lr", type=positive(float), help="default: " + ", ".join(f"{k} {v}" for k, v in LEARNING_RATES.items()))
     training.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the gradient (default: %(default)s)")
@@ -126,7 +130,8 @@ def build_loss(args: argparse.Namespace, name: str, corpus: data.Corpus) -> nn.M
         return xs.SampledSoftmaxLoss(args.width, num_words, sampler="in_batch", **options | {"head_classes": 0})
     if args.head + args.samples > num_words:
         raise UsageError(
-            f"--head {args.head} and --samples {args.samples} together exceed the {num_words} words of {corpus.name}: take fewer, or --loss exact"
+            f"--head {args.head} and --samples {args.samples} together exceed the {num_words} words of {corpus.name}: "
+            "take fewer, or --loss exact"
         )
     sampler = args.sampler
     if sampler == "unigram":
@@ -144,9 +149,10 @@ class Run:
         self.args = args
         self.device = torch.device(args.device)
         self.parts = {
-            split: data.Batches(getattr(corpus, split), args.batch_size, args.bptt, self.device) for split in ("train", "valid", "test")
+            split: data.Batches(getattr(corpus, split), args.batch_size, args.bptt, self.device)
+            for split in ("train", "valid", "test")
         }
-        # Sampled: the gradients of embedding and output layer have rows for the words of this step only. Exact: every row has a gradient.
+        # Sampled: the gradients of embedding and output layer have rows for the words of a step only. Exact: every row has one.
         self.encoder = build_encoder(args, len(corpus.words), sparse=name == "sampled").to(self.device)
         self.loss = build_loss(args, name, corpus).to(self.device)
         if not args.untied:
@@ -189,8 +195,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        minutes = self.args.max_minutes
-        return self.steps >= self.args.epochs * len(self.parts["train"]) or (minutes is not None and self.train_seconds >= 60 * minutes)
+        limit = math.inf if self.args.max_minutes is None else 60 * self.args.max_minutes
+        return self.steps >= self.args.epochs * len(self.parts["train"]) or self.train_seconds >= limit
 
     def step(self):
         position = self.steps % len(self.parts["train"])
@@ -244,8 +250,8 @@ class Run:
         self.points.append(point)
         self.recent = [0.0, 0]
         tqdm.write(
-            f"{self.name}: step {self.steps:,}, epoch {point['epoch']:.3g}, {self.train_seconds / 60:.2f} min, train loss {point['train_loss']:.3f}, "
-            f"valid perplexity {valid:.1f}"
+            f"{self.name}: step {self.steps:,}, epoch {point['epoch']:.3g}, {self.train_seconds / 60:.2f} min, "
+            f"train loss {point['train_loss']:.3f}, valid perplexity {valid:.1f}"
         )
         sys.stdout.flush()
 
@@ -257,7 +263,8 @@ class Run:
         epoch_steps = len(self.parts["train"])
         eval_seconds = 60 * self.args.eval_minutes if self.args.eval_minutes else math.inf
         evaluated = self.points[-1]["train_seconds"] if self.points else 0.0
-        bar = tqdm(total=self.args.epochs * epoch_steps, initial=self.steps, desc=self.name, unit="step", disable=not sys.stderr.isatty())
+        steps, quiet = self.args.epochs * epoch_steps, not sys.stderr.isatty()
+        bar = tqdm(total=steps, initial=self.steps, desc=self.name, unit="step", disable=quiet)
         while not self.finished and not interrupt.seen:
             start = time.perf_counter()
             self.step()
@@ -287,7 +294,7 @@ class Run:
 
 
 class Interrupt:
-    """Turns the first Ctrl-C into a flag, read between steps, where everything can be saved; the second one ends the program at once."""
+    """Turns the first Ctrl-C into a flag, read between steps, where everything can be saved; the second ends the program."""
 
     def __init__(self):
         self.seen = False
@@ -321,7 +328,8 @@ def load_checkpoint(path: Path, corpus: data.Corpus, args: argparse.Namespace) -
         raise UsageError(f"--resume: {path} is not a checkpoint of this program ({error})") from error
     for key, value in plain(args).items():
         if key not in FREE_ARGUMENTS and saved.get(key) != value:
-            raise UsageError(f"--resume: the checkpoint was written with --{key.replace('_', '-')} {saved.get(key)}, and this run has {value}")
+            option = key.replace("_", "-")
+            raise UsageError(f"--resume: the checkpoint was written with --{option} {saved.get(key)}, and this run has {value}")
     if fingerprint != corpus.fingerprint:
         raise UsageError(f"--resume: the text of {corpus.name} is not the one that the checkpoint was trained on")
     return runs
@@ -334,10 +342,11 @@ def plain(args: argparse.Namespace) -> dict:
 def history(corpus: data.Corpus, args: argparse.Namespace, runs: list[Run]) -> dict:
     """Every figure, with all that it takes to get it again."""
     sizes = {split: len(getattr(corpus, split)) for split in ("train", "valid", "test")}
+    processor = platform.processor() or platform.machine()
     return {
         "arguments": plain(args),
         "corpus": {"name": corpus.name, "num_words": len(corpus.words), "tokens": sizes, "fingerprint": corpus.fingerprint},
-        "machine": {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.processor() or platform.machine()},
+        "machine": {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor},
         "runs": [run.figures() for run in runs],
     }
 

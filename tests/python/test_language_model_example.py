@@ -64,8 +64,8 @@ def weights(checkpoint):
 
 def test_the_command_leaves_its_files(text, tmp_path):
     """In a process of its own, as a user runs it: both losses learn the text, and every promised file is there and whole."""
-    command = [sys.executable, EXAMPLE / "train.py", "--data", text, "--loss", "sampled", "exact", "--epochs", "4", "--output", tmp_path / "out",
-               "--dropout", "0.1", "--optimizer", "adam", "--lr", "0.01", *SMALL]
+    command = [sys.executable, EXAMPLE / "train.py", "--data", text, "--loss", "sampled", "exact", "--epochs", "4",
+               "--output", tmp_path / "out", "--dropout", "0.1", "--optimizer", "adam", "--lr", "0.01", *SMALL]
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, env=os.environ)
     assert result.returncode == 0, result.stderr
     history = json.loads((tmp_path / "out" / "history.json").read_text())
@@ -109,7 +109,8 @@ def test_scripted_model_answers_as_the_eager_one(example, text, tmp_path, model)
     data, models = example["data"], example["model"]
     corpus = data.load_corpus(str(text))
     encoder = models.ENCODERS[model](len(corpus.words), width=16, dropout=0.5)
-    eager = models.Completer(encoder, torch.nn.Linear(16, len(corpus.words)), corpus.words, False, (data.UNKNOWN, data.END_OF_LINE, data.NUMBER))
+    special = (data.UNKNOWN, data.END_OF_LINE, data.NUMBER)
+    eager = models.Completer(encoder, torch.nn.Linear(16, len(corpus.words)), corpus.words, False, special)
     models.script(eager).save(str(tmp_path / "model.pt"))
     scripted = torch.jit.load(tmp_path / "model.pt")
 
