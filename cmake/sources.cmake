@@ -11,6 +11,8 @@ set(XSOFTMAX_SOURCES
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/class_blocks.cpp
   csrc/losses/estimators.cpp
+  csrc/losses/linear_candidate_loss.cpp
+  csrc/losses/linear_candidate_loss_cpu.cpp
   csrc/losses/linear_cross_entropy.cpp
   csrc/losses/linear_cross_entropy_cpu.cpp
   csrc/losses/linear_topk.cpp

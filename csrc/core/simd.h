@@ -77,6 +77,19 @@ static inline void store(F16* to, float x) {
   to->bits = uint16_t((sign >> 16) | half);
 }
 
+// Integers in the order of the floats: their maximum vectorises, which a maximum of floats does not while NaN has a meaning. A
+// positive NaN is above infinity and thus becomes the maximum; a negative one is missed here and reaches the sum all the same.
+static inline int32_t ordered(float x) {
+  const int32_t bits = bit_cast<int32_t>(x);
+  return bits ^ ((bits >> 31) & 0x7FFFFFFF);
+}
+static inline int64_t ordered(double x) {
+  const int64_t bits = bit_cast<int64_t>(x);
+  return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF);
+}
+static inline float from_ordered(int32_t key) { return bit_cast<float>(key ^ ((key >> 31) & 0x7FFFFFFF)); }
+static inline double from_ordered(int64_t key) { return bit_cast<double>(key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)); }
+
 // e^x to 2 ulp, for x less a maximum: below -87.3 it is 0, so e^-inf = 0; above 88 it stays at e^88; NaN stays NaN. Cody-Waite
 // reduction, polynomial of degree 6; no branches, so that loops vectorise.
 static inline float exponential(float x) {

@@ -1,6 +1,7 @@
 #include "losses/candidate_loss.h"
 
 #include "core/checks.h"
+#include "core/optional.h"
 #include "losses/estimators.h"
 #include "xsoftmax/ops.h"
 
@@ -21,12 +22,9 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "candidate_loss";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 c10::SymInt width(const OptionalTensor& ids, int64_t axis) { return given(ids) ? ids->sym_size(axis) : c10::SymInt(0); }
 
@@ -85,13 +83,6 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
   return {target, score, log_weight, adjusted, args.label_smoothing};
 }
 
-Tensor call_backward(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::candidate_loss_backward", "")
-                             .typed<decltype(candidate_loss_backward_reference)>();
-  return op.call(grad, XS_CANDIDATE_LOSS_ARGS);
-}
-
 Tensor candidate_loss_meta(XS_CANDIDATE_LOSS_PARAMS) {
   check_candidate_loss({XS_CANDIDATE_LOSS_ARGS});
   return at::empty_symint({scores.sym_size(0)}, scores.options());
@@ -121,9 +112,8 @@ class CandidateLoss : public torch::autograd::Function<CandidateLoss> {
     torch::autograd::variable_list result(12);
     if (ctx->needs_input_grad(0)) {
       const auto saved = ctx->get_saved_variables();
-      const auto optional = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
       const std::string estimator = ctx->saved_data["estimator"].toStringRef();
-      result[0] = call_backward(grads[0], saved[0], saved[1], optional(2), optional(3), optional(4), optional(5), optional(6), estimator,
+      result[0] = candidate_loss_backward(grads[0], saved[0], saved[1], optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), optional(saved[6]), estimator,
                                 ctx->saved_data["remove_accidental_hits"].toBool(), ctx->saved_data["fixed_private"].toInt(),
                                 ctx->saved_data["fixed_shared"].toInt(), ctx->saved_data["label_smoothing"].toDouble());
     }
@@ -144,7 +134,7 @@ Tensor candidate_loss_autocast(XS_CANDIDATE_LOSS_PARAMS) {
 
 Tensor candidate_loss_backward_autocast(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return call_backward(grad, XS_CANDIDATE_LOSS_ARGS);
+  return candidate_loss_backward(grad, XS_CANDIDATE_LOSS_ARGS);
 }
 
 } // namespace
@@ -154,6 +144,13 @@ Tensor candidate_loss(XS_CANDIDATE_LOSS_PARAMS) {
                              .findSchemaOrThrow("xsoftmax::candidate_loss", "")
                              .typed<decltype(candidate_loss_reference)>();
   return op.call(XS_CANDIDATE_LOSS_ARGS);
+}
+
+Tensor candidate_loss_backward(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::candidate_loss_backward", "")
+                             .typed<decltype(candidate_loss_backward_reference)>();
+  return op.call(grad, XS_CANDIDATE_LOSS_ARGS);
 }
 
 void check_candidate_loss(const CandidateLossArgs& args) {
@@ -212,13 +209,8 @@ Tensor candidate_loss_backward_reference(const Tensor& grad, XS_CANDIDATE_LOSS_P
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-#define XS_SCHEMA_ARGS                                                                                                             \
-  "Tensor scores, Tensor target, Tensor? private_ids, Tensor? shared_ids, Tensor? private_log_count=None, "                        \
-  "Tensor? shared_log_count=None, Tensor? target_log_count=None, str estimator=\"sampled_softmax\", "                              \
-  "bool remove_accidental_hits=True, int fixed_private=0, int fixed_shared=0, float label_smoothing=0.0) -> Tensor"
-  m.def("candidate_loss(" XS_SCHEMA_ARGS);
-  m.def("candidate_loss_backward(Tensor grad, " XS_SCHEMA_ARGS);
-#undef XS_SCHEMA_ARGS
+  m.def("candidate_loss(Tensor scores, " XS_CANDIDATES_SCHEMA ") -> Tensor");
+  m.def("candidate_loss_backward(Tensor grad, Tensor scores, " XS_CANDIDATES_SCHEMA ") -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -9,7 +9,7 @@ namespace xsoftmax {
 /// Scores, candidates and gradients of a batch for the loop over its queries; see candidate_loss.h for the meaning. Null where absent.
 template <typename T>
 struct LossRows {
-  const T* scores;                 ///< [Q, 1 + P + S]: target, private, shared
+  const T* scores;                 ///< [Q, 1 + P + S]: target, private, shared; may be grad_scores itself
   const int64_t* target;           ///< [Q]
   const int64_t* private_ids;      ///< [Q, P]
   const int64_t* shared_ids;       ///< [S]
@@ -20,12 +20,16 @@ struct LossRows {
   int64_t fixed_private, fixed_shared;
   bool remove_hits, renormalize, correct_target;
   T label_smoothing;
-  const T* grad_loss;              ///< [Q], backward only
-  T* loss;                         ///< [Q], forward only
-  T* grad_scores;                  ///< [Q, 1 + P + S], backward only
+  T* loss;                         ///< [Q]: wanted where it is there
+  T* grad_scores;                  ///< [Q, 1 + P + S]: likewise
+  const T* grad_loss;              ///< [Q]: what grad_scores is times; ones where absent
+
+  int64_t candidates() const { return private_width + shared_width; }
+  /// Elements of a thread's buffer.
+  int64_t buffer_size() const { return 3 * candidates(); }
 };
 
-/// A function for each estimator, over queries first .. last - 1; `buffer` holds 2 (P + S) elements. Forward where grad_scores is null.
+/// A function for each estimator, over queries first .. last - 1: loss, gradient of the scores, or both.
 template <typename T>
 struct EstimatorRows {
   void (*softmax)(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer);

@@ -11,8 +11,12 @@ constexpr T kInfinity = T(__builtin_inf());
 static inline float logarithm(float x) { return __builtin_logf(x); }
 static inline double logarithm(double x) { return __builtin_log(x); }
 
-// One query: what an estimator works on. log_weight = -log count (+ the renormalisation), made only where it is asked for; adjusted =
-// score + log_weight, -inf where the candidate hits the target.
+// A count of elements of T vectorises where it is as wide as they are.
+template <typename T> struct CountOf { using type = int64_t; };
+template <> struct CountOf<float> { using type = int32_t; };
+
+// One query: what an estimator works on. log_weight = -log count (+ the renormalisation); it and score are made only for label
+// smoothing. adjusted = score + log_weight, -inf where the candidate hits the target.
 template <typename T>
 struct Row {
   T target;
@@ -26,7 +30,8 @@ struct Row {
 template <typename T>
 int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict log_count, const int64_t* __restrict ids,
                int64_t target, bool remove_hits, int64_t n) {
-  int64_t hits = 0, absent = 0;
+  int64_t hits = 0;
+  typename CountOf<T>::type absent = 0;
   if (log_count == nullptr) {
     for (int64_t j = 0; j < n; ++j) {
       out[j] = score[j];
@@ -34,7 +39,8 @@ int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict
   } else {
     for (int64_t j = 0; j < n; ++j) {
       const bool gone = log_count[j] == kInfinity<T>;
-      out[j] = gone ? -kInfinity<T> : score[j] - log_count[j];
+      const T value = score[j] - log_count[j];
+      out[j] = gone ? -kInfinity<T> : value;
       absent += gone;
     }
   }
@@ -95,91 +101,103 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
   // A target that no draw can give owes no correction.
   const bool corrected = rows.correct_target && rows.target_log_count[q] != -kInfinity<T>;
   const T correction = corrected ? rows.target_log_count[q] : T(0);
-  T* log_weight = buffer + p + s;
+  T *log_weight = buffer + (p + s), *score_copy = log_weight + (p + s);
   if (rows.label_smoothing != 0) {
     set_log_weight(log_weight, buffer, private_log_count, factor, rows.fixed_private, p);
     set_log_weight(log_weight + p, buffer + p, rows.shared_log_count, factor, rows.fixed_shared, s);
+    for (int64_t j = 0; j < p + s; ++j) {
+      score_copy[j] = score[j]; // the gradient may take the scores' place
+    }
   }
-  return {scores[0] - correction, score, log_weight, buffer, p + s};
+  return {scores[0] - correction, score_copy, log_weight, buffer, p + s};
 }
 
 template <typename T>
 T largest(const T* __restrict x, int64_t n, T start) {
-  T most = start;
+  auto key = ordered(start);
   for (int64_t j = 0; j < n; ++j) {
-    most = x[j] > most ? x[j] : most;
+    const auto k = ordered(x[j]);
+    key = k > key ? k : key;
   }
-  return most;
+  return from_ordered(key);
 }
 
-// Weights of the estimated mean of all scores (label smoothing), times `scale`, taken from grad; returns the mean.
+// Label smoothing: the estimated mean of all scores, e^log_weight and 1 for the target being the weights.
 template <typename T>
-T smoothing_mean(const Row<T>& row, T scale, T* grad_target, T* grad) {
-  T total = 1, sum = row.target;
-  for (int64_t j = 0; j < row.width; ++j) {
-    const T weight = exponential(row.log_weight[j]);
-    total += weight;
-    sum += weight == 0 ? T(0) : weight * row.score[j];
+struct SmoothingMean {
+  T value;
+  T total; // of the weights
+
+  explicit SmoothingMean(const Row<T>& row) {
+    T weights = 1, sum = row.target;
+    for (int64_t j = 0; j < row.width; ++j) {
+      const T weight = exponential(row.log_weight[j]);
+      weights += weight;
+      sum += weight == 0 ? T(0) : weight * row.score[j];
+    }
+    value = sum / weights;
+    total = weights;
   }
-  if (grad != nullptr) {
+
+  // Takes `scale` times the gradient of the mean from grad.
+  void subtract_gradient(const Row<T>& row, T scale, T* grad_target, T* __restrict grad) const {
     *grad_target -= scale / total;
     for (int64_t j = 0; j < row.width; ++j) {
       grad[j] -= scale / total * exponential(row.log_weight[j]);
     }
   }
-  return sum / total;
-}
+};
 
+// Returns the loss; the gradient, times grad_loss, only where grad is given.
 template <typename T>
-T softmax_loss_row(const Row<T>& row, T smoothing) {
-  const T most = largest(row.adjusted, row.width, row.target);
-  T sum = exponential(row.target - most);
-  for (int64_t j = 0; j < row.width; ++j) {
-    sum += exponential(row.adjusted[j] - most);
+T softmax_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T* __restrict adjusted = row.adjusted;
+  const T most = largest(adjusted, row.width, row.target);
+  const T own = exponential(row.target - most);
+  T sum = own;
+  if (grad == nullptr) {
+    for (int64_t j = 0; j < row.width; ++j) {
+      sum += exponential(adjusted[j] - most);
+    }
+  } else {
+    for (int64_t j = 0; j < row.width; ++j) {
+      const T value = exponential(adjusted[j] - most);
+      grad[j] = value;
+      sum += value;
+    }
+    const T scale = grad_loss / sum;
+    *grad_target = own * scale - (1 - smoothing) * grad_loss;
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] *= scale;
+    }
   }
   const T normalizer = most + logarithm(sum);
   if (smoothing == 0) {
     return normalizer - row.target;
   }
-  return normalizer - (1 - smoothing) * row.target - smoothing * smoothing_mean<T>(row, 0, nullptr, nullptr);
-}
-
-template <typename T>
-void softmax_gradient_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
-  const T most = largest(row.adjusted, row.width, row.target);
-  const T own = exponential(row.target - most);
-  T sum = own;
-  for (int64_t j = 0; j < row.width; ++j) {
-    const T value = exponential(row.adjusted[j] - most);
-    grad[j] = value;
-    sum += value;
+  const SmoothingMean<T> mean(row);
+  if (grad != nullptr) {
+    mean.subtract_gradient(row, smoothing * grad_loss, grad_target, grad);
   }
-  const T scale = grad_loss / sum;
-  *grad_target = own * scale - (1 - smoothing) * grad_loss;
-  for (int64_t j = 0; j < row.width; ++j) {
-    grad[j] *= scale;
-  }
-  if (smoothing != 0) {
-    smoothing_mean(row, smoothing * grad_loss, grad_target, grad);
-  }
+  return normalizer - (1 - smoothing) * row.target - smoothing * mean.value;
 }
 
 template <typename T>
 void softmax(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
-  const int64_t width = 1 + rows.private_width + rows.shared_width;
+  const int64_t width = 1 + rows.candidates();
   for (int64_t q = first; q < last; ++q) {
-    if (rows.grad_scores == nullptr) {
-      rows.loss[q] = softmax_loss_row(prepare(rows, q, buffer), rows.label_smoothing);
-      continue;
-    }
-    T* grad = rows.grad_scores + q * width;
-    if (rows.grad_loss[q] == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
+    T* grad = rows.grad_scores ? rows.grad_scores + q * width : nullptr;
+    const T grad_loss = rows.grad_loss ? rows.grad_loss[q] : T(1);
+    if (grad != nullptr && grad_loss == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
       for (int64_t j = 0; j < width; ++j) {
         grad[j] = 0;
       }
       continue;
     }
-    softmax_gradient_row(prepare(rows, q, buffer), rows.label_smoothing, rows.grad_loss[q], grad, grad + 1);
+    const T loss = softmax_row(prepare(rows, q, buffer), rows.label_smoothing, grad_loss, grad, grad ? grad + 1 : nullptr);
+    if (rows.loss) {
+      rows.loss[q] = loss;
+    }
   }
 }
 

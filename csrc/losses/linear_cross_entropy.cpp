@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/optional.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/autocast_mode.h>
@@ -26,13 +27,10 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "linear_cross_entropy";
 constexpr int64_t kSavedBytes = 40 << 20;  // of logits that the forward pass keeps
 constexpr int64_t kReferenceBlock = 8192;  // classes at once in the composites
-
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 CrossEntropyState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
@@ -108,7 +106,6 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto optional = [](const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; };
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                      saved[2].defined() && ctx->needs_input_grad(2)};
     auto [grad_input, grad_weight, grad_bias] =

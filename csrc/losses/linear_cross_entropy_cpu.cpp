@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/optional.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_cross_entropy.h"
 #include "losses/softmax_rows.h"
@@ -23,7 +24,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kQueriesPerTask = 16;
 constexpr int64_t kTermsOfProduct = 384;
@@ -55,7 +55,7 @@ struct LossInputs {
       : target(target.contiguous()), ignore_index(ignore_index.expect_int()), label_smoothing(label_smoothing),
         classes(weight.size(0)) {
     check::class_ids(op, "target", this->target, classes, this->ignore_index);
-    if (class_weight.has_value() && class_weight->defined()) {
+    if (given(class_weight)) {
       this->class_weight = class_weight->to(opmath_dtype(input.scalar_type())).contiguous();
     }
   }

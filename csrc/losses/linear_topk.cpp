@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/optional.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/autocast_mode.h>
@@ -24,12 +25,9 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "linear_topk";
 constexpr int64_t kReferenceBlock = 8192; // classes at once in the composite
-
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 TopK linear_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
   check_linear_topk(input, weight, bias, k);

@@ -1,5 +1,6 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/optional.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_topk.h"
 #include "losses/softmax_rows.h"
@@ -18,7 +19,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kQueriesPerTask = 16;
 

@@ -1,4 +1,6 @@
 #include "core/checks.h"
+#include "core/optional.h"
+#include "losses/linear_candidate_loss.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
@@ -13,11 +15,8 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "sampled_softmax_loss";
-
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight,
                      int64_t reduction, int64_t ignore_index, double label_smoothing) {
@@ -50,21 +49,17 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
                             int64_t ignore_index, double label_smoothing, bool sparse_grad) {
   check_arguments(input, weight, target, class_weight, reduction, ignore_index, label_smoothing);
   const Tensor flat = target.reshape({-1});
-  const Tensor counts = flat.ne(ignore_index);
-  const Tensor id = at::where(counts, flat, 0);
-  const Tensor own = given(private_ids) ? at::cat({id.unsqueeze(1), *private_ids}, 1) : id.unsqueeze(1);
-  const Tensor scores =
-      candidate_scores(input.reshape_symint({flat.sym_size(0), input.sym_size(-1)}), weight, bias, own, shared_ids, sparse_grad);
-  Tensor loss = candidate_loss(scores, id, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count,
-                                    estimator, remove_accidental_hits, fixed_private, fixed_shared, label_smoothing);
-  loss = at::where(counts, loss, 0.0);
+  Tensor loss = linear_candidate_loss(input.reshape_symint({flat.sym_size(0), input.sym_size(-1)}), weight, bias, flat, private_ids,
+                                      shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
+                                      remove_accidental_hits, fixed_private, fixed_shared, label_smoothing, ignore_index, sparse_grad);
   Tensor total;
   if (given(class_weight)) {
-    const Tensor scale = class_weight->to(loss.scalar_type()).index_select(0, id) * counts;
+    const Tensor id = targets_that_count(flat, ignore_index);
+    const Tensor scale = class_weight->to(loss.scalar_type()).index_select(0, id) * flat.ne(ignore_index);
     loss = loss * scale;
     total = reduction == at::Reduction::Mean ? scale.sum() : total;
   } else if (reduction == at::Reduction::Mean) {
-    total = counts.sum();
+    total = flat.ne(ignore_index).sum();
   }
   switch (reduction) {
     case at::Reduction::Mean: return loss.sum() / total;

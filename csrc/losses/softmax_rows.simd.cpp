@@ -3,19 +3,6 @@
 namespace xsoftmax::XS_ISA {
 namespace {
 
-// Integers in the order of the floats: their maximum vectorises, which a maximum of floats does not while NaN has a meaning. A
-// positive NaN is above infinity and thus becomes the maximum; a negative one is missed here and reaches the sum all the same.
-inline int32_t ordered(float x) {
-  const int32_t bits = bit_cast<int32_t>(x);
-  return bits ^ ((bits >> 31) & 0x7FFFFFFF);
-}
-inline int64_t ordered(double x) {
-  const int64_t bits = bit_cast<int64_t>(x);
-  return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF);
-}
-inline float from_ordered(int32_t key) { return bit_cast<float>(key ^ ((key >> 31) & 0x7FFFFFFF)); }
-inline double from_ordered(int64_t key) { return bit_cast<double>(key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)); }
-
 template <bool kBias, typename T>
 inline opmath<T> logit(const T* logits, const opmath<T>* bias, int64_t j) {
   if constexpr (kBias) {

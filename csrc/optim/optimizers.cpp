@@ -1,5 +1,6 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/optional.h"
 #include "optim/row_adagrad.h"
 #include "optim/row_adam.h"
 #include "optim/row_sgd.h"
@@ -16,7 +17,6 @@ namespace {
 using at::Tensor;
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
-using OptionalTensor = std::optional<Tensor>;
 
 template <typename Signature>
 const c10::TypedOperatorHandle<Signature>& op(const char* name) {

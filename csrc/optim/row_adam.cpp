@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/optional.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/pow.h>
@@ -11,7 +12,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // 1 - beta^t, float64 [rows]
 Tensor bias_correction(double beta, const Tensor& t) { return at::pow(at::Scalar(beta), t.to(at::kDouble)).neg().add(1); }

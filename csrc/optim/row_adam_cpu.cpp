@@ -1,5 +1,6 @@
 #include "core/checks.h"
 #include "core/impl.h"
+#include "core/optional.h"
 #include "optim/row_adam.h"
 #include "optim/row_update_cpu.h"
 
@@ -9,7 +10,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 struct AdamOptions {
   double lr, beta1, beta2, eps, decay;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "core/optional.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <ATen/core/stack.h>
@@ -35,8 +37,6 @@ void check_last_decay(const char* op, const std::optional<at::Tensor>& last_deca
 /// The ADInplaceOrView kernel of the ops that change tensors and return nothing: raises the version of each tensor that the schema
 /// says is written, so that autograd notices a backward pass through a value that a step has overwritten.
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-
-inline bool given(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }
 
 // For the composites in ATen calls.
 

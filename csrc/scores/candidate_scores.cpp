@@ -2,9 +2,11 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/optional.h"
 #include "scores/row_gradient.h"
 #include "xsoftmax/ops.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/bmm.h>
@@ -19,11 +21,8 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "candidate_scores";
-
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_private) {
   if (given(ids)) {
@@ -31,14 +30,6 @@ Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_priv
   }
   const auto options = input.options().dtype(at::kLong);
   return is_private ? at::empty_symint({input.sym_size(0), 0}, options) : at::empty({0}, options);
-}
-
-RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                           const OptionalTensor& shared_ids, std::array<bool, 3> output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::candidate_scores_backward", "")
-                             .typed<decltype(candidate_scores_backward_reference)>();
-  return op.call(grad, input, weight, private_ids, shared_ids, output_mask);
 }
 
 Tensor candidate_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -51,8 +42,8 @@ Tensor candidate_scores_meta(const Tensor& input, const Tensor& weight, const Op
 
 RowGradients candidate_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                             const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                            std::array<bool, 3> output_mask) {
-  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids);
+                                            std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   const c10::SymInt rows = (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) +
       (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
   return row_gradients_meta(input, rows, output_mask);
@@ -72,10 +63,9 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &weight = saved[1];
-    const auto optional = [](const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; };
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                      ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
-    const auto gradients = call_backward(grads[0], input, weight, optional(saved[2]), optional(saved[3]), wanted);
+    const auto gradients = candidate_scores_backward(grads[0], input, weight, optional(saved[2]), optional(saved[3]), wanted);
     auto result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
     result.resize(6);
     return result;
@@ -96,10 +86,11 @@ Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, cons
 }
 
 // Backward may run inside autocast too, which would take the products of float32 gradients down.
-RowGradients candidate_scores_backward_autocast(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                                                const OptionalTensor& shared_ids, std::array<bool, 3> output_mask) {
+RowGradients candidate_scores_backward_autocast(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
+                                                std::array<bool, 3> output_mask, const OptionalTensor& scale) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return call_backward(grad, input, weight, private_ids, shared_ids, output_mask);
+  return candidate_scores_backward(grad, input, weight, private_ids, shared_ids, output_mask, scale);
 }
 
 } // namespace
@@ -110,6 +101,14 @@ Tensor candidate_scores(const Tensor& input, const Tensor& weight, const Optiona
                              .findSchemaOrThrow("xsoftmax::candidate_scores", "")
                              .typed<decltype(candidate_scores_reference)>();
   return op.call(input, weight, bias, private_ids, shared_ids, sparse_grad);
+}
+
+RowGradients candidate_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                                       const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::candidate_scores_backward", "")
+                             .typed<decltype(candidate_scores_backward_reference)>();
+  return op.call(grad, input, weight, private_ids, shared_ids, output_mask, scale);
 }
 
 void check_candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
@@ -130,7 +129,7 @@ void check_candidate_scores(const Tensor& input, const Tensor& weight, const Opt
 }
 
 void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                                     const OptionalTensor& shared_ids) {
+                                     const OptionalTensor& shared_ids, const OptionalTensor& scale) {
   check_candidate_scores(input, weight, std::nullopt, private_ids, shared_ids);
   constexpr const char* op = "candidate_scores_backward";
   check::dim(op, "grad", grad, 2);
@@ -141,6 +140,12 @@ void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, co
               "the candidates of a query");
   TORCH_CHECK_TYPE(grad.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected grad of dtype ",
                    opmath_dtype(input.scalar_type()), ", got ", grad.scalar_type());
+  if (given(scale)) {
+    check::dim(op, "scale", *scale, 1);
+    check::size(op, "scale", *scale, 0, grad.sym_size(0), "the rows of grad");
+    check::same_dtype(op, "scale", *scale, "grad", grad);
+    check::same_device(op, "scale", *scale, "grad", grad);
+  }
 }
 
 Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -161,12 +166,13 @@ Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, con
 
 RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                  const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                                 std::array<bool, 3> output_mask) {
-  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids);
+                                                 std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   const Tensor query = input.to(grad.scalar_type());
+  const Tensor scores_grad = given(scale) ? grad * scale->unsqueeze(1) : grad;
   const Tensor own = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
   const int64_t width = own.size(1), shared = all.size(0), dims = weight.size(1);
-  const Tensor own_grad = grad.narrow(1, 0, width), all_grad = grad.narrow(1, width, shared);
+  const Tensor own_grad = scores_grad.narrow(1, 0, width), all_grad = scores_grad.narrow(1, width, shared);
   const auto [want_input, want_weight, want_bias] = output_mask;
 
   Tensor grad_input = input.new_empty({0, dims}), rows = own.new_empty({0}), values = input.new_empty({0, dims}),
@@ -197,7 +203,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("candidate_scores(Tensor input, Tensor weight, Tensor? bias, Tensor? private_ids, Tensor? shared_ids, "
         "bool sparse_grad=True) -> Tensor");
   m.def("candidate_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor? private_ids, Tensor? shared_ids, "
-        "bool[3] output_mask) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
+        "bool[3] output_mask, Tensor? scale=None) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -1,12 +1,15 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/optional.h"
 #include "scores/candidate_scores.h"
 #include "scores/gather_dot.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mv.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -14,7 +17,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 struct Ids {
   Tensor own, shared; // contiguous, perhaps empty
@@ -25,8 +27,8 @@ Ids checked_ids(const char* op, const Tensor& input, const Tensor& weight, const
                 const OptionalTensor& shared_ids) {
   const auto options = input.options().dtype(at::kLong);
   Ids ids;
-  ids.own = private_ids.has_value() && private_ids->defined() ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
-  ids.shared = shared_ids.has_value() && shared_ids->defined() ? shared_ids->contiguous() : at::empty({0}, options);
+  ids.own = given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
+  ids.shared = given(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options);
   check::class_ids(op, "private_ids", ids.own, weight.size(0));
   check::class_ids(op, "shared_ids", ids.shared, weight.size(0));
   ids.pairs = {ids.own.const_data_ptr<int64_t>(), nullptr, ids.own.size(1), input.size(0)};
@@ -50,7 +52,7 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
   if (shared > 0) {
     Tensor out = scores.narrow(1, width, shared);
     const Tensor rows = weight.index_select(0, ids.shared).to(dtype);
-    if (bias.has_value() && bias->defined()) {
+    if (given(bias)) {
       at::addmm_out(out, bias->index_select(0, ids.shared).to(dtype), query.to(dtype), rows.t());
     } else {
       at::mm_out(out, query.to(dtype), rows.t());
@@ -61,14 +63,15 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
 
 RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                            const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                           std::array<bool, 3> output_mask) {
-  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids);
+                                           std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   const Ids ids = checked_ids("candidate_scores_backward", input, weight, private_ids, shared_ids);
   if (use_reference()) {
-    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask);
+    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask, scale);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
   const Tensor scores_grad = grad.contiguous(), query = input.contiguous();
+  const Tensor factor = given(scale) ? scale->contiguous() : Tensor();
   const int64_t stride = grad.size(1);
   const Tensor shared_grad = scores_grad.narrow(1, ids.pairs.width, ids.shared.size(0));
 
@@ -78,15 +81,22 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
         ? at::mm(shared_grad, weight.index_select(0, ids.shared).to(grad.scalar_type()))
         : at::zeros({input.size(0), input.size(1)}, scores_grad.options());
     add_pair_input_grad_cpu(grad_input, scores_grad, stride, weight, ids.pairs);
-    grad_input = grad_input.to(input.scalar_type());
+    grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());
   }
   if (!want_weight && !want_bias) {
     return {grad_input, ids.own.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
-  const Tensor shared_values = want_weight ? at::mm(shared_grad.t(), query.to(grad.scalar_type())) : Tensor();
-  const Tensor shared_bias = want_bias ? shared_grad.sum(0) : Tensor();
+  // The scale goes to the smaller side of each product.
+  Tensor shared_values, shared_bias;
+  if (want_weight) {
+    const Tensor wide = query.to(grad.scalar_type());
+    shared_values = at::mm(shared_grad.t(), factor.defined() ? wide * factor.unsqueeze(1) : wide);
+  }
+  if (want_bias) {
+    shared_bias = factor.defined() ? at::mv(shared_grad.t(), factor) : shared_grad.sum(0);
+  }
   auto [rows, values, bias_values] =
-      row_gradient_cpu(scores_grad, stride, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);
+      row_gradient_cpu(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);
   return {grad_input, rows, values, bias_values};
 }
 

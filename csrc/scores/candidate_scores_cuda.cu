@@ -1,10 +1,12 @@
 #include "core/cuda_launch.cuh"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/optional.h"
 #include "scores/candidate_scores.h"
 #include "scores/gather_dot.h"
 #include "scores/gather_dot_cuda.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
@@ -14,7 +16,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 struct Ids {
   CudaPairs own;
@@ -23,7 +24,6 @@ struct Ids {
 
 Ids contiguous_ids(const Tensor& input, const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
   const auto options = input.options().dtype(at::kLong);
-  const auto given = [](const OptionalTensor& ids) { return ids.has_value() && ids->defined(); };
   return {{given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options), Tensor(), input.size(0)},
           given(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options)};
 }
@@ -62,7 +62,7 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
   if (shared > 0) {
     Tensor out = scores.narrow(1, width, shared);
     product_out(out, query, table.index_select(0, ids.shared).t());
-    if (bias.has_value() && bias->defined()) {
+    if (given(bias)) {
       out.add_(bias->index_select(0, ids.shared));
     }
   }
@@ -71,15 +71,16 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
 
 RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                             const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                            std::array<bool, 3> output_mask) {
-  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids);
+                                            std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+  check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
-    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask);
+    return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask, scale);
   }
   const Ids ids = contiguous_ids(input, private_ids, shared_ids);
   const auto [want_input, want_weight, want_bias] = output_mask;
-  const Tensor scores_grad = grad.contiguous(), query = input.contiguous(), table = with_unit_column_stride(weight);
+  const Tensor scores_grad = given(scale) ? grad * scale->unsqueeze(1) : grad.contiguous();
+  const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
   const int64_t stride = grad.size(1);
   const Tensor shared_grad = scores_grad.narrow(1, ids.own.ids.size(1), ids.shared.size(0));
 

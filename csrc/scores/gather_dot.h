@@ -39,10 +39,11 @@ void add_pair_input_grad_cpu(const at::Tensor& grad_input, const at::Tensor& gra
 
 /// The row-sparse gradient over R = pairs + shared ids: (rows [R], values [R, D], bias values [R]). Rows stand sorted; all of a
 /// class's gradient is in its first row, and its other rows are zero. `shared_values` [S, D] (opmath dtype) and `shared_bias` [S] are
-/// the gradients of the shared rows. Values are in `input`'s dtype. `want_values`, `want_bias`: else [0, D] and [0].
-std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& input,
-                                                                const PairLayout& pairs, const at::Tensor& shared_ids,
-                                                                const at::Tensor& shared_values, const at::Tensor& shared_bias,
-                                                                bool want_values, bool want_bias);
+/// the gradients of the shared rows. `scale` [Q], where defined, multiplies the gradients of a query's pairs. Values are in `input`'s
+/// dtype. `want_values`, `want_bias`: else [0, D] and [0].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
+                                                                const at::Tensor& input, const PairLayout& pairs,
+                                                                const at::Tensor& shared_ids, const at::Tensor& shared_values,
+                                                                const at::Tensor& shared_bias, bool want_values, bool want_bias);
 
 } // namespace xsoftmax

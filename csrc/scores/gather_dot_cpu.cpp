@@ -34,7 +34,7 @@ void pair_scores(opmath<T>* out, int64_t out_stride, const T* input, int64_t wid
     const int64_t begin = pairs.begin(q);
     const int64_t count = pairs.end(q) - begin;
     opmath<T>* row = out + (out_stride < 0 ? begin : q * out_stride);
-    kernels.dot_rows(row, input + q * width, weight, stride, pairs.ids + begin, count, width);
+    kernels.dot_rows(row, input + q * width, weight, stride, pairs.ids + begin, count, pairs.total() - begin, width);
     if (bias != nullptr) {
       for (int64_t j = 0; j < count; ++j) {
         opmath<T> value;
@@ -64,6 +64,7 @@ struct RowGradient {
 
   const opmath<T>* grad;
   int64_t grad_stride;
+  const opmath<T>* scale; // nullptr: ones
   const T* input;
   int64_t width;
   const PairLayout& pairs;
@@ -77,7 +78,7 @@ struct RowGradient {
   std::pair<int64_t, opmath<T>> pair(int64_t position) const {
     const int64_t query = pairs.offsets ? query_of[position] : position / pairs.width;
     const int64_t at = grad_stride < 0 ? position : query * grad_stride + (position - pairs.begin(query));
-    return {query, grad[at]};
+    return {query, scale ? grad[at] * scale[query] : grad[at]};
   }
 
   void sum_groups(const RowGroups& groups, int64_t first, int64_t last) const {
@@ -91,37 +92,34 @@ struct RowGradient {
       query.clear();
       coefficient.clear();
       opmath<T> bias_sum = 0;
-      opmath<T>* sum = wide_sum.data();
-      if constexpr (kInPlace) {
-        sum = values + row * width;
+      size_t own = 0; // positions rise: pairs stand before shared ids
+      for (; own < members.size() && members[own] < total; ++own) {
+        const auto [q, c] = pair(members[own]);
+        query.push_back(q);
+        coefficient.push_back(c);
+        bias_sum += c;
       }
-      std::fill_n(sum, values ? width : 0, opmath<T>(0));
-      for (const int64_t position : members) {
-        if (position < total) {
-          const auto [q, c] = pair(position);
-          query.push_back(q);
-          coefficient.push_back(c);
-          bias_sum += c;
-          continue;
+      if (values) {
+        opmath<T>* sum = wide_sum.data();
+        if constexpr (kInPlace) {
+          sum = values + row * width;
         }
-        if (values) {
-          const opmath<T>* shared_row = shared_values + (position - total) * width;
+        kernels.sum_rows(sum, input, width, query.data(), coefficient.data(), int64_t(own), width);
+        for (size_t i = own; i < members.size(); ++i) {
+          const opmath<T>* shared_row = shared_values + (members[i] - total) * width;
           for (int64_t d = 0; d < width; ++d) {
             sum[d] += shared_row[d];
           }
         }
-        if (bias) {
-          bias_sum += shared_bias[position - total];
-        }
-      }
-      if (values) {
-        kernels.add_rows(sum, input, width, query.data(), coefficient.data(), int64_t(query.size()), width);
         if constexpr (!kInPlace) {
           kernels.round_row(values + row * width, sum, width);
         }
         std::memset(static_cast<void*>(values + (row + 1) * width), 0, (members.size() - 1) * width * sizeof(T));
       }
       if (bias) {
+        for (size_t i = own; i < members.size(); ++i) {
+          bias_sum += shared_bias[members[i] - total];
+        }
         kernels.round_row(bias + row, &bias_sum, 1);
         std::memset(static_cast<void*>(bias + row + 1), 0, (members.size() - 1) * sizeof(T));
       }
@@ -160,10 +158,10 @@ void add_pair_input_grad_cpu(const at::Tensor& grad_input, const at::Tensor& gra
   });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& input,
-                                                                const PairLayout& pairs, const at::Tensor& shared_ids,
-                                                                const at::Tensor& shared_values, const at::Tensor& shared_bias,
-                                                                bool want_values, bool want_bias) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
+                                                                const at::Tensor& input, const PairLayout& pairs,
+                                                                const at::Tensor& shared_ids, const at::Tensor& shared_values,
+                                                                const at::Tensor& shared_bias, bool want_values, bool want_bias) {
   const int64_t total = pairs.total();
   const int64_t row_count = total + shared_ids.numel();
   std::vector<int64_t> ids(row_count);
@@ -183,6 +181,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor
     using T = decltype(zero);
     const RowGradient<T> task{const_data<opmath<T>>(grad),
                               grad_stride,
+                              scale.defined() ? const_data<opmath<T>>(scale) : nullptr,
                               const_data<T>(input),
                               width,
                               pairs,

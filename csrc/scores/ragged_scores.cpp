@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/optional.h"
 #include "scores/row_gradient.h"
 #include "xsoftmax/ops.h"
 
@@ -20,11 +21,8 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "ragged_scores";
-
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
                            std::array<bool, 3> output_mask) {

@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/optional.h"
 #include "scores/gather_dot.h"
 #include "scores/ragged_scores.h"
 
@@ -12,7 +13,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kPacked = -1; // scores lie at their pair's position
 
@@ -59,7 +59,7 @@ RowGradients ragged_scores_backward_cpu(const Tensor& grad, const Tensor& input,
   if (!want_weight && !want_bias) {
     return {grad_input, ids.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
-  auto [rows, values, bias_values] = row_gradient_cpu(scores_grad, kPacked, input.contiguous(), checked.pairs, ids.new_empty({0}),
+  auto [rows, values, bias_values] = row_gradient_cpu(scores_grad, kPacked, Tensor(), input.contiguous(), checked.pairs, ids.new_empty({0}),
                                                       Tensor(), Tensor(), want_weight, want_bias);
   return {grad_input, rows, values, bias_values};
 }

@@ -1,6 +1,7 @@
 #include "core/cuda_launch.cuh"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/optional.h"
 #include "scores/gather_dot.h"
 #include "scores/gather_dot_cuda.h"
 #include "scores/ragged_scores.h"
@@ -13,7 +14,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kPacked = -1; // scores lie at their pair's position
 

@@ -11,10 +11,15 @@ namespace xsoftmax {
 /// row. Rows are `width` long; `stride` is the distance between rows of the table, in elements. Sums are in opmath<T>.
 template <typename T>
 struct RowKernels {
-  /// out[j] = sum_d x[d] * table[index[j] * stride + d], j < n
-  void (*dot_rows)(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width);
+  /// out[j] = sum_d x[d] * table[index[j] * stride + d], j < n. index has `readable` >= n entries: the rows of those behind n are
+  /// on their way to the cache for the next call.
+  void (*dot_rows)(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t readable,
+                   int64_t width);
   /// sum[d] += sum_j coefficient[j] * table[index[j] * stride + d]; rows whose coefficient is 0 are not read
   void (*add_rows)(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
+                   int64_t width);
+  /// The same with =
+  void (*sum_rows)(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
                    int64_t width);
   /// out[d] = x[d], rounded to T
   void (*round_row)(T* out, const opmath<T>* x, int64_t width);

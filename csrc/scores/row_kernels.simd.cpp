@@ -15,12 +15,10 @@ inline void prefetch_row(const T* row, int64_t width) {
 }
 
 template <typename T>
-void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width) {
-  for (int64_t j = 0; j < n && j < kAhead; ++j) {
-    prefetch_row(table + index[j] * stride, width);
-  }
+void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t readable,
+              int64_t width) {
   for (int64_t j = 0; j < n; ++j) {
-    if (j + kAhead < n) {
+    if (j + kAhead < readable) {
       prefetch_row(table + index[j + kAhead] * stride, width);
     }
     const T* __restrict row = table + index[j] * stride;
@@ -54,6 +52,19 @@ void add_rows(opmath<T>* __restrict sum, const T* table, int64_t stride, const i
 }
 
 template <typename T>
+void sum_rows(opmath<T>* __restrict sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient,
+              int64_t n, int64_t width) {
+  const opmath<T> c = n > 0 ? coefficient[0] : opmath<T>(0);
+  const T* __restrict row = c == 0 ? nullptr : table + index[0] * stride;
+  for (int64_t d = 0; d < width; ++d) {
+    sum[d] = c == 0 ? opmath<T>(0) : c * load(row[d]);
+  }
+  if (n > 1) {
+    add_rows(sum, table, stride, index + 1, coefficient + 1, n - 1, width);
+  }
+}
+
+template <typename T>
 void round_row(T* __restrict out, const opmath<T>* __restrict x, int64_t width) {
   for (int64_t d = 0; d < width; ++d) {
     store(out + d, x[d]);
@@ -69,7 +80,7 @@ void widen_row(opmath<T>* __restrict out, const T* __restrict x, int64_t width) 
 
 template <typename T>
 constexpr RowKernels<T> kernels() {
-  return {dot_rows<T>, add_rows<T>, round_row<T>, widen_row<T>};
+  return {dot_rows<T>, add_rows<T>, sum_rows<T>, round_row<T>, widen_row<T>};
 }
 
 } // namespace

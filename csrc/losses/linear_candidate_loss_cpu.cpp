@@ -1,0 +1,136 @@
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "core/optional.h"
+#include "losses/linear_candidate_loss.h"
+#include "losses/loss_operands.h"
+#include "scores/gather_dot.h"
+#include "scores/row_kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kElementsPerTask = 16384; // of gathered rows and of scores
+
+// The part of the work that goes query by query. T: of the table.
+template <typename T>
+struct QueryPass {
+  using A = opmath<T>;
+
+  const T* input;
+  const T* weight;
+  const T* bias; // nullptr: none
+  int64_t features, stride;
+  const int64_t* own_ids;
+  int64_t queries, own_width;
+  const int64_t* target;
+  int64_t ignore_index;
+  A* scores;
+  A* grad_input;  // nullptr: not wanted
+  LossRows<A> rows;
+
+  void run(int64_t first, int64_t last, A* buffer) const {
+    const int64_t width = 1 + rows.candidates();
+    for (int64_t q = first; q < last; ++q) {
+      A* score = scores + q * width;
+      A* gradient = grad_input ? grad_input + q * features : nullptr;
+      if (target[q] == ignore_index) {
+        rows.loss[q] = 0;
+        std::fill_n(score, width, A(0)); // which may be the gradient
+        std::fill_n(gradient, gradient ? features : 0, A(0));
+        continue;
+      }
+      const int64_t* ids = own_ids + q * own_width;
+      const auto& kernels = row_kernels().of(input);
+      kernels.dot_rows(score, input + q * features, weight, stride, ids, own_width, (queries - q) * own_width, features);
+      for (int64_t j = 0; bias != nullptr && j < own_width; ++j) {
+        A value;
+        kernels.widen_row(&value, bias + ids[j], 1);
+        score[j] += value;
+      }
+      estimator_rows().of(A{}).softmax(rows, q, q + 1, buffer);
+      if (gradient) { // from the rows that the scores came from, while they are in cache
+        kernels.sum_rows(gradient, weight, stride, ids, score, own_width, features);
+      }
+    }
+  }
+};
+
+template <typename T>
+void run_queries(const QueryPass<T>& pass) {
+  const int64_t elements = pass.own_width * pass.features + pass.rows.candidates();
+  at::parallel_for(0, pass.queries, std::max<int64_t>(1, kElementsPerTask / elements), [&](int64_t first, int64_t last) {
+    std::vector<opmath<T>> buffer(pass.rows.buffer_size());
+    pass.run(first, last, buffer.data());
+  });
+}
+
+CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask) {
+  constexpr const char* op = "linear_candidate_loss";
+  check_linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_ARGS);
+  if (use_reference()) {
+    return linear_candidate_loss_forward_reference(XS_LINEAR_CANDIDATE_LOSS_ARGS, output_mask);
+  }
+  const Tensor id = targets_that_count(target, ignore_index);
+  const Tensor own_ids = given(private_ids) ? at::cat({id.unsqueeze(1), *private_ids}, 1) : id.unsqueeze(1).contiguous();
+  const Tensor shared = given(shared_ids) ? shared_ids->contiguous() : id.new_empty({0});
+  const int64_t queries = input.size(0), features = input.size(1), own_width = own_ids.size(1);
+  const auto dtype = opmath_dtype(input.scalar_type());
+  const auto options = input.options().dtype(dtype);
+
+  // The gradient of the scores takes their place.
+  const Tensor scores = at::empty({queries, own_width + shared.size(0)}, options), loss = at::empty({queries}, options);
+  const CandidateLossArgs args{scores, id, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
+                               remove_accidental_hits, fixed_private, fixed_shared, label_smoothing};
+  check_candidate_loss(args);
+  check::class_ids(op, "target", id, weight.size(0));
+  check::class_ids(op, "private_ids", own_ids, weight.size(0));
+  check::class_ids(op, "shared_ids", shared, weight.size(0));
+
+  const bool want_gradient = output_mask[0] || output_mask[1];
+  const Tensor targets = target.contiguous(), query = input.contiguous(), table = with_unit_column_stride(weight);
+  const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
+  const Tensor grad_input = at::empty({output_mask[0] ? queries : 0, features}, options);
+  Tensor shared_rows;
+  if (shared.size(0) > 0) {
+    shared_rows = weight.index_select(0, shared).to(dtype);
+    Tensor out = scores.narrow(1, own_width, shared.size(0));
+    if (bias_row.defined()) {
+      at::addmm_out(out, bias_row.index_select(0, shared).to(dtype), query.to(dtype), shared_rows.t());
+    } else {
+      at::mm_out(out, query.to(dtype), shared_rows.t());
+    }
+  }
+  const LossOperands operands(args);
+  dispatch_floating(input.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    using A = opmath<T>;
+    LossRows<A> rows = operands.rows<A>(args, find_estimator(estimator));
+    rows.loss = data<A>(loss);
+    rows.grad_scores = want_gradient ? data<A>(scores) : nullptr;
+    run_queries(QueryPass<T>{const_data<T>(query), const_data<T>(table), bias_row.defined() ? const_data<T>(bias_row) : nullptr, features,
+                             table.stride(0), own_ids.const_data_ptr<int64_t>(), queries, own_width,
+                             targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores),
+                             output_mask[0] ? data<A>(grad_input) : nullptr, rows});
+  });
+  if (output_mask[0] && shared_rows.defined()) {
+    Tensor sum = grad_input;
+    at::addmm_out(sum, grad_input, scores.narrow(1, own_width, shared.size(0)), shared_rows);
+  }
+  return {loss, grad_input, output_mask[1] ? scores : scores.new_empty({0, scores.size(1)}), own_ids};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_cpu); }
+
+} // namespace xsoftmax
