@@ -57,13 +57,6 @@ def zipf_sampler(classes: int) -> xs.samplers.Sampler:
     return xs.samplers.UnigramSampler(1.0 / torch.arange(1, classes + 1, dtype=torch.float64), power=0.75)
 
 
-def sampled_loss(table: Tensor, sampler: xs.samplers.Sampler, samples: int, shared: bool) -> xs.SampledSoftmaxLoss:
-    classes, width = table.shape
-    loss = xs.SampledSoftmaxLoss(width, classes, sampler=sampler, num_samples=samples, shared=shared, device="meta")
-    loss.linear.weight = nn.Parameter(table)
-    return loss
-
-
 def call_with_proposal(loss: xs.SampledSoftmaxLoss, input: Tensor, target: Tensor, proposal) -> Tensor:
     """The loss on draws that were made before, as the rival's."""
     ids, log_count = proposal.ids, proposal.log_count
@@ -87,7 +80,7 @@ class SampledPair:
         self.input, self.target = make_batch(queries, width, classes)
         self.sampler = zipf_sampler(classes)
         self.naive = NaiveSampled(make_table(classes, width))
-        self.ours = sampled_loss(make_table(classes, width), self.sampler, samples, shared)
+        self.ours = xs.SampledSoftmaxLoss(width, classes, sampler=self.sampler, num_samples=samples, shared=shared)
         self.proposal = self.sampler.sample(self.input.detach(), samples, shared, self.target)
         self.rival = self.naive.shared if shared else self.naive.private
 
@@ -139,7 +132,7 @@ def bench_scale(args) -> list[dict]:
     steps, peak = {}, 0
     for classes in (10_000, 10_000_000):
         input, target = make_batch(queries, width, classes)
-        loss = sampled_loss(make_table(classes, width), zipf_sampler(classes), samples, shared=True)
+        loss = xs.SampledSoftmaxLoss(width, classes, sampler=zipf_sampler(classes), num_samples=samples, shared=True)
         optimizer = xs.optim.RowAdam(loss.parameters(), lr=1e-3)
 
         def step(loss=loss, optimizer=optimizer, input=input):

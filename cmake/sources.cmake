@@ -5,6 +5,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/impl.cpp
   csrc/core/init.cpp
   csrc/core/matmul.cpp
+  csrc/core/memory.cpp
   csrc/core/philox.cpp
   csrc/core/row_groups.cpp
   csrc/losses/candidate_loss.cpp

@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/memory.h"
 #include "core/optional.h"
 #include "losses/linear_candidate_loss.h"
 #include "losses/loss_operands.h"
@@ -88,7 +89,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PA
   const auto options = input.options().dtype(dtype);
 
   // The gradient of the scores takes their place.
-  const Tensor scores = at::empty({queries, own_width + shared.size(0)}, options), loss = at::empty({queries}, options);
+  const Tensor scores = recycled_empty({queries, own_width + shared.size(0)}, options), loss = at::empty({queries}, options);
   const CandidateLossArgs args{scores, id, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
                                remove_accidental_hits, fixed_private, fixed_shared, label_smoothing};
   check_candidate_loss(args);
@@ -99,7 +100,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PA
   const bool want_gradient = output_mask[0] || output_mask[1];
   const Tensor targets = target.contiguous(), query = input.contiguous(), table = with_unit_column_stride(weight);
   const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
-  const Tensor grad_input = at::empty({output_mask[0] ? queries : 0, features}, options);
+  const Tensor grad_input = recycled_empty({output_mask[0] ? queries : 0, features}, options);
   Tensor shared_rows;
   if (shared.size(0) > 0) {
     shared_rows = weight.index_select(0, shared).to(dtype);

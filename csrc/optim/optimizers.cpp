@@ -1,5 +1,6 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/memory.h"
 #include "core/optional.h"
 #include "optim/row_adagrad.h"
 #include "optim/row_adam.h"
@@ -32,7 +33,7 @@ OptionalTensor tensor_of(const RowParamState& state, const char* name) {
 const Tensor& zeros_once(RowParamState& state, const char* name, at::IntArrayRef shape, const at::TensorOptions& options) {
   Tensor& tensor = state.tensors[name];
   if (!tensor.defined()) {
-    tensor = torch::zeros(shape, options);
+    tensor = table_zeros(shape, options);
   }
   return tensor;
 }

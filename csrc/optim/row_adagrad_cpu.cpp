@@ -24,12 +24,14 @@ void adagrad_rows(const Tensor& param, const Tensor& rows, const Tensor& values,
         table.prefetch(row);
         sums.prefetch(row);
       },
-      [&](int64_t row, M* g) {
-        if (one_sum) {
-          kernels.adagrad_row(table[row], sums[row], g, step, table.width);
-        } else {
-          kernels.adagrad(table[row], sums[row], g, step, table.width);
-        }
+      [&] {
+        return [&](int64_t row, M* g) {
+          if (one_sum) {
+            kernels.adagrad_row(table[row], sums[row], g, step, table.width);
+          } else {
+            kernels.adagrad(table[row], sums[row], g, step, table.width);
+          }
+        };
       });
 }
 

@@ -6,6 +6,8 @@
 
 #include <torch/library.h>
 
+#include <array>
+
 namespace xsoftmax {
 namespace {
 
@@ -13,6 +15,26 @@ using at::Tensor;
 
 struct AdamOptions {
   double lr, beta1, beta2, eps, decay;
+};
+
+// What depends on a row's number of steps alone. Most rows of a batch share a few numbers, and a power costs as much as a row.
+class BiasCorrections {
+ public:
+  struct Entry {
+    int32_t steps = 0;
+    double step_size, scale;
+  };
+
+  const Entry& of(int32_t steps, const AdamOptions& options) {
+    Entry& entry = entries_[uint32_t(steps) % entries_.size()];
+    if (entry.steps != steps) {
+      entry = {steps, options.lr / (1 - std::pow(options.beta1, steps)), 1 / std::sqrt(1 - std::pow(options.beta2, steps))};
+    }
+    return entry;
+  }
+
+ private:
+  std::array<Entry, 256> entries_;
 };
 
 template <typename T>
@@ -34,12 +56,11 @@ struct AdamRows {
     exp_avg_sq.prefetch(row);
   }
 
-  void update(int64_t row, const M* g) const {
-    const double t = ++*row_step[row];
-    const double correction1 = 1 - std::pow(options.beta1, t), correction2 = 1 - std::pow(options.beta2, t);
+  void update(int64_t row, const M* g, BiasCorrections& corrections) const {
+    const auto& [t, step_size, scale] = corrections.of(++*row_step[row], options);
     const AdamStep<M> step{M(take_row_decay(last_decay, row, options.decay)),
-                           M(options.lr / correction1),
-                           M(1 / std::sqrt(correction2)),
+                           M(step_size),
+                           M(scale),
                            M(1 - options.beta1),
                            M(options.beta2),
                            M(1 - options.beta2),
@@ -62,7 +83,9 @@ void row_adam_cpu(const Tensor& param, const Tensor& rows, const Tensor& values,
                            row_view<int32_t>(row_step), row_view<double>(last_decay), {lr, beta1, beta2, eps, decay}};
     update_rows<T>(
         rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
-        [&](int64_t row, const opmath<T>* g) { task.update(row, g); });
+        [&] {
+          return [&, corrections = BiasCorrections()](int64_t row, const opmath<T>* g) mutable { task.update(row, g, corrections); };
+        });
   });
 }
 

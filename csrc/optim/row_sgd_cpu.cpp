@@ -101,7 +101,7 @@ void row_sgd_cpu(const Tensor& param, const Tensor& rows, const Tensor& values, 
     const auto task = sgd_rows<T>(param, momentum_buffer, last_step, last_decay, step_of);
     update_rows<T>(
         rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
-        [&](int64_t row, opmath<T>* g) { task.update(row, g); });
+        [&] { return [&](int64_t row, opmath<T>* g) { task.update(row, g); }; });
   });
 }
 

@@ -54,10 +54,11 @@ inline int64_t rows_per_task(int64_t width) {
   return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, width));
 }
 
-/// Calls update(row, sum) for each distinct row whose summed gradient is not all zero; `sum` [width] may be overwritten.
+/// Calls update(row, sum) for each distinct row whose summed gradient is not all zero; `sum` [width] may be overwritten. Each task of the
+/// parallel loop makes an `update` of its own by make_update().
 /// prefetch(row) is called for each row some updates earlier. `values` [R, ...] contiguous.
-template <typename T, typename Prefetch, typename Update>
-void update_rows(const at::Tensor& rows, const at::Tensor& values, const Prefetch& prefetch, const Update& update) {
+template <typename T, typename Prefetch, typename MakeUpdate>
+void update_rows(const at::Tensor& rows, const at::Tensor& values, const Prefetch& prefetch, const MakeUpdate& make_update) {
   // Enough rows under way to hide memory latency; few enough that they are still in the second-level cache when their turn comes.
   constexpr int64_t kAhead = 4;
   const int64_t* id = rows.const_data_ptr<int64_t>();
@@ -69,6 +70,7 @@ void update_rows(const at::Tensor& rows, const at::Tensor& values, const Prefetc
   const auto row_of = [&](int64_t group) { return id[groups.order[groups.starts[group]]]; };
   const auto& kernels = row_updates().of(T{});
   at::parallel_for(0, groups.size(), rows_per_task(width), [&](int64_t first, int64_t last) {
+    auto update = make_update();
     std::vector<opmath<T>> sum(width);
     for (int64_t g = first; g < std::min(first + kAhead, last); ++g) {
       prefetch(row_of(g));

@@ -1,9 +1,9 @@
 #include "core/checks.h"
+#include "core/memory.h"
 #include "samplers/alias_sample.h"
 #include "samplers/draws.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor> alias_table_cpu(const Tensor& weights) {
   for (double& m : mass) {
     m *= double(n) / sum;
   }
-  const Tensor threshold = at::empty({n}, flat.options()), alias = at::empty({n}, flat.options().dtype(at::kLong));
+  const Tensor threshold = table_empty({n}, flat.options()), alias = table_empty({n}, flat.options().dtype(at::kLong));
   fill_alias_table(threshold.mutable_data_ptr<double>(), alias.mutable_data_ptr<int64_t>(), mass,
                    std::max_element(weight, weight + n) - weight);
   return {threshold, alias};

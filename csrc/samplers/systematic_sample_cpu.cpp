@@ -1,9 +1,9 @@
 #include "core/checks.h"
+#include "core/memory.h"
 #include "samplers/alias_sample.h"
 #include "samplers/systematic_draws.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/library.h>
 
@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> systematic_table_cpu(const Tensor& weights) {
   std::iota(sorted.begin(), sorted.end(), int64_t(0));
   std::stable_sort(sorted.begin(), sorted.end(), [weight](int64_t a, int64_t b) { return weight[a] > weight[b]; });
 
-  const Tensor order = at::empty({n}, flat.options().dtype(at::kLong)), cumulative = at::empty({n}, flat.options());
+  const Tensor order = table_empty({n}, flat.options().dtype(at::kLong)), cumulative = table_empty({n}, flat.options());
   int64_t* class_at = order.mutable_data_ptr<int64_t>();
   double* sum_at = cumulative.mutable_data_ptr<double>();
   const SystematicTables tables{weight, class_at, sum_at, n, systematic_buckets(n)};

@@ -88,7 +88,7 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   }
   // The scale goes to the smaller side of each product.
   Tensor shared_values, shared_bias;
-  if (want_weight) {
+  if (want_weight && ids.shared.size(0) > 0) {
     const Tensor wide = query.to(grad.scalar_type());
     shared_values = at::mm(shared_grad.t(), factor.defined() ? wide * factor.unsqueeze(1) : wide);
   }

@@ -1,4 +1,5 @@
 #include "core/dtypes.h"
+#include "core/memory.h"
 #include "core/row_groups.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
@@ -174,7 +175,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor
   std::transform(groups.order.begin(), groups.order.end(), row, [&](int64_t position) { return ids[position]; });
 
   const int64_t width = input.size(1);
-  const at::Tensor values = at::empty({want_values ? row_count : 0, width}, input.options());
+  const at::Tensor values = recycled_empty({want_values ? row_count : 0, width}, input.options());
   const at::Tensor bias = at::empty({want_bias ? row_count : 0}, input.options());
   const std::vector<int64_t> query_of = queries_of_pairs(pairs);
   dispatch_floating(input.scalar_type(), [&](auto zero) {

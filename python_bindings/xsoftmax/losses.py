@@ -5,6 +5,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor, nn
 
+from ._memory import advise_huge_pages
 from .samplers import Sampler, make_sampler
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -39,7 +40,7 @@ class LinearLoss(nn.Module):
         self._reduction_code = _reduction_code(reduction)
         self.ignore_index = ignore_index
         self.label_smoothing = float(label_smoothing)
-        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.linear = _make_linear(in_features, num_classes, bias, device, dtype)
         self.register_buffer("weight", weight)
         self.weight: Optional[Tensor]
 
@@ -236,6 +237,17 @@ class SampledSoftmaxLoss(LinearLoss):
         if self.estimator != "sampled_softmax":
             text += f", estimator={self.estimator!r}"
         return text
+
+
+def _make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -> nn.Linear:
+    """nn.Linear on memory of our choice."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    linear = nn.Linear(in_features, num_classes, bias=bias, device="meta", dtype=dtype)
+    if device.type != "meta":
+        linear.to_empty(device=device)
+        advise_huge_pages(linear.weight.detach())
+        linear.reset_parameters()
+    return linear
 
 
 def _head_ids(head_classes: Union[int, Tensor], num_classes: int, device) -> Tensor:

@@ -4,6 +4,8 @@ from itertools import groupby
 
 import torch
 
+from .._memory import table_empty
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -77,6 +79,10 @@ class RowOptimizer(torch.optim.Optimizer):
     def _opmath(self, param):
         return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
+    def _row_state(self, param, shape, dtype=None, fill=0):
+        """A tensor of state beside the table; dtype None: the one that sums are held in."""
+        return table_empty(*shape, dtype=dtype or self._opmath(param), device=param.device).fill_(fill)
+
     def _add_decay(self, group, param, state):
         """Adds this step to the decay that rows owe; returns (decay, last_decay) for the row ops."""
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
@@ -85,7 +91,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{self._name}: expected lr * weight_decay below 1, got {lr} * {weight_decay}")
             if "last_decay" not in state:
                 state["decay"] = 0.0
-                state["last_decay"] = torch.zeros(param.shape[0], dtype=torch.float64, device=param.device)
+                state["last_decay"] = self._row_state(param, param.shape[:1], torch.float64)
             # log1p in float64, as the marks are: the sum stays exact to many millions of steps.
             state["decay"] += torch.log1p(torch.tensor(-lr * weight_decay, dtype=torch.float64)).item()
         return state.get("decay", 0.0), state.get("last_decay")

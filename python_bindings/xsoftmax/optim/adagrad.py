@@ -52,7 +52,7 @@ class RowAdagrad(RowOptimizer):
         if "sum" not in state:
             shape = param.shape[:1] if group["row_wise"] else param.shape
             start = float(group["initial_accumulator_value"])
-            state["sum"] = torch.full(shape, start, dtype=self._opmath(param), device=param.device)
+            state["sum"] = self._row_state(param, shape, fill=start)
         lr = float(group["lr"]) / (1 + (state["step"] - 1) * group["lr_decay"])
         torch.ops.xsoftmax.row_adagrad_(param, rows, values, state["sum"], lr=lr, weight_decay=group["weight_decay"],
                                         eps=group["eps"])

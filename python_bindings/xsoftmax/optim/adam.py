@@ -54,8 +54,8 @@ class RowAdam(RowOptimizer):
     def _step_rows(self, group, param, state, rows, values):
         if "row_step" not in state:
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(param, dtype=self._opmath(param), memory_format=torch.contiguous_format)
-            state["row_step"] = torch.zeros(param.shape[0], dtype=torch.int32, device=param.device)
+                state[name] = self._row_state(param, param.shape)
+            state["row_step"] = self._row_state(param, param.shape[:1], torch.int32)
         decay, last_decay = self._add_decay(group, param, state)
         beta1, beta2 = group["betas"]
         torch.ops.xsoftmax.row_adam_(param, rows, values, state["exp_avg"], state["exp_avg_sq"], state["row_step"], last_decay,

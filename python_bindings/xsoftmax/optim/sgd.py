@@ -56,8 +56,8 @@ class RowSGD(RowOptimizer):
         state["step"] = state.get("step", 0) + 1
         first = group["momentum"] != 0 and "momentum_buffer" not in state
         if first:
-            state["momentum_buffer"] = torch.zeros_like(param, dtype=self._opmath(param), memory_format=torch.contiguous_format)
-            state["last_step"] = torch.zeros(param.shape[0], dtype=torch.int32, device=param.device)
+            state["momentum_buffer"] = self._row_state(param, param.shape)
+            state["last_step"] = self._row_state(param, param.shape[:1], torch.int32)
         decay, last_decay = self._add_decay(group, param, state)
         torch.ops.xsoftmax.row_sgd_(
             param, rows, values, state.get("momentum_buffer"), state.get("last_step"), last_decay, step=state["step"],

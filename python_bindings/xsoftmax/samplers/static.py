@@ -6,6 +6,7 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
+from .._memory import table_empty
 from .sampler import Proposal, Sampler, draw_seed
 
 Exclude = Union[int, Tensor, None]
@@ -89,7 +90,7 @@ class StaticSampler(Sampler):
 
     def _init_tables(self, weights: Tensor, with_alias: bool, with_systematic: bool) -> None:
         weights = weights / weights.max()  # so that the sum stays finite
-        self.probability = weights / weights.sum()
+        self.probability = torch.div(weights, weights.sum(), out=table_empty(weights.numel(), dtype=weights.dtype, device=weights.device))
         if with_alias:
             self.threshold, self.alias = torch.ops.xsoftmax.alias_table(self.probability)
         if with_systematic:
