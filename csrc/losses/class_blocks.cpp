@@ -2,6 +2,7 @@
 
 #include "core/dtypes.h"
 #include "core/matmul.h"
+#include "core/optional.h"
 
 #include <ATen/ops/empty.h>
 
@@ -38,6 +39,10 @@ BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_
     const int64_t fitting = std::min(kMaxGroups, kGroupsBytes / std::max<int64_t>(group_bytes, 1));
     // A power of two, which most numbers of threads divide.
     plan.groups = int64_t(std::bit_floor(uint64_t(std::max<int64_t>(1, std::min(fitting, plan.count())))));
+    // As many blocks for each group, or the threads with fewer would wait.
+    const int64_t rounds = (plan.count() + plan.groups - 1) / plan.groups;
+    const int64_t even = (classes + rounds * plan.groups - 1) / (rounds * plan.groups);
+    plan.width = std::clamp((even + kStep - 1) / kStep * kStep, kStep, plan.width);
   }
   return plan;
 }
@@ -45,7 +50,7 @@ BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_
 LinearOperands::LinearOperands(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias)
     : weight(weight), dtype(cpu_product_dtype(input.scalar_type())) {
   this->input = input.to(dtype).contiguous();
-  if (bias.has_value() && bias->defined()) {
+  if (given(bias)) {
     this->bias = bias->to(opmath_dtype(input.scalar_type())).contiguous();
   }
 }

@@ -103,7 +103,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PA
   const Tensor grad_input = recycled_empty({output_mask[0] ? queries : 0, features}, options);
   Tensor shared_rows;
   if (shared.size(0) > 0) {
-    shared_rows = weight.index_select(0, shared).to(dtype);
+    shared_rows = gather_rows_cpu(weight, shared);
     Tensor out = scores.narrow(1, own_width, shared.size(0));
     if (bias_row.defined()) {
       at::addmm_out(out, bias_row.index_select(0, shared).to(dtype), query.to(dtype), shared_rows.t());

@@ -51,7 +51,7 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
   }
   if (shared > 0) {
     Tensor out = scores.narrow(1, width, shared);
-    const Tensor rows = weight.index_select(0, ids.shared).to(dtype);
+    const Tensor rows = gather_rows_cpu(weight, ids.shared);
     if (given(bias)) {
       at::addmm_out(out, bias->index_select(0, ids.shared).to(dtype), query.to(dtype), rows.t());
     } else {
@@ -78,7 +78,7 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   Tensor grad_input = input.new_empty({0, input.size(1)});
   if (want_input) {
     grad_input = ids.shared.size(0) > 0
-        ? at::mm(shared_grad, weight.index_select(0, ids.shared).to(grad.scalar_type()))
+        ? at::mm(shared_grad, gather_rows_cpu(weight, ids.shared))
         : at::zeros({input.size(0), input.size(1)}, scores_grad.options());
     add_pair_input_grad_cpu(grad_input, scores_grad, stride, weight, ids.pairs);
     grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());

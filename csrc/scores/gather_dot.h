@@ -28,6 +28,9 @@ struct PairLayout {
 /// The rows of a table may be apart (a slice of columns), their elements not.
 at::Tensor with_unit_column_stride(const at::Tensor& table);
 
+/// table[ids] in opmath dtype, [S, D]; ids [S] contiguous.
+at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids);
+
 /// out[q * out_stride + j] = <input[q], weight[id]> + bias[id] for the j-th pair of q; out_stride < 0: at the pair's position.
 /// `input` [Q, D] contiguous, `out` in opmath dtype.
 void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight,

@@ -134,6 +134,21 @@ at::Tensor with_unit_column_stride(const at::Tensor& table) {
   return table.dim() == 2 && (table.stride(1) == 1 || table.size(1) <= 1) ? table : table.contiguous();
 }
 
+at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids) {
+  const at::Tensor source = with_unit_column_stride(table);
+  const int64_t width = table.size(1);
+  const at::Tensor rows = recycled_empty({ids.size(0), width}, table.options().dtype(opmath_dtype(table.scalar_type())));
+  dispatch_floating(table.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    at::parallel_for(0, ids.size(0), kPairsPerTask, [&](int64_t first, int64_t last) {
+      row_kernels().of(static_cast<const T*>(nullptr)).widen_rows(data<opmath<T>>(rows) + first * width, const_data<T>(source),
+                                                                  source.stride(0), ids.const_data_ptr<int64_t>() + first,
+                                                                  last - first, width);
+    });
+  });
+  return rows;
+}
+
 void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight,
                      const std::optional<at::Tensor>& bias, const PairLayout& pairs) {
   const at::Tensor table = with_unit_column_stride(weight);

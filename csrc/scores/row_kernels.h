@@ -7,7 +7,7 @@
 
 namespace xsoftmax {
 
-/// The two loops behind private and ragged candidate scores and their backward: rows of a table, picked by index, against one dense
+/// The loops behind private and ragged candidate scores and their backward: rows of a table, picked by index, against one dense
 /// row. Rows are `width` long; `stride` is the distance between rows of the table, in elements. Sums are in opmath<T>.
 template <typename T>
 struct RowKernels {
@@ -25,6 +25,8 @@ struct RowKernels {
   void (*round_row)(T* out, const opmath<T>* x, int64_t width);
   /// out[d] = x[d], widened
   void (*widen_row)(opmath<T>* out, const T* x, int64_t width);
+  /// out[j * width + d] = table[index[j] * stride + d], widened, j < n
+  void (*widen_rows)(opmath<T>* out, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width);
 };
 
 struct RowKernelTable {

@@ -3,8 +3,13 @@
 namespace xsoftmax::XS_ISA {
 namespace {
 
-// Rows come from anywhere in a table that no cache holds. Reading a few ahead keeps several cache misses under way.
-constexpr int64_t kAhead = 4;
+// Rows come from anywhere in a table that no cache holds. Reading some ahead keeps cache misses under way: as many as make 4 KB, and
+// a few in any case.
+template <typename T>
+inline int64_t rows_ahead(int64_t width) {
+  const int64_t rows = 4096 / (1 + width * int64_t(sizeof(T)));
+  return rows < 4 ? 4 : rows > 16 ? 16 : rows;
+}
 
 template <typename T>
 inline void prefetch_row(const T* row, int64_t width) {
@@ -17,9 +22,10 @@ inline void prefetch_row(const T* row, int64_t width) {
 template <typename T>
 void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t readable,
               int64_t width) {
+  const int64_t ahead = rows_ahead<T>(width);
   for (int64_t j = 0; j < n; ++j) {
-    if (j + kAhead < readable) {
-      prefetch_row(table + index[j + kAhead] * stride, width);
+    if (j + ahead < readable) {
+      prefetch_row(table + index[j + ahead] * stride, width);
     }
     const T* __restrict row = table + index[j] * stride;
     opmath<T> sum = 0;
@@ -33,12 +39,13 @@ void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const 
 template <typename T>
 void add_rows(opmath<T>* __restrict sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient,
               int64_t n, int64_t width) {
-  for (int64_t j = 0; j < n && j < kAhead; ++j) {
+  const int64_t ahead = rows_ahead<T>(width);
+  for (int64_t j = 0; j < n && j < ahead; ++j) {
     prefetch_row(table + index[j] * stride, width);
   }
   for (int64_t j = 0; j < n; ++j) {
-    if (j + kAhead < n) {
-      prefetch_row(table + index[j + kAhead] * stride, width);
+    if (j + ahead < n) {
+      prefetch_row(table + index[j + ahead] * stride, width);
     }
     const opmath<T> c = coefficient[j];
     if (c == 0) {
@@ -79,8 +86,19 @@ void widen_row(opmath<T>* __restrict out, const T* __restrict x, int64_t width) 
 }
 
 template <typename T>
+void widen_rows(opmath<T>* out, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width) {
+  const int64_t ahead = rows_ahead<T>(width);
+  for (int64_t j = 0; j < n; ++j) {
+    if (j + ahead < n) {
+      prefetch_row(table + index[j + ahead] * stride, width);
+    }
+    widen_row(out + j * width, table + index[j] * stride, width);
+  }
+}
+
+template <typename T>
 constexpr RowKernels<T> kernels() {
-  return {dot_rows<T>, add_rows<T>, sum_rows<T>, round_row<T>, widen_row<T>};
+  return {dot_rows<T>, add_rows<T>, sum_rows<T>, round_row<T>, widen_row<T>, widen_rows<T>};
 }
 
 } // namespace
