@@ -8,6 +8,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/memory.cpp
   csrc/core/philox.cpp
   csrc/core/row_groups.cpp
+  csrc/core/scale_gradient.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/class_blocks.cpp

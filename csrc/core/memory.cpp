@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kSmallestBlock = size_t(256) << 10;
 constexpr size_t kMostKept = size_t(64) << 20;
-constexpr size_t kSmallestTable = size_t(64) << 20; // malloc maps such blocks by themselves: advice ends with the block
+constexpr size_t kSmallestTable = (size_t(32) << 20) + 1; // malloc maps such blocks by themselves: advice ends with the block
 
 struct Block {
   void* data;

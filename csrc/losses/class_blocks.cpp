@@ -39,8 +39,12 @@ BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_
     const int64_t fitting = std::min(kMaxGroups, kGroupsBytes / std::max<int64_t>(group_bytes, 1));
     // A power of two, which most numbers of threads divide.
     plan.groups = int64_t(std::bit_floor(uint64_t(std::max<int64_t>(1, std::min(fitting, plan.count())))));
-    // As many blocks for each group, or the threads with fewer would wait.
-    const int64_t rounds = (plan.count() + plan.groups - 1) / plan.groups;
+    // As many blocks for each group, or the threads with fewer would wait. Narrower blocks make them even, a little narrower at most.
+    const auto rounded = [&] { return (plan.count() + plan.groups - 1) / plan.groups * plan.groups; };
+    while (plan.groups > kMinGroups && rounded() * 4 > plan.count() * 5) {
+      plan.groups /= 2;
+    }
+    const int64_t rounds = rounded() / plan.groups;
     const int64_t even = (classes + rounds * plan.groups - 1) / (rounds * plan.groups);
     plan.width = std::clamp((even + kStep - 1) / kStep * kStep, kStep, plan.width);
   }

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/scale_gradient.h"
 #include "scores/candidate_scores.h"
 #include "xsoftmax/ops.h"
 
@@ -71,7 +72,7 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
       result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
     }
     if (ctx->needs_input_grad(0)) {
-      result[0] = (grad_input * grads[0].unsqueeze(1)).to(input.scalar_type());
+      result[0] = scale_gradient(grad_input, grads[0].unsqueeze(1), input).to(input.scalar_type());
     }
     result.resize(16);
     return result;

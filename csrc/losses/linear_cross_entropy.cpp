@@ -3,8 +3,11 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/scale_gradient.h"
 #include "xsoftmax/ops.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,11 +16,13 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -52,6 +57,15 @@ LinearGradients call_backward(const Tensor& grad, const Tensor& input, const Ten
                  output_mask);
 }
 
+CrossEntropyWithGradients call_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                              const Tensor& target, const OptionalTensor& class_weight, c10::SymInt ignore_index,
+                                              double label_smoothing, std::array<bool, 3> output_mask) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::linear_cross_entropy_with_gradients", "")
+                             .typed<decltype(linear_cross_entropy_with_gradients_composite)>();
+  return op.call(grad, input, weight, bias, target, class_weight, ignore_index, label_smoothing, output_mask);
+}
+
 CrossEntropyState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                const OptionalTensor& class_weight, c10::SymInt, double label_smoothing, bool save_logits) {
   check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
@@ -62,34 +76,88 @@ CrossEntropyState forward_meta(const Tensor& input, const Tensor& weight, const 
           at::empty_symint({queries, saved}, options)};
 }
 
-LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                              const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                              const Tensor& saved_logits, c10::SymInt, double label_smoothing, std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+LinearGradients gradients_meta(const Tensor& input, const Tensor& weight, std::array<bool, 3> output_mask) {
   const c10::SymInt none(0), classes = weight.sym_size(0), features = weight.sym_size(1);
   return {at::empty_symint({output_mask[0] ? input.sym_size(0) : none, features}, input.options()),
           at::empty_symint({output_mask[1] ? classes : none, features}, input.options()),
           at::empty_symint({output_mask[2] ? classes : none}, input.options())};
 }
 
-// The losses of the queries [Q] reduced as at::nll_loss does.
+LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                              const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
+                              const Tensor& saved_logits, c10::SymInt, double label_smoothing, std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+  return gradients_meta(input, weight, output_mask);
+}
+
+CrossEntropyWithGradients with_gradients_meta(const Tensor&, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                              const Tensor& target, const OptionalTensor& class_weight, c10::SymInt,
+                                              double label_smoothing, std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  auto [grad_input, grad_weight, grad_bias] = gradients_meta(input, weight, output_mask);
+  return {at::empty_symint({input.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type()))), grad_input, grad_weight,
+          grad_bias};
+}
+
+// What a mean divides the sum of the losses by, as at::nll_loss has it: a number in `dtype`.
+Tensor mean_divisor(const Tensor& target, const OptionalTensor& class_weight, const c10::SymInt& ignore_index, at::ScalarType dtype) {
+  const Tensor counted = target.ne(ignore_index);
+  if (!given(class_weight)) {
+    return counted.sum().to(dtype);
+  }
+  const Tensor weights = class_weight->detach().to(dtype).index_select(0, target.masked_fill(counted.logical_not(), 0));
+  return weights.masked_fill(counted.logical_not(), 0).sum();
+}
+
+// The losses of the queries [Q], reduced.
 Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, int64_t reduction,
               const c10::SymInt& ignore_index) {
   TORCH_CHECK_VALUE(reduction == at::Reduction::None || reduction == at::Reduction::Mean || reduction == at::Reduction::Sum, kOp,
                     ": expected reduction 0 (none), 1 (mean) or 2 (sum), got ", reduction);
-  if (reduction == at::Reduction::None) {
-    return loss;
+  switch (reduction) {
+    case at::Reduction::Mean: return loss.sum() / mean_divisor(target, class_weight, ignore_index, loss.scalar_type());
+    case at::Reduction::Sum: return loss.sum();
+    default: return loss;
   }
-  if (reduction == at::Reduction::Sum) {
-    return loss.sum();
-  }
-  const Tensor counted = target.ne(ignore_index);
-  if (!given(class_weight)) {
-    return loss.sum() / counted.sum().to(loss.scalar_type());
-  }
-  const Tensor weights = class_weight->detach().to(loss.scalar_type()).index_select(0, target.masked_fill(counted.logical_not(), 0));
-  return loss.sum() / weights.masked_fill(counted.logical_not(), 0).sum();
 }
+
+// gradient * factor; in place where it is `ours`, and not at all for a factor of 1.
+Tensor scaled(const Tensor& gradient, const Tensor& factor, const Tensor& source, bool ours) {
+  if (!ours || at::isTensorSubclassLike(gradient) || at::isTensorSubclassLike(factor)) {
+    return scale_gradient(gradient, factor, source);
+  }
+  const bool one = factor.is_cpu() && factor.item<double>() == 1; // elsewhere, looking would wait for the device
+  return one ? gradient : gradient.mul_(factor);
+}
+
+// The sum of the losses over a divisor.
+class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const Tensor& target, const OptionalTensor& class_weight, const Tensor& divisor, c10::SymInt ignore_index,
+                        double label_smoothing) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(), given(bias) && bias->requires_grad()};
+    auto [loss, grad_input, grad_weight, grad_bias] =
+        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), input, weight, bias, target, class_weight,
+                            ignore_index, label_smoothing, wanted);
+    ctx->save_for_backward({grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
+    return loss.sum() / divisor;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    // Nothing else will come for the gradients.
+    const bool ours = !torch::autograd::get_current_graph_task_keep_graph() && !at::GradMode::is_enabled();
+    torch::autograd::variable_list result(8);
+    for (const size_t i : {0, 1, 2}) {
+      if (ctx->needs_input_grad(i)) {
+        result[i] = scaled(saved[i], grads[0], saved[3 + i], ours);
+      }
+    }
+    return result;
+  }
+};
 
 class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
  public:
@@ -137,6 +205,12 @@ Tensor autograd(const Tensor& input, const Tensor& weight, const OptionalTensor&
     return linear_cross_entropy(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
   }
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
+  const bool reduced = reduction == at::Reduction::Mean || reduction == at::Reduction::Sum;
+  if (reduced && input.scalar_type() == opmath_dtype(input.scalar_type())) {
+    const Tensor divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, ignore_index, input.scalar_type())
+                                                            : at::ones({}, input.options());
+    return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, ignore_index, label_smoothing);
+  }
   const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, ignore_index, label_smoothing);
   return reduce(loss, target, weights, reduction, ignore_index);
 }
@@ -152,6 +226,12 @@ Tensor autocast(const Tensor& input, const Tensor& weight, const OptionalTensor&
       ? OptionalTensor(class_weight->to(at::kFloat)) : class_weight;
   return linear_cross_entropy(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, reduction,
                  ignore_index, label_smoothing);
+}
+
+// Inside a region of autocast, or in its backward, the products keep the dtype that they were given.
+void below_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  op.callBoxed(stack);
 }
 
 // What the composites share: the operands in opmath, and the weights of the terms of the loss
@@ -300,6 +380,16 @@ LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, cons
   return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
 }
 
+CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                                        const OptionalTensor& bias, const Tensor& target,
+                                                                        const OptionalTensor& class_weight, c10::SymInt ignore_index,
+                                                                        double label_smoothing, std::array<bool, 3> output_mask) {
+  auto [loss, normalizer, saved] = call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, true);
+  auto [grad_input, grad_weight, grad_bias] =
+      call_backward(grad, input, weight, bias, target, class_weight, normalizer, saved, ignore_index, label_smoothing, output_mask);
+  return {loss, grad_input, grad_weight, grad_bias};
+}
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, int reduction=1, "
         "SymInt ignore_index=-100, float label_smoothing=0.0) -> Tensor");
@@ -308,26 +398,38 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
         "Tensor normalizer, Tensor saved_logits, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
         "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def("linear_cross_entropy_with_gradients(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, "
+        "Tensor? class_weight, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
+        "-> (Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("linear_cross_entropy", without_gradient);
   m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_reference);
   m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_reference);
+  m.impl("linear_cross_entropy_with_gradients", linear_cross_entropy_with_gradients_composite);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("linear_cross_entropy_forward", forward_meta);
   m.impl("linear_cross_entropy_backward", backward_meta);
+  m.impl("linear_cross_entropy_with_gradients", with_gradients_meta);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("linear_cross_entropy", autograd);
   m.impl("linear_cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("linear_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("linear_cross_entropy_with_gradients", torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("linear_cross_entropy", autocast); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("linear_cross_entropy", autocast); }
+static void register_autocast(torch::Library& m) {
+  m.impl("linear_cross_entropy", autocast);
+  for (const char* op : {"linear_cross_entropy_forward", "linear_cross_entropy_backward", "linear_cross_entropy_with_gradients"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  }
+}
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { register_autocast(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { register_autocast(m); }
 
 } // namespace xsoftmax

@@ -14,9 +14,16 @@ namespace xsoftmax {
 // e^(logit - largest) of each query (`normalizer` [2, Q]), the backward pass computes the logits of a block again and turns them into
 // their gradient. The logits of the first classes are kept instead (`saved_logits`, without bias), as many as fit into a fixed number
 // of bytes: a small table needs no product twice.
+//
+// Where the gradient that reaches the loss is known beforehand but for a factor, as it is for a mean or a sum, float32 and float64
+// gradients are made with the loss, and the backward pass has the factor to multiply. 16-bit gradients are not: float16 could lose
+// what a gradient scaler's factor saves.
 
 using CrossEntropyState = std::tuple<at::Tensor, at::Tensor, at::Tensor>;    ///< loss [Q], normalizer, saved_logits
 using LinearGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>; ///< of input, weight, bias; no rows where not wanted
+
+/// loss [Q], then LinearGradients
+using CrossEntropyWithGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// How many of the first classes have their logits saved for the backward pass.
 c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes, at::ScalarType dtype);
@@ -41,5 +48,12 @@ LinearGradients linear_cross_entropy_backward_reference(const at::Tensor& grad, 
                                                         const std::optional<at::Tensor>& class_weight, const at::Tensor& normalizer,
                                                         const at::Tensor& saved_logits, c10::SymInt ignore_index,
                                                         double label_smoothing, std::array<bool, 3> output_mask);
+/// The forward op, then the backward op.
+CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const at::Tensor& grad, const at::Tensor& input,
+                                                                        const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                                                        const at::Tensor& target,
+                                                                        const std::optional<at::Tensor>& class_weight,
+                                                                        c10::SymInt ignore_index, double label_smoothing,
+                                                                        std::array<bool, 3> output_mask);
 
 } // namespace xsoftmax

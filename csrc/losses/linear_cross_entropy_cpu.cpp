@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/memory.h"
 #include "core/optional.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_cross_entropy.h"
@@ -69,6 +70,17 @@ struct LossInputs {
   }
 };
 
+// Logits that are kept from one pass to the next: of the blocks that say so.
+struct SavedLogits {
+  Tensor tensor; // [Q, saved], or packed: [saved Q], the blocks [Q, size] one after the other
+  bool packed = false;
+
+  Tensor of(const ClassBlock& block, int64_t queries) const {
+    return packed ? tensor.narrow(0, block.begin * queries, block.size * queries).view({queries, block.size})
+                  : tensor.narrow(1, block.begin, block.size);
+  }
+};
+
 // Sums over the classes of one group, for each query.
 template <typename A>
 struct GroupSums {
@@ -95,8 +107,8 @@ class ForwardPass {
   using A = opmath<T>;
 
  public:
-  ForwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const Tensor& saved_logits)
-      : operands_(operands), plan_(plan), terms_(terms), saved_logits_(saved_logits),
+  ForwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const SavedLogits& saved)
+      : operands_(operands), plan_(plan), terms_(terms), saved_(saved),
         bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr), queries_(operands.input.size(0)),
         target_logit_(queries_, A(0)), groups_(plan.groups, GroupSums<A>(queries_, terms.even > 0)) {}
 
@@ -124,7 +136,7 @@ class ForwardPass {
  private:
   // The products of a block; those that the backward pass will want are made where they stay.
   Tensor logits(BlockScratch& scratch, const ClassBlock& block) const {
-    const Tensor saved = block.saved ? saved_logits_.narrow(1, block.begin, block.size) : Tensor();
+    const Tensor saved = block.saved ? saved_.of(block, queries_) : Tensor();
     const bool in_place = block.saved && saved.scalar_type() == operands_.dtype;
     Tensor out = in_place ? saved : scratch.logits_buffer(block);
     at::mm_out(out, operands_.input, scratch.rows(block).t());
@@ -169,7 +181,7 @@ class ForwardPass {
   const LinearOperands& operands_;
   const BlockPlan plan_;
   const LossTerms<A> terms_;
-  const Tensor saved_logits_;
+  const SavedLogits saved_;
   const A* const bias_;
   const int64_t queries_;
   std::vector<A> target_logit_;
@@ -182,27 +194,28 @@ class BackwardPass {
   using A = opmath<T>;
 
  public:
-  // Undefined gradients are not wanted. grad_input_parts [groups, Q, D]: in opmath.
-  BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const Tensor& grad,
-               const Tensor& normalizer, const Tensor& saved_logits)
-      : operands_(operands), plan_(plan), terms_(terms), grad_(const_data<A>(grad)), normalizer_(const_data<A>(normalizer)),
-        saved_logits_(saved_logits), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
+  // grad [Q], normalizer [2, Q].
+  BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const A* grad, const A* normalizer,
+               const SavedLogits& saved)
+      : operands_(operands), plan_(plan), terms_(terms), grad_(grad), normalizer_(normalizer), saved_(saved), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
         queries_(operands.input.size(0)) {}
 
-  void run(const Tensor& grad_input_parts, const Tensor& grad_weight, const Tensor& grad_bias) const {
+  // Undefined gradients are not wanted. grad_input_parts [groups, Q, D]: in opmath. `add`: to what grad_weight and grad_bias hold.
+  void run(const Tensor& grad_input_parts, const Tensor& grad_weight, const Tensor& grad_bias, bool add) const {
     for_each_group(plan_, [&](int64_t first, int64_t last) {
       BlockScratch scratch(operands_, plan_);
       for (int64_t g = first; g < last; ++g) {
         const Tensor part = grad_input_parts.defined() ? grad_input_parts.select(0, g) : Tensor();
         for (int64_t i = g; i < plan_.count(); i += plan_.groups) {
           const ClassBlock block = plan_.block(i);
-          const Tensor rows = scratch.rows(block), slope = scratch.logits_buffer(block);
+          const Tensor rows = scratch.rows(block), slope = block.saved && saved_.packed ? saved_.of(block, queries_)
+                                                                                        : scratch.logits_buffer(block);
           set_slope(slope, rows, block);
           add_input_gradient(part, slope, rows, /*first=*/i == g);
-          set_weight_gradient(grad_weight, slope, scratch, block);
+          set_weight_gradient(grad_weight, slope, scratch, block, add);
           if (grad_bias.defined()) {
             Tensor out = grad_bias.narrow(0, block.begin, block.size);
-            at::sum_out(out, slope, {0}, /*keepdim=*/false, out.scalar_type());
+            add ? out.add_(slope.sum(0)) : at::sum_out(out, slope, {0}, /*keepdim=*/false, out.scalar_type());
           }
         }
       }
@@ -214,7 +227,7 @@ class BackwardPass {
   void set_slope(Tensor slope, const Tensor& rows, const ClassBlock& block) const {
     Tensor saved;
     if (block.saved) {
-      saved = saved_logits_.narrow(1, block.begin, block.size);
+      saved = saved_.of(block, queries_);
     } else {
       at::mm_out(slope, operands_.input, rows.t());
     }
@@ -267,14 +280,15 @@ class BackwardPass {
     }
   }
 
-  void set_weight_gradient(const Tensor& grad_weight, const Tensor& slope, BlockScratch& scratch, const ClassBlock& block) const {
+  void set_weight_gradient(const Tensor& grad_weight, const Tensor& slope, BlockScratch& scratch, const ClassBlock& block,
+                           bool add) const {
     if (!grad_weight.defined()) {
       return;
     }
     Tensor out = grad_weight.narrow(0, block.begin, block.size);
     if (out.scalar_type() == slope.scalar_type()) {
-      at::mm_out(out, slope.t(), operands_.input);
-    } else {
+      add_product(out, slope.t(), operands_.input, !add);
+    } else { // only in a single pass
       Tensor wide = scratch.rows_buffer(block);
       at::mm_out(wide, slope.t(), operands_.input);
       out.copy_(wide);
@@ -286,14 +300,13 @@ class BackwardPass {
   const LossTerms<A> terms_;
   const A* const grad_;
   const A* const normalizer_;
-  const Tensor saved_logits_;
+  const SavedLogits saved_;
   const A* const bias_;
   const int64_t queries_;
 };
 
-// The sum of parts [groups, Q, D] in order, rounded once, as a tensor like input.
-Tensor join_parts(const Tensor& parts, const Tensor& input) {
-  const Tensor out = at::empty({parts.size(1), parts.size(2)}, input.options());
+// out = the sum of parts [groups, Q, D] in order, rounded once.
+void join_parts(const Tensor& parts, const Tensor& out) {
   at::parallel_for(0, out.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor mine = parts.narrow(1, first, last - first);
@@ -303,7 +316,6 @@ Tensor join_parts(const Tensor& parts, const Tensor& input) {
     }
     out.narrow(0, first, last - first).copy_(sum);
   });
-  return out;
 }
 
 CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -328,7 +340,7 @@ CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Te
   dispatch_floating(operands.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
-    ForwardPass<T>(operands, plan, inputs.terms<A>(), saved_logits).run(data<A>(loss), data<A>(normalizer));
+    ForwardPass<T>(operands, plan, inputs.terms<A>(), {saved_logits}).run(data<A>(loss), data<A>(normalizer));
   });
   return {loss, normalizer, saved_logits};
 }
@@ -361,16 +373,74 @@ LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tens
   const Tensor loss_grad = grad.contiguous(), state = normalizer.contiguous();
   dispatch_floating(operands.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const BackwardPass<T> pass(operands, plan, inputs.terms<opmath<T>>(), loss_grad, state, saved_logits.contiguous());
-    pass.run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor());
+    using A = opmath<T>;
+    const BackwardPass<T> pass(operands, plan, inputs.terms<A>(), const_data<A>(loss_grad), const_data<A>(state),
+                               {saved_logits.contiguous()});
+    pass.run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor(), /*add=*/false);
   });
-  const Tensor grad_input = want_input ? join_parts(parts, input) : input.new_empty({0, features});
+  const Tensor grad_input = at::empty({want_input ? queries : 0, features}, input.options());
+  if (want_input) {
+    join_parts(parts, grad_input);
+  }
   return {grad_input, grad_weight, grad_bias.to(input.scalar_type())};
+}
+
+// How many queries at once, so that the logits of a chunk stay in memory from the forward to the backward pass: then no product is
+// taken twice, but the gradient of the table is read and written again for each chunk. 0: too few to be worth it.
+int64_t queries_of_chunk(int64_t queries, int64_t classes, int64_t logit_bytes) {
+  constexpr int64_t kChunkBytes = 54 << 20, kFewestQueries = 96;
+  const int64_t fitting = kChunkBytes / std::max<int64_t>(1, classes * logit_bytes);
+  if (fitting >= queries) {
+    return queries;
+  }
+  const int64_t chunks = (queries + fitting - 1) / std::max<int64_t>(1, fitting);
+  return fitting < kFewestQueries ? 0 : (queries + chunks - 1) / chunks;
+}
+
+CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                                  const OptionalTensor& bias, const Tensor& target,
+                                                                  const OptionalTensor& class_weight, c10::SymInt ignore_index,
+                                                                  double label_smoothing, std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
+  const int64_t step = queries_of_chunk(queries, classes, int64_t(input.dtype().itemsize()));
+  if (use_reference() || step == 0 || input.scalar_type() != opmath_dtype(input.scalar_type())) {
+    return linear_cross_entropy_with_gradients_composite(grad, input, weight, bias, target, class_weight, ignore_index,
+                                                         label_smoothing, output_mask);
+  }
+  const LossInputs inputs("linear_cross_entropy", input, weight, target, class_weight, ignore_index, label_smoothing);
+  const auto [want_input, want_weight, want_bias] = output_mask;
+  const Tensor loss = at::empty({queries}, input.options()), loss_grad = grad.contiguous(), query = input.contiguous();
+  const Tensor grad_input = at::empty({want_input ? queries : 0, features}, input.options());
+  const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
+  const Tensor grad_bias = at::empty({want_bias ? classes : 0}, input.options());
+  const SavedLogits saved{at::empty({classes * step}, input.options()), /*packed=*/true};
+  dispatch_floating(input.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    using A = opmath<T>;
+    LossTerms<A> terms = inputs.terms<A>();
+    std::vector<A> normalizer(2 * step);
+    for (int64_t first = 0; first < queries; first += step) {
+      const int64_t count = std::min(step, queries - first);
+      const LinearOperands operands(query.narrow(0, first, count), weight, bias);
+      const BlockPlan plan = plan_blocks(count, classes, features, classes, want_input ? count * features * int64_t(sizeof(A)) : 0);
+      terms.target = inputs.target.const_data_ptr<int64_t>() + first;
+      ForwardPass<T>(operands, plan, terms, saved).run(data<A>(loss) + first, normalizer.data());
+      const Tensor parts = want_input ? recycled_empty({plan.groups, count, features}, input.options()) : Tensor();
+      BackwardPass<T>(operands, plan, terms, const_data<A>(loss_grad) + first, normalizer.data(), saved)
+          .run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor(), /*add=*/first > 0);
+      if (want_input) {
+        join_parts(parts, grad_input.narrow(0, first, count));
+      }
+    }
+  });
+  return {loss, grad_input, grad_weight, grad_bias};
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("linear_cross_entropy_with_gradients", linear_cross_entropy_with_gradients_cpu);
   m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_cpu);
   m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_cpu);
 }

@@ -77,13 +77,16 @@ def test_equals_torch(impl, dtype, label_smoothing, class_weight):
         assert_same(value_and_gradients(fused, *args, **kwargs), value_and_gradients(plain, *args, **kwargs), dtype)
 
 
-# Around the step of block widths, many blocks of one group or several; Q (Q 3000: a shared block); a part of the logits saved.
+# Around the step of block widths, many blocks of one group or several; Q (Q 3000: a shared block); a part of the logits saved;
+# several chunks of queries, the last one smaller, and too many classes for that.
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 2), (2, 5, 63), (2, 5, 64), (5, 3, 65), (700, 8, 8193), (700, 300, 1000),
-                                   (3000, 700, 500), (6000, 4, 3000), (17, 3, 20000)])
+                                   (3000, 700, 500), (6000, 4, 3000), (17, 3, 20000), (290, 3, 100000), (120, 2, 160000)])
 def test_shapes(shape):
     *args, classes = problem(*shape, class_weight=True)
     kwargs = dict(class_weight=classes, label_smoothing=0.1)
-    assert_same(value_and_gradients(fused, *args, **kwargs), value_and_gradients(plain, *args, **kwargs), scale=2)
+    for reduction in ("mean", "none"):
+        assert_same(value_and_gradients(fused, *args, reduction=reduction, **kwargs),
+                    value_and_gradients(plain, *args, reduction=reduction, **kwargs), scale=2)
 
 
 def test_part_of_the_logits_is_saved():
@@ -92,7 +95,7 @@ def test_part_of_the_logits_is_saved():
     saved = ops.linear_cross_entropy_forward(*args, None, -100, 0.0, True)[2]
     assert 0 < saved.size(1) < 12000 and saved.nbytes <= 40 << 20
     torch.testing.assert_close(saved, F.linear(args[0], args[1][:saved.size(1)]), rtol=1e-4, atol=1e-4)
-    assert_same(value_and_gradients(fused, *args, reduction="sum"), value_and_gradients(plain, *args, reduction="sum"), scale=2)
+    assert_same(value_and_gradients(fused, *args, reduction="none"), value_and_gradients(plain, *args, reduction="none"), scale=2)
     assert ops.linear_cross_entropy_forward(*args, None, -100, 0.0, False)[2].shape == (1000, 0)
 
 
@@ -209,30 +212,35 @@ def test_gradcheck(impl):
         assert torch.autograd.gradcheck(lambda *a: fused(*a, target, classes, reduction, -100, 0.1), leaves)
 
 
-def test_no_second_derivative():
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_second_derivative(reduction):
     input, weight, bias, target, _ = problem(4, 3, 7)
     input.requires_grad_()
-    (grad,) = torch.autograd.grad(fused(input, weight.requires_grad_(), bias, target), input, create_graph=True)
+    loss = fused(input, weight.requires_grad_(), bias, target, reduction=reduction).sum()
+    (grad,) = torch.autograd.grad(loss, input, create_graph=True)
     with pytest.raises(RuntimeError, match="not implemented"):
         grad.sum().backward()
 
 
-def test_retain_graph(impl):
-    """The saved logits are read, not used up."""
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_retain_graph(impl, reduction):
+    """What is saved is read, not used up."""
     input, weight, bias, target, _ = problem(4, 3, 7)
     leaves = [t.requires_grad_() for t in (input, weight, bias)]
-    loss = fused(*leaves, target)
+    loss = fused(*leaves, target, reduction=reduction).sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     second = torch.autograd.grad(loss, leaves, torch.tensor(-3.0))
     assert_same(second, [-3 * t for t in first])
 
 
-def test_threads_give_the_same_bits(threads):
-    *args, classes = problem(200, 32, 9000, class_weight=True)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shape", [(200, 32, 9000), (290, 3, 100000)])
+def test_threads_give_the_same_bits(threads, shape, reduction):
+    *args, classes = problem(*shape, class_weight=True)
     results = []
     for count in (1, 2, 4):
         threads(count)
-        results.append(value_and_gradients(fused, *args, class_weight=classes, label_smoothing=0.1))
+        results.append(value_and_gradients(fused, *args, class_weight=classes, reduction=reduction, label_smoothing=0.1))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0]))
 
@@ -262,6 +270,8 @@ def test_opcheck(dtype, bias):
     for mask in ([True, True, bias], [False, True, False]):
         torch.library.opcheck(ops.linear_cross_entropy_backward.default,
                               (torch.ones_like(loss), *plain_leaves, target, classes, normalizer, saved, -100, 0.1, mask))
+        torch.library.opcheck(ops.linear_cross_entropy_with_gradients.default,
+                              (torch.ones_like(loss), *plain_leaves, target, classes, -100, 0.1, mask))
 
 
 def test_compile_and_export():

@@ -162,6 +162,24 @@ def test_one_query_without_a_batch(impl):
         torch.testing.assert_close(got, F.cross_entropy(F.linear(input[0], weight, bias), target[0], reduction=reduction))
 
 
+def test_no_second_derivative(impl):
+    input, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    for leaf in (input, weight):
+        loss = ops.sampled_softmax_loss(input, weight, None, torch.tensor([0, 1, 2]), None, torch.tensor([3, 4]), sparse_grad=False)
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="not implemented"):
+            grad.sum().backward()
+
+
+def test_retain_graph(impl):
+    input, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    loss = ops.sampled_softmax_loss(input, weight, None, torch.tensor([0, 1, 2]), None, torch.tensor([3, 4]), sparse_grad=False)
+    first = torch.autograd.grad(loss, (input, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (input, weight), torch.tensor(-3.0))
+    for a, b in zip(first, second):
+        torch.testing.assert_close(b, -3 * a)
+
+
 def test_all_ignored(impl):
     """As F.cross_entropy: the mean of nothing is NaN, the sum 0; no gradient of the table either way."""
     args = problem(ignored=20)
@@ -202,7 +220,83 @@ def test_is_the_composition(impl):
     want = ops.candidate_loss(scores, target, own, shared, *counts, estimator="ranking", fixed_shared=2)
     assert torch.equal(loss, want)
     (grad,), (want_grad,) = torch.autograd.grad(loss.sum(), weight), torch.autograd.grad(want.sum(), weight)
-    assert grad._nnz() == 5 * 4 + 4 and torch.equal(grad.to_dense(), want_grad.to_dense())
+    assert grad._nnz() == 5 * 4 + 4
+    torch.testing.assert_close(grad.to_dense(), want_grad.to_dense())
+
+
+def candidates(queries, classes, dtype, seed=1):
+    """(private ids, shared ids, private, shared and target log counts), with hits and repeats."""
+    g = torch.Generator().manual_seed(seed)
+    own, shared = torch.randint(classes, (queries, 3), generator=g), torch.randint(classes, (4,), generator=g)
+    return own, shared, *(torch.rand(size, generator=g).to(dtype) for size in ((queries, 3), (4,), (queries,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("estimator, label_smoothing", [("sampled_softmax", 0.0), ("sampled_softmax", 0.2), ("ranking", 0.0)])
+@pytest.mark.parametrize("ids", ["private", "shared", "both"])
+def test_one_pass_equals_its_parts(dtype, estimator, label_smoothing, ids):
+    """linear_candidate_loss makes the gradients with the loss; candidate_scores and candidate_loss make them afterwards."""
+    input, weight, bias, target = problem(shape=(40,), ignored=2)
+    leaves = [t.to(dtype).requires_grad_() for t in (input, weight, bias)]
+    own, shared, *counts = candidates(40, 9, dtype)
+    own, counts[0] = (None, None) if ids == "shared" else (own, counts[0])
+    shared, counts[1] = (None, None) if ids == "private" else (shared, counts[1])
+    upstream = torch.linspace(-1, 2, 40)
+    options = dict(estimator=estimator, label_smoothing=label_smoothing)
+    loss = ops.sampled_softmax_loss(*leaves, target, own, shared, *counts, reduction=0, sparse_grad=False, **options)
+    got = torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+
+    kept = target != -100
+    id = torch.where(kept, target, 0)
+    scores = ops.candidate_scores(*leaves, torch.cat([id[:, None]] + ([] if own is None else [own]), 1), shared, False)
+    want = torch.where(kept, ops.candidate_loss(scores, id, own, shared, *counts, **options), 0.0)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.02)
+    torch.testing.assert_close(loss, want, rtol=tolerance, atol=tolerance)
+    for a, b in zip(got, torch.autograd.grad(want, leaves, upstream.to(loss.dtype))):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True), (False, False, False)])
+def test_subsets_of_gradients(impl, wanted):
+    """Nothing is computed for what needs no gradient."""
+    input, weight, bias, target = problem(shape=(5,), ignored=1)
+    own, shared, *counts = candidates(5, 9, torch.float32)
+    leaves = [t.requires_grad_(w) for t, w in zip((input, weight, bias), wanted)]
+    _, grad_input, grad_scores, _ = ops.linear_candidate_loss_forward(
+        *(t.detach() for t in leaves), target, own, shared, *counts, "ranking", True, 0, 0, 0.0, -100, [wanted[0], any(wanted[1:])])
+    assert (grad_input.numel() > 0) == wanted[0] and (grad_scores.numel() > 0) == any(wanted[1:])
+    loss = ops.sampled_softmax_loss(*leaves, target, own, shared, *counts, sparse_grad=False)
+    assert loss.requires_grad == any(wanted)
+    if any(wanted):
+        loss.backward()
+        assert tuple(t.grad is not None for t in leaves) == wanted
+
+
+def test_gradcheck(impl):
+    input, weight, bias, target = problem(shape=(4,), ignored=1)
+    own, shared, *counts = candidates(4, 9, torch.float64)
+    leaves = [t.double().requires_grad_() for t in (input, weight, bias)]
+    for estimator in ("sampled_softmax", "ranking"):
+        assert torch.autograd.gradcheck(
+            lambda *a: ops.sampled_softmax_loss(*a, target, own, shared, *counts, estimator=estimator, label_smoothing=0.1,
+                                                sparse_grad=False), leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype):
+    input, weight, bias, target = problem(shape=(5,), ignored=1)
+    own, shared, *counts = candidates(5, 9, torch.float32)
+    leaves = [t.to(dtype).requires_grad_() for t in (input, weight, bias)]
+    for ids in ((own, shared, *counts), (own, None, counts[0], None, counts[2]), (None, shared, None, counts[1], counts[2])):
+        arguments = (target, *ids, "sampled_softmax", True, 0, 0, 0.1, -100)
+        torch.library.opcheck(ops.linear_candidate_loss.default, (*leaves, *arguments, False))
+        plain = [t.detach() for t in leaves]
+        for mask in ([True, True], [False, True], [False, False]):
+            torch.library.opcheck(ops.linear_candidate_loss_forward.default, (*plain, *arguments, mask))
+    scale = torch.rand(5)
+    torch.library.opcheck(ops.candidate_scores_backward.default,
+                          (torch.randn(5, 7), plain[0], plain[1], own, shared, [True, True, True], scale))
+    torch.library.opcheck(ops.scale_gradient.default, (plain[0], scale[:, None].to(dtype), plain[0]))
 
 
 @pytest.mark.parametrize("sparse_grad", [True, False])
