@@ -60,7 +60,7 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// estimator: "sampled_softmax" (MIDX paper, section 3.2; with remove_accidental_hits=False its Eq. 1), or "ranking", which corrects the
 /// target's score by target_log_count as well (TensorFlow's sampled softmax; -inf corrects nothing) and never renormalises.
 /// label_smoothing e: (1 - e) of the loss above and e of (log normaliser - mean score of all classes), the mean estimated
-/// with the weights exp(adjusted - score), 1 for the target, over their sum.
+/// with the weights exp(adjusted - score), 1 for the target, over their sum; "ranking" takes the target's corrected score there too.
 /// With no live candidate the loss is 0. Returns [Q] in scores' dtype. Backward recomputes from the scores; nothing else is kept.
 at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, const std::optional<at::Tensor>& private_ids,
                           const std::optional<at::Tensor>& shared_ids,
@@ -70,8 +70,8 @@ at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, co
                           std::string_view estimator = "sampled_softmax", bool remove_accidental_hits = true,
                           int64_t fixed_private = 0, int64_t fixed_shared = 0, double label_smoothing = 0.0);
 
-/// sampled_softmax_loss: the loss of a class table on sampled candidates, from the hidden state to the reduced loss. A composition of
-/// candidate_scores and candidate_loss (whose headers say what the arguments mean) that autograd and compilers see through.
+/// sampled_softmax_loss: the loss of a class table on sampled candidates, from the hidden state to the reduced loss: candidate_scores and
+/// candidate_loss (which say what the arguments mean) in one pass over the rows of the table, forward and backward.
 ///
 ///     scores = candidate_scores(input, weight, bias, cat(target[:, None], private_ids), shared_ids)
 ///     loss = candidate_loss(scores, target, private_ids, shared_ids, ...) * class_weight[target]        # 0 where ignored
@@ -97,6 +97,8 @@ at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weigh
 /// input [Q, D], weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16; target [Q]: int64 in [0, N) or ignore_index;
 /// class_weight [N] or none: of input's dtype or the dtype of the loss, takes no gradient; reduction 0 (none), 1 (mean; over no query it is
 /// NaN) or 2 (sum). Returns a scalar or [Q], in float32, or float64 for float64 inputs. Gradients are dense.
+/// Holds 54 MB of logits at most. For a mean or a sum of float32 or float64 losses, the gradients that are wanted are made with the loss: call
+/// it under NoGradMode (torch.no_grad) where none will be asked for.
 at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                 const at::Tensor& target, const std::optional<at::Tensor>& class_weight = std::nullopt,
                                 int64_t reduction = 1, c10::SymInt ignore_index = -100, double label_smoothing = 0.0);
