@@ -1,5 +1,6 @@
 """Side-by-side timing: the candidates of a comparison take turns in one process, so that a drift of the machine hits all alike."""
 
+import ctypes
 import gc
 import json
 import platform
@@ -51,6 +52,7 @@ class PeakMemory:
 
     def __enter__(self) -> "PeakMemory":
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or what earlier work left free would be taken unseen
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         self._before = self._status("VmRSS")
         self.bytes = 0
