@@ -1,5 +1,7 @@
 #include "core/checks.h"
 
+#include "core/optional.h"
+
 #include <c10/util/Exception.h>
 
 #include <sstream>
@@ -62,7 +64,7 @@ void linear(const char* op, const at::Tensor& input, const at::Tensor& weight, c
   same_dtype(op, "weight", weight, "input", input);
   same_device(op, "weight", weight, "input", input);
   size(op, "weight", weight, 1, input.sym_size(1), "the width of input");
-  if (bias.has_value() && bias->defined()) {
+  if (given(bias)) {
     dim(op, "bias", *bias, 1);
     same_dtype(op, "bias", *bias, "input", input);
     same_device(op, "bias", *bias, "input", input);

@@ -26,14 +26,15 @@ struct Block {
   size_t bytes;
 };
 
-// The blocks that were freed, oldest first.
+// The blocks that were freed, oldest first. Who finds it in use does without: nobody waits, and a process that was forked while another
+// thread held the lock goes on.
 class BlockCache {
  public:
   // A kept block that holds `bytes` and no more than a quarter beyond, or a new one.
   Block take(size_t bytes) {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) {
+      const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+      for (auto block = blocks_.rbegin(); lock.owns_lock() && block != blocks_.rend(); ++block) {
         if (block->bytes >= bytes && block->bytes - bytes <= bytes / 4) {
           const Block found = *block;
           kept_ -= found.bytes;
@@ -46,7 +47,10 @@ class BlockCache {
   }
 
   void give(Block block) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) {
+      return c10::free_cpu(block.data);
+    }
     blocks_.push_back(block);
     kept_ += block.bytes;
     size_t dropped = 0;

@@ -6,7 +6,7 @@
 
 namespace xsoftmax {
 
-/// at::empty for what each step makes anew in the same size, such as gradients. Of blocks between 256 KB and 64 MB, those freed last,
+/// at::empty for what each step makes anew in the same size: gradients, scores, gathered rows. Of blocks between 256 KB and 64 MB, those freed last,
 /// 64 MB at most in all, are kept for the next step: fresh pages cost more than writing them.
 at::Tensor recycled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 

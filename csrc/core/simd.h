@@ -95,8 +95,9 @@ static inline double from_ordered(int64_t key) { return bit_cast<double>(key ^ (
 static inline float exponential(float x) {
   float y = x < -87.3f ? -87.3f : x;
   y = y > 88.0f ? 88.0f : y;
-  const int32_t n = int32_t(y * 1.44269504088896341f + 128.5f) - 128; // the nearest integer: the sum is positive
-  const float k = float(n);
+  // The nearest integer: the sum is positive. Unsigned, since a NaN may become any integer.
+  const uint32_t n = uint32_t(int32_t(y * 1.44269504088896341f + 128.5f)) - 128u;
+  const float k = float(int32_t(n));
   const float r = XS_IN_ORDER(y - k * 0.693359375f) - k * -2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
@@ -105,7 +106,7 @@ static inline float exponential(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const float value = p * bit_cast<float>((n + 127) << 23);
+  const float value = p * bit_cast<float>((n + 127u) << 23);
   return x < -87.3f ? 0.0f : value;
 }
 

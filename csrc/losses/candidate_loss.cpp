@@ -1,15 +1,14 @@
 #include "losses/candidate_loss.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/optional.h"
 #include "losses/estimators.h"
 #include "xsoftmax/ops.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -27,24 +26,6 @@ constexpr const char* kOp = "candidate_loss";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 c10::SymInt width(const OptionalTensor& ids, int64_t axis) { return given(ids) ? ids->sym_size(axis) : c10::SymInt(0); }
-
-void check_ids(const char* arg, const OptionalTensor& ids, const char* count_arg, const OptionalTensor& log_count, bool is_private,
-               const CandidateLossArgs& args) {
-  if (given(ids)) {
-    check::dim(kOp, arg, *ids, is_private ? 2 : 1);
-    check::int64(kOp, arg, *ids);
-    check::same_device(kOp, arg, *ids, "scores", args.scores);
-    if (is_private) {
-      check::size(kOp, arg, *ids, 0, args.scores.sym_size(0), "the rows of scores");
-    }
-  }
-  if (given(log_count)) {
-    TORCH_CHECK_VALUE(given(ids) && log_count->sym_sizes() == ids->sym_sizes(), kOp, ": expected ", count_arg, " of the shape of ", arg,
-                      ", got shape ", log_count->sym_sizes());
-    check::floating(kOp, count_arg, *log_count);
-    check::same_device(kOp, count_arg, *log_count, "scores", args.scores);
-  }
-}
 
 // The batch as an estimator sees it, in ATen calls.
 CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estimator) {
@@ -113,9 +94,10 @@ class CandidateLoss : public torch::autograd::Function<CandidateLoss> {
     if (ctx->needs_input_grad(0)) {
       const auto saved = ctx->get_saved_variables();
       const std::string estimator = ctx->saved_data["estimator"].toStringRef();
-      result[0] = candidate_loss_backward(grads[0], saved[0], saved[1], optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), optional(saved[6]), estimator,
-                                ctx->saved_data["remove_accidental_hits"].toBool(), ctx->saved_data["fixed_private"].toInt(),
-                                ctx->saved_data["fixed_shared"].toInt(), ctx->saved_data["label_smoothing"].toDouble());
+      result[0] = candidate_loss_backward(
+          grads[0], saved[0], saved[1], optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]),
+          optional(saved[6]), estimator, ctx->saved_data["remove_accidental_hits"].toBool(), ctx->saved_data["fixed_private"].toInt(),
+          ctx->saved_data["fixed_shared"].toInt(), ctx->saved_data["label_smoothing"].toDouble());
     }
     return result;
   }
@@ -128,13 +110,7 @@ template <c10::DeviceType device>
 Tensor candidate_loss_autocast(XS_CANDIDATE_LOSS_PARAMS) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const Tensor wide = at::autocast::cached_cast(at::kFloat, scores, device);
-  return candidate_loss(wide, target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
-                      remove_accidental_hits, fixed_private, fixed_shared, label_smoothing);
-}
-
-Tensor candidate_loss_backward_autocast(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return candidate_loss_backward(grad, XS_CANDIDATE_LOSS_ARGS);
+  return candidate_loss(wide, XS_CANDIDATES_ARGS);
 }
 
 } // namespace
@@ -153,34 +129,59 @@ Tensor candidate_loss_backward(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
   return op.call(grad, XS_CANDIDATE_LOSS_ARGS);
 }
 
+void check_candidates(const char* op, const char* rows_arg, const Tensor& rows, XS_CANDIDATES_PARAMS) {
+  const std::string rows_of = std::string("the rows of ") + rows_arg;
+  const auto one_a_query = [&](const char* arg, const Tensor& tensor) {
+    check::size(op, arg, tensor, 0, rows.sym_size(0), rows_of.c_str());
+    check::same_device(op, arg, tensor, rows_arg, rows);
+  };
+  check::dim(op, "target", target, 1);
+  check::int64(op, "target", target);
+  one_a_query("target", target);
+  const auto check_ids = [&](const char* arg, const OptionalTensor& ids, const char* count_arg, const OptionalTensor& log_count,
+                             bool is_private) {
+    if (given(ids)) {
+      check::dim(op, arg, *ids, is_private ? 2 : 1);
+      check::int64(op, arg, *ids);
+      check::same_device(op, arg, *ids, rows_arg, rows);
+      if (is_private) {
+        one_a_query(arg, *ids);
+      }
+    }
+    if (given(log_count)) {
+      TORCH_CHECK_VALUE(given(ids) && log_count->sym_sizes() == ids->sym_sizes(), op, ": expected ", count_arg, " of the shape of ",
+                        arg, ", got shape ", log_count->sym_sizes());
+      check::floating(op, count_arg, *log_count);
+      check::same_device(op, count_arg, *log_count, rows_arg, rows);
+    }
+  };
+  check_ids("private_ids", private_ids, "private_log_count", private_log_count, true);
+  check_ids("shared_ids", shared_ids, "shared_log_count", shared_log_count, false);
+  const auto fixed = [&](const char* arg, int64_t value, const c10::SymInt& most) {
+    TORCH_CHECK_VALUE(value >= 0 && most >= value, op, ": expected ", arg, " in [0, ", most, "], got ", value);
+  };
+  fixed("fixed_private", fixed_private, width(private_ids, 1));
+  fixed("fixed_shared", fixed_shared, width(shared_ids, 0));
+  if (given(target_log_count)) {
+    check::dim(op, "target_log_count", *target_log_count, 1);
+    check::floating(op, "target_log_count", *target_log_count);
+    one_a_query("target_log_count", *target_log_count);
+  }
+  const Estimator& chosen = find_estimator(op, estimator);
+  TORCH_CHECK_VALUE(!chosen.corrects_target || given(target_log_count), op, ": expected target_log_count for estimator \"",
+                    chosen.name, "\", got none");
+  TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], got ", label_smoothing);
+}
+
 void check_candidate_loss(const CandidateLossArgs& args) {
   check::dim(kOp, "scores", args.scores, 2);
   TORCH_CHECK_TYPE(args.scores.scalar_type() == at::kFloat || args.scores.scalar_type() == at::kDouble, kOp,
                    ": expected scores of dtype float32 or float64, got ", args.scores.scalar_type());
-  check::dim(kOp, "target", args.target, 1);
-  check::int64(kOp, "target", args.target);
-  check::same_device(kOp, "target", args.target, "scores", args.scores);
-  check::size(kOp, "target", args.target, 0, args.scores.sym_size(0), "the rows of scores");
-  check_ids("private_ids", args.private_ids, "private_log_count", args.private_log_count, true, args);
-  check_ids("shared_ids", args.shared_ids, "shared_log_count", args.shared_log_count, false, args);
+  check_candidates(kOp, "scores", args.scores, args.target, args.private_ids, args.shared_ids, args.private_log_count,
+                   args.shared_log_count, args.target_log_count, args.estimator, args.remove_accidental_hits, args.fixed_private,
+                   args.fixed_shared, args.label_smoothing);
   check::size(kOp, "scores", args.scores, 1, width(args.private_ids, 1) + width(args.shared_ids, 0) + 1,
               "the target, then the private, then the shared candidates");
-  const auto fixed = [](const char* arg, int64_t value, const c10::SymInt& most) {
-    TORCH_CHECK_VALUE(value >= 0 && most >= value, kOp, ": expected ", arg, " in [0, ", most, "], got ", value);
-  };
-  fixed("fixed_private", args.fixed_private, width(args.private_ids, 1));
-  fixed("fixed_shared", args.fixed_shared, width(args.shared_ids, 0));
-  if (given(args.target_log_count)) {
-    check::dim(kOp, "target_log_count", *args.target_log_count, 1);
-    check::floating(kOp, "target_log_count", *args.target_log_count);
-    check::same_device(kOp, "target_log_count", *args.target_log_count, "scores", args.scores);
-    check::size(kOp, "target_log_count", *args.target_log_count, 0, args.scores.sym_size(0), "the rows of scores");
-  }
-  const Estimator& estimator = find_estimator(args.estimator);
-  TORCH_CHECK_VALUE(!estimator.corrects_target || given(args.target_log_count), kOp, ": expected target_log_count for estimator \"",
-                    estimator.name, "\", got none");
-  TORCH_CHECK_VALUE(args.label_smoothing >= 0 && args.label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ",
-                    args.label_smoothing);
 }
 
 void check_candidate_loss_backward(const Tensor& grad, const CandidateLossArgs& args) {
@@ -195,14 +196,14 @@ void check_candidate_loss_backward(const Tensor& grad, const CandidateLossArgs& 
 Tensor candidate_loss_reference(XS_CANDIDATE_LOSS_PARAMS) {
   const CandidateLossArgs args{XS_CANDIDATE_LOSS_ARGS};
   check_candidate_loss(args);
-  const Estimator& chosen = find_estimator(estimator);
+  const Estimator& chosen = find_estimator(kOp, estimator);
   return chosen.loss(make_batch(args, chosen));
 }
 
 Tensor candidate_loss_backward_reference(const Tensor& grad, XS_CANDIDATE_LOSS_PARAMS) {
   const CandidateLossArgs args{XS_CANDIDATE_LOSS_ARGS};
   check_candidate_loss_backward(grad, args);
-  const Estimator& chosen = find_estimator(estimator);
+  const Estimator& chosen = find_estimator(kOp, estimator);
   const auto gradient = chosen.gradient(make_batch(args, chosen));
   const Tensor column = grad.unsqueeze(1);
   return at::where(column.eq(0), 0.0, at::cat({gradient.target.unsqueeze(1), gradient.score}, 1) * column);
@@ -230,12 +231,12 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
   m.impl("candidate_loss", candidate_loss_autocast<c10::DeviceType::CPU>);
-  m.impl("candidate_loss_backward", candidate_loss_backward_autocast);
+  m.impl("candidate_loss_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
   m.impl("candidate_loss", candidate_loss_autocast<c10::DeviceType::CUDA>);
-  m.impl("candidate_loss_backward", candidate_loss_backward_autocast);
+  m.impl("candidate_loss_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 } // namespace xsoftmax

@@ -40,6 +40,8 @@ struct CandidateLossArgs {
   double label_smoothing;
 };
 
+/// What candidate_loss and linear_candidate_loss check alike. `rows` has a row for each query.
+void check_candidates(const char* op, const char* rows_arg, const at::Tensor& rows, XS_CANDIDATES_PARAMS);
 /// Shared by every kernel of the op, and of its backward.
 void check_candidate_loss(const CandidateLossArgs& args);
 void check_candidate_loss_backward(const at::Tensor& grad, const CandidateLossArgs& args);

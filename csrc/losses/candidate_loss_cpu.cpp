@@ -16,10 +16,10 @@ using at::Tensor;
 constexpr int64_t kScoresPerTask = 8192;
 
 template <typename T>
-void run_rows(const LossRows<T>& rows, int64_t queries) {
+void run_rows(RowLoss loss, const LossRows<T>& rows, int64_t queries) {
   at::parallel_for(0, queries, std::max<int64_t>(1, kScoresPerTask / (1 + rows.candidates())), [&](int64_t first, int64_t last) {
     std::vector<T> buffer(rows.buffer_size());
-    estimator_rows().of(T{}).softmax(rows, first, last, buffer.data());
+    estimator_rows().of(T{}).of(loss)(rows, first, last, buffer.data());
   });
 }
 
@@ -27,9 +27,10 @@ template <typename T>
 Tensor loss_cpu(const CandidateLossArgs& args) {
   const LossOperands operands(args);
   const Tensor loss = at::empty({args.scores.size(0)}, args.scores.options());
-  auto rows = operands.rows<T>(args, find_estimator(args.estimator));
+  const Estimator& estimator = find_estimator("candidate_loss", args.estimator);
+  auto rows = operands.rows<T>(args, estimator);
   rows.loss = data<T>(loss);
-  run_rows(rows, loss.size(0));
+  run_rows(estimator.row_loss, rows, loss.size(0));
   return loss;
 }
 
@@ -38,10 +39,11 @@ Tensor loss_backward_cpu(const Tensor& grad, const CandidateLossArgs& args) {
   const LossOperands operands(args);
   const Tensor grad_loss = grad.to(args.scores.scalar_type()).contiguous();
   const Tensor grad_scores = at::empty_like(operands.scores);
-  auto rows = operands.rows<T>(args, find_estimator(args.estimator));
+  const Estimator& estimator = find_estimator("candidate_loss", args.estimator);
+  auto rows = operands.rows<T>(args, estimator);
   rows.grad_loss = const_data<T>(grad_loss);
   rows.grad_scores = data<T>(grad_scores);
-  run_rows(rows, grad_scores.size(0));
+  run_rows(estimator.row_loss, rows, grad_scores.size(0));
   return grad_scores;
 }
 

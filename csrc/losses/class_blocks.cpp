@@ -30,8 +30,8 @@ ClassBlock BlockPlan::block(int64_t i) const {
   return {begin, std::min(width, (is_saved ? saved : classes) - begin), is_saved};
 }
 
-BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_t saved, int64_t group_bytes) {
-  const int64_t class_bytes = 4 * (queries + 2 * features) + 1;
+BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_t saved, int64_t group_bytes, at::ScalarType dtype) {
+  const int64_t class_bytes = int64_t(c10::elementSize(dtype)) * (queries + 2 * features) + 1;
   const bool shared = group_bytes > kGroupsBytes / kMinGroups || class_bytes * kStep > kThreadBytes;
   const int64_t width = (shared ? kSharedBytes : kThreadBytes) / class_bytes / kStep * kStep;
   BlockPlan plan{classes, saved, std::clamp(width, kStep, kMaxWidth), 1};
@@ -44,7 +44,7 @@ BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_
     while (plan.groups > kMinGroups && rounded() * 4 > plan.count() * 5) {
       plan.groups /= 2;
     }
-    const int64_t rounds = rounded() / plan.groups;
+    const int64_t rounds = std::max<int64_t>(1, rounded() / plan.groups);
     const int64_t even = (classes + rounds * plan.groups - 1) / (rounds * plan.groups);
     plan.width = std::clamp((even + kStep - 1) / kStep * kStep, kStep, plan.width);
   }

@@ -29,8 +29,8 @@ struct BlockPlan {
   ClassBlock block(int64_t i) const;
 };
 
-/// `group_bytes`: what one group holds beside its thread's scratch.
-BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_t saved, int64_t group_bytes);
+/// `group_bytes`: what one group holds beside its thread's scratch. `dtype`: of the products.
+BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_t saved, int64_t group_bytes, at::ScalarType dtype);
 
 /// Calls task(first, last) over all groups: on several threads, below autograd.
 template <typename Task>

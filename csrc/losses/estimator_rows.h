@@ -29,10 +29,21 @@ struct LossRows {
   int64_t buffer_size() const { return 3 * candidates(); }
 };
 
-/// A function for each estimator, over queries first .. last - 1: loss, gradient of the scores, or both.
+/// The loops that estimators choose from.
+enum class RowLoss { Softmax };
+
+/// A function for each RowLoss, over queries first .. last - 1: loss, gradient of the scores, or both.
 template <typename T>
 struct EstimatorRows {
-  void (*softmax)(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer);
+  using Function = void (*)(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer);
+  Function softmax;
+
+  Function of(RowLoss loss) const {
+    switch (loss) {
+      case RowLoss::Softmax: return softmax;
+    }
+    return nullptr;
+  }
 };
 
 struct EstimatorRowTable {

@@ -5,6 +5,7 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <array>
 #include <limits>
@@ -51,13 +52,13 @@ EstimatorGradient softmax_gradient(const CandidateBatch& batch) {
 }
 
 constexpr std::array<Estimator, 2> kEstimators{{
-    {"sampled_softmax", false, true, softmax_loss, softmax_gradient},
-    {"ranking", true, false, softmax_loss, softmax_gradient},
+    {"sampled_softmax", false, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"ranking", true, false, softmax_loss, softmax_gradient, RowLoss::Softmax},
 }};
 
 } // namespace
 
-const Estimator& find_estimator(std::string_view name) {
+const Estimator& find_estimator(const char* op, std::string_view name) {
   std::string names;
   for (const Estimator& estimator : kEstimators) {
     if (name == estimator.name) {
@@ -65,7 +66,17 @@ const Estimator& find_estimator(std::string_view name) {
     }
     names += (names.empty() ? "\"" : ", \"") + std::string(estimator.name) + "\"";
   }
-  TORCH_CHECK_VALUE(false, "candidate_loss: expected estimator to be one of ", names, ", got \"", name, "\"");
+  TORCH_CHECK_VALUE(false, op, ": expected estimator to be one of ", names, ", got \"", name, "\"");
 }
+
+std::vector<std::string> estimator_names() {
+  std::vector<std::string> names;
+  for (const Estimator& estimator : kEstimators) {
+    names.emplace_back(estimator.name);
+  }
+  return names;
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("estimator_names() -> str[]", estimator_names); }
 
 } // namespace xsoftmax

@@ -1,8 +1,12 @@
 #pragma once
 
+#include "losses/estimator_rows.h"
+
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <string_view>
+#include <vector>
 
 // An estimator turns the scores of the target and of the candidates into the loss of a query. It is three functions: the loss and the
 // gradient in ATen calls (here), and the loop over one query on CPU (estimator_rows.simd.cpp). candidate_loss does the rest: hits,
@@ -30,9 +34,12 @@ struct Estimator {
   bool renormalizes;    ///< where hits are removed, q is renormalised to the other classes
   at::Tensor (*loss)(const CandidateBatch&);
   EstimatorGradient (*gradient)(const CandidateBatch&);
+  RowLoss row_loss; ///< the loop over one query on CPU
 };
 
-/// The estimator of that name; an error that lists the names there are.
-const Estimator& find_estimator(std::string_view name);
+/// The estimator of that name, or an error of `op` that lists the names there are.
+const Estimator& find_estimator(const char* op, std::string_view name);
+/// The names there are.
+std::vector<std::string> estimator_names();
 
 } // namespace xsoftmax

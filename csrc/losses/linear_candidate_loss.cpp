@@ -1,5 +1,6 @@
 #include "losses/linear_candidate_loss.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
@@ -8,13 +9,10 @@
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -54,7 +52,8 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const bool want_input = input.requires_grad();
     const bool want_table = weight.requires_grad() || (given(bias) && bias->requires_grad());
     auto [loss, grad_input, grad_scores, own_ids] = call_forward(XS_LINEAR_CANDIDATE_LOSS_ARGS, {want_input, want_table});
-    ctx->save_for_backward({input, weight, grad_input, grad_scores, own_ids, shared_ids.value_or(Tensor())});
+    ctx->save_for_backward({input, weight, grad_input, grad_scores, own_ids, shared_ids.value_or(Tensor()), target});
+    ctx->saved_data["ignore_index"] = ignore_index;
     ctx->saved_data["sparse_grad"] = sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return loss;
@@ -66,13 +65,15 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const bool want_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
     const bool want_table = ctx->needs_input_grad(1) || want_bias;
     torch::autograd::variable_list result(3);
+    // A mean over no query at all sends infinity.
+    const Tensor grad = grads[0].masked_fill(saved[6].eq(ctx->saved_data["ignore_index"].toInt()), 0);
     if (want_table) {
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
-      const auto gradients = candidate_scores_backward(grad_scores, input, weight, saved[4], optional(saved[5]), wanted, grads[0]);
+      const auto gradients = candidate_scores_backward(grad_scores, input, weight, saved[4], optional(saved[5]), wanted, grad);
       result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
     }
     if (ctx->needs_input_grad(0)) {
-      result[0] = scale_gradient(grad_input, grads[0].unsqueeze(1), input).to(input.scalar_type());
+      result[0] = scale_gradient(grad_input, grad.unsqueeze(1), input).to(input.scalar_type());
     }
     result.resize(16);
     return result;
@@ -94,11 +95,6 @@ Tensor linear_candidate_loss_autocast(XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool spar
   return linear_candidate_loss(input.to(weight.scalar_type()), weight, same, XS_CANDIDATES_ARGS, ignore_index, sparse_grad);
 }
 
-CandidateLossState linear_candidate_loss_forward_autocast(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return call_forward(XS_LINEAR_CANDIDATE_LOSS_ARGS, output_mask);
-}
-
 } // namespace
 
 Tensor linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool sparse_grad) {
@@ -111,10 +107,9 @@ Tensor linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool sparse_grad) 
 Tensor targets_that_count(const Tensor& target, int64_t ignore_index) { return at::where(target.eq(ignore_index), 0, target); }
 
 void check_linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_PARAMS) {
-  constexpr const char* op = "linear_candidate_loss";
+  constexpr const char* op = "sampled_softmax_loss"; // the op that users call
   check::linear(op, input, weight, bias);
-  check::dim(op, "target", target, 1);
-  check::size(op, "target", target, 0, input.sym_size(0), "the rows of input");
+  check_candidates(op, "input", input, XS_CANDIDATES_ARGS);
 }
 
 CandidateLossState linear_candidate_loss_forward_reference(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask) {
@@ -164,12 +159,12 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
   m.impl("linear_candidate_loss", linear_candidate_loss_autocast);
-  m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_autocast);
+  m.impl("linear_candidate_loss_forward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
   m.impl("linear_candidate_loss", linear_candidate_loss_autocast);
-  m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_autocast);
+  m.impl("linear_candidate_loss_forward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 } // namespace xsoftmax

@@ -38,6 +38,7 @@ struct QueryPass {
   A* scores;
   A* grad_input;  // nullptr: not wanted
   LossRows<A> rows;
+  typename EstimatorRows<A>::Function row_loss;
 
   void run(int64_t first, int64_t last, A* buffer) const {
     const int64_t width = 1 + rows.candidates();
@@ -58,7 +59,7 @@ struct QueryPass {
         kernels.widen_row(&value, bias + ids[j], 1);
         score[j] += value;
       }
-      estimator_rows().of(A{}).softmax(rows, q, q + 1, buffer);
+      row_loss(rows, q, q + 1, buffer);
       if (gradient) { // from the rows that the scores came from, while they are in cache
         kernels.sum_rows(gradient, weight, stride, ids, score, own_width, features);
       }
@@ -69,14 +70,14 @@ struct QueryPass {
 template <typename T>
 void run_queries(const QueryPass<T>& pass) {
   const int64_t elements = pass.own_width * pass.features + pass.rows.candidates();
-  at::parallel_for(0, pass.queries, std::max<int64_t>(1, kElementsPerTask / elements), [&](int64_t first, int64_t last) {
+  at::parallel_for(0, pass.queries, std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, elements)), [&](int64_t first, int64_t last) {
     std::vector<opmath<T>> buffer(pass.rows.buffer_size());
     pass.run(first, last, buffer.data());
   });
 }
 
 CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask) {
-  constexpr const char* op = "linear_candidate_loss";
+  constexpr const char* op = "sampled_softmax_loss"; // the op that users call
   check_linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_ARGS);
   if (use_reference()) {
     return linear_candidate_loss_forward_reference(XS_LINEAR_CANDIDATE_LOSS_ARGS, output_mask);
@@ -90,11 +91,13 @@ CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PA
 
   // The gradient of the scores takes their place.
   const Tensor scores = recycled_empty({queries, own_width + shared.size(0)}, options), loss = at::empty({queries}, options);
+  const Estimator& chosen = find_estimator(op, estimator);
   const CandidateLossArgs args{scores, id, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
                                remove_accidental_hits, fixed_private, fixed_shared, label_smoothing};
-  check_candidate_loss(args);
-  check::class_ids(op, "target", id, weight.size(0));
-  check::class_ids(op, "private_ids", own_ids, weight.size(0));
+  check::class_ids(op, "target", target, weight.size(0), ignore_index);
+  if (given(private_ids)) {
+    check::class_ids(op, "private_ids", *private_ids, weight.size(0));
+  }
   check::class_ids(op, "shared_ids", shared, weight.size(0));
 
   const bool want_gradient = output_mask[0] || output_mask[1];
@@ -103,7 +106,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PA
   const Tensor grad_input = recycled_empty({output_mask[0] ? queries : 0, features}, options);
   Tensor shared_rows;
   if (shared.size(0) > 0) {
-    shared_rows = gather_rows_cpu(weight, shared);
+    shared_rows = gather_rows_cpu(table, shared);
     Tensor out = scores.narrow(1, own_width, shared.size(0));
     if (bias_row.defined()) {
       at::addmm_out(out, bias_row.index_select(0, shared).to(dtype), query.to(dtype), shared_rows.t());
@@ -115,13 +118,14 @@ CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PA
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
-    LossRows<A> rows = operands.rows<A>(args, find_estimator(estimator));
+    LossRows<A> rows = operands.rows<A>(args, chosen);
     rows.loss = data<A>(loss);
     rows.grad_scores = want_gradient ? data<A>(scores) : nullptr;
     run_queries(QueryPass<T>{const_data<T>(query), const_data<T>(table), bias_row.defined() ? const_data<T>(bias_row) : nullptr, features,
                              table.stride(0), own_ids.const_data_ptr<int64_t>(), queries, own_width,
                              targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores),
-                             output_mask[0] ? data<A>(grad_input) : nullptr, rows});
+                             output_mask[0] ? data<A>(grad_input) : nullptr, rows,
+                             estimator_rows().of(A{}).of(chosen.row_loss)});
   });
   if (output_mask[0] && shared_rows.defined()) {
     Tensor sum = grad_input;

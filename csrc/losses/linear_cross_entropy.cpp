@@ -1,17 +1,17 @@
 #include "losses/linear_cross_entropy.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/scale_gradient.h"
 #include "xsoftmax/ops.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
@@ -90,10 +90,10 @@ LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Ten
   return gradients_meta(input, weight, output_mask);
 }
 
-CrossEntropyWithGradients with_gradients_meta(const Tensor&, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                              const Tensor& target, const OptionalTensor& class_weight, c10::SymInt,
-                                              double label_smoothing, std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+CrossEntropyWithGradients with_gradients_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                              const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                                              c10::SymInt, double label_smoothing, std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, label_smoothing);
   auto [grad_input, grad_weight, grad_bias] = gradients_meta(input, weight, output_mask);
   return {at::empty_symint({input.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type()))), grad_input, grad_weight,
           grad_bias};
@@ -105,7 +105,9 @@ Tensor mean_divisor(const Tensor& target, const OptionalTensor& class_weight, co
   if (!given(class_weight)) {
     return counted.sum().to(dtype);
   }
-  const Tensor weights = class_weight->detach().to(dtype).index_select(0, target.masked_fill(counted.logical_not(), 0));
+  // An id that is none is for the kernel to name.
+  const Tensor ids = target.masked_fill(counted.logical_not(), 0).clamp(0, class_weight->sym_size(0) - 1);
+  const Tensor weights = class_weight->detach().to(dtype).index_select(0, ids);
   return weights.masked_fill(counted.logical_not(), 0).sum();
 }
 
@@ -142,13 +144,15 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
         call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), input, weight, bias, target, class_weight,
                             ignore_index, label_smoothing, wanted);
     ctx->save_for_backward({grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
+    ctx->saved_data["hooked"] = at::SavedTensorDefaultHooks::get_hooks().has_value(); // others may hold what was saved
     return loss.sum() / divisor;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     // Nothing else will come for the gradients.
-    const bool ours = !torch::autograd::get_current_graph_task_keep_graph() && !at::GradMode::is_enabled();
+    const bool ours = !torch::autograd::get_current_graph_task_keep_graph() && !at::GradMode::is_enabled() &&
+        !ctx->saved_data["hooked"].toBool();
     torch::autograd::variable_list result(8);
     for (const size_t i : {0, 1, 2}) {
       if (ctx->needs_input_grad(i)) {
@@ -196,17 +200,21 @@ Tensor without_gradient(const Tensor& input, const Tensor& weight, const Optiona
   return reduce(loss, target, class_weight, reduction, ignore_index);
 }
 
-Tensor autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
-  const bool needed = at::GradMode::is_enabled() &&
-      (input.requires_grad() || weight.requires_grad() || (given(bias) && bias->requires_grad()));
+Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                     const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index,
+                                     double label_smoothing) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  TORCH_CHECK_VALUE(reduction == at::Reduction::None || reduction == at::Reduction::Mean || reduction == at::Reduction::Sum, kOp,
+                    ": expected reduction 0 (none), 1 (mean) or 2 (sum), got ", reduction);
+  // Forward-mode derivatives are not implemented, which autograd says where it is asked.
+  const auto derived = [](const Tensor& tensor) { return tensor.requires_grad() || tensor._fw_grad(/*level=*/0).defined(); };
+  const bool needed = at::GradMode::is_enabled() && (derived(input) || derived(weight) || (given(bias) && derived(*bias)));
   if (!needed) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return linear_cross_entropy(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
   }
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
-  const bool reduced = reduction == at::Reduction::Mean || reduction == at::Reduction::Sum;
-  if (reduced && input.scalar_type() == opmath_dtype(input.scalar_type())) {
+  if (reduction != at::Reduction::None && input.scalar_type() == opmath_dtype(input.scalar_type())) {
     const Tensor divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, ignore_index, input.scalar_type())
                                                             : at::ones({}, input.options());
     return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, ignore_index, label_smoothing);
@@ -215,8 +223,9 @@ Tensor autograd(const Tensor& input, const Tensor& weight, const OptionalTensor&
   return reduce(loss, target, weights, reduction, ignore_index);
 }
 
-Tensor autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                     const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index,
+                                     double label_smoothing) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto device = input.device().type();
   const auto dtype = at::autocast::get_autocast_dtype(device);
@@ -224,14 +233,8 @@ Tensor autocast(const Tensor& input, const Tensor& weight, const OptionalTensor&
   // Class weights belong to the loss, which is computed in float32.
   const OptionalTensor weights = given(class_weight) && class_weight->scalar_type() != at::kDouble
       ? OptionalTensor(class_weight->to(at::kFloat)) : class_weight;
-  return linear_cross_entropy(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, reduction,
-                 ignore_index, label_smoothing);
-}
-
-// Inside a region of autocast, or in its backward, the products keep the dtype that they were given.
-void below_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  op.callBoxed(stack);
+  return linear_cross_entropy(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights,
+                              reduction, ignore_index, label_smoothing);
 }
 
 // What the composites share: the operands in opmath, and the weights of the terms of the loss
@@ -247,7 +250,8 @@ struct ReferenceTerms {
         class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type())
                                                  : at::ones({weight.size(0)}, query.options())),
         counted(target.ne(ignore_index)),
-        own(class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) * (1 - label_smoothing)),
+        own(weight.size(0) > 0 ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) * (1 - label_smoothing)
+                               : at::zeros({target.size(0)}, query.options())),
         even(weight.size(0) > 0 ? label_smoothing / double(weight.size(0)) : 0) {}
 
   Tensor products(const Tensor& weight, int64_t begin, int64_t size) const {
@@ -258,7 +262,7 @@ struct ReferenceTerms {
 } // namespace
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-               const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+                            const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy", "").typed<decltype(without_gradient)>();
   return op.call(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
@@ -287,6 +291,18 @@ void check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ", label_smoothing);
 }
 
+void check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                               const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                                               double label_smoothing) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  constexpr const char* op = "linear_cross_entropy_with_gradients";
+  check::dim(op, "grad", grad, 1);
+  check::size(op, "grad", grad, 0, input.sym_size(0), "the rows of input");
+  check::same_device(op, "grad", grad, "input", input);
+  TORCH_CHECK_TYPE(grad.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected grad of dtype ",
+                   opmath_dtype(input.scalar_type()), ", got ", grad.scalar_type());
+}
+
 void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                          const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
                                          const Tensor& saved_logits, double label_smoothing) {
@@ -295,6 +311,7 @@ void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input
   const auto state = [&](const char* name, const Tensor& tensor, int64_t dims, int64_t queries_axis) {
     check::dim(op, name, tensor, dims);
     check::size(op, name, tensor, queries_axis, input.sym_size(0), "the rows of input");
+    check::same_device(op, name, tensor, "input", input);
     TORCH_CHECK_TYPE(tensor.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected ", name, " of dtype ",
                      opmath_dtype(input.scalar_type()), ", got ", tensor.scalar_type());
   };
@@ -417,19 +434,24 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
-  m.impl("linear_cross_entropy", autograd);
+  m.impl("linear_cross_entropy", linear_cross_entropy_autograd);
   m.impl("linear_cross_entropy_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("linear_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("linear_cross_entropy_with_gradients", torch::autograd::autogradNotImplementedFallback());
 }
 
-static void register_autocast(torch::Library& m) {
-  m.impl("linear_cross_entropy", autocast);
-  for (const char* op : {"linear_cross_entropy_forward", "linear_cross_entropy_backward", "linear_cross_entropy_with_gradients"}) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<below_autocast>());
-  }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  m.impl("linear_cross_entropy", linear_cross_entropy_autocast);
+  m.impl("linear_cross_entropy_forward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  m.impl("linear_cross_entropy_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  m.impl("linear_cross_entropy_with_gradients", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { register_autocast(m); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { register_autocast(m); }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  m.impl("linear_cross_entropy", linear_cross_entropy_autocast);
+  m.impl("linear_cross_entropy_forward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  m.impl("linear_cross_entropy_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+  m.impl("linear_cross_entropy_with_gradients", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
+}
 
 } // namespace xsoftmax

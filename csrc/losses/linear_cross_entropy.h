@@ -36,6 +36,10 @@ void check_linear_cross_entropy_backward(const at::Tensor& grad, const at::Tenso
                                          const std::optional<at::Tensor>& class_weight, const at::Tensor& normalizer,
                                          const at::Tensor& saved_logits, double label_smoothing);
 
+void check_linear_cross_entropy_with_gradients(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+                                               const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                               const std::optional<at::Tensor>& class_weight, double label_smoothing);
+
 /// The composites in ATen calls: any device, and the oracle of the tests. loss: of each query, weighted by the class weight of its
 /// target, 0 where ignored. save_logits: whether a backward pass will follow.
 CrossEntropyState linear_cross_entropy_forward_reference(const at::Tensor& input, const at::Tensor& weight,

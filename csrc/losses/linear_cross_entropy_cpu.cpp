@@ -336,7 +336,7 @@ CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Te
     return {loss, normalizer, saved_logits};
   }
   const LinearOperands operands(input, weight, bias);
-  const BlockPlan plan = plan_blocks(queries, classes, input.size(1), saved, queries * int64_t(sizeof(double)) * 3);
+  const BlockPlan plan = plan_blocks(queries, classes, input.size(1), saved, queries * int64_t(sizeof(double)) * 3, operands.dtype);
   dispatch_floating(operands.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
@@ -366,7 +366,7 @@ LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tens
   const LinearOperands operands(input, weight, bias);
   const auto sums = input.options().dtype(opmath_dtype(input.scalar_type()));
   const int64_t part_bytes = want_input ? queries * features * int64_t(sums.dtype().itemsize()) : 0;
-  const BlockPlan plan = plan_blocks(queries, classes, features, saved_logits.size(1), part_bytes);
+  const BlockPlan plan = plan_blocks(queries, classes, features, saved_logits.size(1), part_bytes, operands.dtype);
   const Tensor parts = want_input ? at::empty({plan.groups, queries, features}, sums) : Tensor();
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({want_bias ? classes : 0}, sums);
@@ -387,7 +387,7 @@ LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tens
 
 // How many queries at once, so that the logits of a chunk stay in memory from the forward to the backward pass: then no product is
 // taken twice, but the gradient of the table is read and written again for each chunk. 0: too few to be worth it.
-int64_t queries_of_chunk(int64_t queries, int64_t classes, int64_t logit_bytes) {
+int64_t chunk_size(int64_t queries, int64_t classes, int64_t logit_bytes) {
   constexpr int64_t kChunkBytes = 54 << 20, kFewestQueries = 96;
   const int64_t fitting = kChunkBytes / std::max<int64_t>(1, classes * logit_bytes);
   if (fitting >= queries) {
@@ -401,10 +401,10 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& 
                                                                   const OptionalTensor& bias, const Tensor& target,
                                                                   const OptionalTensor& class_weight, c10::SymInt ignore_index,
                                                                   double label_smoothing, std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, label_smoothing);
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
-  const int64_t step = queries_of_chunk(queries, classes, int64_t(input.dtype().itemsize()));
-  if (use_reference() || step == 0 || input.scalar_type() != opmath_dtype(input.scalar_type())) {
+  const int64_t step = chunk_size(queries, classes, int64_t(input.dtype().itemsize()));
+  if (use_reference() || step == 0 || classes == 0 || input.scalar_type() != opmath_dtype(input.scalar_type())) {
     return linear_cross_entropy_with_gradients_composite(grad, input, weight, bias, target, class_weight, ignore_index,
                                                          label_smoothing, output_mask);
   }
@@ -423,7 +423,7 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& 
     for (int64_t first = 0; first < queries; first += step) {
       const int64_t count = std::min(step, queries - first);
       const LinearOperands operands(query.narrow(0, first, count), weight, bias);
-      const BlockPlan plan = plan_blocks(count, classes, features, classes, want_input ? count * features * int64_t(sizeof(A)) : 0);
+      const BlockPlan plan = plan_blocks(count, classes, features, classes, want_input ? count * features * int64_t(sizeof(A)) : 0, operands.dtype);
       terms.target = inputs.target.const_data_ptr<int64_t>() + first;
       ForwardPass<T>(operands, plan, terms, saved).run(data<A>(loss) + first, normalizer.data());
       const Tensor parts = want_input ? recycled_empty({plan.groups, count, features}, input.options()) : Tensor();

@@ -150,7 +150,7 @@ TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTe
     return {values, indices};
   }
   const LinearOperands operands(input, weight, bias);
-  const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0, queries * (count * 16 + 24));
+  const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0, queries * (count * 16 + 24), operands.dtype);
   dispatch_floating(operands.dtype, [&](auto zero) {
     using T = decltype(zero);
     TopKPass<T>(operands, plan, count).run(data<opmath<T>>(values), indices.mutable_data_ptr<int64_t>());

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/dtypes.h"
+#include "core/optional.h"
 #include "losses/candidate_loss.h"
 #include "losses/estimator_rows.h"
 #include "losses/estimators.h"
@@ -21,7 +22,7 @@ struct LossOperands {
         target_log_count(plain(args.target_log_count, scores.scalar_type())) {}
 
   static at::Tensor plain(const std::optional<at::Tensor>& tensor, at::ScalarType dtype = at::kLong) {
-    return tensor.has_value() && tensor->defined() ? tensor->to(dtype).contiguous() : at::Tensor();
+    return given(tensor) ? tensor->to(dtype).contiguous() : at::Tensor();
   }
 
   template <typename T>

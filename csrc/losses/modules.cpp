@@ -1,3 +1,6 @@
+#include "core/optional.h"
+#include "losses/estimators.h"
+
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
 
@@ -19,8 +22,6 @@ int64_t reduction_code(const std::string& reduction) {
   TORCH_CHECK_VALUE(reduction == "sum", "expected reduction to be \"mean\", \"sum\" or \"none\", got \"", reduction, "\"");
   return at::Reduction::Sum;
 }
-
-std::optional<Tensor> optional(const Tensor& tensor) { return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt; }
 
 Tensor head_ids(const SamplingOptions& sampling, int64_t num_classes) {
   if (!sampling.head.defined()) {
@@ -76,7 +77,7 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
 Tensor LinearLossImpl::log_prob(const Tensor& input) { return at::log_softmax(linear->forward(input), -1); }
 
 std::tuple<Tensor, Tensor> LinearLossImpl::topk(const Tensor& input, int64_t k) const {
-  auto [values, ids] = linear_topk(input.reshape({-1, input.size(-1)}), linear->weight, optional(linear->bias), k);
+  auto [values, ids] = linear_topk(input.unsqueeze(0).flatten(0, -2), linear->weight, optional(linear->bias), k);
   const auto shape = with_last(input, k);
   return {values.reshape(shape), ids.reshape(shape)};
 }
@@ -94,8 +95,7 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
     : LinearLossImpl(in_features, num_classes, options), sampling_(sampling) {
   TORCH_CHECK_VALUE(given_sampler != nullptr, "SampledSoftmaxLoss: expected a sampler, got none");
   TORCH_CHECK_VALUE(sampling.num_samples >= 0, "SampledSoftmaxLoss: expected num_samples of at least 0, got ", sampling.num_samples);
-  TORCH_CHECK_VALUE(sampling.estimator == "sampled_softmax" || sampling.estimator == "ranking",
-                    "SampledSoftmaxLoss: expected estimator to be \"sampled_softmax\" or \"ranking\", got \"", sampling.estimator, "\"");
+  find_estimator("SampledSoftmaxLoss", sampling.estimator);
   TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0,
                     "SampledSoftmaxLoss: expected label_smoothing of 0 beside class weights, got ", options.label_smoothing);
   TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, "SampledSoftmaxLoss: expected a sampler of ", num_classes,

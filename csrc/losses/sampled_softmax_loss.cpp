@@ -7,8 +7,6 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 namespace xsoftmax {

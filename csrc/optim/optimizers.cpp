@@ -20,9 +20,8 @@ using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
 template <typename Signature>
-const c10::TypedOperatorHandle<Signature>& op(const char* name) {
-  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-  return handle;
+c10::TypedOperatorHandle<Signature> op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 OptionalTensor tensor_of(const RowParamState& state, const char* name) {
@@ -291,8 +290,9 @@ void RowAdagrad::step_rows(const Options& base, const Tensor& param, RowParamSta
   const auto& options = static_cast<const RowAdagradOptions&>(base);
   Tensor& sum = state.tensors["sum"];
   if (!sum.defined()) {
-    sum = torch::full(options.row_wise() ? param.sizes().slice(0, 1) : param.sizes(), options.initial_accumulator_value(),
-                      param.options().dtype(opmath_dtype(param.scalar_type())).requires_grad(false));
+    sum = table_empty(options.row_wise() ? param.sizes().slice(0, 1) : param.sizes(),
+                      param.options().dtype(opmath_dtype(param.scalar_type())).requires_grad(false))
+              .fill_(options.initial_accumulator_value());
   }
   op<decltype(row_adagrad_reference)>("xsoftmax::row_adagrad_")
       .call(param, rows, values, sum, options.lr() / (1 + double(state.step - 1) * options.lr_decay()), options.weight_decay(),

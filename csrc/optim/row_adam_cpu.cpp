@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <limits>
 
 namespace xsoftmax {
 namespace {
@@ -21,8 +22,8 @@ struct AdamOptions {
 class BiasCorrections {
  public:
   struct Entry {
-    int32_t steps = 0;
-    double step_size, scale;
+    int32_t steps = std::numeric_limits<int32_t>::min(); // of no row
+    double step_size = 0, scale = 0;
   };
 
   const Entry& of(int32_t steps, const AdamOptions& options) {

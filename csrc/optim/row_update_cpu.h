@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/dtypes.h"
+#include "core/optional.h"
 #include "core/row_groups.h"
 #include "optim/row_updates.h"
 
@@ -38,7 +39,7 @@ RowView<T> row_view(const at::Tensor& tensor) {
 }
 template <typename T>
 RowView<T> row_view(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() && tensor->defined() ? row_view<T>(*tensor) : RowView<T>{};
+  return given(tensor) ? row_view<T>(*tensor) : RowView<T>{};
 }
 
 /// Whether a RowView fits the tensor: rows may be apart (a slice of columns), their elements not.
@@ -46,7 +47,7 @@ inline bool has_row_view(const at::Tensor& tensor) {
   return tensor.dim() == 1 || tensor.stride(1) == 1 || tensor.size(1) <= 1;
 }
 inline bool has_row_view(const std::optional<at::Tensor>& tensor) {
-  return !tensor.has_value() || !tensor->defined() || has_row_view(*tensor);
+  return !given(tensor) || has_row_view(*tensor);
 }
 
 inline int64_t rows_per_task(int64_t width) {

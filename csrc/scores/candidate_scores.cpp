@@ -1,5 +1,6 @@
 #include "scores/candidate_scores.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
@@ -7,7 +8,6 @@
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
@@ -85,14 +85,6 @@ Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, cons
   return candidate_scores(input.to(weight.scalar_type()), weight, same, private_ids, shared_ids, sparse_grad);
 }
 
-// Backward may run inside autocast too, which would take the products of float32 gradients down.
-RowGradients candidate_scores_backward_autocast(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                                std::array<bool, 3> output_mask, const OptionalTensor& scale) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return candidate_scores_backward(grad, input, weight, private_ids, shared_ids, output_mask, scale);
-}
-
 } // namespace
 
 Tensor candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
@@ -140,6 +132,7 @@ void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, co
               "the candidates of a query");
   TORCH_CHECK_TYPE(grad.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected grad of dtype ",
                    opmath_dtype(input.scalar_type()), ", got ", grad.scalar_type());
+  check::same_device(op, "grad", grad, "input", input);
   if (given(scale)) {
     check::dim(op, "scale", *scale, 1);
     check::size(op, "scale", *scale, 0, grad.sym_size(0), "the rows of grad");
@@ -223,12 +216,12 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
   m.impl("candidate_scores", candidate_scores_autocast);
-  m.impl("candidate_scores_backward", candidate_scores_backward_autocast);
+  m.impl("candidate_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
   m.impl("candidate_scores", candidate_scores_autocast);
-  m.impl("candidate_scores_backward", candidate_scores_backward_autocast);
+  m.impl("candidate_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 } // namespace xsoftmax

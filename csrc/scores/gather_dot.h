@@ -21,7 +21,7 @@ struct PairLayout {
   int64_t begin(int64_t query) const { return offsets ? offsets[query] : query * width; }
   int64_t end(int64_t query) const { return offsets ? offsets[query + 1] : (query + 1) * width; }
   int64_t total() const { return begin(queries); }
-  /// Row length of the parallel loop's unit: how many queries make about `pairs` pairs.
+  /// Queries of a task of a parallel loop: as many as make about `pairs` pairs.
   int64_t grain(int64_t pairs) const { return queries == 0 ? 1 : std::max<int64_t>(1, pairs * queries / std::max<int64_t>(1, total())); }
 };
 

@@ -1,5 +1,6 @@
 #include "core/dtypes.h"
 #include "core/memory.h"
+#include "core/optional.h"
 #include "core/row_groups.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
@@ -152,7 +153,7 @@ at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids) {
 void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight,
                      const std::optional<at::Tensor>& bias, const PairLayout& pairs) {
   const at::Tensor table = with_unit_column_stride(weight);
-  const at::Tensor bias_row = bias.has_value() && bias->defined() ? bias->contiguous() : at::Tensor();
+  const at::Tensor bias_row = given(bias) ? bias->contiguous() : at::Tensor();
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     at::parallel_for(0, pairs.queries, pairs.grain(kPairsPerTask), [&](int64_t first, int64_t last) {

@@ -1,4 +1,5 @@
 #include "core/cuda_launch.cuh"
+#include "core/optional.h"
 #include "scores/gather_dot_cuda.h"
 
 #include <ATen/Dispatch.h>
@@ -271,7 +272,7 @@ void pair_scores_cuda(const at::Tensor& out, int64_t out_stride, const at::Tenso
   if (pairs.total() == 0) {
     return;
   }
-  const at::Tensor bias_row = bias.has_value() && bias->defined() ? bias->contiguous() : at::Tensor();
+  const at::Tensor bias_row = given(bias) ? bias->contiguous() : at::Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "pair_scores_cuda", [&] {
     using opmath = at::opmath_type<scalar_t>;
     const scalar_t *in = input.const_data_ptr<scalar_t>(), *table = weight.const_data_ptr<scalar_t>();

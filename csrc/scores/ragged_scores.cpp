@@ -1,5 +1,6 @@
 #include "scores/ragged_scores.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
@@ -7,7 +8,6 @@
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
@@ -82,13 +82,6 @@ Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const O
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return ragged_scores(input.to(weight.scalar_type()), weight, same, ids, offsets, sparse_grad);
-}
-
-// Backward may run inside autocast too, which would take the products of float32 gradients down.
-RowGradients ragged_scores_backward_autocast(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids,
-                                             const Tensor& offsets, std::array<bool, 3> output_mask) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return call_backward(grad, input, weight, ids, offsets, output_mask);
 }
 
 } // namespace
@@ -181,12 +174,12 @@ TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
   m.impl("ragged_scores", ragged_scores_autocast);
-  m.impl("ragged_scores_backward", ragged_scores_backward_autocast);
+  m.impl("ragged_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
   m.impl("ragged_scores", ragged_scores_autocast);
-  m.impl("ragged_scores_backward", ragged_scores_backward_autocast);
+  m.impl("ragged_scores_backward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 } // namespace xsoftmax

@@ -68,11 +68,14 @@ class LinearLoss(nn.Module):
             if input.shape[:-1] != target.shape:
                 raise ValueError(f"expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
                                  f"got {list(target.shape)}")
-        return input.reshape(-1, self.in_features)
+        return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
-        """`F.cross_entropy(self.linear(input), target, ...)` without the [Q, N] logits; what `forward` gives in eval()."""
+        """`F.cross_entropy(self.linear(input), target, ...)` without the [Q, N] logits; what `forward` gives in eval().
+
+        Where gradients are recorded they are made together with the loss: evaluate under torch.no_grad().
+        """
         loss = torch.ops.xsoftmax.linear_cross_entropy(
             self._queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
             self._reduction_code, self.ignore_index, self.label_smoothing)
@@ -133,7 +136,7 @@ class LinearCrossEntropyLoss(LinearLoss):
 
 
 class SampledSoftmaxLoss(LinearLoss):
-    r"""Cross entropy over sampled classes in train(); the exact loss in eval().
+    r"""Cross entropy over sampled classes in train(); the exact loss in eval(), which belongs under torch.no_grad().
 
     A step scores the target, the `head_classes` and `num_samples` drawn classes, and touches no other row of the table: not in the
     forward pass, and not in the gradient, which is row-sparse. With s the scores, y the target, c_j the expected count of class j
@@ -175,8 +178,9 @@ class SampledSoftmaxLoss(LinearLoss):
                          label_smoothing=label_smoothing, device=device, dtype=dtype)
         if num_samples < 0:
             raise ValueError(f"SampledSoftmaxLoss: expected num_samples >= 0, got {num_samples}")
-        if estimator not in ("sampled_softmax", "ranking"):
-            raise ValueError(f"SampledSoftmaxLoss: expected estimator to be 'sampled_softmax' or 'ranking', got {estimator!r}")
+        if estimator not in torch.ops.xsoftmax.estimator_names():
+            raise ValueError(f"SampledSoftmaxLoss: expected estimator to be one of {torch.ops.xsoftmax.estimator_names()}, "
+                             f"got {estimator!r}")
         if weight is not None and label_smoothing != 0.0:
             raise ValueError("SampledSoftmaxLoss: expected label_smoothing=0 beside class weights: their weighted mean over all classes "
                              f"cannot be had from a sample; got {label_smoothing}")

@@ -364,5 +364,46 @@ def test_peak_memory():
 ])
 def test_bad_inputs(impl, change, error, message):
     arguments = dict(input=torch.zeros(2, 3), weight=torch.zeros(9, 3), bias=None, target=torch.tensor([0, 1])) | change
+    for train in (False, True):
+        with pytest.raises(error, match=message):
+            ops.linear_cross_entropy(**arguments | {"input": arguments["input"].clone().requires_grad_(train)})
+
+
+def test_bad_target_beside_class_weights(impl):
+    input = torch.zeros(2, 3, requires_grad=True)
+    with pytest.raises(IndexError, match=r"linear_cross_entropy: expected target in \[0, 9\) or ignore_index, got 9 at \[1\]"):
+        ops.linear_cross_entropy(input, torch.zeros(9, 3), None, torch.tensor([0, 9]), torch.ones(9))
+
+
+@pytest.mark.parametrize("grad, error, message", [
+    (torch.ones(1), ValueError, "expected grad with size 700"), (torch.ones(700, dtype=torch.float64), TypeError, "grad of dtype Float"),
+    (torch.ones(700, 1), ValueError, "expected grad with 1 dimension")])
+def test_bad_gradients(impl, grad, error, message):
+    arguments = torch.zeros(700, 8), torch.zeros(9, 8), None, torch.zeros(700, dtype=torch.int64), None, -100, 0.0, [True] * 3
     with pytest.raises(error, match=message):
-        ops.linear_cross_entropy(**arguments)
+        ops.linear_cross_entropy_with_gradients(grad, *arguments)
+
+
+@pytest.mark.parametrize("reduction", [0, 2])
+def test_no_classes(impl, reduction):
+    input, weight = torch.randn(2, 3, requires_grad=True), torch.zeros(0, 3, requires_grad=True)
+    loss = ops.linear_cross_entropy(input, weight, None, torch.full((2,), -100), None, reduction)
+    loss.sum().backward()
+    assert loss.eq(0).all() and input.grad.eq(0).all() and weight.grad.shape == (0, 3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_forward_mode(reduction):
+    input, weight, bias, target, _ = problem(4, 3, 7)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        fused(torch.autograd.forward_ad.make_dual(input, torch.ones_like(input)), weight, bias, target, reduction=reduction)
+
+
+def test_saved_tensor_hooks_keep_what_they_saw():
+    input, weight, bias, target, _ = problem(4, 3, 7)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append((t, t.clone())), t)[1], lambda t: t):
+        loss = fused(input.requires_grad_(), weight.requires_grad_(), bias, target)
+    (2 * loss).backward()
+    input.grad.zero_()
+    assert kept and all(torch.equal(tensor, copy) for tensor, copy in kept)

@@ -412,7 +412,7 @@ def test_no_samples(estimator, shared):
 
 
 def test_one_class_and_one_feature():
-    for d, n in ((1, 1), (1, N), (D, 1)):
+    for d, n in ((1, 1), (1, N), (D, 1), (0, N)):
         loss = xs.SampledSoftmaxLoss(d, n, sampler="uniform", num_samples=1, bias=True)
         input, target = torch.randn(5, d), torch.randint(n, (5,))
         loss(input, target).backward()
@@ -441,7 +441,7 @@ def test_extra_repr():
 
 @pytest.mark.parametrize("kwargs, error, message", [
     (dict(num_samples=-1), ValueError, "expected num_samples >= 0, got -1"),
-    (dict(estimator="nce"), ValueError, "expected estimator to be 'sampled_softmax' or 'ranking', got 'nce'"),
+    (dict(estimator="nce"), ValueError, "expected estimator to be one of \['sampled_softmax', 'ranking'\], got 'nce'"),
     (dict(reduction="max"), ValueError, r"expected reduction to be one of \['mean', 'none', 'sum'\], got 'max'"),
     (dict(label_smoothing=1.1), ValueError, r"expected label_smoothing in \[0, 1\], got 1.1"),
     (dict(weight=torch.ones(N), label_smoothing=0.1), ValueError, "expected label_smoothing=0 beside class weights"),

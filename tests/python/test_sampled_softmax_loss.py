@@ -186,8 +186,7 @@ def test_all_ignored(impl):
     for reduction in REDUCTIONS:
         got, want = (value_and_gradients(f, *args, reduction=reduction) for f in (every_class, plain))
         torch.testing.assert_close(got[0], want[0], equal_nan=True)
-        if reduction != "mean":
-            assert all(t.eq(0).all() for t in got)
+        assert all(t.eq(0).all() for t in got[1:])
 
 
 def test_ignored_queries_may_be_anything(impl):
@@ -333,6 +332,12 @@ def test_autocast():
     (dict(target=torch.zeros(2, device="meta", dtype=torch.int64)), TypeError, "expected target on input's device cpu"),
     (dict(input=torch.tensor(1.0)), ValueError, "expected target of the shape of input without its last dimension"),
     (dict(weight=torch.zeros(9)), ValueError, "expected weight with 2 dimensions"),
+    (dict(private_ids=torch.tensor([[0, 1], [2, 9]])), IndexError, r"expected private_ids in \[0, 9\), got 9 at \[1, 1\]"),
+    (dict(private_ids=torch.zeros(3, 2, dtype=torch.int64)), ValueError, "expected private_ids with size 2 .the rows of input. in dimension 0"),
+    (dict(private_ids=torch.zeros(2, dtype=torch.int64)), ValueError, "expected private_ids with 2 dimensions"),
+    (dict(shared_ids=torch.tensor([-2])), IndexError, r"expected shared_ids in \[0, 9\), got -2 at \[0\]"),
+    (dict(estimator="nce"), ValueError, 'sampled_softmax_loss: expected estimator to be one of "sampled_softmax", "ranking", got "nce"'),
+    (dict(fixed_shared=4), ValueError, r"expected fixed_shared in \[0, 3\], got 4"),
     (dict(weight=torch.zeros(9, 4)), ValueError, "expected weight with size 3"),
     (dict(shared_ids=torch.tensor([9])), IndexError, r"expected shared_ids in \[0, 9\), got 9 at \[0\]"),
     (dict(class_weight=torch.zeros(8)), ValueError, "expected class_weight with size 9"),
@@ -347,3 +352,18 @@ def test_bad_inputs(change, error, message):
                      shared_ids=torch.arange(3)) | change
     with pytest.raises(error, match=message):
         ops.sampled_softmax_loss(**arguments)
+
+
+@pytest.mark.parametrize("queries, width, own, shared", [(3, 0, None, None), (0, 4, None, None), (3, 4, 0, None), (3, 4, None, 0),
+                                                         (0, 0, 0, 0), (3, 0, 2, 2)])
+def test_nothing_to_score(impl, queries, width, own, shared):
+    """No candidates, no queries, no features: a loss of 0 over the target alone, log 1 + C over C equal scores."""
+    input, weight = torch.randn(queries, width, requires_grad=True), torch.randn(5, width, requires_grad=True)
+    private_ids = None if own is None else torch.arange(own).expand(queries, own)
+    shared_ids = None if shared is None else torch.arange(shared)
+    target = torch.full((queries,), 4)
+    loss = ops.sampled_softmax_loss(input, weight, None, target, private_ids, shared_ids, reduction=0)
+    loss.sum().backward()
+    count = 1 + (own or 0) + (shared or 0)
+    torch.testing.assert_close(loss, torch.full((queries,), float(count)).log())
+    assert input.grad.shape == input.shape and weight.grad._nnz() == queries * (1 + (own or 0)) + (shared or 0)
