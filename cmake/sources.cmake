@@ -34,8 +34,14 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_update.cpp
   csrc/samplers/alias_sample.cpp
   csrc/samplers/alias_sample_cpu.cpp
+  csrc/samplers/kmeans.cpp
   csrc/samplers/log_uniform_sample.cpp
   csrc/samplers/log_uniform_sample_cpu.cpp
+  csrc/samplers/midx_index.cpp
+  csrc/samplers/midx_index_cpu.cpp
+  csrc/samplers/midx_refresh.cpp
+  csrc/samplers/midx_sample.cpp
+  csrc/samplers/midx_sample_cpu.cpp
   csrc/samplers/modules.cpp
   csrc/samplers/sampling.cpp
   csrc/samplers/systematic_sample.cpp
@@ -55,6 +61,7 @@ set(XSOFTMAX_SIMD_SOURCES
   csrc/losses/estimator_rows.simd.cpp
   csrc/losses/softmax_rows.simd.cpp
   csrc/optim/row_updates.simd.cpp
+  csrc/samplers/midx_rows.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )
 

@@ -149,8 +149,11 @@ void check_candidates(const char* op, const char* rows_arg, const Tensor& rows, 
       }
     }
     if (given(log_count)) {
-      TORCH_CHECK_VALUE(given(ids) && log_count->sym_sizes() == ids->sym_sizes(), op, ": expected ", count_arg, " of the shape of ",
-                        arg, ", got shape ", log_count->sym_sizes());
+      const bool of_ids = given(ids) && log_count->sym_sizes() == ids->sym_sizes();
+      const bool of_pairs = given(ids) && !is_private && log_count->dim() == 2 && log_count->sym_size(0) == rows.sym_size(0) &&
+                            log_count->sym_size(1) == ids->sym_size(0);
+      TORCH_CHECK_VALUE(of_ids || of_pairs, op, ": expected ", count_arg, " of the shape of ", arg,
+                        is_private ? "" : ", or with a row for each query", ", got shape ", log_count->sym_sizes());
       check::floating(op, count_arg, *log_count);
       check::same_device(op, count_arg, *log_count, rows_arg, rows);
     }

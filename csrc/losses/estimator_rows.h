@@ -14,9 +14,9 @@ struct LossRows {
   const int64_t* private_ids;      ///< [Q, P]
   const int64_t* shared_ids;       ///< [S]
   const T* private_log_count;      ///< [Q, P]
-  const T* shared_log_count;       ///< [S]
+  const T* shared_log_count;       ///< [S], or [Q, S]: shared_count_stride from query to query
   const T* target_log_count;       ///< [Q]
-  int64_t private_width, shared_width;
+  int64_t private_width, shared_width, shared_count_stride;
   int64_t fixed_private, fixed_shared;
   bool remove_hits, renormalize, correct_target;
   T label_smoothing;

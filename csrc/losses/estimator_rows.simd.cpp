@@ -82,8 +82,9 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
   const T* score = scores + 1;
   const int64_t target = rows.target[q];
   const T* private_log_count = rows.private_log_count ? rows.private_log_count + q * p : nullptr;
+  const T* shared_log_count = rows.shared_log_count ? rows.shared_log_count + q * rows.shared_count_stride : nullptr;
   int64_t hits = adjust_segment(buffer, score, private_log_count, rows.private_ids + q * p, target, rows.remove_hits, rows.fixed_private, p);
-  hits += adjust_segment(buffer + p, score + p, rows.shared_log_count, rows.shared_ids, target, rows.remove_hits, rows.fixed_shared, s);
+  hits += adjust_segment(buffer + p, score + p, shared_log_count, rows.shared_ids, target, rows.remove_hits, rows.fixed_shared, s);
 
   // M independent draws, m of them live: q renormalised to the classes other than the target gives each the factor (M - c_y) / m.
   T factor = 0;
@@ -104,7 +105,7 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
   T *log_weight = buffer + (p + s), *score_copy = log_weight + (p + s);
   if (rows.label_smoothing != 0) {
     set_log_weight(log_weight, buffer, private_log_count, factor, rows.fixed_private, p);
-    set_log_weight(log_weight + p, buffer + p, rows.shared_log_count, factor, rows.fixed_shared, s);
+    set_log_weight(log_weight + p, buffer + p, shared_log_count, factor, rows.fixed_shared, s);
     for (int64_t j = 0; j < p + s; ++j) {
       score_copy[j] = score[j]; // the gradient may take the scores' place
     }

@@ -39,6 +39,7 @@ struct LossOperands {
     rows.target_log_count = pointer(target_log_count);
     rows.private_width = private_ids.defined() ? private_ids.size(1) : 0;
     rows.shared_width = shared_ids.defined() ? shared_ids.size(0) : 0;
+    rows.shared_count_stride = shared_log_count.defined() && shared_log_count.dim() == 2 ? rows.shared_width : 0;
     rows.fixed_private = args.fixed_private;
     rows.fixed_shared = args.fixed_shared;
     rows.remove_hits = args.remove_accidental_hits;

@@ -192,6 +192,8 @@ class SampledSoftmaxLoss(LinearLoss):
         exclude = None if head.numel() == 0 else (head_classes if isinstance(head_classes, int) else head)
         if isinstance(sampler, str):
             kwargs = {} if exclude is None else {"exclude": exclude}
+            if sampler == "midx":
+                kwargs |= {"dim": in_features, "bias": bias}
             sampler = make_sampler(sampler, num_classes, **kwargs).to(device)
         elif not isinstance(sampler, Sampler):
             raise TypeError(f"SampledSoftmaxLoss: expected sampler to be a Sampler or a name, got {type(sampler).__name__}")
@@ -199,7 +201,7 @@ class SampledSoftmaxLoss(LinearLoss):
             sampler = sampler.excluding(exclude)
         if sampler.num_classes != num_classes:
             raise ValueError(f"SampledSoftmaxLoss: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
-        self.sampler = sampler
+        self.sampler = sampler.for_table(in_features, bias)
         self.num_samples = num_samples
         self.shared = bool(sampler.shared_by_default if shared is None else shared)
         self.estimator = estimator
@@ -215,23 +217,35 @@ class SampledSoftmaxLoss(LinearLoss):
         queries = self._queries(input, target)
         ignored = -1 if self.sampler.proposes_targets else 0
         counted = torch.where(target == self.ignore_index, ignored, target).reshape(-1)
+        self.sampler.prepare(self.linear.weight, self.linear.bias)
         proposal = self.sampler.sample(queries.detach(), self.num_samples, self.shared, counted, generator)
         private_ids: Optional[Tensor] = None
         private_log_count: Optional[Tensor] = None
         shared_ids = self.head
         shared_log_count = torch.zeros(self.head.shape, dtype=proposal.log_count.dtype, device=self.head.device)
         fixed_private, fixed_shared = 0, self.head.shape[0]
-        drawn = proposal.ids.shape[-1]
+        beside, beside_log_count, beside_distinct = proposal.shared_ids, proposal.shared_log_count, proposal.shared_distinct
         if self.shared:
-            shared_ids = torch.cat([shared_ids, proposal.ids])
-            shared_log_count = torch.cat([shared_log_count, proposal.log_count])
-            fixed_shared += drawn if proposal.distinct else 0
+            beside, beside_log_count = proposal.ids, proposal.log_count
+            beside_distinct = proposal.ids.shape[0] if proposal.distinct else 0
         else:
             private_ids, private_log_count = proposal.ids, proposal.log_count
-            fixed_private = drawn if proposal.distinct else 0
+            fixed_private = proposal.ids.shape[1] if proposal.distinct else 0
+            self.sampler.note(proposal.ids)
+        if beside is not None and beside_log_count is not None:
+            if beside_log_count.dim() == 2:
+                shared_log_count = shared_log_count.expand(beside_log_count.shape[0], self.head.shape[0])
+            shared_ids = torch.cat([shared_ids, beside])
+            shared_log_count = torch.cat([shared_log_count, beside_log_count], -1)
+            fixed_shared += beside_distinct
+            self.sampler.note(beside)
+        self.sampler.note(counted)
+        target_log_count = proposal.target_log_count
+        if proposal.target_log_draws is not None and self.estimator != "ranking":
+            target_log_count = proposal.target_log_draws
         return torch.ops.xsoftmax.sampled_softmax_loss(
             input, self.linear.weight, self.linear.bias, target, private_ids, shared_ids, private_log_count, shared_log_count,
-            proposal.target_log_count, self.weight, self.estimator, self.remove_accidental_hits, fixed_private, fixed_shared,
+            target_log_count, self.weight, self.estimator, self.remove_accidental_hits, fixed_private, fixed_shared,
             self._reduction_code, self.ignore_index, self.label_smoothing, self.sparse_grad)
 
     def extra_repr(self) -> str:

@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .sampler import Proposal, Sampler
+from .sampler import Proposal, Sampler, one_set
 from .static import _check_num_classes
 
 
@@ -51,7 +51,7 @@ class InBatchSampler(Sampler):
             self.total.add_(counts.sum())
         size = torch.full([], target.numel(), dtype=torch.float64, device=target.device)
         log_count = (self._log_q(ids) + size.log()).to(torch.float32).masked_fill(~counts, float("inf"))
-        return Proposal(ids, log_count, log_count, False)
+        return one_set(ids, log_count, log_count, False)
 
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:

@@ -20,6 +20,19 @@ class Proposal(NamedTuple):
     """float32 ``[Q]``, the same for the targets; None where none were given."""
     distinct: bool
     """Whether no class stands twice in a set."""
+    shared_ids: Optional[Tensor]
+    """int64 ``[S]``: classes for all queries beside private ``ids``; only of a union."""
+    shared_log_count: Optional[Tensor]
+    """float32 ``[S]`` or ``[Q, S]``, their log counts."""
+    shared_distinct: int
+    """How many of the first ``shared_ids`` are drawn without replacement."""
+    target_log_draws: Optional[Tensor]
+    """float32 ``[Q]``: of a union, the targets' log counts among independent draws alone; ``target_log_count`` is that among all."""
+
+
+def one_set(ids: Tensor, log_count: Tensor, target_log_count: Optional[Tensor], distinct: bool) -> Proposal:
+    """The proposal of any sampler but a union."""
+    return Proposal(ids, log_count, target_log_count, distinct, None, None, 0, None)
 
 
 def draw_seed(input: Tensor, generator: Optional[torch.Generator]) -> Tensor:
@@ -71,8 +84,40 @@ class Sampler(nn.Module):
         """``log q`` of any class ids for the queries ``input [Q, D]``: float32; -inf for a class that is never drawn."""
         raise NotImplementedError(f"{type(self).__name__} does not define log_prob")
 
+    def for_table(self, dim: int, bias: bool) -> "Sampler":
+        """A sampler like this one for a class table of width ``dim``, with or without a bias: what a loss takes in place of it."""
+        return self
+
+    def draws_distinct(self, shared: bool) -> bool:
+        """Whether a set, shared or private, holds no class twice."""
+        return False
+
+    def log_count(self, input: Tensor, num_samples: int, shared: bool, ids: Tensor) -> Tensor:
+        """The log expected count of any ``ids`` in the draws that :meth:`sample` makes: of ``ids``' shape, or ``[Q, S]`` for ``ids [S]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define log_count")
+
     @torch.jit.export
-    def refresh(self, weight: Tensor) -> Dict[str, float]:
-        """Adapts the sampler to the class table ``weight [N, D]`` and returns statistics. A static sampler has nothing to do."""
+    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
+        """Adapts the sampler to the class table ``weight [N, D]``, ``bias [N]``, and returns statistics. A static one has nothing to do."""
         stats: Dict[str, float] = {}
         return stats
+
+    @torch.jit.export
+    def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+        """What a loss calls before it draws in train(): an adaptive sampler refreshes itself here when its time has come."""
+        pass
+
+    @torch.jit.export
+    def note(self, ids: Tensor) -> None:
+        """What a loss calls with the classes whose rows a step changes, int64 of any shape."""
+        pass
+
+    def _apply(self, fn, recurse=True):
+        # model.half() casts every floating buffer. Those of a sampler keep their precision: only their device moves.
+        tables = {name: table for name, table in self._buffers.items() if table is not None and table.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, table in tables.items():
+            moved = self._buffers[name]
+            if moved.dtype != table.dtype:
+                self._buffers[name] = table.to(moved.device)
+        return self

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._memory import table_empty
-from .sampler import Proposal, Sampler, draw_seed
+from .sampler import Proposal, Sampler, draw_seed, one_set
 
 Exclude = Union[int, Tensor, None]
 
@@ -102,16 +102,6 @@ class StaticSampler(Sampler):
             weights = self._log_q(torch.arange(self.num_classes)).exp()
         return StaticSampler(weights, self.distinct, exclude)
 
-    def _apply(self, fn, recurse=True):
-        # model.half() casts every floating buffer. These tables are float64 for the sake of exact probabilities: only their device moves.
-        tables = {name: table for name, table in self._buffers.items() if table is not None and table.is_floating_point()}
-        super()._apply(fn, recurse)
-        for name, table in tables.items():
-            moved = self._buffers[name]
-            if moved.dtype != table.dtype:
-                self._buffers[name] = table.to(moved.device)
-        return self
-
     def extra_repr(self) -> str:
         return f"num_classes={self.num_classes}, distinct={self.distinct}"
 
@@ -119,9 +109,7 @@ class StaticSampler(Sampler):
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:
         """See :meth:`Sampler.sample`. Of ``input`` only the number of queries and the device matter."""
-        distinct = self.distinct
-        if distinct is None:
-            distinct = shared
+        distinct = self.draws_distinct(shared)
         num_queries: Optional[int] = None
         if not shared:
             num_queries = input.size(0)
@@ -129,7 +117,17 @@ class StaticSampler(Sampler):
         target_log_count: Optional[Tensor] = None
         if target is not None:
             target_log_count = self._log_count(target, log_scale, distinct)
-        return Proposal(ids, self._log_count(ids, log_scale, distinct), target_log_count, distinct)
+        return one_set(ids, self._log_count(ids, log_scale, distinct), target_log_count, distinct)
+
+    def draws_distinct(self, shared: bool) -> bool:
+        distinct = self.distinct
+        return shared if distinct is None else distinct
+
+    def log_count(self, input: Tensor, num_samples: int, shared: bool, ids: Tensor) -> Tensor:
+        distinct = self.draws_distinct(shared)
+        # A draw for no query: what is wanted is its scale.
+        log_scale = self._draw(torch.zeros([], dtype=torch.int64, device=ids.device), 0, num_samples, distinct)[1]
+        return self._log_count(ids, log_scale, distinct)
 
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+// MIDX (Lian et al., "Inverted multi-index sampled softmax"): the classes stand in K x K cells, and a class is drawn by the scores
+// of its cell's two codewords. The index is what the sampler knows of the class table, as plain tensors:
+//
+//   codewords1 [K, D1], codewords2 [K, D2]  float32. Product: D1 + D2 = D, a row w ~ [c1; c2], a query z = [z1; z2]. Residual: D1 = D2 = D,
+//                                           w ~ c1 + c2, z1 = z2 = z.
+//   cell     int32 [N]     k1 K + k2; -1: never drawn
+//   order    int64 [A]     the A classes that are drawn, cell after cell, by rising id
+//   start    int64 [K^2+1] where the classes of each cell begin in `order`
+//   mass     float64 [K, K] the weights in each cell, summed: how many classes, where none are given
+//   log_weight float32 [N], prefix float64 [A], heaviest float64 [K^2]: only where classes weigh differently (a bias): log of the weight
+//                          of a class, the weights of a cell summed up to each slot of `order`, and the largest in each cell.
+//
+// With a class's weight w_i, so w_i = e^{b_i} for a bias b,
+//
+//     q(i | z) = w_i e^{z1.c1[k1] + z2.c2[k2]} / Z,    Z = sum_{k1, k2} mass[k1, k2] e^{z1.c1[k1] + z2.c2[k2]}           (Theorem 2)
+//
+// where a codeword's score counts as no less than the best one's of its codebook less 200: so no class has probability 0. This is exact
+// for what is drawn whatever the class table has become since.
+
+namespace xsoftmax {
+
+#define XS_MIDX_INDEX_PARAMS                                                                                                       \
+  const at::Tensor &codewords1, const at::Tensor &codewords2, const at::Tensor &cell, const at::Tensor &order,                     \
+      const at::Tensor &start, const at::Tensor &mass, const std::optional<at::Tensor>&log_weight,                                 \
+      const std::optional<at::Tensor>&prefix, const std::optional<at::Tensor>&heaviest
+#define XS_MIDX_INDEX_ARGS codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest
+#define XS_MIDX_INDEX_SCHEMA                                                                                                       \
+  "Tensor codewords1, Tensor codewords2, Tensor cell, Tensor order, Tensor start, Tensor mass, Tensor? log_weight, "                \
+  "Tensor? prefix, Tensor? heaviest"
+
+struct MidxIndex {
+  const at::Tensor& codewords1;
+  const at::Tensor& codewords2;
+  const at::Tensor& cell;
+  const at::Tensor& order;
+  const at::Tensor& start;
+  const at::Tensor& mass;
+  const std::optional<at::Tensor>& log_weight;
+  const std::optional<at::Tensor>& prefix;
+  const std::optional<at::Tensor>& heaviest;
+};
+
+/// How far below the best codeword of a codebook a score may be.
+constexpr double kMidxRange = 200;
+/// Codewords of a codebook: cells are numbered by int32.
+constexpr int64_t kMidxMostCodewords = 1024;
+
+/// Two codebooks of one shape that go with rows of width `features`; says which kind.
+bool check_codebooks(const char* op, const at::Tensor& codewords1, const at::Tensor& codewords2, const c10::SymInt& features);
+/// `input` [Q, D] and an index that fit together.
+void check_midx(const char* op, const at::Tensor& input, const MidxIndex& index);
+
+// midx_encode(rows [n, D], codewords1, codewords2) -> (cell int32 [n], error float32 [n]): the nearest codeword of the first codebook,
+// then the one of the second that is nearest to the rest; the squared distance of the row from their sum (residual) or from the two
+// laid end to end (product).
+using MidxCodes = std::tuple<at::Tensor, at::Tensor>;
+MidxCodes midx_encode(const at::Tensor& rows, const at::Tensor& codewords1, const at::Tensor& codewords2);
+
+// midx_cells(cell, log_weight, codewords, num_drawn) -> (order, start, mass, prefix, heaviest): the rest of the index, as above; the last
+// two have size 0 without weights. num_drawn: how many entries of `cell` are not -1.
+using MidxCells = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+MidxCells midx_cells(const at::Tensor& cell, const std::optional<at::Tensor>& log_weight, int64_t codewords, c10::SymInt num_drawn);
+// Their composites in ATen calls: any device, and the oracle of the tests.
+MidxCodes midx_encode_reference(const at::Tensor& rows, const at::Tensor& codewords1, const at::Tensor& codewords2);
+MidxCells midx_cells_reference(const at::Tensor& cell, const std::optional<at::Tensor>& log_weight, int64_t codewords,
+                               c10::SymInt num_drawn);
+
+void check_midx_cells(const at::Tensor& cell, const std::optional<at::Tensor>& log_weight, int64_t codewords,
+                      const c10::SymInt& num_drawn);
+
+} // namespace xsoftmax

@@ -1,0 +1,220 @@
+#include "samplers/midx_refresh.h"
+
+#include "core/checks.h"
+#include "core/optional.h"
+#include "samplers/draws.h"
+#include "samplers/kmeans.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+void check_table(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index) {
+  check_midx(op, weight, index);
+  check::size(op, "weight", weight, 0, index.cell.sym_size(0), "the size of cell");
+  TORCH_CHECK_VALUE(given(bias) == given(index.log_weight), op, ": expected bias just where the index has weights, got ",
+                    given(bias) ? "a bias" : "none");
+  if (given(bias)) {
+    check::dim(op, "bias", *bias, 1);
+    check::floating(op, "bias", *bias);
+    check::size(op, "bias", *bias, 0, weight.sym_size(0), "the rows of weight");
+    check::same_device(op, "bias", *bias, "weight", weight);
+  }
+}
+
+void check_refresh(const char* op, const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
+                   bool residual, int64_t iterations, int64_t points) {
+  check::dim(op, "seed", seed, 0);
+  check::int64(op, "seed", seed);
+  check_table(op, weight, bias, index);
+  const auto width1 = index.codewords1.sym_size(1), width2 = index.codewords2.sym_size(1);
+  TORCH_CHECK_VALUE(residual ? width1 == weight.sym_size(1) && width2 == weight.sym_size(1) : width1 + width2 == weight.sym_size(1), op,
+                    ": expected codewords of a ", residual ? "residual" : "product", " quantizer of rows of width ", weight.sym_size(1),
+                    ", got widths ", width1, " and ", width2);
+  TORCH_CHECK_VALUE(iterations >= 0, op, ": expected iterations of at least 0, got ", iterations);
+  TORCH_CHECK_VALUE(points >= 1, op, ": expected points of at least 1, got ", points);
+}
+
+// Cells and weights after `cell` or the bias has changed.
+void lay_out(const OptionalTensor& bias, const MidxIndex& index) {
+  if (given(bias)) {
+    const Tensor value = bias->to(at::kFloat);
+    TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "MIDX: expected a bias that is finite, got an infinity or NaN");
+    index.log_weight->copy_((value - value.index_select(0, index.order).max()).clamp_(-kMidxRange, 0));
+  }
+  const auto [order, start, mass, prefix, heaviest] =
+      midx_cells(index.cell, index.log_weight, index.codewords1.size(0), index.order.size(0));
+  index.order.copy_(order);
+  index.start.copy_(start);
+  index.mass.copy_(mass);
+  if (given(bias)) {
+    index.prefix->copy_(prefix);
+    index.heaviest->copy_(heaviest);
+  }
+}
+
+// Rows of classes that are drawn, at most `points`, picked at random.
+Tensor training_rows(const Tensor& seed, const Tensor& weight, const Tensor& order, int64_t points) {
+  const int64_t drawn = order.size(0);
+  if (drawn <= points) {
+    return weight.index_select(0, order).to(at::kFloat);
+  }
+  const RandomPermutation place(uint64_t(seed.item<int64_t>()), 2, uint64_t(drawn));
+  std::vector<int64_t> picked(points);
+  for (int64_t i = 0; i < points; ++i) {
+    picked[i] = int64_t(place(uint64_t(i)));
+  }
+  return weight.index_select(0, order.index_select(0, at::tensor(picked, at::kLong).to(order.device()))).to(at::kFloat);
+}
+
+Tensor refresh(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, bool residual,
+               int64_t iterations, int64_t points, bool warm) {
+  const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
+  const int64_t k = index.codewords1.size(0), width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
+  const Tensor rows = training_rows(seed, weight, index.order, points);
+  const auto init = [&](const Tensor& codewords) { return warm ? OptionalTensor(codewords) : std::nullopt; };
+  const auto [first, inertia1] = kmeans(seed, residual ? rows : rows.narrow(1, 0, width1), k, iterations, init(index.codewords1));
+  Tensor rest;
+  if (residual) { // one codebook is coded as a product with a second one of no width
+    const Tensor nothing = first.new_empty({k, 0});
+    const Tensor nearest = std::get<0>(midx_encode(rows, first, nothing)).to(at::kLong).div_(k, "floor");
+    rest = rows - first.index_select(0, nearest);
+  } else {
+    rest = rows.narrow(1, width1, width2);
+  }
+  const auto [second, inertia2] = kmeans(seed, rest, k, iterations, init(index.codewords2));
+  index.codewords1.copy_(first);
+  index.codewords2.copy_(second);
+  const auto [cell, error] = midx_encode(weight, index.codewords1, index.codewords2);
+  index.cell.copy_(index.order.size(0) == cell.size(0) ? cell : at::where(index.cell.lt(0), index.cell, cell));
+  lay_out(bias, index);
+  return at::stack({error.to(at::kDouble).mean(), rows.to(at::kDouble).square().sum(1).mean(), inertia1[iterations], inertia2[iterations],
+                    index.mass.gt(0).sum().to(at::kDouble)});
+}
+
+void update(const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const Tensor& rows) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const Tensor drawn = rows.index_select(0, index.cell.index_select(0, rows).ge(0).nonzero().squeeze(1));
+  index.cell.index_copy_(0, drawn, std::get<0>(midx_encode(weight.index_select(0, drawn), index.codewords1, index.codewords2)));
+  lay_out(bias, index);
+}
+
+Tensor midx_refresh_(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, XS_MIDX_INDEX_PARAMS, bool residual,
+                     int64_t iterations, int64_t points, bool warm) {
+  const MidxIndex index{XS_MIDX_INDEX_ARGS};
+  check_refresh("midx_refresh_", seed, weight, bias, index, residual, iterations, points);
+  return refresh(seed, weight, bias, index, residual, iterations, points, warm);
+}
+
+Tensor midx_refresh_meta(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, XS_MIDX_INDEX_PARAMS, bool residual,
+                         int64_t iterations, int64_t points, bool warm) {
+  check_refresh("midx_refresh_", seed, weight, bias, {XS_MIDX_INDEX_ARGS}, residual, iterations, points);
+  return at::empty({int64_t(std::size(kMidxStatNames))}, weight.options().dtype(at::kDouble).requires_grad(false));
+}
+
+void check_update(const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const Tensor& rows) {
+  check_table("midx_update_", weight, bias, index);
+  check::dim("midx_update_", "rows", rows, 1);
+  check::int64("midx_update_", "rows", rows);
+  check::same_device("midx_update_", "rows", rows, "weight", weight);
+}
+
+void midx_update_(const Tensor& weight, const OptionalTensor& bias, XS_MIDX_INDEX_PARAMS, const Tensor& rows) {
+  const MidxIndex index{XS_MIDX_INDEX_ARGS};
+  check_update(weight, bias, index, rows);
+  if (rows.is_cpu()) {
+    check::class_ids("midx_update_", "rows", rows, weight.size(0));
+  }
+  update(weight, bias, index, rows);
+}
+
+void midx_update_meta(const Tensor& weight, const OptionalTensor& bias, XS_MIDX_INDEX_PARAMS, const Tensor& rows) {
+  check_update(weight, bias, {XS_MIDX_INDEX_ARGS}, rows);
+}
+
+void check_step(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, const OptionalTensor& touched,
+                const MidxIndex& index, bool residual, int64_t iterations, int64_t points, int64_t refresh_every, int64_t update_every) {
+  constexpr const char* op = "midx_step_";
+  check_refresh(op, seed, weight, bias, index, residual, iterations, points);
+  check::dim(op, "step", step, 0);
+  check::int64(op, "step", step);
+  if (given(touched)) {
+    check::dim(op, "touched", *touched, 1);
+    check::size(op, "touched", *touched, 0, weight.sym_size(0), "the rows of weight");
+    TORCH_CHECK_TYPE(touched->scalar_type() == at::kBool, op, ": expected touched of dtype bool, got ", touched->scalar_type());
+  }
+  TORCH_CHECK_VALUE(refresh_every >= 0 && update_every >= 0, op, ": expected refresh_every and update_every of at least 0, got ",
+                    refresh_every, " and ", update_every);
+}
+
+// The table changes fastest at the start.
+bool refresh_is_due(int64_t step, int64_t every) {
+  if (every == 0 || step % every == 0) {
+    return step == 0 || every > 0;
+  }
+  for (int64_t early = every / 2; early >= 1 && early >= every / 32; early /= 2) {
+    if (step == early) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void midx_step_(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, const OptionalTensor& touched,
+                XS_MIDX_INDEX_PARAMS, bool residual, int64_t iterations, int64_t points, int64_t refresh_every, int64_t update_every) {
+  const MidxIndex index{XS_MIDX_INDEX_ARGS};
+  check_step(seed, weight, bias, step, touched, index, residual, iterations, points, refresh_every, update_every);
+  const int64_t done = step.item<int64_t>();
+  if (refresh_is_due(done, refresh_every)) {
+    refresh(seed, weight, bias, index, residual, iterations, points, done > 0);
+    if (given(touched)) {
+      touched->zero_();
+    }
+  } else if (given(touched) && update_every > 0 && done % update_every == 0) {
+    update(weight, bias, index, touched->nonzero().squeeze(1));
+    touched->zero_();
+  }
+  step.add_(1);
+}
+
+void midx_step_meta(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, const OptionalTensor& touched,
+                    XS_MIDX_INDEX_PARAMS, bool residual, int64_t iterations, int64_t points, int64_t refresh_every,
+                    int64_t update_every) {
+  check_step(seed, weight, bias, step, touched, {XS_MIDX_INDEX_ARGS}, residual, iterations, points, refresh_every, update_every);
+}
+
+} // namespace
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("midx_refresh_(Tensor seed, Tensor weight, Tensor? bias, " XS_MIDX_INDEX_MUTABLE_SCHEMA
+        ", bool residual, int iterations, int points, bool warm) -> Tensor");
+  m.def("midx_update_(Tensor weight, Tensor? bias, " XS_MIDX_INDEX_MUTABLE_SCHEMA ", Tensor rows) -> ()");
+  m.def("midx_step_(Tensor seed, Tensor weight, Tensor? bias, Tensor(j!) step, Tensor(k!)? touched, " XS_MIDX_INDEX_MUTABLE_SCHEMA
+        ", bool residual, int iterations, int points, int refresh_every, int update_every) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("midx_refresh_", midx_refresh_);
+  m.impl("midx_update_", midx_update_);
+  m.impl("midx_step_", midx_step_);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("midx_refresh_", midx_refresh_meta);
+  m.impl("midx_update_", midx_update_meta);
+  m.impl("midx_step_", midx_step_meta);
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,193 @@
+#include "samplers/midx_sample.h"
+
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/optional.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+#include <limits>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+void check_ids(const char* op, const Tensor& input, const Tensor& ids, int64_t most_dims) {
+  check::int64(op, "ids", ids);
+  check::same_device(op, "ids", ids, "input", input);
+  TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && most_dims == 2), op, ": expected ids with 1", most_dims == 2 ? " or 2" : "",
+                    " dimensions, got shape ", ids.sym_sizes());
+  if (ids.dim() == 2) {
+    check::size(op, "ids", ids, 0, input.sym_size(0), "the rows of input");
+  }
+}
+
+Tensor midx_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& ids) {
+  check_midx_log_prob(input, {XS_MIDX_INDEX_ARGS}, ids);
+  return at::empty_symint({input.sym_size(0), ids.sym_size(-1)}, ids.options().dtype(at::kFloat));
+}
+
+Tensor midx_mixture_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, bool rms, const Tensor& ids) {
+  check_midx("midx_mixture_log_prob", input, {XS_MIDX_INDEX_ARGS});
+  check_ids("midx_mixture_log_prob", input, ids, 1);
+  return at::empty_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat));
+}
+
+MidxDraws midx_sample_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
+                           const Tensor& target) {
+  check_midx_sample("midx_sample", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, distinct, target);
+  const auto floats = target.options().dtype(at::kFloat);
+  return {at::empty_symint({input.sym_size(0), num_samples}, target.options()),
+          at::empty_symint({input.sym_size(0), num_samples}, floats), at::empty_symint(target.sym_sizes(), floats)};
+}
+
+MidxDraws midx_sample_shared_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
+                                  bool rms, const Tensor& target) {
+  check_midx_sample("midx_sample_shared", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, distinct, target);
+  const auto floats = target.options().dtype(at::kFloat);
+  return {at::empty_symint({num_samples}, target.options()), at::empty_symint({num_samples}, floats),
+          at::empty_symint(target.sym_sizes(), floats)};
+}
+
+// log of the weight of a class in its cell, -inf where it is never drawn; the cells of those.
+std::tuple<Tensor, Tensor> log_weight_and_cell(const MidxIndex& index, const Tensor& ids) {
+  const Tensor flat = ids.reshape({-1}), cell = index.cell.index_select(0, flat).to(at::kLong);
+  const Tensor log_weight = given(index.log_weight) ? index.log_weight->index_select(0, flat).to(at::kDouble)
+                                                    : at::zeros(cell.sizes(), cell.options().dtype(at::kDouble));
+  return {log_weight.masked_fill(cell.lt(0), -std::numeric_limits<double>::infinity()).view(ids.sizes()),
+          cell.clamp_min(0).view(ids.sizes())};
+}
+
+// The composites in ATen calls: any device, and the oracle of the tests.
+
+Tensor midx_mixture_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, bool rms, const Tensor& ids) {
+  const MidxIndex index{XS_MIDX_INDEX_ARGS};
+  check_midx("midx_mixture_log_prob", input, index);
+  check_ids("midx_mixture_log_prob", input, ids, 1);
+  Tensor share = input.size(0) == 0 ? mass : midx_cell_sums(midx_queries(input, index, codewords1.size(1) == input.size(1)), index, rms);
+  share = rms && input.size(0) > 0 ? share.sqrt() : share;
+  const Tensor log_density = (share / share.sum()).log() - mass.log(); // of a unit of weight; NaN where a cell is empty
+  const auto [log_weight_of, cell_of] = log_weight_and_cell(index, ids);
+  const Tensor value = log_density.view({-1}).index_select(0, cell_of) + log_weight_of;
+  return at::where(log_weight_of.isneginf(), log_weight_of, value).to(at::kFloat);
+}
+
+// A device without a kernel of its own gets the CPU's draws.
+
+OptionalTensor to_cpu(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor; }
+
+MidxDraws midx_sample_elsewhere(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
+                                const Tensor& target) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_sample", "").typed<decltype(midx_sample_meta)>();
+  const auto [ids, log_count, target_log_count] =
+      op.call(seed.cpu(), input.cpu(), codewords1.cpu(), codewords2.cpu(), cell.cpu(), order.cpu(), start.cpu(), mass.cpu(),
+              to_cpu(log_weight), to_cpu(prefix), to_cpu(heaviest), num_samples, distinct, target.cpu());
+  return {ids.to(input.device()), log_count.to(input.device()), target_log_count.to(input.device())};
+}
+
+MidxDraws midx_sample_shared_elsewhere(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples,
+                                       bool distinct, bool rms, const Tensor& target) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_sample_shared", "").typed<decltype(midx_sample_shared_meta)>();
+  const auto [ids, log_count, target_log_count] =
+      op.call(seed.cpu(), input.cpu(), codewords1.cpu(), codewords2.cpu(), cell.cpu(), order.cpu(), start.cpu(), mass.cpu(),
+              to_cpu(log_weight), to_cpu(prefix), to_cpu(heaviest), num_samples, distinct, rms, target.cpu());
+  return {ids.to(input.device()), log_count.to(input.device()), target_log_count.to(input.device())};
+}
+
+} // namespace
+
+void check_midx_log_prob(const Tensor& input, const MidxIndex& index, const Tensor& ids) {
+  check_midx("midx_log_prob", input, index);
+  check_ids("midx_log_prob", input, ids, 2);
+}
+
+Tensor midx_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& ids) {
+  const MidxIndex index{XS_MIDX_INDEX_ARGS};
+  check_midx_log_prob(input, index, ids);
+  const auto queries = midx_queries(input, index, codewords1.size(1) == input.size(1));
+  const Tensor of_query = ids.dim() == 2 ? ids : ids.unsqueeze(0).expand({input.size(0), ids.size(0)});
+  const auto [log_weight_of, cell_of] = log_weight_and_cell(index, of_query);
+  const int64_t codewords = codewords1.size(0);
+  const Tensor score = queries.first.gather(1, cell_of.floor_divide(codewords)) + queries.second.gather(1, cell_of.remainder(codewords));
+  return (score + log_weight_of - queries.log_z.unsqueeze(1)).to(at::kFloat);
+}
+
+void check_midx_sample(const char* op, const Tensor& seed, const Tensor& input, const MidxIndex& index, const c10::SymInt& num_samples,
+                       bool distinct, const Tensor& target) {
+  check_sampling(op, seed, std::nullopt, num_samples);
+  check::same_device(op, "seed", seed, "input", input);
+  check_midx(op, input, index);
+  TORCH_CHECK_VALUE(!distinct || num_samples <= index.order.sym_size(0), op, ": expected num_samples of at most ",
+                    index.order.sym_size(0), " (the classes, of which each is drawn once), got ", num_samples);
+  check::dim(op, "target", target, 1);
+  check::int64(op, "target", target);
+  check::size(op, "target", target, 0, input.sym_size(0), "the rows of input");
+  check::same_device(op, "target", target, "input", input);
+}
+
+MidxQueries midx_queries(const Tensor& input, const MidxIndex& index, bool residual) {
+  const auto dtype = opmath_dtype(input.scalar_type());
+  const Tensor x = input.to(dtype);
+  const int64_t width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
+  MidxQueries queries;
+  const auto scores = [&](const Tensor& part, const Tensor& codewords, Tensor& score) {
+    score = at::mm(part, codewords.to(dtype).t()).to(at::kDouble);
+    const Tensor best = score.amax(1, true);
+    score = at::maximum(score, best - kMidxRange);
+    return best;
+  };
+  const Tensor best1 = scores(residual ? x : x.narrow(1, 0, width1), index.codewords1, queries.first);
+  const Tensor best2 = scores(residual ? x : x.narrow(1, width1, width2), index.codewords2, queries.second);
+  queries.second_exp = (queries.second - best2).exp_();
+  const Tensor weight = at::mm(queries.second_exp, index.mass.t()).mul_((queries.first - best1).exp_());
+  const Tensor z = weight.sum(1, true);
+  queries.first_probability = weight / z;
+  queries.log_z = (z.log() + best1 + best2).squeeze(1);
+  return queries;
+}
+
+Tensor midx_cell_sums(const MidxQueries& queries, const MidxIndex& index, bool rms) {
+  // e^{first} over Z, to go with second_exp, whose best score is left out of it.
+  const Tensor best2 = queries.second.amax(1, true);
+  Tensor first = (queries.first + (best2 - queries.log_z.unsqueeze(1))).exp_(), second = queries.second_exp, mass = index.mass;
+  if (rms) {
+    first = first.square();
+    second = second.square();
+    mass = mass.square();
+  }
+  return at::mm(first.t(), second) * mass;
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("midx_sample(Tensor seed, Tensor input, " XS_MIDX_INDEX_SCHEMA ", SymInt num_samples, bool distinct, Tensor target) -> "
+        "(Tensor ids, Tensor log_count, Tensor target_log_count)");
+  m.def("midx_sample_shared(Tensor seed, Tensor input, " XS_MIDX_INDEX_SCHEMA ", SymInt num_samples, bool distinct, bool rms, "
+        "Tensor target) -> (Tensor ids, Tensor log_count, Tensor target_log_count)");
+  m.def("midx_log_prob(Tensor input, " XS_MIDX_INDEX_SCHEMA ", Tensor ids) -> Tensor");
+  m.def("midx_mixture_log_prob(Tensor input, " XS_MIDX_INDEX_SCHEMA ", bool rms, Tensor ids) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("midx_sample", midx_sample_elsewhere);
+  m.impl("midx_sample_shared", midx_sample_shared_elsewhere);
+  m.impl("midx_log_prob", midx_log_prob_reference);
+  m.impl("midx_mixture_log_prob", midx_mixture_log_prob_reference);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("midx_sample", midx_sample_meta);
+  m.impl("midx_sample_shared", midx_sample_shared_meta);
+  m.impl("midx_log_prob", midx_log_prob_meta);
+  m.impl("midx_mixture_log_prob", midx_mixture_log_prob_meta);
+}
+
+} // namespace xsoftmax

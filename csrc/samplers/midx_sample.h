@@ -1,0 +1,43 @@
+#pragma once
+
+#include "samplers/midx_index.h"
+#include "samplers/sampling.h"
+
+namespace xsoftmax {
+
+// Draws and probabilities of MIDX; the index and q(i | z) as in midx_index.h. input [Q, D]: floating. Potentials, sums and draws are
+// float64 (products of 16-bit and float32 queries in float32). target int64 [Q].
+//
+// midx_sample(seed, input, INDEX, num_samples, distinct, target) -> (ids int64 [Q, M], log_count float32 [Q, M], target_log_count float32
+// [Q]): private draws. Independent: log_count = log(M q). Distinct: systematic, log pi_i = min(0, log c + log q(i | z)) with c such
+// that the pi sum to M: exact inclusion probabilities. Query q reads Philox blocks (q, 0 ...).
+//
+// midx_sample_shared(seed, input, INDEX, num_samples, distinct, rms, target) -> (ids int64 [M], log_count [M], target_log_count [Q]): one set
+// for the batch, drawn from the mixture q(i) = mean_z q(i | z), or with `rms` from q(i) ~ sqrt(mean_z q(i | z)^2), which minimises the
+// variance of a shared set. Distinct ids rise. No queries: the cells by mass.
+//
+// midx_log_prob(input, INDEX, ids) -> float32: log q(id | z), for ids [S], the same for all queries, [Q, S]; for ids [Q, P], [Q, P]. -inf
+// for a class that is never drawn. O(1) a pair once the query's 2 K products are there.
+//
+// midx_mixture_log_prob(input, INDEX, rms, ids) -> float32, of ids' shape: log q of the mixture.
+
+using MidxDraws = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+void check_midx_sample(const char* op, const at::Tensor& seed, const at::Tensor& input, const MidxIndex& index,
+                       const c10::SymInt& num_samples, bool distinct, const at::Tensor& target);
+
+void check_midx_log_prob(const at::Tensor& input, const MidxIndex& index, const at::Tensor& ids);
+/// The composite in ATen calls: any device, and the oracle of the tests.
+at::Tensor midx_log_prob_reference(const at::Tensor& input, XS_MIDX_INDEX_PARAMS, const at::Tensor& ids);
+
+/// What a block of queries knows of the codewords, contiguous, float64: scores of both codebooks [Q, K] (not lower than the best less
+/// kMidxRange), e^score of the second one over that of its best [Q, K], P1(k1) [Q, K], log Z [Q].
+struct MidxQueries {
+  at::Tensor first, second, second_exp, first_probability, log_z;
+};
+MidxQueries midx_queries(const at::Tensor& input, const MidxIndex& index, bool residual);
+
+/// sum_z q(cell | z)^p [K, K], p = 2 with `rms`, else 1.
+at::Tensor midx_cell_sums(const MidxQueries& queries, const MidxIndex& index, bool rms);
+
+} // namespace xsoftmax

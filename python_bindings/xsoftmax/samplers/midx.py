@@ -1,0 +1,219 @@
+"""MIDX: classes drawn by a quantised copy of the class table."""
+
+from typing import Dict, List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .._memory import table_empty
+from .sampler import Proposal, Sampler, draw_seed, one_set
+from .static import Exclude, _check_exclude, _check_num_classes, _log_of_count
+
+_STATS = ("distortion", "mean_square", "inertia1", "inertia2", "cells")
+
+
+class MidxSampler(Sampler):
+    r"""Draws classes by their scores under a quantised copy of the class table ("Inverted multi-index sampled softmax", fast MIDX).
+
+    K-means gives two codebooks of K codewords, and each class the cell (k1, k2) of its nearest ones. A query z draws a cell by the scores
+    of its two codewords and a class inside it (Theorem 2)::
+
+        q(i | z) = w_i e^{z1.c1[k1] + z2.c2[k2]} / Z,        w_i = e^{bias_i}, or 1 without a bias
+
+    at O(K D + K^2) a query and O(log K) a draw, whatever the number of classes. ``kind="rq"``: a row is about c1 + c2, z1 = z2 = z;
+    ``"pq"``: it is about [c1; c2], and z = [z1; z2]. q is exact for what is drawn also while the table moves on: it comes from the index.
+
+    Private draws are independent, as in the paper, or distinct; a set that the batch shares comes from the mixture of the queries' q, and
+    is distinct unless ``distinct=False``. See :class:`Proposal`.
+
+    In train() a loss brings the index up to date by itself, before it draws: a *refresh* (new codebooks from the present ones by K-means on
+    ``train_points`` rows, every class coded again) at step 0, ``refresh_every`` / 32, / 16, ..., and then every ``refresh_every`` steps; between
+    those, every ``update_every`` steps, the classes scored since are coded again under the same codebooks.
+
+    Args:
+        num_classes: N >= 1.
+        dim: D, the width of a query; at least 2 for "pq".
+        codewords: K in [1, 1024]: 64 suits a million classes.
+        kind: "rq" or "pq".
+        bias: whether the class table has a bias. A loss sets it to what its table has.
+        distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
+        exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
+        mixture: a shared set is drawn from the "mean" of the queries' q, or from its root mean square, "rms", which minimises the variance.
+        refresh_every, update_every: in steps; 0: never. ``refresh_every=0`` still builds the index at step 0.
+        iterations: of K-means, for each codebook.
+        train_points: rows that K-means sees; None: 256 a codeword.
+
+    Buffers, all in the state dict (a checkpoint without them loads as well: the index is then built anew): ``codewords1``, ``codewords2``
+    float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A], ``start`` int64 [K K + 1], ``mass`` float64 [K, K]; with a bias
+    ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64 [K K]; ``step`` int64; ``touched`` bool [N] where update_every > 0.
+    """
+
+    distinct: Optional[bool]
+
+    def __init__(self, num_classes: int, dim: int, *, codewords: int = 64, kind: str = "rq", bias: bool = False,
+                 distinct: Optional[bool] = None, exclude: Exclude = None, mixture: str = "mean", refresh_every: int = 500,
+                 update_every: int = 0, iterations: int = 10, train_points: Optional[int] = None):
+        name = type(self).__name__
+        super().__init__(_check_num_classes(name, num_classes))
+        for argument, value, least in (("dim", dim, 2 if kind == "pq" else 1), ("codewords", codewords, 1), ("iterations", iterations, 0),
+                                       ("refresh_every", refresh_every, 0), ("update_every", update_every, 0)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected {argument} of type int, got {type(value).__name__}")
+            if value < least:
+                raise ValueError(f"{name}: expected {argument} of at least {least}, got {value}")
+        if codewords > 1024:
+            raise ValueError(f"{name}: expected codewords of at most 1024, got {codewords}")
+        if kind not in ("rq", "pq"):
+            raise ValueError(f"{name}: expected kind as \"rq\" or \"pq\", got {kind!r}")
+        if mixture not in ("mean", "rms"):
+            raise ValueError(f"{name}: expected mixture as \"mean\" or \"rms\", got {mixture!r}")
+        if distinct is not None and not isinstance(distinct, bool):
+            raise TypeError(f"{name}: expected distinct as True, False or None, got {distinct!r}")
+        if train_points is not None and train_points < 1:
+            raise ValueError(f"{name}: expected train_points of at least 1, got {train_points}")
+        self.shared_by_default = False
+        self.dim = dim
+        self.codewords = codewords
+        self.kind = kind
+        self.residual = kind == "rq"
+        self.distinct = distinct
+        self.rms = mixture == "rms"
+        self.refresh_every = refresh_every
+        self.update_every = update_every
+        self.iterations = iterations
+        self.train_points = 256 * codewords if train_points is None else train_points
+        self._has_bias = bias
+        low, ids = _check_exclude(name, exclude, num_classes)
+        excluded = torch.arange(low) if ids is None else ids.cpu()
+        self._make_index(excluded)
+
+    def _make_index(self, excluded: Tensor) -> None:
+        """An index that knows nothing yet: all classes in one cell."""
+        n, k = self.num_classes, self.codewords
+        cell = table_empty(n, dtype=torch.int32).zero_().index_fill_(0, excluded, -1)
+        drawn = n - int((cell < 0).sum())
+        width1, width2 = (self.dim, self.dim) if self.residual else ((self.dim + 1) // 2, self.dim // 2)
+        self.register_buffer("codewords1", torch.zeros(k, width1))
+        self.register_buffer("codewords2", torch.zeros(k, width2))
+        self.register_buffer("cell", cell)
+        log_weight = table_empty(n, dtype=torch.float32).zero_() if self._has_bias else None
+        order, start, mass, prefix, heaviest = torch.ops.xsoftmax.midx_cells(cell, log_weight, k, drawn)
+        self.register_buffer("order", order)
+        self.register_buffer("start", start)
+        self.register_buffer("mass", mass)
+        self.register_buffer("log_weight", log_weight)
+        self.register_buffer("prefix", prefix if self._has_bias else None)
+        self.register_buffer("heaviest", heaviest if self._has_bias else None)
+        self.register_buffer("step", torch.zeros([], dtype=torch.int64))
+        self.register_buffer("touched", torch.zeros(n, dtype=torch.bool) if self.update_every > 0 else None)
+
+    def _like(self, excluded: Tensor, bias: bool) -> "MidxSampler":
+        sampler = MidxSampler(
+            self.num_classes, self.dim, codewords=self.codewords, kind=self.kind, bias=bias, distinct=self.distinct, exclude=excluded,
+            mixture="rms" if self.rms else "mean", refresh_every=self.refresh_every, update_every=self.update_every,
+            iterations=self.iterations, train_points=self.train_points)
+        return sampler.to(self.cell.device)
+
+    def excluding(self, exclude: Union[int, Tensor]) -> "MidxSampler":
+        low, ids = _check_exclude(type(self).__name__, exclude, self.num_classes)
+        more = torch.arange(low) if ids is None else ids.cpu()
+        return self._like(torch.cat([(self.cell < 0).nonzero().squeeze(1).cpu(), more]).unique(), self._has_bias)
+
+    def for_table(self, dim: int, bias: bool) -> "MidxSampler":
+        if dim != self.dim:
+            raise ValueError(f"{type(self).__name__}: expected a table of width {self.dim}, got {dim}")
+        return self if bias == self._has_bias else self._like((self.cell < 0).nonzero().squeeze(1).cpu(), bias)
+
+    @torch.jit.export
+    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
+        """New codebooks from ``weight [N, D]`` (and ``bias [N]``, where the sampler has one), every class coded.
+
+        Returns:
+            ``distortion``: mean squared distance of a row from its codewords; ``mean_square``: of a row from 0; ``inertia1``,
+            ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
+        """
+        stats = torch.ops.xsoftmax.midx_refresh_(
+            draw_seed(weight, None), weight.detach(), _detached(bias), self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass,
+            self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations, self.train_points, bool(self.step > 0))
+        self.step.clamp_(min=1)
+        values: List[float] = stats.tolist()
+        return {"distortion": values[0], "mean_square": values[1], "inertia1": values[2], "inertia2": values[3], "cells": values[4]}
+
+    @torch.jit.export
+    def update(self, weight: Tensor, bias: Optional[Tensor], rows: Tensor) -> None:
+        """Codes the classes ``rows`` (int64 [R]) again under the present codebooks, and takes in all biases."""
+        torch.ops.xsoftmax.midx_update_(
+            weight.detach(), _detached(bias), self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight,
+            self.prefix, self.heaviest, rows)
+
+    @torch.jit.export
+    def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+        torch.ops.xsoftmax.midx_step_(
+            draw_seed(weight, None), weight.detach(), _detached(bias), self.step, self.touched, self.codewords1, self.codewords2, self.cell, self.order,
+            self.start, self.mass, self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations, self.train_points,
+            self.refresh_every, self.update_every)
+
+    @torch.jit.export
+    def note(self, ids: Tensor) -> None:
+        touched = self.touched
+        if touched is not None:
+            touched.index_fill_(0, ids.reshape(-1), True)
+
+    @torch.jit.export
+    def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
+               generator: Optional[torch.Generator] = None) -> Proposal:
+        """See :meth:`Sampler.sample`."""
+        distinct = self.draws_distinct(shared)
+        seed = draw_seed(input, generator)
+        # Without targets the ops look up those of any class.
+        some = torch.zeros([input.size(0)], dtype=torch.int64, device=input.device) if target is None else target
+        if shared:
+            ids, log_count, target_log_count = torch.ops.xsoftmax.midx_sample_shared(
+                seed, input, self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
+                self.heaviest, num_samples, distinct, self.rms, some)
+        else:
+            ids, log_count, target_log_count = torch.ops.xsoftmax.midx_sample(
+                seed, input, self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
+                self.heaviest, num_samples, distinct, some)
+        known: Optional[Tensor] = None
+        if target is not None:
+            known = target_log_count
+        return one_set(ids, log_count, known, distinct)
+
+    def draws_distinct(self, shared: bool) -> bool:
+        distinct = self.distinct
+        return shared if distinct is None else distinct
+
+    def log_count(self, input: Tensor, num_samples: int, shared: bool, ids: Tensor) -> Tensor:
+        if self.draws_distinct(shared):
+            raise ValueError("MidxSampler: expected independent draws in a union, got distinct ones")
+        log_q = self.mixture_log_prob(input, ids.reshape(-1)).reshape(ids.shape) if shared else self.log_prob(input, ids)
+        return log_q + _log_of_count(num_samples, ids).to(torch.float32)
+
+    @torch.jit.export
+    def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
+        """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
+        return torch.ops.xsoftmax.midx_log_prob(input, self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass,
+                                                self.log_weight, self.prefix, self.heaviest, ids)
+
+    @torch.jit.export
+    def mixture_log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
+        """``log q`` of ``ids [S]`` in the mixture from which a shared set is drawn: float32 ``[S]``."""
+        return torch.ops.xsoftmax.midx_mixture_log_prob(input, self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass,
+                                                        self.log_weight, self.prefix, self.heaviest, self.rms, ids)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        # A checkpoint of a layer that had no index: the next step builds one.
+        if not any(prefix + name in state_dict for name in self._buffers):
+            self.step.zero_()
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def extra_repr(self) -> str:
+        text = f"num_classes={self.num_classes}, dim={self.dim}, codewords={self.codewords}, kind={self.kind!r}"
+        text += f", refresh_every={self.refresh_every}"
+        return text + (f", update_every={self.update_every}" if self.update_every > 0 else "")
+
+
+def _detached(tensor: Optional[Tensor]) -> Optional[Tensor]:
+    return None if tensor is None else tensor.detach()

@@ -1,0 +1,123 @@
+"""Several samplers as one."""
+
+from typing import List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from .sampler import Proposal, Sampler
+
+
+class UnionSampler(Sampler):
+    r"""The draws of several samplers together: what one of them misses, another proposes.
+
+    ``UnionSampler((UnigramSampler(counts), 64), (MidxSampler(n, d), 20))`` draws 64 classes that the batch shares and 20 for each query.
+    Expected counts add up: a class's count is the sum of what each sampler would draw of it, whoever drew it (the balance heuristic of
+    multiple importance sampling; Veach and Guibas, 1995), so that no candidate weighs more than under any one of them.
+
+    Args:
+        *parts: pairs of a sampler and its number of draws, which are shared or private as suits each sampler. A
+            :class:`MidxSampler` draws independently here (``distinct`` None or False, private).
+
+    ``num_samples`` of :meth:`sample`, and of a loss, is ignored.
+    """
+
+    def __init__(self, *parts: Tuple[Sampler, int]):
+        if not parts:
+            raise ValueError("UnionSampler: expected at least one pair (sampler, number of draws), got none")
+        for part in parts:
+            if not (isinstance(part, (tuple, list)) and len(part) == 2 and isinstance(part[0], Sampler) and isinstance(part[1], int)):
+                raise TypeError(f"UnionSampler: expected pairs (sampler, number of draws), got {part!r}")
+            if part[1] < 0:
+                raise ValueError(f"UnionSampler: expected a number of draws of at least 0, got {part[1]}")
+            if part[0].proposes_targets or isinstance(part[0], UnionSampler):
+                raise TypeError(f"UnionSampler: expected samplers of independent or distinct draws, got {type(part[0]).__name__}")
+        sizes = {sampler.num_classes for sampler, _ in parts}
+        if len(sizes) > 1:
+            raise ValueError(f"UnionSampler: expected samplers of one number of classes, got {sorted(sizes)}")
+        for sampler, _ in parts:
+            if not sampler.shared_by_default and sampler.draws_distinct(False):
+                raise ValueError(f"UnionSampler: expected private draws to be independent, got distinct ones of {type(sampler).__name__}")
+        super().__init__(parts[0][0].num_classes)
+        # Distinct shared draws first: an estimator renormalises the columns behind them.
+        parts = sorted(parts, key=lambda part: not part[0].draws_distinct(part[0].shared_by_default))
+        self.parts = nn.ModuleList(sampler for sampler, _ in parts)
+        self.counts: List[int] = [count for _, count in parts]
+        self.shared_by_default = False  # private draws, perhaps none, and shared ones beside them
+
+    def excluding(self, exclude: Union[int, Tensor]) -> "UnionSampler":
+        return UnionSampler(*[(part.excluding(exclude), count) for part, count in zip(self.parts, self.counts)])
+
+    def for_table(self, dim: int, bias: bool) -> "UnionSampler":
+        return UnionSampler(*[(part.for_table(dim, bias), count) for part, count in zip(self.parts, self.counts)])
+
+    @torch.jit.export
+    def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+        for part in self.parts:
+            part.prepare(weight, bias)
+
+    @torch.jit.export
+    def note(self, ids: Tensor) -> None:
+        for part in self.parts:
+            part.note(ids)
+
+    @torch.jit.export
+    def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
+               generator: Optional[torch.Generator] = None) -> Proposal:
+        """See :meth:`Sampler.sample`; ``num_samples`` and ``shared`` are the samplers' own.
+
+        Private draws stand in ``ids [Q, P]``, shared ones in ``shared_ids [S]``, whose counts are ``[Q, S]`` where a sampler looks at the query.
+        """
+        queries = input.size(0)
+        private_ids: List[Tensor] = []
+        private_counts: List[Tensor] = []
+        shared_ids: List[Tensor] = []
+        shared_counts: List[Tensor] = []
+        shared_distinct = 0
+        by_query = False
+        total: Optional[Tensor] = None
+        draws: Optional[Tensor] = None
+        for i, part in enumerate(self.parts):
+            proposal = part.sample(input, self.counts[i], part.shared_by_default, target, generator)
+            log_count = proposal.log_count
+            for j, other in enumerate(self.parts):
+                if i != j:
+                    log_count = torch.logaddexp(log_count, other.log_count(input, self.counts[j], other.shared_by_default, proposal.ids))
+            if part.shared_by_default:
+                shared_ids.append(proposal.ids)
+                shared_counts.append(log_count)
+                by_query = by_query or log_count.dim() == 2
+                if proposal.distinct:
+                    shared_distinct += proposal.ids.size(0)
+            else:
+                private_ids.append(proposal.ids)
+                private_counts.append(log_count)
+            of_target = proposal.target_log_count
+            if of_target is not None:
+                total = of_target if total is None else torch.logaddexp(total, of_target)
+                if not proposal.distinct:
+                    draws = of_target if draws is None else torch.logaddexp(draws, of_target)
+        if total is not None and draws is None:
+            draws = torch.full_like(total, float("-inf"))
+        ids = torch.cat(private_ids, 1) if len(private_ids) > 0 else torch.zeros([queries, 0], dtype=torch.int64, device=input.device)
+        counts = torch.cat(private_counts, 1) if len(private_counts) > 0 else torch.zeros([queries, 0], device=input.device)
+        if len(shared_ids) == 0:
+            return Proposal(ids, counts, total, False, None, None, 0, draws)
+        if by_query:
+            shared_counts = [count.expand(queries, count.size(-1)) for count in shared_counts]
+        return Proposal(ids, counts, total, False, torch.cat(shared_ids), torch.cat(shared_counts, -1), shared_distinct, draws)
+
+    @torch.jit.export
+    def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
+        """``log q`` of ``ids`` in a draw of the union: the log of its expected count over the number of draws."""
+        total: Optional[Tensor] = None
+        size = 0
+        for i, part in enumerate(self.parts):
+            log_count = part.log_count(input, self.counts[i], part.shared_by_default, ids)
+            total = log_count if total is None else torch.logaddexp(total, log_count)
+            size += self.counts[i]
+        assert total is not None
+        return (total - torch.full([], size, dtype=torch.float64, device=ids.device).log()).to(torch.float32)
+
+    def extra_repr(self) -> str:
+        return f"draws={self.counts}"

@@ -1,0 +1,474 @@
+"""MIDX draws what its formula says, from an index that is what K-means and the class table make of it."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+import xsoftmax as xs
+from xsoftmax.samplers import MidxSampler, UnigramSampler, UnionSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+ops = torch.ops.xsoftmax
+N, D, K, Q, HEAD = 400, 9, 6, 5, 7
+
+
+def seed(value):
+    return torch.tensor(value, dtype=torch.int64)
+
+
+def make_sampler(kind="rq", bias=False, **kwargs):
+    """A sampler whose index knows a random table, and queries."""
+    torch.manual_seed(0)
+    weight, b = torch.randn(N, D), 1.5 * torch.randn(N)
+    sampler = MidxSampler(N, D, codewords=kwargs.pop("codewords", K), kind=kind, bias=bias, exclude=HEAD, **kwargs)
+    sampler.refresh(weight, b if bias else None)
+    return sampler, torch.randn(Q, D), weight, b
+
+
+def formula(sampler, z, bias=None):
+    """log q [Q, N] of Theorem 2, written out: the softmax of codeword scores and biases."""
+    k1, k2 = sampler.cell.long().clamp(min=0) // sampler.codewords, sampler.cell.long().clamp(min=0) % sampler.codewords
+    z = z.double()
+    z1, z2 = (z, z) if sampler.kind == "rq" else (z[:, :(D + 1) // 2], z[:, (D + 1) // 2:])
+    score = z1 @ sampler.codewords1.double()[k1].T + z2 @ sampler.codewords2.double()[k2].T
+    score = score if bias is None else score + bias
+    return score.masked_fill(sampler.cell < 0, -math.inf).log_softmax(1)
+
+
+def chi_square(counts, expected):
+    """p-value, cells of fewer than five expected draws put together."""
+    rare = expected < 5
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    keep = expected > 0
+    return stats.chisquare(counts[keep].numpy(), (expected[keep] * counts.sum() / expected[keep].sum()).numpy()).pvalue
+
+
+both_kinds = pytest.mark.parametrize("kind", ["rq", "pq"])
+with_bias = pytest.mark.parametrize("bias", [False, True])
+
+
+@both_kinds
+@with_bias
+def test_log_prob_is_the_formula_and_sums_to_one(kind, bias):
+    sampler, z, _, b = make_sampler(kind, bias)
+    want = formula(sampler, z, b if bias else None)
+    got = sampler.log_prob(z, torch.arange(N))
+    assert got.dtype == torch.float32 and torch.isneginf(got[:, :HEAD]).all()
+    torch.testing.assert_close(got[:, HEAD:].double(), want[:, HEAD:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.exp().sum(1), torch.ones(Q))
+    ids = torch.randint(N, (Q, 11))
+    torch.testing.assert_close(sampler.log_prob(z, ids), got.gather(1, ids))
+
+
+@both_kinds
+@with_bias
+def test_private_draws_follow_log_prob(kind, bias):
+    sampler, z, _, _ = make_sampler(kind, bias)
+    log_q = sampler.log_prob(z, torch.arange(N))
+    proposal = sampler.sample(z, 30_000, False, torch.arange(Q) + HEAD)
+    assert not proposal.distinct and proposal.ids.shape == (Q, 30_000)
+    for q in range(Q):
+        assert chi_square(torch.bincount(proposal.ids[q], minlength=N), log_q[q].double().exp() * 30_000) > 1e-4
+    torch.testing.assert_close(proposal.log_count, log_q.gather(1, proposal.ids) + math.log(30_000), rtol=0, atol=1e-5)
+    torch.testing.assert_close(proposal.target_log_count, log_q[torch.arange(Q), torch.arange(Q) + HEAD] + math.log(30_000), rtol=0, atol=1e-5)
+
+
+@both_kinds
+@with_bias
+def test_draws_follow_a_stale_index(kind, bias):
+    """The table moves on, the index does not: q is that of the index. An update moves single classes."""
+    sampler, z, weight, b = make_sampler(kind, bias)
+    before = sampler.log_prob(z, torch.arange(N))
+    weight.normal_()
+    torch.testing.assert_close(sampler.log_prob(z, torch.arange(N)), before)
+    rows = torch.arange(50, 90)
+    sampler.update(weight, b if bias else None, rows)
+    want = ops.midx_encode(weight, sampler.codewords1, sampler.codewords2)[0]
+    assert torch.equal(sampler.cell[rows], want[rows]) and not torch.equal(sampler.cell[90:], want[90:])
+    log_q = sampler.log_prob(z, torch.arange(N))
+    torch.testing.assert_close(log_q[:, HEAD:].double(), formula(sampler, z, b if bias else None)[:, HEAD:], rtol=0, atol=1e-5)
+    ids = sampler.sample(z, 30_000, False).ids
+    assert chi_square(torch.bincount(ids[0], minlength=N), log_q[0].double().exp() * 30_000) > 1e-4
+
+
+@with_bias
+@pytest.mark.parametrize("size", [1, 20, 150, N - HEAD])
+def test_distinct_private_draws_have_their_inclusion_probability(bias, size):
+    sampler, z, _, _ = make_sampler(bias=bias, distinct=True)
+    runs = 600
+    seen = torch.zeros(Q, N)
+    for _ in range(runs):
+        proposal = sampler.sample(z, size, False)
+        assert proposal.distinct and all(len(set(row)) == size for row in proposal.ids.tolist())
+        assert proposal.ids.min() >= HEAD
+        seen.scatter_add_(1, proposal.ids, torch.ones(Q, size))
+    inclusion = torch.stack([sampler.sample(z, size, False, torch.full((Q,), i)).target_log_count for i in range(N)], 1).double().exp()
+    torch.testing.assert_close(inclusion.sum(1), torch.full((Q,), float(size), dtype=torch.float64), rtol=1e-5, atol=0)
+    assert ((inclusion > 1 - 1e-9) <= (seen == runs)).all()  # what is certain is always there
+    spread = (inclusion * (1 - inclusion) / runs).sqrt()
+    usual = inclusion * runs > 5
+    assert ((seen / runs - inclusion).abs() < 6 * spread + 1e-9)[usual].all()
+    torch.testing.assert_close(proposal.log_count.double().exp(), inclusion.gather(1, proposal.ids), rtol=1e-5, atol=0)
+
+
+@both_kinds
+@with_bias
+@pytest.mark.parametrize("mixture", ["mean", "rms"])
+@pytest.mark.parametrize("distinct", [False, True])
+def test_shared_draws_follow_the_mixture(kind, bias, mixture, distinct):
+    sampler, z, _, _ = make_sampler(kind, bias, mixture=mixture, distinct=distinct)
+    log_q = sampler.log_prob(z, torch.arange(N)).double()
+    want = log_q.exp().mean(0) if mixture == "mean" else log_q.exp().square().mean(0).sqrt()
+    want = want / want.sum()
+    got = sampler.mixture_log_prob(z, torch.arange(N)).double()
+    torch.testing.assert_close(got.exp(), want, rtol=1e-5, atol=1e-12)
+    runs, size = 800, 40
+    seen = torch.zeros(N)
+    for _ in range(runs):
+        proposal = sampler.sample(z, size, True, torch.arange(Q) + 30)
+        seen += torch.bincount(proposal.ids, minlength=N)
+    if not distinct:
+        assert chi_square(seen, want * size * runs) > 1e-4
+        torch.testing.assert_close(proposal.log_count.double(), got[proposal.ids] + math.log(size), rtol=0, atol=1e-5)
+        return
+    assert proposal.ids.unique().numel() == size
+    inclusion = torch.cat([sampler.sample(z, size, True, torch.arange(i, i + Q) % N).target_log_count for i in range(0, N, Q)]).double().exp()
+    torch.testing.assert_close(inclusion.sum(), torch.tensor(float(size), dtype=torch.float64), rtol=1e-5, atol=0)
+    free = inclusion < 1
+    scale = (inclusion / want)[free & (want > 0)]
+    torch.testing.assert_close(scale, scale[:1].expand_as(scale), rtol=1e-4, atol=0)
+    usual = inclusion * runs > 5
+    assert ((seen / runs - inclusion).abs() < 6 * (inclusion * (1 - inclusion) / runs).sqrt() + 1e-9)[usual].all()
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+def test_any_number_of_threads_draws_alike(distinct):
+    torch.manual_seed(1)
+    weight, z, target = torch.randn(5000, 32), torch.randn(300, 32), torch.randint(5000, (300,))
+    threads, seen = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            torch.manual_seed(7)
+            sampler = MidxSampler(5000, 32, codewords=16)
+            sampler.refresh(weight)
+            seen.append([*sampler.sample(z, 50, False, target)[:3], *sampler.sample(z, 50, True, target)[:3],
+                         *MidxSampler.sample(_with(sampler, distinct=distinct), z, 20, False, target)[:3], *sampler.buffers(),
+                         sampler.log_prob(z, target[:40])])
+    finally:
+        torch.set_num_threads(threads)
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
+
+
+def _with(sampler, **attributes):
+    clone = copy.copy(sampler)
+    for name, value in attributes.items():
+        setattr(clone, name, value)
+    return clone
+
+
+def test_exact_in_the_limit_of_one_class_a_cell():
+    """As many codewords as classes: the index holds the table itself, and q is the softmax."""
+    torch.manual_seed(0)
+    weight, bias, z = torch.randn(40, 6), torch.randn(40), torch.randn(3, 6)
+    sampler = MidxSampler(40, 6, codewords=40, bias=True, iterations=30)
+    stats_ = sampler.refresh(weight, bias)
+    assert stats_["distortion"] < 1e-6
+    torch.testing.assert_close(sampler.log_prob(z, torch.arange(40)), (z @ weight.T + bias).log_softmax(1), rtol=0, atol=1e-4)
+
+
+@with_bias
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 8), (50, 5, 64), (700, 3, 2), (64, 4, 1)])
+def test_odd_sizes(bias, shape):
+    """One class, fewer classes than codewords, one codeword."""
+    n, d, k = shape
+    torch.manual_seed(0)
+    weight, b, z = torch.randn(n, d), torch.randn(n), torch.randn(4, d)
+    for kind in ("rq", "pq") if d > 1 else ("rq",):
+        sampler = MidxSampler(n, d, codewords=k, kind=kind, bias=bias)
+        sampler.refresh(weight, b if bias else None)
+        log_q = sampler.log_prob(z, torch.arange(n))
+        torch.testing.assert_close(log_q.exp().sum(1), torch.ones(4))
+        ids = sampler.sample(z, 10, False).ids
+        assert ids.min() >= 0 and ids.max() < n
+        assert sampler.sample(z, n, True).ids.tolist() == list(range(n))
+        assert sampler.sample(z, 0, False).ids.shape == (4, 0) and sampler.sample(z[:0], 3, False).ids.shape == (0, 3)
+        assert sampler.sample(z[:0], min(n, 2), True).ids.shape == (min(n, 2),)
+
+
+@pytest.mark.parametrize("table", ["zeros", "duplicates", "huge", "spread"])
+def test_degenerate_tables(table):
+    torch.manual_seed(0)
+    weight = {"zeros": torch.zeros(60, 4), "duplicates": torch.randn(3, 4).repeat(20, 1), "huge": 300 * torch.randn(60, 4),
+              "spread": torch.randn(60, 4) * torch.logspace(-6, 3, 60)[:, None]}[table]
+    sampler = MidxSampler(60, 4, codewords=8)
+    sampler.refresh(weight)
+    z = torch.randn(5, 4)
+    for shared in (False, True):
+        for m in (1, 30, 60):
+            proposal = sampler.sample(z, m, shared, torch.arange(5))
+            assert torch.isfinite(proposal.log_count).all() and torch.isfinite(proposal.target_log_count).all()
+    torch.testing.assert_close(sampler.log_prob(z, torch.arange(60)).double().exp().sum(1), torch.ones(5, dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+def test_queries_that_are_no_numbers_give_a_loss_that_is_none():
+    loss = xs.SampledSoftmaxLoss(D, N, sampler="midx", num_samples=8)
+    for bad in (math.nan, math.inf):
+        for shared in (False, True):
+            loss.shared = shared
+            x = torch.randn(3, D)
+            x[1, 2] = bad
+            assert not torch.isfinite(loss(x, torch.tensor([1, 2, 3])))
+
+
+@both_kinds
+def test_encoding_finds_the_nearest_codewords(kind):
+    sampler, _, weight, _ = make_sampler(kind, codewords=37)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        rows = weight.to(dtype)
+        cell, error = ops.midx_encode(rows, sampler.codewords1, sampler.codewords2)
+        k1, k2 = (cell // 37).long(), (cell % 37).long()
+        x = rows.float()
+        if kind == "rq":
+            best1 = torch.cdist(x, sampler.codewords1).argmin(1)
+            rest = x - sampler.codewords1[best1]
+            left = rest - sampler.codewords2[k2]
+            assert (best1 == k1).all() and (torch.cdist(rest, sampler.codewords2).argmin(1) == k2).all()
+        else:
+            half = (D + 1) // 2
+            assert (torch.cdist(x[:, :half], sampler.codewords1).argmin(1) == k1).all()
+            assert (torch.cdist(x[:, half:], sampler.codewords2).argmin(1) == k2).all()
+            left = x - torch.cat([sampler.codewords1[k1], sampler.codewords2[k2]], 1)
+        torch.testing.assert_close(error, left.square().sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_kmeans_lowers_the_inertia_and_finds_clusters():
+    torch.manual_seed(0)
+    centers = 20 * torch.randn(12, 5)
+    rows = centers.repeat(50, 1) + 0.1 * torch.randn(600, 5)
+    centroids, inertia = ops.kmeans(seed(3), rows, 12, 8)
+    assert (inertia.diff() <= 1e-9).all() and inertia[-1] < 0.1
+    assert torch.cdist(centers, centroids).min(1).values.max() < 0.2
+    # From a bad start, clusters that no row is nearest to start again.
+    centroids, inertia = ops.kmeans(seed(3), rows, 12, 8, torch.full((12, 5), 1e3))
+    assert torch.cdist(rows, centroids).argmin(1).unique().numel() == 12
+
+
+def test_refresh_reports_what_the_index_is():
+    sampler, _, weight, _ = make_sampler()
+    report = sampler.refresh(weight)
+    k1, k2 = sampler.cell[HEAD:].long() // K, sampler.cell[HEAD:].long() % K
+    rest = weight[HEAD:] - sampler.codewords1[k1] - sampler.codewords2[k2]
+    assert report["cells"] == sampler.cell[HEAD:].unique().numel()
+    assert report["mean_square"] == pytest.approx(weight[HEAD:].square().sum(1).mean().item(), rel=1e-5)
+    full = torch.cat([ops.midx_encode(weight[:HEAD], sampler.codewords1, sampler.codewords2)[1], rest.square().sum(1)]).mean()
+    assert report["distortion"] == pytest.approx(full.item(), rel=1e-4)
+    assert sampler.order.sort().values.tolist() == list(range(HEAD, N))
+
+
+def test_a_loss_refreshes_by_its_schedule():
+    torch.manual_seed(0)
+    sampler = MidxSampler(N, D, codewords=K, refresh_every=64, update_every=3)
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=sampler, num_samples=5)
+    optimizer = xs.optim.RowSGD(loss.parameters(), lr=5.0)
+    refreshed, recoded = [], []
+    for step in range(130):
+        codewords, cells = sampler.codewords1.clone(), sampler.cell.clone()
+        optimizer.zero_grad()
+        loss(torch.randn(8, D), torch.randint(N, (8,))).backward()
+        if not torch.equal(codewords, sampler.codewords1):
+            refreshed.append(step)
+        elif not torch.equal(cells, sampler.cell):
+            recoded.append(step)
+        optimizer.step()
+    assert refreshed == [0, 2, 4, 8, 16, 32, 64, 128]
+    assert recoded and all(step % 3 == 0 for step in recoded)
+    # Only rows that were scored may be marked, and an update leaves the others' cells alone.
+    assert 0 < sampler.touched.sum() < N
+
+
+def test_the_default_estimator_approaches_the_full_gradient():
+    """The mean gradient over many draws comes to the exact one as M grows, within its standard error and a bias that falls with M."""
+    sampler, z, weight, _ = make_sampler()
+    sampler = MidxSampler(N, D, codewords=K)
+    sampler.refresh(weight)
+    target = torch.randint(N, (Q,))
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=sampler, num_samples=1)
+    sampler.refresh_every = 0
+    loss.linear.weight.data.copy_(weight)
+    x = z.clone().requires_grad_()
+    exact = torch.autograd.grad(loss.exact(x, target), x)[0]
+    distance = {}
+    for m in (16, 1024):
+        loss.num_samples = m
+        draws = torch.stack([torch.autograd.grad(loss(x, target), x)[0] for _ in range(100)])
+        error = draws.std(0) / math.sqrt(100)
+        distance[m] = (draws.mean(0) - exact).norm() / exact.norm()
+        if m == 1024:
+            assert ((draws.mean(0) - exact).abs() < 5 * error).all()
+    assert distance[1024] < distance[16] / 4
+
+
+def test_union_counts_are_sums():
+    sampler, z, _, _ = make_sampler()
+    unigram = UnigramSampler(torch.rand(N), exclude=HEAD)
+    target = torch.randint(HEAD, N, (Q,))
+    union = UnionSampler((unigram, 30), (sampler, 12))
+    proposal = union.sample(z, 0, False, target)
+    ids = torch.arange(N)
+    unigram_count = unigram.log_count(z, 30, True, ids).exp()
+    total = unigram_count + 12 * sampler.log_prob(z, ids).exp()
+    torch.testing.assert_close(proposal.log_count.exp(), total.gather(1, proposal.ids))
+    torch.testing.assert_close(proposal.shared_log_count.exp(), total[:, proposal.shared_ids])
+    torch.testing.assert_close(proposal.target_log_count.exp(), total.gather(1, target[:, None]).squeeze(1))
+    torch.testing.assert_close(proposal.target_log_draws.exp(), 12 * sampler.log_prob(z, target[:, None]).exp().squeeze(1))
+    assert proposal.shared_distinct == 30 and proposal.shared_ids.unique().numel() == 30
+    torch.testing.assert_close(union.log_prob(z, ids).exp().sum(1), torch.ones(Q))
+
+
+def test_union_estimates_the_normaliser_without_bias():
+    sampler, z, weight, _ = make_sampler()
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=UnionSampler((UnigramSampler(torch.rand(N)), 20), (MidxSampler(N, D, codewords=K), 10)),
+                                 num_samples=0, head_classes=HEAD, reduction="none")
+    loss.linear.weight.data.copy_(weight)
+    target = torch.randint(N, (Q,))
+    scores = z @ weight.T
+    with torch.no_grad():
+        own = scores.gather(1, target[:, None]).squeeze(1)
+        ratio = torch.stack([loss(z, target).exp() for _ in range(1500)])  # the estimate of sum e^s over e^{s_y}
+    want = (scores.logsumexp(1) - own).exp()
+    assert ((ratio.mean(0) - want).abs() < 5 * ratio.std(0) / math.sqrt(1500)).all()
+
+
+@pytest.mark.parametrize("make", [lambda: MidxSampler(N, D, codewords=K), lambda: UnionSampler((MidxSampler(N, D, codewords=K), 5),
+                                                                                               (UnigramSampler(torch.rand(N)), 9))])
+@with_bias
+def test_scripted_compiled_and_saved(make, bias):
+    torch.manual_seed(0)
+    x, target = torch.randn(6, D), torch.randint(N, (6,))
+    values = []
+    for wrap in (lambda m: m, torch.jit.script, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(5)
+        loss = xs.SampledSoftmaxLoss(D, N, sampler=make(), num_samples=7, head_classes=HEAD, bias=bias)
+        called = wrap(loss)
+        torch.manual_seed(6)
+        values.append([called(x, target).item() for _ in range(3)])
+    assert values[0] == pytest.approx(values[1], rel=1e-6) and values[0] == pytest.approx(values[2], rel=1e-5)
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(loss), buffer)
+    buffer.seek(0)
+    loaded = torch.jit.load(buffer)
+    torch.manual_seed(8)
+    want = loss(x, target)
+    torch.manual_seed(8)
+    torch.testing.assert_close(loaded(x, target), want)
+
+
+def test_state_dict_holds_the_index():
+    sampler, z, _, _ = make_sampler(bias=True)
+    other = MidxSampler(N, D, codewords=K, bias=True, exclude=HEAD)
+    other.load_state_dict(sampler.state_dict())
+    torch.testing.assert_close(other.log_prob(z, torch.arange(N)), sampler.log_prob(z, torch.arange(N)))
+    torch.testing.assert_close(copy.deepcopy(sampler).half().log_prob(z, torch.arange(N)), sampler.log_prob(z, torch.arange(N)))
+    # A checkpoint without one: built anew at the next step.
+    plain, loss = torch.nn.Linear(D, N), xs.SampledSoftmaxLoss(D, N, sampler="midx", num_samples=5, bias=True)
+    loss(torch.randn(2, D), torch.tensor([1, 2]))
+    loss.load_state_dict({f"linear.{name}": value for name, value in plain.state_dict().items()})
+    assert loss.sampler.step == 0
+
+
+def test_exported_program_draws_from_the_index():
+    loss = xs.SampledSoftmaxLoss(D, N, sampler="midx", num_samples=6)
+    loss(torch.randn(4, D), torch.randint(N, (4,)))
+
+    class Draw(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sampler = loss.sampler
+
+        def forward(self, x, ids):
+            return self.sampler.log_prob(x, ids)
+
+    x, ids = torch.randn(4, D), torch.randint(N, (4, 3))
+    program = torch.export.export(Draw(), (x, ids))
+    torch.testing.assert_close(program.module()(x, ids), loss.sampler.log_prob(x, ids))
+
+
+@with_bias
+def test_opcheck(bias):
+    sampler, z, weight, b = make_sampler(bias=bias)
+    index = [sampler.codewords1, sampler.codewords2, sampler.cell, sampler.order, sampler.start, sampler.mass, sampler.log_weight,
+             sampler.prefix, sampler.heaviest]
+    ids = torch.randint(N, (Q, 3))
+    check = lambda op, args: torch.library.opcheck(op.default, args)  # noqa: E731
+    check(ops.midx_log_prob, (z, *index, ids))
+    check(ops.midx_mixture_log_prob, (z, *index, False, ids[0]))
+    check(ops.midx_sample, (seed(1), z, *index, 4, False, ids[:, 0]))
+    check(ops.midx_sample_shared, (seed(1), z, *index, 4, True, False, ids[:, 0]))
+    check(ops.midx_encode, (weight, *index[:2]))
+    check(ops.midx_cells, (sampler.cell, sampler.log_weight, K, N - HEAD))
+    check(ops.kmeans, (seed(1), weight, 4, 3))
+    table = (weight, b if bias else None)
+    check(ops.midx_refresh_, (seed(1), *table, *index, True, 3, 100, True))
+    check(ops.midx_update_, (*table, *index, ids[0]))
+    check(ops.midx_step_, (seed(1), *table, torch.zeros([], dtype=torch.int64), torch.zeros(N, dtype=torch.bool), *index, True, 3, 100, 4, 2))
+
+
+@with_bias
+def test_kernels_agree_with_the_composites(bias):
+    sampler, z, weight, _ = make_sampler(bias=bias)
+    ids, cells = torch.randint(N, (30,)), (sampler.cell, sampler.log_weight, K, N - HEAD)
+    run = lambda: [sampler.log_prob(z, ids), *ops.midx_encode(weight, sampler.codewords1, sampler.codewords2), *ops.midx_cells(*cells)]  # noqa: E731
+    kernel = run()
+    with xs.use_impl("reference"):
+        composite = run()
+    for got, want in zip(kernel, composite):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change, error, message", [
+    (dict(codewords=0), ValueError, "codewords of at least 1"), (dict(codewords=2000), ValueError, "at most 1024"),
+    (dict(kind="opq"), ValueError, "kind as"), (dict(dim=0), ValueError, "dim of at least 1"), (dict(dim=1, kind="pq"), ValueError, "dim of at least 2"),
+    (dict(mixture="max"), ValueError, "mixture as"), (dict(distinct=1), TypeError, "distinct as"), (dict(codewords=6.5), TypeError, "codewords of type int"),
+    (dict(exclude=N), ValueError, "exclude to leave a class"), (dict(train_points=0), ValueError, "train_points"),
+    (dict(refresh_every=-1), ValueError, "refresh_every of at least 0"),
+])
+def test_bad_arguments(change, error, message):
+    with pytest.raises(error, match=message):
+        MidxSampler(N, **({"dim": D} | change))
+
+
+def test_bad_calls():
+    sampler, z, weight, b = make_sampler()
+    with pytest.raises(ValueError, match="midx_sample: expected codewords of the width 8"):
+        sampler.sample(z[:, :8], 4, False)
+    with pytest.raises(IndexError, match="target in"):
+        sampler.sample(z, 4, False, torch.full((Q,), N))
+    with pytest.raises(ValueError, match="num_samples of at most 393"):
+        sampler.sample(z, N, True)
+    with pytest.raises(IndexError, match="ids in"):
+        sampler.log_prob(z, torch.tensor([-1]))
+    with pytest.raises(ValueError, match="bias just where the index has weights"):
+        sampler.refresh(weight, b)
+    with pytest.raises(ValueError, match="finite"):
+        sampler.refresh(weight * math.nan)
+    with pytest.raises(ValueError, match="table of width 9"):
+        xs.SampledSoftmaxLoss(D + 1, N, sampler=sampler, num_samples=3)
+    hostile = copy.deepcopy(sampler)
+    hostile.order.fill_(2**40)
+    with pytest.raises(IndexError, match="order in"):
+        hostile.sample(z, 4, False)
+    hostile = copy.deepcopy(sampler)
+    hostile.start.fill_(2**40)
+    with pytest.raises(ValueError, match="start"):
+        hostile.sample(z, 4, False)
+    hostile = copy.deepcopy(sampler)
+    hostile.cell.fill_(2**20)
+    with pytest.raises(IndexError, match="cell in"):
+        hostile.log_prob(z, torch.tensor([1]))
