@@ -39,6 +39,7 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/log_uniform_sample_cpu.cpp
   csrc/samplers/midx_index.cpp
   csrc/samplers/midx_index_cpu.cpp
+  csrc/samplers/midx_module.cpp
   csrc/samplers/midx_refresh.cpp
   csrc/samplers/midx_sample.cpp
   csrc/samplers/midx_sample_cpu.cpp
@@ -46,8 +47,10 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/sampling.cpp
   csrc/samplers/systematic_sample.cpp
   csrc/samplers/systematic_sample_cpu.cpp
+  csrc/samplers/table_log_prob.cpp
   csrc/samplers/uniform_sample.cpp
   csrc/samplers/uniform_sample_cpu.cpp
+  csrc/samplers/union_module.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp

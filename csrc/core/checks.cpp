@@ -37,19 +37,41 @@ void size(const char* op, const char* arg, const at::Tensor& tensor, int64_t axi
                     ", got shape ", tensor.sym_sizes());
 }
 
+const char* name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return "float32";
+    case at::kDouble: return "float64";
+    case at::kHalf: return "float16";
+    case at::kLong: return "int64";
+    case at::kInt: return "int32";
+    case at::kShort: return "int16";
+    case at::kChar: return "int8";
+    case at::kByte: return "uint8";
+    case at::kBFloat16: return "bfloat16";
+    case at::kBool: return "bool";
+    case at::kComplexFloat: return "complex64";
+    case at::kComplexDouble: return "complex128";
+    default: return c10::toString(dtype);
+  }
+}
+
+void dtype(const char* op, const char* arg, const at::Tensor& tensor, at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, op, ": expected ", arg, " of dtype ", name(dtype), ", got ", name(tensor.scalar_type()));
+}
+
 void floating(const char* op, const char* arg, const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": expected ",
-                   arg, " of dtype float32, float64, bfloat16 or float16, got ", dtype);
+                   arg, " of dtype float32, float64, bfloat16 or float16, got ", name(dtype));
 }
 
 void same_dtype(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", arg, " of ", other, "'s dtype ",
-                   reference.scalar_type(), ", got ", tensor.scalar_type());
+                   name(reference.scalar_type()), ", got ", name(tensor.scalar_type()));
 }
 
 void int64(const char* op, const char* arg, const at::Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong, op, ": expected ", arg, " of dtype int64, got ", tensor.scalar_type());
+  dtype(op, arg, tensor, at::kLong);
 }
 
 void same_device(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {

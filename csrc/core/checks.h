@@ -14,6 +14,9 @@ namespace xsoftmax::check {
 void dim(const char* op, const char* arg, const at::Tensor& tensor, int64_t dim);
 /// Dimension `axis` of `arg` has `size` elements; `why` names what the size comes from.
 void size(const char* op, const char* arg, const at::Tensor& tensor, int64_t axis, const c10::SymInt& size, const char* why);
+/// As torch names it in Python: "float32".
+const char* name(at::ScalarType dtype);
+void dtype(const char* op, const char* arg, const at::Tensor& tensor, at::ScalarType dtype);
 /// float32, float64, bfloat16 or float16.
 void floating(const char* op, const char* arg, const at::Tensor& tensor);
 void same_dtype(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference);

@@ -179,7 +179,7 @@ void check_candidates(const char* op, const char* rows_arg, const Tensor& rows, 
 void check_candidate_loss(const CandidateLossArgs& args) {
   check::dim(kOp, "scores", args.scores, 2);
   TORCH_CHECK_TYPE(args.scores.scalar_type() == at::kFloat || args.scores.scalar_type() == at::kDouble, kOp,
-                   ": expected scores of dtype float32 or float64, got ", args.scores.scalar_type());
+                   ": expected scores of dtype float32 or float64, got ", check::name(args.scores.scalar_type()));
   check_candidates(kOp, "scores", args.scores, args.target, args.private_ids, args.shared_ids, args.private_log_count,
                    args.shared_log_count, args.target_log_count, args.estimator, args.remove_accidental_hits, args.fixed_private,
                    args.fixed_shared, args.label_smoothing);

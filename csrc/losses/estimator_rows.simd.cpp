@@ -91,7 +91,7 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
   const int64_t draws = (p - rows.fixed_private) + (s - rows.fixed_shared);
   if (rows.remove_hits && rows.renormalize && draws > hits && rows.target_log_count) {
     const T rest = T(draws) - T(__builtin_exp(double(rows.target_log_count[q])));
-    factor = logarithm((rest > 0 ? rest : T(0)) / T(draws - hits));
+    factor = logarithm((rest < 0 ? T(0) : rest) / T(draws - hits)); // a NaN stays one
     for (int64_t j = rows.fixed_private; j < p; ++j) {
       buffer[j] += factor;
     }

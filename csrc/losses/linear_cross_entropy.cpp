@@ -284,9 +284,7 @@ void check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const
     check::dim(kOp, "class_weight", *class_weight, 1);
     check::same_device(kOp, "class_weight", *class_weight, "input", input);
     check::size(kOp, "class_weight", *class_weight, 0, weight.sym_size(0), "the rows of weight");
-    const auto dtype = class_weight->scalar_type(), own = input.scalar_type();
-    TORCH_CHECK_TYPE(dtype == own || dtype == opmath_dtype(own), kOp, ": expected class_weight of dtype ", own,
-                     own == opmath_dtype(own) ? "" : " or float32", ", got ", dtype);
+    check::floating(kOp, "class_weight", *class_weight);
   }
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ", label_smoothing);
 }
@@ -299,8 +297,7 @@ void check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor&
   check::dim(op, "grad", grad, 1);
   check::size(op, "grad", grad, 0, input.sym_size(0), "the rows of input");
   check::same_device(op, "grad", grad, "input", input);
-  TORCH_CHECK_TYPE(grad.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected grad of dtype ",
-                   opmath_dtype(input.scalar_type()), ", got ", grad.scalar_type());
+  check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
 }
 
 void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -312,8 +309,7 @@ void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input
     check::dim(op, name, tensor, dims);
     check::size(op, name, tensor, queries_axis, input.sym_size(0), "the rows of input");
     check::same_device(op, name, tensor, "input", input);
-    TORCH_CHECK_TYPE(tensor.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected ", name, " of dtype ",
-                     opmath_dtype(input.scalar_type()), ", got ", tensor.scalar_type());
+    check::dtype(op, name, tensor, opmath_dtype(input.scalar_type()));
   };
   state("grad", grad, 1, 0);
   state("normalizer", normalizer, 2, 1);

@@ -1,3 +1,4 @@
+#include "core/checks.h"
 #include "core/optional.h"
 #include "losses/estimators.h"
 
@@ -19,7 +20,7 @@ using at::Tensor;
 int64_t reduction_code(const std::string& reduction) {
   if (reduction == "none") return at::Reduction::None;
   if (reduction == "mean") return at::Reduction::Mean;
-  TORCH_CHECK_VALUE(reduction == "sum", "expected reduction to be \"mean\", \"sum\" or \"none\", got \"", reduction, "\"");
+  TORCH_CHECK_VALUE(reduction == "sum", "xsoftmax::nn: expected reduction to be \"mean\", \"sum\" or \"none\", got \"", reduction, "\"");
   return at::Reduction::Sum;
 }
 
@@ -31,7 +32,7 @@ Tensor head_ids(const SamplingOptions& sampling, int64_t num_classes) {
   }
   TORCH_CHECK_VALUE(sampling.head_classes == 0, "SampledSoftmaxLoss: expected head_classes or head, got both");
   TORCH_CHECK_TYPE(sampling.head.scalar_type() == at::kLong && sampling.head.dim() == 1,
-                   "SampledSoftmaxLoss: expected head as 1-D int64 ids, got ", sampling.head.scalar_type(), " of shape ",
+                   "SampledSoftmaxLoss: expected head as 1-D int64 ids, got ", check::name(sampling.head.scalar_type()), " of shape ",
                    sampling.head.sizes());
   const Tensor ids = std::get<0>(sampling.head.sort());
   TORCH_CHECK_INDEX(ids.numel() == 0 || (ids[0].item<int64_t>() >= 0 && ids[-1].item<int64_t>() < num_classes),
@@ -50,10 +51,10 @@ std::vector<int64_t> with_last(const Tensor& input, int64_t last) {
 
 LinearLossImpl::LinearLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
     : num_classes_(num_classes), options_(options), reduction_(reduction_code(options.reduction)) {
-  TORCH_CHECK_VALUE(num_classes >= 1, "expected num_classes of at least 1, got ", num_classes);
+  TORCH_CHECK_VALUE(num_classes >= 1, "xsoftmax::nn: expected num_classes of at least 1, got ", num_classes);
   TORCH_CHECK_VALUE(!options.weight.defined() || (options.weight.dim() == 1 && options.weight.size(0) == num_classes),
-                    "expected weight of shape [", num_classes, "], got ", options.weight.sizes());
-  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, "expected label_smoothing in [0, 1], got ",
+                    "xsoftmax::nn: expected weight of shape [", num_classes, "], got ", options.weight.sizes());
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, "xsoftmax::nn: expected label_smoothing in [0, 1], got ",
                     options.label_smoothing);
   linear = register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(in_features, num_classes).bias(options.bias)));
   if (options.weight.defined()) {
@@ -62,8 +63,10 @@ LinearLossImpl::LinearLossImpl(int64_t in_features, int64_t num_classes, const L
 }
 
 Tensor LinearLossImpl::flatten(const Tensor& input, const Tensor& target) const {
+  TORCH_CHECK_VALUE(linear->weight.size(0) == num_classes_, "xsoftmax::nn: expected linear->weight with a row for each of ", num_classes_,
+                    " classes, got shape ", linear->weight.sizes());
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.sizes().slice(0, input.dim() - 1) == target.sizes(),
-                    "expected target of the shape of input without its last dimension, got input ", input.sizes(), " and target ",
+                    "xsoftmax::nn: expected target of the shape of input without its last dimension, got input ", input.sizes(), " and target ",
                     target.sizes());
   return input.reshape({target.numel(), input.size(-1)});
 }
@@ -100,14 +103,26 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
                     "SampledSoftmaxLoss: expected label_smoothing of 0 beside class weights, got ", options.label_smoothing);
   TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, "SampledSoftmaxLoss: expected a sampler of ", num_classes,
                     " classes, got one of ", given_sampler->num_classes());
-  head = register_buffer("head", head_ids(sampling, num_classes));
-  sampler = register_module("sampler", head.numel() > 0 ? given_sampler->excluding(head) : given_sampler);
+  head = head_ids(sampling, num_classes);
+  auto suited = head.numel() > 0 ? given_sampler->excluding(head) : given_sampler;
+  const auto other = suited->for_table(in_features, options.bias);
+  sampler = register_module("sampler", other ? other : suited);
   shared_ = sampling.shared.value_or(sampler->shared_by_default());
   TORCH_CHECK_VALUE(!sampler->proposes_targets() || (shared_ && sampling.remove_accidental_hits),
                     "SampledSoftmaxLoss: expected shared draws and remove_accidental_hits for a sampler that proposes targets");
 }
 
-Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target) { return forward(input, target, std::nullopt); }
+void SampledSoftmaxLossImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  Module::to(device, dtype, non_blocking);
+  head = head.to(device, non_blocking);
+}
+
+void SampledSoftmaxLossImpl::to(torch::Dtype dtype, bool non_blocking) { Module::to(dtype, non_blocking); }
+
+void SampledSoftmaxLossImpl::to(torch::Device device, bool non_blocking) {
+  Module::to(device, non_blocking);
+  head = head.to(device, non_blocking);
+}
 
 Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
   if (!is_training()) {
@@ -116,21 +131,37 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
   const Tensor query = flatten(input, target).detach();
   const Tensor flat = target.reshape({-1});
   const Tensor counted = at::where(flat.eq(options_.ignore_index), sampler->proposes_targets() ? -1 : 0, flat);
+  sampler->prepare(linear->weight, optional(linear->bias));
   const auto proposal = sampler->sample(query, sampling_.num_samples, shared_, counted, generator);
   std::optional<Tensor> private_ids, private_log_count;
   Tensor shared_ids = head, shared_log_count = at::zeros(head.sizes(), proposal.log_count.options());
-  const int64_t drawn = proposal.distinct ? proposal.ids.size(-1) : 0;
+  Tensor beside = proposal.shared_ids, beside_log_count = proposal.shared_log_count;
+  int64_t fixed_private = 0, beside_distinct = proposal.shared_distinct;
   if (shared_) {
-    shared_ids = at::cat({shared_ids, proposal.ids});
-    shared_log_count = at::cat({shared_log_count, proposal.log_count});
+    beside = proposal.ids;
+    beside_log_count = proposal.log_count;
+    beside_distinct = proposal.distinct ? beside.size(0) : 0;
   } else {
     private_ids = proposal.ids;
     private_log_count = proposal.log_count;
+    fixed_private = proposal.distinct ? proposal.ids.size(1) : 0;
+    sampler->note(proposal.ids);
   }
+  if (beside.defined()) {
+    if (beside_log_count.dim() == 2) {
+      shared_log_count = shared_log_count.expand({beside_log_count.size(0), head.size(0)});
+    }
+    shared_ids = at::cat({shared_ids, beside});
+    shared_log_count = at::cat({shared_log_count, beside_log_count}, -1);
+    sampler->note(beside);
+  }
+  sampler->note(counted);
+  const bool by_draws = proposal.target_log_draws.defined() && sampling_.estimator != "ranking";
   return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count,
-                              shared_log_count, optional(proposal.target_log_count), optional(weight), sampling_.estimator,
-                              sampling_.remove_accidental_hits, shared_ ? 0 : drawn, head.numel() + (shared_ ? drawn : 0), reduction_,
-                              options_.ignore_index, options_.label_smoothing, sampling_.sparse_grad);
+                              shared_log_count, optional(by_draws ? proposal.target_log_draws : proposal.target_log_count),
+                              optional(weight), sampling_.estimator, sampling_.remove_accidental_hits, fixed_private,
+                              head.numel() + beside_distinct, reduction_, options_.ignore_index, options_.label_smoothing,
+                              sampling_.sparse_grad);
 }
 
 } // namespace xsoftmax::nn

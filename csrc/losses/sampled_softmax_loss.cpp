@@ -26,6 +26,8 @@ void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& ta
   check::dim(kOp, "weight", weight, 2);
   if (given(class_weight)) {
     check::dim(kOp, "class_weight", *class_weight, 1);
+    check::floating(kOp, "class_weight", *class_weight);
+    check::same_device(kOp, "class_weight", *class_weight, "input", input);
     check::size(kOp, "class_weight", *class_weight, 0, weight.sym_size(0), "the rows of weight");
     TORCH_CHECK_VALUE(label_smoothing == 0, kOp, ": expected label_smoothing of 0 beside class weights, got ", label_smoothing,
                       " (the weighted mean over all classes cannot be had from a sample)");

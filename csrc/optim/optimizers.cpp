@@ -82,6 +82,7 @@ void check_options(const RowAdamOptions& options) {
   const auto [beta1, beta2] = options.betas();
   TORCH_CHECK_VALUE(beta1 >= 0 && beta1 < 1, "RowAdam: expected betas[0] in [0, 1), got ", beta1);
   TORCH_CHECK_VALUE(beta2 >= 0 && beta2 < 1, "RowAdam: expected betas[1] in [0, 1), got ", beta2);
+  TORCH_CHECK_VALUE(beta1 == 0 || beta1 * beta1 < beta2, "RowAdam: expected betas[0]^2 < betas[1], got ", beta1, " and ", beta2);
 }
 
 template <typename Options>
@@ -322,8 +323,16 @@ void RowAdam::step_rows(const Options& base, const Tensor& param, RowParamState&
   const auto [beta1, beta2] = options.betas();
   op<decltype(row_adam_reference)>("xsoftmax::row_adam_")
       .call(param, rows, values, moments_once(state, "exp_avg", param), moments_once(state, "exp_avg_sq", param),
-            counts_once(state, "row_step", param, at::kInt), tensor_of(state, "last_decay"), options.lr(), beta1, beta2,
+            counts_once(state, "last_step", param, at::kInt), tensor_of(state, "last_decay"), state.step, options.lr(), beta1, beta2,
             options.eps(), state.decay);
+}
+
+void RowAdam::flush_rows(const Options& base, const Tensor& param, RowParamState& state) {
+  const auto& options = static_cast<const RowAdamOptions&>(base);
+  const auto [beta1, beta2] = options.betas();
+  op<decltype(row_adam_flush_reference)>("xsoftmax::row_adam_flush_")
+      .call(param, *tensor_of(state, "exp_avg"), *tensor_of(state, "exp_avg_sq"), *tensor_of(state, "last_step"),
+            tensor_of(state, "last_decay"), state.step, options.lr(), beta1, beta2, options.eps(), state.decay);
 }
 
 void RowAdam::step_dense(const Options& base, const Tensor& param, RowParamState& state, const Tensor& grad) {

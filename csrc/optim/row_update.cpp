@@ -35,7 +35,7 @@ void check_row_state(const char* op, const char* arg, const Tensor& state, const
   if (elements && param.dim() == 2) {
     check::size(op, arg, state, 1, param.sym_size(1), "the width of param");
   }
-  TORCH_CHECK_TYPE(state.scalar_type() == dtype, op, ": expected ", arg, " of dtype ", dtype, ", got ", state.scalar_type());
+  check::dtype(op, arg, state, dtype);
   check::same_device(op, arg, state, "param", param);
 }
 

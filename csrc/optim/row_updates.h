@@ -29,13 +29,16 @@ struct AdagradStep {
 
 template <typename M>
 struct AdamStep {
-  M decay;     ///< of the parameter
+  M decay;     ///< of the parameter, owed steps and this one
   M step_size; ///< lr / (1 - beta1^t)
   M scale;     ///< 1 / sqrt(1 - beta2^t)
+  M keep1;     ///< of the first moment, owed steps and this one
   M take1;     ///< 1 - beta1
-  M beta2;
+  M keep2;     ///< of the second
   M take2;     ///< 1 - beta2
   M eps;
+  M owed;      ///< movement of the steps owed, in units of old m / (sqrt(old v) + owed_eps)
+  M owed_eps;
 };
 
 /// The loops over one row of `width` elements that the row-wise optimizers are made of. Each reads a row of the parameter and of
@@ -53,7 +56,8 @@ struct RowUpdates {
   void (*adagrad)(T* w, M* sum, const M* g, const AdagradStep<M>& step, int64_t width);
   /// The same with one sum a row, of the mean of g'^2. Overwrites g with g'.
   void (*adagrad_row)(T* w, M* sum, M* g, const AdagradStep<M>& step, int64_t width);
-  /// m += take1 (g - m);  v = beta2 v + take2 g^2;  w = decay w - step_size m / (scale sqrt(v) + eps)
+  /// w = decay w - owed m / (sqrt(v) + owed_eps);  m = keep1 m + take1 g;  v = keep2 v + take2 g^2;
+  /// w -= step_size m / (scale sqrt(v) + eps). 0 / 0 is 0. Without g, nothing behind keep2 v.
   void (*adam)(T* w, M* m, M* v, const M* g, const AdamStep<M>& step, int64_t width);
   /// w = decay w - drift buffer;  buffer *= keep
   void (*drift)(T* w, M* buffer, M decay, M drift, M keep, int64_t width);

@@ -84,13 +84,27 @@ void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, opmath<T>* __restri
 template <typename T>
 void adam(T* __restrict w, opmath<T>* __restrict m, opmath<T>* __restrict v, const opmath<T>* __restrict g,
           const AdamStep<opmath<T>>& step, int64_t width) {
-  const AdamStep<opmath<T>> s = step;
+  using M = opmath<T>;
+  const AdamStep<M> s = step;
+  if (s.owed != 0 || g == nullptr) {
+    for (int64_t d = 0; d < width; ++d) {
+      const M root = square_root(v[d]) + s.owed_eps;
+      store(w + d, s.decay * load(w[d]) - s.owed * (m[d] / (root == 0 ? M(1) : root)));
+      m[d] *= s.keep1;
+      v[d] *= s.keep2;
+    }
+    if (g == nullptr) {
+      return;
+    }
+  }
+  const M decay = s.owed != 0 ? M(1) : s.decay, keep1 = s.owed != 0 ? M(1) : s.keep1, keep2 = s.owed != 0 ? M(1) : s.keep2;
   for (int64_t d = 0; d < width; ++d) {
-    const opmath<T> first = m[d] + s.take1 * (g[d] - m[d]);
-    const opmath<T> second = s.beta2 * v[d] + s.take2 * g[d] * g[d];
+    const M first = keep1 * m[d] + s.take1 * g[d];
+    const M second = keep2 * v[d] + s.take2 * g[d] * g[d];
     m[d] = first;
     v[d] = second;
-    store(w + d, s.decay * load(w[d]) - s.step_size * (first / (s.scale * square_root(second) + s.eps)));
+    const M root = s.scale * square_root(second) + s.eps;
+    store(w + d, decay * load(w[d]) - s.step_size * (first / (root == 0 ? M(1) : root)));
   }
 }
 

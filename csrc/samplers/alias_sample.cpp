@@ -43,7 +43,7 @@ Tensor alias_sample_elsewhere(const Tensor& seed, const Tensor& threshold, const
 
 void check_weights(const char* op, const Tensor& weights) {
   check::dim(op, "weights", weights, 1);
-  TORCH_CHECK_TYPE(weights.scalar_type() == at::kDouble, op, ": expected weights of dtype float64, got ", weights.scalar_type());
+  check::dtype(op, "weights", weights, at::kDouble);
   TORCH_CHECK_VALUE(weights.sym_size(0) >= 1, op, ": expected at least 1 weight, got none");
 }
 
@@ -52,7 +52,7 @@ void check_alias_sample(const Tensor& seed, const Tensor& threshold, const Tenso
   constexpr const char* op = "alias_sample";
   check_sampling(op, seed, num_queries, num_samples);
   check::dim(op, "threshold", threshold, 1);
-  TORCH_CHECK_TYPE(threshold.scalar_type() == at::kDouble, op, ": expected threshold of dtype float64, got ", threshold.scalar_type());
+  check::dtype(op, "threshold", threshold, at::kDouble);
   TORCH_CHECK_VALUE(threshold.sym_size(0) >= 1, op, ": expected threshold with at least 1 class, got none");
   check::same_device(op, "threshold", threshold, "seed", seed);
   check::dim(op, "alias", alias, 1);

@@ -70,7 +70,7 @@ Tensor alias_sample_cpu(const Tensor& seed, const Tensor& threshold, const Tenso
   const int64_t* other = others.const_data_ptr<int64_t>();
   const uint64_t key = seed_value(seed);
   const int64_t n = limits.numel();
-  at::parallel_for(0, num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
+  at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
     for (int64_t q = first; q < last; ++q) {
       for (int64_t j = 0; j < num_samples; ++j) {
         ids[q * num_samples + j] = alias_draw(key, q, j, limit, other, n);

@@ -40,7 +40,7 @@ MidxCells midx_cells_meta(const Tensor& cell, const OptionalTensor& log_weight, 
 bool check_codebooks(const char* op, const Tensor& codewords1, const Tensor& codewords2, const c10::SymInt& features) {
   const auto codebook = [&](const char* arg, const Tensor& codewords) {
     check::dim(op, arg, codewords, 2);
-    TORCH_CHECK_TYPE(codewords.scalar_type() == at::kFloat, op, ": expected ", arg, " of dtype float32, got ", codewords.scalar_type());
+    check::dtype(op, arg, codewords, at::kFloat);
   };
   codebook("codewords1", codewords1);
   codebook("codewords2", codewords2);
@@ -63,7 +63,7 @@ void check_midx(const char* op, const Tensor& input, const MidxIndex& index) {
   const int64_t codewords = index.codewords1.size(0), cells = codewords * codewords;
   const auto table = [&](const char* arg, const Tensor& tensor, int64_t dim, at::ScalarType dtype) {
     check::dim(op, arg, tensor, dim);
-    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, op, ": expected ", arg, " of dtype ", dtype, ", got ", tensor.scalar_type());
+    check::dtype(op, arg, tensor, dtype);
     check::same_device(op, arg, tensor, "input", input);
   };
   table("cell", index.cell, 1, at::kInt);
@@ -91,7 +91,7 @@ void check_midx(const char* op, const Tensor& input, const MidxIndex& index) {
 void check_midx_cells(const Tensor& cell, const OptionalTensor& log_weight, int64_t codewords, const c10::SymInt& num_drawn) {
   constexpr const char* op = "midx_cells";
   check::dim(op, "cell", cell, 1);
-  TORCH_CHECK_TYPE(cell.scalar_type() == at::kInt, op, ": expected cell of dtype int32, got ", cell.scalar_type());
+  check::dtype(op, "cell", cell, at::kInt);
   TORCH_CHECK_VALUE(codewords >= 1 && codewords <= kMidxMostCodewords, op, ": expected codewords in [1, ", kMidxMostCodewords, "], got ",
                     codewords);
   TORCH_CHECK_VALUE(num_drawn >= 0 && num_drawn <= cell.sym_size(0), op, ": expected num_drawn in [0, ", cell.sym_size(0), "], got ",
@@ -99,8 +99,7 @@ void check_midx_cells(const Tensor& cell, const OptionalTensor& log_weight, int6
   if (given(log_weight)) {
     check::dim(op, "log_weight", *log_weight, 1);
     check::size(op, "log_weight", *log_weight, 0, cell.sym_size(0), "the size of cell");
-    TORCH_CHECK_TYPE(log_weight->scalar_type() == at::kFloat, op, ": expected log_weight of dtype float32, got ",
-                     log_weight->scalar_type());
+    check::dtype(op, "log_weight", *log_weight, at::kFloat);
     check::same_device(op, "log_weight", *log_weight, "cell", cell);
   }
 }

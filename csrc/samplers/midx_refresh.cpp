@@ -153,7 +153,7 @@ void check_step(const Tensor& seed, const Tensor& weight, const OptionalTensor& 
   if (given(touched)) {
     check::dim(op, "touched", *touched, 1);
     check::size(op, "touched", *touched, 0, weight.sym_size(0), "the rows of weight");
-    TORCH_CHECK_TYPE(touched->scalar_type() == at::kBool, op, ": expected touched of dtype bool, got ", touched->scalar_type());
+    check::dtype(op, "touched", *touched, at::kBool);
   }
   TORCH_CHECK_VALUE(refresh_every >= 0 && update_every >= 0, op, ": expected refresh_every and update_every of at least 0, got ",
                     refresh_every, " and ", update_every);

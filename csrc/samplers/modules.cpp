@@ -1,4 +1,6 @@
-#include <xsoftmax/samplers.h>
+#include "samplers/modules.h"
+
+#include "core/checks.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
@@ -58,20 +60,9 @@ std::tuple<Tensor, Tensor> systematic_sample(const Tensor& seed, const Tensor& p
   return op.call(seed, probability, order, cumulative, num_queries, num_samples);
 }
 
-Tensor draw_seed(const Tensor& input, const std::optional<at::Generator>& generator) {
-  TORCH_CHECK_VALUE(!generator.has_value() || !generator->defined() || generator->device().type() == input.device().type(),
-                    "sample: expected a generator on input's device ", input.device(), ", got one on ", generator->device());
-  return at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::TensorOptions(at::kLong).device(input.device()));
-}
-
 // log M, -inf for M = 0.
 Tensor log_of_count(int64_t num_samples, const Tensor& like) {
   return at::full({}, std::log(double(num_samples)), like.options().dtype(at::kDouble));
-}
-
-int64_t check_num_classes(const char* name, int64_t num_classes) {
-  TORCH_CHECK_VALUE(num_classes >= 1, name, ": expected num_classes of at least 1, got ", num_classes);
-  return num_classes;
 }
 
 Tensor checked_weights(const char* name, const char* argument, const Tensor& weights) {
@@ -82,37 +73,6 @@ Tensor checked_weights(const char* name, const char* argument, const Tensor& wei
                     " that are finite and not negative");
   TORCH_CHECK_VALUE(values.gt(0).any().item<bool>(), name, ": expected ", argument, " that are not all zero, got only zeros");
   return values;
-}
-
-// What StaticOptions exclude: the classes below `low`, or, where they are no such prefix, those of `ids` alone.
-struct Excluded {
-  int64_t low = 0;
-  std::optional<Tensor> ids;
-};
-
-Excluded check_exclude(const char* name, const StaticOptions& options, int64_t num_classes) {
-  TORCH_CHECK_VALUE(options.exclude_below >= 0, name, ": expected exclude_below of at least 0, got ", options.exclude_below);
-  TORCH_CHECK_VALUE(options.exclude_below < num_classes, name, ": expected exclude_below to leave a class of ", num_classes, ", got ",
-                    options.exclude_below);
-  if (!options.exclude.has_value()) {
-    return {options.exclude_below, std::nullopt};
-  }
-  TORCH_CHECK_VALUE(options.exclude->dim() == 1 && options.exclude->scalar_type() == at::kLong, name,
-                    ": expected exclude as int64 ids with 1 dimension, got ", options.exclude->scalar_type(), " of shape ",
-                    options.exclude->sizes());
-  Tensor excluded = at::zeros({num_classes}, options.exclude->options().dtype(at::kBool));
-  if (options.exclude->numel() > 0) {
-    const int64_t smallest = options.exclude->min().item<int64_t>(), largest = options.exclude->max().item<int64_t>();
-    TORCH_CHECK_INDEX(smallest >= 0 && largest < num_classes, name, ": expected exclude in [0, ", num_classes, "), got ids from ",
-                      smallest, " to ", largest);
-    excluded.index_fill_(0, *options.exclude, true);
-  }
-  excluded.narrow(0, 0, options.exclude_below).fill_(true);
-  const Tensor ids = excluded.nonzero().squeeze(1);
-  const int64_t count = ids.numel();
-  TORCH_CHECK_VALUE(count < num_classes, name, ": expected exclude to leave a class of ", num_classes, ", got all of them");
-  const bool prefix = count == 0 || ids[count - 1].item<int64_t>() == count - 1;
-  return prefix ? Excluded{count, std::nullopt} : Excluded{0, ids};
 }
 
 Tensor without_excluded(Tensor weights, const Excluded& excluded) {
@@ -135,7 +95,62 @@ Tensor unigram_weights(const Tensor& counts, double power) {
 
 } // namespace
 
-std::map<std::string, double> SamplerImpl::refresh(const Tensor&) { return {}; }
+Tensor draw_seed(const Tensor& input, const std::optional<at::Generator>& generator) {
+  TORCH_CHECK_VALUE(!generator.has_value() || !generator->defined() || generator->device().type() == input.device().type(),
+                    "sample: expected a generator on input's device ", input.device(), ", got one on ", generator->device());
+  return at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::TensorOptions(at::kLong).device(input.device()));
+}
+
+int64_t check_num_classes(const char* name, int64_t num_classes) {
+  TORCH_CHECK_VALUE(num_classes >= 1, name, ": expected num_classes of at least 1, got ", num_classes);
+  return num_classes;
+}
+
+Excluded check_exclude(const char* name, int64_t exclude_below, const std::optional<Tensor>& exclude, int64_t num_classes) {
+  TORCH_CHECK_VALUE(exclude_below >= 0, name, ": expected exclude_below of at least 0, got ", exclude_below);
+  TORCH_CHECK_VALUE(exclude_below < num_classes, name, ": expected exclude_below to leave a class of ", num_classes, ", got ",
+                    exclude_below);
+  if (!exclude.has_value()) {
+    return {exclude_below, std::nullopt};
+  }
+  TORCH_CHECK_VALUE(exclude->dim() == 1 && exclude->scalar_type() == at::kLong, name,
+                    ": expected exclude as int64 ids with 1 dimension, got ", check::name(exclude->scalar_type()), " of shape ",
+                    exclude->sizes());
+  Tensor excluded = at::zeros({num_classes}, exclude->options().dtype(at::kBool));
+  if (exclude->numel() > 0) {
+    const int64_t smallest = exclude->min().item<int64_t>(), largest = exclude->max().item<int64_t>();
+    TORCH_CHECK_INDEX(smallest >= 0 && largest < num_classes, name, ": expected exclude in [0, ", num_classes, "), got ids from ",
+                      smallest, " to ", largest);
+    excluded.index_fill_(0, *exclude, true);
+  }
+  excluded.narrow(0, 0, exclude_below).fill_(true);
+  const Tensor ids = excluded.nonzero().squeeze(1);
+  const int64_t count = ids.numel();
+  TORCH_CHECK_VALUE(count < num_classes, name, ": expected exclude to leave a class of ", num_classes, ", got all of them");
+  const bool prefix = count == 0 || ids[count - 1].item<int64_t>() == count - 1;
+  return prefix ? Excluded{count, std::nullopt} : Excluded{0, ids};
+}
+
+std::map<std::string, double> SamplerImpl::refresh(const Tensor&, const std::optional<Tensor>&) { return {}; }
+void SamplerImpl::prepare(const Tensor&, const std::optional<Tensor>&) {}
+void SamplerImpl::note(const Tensor&) {}
+std::shared_ptr<SamplerImpl> SamplerImpl::for_table(int64_t, bool) { return nullptr; }
+
+Tensor SamplerImpl::log_count(const Tensor&, int64_t, bool, const Tensor&) {
+  TORCH_CHECK_VALUE(false, "log_count: this sampler cannot tell the expected count of any class, so it does not go into a union");
+}
+
+// Module::to(dtype) casts integers as well.
+void SamplerImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
+void SamplerImpl::to(torch::Dtype, bool) {}
+void SamplerImpl::to(torch::Device device, bool non_blocking) { Module::to(device, non_blocking); }
+
+void StaticSamplerImpl::to(torch::Device device, bool non_blocking) {
+  SamplerImpl::to(device, non_blocking);
+  for (Tensor* table : {&probability, &threshold, &alias, &order, &cumulative}) {
+    *table = table->defined() ? table->to(device, non_blocking) : *table;
+  }
+}
 
 std::shared_ptr<SamplerImpl> SamplerImpl::excluding(const Tensor&) {
   TORCH_CHECK_TYPE(false, "excluding: this sampler cannot leave classes out, so it does not go with head classes");
@@ -148,23 +163,23 @@ StaticSamplerImpl::StaticSamplerImpl(const Tensor& weights, const StaticOptions&
     : StaticSamplerImpl(weights.numel(), options.distinct) {
   constexpr const char* name = "StaticSampler";
   const Tensor values = checked_weights(name, "weights", weights);
-  const Tensor left = without_excluded(values, check_exclude(name, options, num_classes_));
+  const Tensor left = without_excluded(values, check_exclude(name, options.exclude_below, options.exclude, num_classes_));
   TORCH_CHECK_VALUE(left.gt(0).any().item<bool>(), name, ": expected a class of positive weight that is not excluded, got none");
   init_tables(left, distinct_ != true, distinct_ != false);
 }
 
 void StaticSamplerImpl::init_tables(const Tensor& weights, bool with_alias, bool with_systematic) {
   const Tensor scaled = weights.div(weights.max()); // so that the sum stays finite
-  probability = register_buffer("probability", scaled.div(scaled.sum()));
+  probability = scaled.div(scaled.sum());
   if (with_alias) {
     const auto [limits, others] = alias_table(probability);
-    threshold = register_buffer("threshold", limits);
-    alias = register_buffer("alias", others);
+    threshold = limits;
+    alias = others;
   }
   if (with_systematic) {
     const auto [slots, sums] = systematic_table(probability);
-    order = register_buffer("order", slots);
-    cumulative = register_buffer("cumulative", sums);
+    order = slots;
+    cumulative = sums;
   }
 }
 
@@ -173,21 +188,25 @@ std::shared_ptr<SamplerImpl> StaticSamplerImpl::excluding(const Tensor& ids) {
   return std::make_shared<StaticSamplerImpl>(weights, StaticOptions{.distinct = distinct_, .exclude = ids});
 }
 
-void StaticSamplerImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { SamplerImpl::to(device, non_blocking); }
-void StaticSamplerImpl::to(torch::Dtype, bool) {}
-void StaticSamplerImpl::to(torch::Device device, bool non_blocking) { SamplerImpl::to(device, non_blocking); }
-
 Proposal StaticSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool shared, const std::optional<Tensor>& target,
                                    std::optional<at::Generator> generator) {
-  const bool distinct = distinct_.value_or(shared);
+  const bool distinct = draws_distinct(shared);
   const auto [ids, log_scale] =
       draw(draw_seed(input, generator), shared ? std::nullopt : std::optional<int64_t>(input.size(0)), num_samples, distinct);
-  // log(c q), and of distinct draws min(1, c q) in place of c q. float64 up to here: log c and log q nearly cancel.
-  const auto log_count = [&, scale = log_scale](const Tensor& classes) {
-    const Tensor count = scale + log_q(classes);
-    return (distinct ? count.clamp_max(0.0) : count).to(at::kFloat);
-  };
-  return {ids, log_count(ids), target.has_value() ? log_count(*target) : Tensor(), distinct};
+  const Tensor target_log_count = target.has_value() ? scaled_count(log_scale, *target, distinct) : Tensor();
+  return {ids, scaled_count(log_scale, ids, distinct), target_log_count, distinct, {}, {}, 0, {}};
+}
+
+Tensor StaticSamplerImpl::log_count(const Tensor&, int64_t num_samples, bool shared, const Tensor& ids) {
+  // A draw for no query: what is wanted is its scale.
+  const bool distinct = draws_distinct(shared);
+  return scaled_count(std::get<1>(draw(at::zeros({}, ids.options()), 0, num_samples, distinct)), ids, distinct);
+}
+
+// log(c q), and of distinct draws min(1, c q) in place of c q. float64 up to here: log c and log q nearly cancel.
+Tensor StaticSamplerImpl::scaled_count(const Tensor& log_scale, const Tensor& ids, bool distinct) {
+  const Tensor count = log_scale + log_q(ids);
+  return (distinct ? count.clamp_max(0.0) : count).to(at::kFloat);
 }
 
 Tensor StaticSamplerImpl::log_prob(const Tensor&, const Tensor& ids) { return log_q(ids).to(at::kFloat); }
@@ -201,11 +220,14 @@ std::tuple<Tensor, Tensor> StaticSamplerImpl::draw(const Tensor& seed, std::opti
   return {alias_sample(seed, threshold, alias, num_queries, num_samples), log_of_count(num_samples, seed)};
 }
 
-Tensor StaticSamplerImpl::log_q(const Tensor& ids) { return probability.index_select(0, ids.flatten()).view_as(ids).log(); }
+Tensor StaticSamplerImpl::log_q(const Tensor& ids) {
+  static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("xsoftmax::table_log_prob");
+  return op.call(probability, ids);
+}
 
 UniformSamplerImpl::UniformSamplerImpl(int64_t num_classes, const StaticOptions& options)
     : StaticSamplerImpl(check_num_classes("UniformSampler", num_classes), options.distinct) {
-  const Excluded excluded = check_exclude("UniformSampler", options, num_classes);
+  const Excluded excluded = check_exclude("UniformSampler", options.exclude_below, options.exclude, num_classes);
   low_ = excluded.low;
   from_tables_ = excluded.ids.has_value();
   if (from_tables_) {
@@ -238,7 +260,7 @@ Tensor UniformSamplerImpl::log_q(const Tensor& ids) {
 
 LogUniformSamplerImpl::LogUniformSamplerImpl(int64_t num_classes, const StaticOptions& options)
     : StaticSamplerImpl(check_num_classes("LogUniformSampler", num_classes), options.distinct) {
-  const Excluded excluded = check_exclude("LogUniformSampler", options, num_classes);
+  const Excluded excluded = check_exclude("LogUniformSampler", options.exclude_below, options.exclude, num_classes);
   low_ = excluded.low;
   from_tables_ = excluded.ids.has_value();
   if (from_tables_ || distinct_ != false) {
@@ -272,11 +294,6 @@ InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes) : SamplerImpl(check_
   total = register_buffer("total", at::zeros({}, at::kLong));
 }
 
-// Module::to(dtype) casts integers as well.
-void InBatchSamplerImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { SamplerImpl::to(device, non_blocking); }
-void InBatchSamplerImpl::to(torch::Dtype, bool) {}
-void InBatchSamplerImpl::to(torch::Device device, bool non_blocking) { SamplerImpl::to(device, non_blocking); }
-
 Proposal InBatchSamplerImpl::sample(const Tensor&, int64_t, bool shared, const std::optional<Tensor>& target,
                                     std::optional<at::Generator>) {
   TORCH_CHECK_VALUE(target.has_value(), "InBatchSampler: expected target, got none");
@@ -289,7 +306,7 @@ Proposal InBatchSamplerImpl::sample(const Tensor&, int64_t, bool shared, const s
   }
   const Tensor log_count = (log_q(ids) + std::log(double(target->numel()))).to(at::kFloat)
                                .masked_fill(counted.logical_not(), std::numeric_limits<double>::infinity());
-  return {ids, log_count, log_count, false};
+  return {ids, log_count, log_count, false, {}, {}, 0, {}};
 }
 
 Tensor InBatchSamplerImpl::log_prob(const Tensor&, const Tensor& ids) { return log_q(ids).to(at::kFloat); }

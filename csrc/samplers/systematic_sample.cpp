@@ -49,8 +49,7 @@ void check_systematic_sample(const Tensor& seed, const Tensor& probability, cons
   constexpr const char* op = "systematic_sample";
   check_sampling(op, seed, num_queries, num_samples);
   check::dim(op, "probability", probability, 1);
-  TORCH_CHECK_TYPE(probability.scalar_type() == at::kDouble, op, ": expected probability of dtype float64, got ",
-                   probability.scalar_type());
+  check::dtype(op, "probability", probability, at::kDouble);
   TORCH_CHECK_VALUE(probability.sym_size(0) >= 1, op, ": expected probability with at least 1 class, got none");
   check::same_device(op, "probability", probability, "seed", seed);
   check::dim(op, "order", order, 1);

@@ -130,8 +130,7 @@ void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, co
               (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
                   (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0)),
               "the candidates of a query");
-  TORCH_CHECK_TYPE(grad.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected grad of dtype ",
-                   opmath_dtype(input.scalar_type()), ", got ", grad.scalar_type());
+  check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
   check::same_device(op, "grad", grad, "input", input);
   if (given(scale)) {
     check::dim(op, "scale", *scale, 1);

@@ -112,8 +112,7 @@ void check_ragged_scores_backward(const Tensor& grad, const Tensor& input, const
   constexpr const char* op = "ragged_scores_backward";
   check::dim(op, "grad", grad, 1);
   check::size(op, "grad", grad, 0, ids.sym_size(0), "the number of ids");
-  TORCH_CHECK_TYPE(grad.scalar_type() == opmath_dtype(input.scalar_type()), op, ": expected grad of dtype ",
-                   opmath_dtype(input.scalar_type()), ", got ", grad.scalar_type());
+  check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
 }
 
 Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,

@@ -228,6 +228,7 @@ class Run:
         """Of every word of the split, by the full softmax; None when interrupted."""
         self.encoder.eval()
         self.loss.eval()  # the exact loss, whichever trains
+        self.optimizer.flush()  # what rows without a gradient still owe
         total, words, state = 0.0, 0, []
         batches = self.parts[split]
         for i in tqdm(range(len(batches)), desc=f"{self.name}: {split}", disable=not sys.stderr.isatty(), leave=False):

@@ -4,10 +4,12 @@
 // same parameter names, so the state of one loads into the other.
 //
 //     xsoftmax::nn::SampledSoftmaxLoss loss(width, classes, xsoftmax::samplers::UniformSampler(classes).ptr(), {.num_samples = 512});
-//     loss->forward(hidden, target).backward();
+//     loss(hidden, target).backward();
 
 #include <xsoftmax/samplers.h>
 
+#include <torch/nn/modules/common.h>
+#include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
@@ -43,9 +45,7 @@ class LinearLossImpl : public torch::nn::Module {
  public:
   LinearLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options);
 
-  /// input [*, D], target [*] int64: a scalar, or [*] for "none".
-  virtual torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target) = 0;
-  /// The exact loss, without the [Q, N] logits.
+  /// The exact loss, without the [Q, N] logits: input [*, D], target [*] int64; a scalar, or [*] for "none".
   torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target) const;
   /// log_softmax(linear(input)): [*, N].
   torch::Tensor log_prob(const torch::Tensor& input);
@@ -70,7 +70,7 @@ class LinearLossImpl : public torch::nn::Module {
 class LinearCrossEntropyLossImpl : public LinearLossImpl {
  public:
   LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options = {});
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target) override;
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target);
 };
 TORCH_MODULE(LinearCrossEntropyLoss);
 
@@ -80,11 +80,19 @@ class SampledSoftmaxLossImpl : public LinearLossImpl {
   /// `sampler` draws from num_classes classes; with a head it is replaced by `sampler->excluding(head)`.
   SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> sampler,
                          const SamplingOptions& sampling, const LossOptions& options = {});
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target) override;
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator);
+  /// Draws from `generator`, or from the default one of input's device.
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
+
+  /// The head and the sampler's tables move with the device alone.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
 
   std::shared_ptr<samplers::SamplerImpl> sampler;
-  torch::Tensor head; ///< int64 [H], sorted
+  torch::Tensor head; ///< int64 [H], sorted; not in a checkpoint, which so goes with any head
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())})
 
  private:
   SamplingOptions sampling_;

@@ -95,7 +95,7 @@ at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weigh
 ///     F.cross_entropy(F.linear(input, weight, bias), target, class_weight, reduction=..., ignore_index=..., label_smoothing=...)
 ///
 /// input [Q, D], weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16; target [Q]: int64 in [0, N) or ignore_index;
-/// class_weight [N] or none: of input's dtype or the dtype of the loss, takes no gradient; reduction 0 (none), 1 (mean; over no query it is
+/// class_weight [N] or none: of any floating dtype, takes no gradient; reduction 0 (none), 1 (mean; over no query it is
 /// NaN) or 2 (sum). Returns a scalar or [Q], in float32, or float64 for float64 inputs. Gradients are dense.
 /// Of logits, holds 54 MB, or 40 MB and a block a thread (4 MB; 64 classes at least). For a mean or a sum of float32 or float64 losses, the gradients that are wanted are made with the loss: call
 /// it under NoGradMode (torch.no_grad) where none will be asked for.

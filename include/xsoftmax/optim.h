@@ -145,7 +145,8 @@ class RowAdagrad : public RowOptimizer {
   const char* name() const override { return "RowAdagrad"; }
 };
 
-/// Adam with decoupled weight decay: each row runs torch::optim::AdamW on the steps in which it has a gradient.
+/// Adam with decoupled weight decay. After flush(), rows are where dense torch::optim::AdamW would have them, provided that gradients did
+/// not depend on parameters and that lr was constant.
 class RowAdam : public RowOptimizer {
  public:
   explicit RowAdam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdamOptions defaults = {});
@@ -158,6 +159,7 @@ class RowAdam : public RowOptimizer {
   void step_rows(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& rows,
                  const torch::Tensor& values) override;
   void step_dense(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& grad) override;
+  void flush_rows(const Options& options, const torch::Tensor& param, RowParamState& state) override;
   const char* name() const override { return "RowAdam"; }
 };
 

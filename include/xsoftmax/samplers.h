@@ -18,6 +18,8 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 namespace xsoftmax::samplers {
 
@@ -27,6 +29,10 @@ struct Proposal {
   torch::Tensor log_count;        ///< float32, the shape of ids: log(M q) of independent draws, log pi of distinct ones
   torch::Tensor target_log_count; ///< float32 [Q], the same for the targets; undefined where none were given
   bool distinct = false;          ///< no class stands twice in a set
+  torch::Tensor shared_ids;       ///< int64 [S]: classes for all queries beside private ids; only of a union, as the rest
+  torch::Tensor shared_log_count; ///< float32 [S] or [Q, S], their log counts
+  int64_t shared_distinct = 0;    ///< how many of the first shared_ids are drawn without replacement
+  torch::Tensor target_log_draws; ///< float32 [Q]: the targets' log counts among independent draws; target_log_count: among all
 };
 
 /// What all samplers with fixed weights take.
@@ -50,8 +56,17 @@ class SamplerImpl : public torch::nn::Module {
                           std::optional<at::Generator> generator = std::nullopt) = 0;
   /// log q of any ids: float32 of their shape, -inf for a class that is never drawn.
   virtual torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) = 0;
-  /// Adapts the sampler to the class table `weight` [N, D] and returns statistics. A static sampler has nothing to do.
-  virtual std::map<std::string, double> refresh(const torch::Tensor& weight);
+  /// Adapts the sampler to the class table `weight` [N, D], `bias` [N], and returns statistics. A static sampler has nothing to do.
+  virtual std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt);
+  /// What a loss calls before it draws while training: an adaptive sampler refreshes itself here when its time has come.
+  virtual void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias);
+  /// What a loss calls with the classes whose rows a step changes, int64 of any shape.
+  virtual void note(const torch::Tensor& ids);
+  /// Whether a set, shared or private, holds no class twice.
+  virtual bool draws_distinct(bool shared) const { return false; }
+  /// The log expected count of any `ids` in the draws that `sample` makes: of ids' shape, or [Q, S] for ids [S]. Throws ValueError where
+  /// a sampler cannot tell.
+  virtual torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids);
   /// Whether draws are best shared by the batch.
   virtual bool shared_by_default() const { return true; }
   /// Whether the candidates are the targets themselves: `sample` then takes -1 for a target that does not count, and gives it a log
@@ -59,6 +74,14 @@ class SamplerImpl : public torch::nn::Module {
   virtual bool proposes_targets() const { return false; }
   /// A sampler like this one that never draws the classes `ids` (int64 [K]). Throws TypeError where that cannot be.
   virtual std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids);
+  /// A sampler like this one for a class table of width `dim`, with or without a bias; null: this one does.
+  virtual std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias);
+
+  /// Only the device of the tables moves: their precision stays.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+
   int64_t num_classes() const { return num_classes_; }
 
  protected:
@@ -68,7 +91,8 @@ class SamplerImpl : public torch::nn::Module {
 /// Draws classes in proportion to fixed weights: q_i = w_i / sum(w), where excluded classes weigh 0. Independent draws take an alias
 /// table; distinct ones are systematic, pi_i = min(1, c q_i) with sum pi = M. More distinct classes than have a weight throw ValueError.
 ///
-/// Buffers: probability float64 [N]; threshold, alias unless `distinct` is true; order, cumulative unless it is false.
+/// Tables: probability float64 [N]; threshold, alias unless `distinct` is true; order, cumulative unless it is false. They follow from
+/// the constructor's arguments, so a checkpoint does not hold them; `to` moves them.
 class StaticSamplerImpl : public SamplerImpl {
  public:
   /// weights [N], N >= 1, any real dtype: finite, not negative, not all zero.
@@ -78,13 +102,13 @@ class StaticSamplerImpl : public SamplerImpl {
                   const std::optional<torch::Tensor>& target = std::nullopt,
                   std::optional<at::Generator> generator = std::nullopt) override;
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
-
-  /// Only the device of the tables moves: they stay float64.
-  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Device device, bool non_blocking = false) override;
+  bool draws_distinct(bool shared) const override { return distinct_.value_or(shared); }
+  torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
 
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
+
+  using SamplerImpl::to;
+  void to(torch::Device device, bool non_blocking = false) override;
 
   torch::Tensor probability, threshold, alias, order, cumulative; ///< undefined where not built
 
@@ -100,6 +124,9 @@ class StaticSamplerImpl : public SamplerImpl {
   virtual torch::Tensor log_q(const torch::Tensor& ids);
 
   std::optional<bool> distinct_;
+
+ private:
+  torch::Tensor scaled_count(const torch::Tensor& log_scale, const torch::Tensor& ids, bool distinct);
 };
 TORCH_MODULE(StaticSampler);
 
@@ -157,17 +184,83 @@ class InBatchSamplerImpl : public SamplerImpl {
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
   bool proposes_targets() const override { return true; }
 
-  /// Only the device of the counts moves: they stay int64.
-  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Device device, bool non_blocking = false) override;
-
   torch::Tensor counts, total;
 
  private:
   torch::Tensor log_q(const torch::Tensor& ids);
 };
 TORCH_MODULE(InBatchSampler);
+
+/// What MidxSampler takes beside the number of classes and their width; see xsoftmax.samplers.MidxSampler.
+struct MidxOptions {
+  int64_t codewords = 64;                 ///< K, in [1, 1024]
+  std::string kind = "rq";                ///< or "pq"
+  bool bias = false;                      ///< the class table has a bias; a loss sets it
+  std::optional<bool> distinct = std::nullopt; ///< none: shared sets are distinct, private ones independent
+  int64_t exclude_below = 0;
+  std::optional<torch::Tensor> exclude = std::nullopt;
+  std::string mixture = "mean";           ///< or "rms"
+  int64_t refresh_every = 500;            ///< steps; 0: only at step 0
+  int64_t update_every = 0;               ///< steps; 0: never
+  int64_t iterations = 10;
+  std::optional<int64_t> train_points = std::nullopt; ///< none: 256 a codeword
+};
+
+/// Draws classes by their scores under a quantised copy of the class table (fast MIDX, Theorem 2). Private draws by default; while
+/// training, a loss refreshes the index by the schedule in the options. Buffers and draws as those of the class in Python.
+class MidxSamplerImpl : public SamplerImpl {
+ public:
+  MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options = {});
+
+  Proposal sample(const torch::Tensor& input, int64_t num_samples, bool shared,
+                  const std::optional<torch::Tensor>& target = std::nullopt,
+                  std::optional<at::Generator> generator = std::nullopt) override;
+  /// ids [S]: for every query, [Q, S]; ids [Q, P]: [Q, P].
+  torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
+  /// log q of ids [S] in the mixture from which a shared set is drawn.
+  torch::Tensor mixture_log_prob(const torch::Tensor& input, const torch::Tensor& ids);
+  /// New codebooks, every class coded: "distortion", "mean_square", "inertia1", "inertia2", "cells".
+  std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
+  /// Codes the classes `rows` (int64 [R]) again under the present codebooks, and takes in all biases.
+  void update(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, const torch::Tensor& rows);
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+  void note(const torch::Tensor& ids) override;
+  bool shared_by_default() const override { return false; }
+  bool draws_distinct(bool shared) const override { return options_.distinct.value_or(shared); }
+  torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
+  std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias) override;
+
+  torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, step, touched;
+
+ private:
+  MidxOptions options_;
+  int64_t dim_;
+};
+TORCH_MODULE(MidxSampler);
+
+/// The draws of several samplers together; expected counts add up (the balance heuristic). Each draws as suits it, shared or private;
+/// num_samples and `shared` of `sample` are ignored, and a loss is given shared = false.
+class UnionSamplerImpl : public SamplerImpl {
+ public:
+  using Part = std::pair<std::shared_ptr<SamplerImpl>, int64_t>; ///< and how many it draws
+
+  explicit UnionSamplerImpl(std::vector<Part> parts);
+
+  Proposal sample(const torch::Tensor& input, int64_t num_samples, bool shared,
+                  const std::optional<torch::Tensor>& target = std::nullopt,
+                  std::optional<at::Generator> generator = std::nullopt) override;
+  torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+  void note(const torch::Tensor& ids) override;
+  bool shared_by_default() const override { return false; }
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
+  std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias) override;
+
+ private:
+  std::vector<Part> parts_;
+};
+TORCH_MODULE(UnionSampler);
 
 /// A sampler by name: "uniform", "log_uniform", "unigram" (needs counts) or "in_batch" (takes no options).
 std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, int64_t num_classes, const StaticOptions& options = {},

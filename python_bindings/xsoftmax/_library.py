@@ -29,6 +29,7 @@ def _load() -> Path:
             continue
         try:
             torch.ops.load_library(str(library))
+            torch.ops.xsoftmax.cpu_capability()  # an XSOFTMAX_CPU that this CPU cannot follow is an error here, not in the first step
             return library
         except OSError as error:
             tried.append(f"{library}: {error}")

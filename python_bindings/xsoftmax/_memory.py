@@ -14,3 +14,12 @@ def table_empty(*size: int, dtype: torch.dtype, device=None) -> Tensor:
     table = torch.empty(*size, dtype=dtype, device=device)
     advise_huge_pages(table)
     return table
+
+
+def moved_table(owner: str, table: Tensor, moved: Tensor) -> Tensor:
+    """What a buffer that no state dict restores becomes where ``Module._apply`` made ``moved`` of ``table``: the same values and
+    dtype on the new device, also under ``half()`` and ``to_empty()``."""
+    if table.is_meta and not moved.is_meta:
+        raise RuntimeError(f"{owner}: its tables have no values on the meta device, from which they were to move to {moved.device}: "
+                           "make the module anew (with device=\"meta\" only the class table is left unmade)")
+    return moved if moved.is_meta else table.to(moved.device)

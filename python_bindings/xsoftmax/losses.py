@@ -5,16 +5,18 @@ from typing import Optional, Union
 import torch
 from torch import Tensor, nn
 
-from ._memory import advise_huge_pages
+from ._memory import advise_huge_pages, moved_table
 from .samplers import Sampler, make_sampler
 
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-
-
 def _reduction_code(reduction: str) -> int:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"expected reduction to be one of {sorted(_REDUCTIONS)}, got {reduction!r}")
-    return _REDUCTIONS[reduction]
+    """The code that ops take."""
+    if reduction == "none":
+        return 0
+    if reduction == "mean":
+        return 1
+    if reduction != "sum":
+        raise ValueError(f"expected reduction to be \"mean\", \"sum\" or \"none\", got {reduction}")
+    return 2
 
 
 class LinearLoss(nn.Module):
@@ -27,17 +29,22 @@ class LinearLoss(nn.Module):
     def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Optional[Tensor] = None,
                  reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, device=None, dtype=None) -> None:
         super().__init__()
-        name = type(self).__name__
+        self._name = name = type(self).__name__
+        for argument, value in (("in_features", in_features), ("num_classes", num_classes)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected {argument} of type int, got {type(value).__name__}")
         if num_classes < 1:
             raise ValueError(f"{name}: expected num_classes >= 1, got {num_classes}")
         if weight is not None and weight.shape != (num_classes,):
             raise ValueError(f"{name}: expected weight of shape ({num_classes},), got {tuple(weight.shape)}")
+        if weight is not None and not weight.is_floating_point():
+            raise TypeError(f"{name}: expected weight of a floating dtype, got {weight.dtype}")
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {label_smoothing}")
         self.in_features = in_features
         self.num_classes = num_classes
         self.reduction = reduction
-        self._reduction_code = _reduction_code(reduction)
+        _reduction_code(reduction)
         self.ignore_index = ignore_index
         self.label_smoothing = float(label_smoothing)
         self.linear = _make_linear(in_features, num_classes, bias, device, dtype)
@@ -63,10 +70,13 @@ class LinearLoss(nn.Module):
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         """input [*, D] as [Q, D], after its shape and target's have been checked."""
         if input.dim() < 1 or input.shape[-1] != self.in_features:
-            raise ValueError(f"expected input of shape [*, {self.in_features}], got {list(input.shape)}")
+            raise ValueError(f"{self._name}: expected input of shape [*, {self.in_features}], got {list(input.shape)}")
+        if self.linear.weight.shape[0] != self.num_classes:
+            raise ValueError(f"{self._name}: expected linear.weight with a row for each of {self.num_classes} classes, "
+                             f"got shape {list(self.linear.weight.shape)}")
         if target is not None:
             if input.shape[:-1] != target.shape:
-                raise ValueError(f"expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
+                raise ValueError(f"{self._name}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
                                  f"got {list(target.shape)}")
         return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 
@@ -78,8 +88,8 @@ class LinearLoss(nn.Module):
         """
         loss = torch.ops.xsoftmax.linear_cross_entropy(
             self._queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
-            self._reduction_code, self.ignore_index, self.label_smoothing)
-        return loss.reshape(target.shape) if self._reduction_code == 0 else loss
+            _reduction_code(self.reduction), self.ignore_index, self.label_smoothing)
+        return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
@@ -176,6 +186,8 @@ class SampledSoftmaxLoss(LinearLoss):
                  dtype=None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          label_smoothing=label_smoothing, device=device, dtype=dtype)
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int):
+            raise TypeError(f"SampledSoftmaxLoss: expected num_samples of type int, got {type(num_samples).__name__}")
         if num_samples < 0:
             raise ValueError(f"SampledSoftmaxLoss: expected num_samples >= 0, got {num_samples}")
         if estimator not in torch.ops.xsoftmax.estimator_names():
@@ -192,6 +204,9 @@ class SampledSoftmaxLoss(LinearLoss):
         exclude = None if head.numel() == 0 else (head_classes if isinstance(head_classes, int) else head)
         if isinstance(sampler, str):
             kwargs = {} if exclude is None else {"exclude": exclude}
+            if sampler == "in_batch" and exclude is not None:
+                raise TypeError("SampledSoftmaxLoss: expected head_classes=0 with sampler=\"in_batch\", whose candidates are the targets, "
+                                f"got {head.numel()} classes")
             if sampler == "midx":
                 kwargs |= {"dim": in_features, "bias": bias}
             sampler = make_sampler(sampler, num_classes, **kwargs).to(device)
@@ -210,6 +225,12 @@ class SampledSoftmaxLoss(LinearLoss):
         if sampler.proposes_targets and not (self.shared and remove_accidental_hits):
             raise ValueError(f"SampledSoftmaxLoss: expected shared=True and remove_accidental_hits=True for {type(sampler).__name__}, "
                              f"got {self.shared} and {remove_accidental_hits}")
+
+    def _apply(self, fn, recurse=True):
+        head = self.head
+        super()._apply(fn, recurse)
+        self.head = moved_table(self._name, head, self.head)
+        return self
 
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         if not self.training:
@@ -246,7 +267,7 @@ class SampledSoftmaxLoss(LinearLoss):
         return torch.ops.xsoftmax.sampled_softmax_loss(
             input, self.linear.weight, self.linear.bias, target, private_ids, shared_ids, private_log_count, shared_log_count,
             target_log_count, self.weight, self.estimator, self.remove_accidental_hits, fixed_private, fixed_shared,
-            self._reduction_code, self.ignore_index, self.label_smoothing, self.sparse_grad)
+            _reduction_code(self.reduction), self.ignore_index, self.label_smoothing, self.sparse_grad)
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", num_samples={self.num_samples}, shared={self.shared}"
@@ -270,6 +291,9 @@ def _make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) 
 
 def _head_ids(head_classes: Union[int, Tensor], num_classes: int, device) -> Tensor:
     """The ids of the head, sorted, int64; checked."""
+    if not isinstance(head_classes, (int, Tensor)) or isinstance(head_classes, bool):
+        raise TypeError("SampledSoftmaxLoss: expected head_classes to be a number or a 1-D int64 tensor of ids, "
+                        f"got {type(head_classes).__name__}")
     if isinstance(head_classes, int):
         if not 0 <= head_classes <= num_classes:
             raise ValueError(f"SampledSoftmaxLoss: expected head_classes in [0, {num_classes}], got {head_classes}")

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 #include <xsoftmax/xsoftmax.h>
 
+#include <functional>
 #include <set>
 
 namespace {
@@ -137,6 +138,41 @@ TEST_F(Modules, SaveAndLoadKeepWhatTrainingMade) {
   EXPECT_TRUE(torch::equal(other->linear->weight, loss->linear->weight));
   EXPECT_EQ(std::dynamic_pointer_cast<samplers::InBatchSamplerImpl>(other->sampler)->total.item<int64_t>(), 6);
   EXPECT_TRUE(torch::equal(other->forward(input, target), loss->forward(input, target)));
+}
+
+// What follows from the constructor's arguments is not in a checkpoint: the table of any loss goes into any other.
+TEST_F(Modules, CheckpointsGoIntoLossesWithAnotherHead) {
+  LinearCrossEntropyLoss exact(kWidth, kClasses);
+  SampledSoftmaxLoss plain(kWidth, kClasses, samplers::LogUniformSampler(kClasses).ptr(), SamplingOptions{.num_samples = 5});
+  for (const auto& save : std::vector<std::function<void(std::ostream&)>>{[&](std::ostream& to) { torch::save(exact, to); },
+                                                                          [&](std::ostream& to) { torch::save(plain, to); }}) {
+    SampledSoftmaxLoss loss(kWidth, kClasses, samplers::UniformSampler(kClasses).ptr(),
+                            SamplingOptions{.num_samples = kClasses - 4, .head_classes = 4});
+    std::stringstream stream;
+    save(stream);
+    torch::load(loss, stream);
+    EXPECT_EQ(loss->head.numel(), 4);
+    EXPECT_TRUE(torch::allclose(loss(input, target), cross_entropy(*loss, input, target), 1e-4)); // all classes stand
+  }
+}
+
+TEST_F(Modules, CastsLeaveHeadAndTablesAsTheyAre) {
+  const auto counts = torch::arange(1, kClasses + 1);
+  for (const auto dtype : {torch::kBFloat16, torch::kDouble}) {
+    SampledSoftmaxLoss loss(kWidth, kClasses, samplers::UnigramSampler(counts).ptr(), SamplingOptions{.num_samples = 5, .head_classes = 3});
+    const auto before = loss->sampler->log_prob(input, torch::arange(kClasses));
+    loss->to(dtype);
+    loss->to(torch::kCPU, dtype);
+    EXPECT_EQ(loss->linear->weight.scalar_type(), dtype);
+    EXPECT_TRUE(torch::equal(loss->sampler->log_prob(input, torch::arange(kClasses)), before));
+    EXPECT_TRUE(loss(input.to(dtype), target).isfinite().all().item<bool>());
+  }
+}
+
+TEST_F(Modules, TheTableHasARowForEachClass) {
+  SampledSoftmaxLoss loss(kWidth, kClasses, uniform(), SamplingOptions{.num_samples = 5});
+  loss->linear->weight = torch::randn({kClasses + 1, kWidth}, torch::requires_grad());
+  EXPECT_THROW(loss(input, target), c10::ValueError);
 }
 
 TEST_F(Modules, TiedTablesHaveOneGradient) {

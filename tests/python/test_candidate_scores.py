@@ -359,8 +359,8 @@ def test_rows_of_weight_that_no_id_names_are_not_read(impl):
     (dict(private_ids=torch.tensor([[0, 1], [-1, 2]])), IndexError, r"expected private_ids in \[0, 9\), got -1 at \[1, 0\]"),
     (dict(shared_ids=torch.tensor([0, 1, 1 << 40])), IndexError, r"expected shared_ids in \[0, 9\), got 1099511627776 at \[2\]"),
     (dict(shared_ids=torch.tensor([-(1 << 40)])), IndexError, r"expected shared_ids in \[0, 9\), got -1099511627776 at \[0\]"),
-    (dict(private_ids=torch.zeros(2, 1, dtype=torch.int32)), TypeError, "expected private_ids of dtype int64, got Int"),
-    (dict(shared_ids=torch.zeros(2)), TypeError, "expected shared_ids of dtype int64, got Float"),
+    (dict(private_ids=torch.zeros(2, 1, dtype=torch.int32)), TypeError, "expected private_ids of dtype int64, got int32"),
+    (dict(shared_ids=torch.zeros(2)), TypeError, "expected shared_ids of dtype int64, got float32"),
     (dict(private_ids=torch.zeros(3, 1, dtype=torch.int64)), ValueError, "expected private_ids with size 2"),
     (dict(private_ids=torch.zeros(2, dtype=torch.int64)), ValueError, "expected private_ids with 2 dimensions"),
     (dict(shared_ids=torch.zeros(1, 1, dtype=torch.int64)), ValueError, "expected shared_ids with 1 dimension,"),
@@ -368,13 +368,13 @@ def test_rows_of_weight_that_no_id_names_are_not_read(impl):
     (dict(input=torch.zeros(3)), ValueError, "expected input with 2 dimensions"),
     (dict(weight=torch.zeros(9, 5)), ValueError, "expected weight with size 3"),
     (dict(weight=torch.zeros(9)), ValueError, "expected weight with 2 dimensions"),
-    (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected weight of input's dtype Float, got Double"),
+    (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected weight of input's dtype float32, got float64"),
     (dict(weight=torch.zeros(9, 3, device="meta")), TypeError, "expected weight on input's device cpu, got meta"),
     (dict(shared_ids=torch.zeros(2, dtype=torch.int64, device="meta")), TypeError, "expected shared_ids on input's device cpu, got meta"),
     (dict(input=torch.zeros(2, 3, dtype=torch.complex64), weight=torch.zeros(9, 3, dtype=torch.complex64)), TypeError,
-     "expected input of dtype float32, float64, bfloat16 or float16, got ComplexFloat"),
+     "expected input of dtype float32, float64, bfloat16 or float16, got complex64"),
     (dict(bias=torch.zeros(8)), ValueError, "expected bias with size 9"),
-    (dict(bias=torch.zeros(9, dtype=torch.float64)), TypeError, "expected bias of input's dtype Float"),
+    (dict(bias=torch.zeros(9, dtype=torch.float64)), TypeError, "expected bias of input's dtype float32"),
     (dict(bias=torch.zeros(9, device="meta")), TypeError, "expected bias on input's device cpu"),
 ])
 def test_bad_inputs(impl, change, error, message):
@@ -387,7 +387,7 @@ def test_bad_inputs(impl, change, error, message):
 @pytest.mark.parametrize("change, error, message", [
     (dict(grad=torch.zeros(2, 2)), ValueError, r"expected grad with size 1 \(the candidates of a query\)"),
     (dict(grad=torch.zeros(3, 1)), ValueError, r"expected grad with size 2 \(the rows of input\)"),
-    (dict(grad=torch.zeros(2, 1, dtype=torch.float64)), TypeError, "expected grad of dtype Float, got Double"),
+    (dict(grad=torch.zeros(2, 1, dtype=torch.float64)), TypeError, "expected grad of dtype float32, got float64"),
     (dict(private_ids=torch.tensor([[0], [9]])), IndexError, r"expected private_ids in \[0, 9\), got 9 at \[1, 0\]"),
 ])
 def test_bad_inputs_of_backward(impl, change, error, message):

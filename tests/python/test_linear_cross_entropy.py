@@ -351,14 +351,13 @@ def test_peak_memory():
 @pytest.mark.parametrize("change, error, message", [
     (dict(target=torch.tensor([0, 9])), IndexError, r"linear_cross_entropy: expected target in \[0, 9\) or ignore_index, got 9 at \[1\]"),
     (dict(target=torch.tensor([-1, 0])), IndexError, r"got -1 at \[0\]"),
-    (dict(target=torch.tensor([0, 1], dtype=torch.int32)), TypeError, "expected target of dtype int64, got Int"),
+    (dict(target=torch.tensor([0, 1], dtype=torch.int32)), TypeError, "expected target of dtype int64, got int32"),
     (dict(target=torch.tensor([0, 1, 2])), ValueError, "expected target with size 2"),
     (dict(target=torch.tensor([[0, 1]])), ValueError, "expected target with 1 dimension"),
     (dict(weight=torch.zeros(9, 5)), ValueError, "expected weight with size 3"),
-    (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected weight of input's dtype Float, got Double"),
+    (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected weight of input's dtype float32, got float64"),
     (dict(bias=torch.zeros(8)), ValueError, "expected bias with size 9"),
     (dict(class_weight=torch.zeros(8)), ValueError, "expected class_weight with size 9"),
-    (dict(class_weight=torch.zeros(9, dtype=torch.float64)), TypeError, "expected class_weight of dtype Float, got Double"),
     (dict(label_smoothing=1.5), ValueError, r"expected label_smoothing in \[0, 1\], got 1.5"),
     (dict(reduction=3), ValueError, "expected reduction 0"),
 ])
@@ -376,7 +375,7 @@ def test_bad_target_beside_class_weights(impl):
 
 
 @pytest.mark.parametrize("grad, error, message", [
-    (torch.ones(1), ValueError, "expected grad with size 700"), (torch.ones(700, dtype=torch.float64), TypeError, "grad of dtype Float"),
+    (torch.ones(1), ValueError, "expected grad with size 700"), (torch.ones(700, dtype=torch.float64), TypeError, "grad of dtype float32"),
     (torch.ones(700, 1), ValueError, "expected grad with 1 dimension")])
 def test_bad_gradients(impl, grad, error, message):
     arguments = torch.zeros(700, 8), torch.zeros(9, 8), None, torch.zeros(700, dtype=torch.int64), None, -100, 0.0, [True] * 3

@@ -82,9 +82,9 @@ def adam_call(decay):
         generator = torch.Generator().manual_seed(1)
         first = torch.randn(param.shape, generator=generator, dtype=dtype)
         second = torch.rand(param.shape, generator=generator, dtype=dtype)
-        counts = torch.randint(0, 5, (n,), generator=generator, dtype=torch.int32)
+        counts = torch.randint(1, 9, (n,), generator=generator, dtype=torch.int32)
         marks = -torch.rand(n, generator=generator, dtype=torch.float64) if decay else None
-        ops.row_adam_(param, rows, values, first, second, counts, marks, lr=0.1, beta1=0.8, beta2=0.95, eps=1e-3, decay=-1.5)
+        ops.row_adam_(param, rows, values, first, second, counts, marks, step=9, lr=0.1, beta1=0.8, beta2=0.95, eps=1e-3, decay=-1.5)
         return [param, first, second, counts] + ([marks] if decay else [])
     return call
 
@@ -163,7 +163,8 @@ def test_opcheck(name):
                  marks=torch.zeros(9, dtype=torch.float64))
     if name.startswith("adam"):
         args = (param, rows, values, state["first"], state["second"], state["counts"], state["marks"] if "decay" in name else None)
-        torch.library.opcheck(ops.row_adam_.default, args, dict(lr=0.1, decay=-0.1))
+        torch.library.opcheck(ops.row_adam_.default, args, dict(step=3, lr=0.1, decay=-0.1))
+        torch.library.opcheck(ops.row_adam_flush_.default, (param, *args[3:]), dict(step=3, lr=0.1, decay=-0.1))
         torch.library.opcheck(ops.row_decay_.default, (param, state["marks"], -0.2))
     elif name.startswith("adagrad"):
         torch.library.opcheck(ops.row_adagrad_.default, (param, rows, values, state["first"]), dict(lr=0.1))
@@ -294,25 +295,49 @@ def test_adam_equals_dense_adamw_where_every_row_is_touched(options, width, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_adam_runs_each_row_on_its_own_steps(dtype):
-    """A row is where AdamW on that row alone, stepped only with its gradients and with float32 state, would be."""
-    n = 6
-    table = torch.randn(n, 4).to(dtype)
-    mine = torch.nn.Parameter(table.clone())
-    alone = [torch.nn.Parameter(row.clone().to(opmath(dtype))) for row in table]
-    optimizer = RowAdam([mine], lr=0.01)
-    solo = [torch.optim.AdamW([row], lr=0.01, weight_decay=0) for row in alone]
-    for _ in range(15):
-        rows, values = random_grad(n, 4, 4, dtype)
+@pytest.mark.parametrize("width", [0, 1, 17])
+@pytest.mark.parametrize("step", [9, 500, 3_000_000])
+def test_adam_flush_kernel_against_reference(step, width, dtype):
+    n, results = 40, []
+    for impl in ("reference", "kernel"):
+        ops.set_impl(impl)
+        generator = torch.Generator().manual_seed(1)
+        shape = (n, width) if width else (n,)
+        param, first, second = (torch.rand(shape, generator=generator, dtype=opmath(dtype)) for _ in range(3))
+        last, marks = torch.randint(1, step + 1, (n,), generator=generator, dtype=torch.int32), torch.zeros(n, dtype=torch.float64)
+        last[:9], param = torch.arange(1, 10), param.to(dtype)
+        ops.row_adam_flush_(param, first, second, last, marks, step=step, lr=0.1, eps=1e-3, decay=-0.3)
+        assert last.eq(step).all() and marks.eq(-0.3).all()
+        results.append((param, first, second))
+    for expected, got in zip(*results):
+        torch.testing.assert_close(got, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [0, 5])
+@pytest.mark.parametrize("every", [1, 3, 40])
+@pytest.mark.parametrize("options", [dict(), dict(betas=(0.5, 0.9)), dict(betas=(0.95, 0.99)), dict(betas=(0.0, 0.9))], ids=str)
+def test_adam_follows_dense_adamw_after_a_flush(options, every, width, dtype):
+    """Rows that often have no gradient, flushed at times: as dense AdamW on the same gradients, zero where there is none."""
+    n = 12
+    mine, other = pair(width=width, dtype=dtype)
+    ours, theirs = RowAdam([mine], lr=0.01, **options), torch.optim.AdamW([other], lr=0.01, weight_decay=0, **options)
+    for step in range(400):
+        rows, values = random_grad(n, width, 1 + 3 // every, dtype)
+        if step % every:
+            rows, values = rows[:0], values[:0]
         mine.grad = sparse(rows, values, n)
-        optimizer.step()
-        for row in rows.unique():
-            alone[row].grad = values[rows == row].to(opmath(dtype)).sum(0)
-            solo[row].step()
-            with torch.no_grad():
-                alone[row].copy_(alone[row].to(dtype))  # the parameter is stored in 16 bits
-    torch.testing.assert_close(mine.detach(), torch.stack([row.detach() for row in alone]).to(dtype), **TOLERANCE[dtype])
-    assert optimizer.state[mine]["exp_avg"].dtype == opmath(dtype)
+        other.grad = mine.grad.to_dense()
+        ours.step()
+        theirs.step()
+        if step in (7, 50, 399):
+            ours.flush()
+            moved = (other.detach() - pair(width=width, dtype=dtype)[1].detach()).abs().max()
+            assert (mine - other).abs().max() < 1e-4 * moved
+    before = mine.detach().clone()
+    ours.flush()
+    assert torch.equal(mine.detach(), before)
+    assert ours.state[mine]["exp_avg"].dtype == opmath(dtype)
 
 
 def test_lazy_weight_decay_is_exact_under_a_schedule():
@@ -500,7 +525,7 @@ def test_dense_after_sparse_and_sparse_after_dense():
         first.grad, second.grad = grad, grad.to_dense()
         a.step()
         b.step()
-    assert not a.state[first]["rows"] and "row_step" not in a.state[first]
+    assert not a.state[first]["rows"] and "last_step" not in a.state[first]
     torch.testing.assert_close(first, second)
 
 
@@ -560,8 +585,8 @@ def test_load_state_dict_hooks_see_tensors():
     optimizer = RowAdam([mine])
     optimizer.step()
     seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append(s["state"][0]["row_step"].dtype))
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[mine]["row_step"].dtype))
+    optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append(s["state"][0]["last_step"].dtype))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[mine]["last_step"].dtype))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == [torch.int32, torch.int32]
 
@@ -634,11 +659,11 @@ def test_grad_scaler_unscales_sparse_gradients(scale):
 # ---- bad input ----
 
 @pytest.mark.parametrize("make, options, message", [
-    (RowSGD, dict(lr=-1.0), "lr of at least 0, got -1.0"), (RowSGD, dict(momentum=-0.1), "momentum of at least 0, got -0.1"),
+    (RowSGD, dict(lr=-1.0), "lr as a finite number of at least 0, got -1.0"), (RowSGD, dict(momentum=-0.1), "momentum of at least 0, got -0.1"),
     (RowSGD, dict(weight_decay=-1), "weight_decay of at least 0, got -1"),
     (RowSGD, dict(nesterov=True), "momentum and no dampening"),
     (RowSGD, dict(nesterov=True, momentum=0.9, dampening=0.1), "momentum and no dampening"),
-    (RowSGD, dict(lr=float("nan")), "lr of at least 0, got nan"),
+    (RowSGD, dict(lr=float("nan")), "lr as a finite number of at least 0, got nan"),
     (RowAdagrad, dict(lr_decay=-1), "lr_decay"), (RowAdagrad, dict(eps=-1), "eps"),
     (RowAdagrad, dict(initial_accumulator_value=-1), "initial_accumulator_value"),
     (RowAdam, dict(betas=(1.0, 0.9)), r"betas\[0\] in \[0, 1\), got 1.0"), (RowAdam, dict(betas=(0.9, -0.1)), r"betas\[1\]"),
@@ -695,8 +720,8 @@ def test_bad_gradients():
         ops.row_sgd_(table.to(torch.complex64), rows, values, lr=0.1)
     with pytest.raises(ValueError, match="momentum_buffer and last_step or neither"):
         ops.row_sgd_(table, rows, values, torch.zeros(4, 3), lr=0.1)
-    with pytest.raises(TypeError, match="expected row_step of dtype Int"):
-        ops.row_adam_(table, rows, values, table.clone(), table.clone(), torch.zeros(4), lr=0.1)
+    with pytest.raises(TypeError, match="expected last_step of dtype int32"):
+        ops.row_adam_(table, rows, values, table.clone(), table.clone(), torch.zeros(4), step=1, lr=0.1)
     with pytest.raises(ValueError, match="row_adagrad_: expected sum with size 4"):
         ops.row_adagrad_(table, rows, values, torch.zeros(5), lr=0.1)
     param = torch.nn.Parameter(table.clone())

@@ -327,7 +327,7 @@ def test_autocast():
 @pytest.mark.parametrize("change, error, message", [
     (dict(target=torch.tensor([0, 9])), IndexError, r"sampled_softmax_loss: expected target in \[0, 9\) or ignore_index, got 9 at \[1\]"),
     (dict(target=torch.tensor([-1, 0])), IndexError, r"got -1 at \[0\]"),
-    (dict(target=torch.zeros(2)), TypeError, "expected target of dtype int64, got Float"),
+    (dict(target=torch.zeros(2)), TypeError, "expected target of dtype int64, got float32"),
     (dict(target=torch.zeros(3, dtype=torch.int64)), ValueError, "expected target of the shape of input without its last dimension"),
     (dict(target=torch.zeros(2, device="meta", dtype=torch.int64)), TypeError, "expected target on input's device cpu"),
     (dict(input=torch.tensor(1.0)), ValueError, "expected target of the shape of input without its last dimension"),

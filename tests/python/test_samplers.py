@@ -560,7 +560,7 @@ def test_in_batch_errors():
     (lambda: ops.uniform_sample(seed(0), 5, 5, None, 1, False), ValueError, "0 <= low < high, got low = 5 and high = 5"),
     (lambda: ops.log_uniform_sample(seed(0), -1, 5, None, 1), ValueError, "low = -1"),
     (lambda: ops.uniform_sample(seed(0), 0, 5, -1, 1, False), ValueError, "num_queries of at least 0, got -1"),
-    (lambda: ops.alias_table(torch.ones(3)), TypeError, "weights of dtype float64, got Float"),
+    (lambda: ops.alias_table(torch.ones(3)), TypeError, "weights of dtype float64, got float32"),
     (lambda: ops.alias_table(torch.ones(0).double()), ValueError, "at least 1 weight"),
     (lambda: ops.alias_table(torch.zeros(3).double()), ValueError, "a weight above zero"),
     (lambda: ops.systematic_table(torch.tensor([1, math.nan]).double()), ValueError, r"got nan at \[1\]"),

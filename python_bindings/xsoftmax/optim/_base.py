@@ -1,5 +1,6 @@
 """What the row-wise optimizers share: the rows of a gradient, two kinds of state, and checkpoints that resume bit for bit."""
 
+import math
 from itertools import groupby
 
 import torch
@@ -71,8 +72,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def _check(self, options):
         if isinstance(options["lr"], torch.Tensor):
             raise TypeError(f"{self._name}: expected lr as a number, got a tensor (learning-rate schedulers set numbers)")
-        if not options["lr"] >= 0:
-            raise ValueError(f"{self._name}: expected lr of at least 0, got {options['lr']}")
+        if not 0 <= options["lr"] < math.inf:
+            raise ValueError(f"{self._name}: expected lr as a finite number of at least 0, got {options['lr']}")
         if not options["weight_decay"] >= 0:
             raise ValueError(f"{self._name}: expected weight_decay of at least 0, got {options['weight_decay']}")
 
@@ -140,7 +141,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Brings every row of every table up to date: applies what rows without a gradient still owe.
 
         Touches all N rows, so it is for the places where the whole table is read: before evaluating, and before saving weights.
-        Training goes on as if it had not been called, up to rounding; without weight decay and momentum it does nothing.
+        Training goes on as if it had not been called, up to rounding. Where nothing is owed (RowAdagrad; RowSGD without momentum and
+        weight decay) it does nothing.
         """
         for group in self.param_groups:
             for param in group["params"]:

@@ -5,6 +5,8 @@ from typing import Dict, NamedTuple, Optional, Union
 import torch
 from torch import Tensor, nn
 
+from .._memory import moved_table
+
 
 class Proposal(NamedTuple):
     """Classes to score, and the expected count of each: how often it would be drawn on average.
@@ -113,11 +115,9 @@ class Sampler(nn.Module):
         pass
 
     def _apply(self, fn, recurse=True):
-        # model.half() casts every floating buffer. Those of a sampler keep their precision: only their device moves.
-        tables = {name: table for name, table in self._buffers.items() if table is not None and table.is_floating_point()}
+        # model.half() casts every floating buffer, to_empty() drops its values. Those of a sampler stay: only their device moves.
+        tables = {name: table for name, table in self._buffers.items() if table is not None}
         super()._apply(fn, recurse)
         for name, table in tables.items():
-            moved = self._buffers[name]
-            if moved.dtype != table.dtype:
-                self._buffers[name] = table.to(moved.device)
+            self._buffers[name] = moved_table(type(self).__name__, table, self._buffers[name])
         return self

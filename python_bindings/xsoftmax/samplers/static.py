@@ -68,7 +68,7 @@ class StaticSampler(Sampler):
             got = f"shape {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
             raise ValueError(f"{name}: expected weights as a tensor [num_classes], got {got}")
         low, ids = _check_exclude(name, exclude, weights.numel())
-        weights = weights.detach().to(torch.float64, copy=True)
+        weights = _real(name, "weights", weights).detach().to(torch.float64, copy=True)
         _check_weights(name, "weights", weights)
         weights[:low] = 0
         if ids is not None:
@@ -132,6 +132,8 @@ class StaticSampler(Sampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids`` (int64, any shape): float32 of that shape; -inf for a class that is never drawn."""
+        if ids.dtype != torch.int64:
+            raise TypeError(f"log_prob: expected ids of dtype torch.int64, got {ids.dtype}")
         return self._log_q(ids).to(torch.float32)
 
     def _log_count(self, ids: Tensor, log_scale: Tensor, distinct: bool) -> Tensor:
@@ -163,13 +165,19 @@ class StaticSampler(Sampler):
     def _log_q_from_tables(self, ids: Tensor) -> Tensor:
         probability = self.probability
         if probability is not None:
-            return probability[ids].log()
+            return torch.ops.xsoftmax.table_log_prob(probability, ids)
         raise RuntimeError("log_prob: the tables for these classes were not built")
 
 
 def _log_of_count(num_samples: int, like: Tensor) -> Tensor:
     """log M, -inf for M = 0."""
     return torch.full([], num_samples, dtype=torch.float64, device=like.device).log()
+
+
+def _real(owner: str, argument: str, weights: Tensor) -> Tensor:
+    if weights.is_complex():
+        raise TypeError(f"{owner}: expected {argument} of a real dtype, got {weights.dtype}")
+    return weights
 
 
 def _check_weights(owner: str, argument: str, weights: Tensor) -> None:
@@ -278,7 +286,7 @@ class UnigramSampler(StaticSampler):
         if not isinstance(counts, Tensor) or counts.dim() != 1 or counts.numel() < 1:
             got = f"shape {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
             raise ValueError(f"{name}: expected counts as a tensor [num_classes], got {got}")
-        counts = counts.detach().to(torch.float64)
+        counts = _real(name, "counts", counts).detach().to(torch.float64)
         _check_weights(name, "counts", counts)
         # 0^0 is 1, but a class that was never seen stays one that is never drawn.
         weights = (counts / counts.max()).pow(power).masked_fill(counts == 0, 0.0)

@@ -1,0 +1,164 @@
+#include "core/memory.h"
+#include "core/optional.h"
+#include "samplers/midx_index.h"
+#include "samplers/midx_refresh.h"
+#include "samplers/modules.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+
+namespace xsoftmax::samplers {
+namespace {
+
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+using Draws = std::tuple<Tensor, Tensor, Tensor>;
+
+constexpr const char* kName = "MidxSampler";
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+Optional detached(const Optional& tensor) { return given(tensor) ? Optional(tensor->detach()) : std::nullopt; }
+
+} // namespace
+
+// The index as the ops take it.
+#define XS_MIDX_BUFFERS \
+  codewords1, codewords2, cell, order, start, mass, optional(log_weight), optional(prefix), optional(heaviest)
+
+MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options)
+    : SamplerImpl(check_num_classes(kName, num_classes)), options_(options), dim_(dim) {
+  TORCH_CHECK_VALUE(options.kind == "rq" || options.kind == "pq", kName, ": expected kind as \"rq\" or \"pq\", got \"", options.kind, "\"");
+  TORCH_CHECK_VALUE(options.mixture == "mean" || options.mixture == "rms", kName, ": expected mixture as \"mean\" or \"rms\", got \"",
+                    options.mixture, "\"");
+  const auto at_least = [](const char* argument, int64_t value, int64_t least) {
+    TORCH_CHECK_VALUE(value >= least, kName, ": expected ", argument, " of at least ", least, ", got ", value);
+  };
+  const bool residual = options.kind == "rq";
+  at_least("dim", dim, residual ? 1 : 2);
+  at_least("codewords", options.codewords, 1);
+  TORCH_CHECK_VALUE(options.codewords <= kMidxMostCodewords, kName, ": expected codewords of at most ", kMidxMostCodewords, ", got ",
+                    options.codewords);
+  at_least("refresh_every", options.refresh_every, 0);
+  at_least("update_every", options.update_every, 0);
+  at_least("iterations", options.iterations, 0);
+  options_.train_points = options.train_points.value_or(256 * options.codewords);
+  at_least("train_points", *options_.train_points, 1);
+
+  // An index that knows nothing yet: all classes in one cell.
+  const Excluded excluded = check_exclude(kName, options.exclude_below, options.exclude, num_classes);
+  const Tensor ids = excluded.ids.has_value() ? excluded.ids->cpu() : at::arange(excluded.low, at::kLong);
+  const int64_t k = options.codewords;
+  cell = register_buffer("cell", table_zeros({num_classes}, at::TensorOptions(at::kInt)).index_fill_(0, ids, -1));
+  codewords1 = register_buffer("codewords1", at::zeros({k, residual ? dim : (dim + 1) / 2}));
+  codewords2 = register_buffer("codewords2", at::zeros({k, residual ? dim : dim / 2}));
+  if (options.bias) {
+    log_weight = register_buffer("log_weight", table_zeros({num_classes}, at::TensorOptions(at::kFloat)));
+  }
+  const auto [slots, begins, masses, sums, most] = midx_cells(cell, optional(log_weight), k, num_classes - ids.numel());
+  order = register_buffer("order", slots);
+  start = register_buffer("start", begins);
+  mass = register_buffer("mass", masses);
+  if (options.bias) {
+    prefix = register_buffer("prefix", sums);
+    heaviest = register_buffer("heaviest", most);
+  }
+  step = register_buffer("step", at::zeros({}, at::kLong));
+  if (options.update_every > 0) {
+    touched = register_buffer("touched", at::zeros({num_classes}, at::kBool));
+  }
+}
+
+Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool shared, const Optional& target,
+                                 std::optional<at::Generator> generator) {
+  static const auto of_queries =
+      find_op<Draws(const Tensor&, const Tensor&, XS_MIDX_INDEX_PARAMS, c10::SymInt, bool, const Tensor&)>("xsoftmax::midx_sample");
+  static const auto of_batch =
+      find_op<Draws(const Tensor&, const Tensor&, XS_MIDX_INDEX_PARAMS, c10::SymInt, bool, bool, const Tensor&)>(
+          "xsoftmax::midx_sample_shared");
+  const bool distinct = draws_distinct(shared);
+  const Tensor seed = draw_seed(input, generator);
+  // Without targets the ops look up those of any class.
+  const Tensor some = given(target) ? *target : at::zeros({input.size(0)}, input.options().dtype(at::kLong));
+  const auto [ids, log_count, target_log_count] =
+      shared ? of_batch.call(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, options_.mixture == "rms", some)
+             : of_queries.call(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, some);
+  return {ids, log_count, given(target) ? target_log_count : Tensor(), distinct, {}, {}, 0, {}};
+}
+
+Tensor MidxSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
+  static const auto op = find_op<Tensor(const Tensor&, XS_MIDX_INDEX_PARAMS, const Tensor&)>("xsoftmax::midx_log_prob");
+  return op.call(input, XS_MIDX_BUFFERS, ids);
+}
+
+Tensor MidxSamplerImpl::mixture_log_prob(const Tensor& input, const Tensor& ids) {
+  static const auto op = find_op<Tensor(const Tensor&, XS_MIDX_INDEX_PARAMS, bool, const Tensor&)>("xsoftmax::midx_mixture_log_prob");
+  return op.call(input, XS_MIDX_BUFFERS, options_.mixture == "rms", ids);
+}
+
+Tensor MidxSamplerImpl::log_count(const Tensor& input, int64_t num_samples, bool shared, const Tensor& ids) {
+  TORCH_CHECK_VALUE(!draws_distinct(shared), kName, ": expected independent draws in a union, got distinct ones");
+  const Tensor log_q = shared ? mixture_log_prob(input, ids.flatten()).view_as(ids) : log_prob(input, ids);
+  return log_q + std::log(double(num_samples));
+}
+
+std::map<std::string, double> MidxSamplerImpl::refresh(const Tensor& weight, const Optional& bias) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS, bool, int64_t, int64_t, bool)>(
+          "xsoftmax::midx_refresh_");
+  const Tensor stats = op.call(draw_seed(weight, std::nullopt), weight.detach(), detached(bias), XS_MIDX_BUFFERS, options_.kind == "rq",
+                               options_.iterations, *options_.train_points, step.item<int64_t>() > 0).cpu();
+  step.clamp_min_(1);
+  std::map<std::string, double> named;
+  for (int64_t i = 0; i < stats.size(0); ++i) {
+    named[kMidxStatNames[i]] = stats[i].item<double>();
+  }
+  return named;
+}
+
+void MidxSamplerImpl::update(const Tensor& weight, const Optional& bias, const Tensor& rows) {
+  static const auto op = find_op<void(const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS, const Tensor&)>("xsoftmax::midx_update_");
+  op.call(weight.detach(), detached(bias), XS_MIDX_BUFFERS, rows);
+}
+
+void MidxSamplerImpl::prepare(const Tensor& weight, const Optional& bias) {
+  static const auto op = find_op<void(const Tensor&, const Tensor&, const Optional&, const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS,
+                                      bool, int64_t, int64_t, int64_t, int64_t)>("xsoftmax::midx_step_");
+  op.call(draw_seed(weight, std::nullopt), weight.detach(), detached(bias), step, optional(touched), XS_MIDX_BUFFERS,
+          options_.kind == "rq", options_.iterations, *options_.train_points, options_.refresh_every, options_.update_every);
+}
+
+void MidxSamplerImpl::note(const Tensor& ids) {
+  if (touched.defined()) {
+    touched.index_fill_(0, ids.flatten(), true);
+  }
+}
+
+std::shared_ptr<SamplerImpl> MidxSamplerImpl::excluding(const Tensor& ids) {
+  MidxOptions options = options_;
+  options.exclude_below = 0;
+  options.exclude = at::cat({cell.lt(0).nonzero().squeeze(1), ids.to(cell.device())});
+  auto sampler = std::make_shared<MidxSamplerImpl>(num_classes_, dim_, options);
+  sampler->to(cell.device());
+  return sampler;
+}
+
+std::shared_ptr<SamplerImpl> MidxSamplerImpl::for_table(int64_t dim, bool bias) {
+  TORCH_CHECK_VALUE(dim == dim_, kName, ": expected a table of width ", dim_, ", got ", dim);
+  if (bias == options_.bias) {
+    return nullptr;
+  }
+  MidxSamplerImpl like(*this);
+  like.options_.bias = bias;
+  return like.excluding(at::zeros({0}, cell.options().dtype(at::kLong)));
+}
+
+} // namespace xsoftmax::samplers

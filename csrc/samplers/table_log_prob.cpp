@@ -1,0 +1,64 @@
+#include "core/checks.h"
+#include "core/impl.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+namespace xsoftmax {
+namespace {
+
+// table_log_prob(probability float64 [N], ids int64, any shape) -> float64 of that shape: log probability[id], -inf where that is 0.
+
+using at::Tensor;
+
+constexpr const char* kOp = "log_prob"; // the method that users call
+constexpr int64_t kAhead = 16;
+
+void check_table_log_prob(const Tensor& probability, const Tensor& ids) {
+  check::dim(kOp, "probability", probability, 1);
+  check::dtype(kOp, "probability", probability, at::kDouble);
+  check::int64(kOp, "ids", ids);
+  check::same_device(kOp, "ids", ids, "probability", probability);
+}
+
+Tensor table_log_prob_meta(const Tensor& probability, const Tensor& ids) {
+  check_table_log_prob(probability, ids);
+  return at::empty_symint(ids.sym_sizes(), probability.options());
+}
+
+Tensor table_log_prob_composite(const Tensor& probability, const Tensor& ids) {
+  check_table_log_prob(probability, ids);
+  return probability.index_select(0, ids.reshape({-1})).view(ids.sizes()).log();
+}
+
+Tensor table_log_prob_cpu(const Tensor& probability, const Tensor& ids) {
+  check_table_log_prob(probability, ids);
+  check::class_ids(kOp, "ids", ids, probability.size(0));
+  if (use_reference()) {
+    return table_log_prob_composite(probability, ids);
+  }
+  const Tensor table = probability.contiguous(), flat = ids.contiguous(), out = at::empty(ids.sizes(), probability.options());
+  const double* value = table.const_data_ptr<double>();
+  const int64_t* id = flat.const_data_ptr<int64_t>();
+  double* log = out.mutable_data_ptr<double>();
+  at::parallel_for(0, flat.numel(), 2048, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      __builtin_prefetch(value + id[std::min(i + kAhead, last - 1)]);
+      log[i] = std::log(value[id[i]]);
+    }
+  });
+  return out;
+}
+
+} // namespace
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("table_log_prob(Tensor probability, Tensor ids) -> Tensor"); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("table_log_prob", table_log_prob_composite); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("table_log_prob", table_log_prob_meta); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("table_log_prob", table_log_prob_cpu); }
+
+} // namespace xsoftmax

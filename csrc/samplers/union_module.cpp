@@ -1,0 +1,130 @@
+#include "core/optional.h"
+#include "samplers/modules.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace xsoftmax::samplers {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kName = "UnionSampler";
+
+Tensor add_counts(const Tensor& sum, const Tensor& log_count) { return sum.defined() ? at::logaddexp(sum, log_count) : log_count; }
+
+int64_t common_classes(const std::vector<UnionSamplerImpl::Part>& parts) {
+  TORCH_CHECK_VALUE(!parts.empty(), kName, ": expected at least one pair of sampler and number of draws, got none");
+  for (const auto& [sampler, count] : parts) {
+    TORCH_CHECK_VALUE(sampler != nullptr, kName, ": expected samplers, got none");
+    TORCH_CHECK_VALUE(count >= 0, kName, ": expected a number of draws of at least 0, got ", count);
+    TORCH_CHECK_TYPE(!sampler->proposes_targets() && dynamic_cast<UnionSamplerImpl*>(sampler.get()) == nullptr, kName,
+                     ": expected samplers of independent or distinct draws, got ", sampler->name());
+    TORCH_CHECK_VALUE(sampler->num_classes() == parts[0].first->num_classes(), kName, ": expected samplers of one number of classes, got ",
+                      parts[0].first->num_classes(), " and ", sampler->num_classes());
+    TORCH_CHECK_VALUE(sampler->shared_by_default() || !sampler->draws_distinct(false), kName,
+                      ": expected private draws to be independent, got distinct ones");
+  }
+  return parts[0].first->num_classes();
+}
+
+} // namespace
+
+UnionSamplerImpl::UnionSamplerImpl(std::vector<Part> parts) : SamplerImpl(common_classes(parts)), parts_(std::move(parts)) {
+  // Distinct shared draws first: an estimator renormalises the columns behind them.
+  std::stable_partition(parts_.begin(), parts_.end(),
+                        [](const Part& part) { return part.first->draws_distinct(part.first->shared_by_default()); });
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    register_module("part" + std::to_string(i), parts_[i].first);
+  }
+}
+
+Proposal UnionSamplerImpl::sample(const Tensor& input, int64_t, bool, const std::optional<Tensor>& target,
+                                  std::optional<at::Generator> generator) {
+  const int64_t queries = input.size(0);
+  std::vector<Tensor> private_ids{at::zeros({queries, 0}, input.options().dtype(at::kLong))}, shared_ids, shared_counts;
+  std::vector<Tensor> private_counts{at::zeros({queries, 0}, input.options().dtype(at::kFloat))};
+  Proposal all;
+  bool by_query = false;
+  for (const auto& [part, count] : parts_) {
+    const bool shared = part->shared_by_default();
+    const Proposal own = part->sample(input, count, shared, target, generator);
+    Tensor log_count = own.log_count;
+    for (const auto& [other, other_count] : parts_) {
+      if (other != part) {
+        log_count = at::logaddexp(log_count, other->log_count(input, other_count, other->shared_by_default(), own.ids));
+      }
+    }
+    (shared ? shared_ids : private_ids).push_back(own.ids);
+    (shared ? shared_counts : private_counts).push_back(log_count);
+    by_query = by_query || (shared && log_count.dim() == 2);
+    all.shared_distinct += shared && own.distinct ? own.ids.size(0) : 0;
+    if (given(target)) {
+      all.target_log_count = add_counts(all.target_log_count, own.target_log_count);
+      all.target_log_draws = own.distinct ? all.target_log_draws : add_counts(all.target_log_draws, own.target_log_count);
+    }
+  }
+  if (given(target) && !all.target_log_draws.defined()) {
+    all.target_log_draws = at::full_like(all.target_log_count, -std::numeric_limits<double>::infinity());
+  }
+  all.ids = at::cat(private_ids, 1);
+  all.log_count = at::cat(private_counts, 1);
+  if (!shared_ids.empty()) {
+    for (Tensor& count : shared_counts) {
+      count = by_query ? count.expand({queries, count.size(-1)}) : count;
+    }
+    all.shared_ids = at::cat(shared_ids);
+    all.shared_log_count = at::cat(shared_counts, -1);
+  }
+  return all;
+}
+
+Tensor UnionSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
+  Tensor total;
+  int64_t size = 0;
+  for (const auto& [part, count] : parts_) {
+    total = add_counts(total, part->log_count(input, count, part->shared_by_default(), ids));
+    size += count;
+  }
+  return (total - std::log(double(size))).to(at::kFloat);
+}
+
+void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias) {
+  for (const auto& part : parts_) {
+    part.first->prepare(weight, bias);
+  }
+}
+
+void UnionSamplerImpl::note(const Tensor& ids) {
+  for (const auto& part : parts_) {
+    part.first->note(ids);
+  }
+}
+
+std::shared_ptr<SamplerImpl> UnionSamplerImpl::excluding(const Tensor& ids) {
+  std::vector<Part> parts = parts_;
+  for (auto& [part, count] : parts) {
+    part = part->excluding(ids);
+  }
+  return std::make_shared<UnionSamplerImpl>(std::move(parts));
+}
+
+std::shared_ptr<SamplerImpl> UnionSamplerImpl::for_table(int64_t dim, bool bias) {
+  std::vector<Part> parts = parts_;
+  bool changed = false;
+  for (auto& [part, count] : parts) {
+    const auto other = part->for_table(dim, bias);
+    changed = changed || other != nullptr;
+    part = other ? other : part;
+  }
+  return changed ? std::make_shared<UnionSamplerImpl>(std::move(parts)) : nullptr;
+}
+
+} // namespace xsoftmax::samplers
