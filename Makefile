@@ -3,7 +3,7 @@
 #
 #   make build       the package, installed into .venv
 #   make test        Python tests; C++ tests, then again with AddressSanitizer and UBSan; a C++ project on the installed package
-#   make demo        trains a language model with sampled and with exact loss, then completes sentences in C++ (10 minutes)
+#   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks, as tables
 #   make cuda-check  compiles and links the CUDA kernels; needs no GPU
 #   make clean       removes all that make made
@@ -101,9 +101,10 @@ demo: $(INSTALLED)
 	python examples/language_model/train.py --loss sampled exact --max-minutes 1.5 --output out/language_model
 	cat out/language_model/table.md
 	echo "Plot: out/language_model/perplexity.png"
-	cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log \
+	cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log 2>&1 \
 	  || { cat build/cpp_app.log; exit 1; }
 	cmake --build build/cpp_app
+	build/cpp_app/train --steps 1000
 	build/cpp_app/complete out/language_model/model.pt "def open(self, path" --words 30
 
 bench: $(INSTALLED)

@@ -35,9 +35,19 @@ class BuildNative(build_py):
         subprocess.check_call(["cmake", "--build", build, "--target", "install"])
 
 
+def torch_requirement():
+    """A library goes with the minor release of torch that it was built against."""
+    try:
+        import torch
+    except ImportError:
+        return "torch>=2.11"
+    major, minor = torch.__version__.split(".")[:2]
+    return f"torch=={major}.{minor}.*"
+
+
 class NativeDistribution(Distribution):
     def has_ext_modules(self):
         return True  # a platform wheel, though no module is a CPython extension
 
 
-setup(cmdclass={"build_py": BuildNative}, distclass=NativeDistribution)
+setup(install_requires=[torch_requirement()], cmdclass={"build_py": BuildNative}, distclass=NativeDistribution)

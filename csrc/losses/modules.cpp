@@ -124,6 +124,18 @@ void SampledSoftmaxLossImpl::to(torch::Device device, bool non_blocking) {
   head = head.to(device, non_blocking);
 }
 
+void SampledSoftmaxLossImpl::load(torch::serialize::InputArchive& archive) {
+  torch::serialize::InputArchive table, state;
+  archive.read("linear", table);
+  linear->load(table);
+  if (weight.defined()) {
+    archive.read("weight", weight, /*is_buffer=*/true);
+  }
+  if (archive.try_read("sampler", state) && !state.keys().empty()) {
+    sampler->load(state);
+  }
+}
+
 Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
   if (!is_training()) {
     return exact(input, target);

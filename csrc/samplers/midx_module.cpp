@@ -9,7 +9,9 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
+#include <torch/serialize.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace xsoftmax::samplers {
@@ -140,6 +142,15 @@ void MidxSamplerImpl::note(const Tensor& ids) {
   if (touched.defined()) {
     touched.index_fill_(0, ids.flatten(), true);
   }
+}
+
+void MidxSamplerImpl::load(torch::serialize::InputArchive& archive) {
+  const auto keys = archive.keys();
+  if (std::find(keys.begin(), keys.end(), "cell") == keys.end()) {
+    step.zero_();
+    return;
+  }
+  Module::load(archive);
 }
 
 std::shared_ptr<SamplerImpl> MidxSamplerImpl::excluding(const Tensor& ids) {

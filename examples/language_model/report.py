@@ -55,7 +55,7 @@ def plot(runs: list[dict], title: str, path: Path):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
     axes.set_xlim(left=0)
     axes.set_xlabel("training time, minutes (evaluation left out)")
     axes.set_ylabel("exact validation perplexity")

@@ -71,8 +71,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                           help="words a step reads of each of the batch's columns (default: %(default)s)")
     training.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="default: %(default)s, the fastest start")
     training.add_argument("--lr", type=positive(float), help="default: " + ", ".join(f"{k} {v}" for k, v in LEARNING_RATES.items()))
-    training.add_argument("--dense-grad", action="store_true",
-                          help="sampled loss: gradients with all rows, for an optimizer that moves every row in every step (Adam)")
     training.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the gradient (default: %(default)s)")
     training.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     training.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
@@ -92,6 +90,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--resume needs --checkpoint")
     if args.resume and not args.checkpoint.is_file():
         parser.error(f"--resume: there is no checkpoint at {args.checkpoint}")
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device: {args.device} is not there")
+    if args.model == "transformer" and args.width % 4 != 0:
+        parser.error(f"--width: expected a multiple of 4, the heads of the transformer, got {args.width}")
     if args.head < 0:
         parser.error(f"--head: expected 0 or more, got {args.head}")
     return args
@@ -126,8 +128,7 @@ def build_loss(args: argparse.Namespace, name: str, corpus: data.Corpus) -> nn.M
     num_words = len(corpus.words)
     if name == "exact":
         return xs.LinearCrossEntropyLoss(args.width, num_words, bias=True)
-    options = {"num_samples": args.samples, "head_classes": args.head, "estimator": args.estimator, "bias": True,
-               "sparse_grad": not args.dense_grad}
+    options = {"num_samples": args.samples, "head_classes": args.head, "estimator": args.estimator, "bias": True}
     if args.sampler == "in_batch":
         # The candidates are the targets of the step, frequent words among them: no number to choose, and no head beside them.
         return xs.SampledSoftmaxLoss(args.width, num_words, sampler="in_batch", **options | {"head_classes": 0})
@@ -156,7 +157,7 @@ class Run:
             for split in ("train", "valid", "test")
         }
         # Sampled: the gradients of embedding and output layer have rows for the words of a step only. Exact: every row has one.
-        sparse = name == "sampled" and not args.dense_grad
+        sparse = name == "sampled"
         self.encoder = build_encoder(args, len(corpus.words), sparse).to(self.device)
         self.loss = build_loss(args, name, corpus).to(self.device)
         if not args.untied:

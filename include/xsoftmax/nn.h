@@ -88,6 +88,9 @@ class SampledSoftmaxLossImpl : public LinearLossImpl {
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
 
+  /// A checkpoint of LinearCrossEntropyLoss, or of a loss whose sampler keeps nothing, loads as well: the sampler stays as it is.
+  void load(torch::serialize::InputArchive& archive) override;
+
   std::shared_ptr<samplers::SamplerImpl> sampler;
   torch::Tensor head; ///< int64 [H], sorted; not in a checkpoint, which so goes with any head
 

@@ -97,8 +97,9 @@ at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weigh
 /// input [Q, D], weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16; target [Q]: int64 in [0, N) or ignore_index;
 /// class_weight [N] or none: of any floating dtype, takes no gradient; reduction 0 (none), 1 (mean; over no query it is
 /// NaN) or 2 (sum). Returns a scalar or [Q], in float32, or float64 for float64 inputs. Gradients are dense.
-/// Of logits, holds 54 MB, or 40 MB and a block a thread (4 MB; 64 classes at least). For a mean or a sum of float32 or float64 losses, the gradients that are wanted are made with the loss: call
-/// it under NoGradMode (torch.no_grad) where none will be asked for.
+/// Of logits it holds at most 54 MB; where that is too few queries, 40 MB and a block a thread (4 MB; 64 classes at least). A mean or a sum
+/// of float32 or float64 losses makes the gradients that are wanted with the loss: call it under NoGradMode (torch.no_grad) where none
+/// will be asked for.
 at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                 const at::Tensor& target, const std::optional<at::Tensor>& class_weight = std::nullopt,
                                 int64_t reduction = 1, c10::SymInt ignore_index = -100, double label_smoothing = 0.0);

@@ -231,6 +231,9 @@ class MidxSamplerImpl : public SamplerImpl {
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias) override;
 
+  /// From the state of a sampler without an index: the next step builds one.
+  void load(torch::serialize::InputArchive& archive) override;
+
   torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, step, touched;
 
  private:

@@ -98,7 +98,8 @@ class LinearLoss(nn.Module):
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """`self.log_prob(input).topk(k)`: (log-probabilities, class ids), both [*, k], best first, without [*, N] in memory."""
+        """`self.log_prob(input).topk(k)`: (log-probabilities, class ids), both [*, k], best first, without [*, N] in memory;
+        log-probabilities in float32 for 16-bit tables."""
         values, indices = torch.ops.xsoftmax.linear_topk(
             self._queries(input, None), self.linear.weight, self.linear.bias, k)
         shape = list(input.shape[:-1]) + [k]

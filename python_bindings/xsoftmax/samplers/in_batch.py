@@ -13,7 +13,8 @@ class InBatchSampler(Sampler):
     """The candidates of every query are the targets of the whole batch.
 
     ``log_count = log(Q p_i)`` with ``p_i = counts_i / total``, streamed over the training batches: each ``sample`` in train() mode first
-    adds the batch's targets, so a target always has p > 0 there. Unlike that of the other samplers, this q is an estimate, which
+    adds the batch's targets, so a target always has p > 0 there (as BatchNorm's statistics, the counts so take in a batch twice where
+    activation checkpointing runs forward twice). Unlike that of the other samplers, this q is an estimate, which
     approaches the frequency at which the training data shows a class. In eval() mode nothing is counted, and a class never seen has
     log_count -inf.
 

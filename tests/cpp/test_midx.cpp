@@ -1,0 +1,108 @@
+// The MIDX and union samplers as C++ modules.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <xsoftmax/xsoftmax.h>
+
+#include <cmath>
+#include <sstream>
+
+namespace {
+
+using torch::Tensor;
+using xsoftmax::nn::LossOptions;
+using xsoftmax::nn::SampledSoftmaxLoss;
+using xsoftmax::nn::SamplingOptions;
+using xsoftmax::samplers::MidxOptions;
+using xsoftmax::samplers::MidxSampler;
+using xsoftmax::samplers::UnigramSampler;
+using xsoftmax::samplers::UnionSampler;
+
+constexpr int64_t kClasses = 300, kWidth = 7, kQueries = 4;
+
+class Midx : public testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override {
+    torch::manual_seed(0);
+    weight = torch::randn({kClasses, kWidth});
+    bias = torch::randn({kClasses});
+    input = torch::randn({kQueries, kWidth});
+    target = torch::randint(5, kClasses, {kQueries}, torch::kLong);
+  }
+
+  MidxSampler make(const std::string& kind = "rq") const {
+    MidxSampler sampler(kClasses, kWidth, MidxOptions{.codewords = 6, .kind = kind, .bias = GetParam(), .exclude_below = 5});
+    sampler->refresh(weight, GetParam() ? std::optional<Tensor>(bias) : std::nullopt);
+    return sampler;
+  }
+
+  Tensor weight, bias, input, target;
+};
+
+INSTANTIATE_TEST_SUITE_P(WithAndWithoutBias, Midx, testing::Bool());
+
+TEST_P(Midx, ProbabilitiesSumToOneAndDrawsSayTheirCounts) {
+  for (const char* kind : {"rq", "pq"}) {
+    MidxSampler sampler = make(kind);
+    const Tensor log_q = sampler->log_prob(input, torch::arange(kClasses));
+    EXPECT_TRUE(torch::allclose(log_q.exp().sum(1), torch::ones(kQueries), 1e-4));
+    EXPECT_TRUE(log_q.narrow(1, 0, 5).isneginf().all().item<bool>());
+    const auto draws = sampler->sample(input, 30, false, target);
+    EXPECT_TRUE(torch::allclose(draws.log_count, log_q.gather(1, draws.ids) + std::log(30.0), 1e-4, 1e-4));
+    EXPECT_TRUE(torch::allclose(draws.target_log_count, log_q.gather(1, target.unsqueeze(1)).squeeze(1) + std::log(30.0), 1e-4, 1e-4));
+    const auto shared = sampler->sample(input, 40, true);
+    EXPECT_EQ(std::get<0>(at::_unique(shared.ids)).numel(), 40);
+  }
+}
+
+TEST_P(Midx, RefreshSaysHowWellTheIndexFits) {
+  const auto stats = make()->refresh(weight, GetParam() ? std::optional<Tensor>(bias) : std::nullopt);
+  for (const char* name : {"distortion", "mean_square", "inertia1", "inertia2", "cells"}) {
+    EXPECT_EQ(stats.count(name), 1u) << name;
+  }
+  EXPECT_LT(stats.at("distortion"), stats.at("mean_square"));
+}
+
+TEST_P(Midx, ALossBuildsTheIndexAndTrains) {
+  for (const bool with_unigram : {false, true}) {
+    MidxSampler midx(kClasses, kWidth, MidxOptions{.codewords = 6, .refresh_every = 16, .update_every = 4});
+    std::shared_ptr<xsoftmax::samplers::SamplerImpl> sampler = midx.ptr();
+    if (with_unigram) {
+      UnigramSampler unigram(torch::arange(1, kClasses + 1));
+      sampler = UnionSampler(std::vector<xsoftmax::samplers::UnionSamplerImpl::Part>{{unigram.ptr(), 20}, {midx.ptr(), 10}}).ptr();
+    }
+    SampledSoftmaxLoss loss(kWidth, kClasses, sampler, SamplingOptions{.num_samples = 20, .head_classes = 8},
+                            LossOptions{.bias = GetParam()});
+    xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
+    const double before = loss->exact(input, target).item<double>();
+    for (int step = 0; step < 60; ++step) {
+      optimizer.zero_grad();
+      loss(input, target).backward();
+      optimizer.step();
+    }
+    optimizer.flush();
+    EXPECT_LT(loss->exact(input, target).item<double>(), before / 4);
+  }
+}
+
+TEST_P(Midx, SavedWithItsIndex) {
+  MidxSampler sampler = make();
+  MidxSampler other(kClasses, kWidth, MidxOptions{.codewords = 6, .bias = GetParam(), .exclude_below = 5});
+  std::stringstream stream;
+  torch::save(sampler, stream);
+  torch::load(other, stream);
+  other->to(torch::kHalf);
+  EXPECT_TRUE(torch::equal(other->log_prob(input, target), sampler->log_prob(input, target)));
+}
+
+TEST_P(Midx, BadArgumentsThrow) {
+  EXPECT_THROW(MidxSampler(kClasses, kWidth, MidxOptions{.codewords = 0}), c10::ValueError);
+  EXPECT_THROW(MidxSampler(kClasses, kWidth, MidxOptions{.kind = "opq"}), c10::ValueError);
+  EXPECT_THROW(MidxSampler(kClasses, 1, MidxOptions{.kind = "pq"}), c10::ValueError);
+  EXPECT_THROW(make()->sample(input, kClasses, true), c10::ValueError);
+  EXPECT_THROW(make()->log_prob(input, torch::tensor({kClasses})), c10::IndexError);
+  EXPECT_THROW(SampledSoftmaxLoss(kWidth + 1, kClasses, make().ptr(), SamplingOptions{.num_samples = 3}), c10::ValueError);
+  EXPECT_THROW(UnionSampler(std::vector<xsoftmax::samplers::UnionSamplerImpl::Part>{}), c10::ValueError);
+}
+
+} // namespace
