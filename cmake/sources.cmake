@@ -37,6 +37,8 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/kmeans.cpp
   csrc/samplers/log_uniform_sample.cpp
   csrc/samplers/log_uniform_sample_cpu.cpp
+  csrc/samplers/midx_codebook_loss.cpp
+  csrc/samplers/midx_exact.cpp
   csrc/samplers/midx_index.cpp
   csrc/samplers/midx_index_cpu.cpp
   csrc/samplers/midx_module.cpp

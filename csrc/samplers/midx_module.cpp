@@ -133,9 +133,9 @@ void MidxSamplerImpl::update(const Tensor& weight, const Optional& bias, const T
 
 void MidxSamplerImpl::prepare(const Tensor& weight, const Optional& bias) {
   static const auto op = find_op<void(const Tensor&, const Tensor&, const Optional&, const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS,
-                                      bool, int64_t, int64_t, int64_t, int64_t)>("xsoftmax::midx_step_");
+                                      bool, int64_t, int64_t, int64_t, int64_t, int64_t)>("xsoftmax::midx_step_");
   op.call(draw_seed(weight, std::nullopt), weight.detach(), detached(bias), step, optional(touched), XS_MIDX_BUFFERS,
-          options_.kind == "rq", options_.iterations, *options_.train_points, options_.refresh_every, options_.update_every);
+          options_.kind == "rq", options_.iterations, options_.iterations, *options_.train_points, options_.refresh_every, options_.update_every);
 }
 
 void MidxSamplerImpl::note(const Tensor& ids) {

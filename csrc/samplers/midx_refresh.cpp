@@ -145,9 +145,10 @@ void midx_update_meta(const Tensor& weight, const OptionalTensor& bias, XS_MIDX_
 }
 
 void check_step(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, const OptionalTensor& touched,
-                const MidxIndex& index, bool residual, int64_t iterations, int64_t points, int64_t refresh_every, int64_t update_every) {
+                const MidxIndex& index, bool residual, int64_t iterations, int64_t warm_iterations, int64_t points, int64_t refresh_every,
+                int64_t update_every) {
   constexpr const char* op = "midx_step_";
-  check_refresh(op, seed, weight, bias, index, residual, iterations, points);
+  check_refresh(op, seed, weight, bias, index, residual, std::min(iterations, warm_iterations), points);
   check::dim(op, "step", step, 0);
   check::int64(op, "step", step);
   if (given(touched)) {
@@ -173,12 +174,13 @@ bool refresh_is_due(int64_t step, int64_t every) {
 }
 
 void midx_step_(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, const OptionalTensor& touched,
-                XS_MIDX_INDEX_PARAMS, bool residual, int64_t iterations, int64_t points, int64_t refresh_every, int64_t update_every) {
+                XS_MIDX_INDEX_PARAMS, bool residual, int64_t iterations, int64_t warm_iterations, int64_t points, int64_t refresh_every,
+                int64_t update_every) {
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_step(seed, weight, bias, step, touched, index, residual, iterations, points, refresh_every, update_every);
+  check_step(seed, weight, bias, step, touched, index, residual, iterations, warm_iterations, points, refresh_every, update_every);
   const int64_t done = step.item<int64_t>();
   if (refresh_is_due(done, refresh_every)) {
-    refresh(seed, weight, bias, index, residual, iterations, points, done > 0);
+    refresh(seed, weight, bias, index, residual, done > 0 ? warm_iterations : iterations, points, done > 0);
     if (given(touched)) {
       touched->zero_();
     }
@@ -190,9 +192,10 @@ void midx_step_(const Tensor& seed, const Tensor& weight, const OptionalTensor& 
 }
 
 void midx_step_meta(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, const OptionalTensor& touched,
-                    XS_MIDX_INDEX_PARAMS, bool residual, int64_t iterations, int64_t points, int64_t refresh_every,
+                    XS_MIDX_INDEX_PARAMS, bool residual, int64_t iterations, int64_t warm_iterations, int64_t points, int64_t refresh_every,
                     int64_t update_every) {
-  check_step(seed, weight, bias, step, touched, {XS_MIDX_INDEX_ARGS}, residual, iterations, points, refresh_every, update_every);
+  check_step(seed, weight, bias, step, touched, {XS_MIDX_INDEX_ARGS}, residual, iterations, warm_iterations, points, refresh_every,
+             update_every);
 }
 
 } // namespace
@@ -202,7 +205,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         ", bool residual, int iterations, int points, bool warm) -> Tensor");
   m.def("midx_update_(Tensor weight, Tensor? bias, " XS_MIDX_INDEX_MUTABLE_SCHEMA ", Tensor rows) -> ()");
   m.def("midx_step_(Tensor seed, Tensor weight, Tensor? bias, Tensor(j!) step, Tensor(k!)? touched, " XS_MIDX_INDEX_MUTABLE_SCHEMA
-        ", bool residual, int iterations, int points, int refresh_every, int update_every) -> ()");
+        ", bool residual, int iterations, int warm_iterations, int points, int refresh_every, int update_every) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -13,8 +13,9 @@ namespace xsoftmax {
 //
 // midx_update_(weight, bias, INDEX!, rows) -> (): codes the rows `rows` int64 [R] again, under the codewords that are there; all biases.
 //
-// midx_step_(seed, weight, bias, step!, touched!, INDEX!, residual, iterations, points, refresh_every, update_every) -> (): one training step.
-// Refreshes at step 0, then when `step` (int64, 0-dim) is a multiple of refresh_every, and before that at refresh_every / 32, / 16, ... / 2;
+// midx_step_(seed, weight, bias, step!, touched!, INDEX!, residual, iterations, warm_iterations, points, refresh_every,
+// update_every) -> (): one training step.
+// Refreshes at step 0 (with `iterations` of K-means), then (with `warm_iterations`, from the present codewords) when `step` (int64, 0-dim) is a multiple of refresh_every, and before that at refresh_every / 32, / 16, ... / 2;
 // else, at multiples of update_every, codes the rows r with touched[r] (bool [N], or none) again; then counts the step. 0: never.
 
 #define XS_MIDX_INDEX_MUTABLE_SCHEMA                                                                                               \

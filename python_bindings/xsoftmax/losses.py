@@ -265,10 +265,14 @@ class SampledSoftmaxLoss(LinearLoss):
         target_log_count = proposal.target_log_count
         if proposal.target_log_draws is not None and self.estimator != "ranking":
             target_log_count = proposal.target_log_draws
-        return torch.ops.xsoftmax.sampled_softmax_loss(
+        loss = torch.ops.xsoftmax.sampled_softmax_loss(
             input, self.linear.weight, self.linear.bias, target, private_ids, shared_ids, private_log_count, shared_log_count,
             target_log_count, self.weight, self.estimator, self.remove_accidental_hits, fixed_private, fixed_shared,
             _reduction_code(self.reduction), self.ignore_index, self.label_smoothing, self.sparse_grad)
+        auxiliary = self.sampler.auxiliary_loss(queries, self.linear.weight, self.linear.bias)
+        if auxiliary is not None:
+            loss = loss + (auxiliary - auxiliary.detach())  # its gradient alone
+        return loss
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", num_samples={self.num_samples}, shared={self.shared}"

@@ -272,6 +272,86 @@ def test_refresh_reports_what_the_index_is():
     assert sampler.order.sort().values.tolist() == list(range(HEAD, N))
 
 
+@both_kinds
+@with_bias
+def test_exact_midx_is_the_softmax(kind, bias):
+    """Theorem 1: probabilities to 1e-5, and draws by chi-square, whatever the index."""
+    sampler, z, weight, b = make_sampler(kind, bias, exact=True)
+    ids = torch.arange(N)
+    scores = (z.double() @ weight.double().T + (b if bias else 0)).masked_fill(ids < HEAD, -math.inf)
+    log_p = scores.log_softmax(1)
+    got = sampler.log_prob(z, ids)
+    torch.testing.assert_close(got.exp().double(), log_p.exp(), rtol=1e-5, atol=1e-5)
+    proposal = sampler.sample(z, 30_000, False, torch.arange(Q) + HEAD)
+    for q in range(Q):
+        assert chi_square(torch.bincount(proposal.ids[q], minlength=N), log_p[q].exp() * 30_000) > 1e-4
+    torch.testing.assert_close(proposal.log_count, got.gather(1, proposal.ids) + math.log(30_000), rtol=0, atol=1e-4)
+    torch.testing.assert_close(proposal.target_log_count, got[torch.arange(Q), torch.arange(Q) + HEAD] + math.log(30_000), rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="private independent draws where exact is set"):
+        sampler.sample(z, 3, True)
+    # A loss draws from the table of the day.
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=MidxSampler(N, D, codewords=K, exact=True, refresh_every=0), num_samples=5, bias=bias)
+    for _ in range(2):
+        torch.nn.init.normal_(loss.linear.weight)
+        loss(z, torch.arange(Q))
+        torch.testing.assert_close(loss.sampler.log_prob(z, ids), loss.log_prob(z), rtol=0, atol=1e-4)
+
+
+@both_kinds
+def test_codebook_loss_is_its_formula_and_has_its_gradient(kind):
+    sampler, z, weight, b = make_sampler(kind)
+    rows, bias = weight[:60], b[:60]
+    c1, c2 = sampler.codewords1.clone().requires_grad_(), sampler.codewords2.clone().requires_grad_()
+    half = (D + 1) // 2
+    w1 = ((rows if kind == "rq" else rows[:, :half]) @ c1.T).softmax(1) @ c1
+    w2 = ((rows - w1 if kind == "rq" else rows[:, half:]) @ c2.T).softmax(1) @ c2
+    w = w1 + w2 if kind == "rq" else torch.cat([w1, w2], 1)
+    p, q = (z @ rows.T + bias).softmax(1), (z @ w.T + bias).softmax(1)
+    want = (rows - w).square().sum(1).mean() + (p * p / q).sum(1).log().mean()
+    got = ops.midx_codebook_loss(c1, c2, rows, bias, z)
+    torch.testing.assert_close(got, want)
+    for mine, theirs in zip(torch.autograd.grad(got, (c1, c2)), torch.autograd.grad(want, (c1, c2))):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@both_kinds
+@with_bias
+def test_learnable_codebooks_learn(kind, bias):
+    torch.manual_seed(0)
+    sampler = MidxSampler(N, D, codewords=K, kind=kind, learnable=True, refresh_every=50, iterations=0)
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=sampler, num_samples=20, bias=bias)
+    torch.nn.init.normal_(loss.linear.weight)
+    sampler = loss.sampler
+    z, target = torch.randn(64, D), torch.randint(N, (64,))
+    optimizer = torch.optim.Adam([sampler.codewords1, sampler.codewords2], lr=0.02)
+    measure = lambda: ops.midx_codebook_loss(sampler.codewords1, sampler.codewords2, loss.linear.weight, loss.linear.bias, z).item()  # noqa: E731
+    loss(z, target)
+    before = measure()
+    for _ in range(200):
+        optimizer.zero_grad()
+        value = loss(z, target)
+        value.backward()
+        optimizer.step()
+    assert measure() < 0.8 * before
+    # Neither value nor gradient of the loss itself changes.
+    plain = xs.SampledSoftmaxLoss(D, N, sampler=MidxSampler(N, D, codewords=K, kind=kind, refresh_every=0), num_samples=20, bias=bias)
+    plain.load_state_dict({name: value for name, value in loss.state_dict().items() if name != "sampler.touched"})
+    sampler.refresh_every = 0
+    results = []
+    for module in (loss, plain):
+        torch.manual_seed(3)
+        module.zero_grad()
+        value = module(z, target)
+        value.backward()
+        results.append((value.detach(), module.linear.weight.grad.to_dense()))
+    torch.testing.assert_close(results[0], results[1])
+    # q is that of the codewords of the day.
+    torch.testing.assert_close(sampler.log_prob(z, torch.arange(N)).exp().sum(1), torch.ones(64))
+    scripted = torch.jit.script(loss)
+    assert torch.isfinite(scripted(z, target))
+    assert torch.isfinite(torch.compile(loss, fullgraph=True, backend="aot_eager")(z, target))
+
+
 def test_a_loss_refreshes_by_its_schedule():
     torch.manual_seed(0)
     sampler = MidxSampler(N, D, codewords=K, refresh_every=64, update_every=3)
@@ -417,7 +497,12 @@ def test_opcheck(bias):
     table = (weight, b if bias else None)
     check(ops.midx_refresh_, (seed(1), *table, *index, True, 3, 100, True))
     check(ops.midx_update_, (*table, *index, ids[0]))
-    check(ops.midx_step_, (seed(1), *table, torch.zeros([], dtype=torch.int64), torch.zeros(N, dtype=torch.bool), *index, True, 3, 100, 4, 2))
+    check(ops.midx_step_, (seed(1), *table, torch.zeros([], dtype=torch.int64), torch.zeros(N, dtype=torch.bool), *index, True, 3, 3, 100, 4, 2))
+    exact = (z, *index, weight, b if bias else None)
+    check(ops.midx_exact_log_prob, (*exact, ids))
+    check(ops.midx_exact_sample, (seed(1), *exact, 3))
+    leaves = [sampler.codewords1.clone().requires_grad_(), sampler.codewords2.clone().requires_grad_(), weight]
+    check(ops.midx_codebook_loss, (*leaves, b if bias else None, z))
 
 
 @with_bias

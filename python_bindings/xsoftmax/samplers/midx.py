@@ -3,7 +3,7 @@
 from typing import Dict, List, Optional, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._memory import table_empty
 from .sampler import Proposal, Sampler, draw_seed, one_set
@@ -38,6 +38,12 @@ class MidxSampler(Sampler):
         bias: whether the class table has a bias. A loss sets it to what its table has.
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
         exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
+        exact: Theorem 1: cells weigh what quantisation leaves out as well, and q is the softmax itself, at O(N D) a query: for study. Draws are
+            private and independent, from a copy of the table that each training step renews.
+        learnable: the codewords are parameters. In train() a loss adds the gradient of ``midx_codebook_loss`` (section 6.2.3: how far
+            soft codes are from the rows, and q from the softmax) to that of its own value, which does not change; a refresh then codes the
+            classes anew under the learnt codewords. Give ``loss.parameters()`` to the optimizer.
+        learn_rows: so many classes, drawn anew each step, are what learnable codebooks look at.
         mixture: a shared set is drawn from the "mean" of the queries' q, or from its root mean square, "rms", which minimises the variance.
         refresh_every, update_every: in steps; 0: never. ``refresh_every=0`` still builds the index at step 0.
         iterations: of K-means, for each codebook.
@@ -45,17 +51,18 @@ class MidxSampler(Sampler):
 
     Buffers, all in the state dict (a checkpoint without them loads as well: the index is then built anew): ``codewords1``, ``codewords2``
     float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A], ``start`` int64 [K K + 1], ``mass`` float64 [K, K]; with a bias
-    ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64 [K K]; ``step`` int64; ``touched`` bool [N] where update_every > 0.
+    ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64 [K K]; ``table``, ``table_bias`` where exact; ``step`` int64; ``touched`` bool [N] where update_every > 0.
     """
 
     distinct: Optional[bool]
 
     def __init__(self, num_classes: int, dim: int, *, codewords: int = 64, kind: str = "rq", bias: bool = False,
                  distinct: Optional[bool] = None, exclude: Exclude = None, mixture: str = "mean", refresh_every: int = 500,
-                 update_every: int = 0, iterations: int = 10, train_points: Optional[int] = None):
+                 update_every: int = 0, iterations: int = 10, train_points: Optional[int] = None,
+                 exact: bool = False, learnable: bool = False, learn_rows: int = 1024):
         name = type(self).__name__
         super().__init__(_check_num_classes(name, num_classes))
-        for argument, value, least in (("dim", dim, 2 if kind == "pq" else 1), ("codewords", codewords, 1), ("iterations", iterations, 0),
+        for argument, value, least in (("dim", dim, 2 if kind == "pq" else 1), ("codewords", codewords, 1), ("iterations", iterations, 0), ("learn_rows", learn_rows, 1),
                                        ("refresh_every", refresh_every, 0), ("update_every", update_every, 0)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: expected {argument} of type int, got {type(value).__name__}")
@@ -82,6 +89,9 @@ class MidxSampler(Sampler):
         self.update_every = update_every
         self.iterations = iterations
         self.train_points = 256 * codewords if train_points is None else train_points
+        self.exact = exact
+        self.learnable = learnable
+        self.learn_rows = learn_rows
         self._has_bias = bias
         low, ids = _check_exclude(name, exclude, num_classes)
         excluded = torch.arange(low) if ids is None else ids.cpu()
@@ -93,8 +103,11 @@ class MidxSampler(Sampler):
         cell = table_empty(n, dtype=torch.int32).zero_().index_fill_(0, excluded, -1)
         drawn = n - int((cell < 0).sum())
         width1, width2 = (self.dim, self.dim) if self.residual else ((self.dim + 1) // 2, self.dim // 2)
-        self.register_buffer("codewords1", torch.zeros(k, width1))
-        self.register_buffer("codewords2", torch.zeros(k, width2))
+        for name, width in (("codewords1", width1), ("codewords2", width2)):
+            if self.learnable:
+                self.register_parameter(name, nn.Parameter(torch.zeros(k, width)))
+            else:
+                self.register_buffer(name, torch.zeros(k, width))
         self.register_buffer("cell", cell)
         log_weight = table_empty(n, dtype=torch.float32).zero_() if self._has_bias else None
         order, start, mass, prefix, heaviest = torch.ops.xsoftmax.midx_cells(cell, log_weight, k, drawn)
@@ -104,6 +117,8 @@ class MidxSampler(Sampler):
         self.register_buffer("log_weight", log_weight)
         self.register_buffer("prefix", prefix if self._has_bias else None)
         self.register_buffer("heaviest", heaviest if self._has_bias else None)
+        self.register_buffer("table", torch.zeros(n, self.dim) if self.exact else None)
+        self.register_buffer("table_bias", torch.zeros(n) if self.exact and self._has_bias else None)
         self.register_buffer("step", torch.zeros([], dtype=torch.int64))
         self.register_buffer("touched", torch.zeros(n, dtype=torch.bool) if self.update_every > 0 else None)
 
@@ -111,7 +126,8 @@ class MidxSampler(Sampler):
         sampler = MidxSampler(
             self.num_classes, self.dim, codewords=self.codewords, kind=self.kind, bias=bias, distinct=self.distinct, exclude=excluded,
             mixture="rms" if self.rms else "mean", refresh_every=self.refresh_every, update_every=self.update_every,
-            iterations=self.iterations, train_points=self.train_points)
+            iterations=self.iterations, train_points=self.train_points, exact=self.exact, learnable=self.learnable,
+            learn_rows=self.learn_rows)
         return sampler.to(self.cell.device)
 
     def excluding(self, exclude: Union[int, Tensor]) -> "MidxSampler":
@@ -133,25 +149,46 @@ class MidxSampler(Sampler):
             ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
         """
         stats = torch.ops.xsoftmax.midx_refresh_(
-            draw_seed(weight, None), weight.detach(), _detached(bias), self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass,
+            draw_seed(weight, None), weight.detach(), _detached(bias), self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
             self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations, self.train_points, bool(self.step > 0))
         self.step.clamp_(min=1)
+        self._copy_table(weight, bias)
         values: List[float] = stats.tolist()
         return {"distortion": values[0], "mean_square": values[1], "inertia1": values[2], "inertia2": values[3], "cells": values[4]}
+
+    def _copy_table(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+        table, table_bias = self.table, self.table_bias
+        if table is not None:
+            table.copy_(weight.detach())
+        if table_bias is not None and bias is not None:
+            table_bias.copy_(bias.detach())
 
     @torch.jit.export
     def update(self, weight: Tensor, bias: Optional[Tensor], rows: Tensor) -> None:
         """Codes the classes ``rows`` (int64 [R]) again under the present codebooks, and takes in all biases."""
         torch.ops.xsoftmax.midx_update_(
-            weight.detach(), _detached(bias), self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight,
+            weight.detach(), _detached(bias), self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight,
             self.prefix, self.heaviest, rows)
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
         torch.ops.xsoftmax.midx_step_(
-            draw_seed(weight, None), weight.detach(), _detached(bias), self.step, self.touched, self.codewords1, self.codewords2, self.cell, self.order,
-            self.start, self.mass, self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations, self.train_points,
-            self.refresh_every, self.update_every)
+            draw_seed(weight, None), weight.detach(), _detached(bias), self.step, self.touched, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order,
+            self.start, self.mass, self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations,
+            0 if self.learnable else self.iterations, self.train_points, self.refresh_every, self.update_every)
+        self._copy_table(weight, bias)
+
+    @torch.jit.export
+    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Optional[Tensor]:
+        if not self.learnable:
+            return None
+        at = torch.randint(self.order.size(0), [min(self.learn_rows, self.order.size(0))], device=weight.device)
+        ids = self.order[at]
+        some_bias: Optional[Tensor] = None
+        if bias is not None:
+            some_bias = bias.detach()[ids].float()
+        return torch.ops.xsoftmax.midx_codebook_loss(self.codewords1, self.codewords2, weight.detach()[ids].float(), some_bias,
+                                                     input.detach().float())
 
     @torch.jit.export
     def note(self, ids: Tensor) -> None:
@@ -165,15 +202,27 @@ class MidxSampler(Sampler):
         """See :meth:`Sampler.sample`."""
         distinct = self.draws_distinct(shared)
         seed = draw_seed(input, generator)
+        table = self.table
+        if table is not None:
+            if shared or distinct:
+                raise ValueError("MidxSampler: expected private independent draws where exact is set, got shared or distinct ones")
+            ids, log_q = torch.ops.xsoftmax.midx_exact_sample(
+                seed, input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight,
+                self.prefix, self.heaviest, table, self.table_bias, num_samples)
+            log_samples = _log_of_count(num_samples, ids).to(torch.float32)
+            of_target: Optional[Tensor] = None
+            if target is not None:
+                of_target = self.log_prob(input, target.unsqueeze(1)).squeeze(1) + log_samples
+            return one_set(ids, log_q + log_samples, of_target, False)
         # Without targets the ops look up those of any class.
         some = torch.zeros([input.size(0)], dtype=torch.int64, device=input.device) if target is None else target
         if shared:
             ids, log_count, target_log_count = torch.ops.xsoftmax.midx_sample_shared(
-                seed, input, self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
+                seed, input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
                 self.heaviest, num_samples, distinct, self.rms, some)
         else:
             ids, log_count, target_log_count = torch.ops.xsoftmax.midx_sample(
-                seed, input, self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
+                seed, input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
                 self.heaviest, num_samples, distinct, some)
         known: Optional[Tensor] = None
         if target is not None:
@@ -193,18 +242,23 @@ class MidxSampler(Sampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
-        return torch.ops.xsoftmax.midx_log_prob(input, self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass,
+        table = self.table
+        if table is not None:
+            return torch.ops.xsoftmax.midx_exact_log_prob(
+                input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight,
+                self.prefix, self.heaviest, table, self.table_bias, ids)
+        return torch.ops.xsoftmax.midx_log_prob(input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
                                                 self.log_weight, self.prefix, self.heaviest, ids)
 
     @torch.jit.export
     def mixture_log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` in the mixture from which a shared set is drawn: float32 ``[S]``."""
-        return torch.ops.xsoftmax.midx_mixture_log_prob(input, self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass,
+        return torch.ops.xsoftmax.midx_mixture_log_prob(input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
                                                         self.log_weight, self.prefix, self.heaviest, self.rms, ids)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         # A checkpoint of a layer that had no index: the next step builds one.
-        if not any(prefix + name in state_dict for name in self._buffers):
+        if not any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
             self.step.zero_()
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -212,7 +266,8 @@ class MidxSampler(Sampler):
     def extra_repr(self) -> str:
         text = f"num_classes={self.num_classes}, dim={self.dim}, codewords={self.codewords}, kind={self.kind!r}"
         text += f", refresh_every={self.refresh_every}"
-        return text + (f", update_every={self.update_every}" if self.update_every > 0 else "")
+        text += f", update_every={self.update_every}" if self.update_every > 0 else ""
+        return text + (", exact=True" if self.exact else "") + (", learnable=True" if self.learnable else "")
 
 
 def _detached(tensor: Optional[Tensor]) -> Optional[Tensor]:

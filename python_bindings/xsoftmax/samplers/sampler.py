@@ -110,6 +110,11 @@ class Sampler(nn.Module):
         pass
 
     @torch.jit.export
+    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Optional[Tensor]:
+        """What a sampler that learns would minimise, a scalar; a loss adds its gradient, not its value, in train()."""
+        return None
+
+    @torch.jit.export
     def note(self, ids: Tensor) -> None:
         """What a loss calls with the classes whose rows a step changes, int64 of any shape."""
         pass

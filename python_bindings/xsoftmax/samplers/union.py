@@ -57,6 +57,15 @@ class UnionSampler(Sampler):
             part.prepare(weight, bias)
 
     @torch.jit.export
+    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Optional[Tensor]:
+        total: Optional[Tensor] = None
+        for part in self.parts:
+            loss = part.auxiliary_loss(input, weight, bias)
+            if loss is not None:
+                total = loss if total is None else total + loss
+        return total
+
+    @torch.jit.export
     def note(self, ids: Tensor) -> None:
         for part in self.parts:
             part.note(ids)

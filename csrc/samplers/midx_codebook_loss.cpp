@@ -1,0 +1,61 @@
+#include "core/checks.h"
+#include "core/optional.h"
+#include "samplers/midx_index.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+// midx_codebook_loss(codewords1, codewords2, rows, bias, input) -> scalar: what learnable codebooks minimise (MIDX paper, section 6.2.3), over
+// a sample of classes.
+//
+//     w1 = softmax(rows1 @ codewords1.T) @ codewords1                      # each class by its codewords, softly
+//     w2 = softmax(rows2 @ codewords2.T) @ codewords2
+//     product: rows1, rows2 are the halves of rows, w = cat(w1, w2); residual: rows1 = rows, rows2 = rows - w1, w = w1 + w2
+//     loss = (rows - w).square().sum(1).mean() + log sum_i p_i p_i / q_i, meaned over input
+//            where p = softmax(input @ rows.T + bias), q = softmax(input @ w.T + bias)
+//
+// The second term is the log of the chi-square-like divergence that bounds the bias of the gradient (Theorem 6). The paper sums the first
+// term over classes; here it is a mean, so that it does not grow with the sample. rows [S, D], bias [S] or none, input [Q, D]: floating, of
+// the codewords' dtype. Differentiable in all of them.
+
+using at::Tensor;
+
+Tensor soft_code(const Tensor& rows, const Tensor& codewords) { return at::mm(at::mm(rows, codewords.t()).softmax(1), codewords); }
+
+Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, const Tensor& rows, const OptionalTensor& bias,
+                          const Tensor& input) {
+  constexpr const char* op = "midx_codebook_loss";
+  check::dim(op, "rows", rows, 2);
+  check::dim(op, "input", input, 2);
+  check::size(op, "input", input, 1, rows.sym_size(1), "the columns of rows");
+  check::same_dtype(op, "input", input, "rows", rows);
+  const bool residual = check_codebooks(op, codewords1, codewords2, rows.sym_size(1));
+  if (given(bias)) {
+    check::dim(op, "bias", *bias, 1);
+    check::size(op, "bias", *bias, 0, rows.sym_size(0), "the rows of rows");
+  }
+  const int64_t width1 = codewords1.size(1), width2 = codewords2.size(1);
+  const Tensor first = soft_code(residual ? rows : rows.narrow(1, 0, width1), codewords1);
+  const Tensor second = soft_code(residual ? rows - first : rows.narrow(1, width1, width2), codewords2);
+  const Tensor coded = residual ? first + second : at::cat({first, second}, 1);
+  const Tensor log_p = at::log_softmax(at::linear(input, rows, bias), 1), log_q = at::log_softmax(at::linear(input, coded, bias), 1);
+  return (rows - coded).square().sum(1).mean() + at::logsumexp(2 * log_p - log_q, 1).mean();
+}
+
+} // namespace
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("midx_codebook_loss(Tensor codewords1, Tensor codewords2, Tensor rows, Tensor? bias, Tensor input) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeImplicitAutograd, m) { m.impl("midx_codebook_loss", midx_codebook_loss); }
+
+} // namespace xsoftmax
