@@ -6,6 +6,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
@@ -71,7 +72,7 @@ Tensor midx_mixture_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
   check_midx("midx_mixture_log_prob", input, index);
   check_ids("midx_mixture_log_prob", input, ids, 1);
-  Tensor share = input.size(0) == 0 ? mass : midx_cell_sums(midx_queries(input, index, codewords1.size(1) == input.size(1)), index, rms);
+  Tensor share = input.size(0) == 0 ? mass : midx_cell_sums(midx_queries(input, MidxCodewords(input, index), mass), mass, rms);
   share = rms && input.size(0) > 0 ? share.sqrt() : share;
   const Tensor log_density = (share / share.sum()).log() - mass.log(); // of a unit of weight; NaN where a cell is empty
   const auto [log_weight_of, cell_of] = log_weight_and_cell(index, ids);
@@ -113,11 +114,12 @@ void check_midx_log_prob(const Tensor& input, const MidxIndex& index, const Tens
 Tensor midx_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& ids) {
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
   check_midx_log_prob(input, index, ids);
-  const auto queries = midx_queries(input, index, codewords1.size(1) == input.size(1));
+  const auto queries = midx_queries(input, MidxCodewords(input, index), mass);
   const Tensor of_query = ids.dim() == 2 ? ids : ids.unsqueeze(0).expand({input.size(0), ids.size(0)});
   const auto [log_weight_of, cell_of] = log_weight_and_cell(index, of_query);
   const int64_t codewords = codewords1.size(0);
-  const Tensor score = queries.first.gather(1, cell_of.floor_divide(codewords)) + queries.second.gather(1, cell_of.remainder(codewords));
+  const Tensor score = queries.score.select(1, 0).gather(1, cell_of.floor_divide(codewords)) +
+      queries.score.select(1, 1).gather(1, cell_of.remainder(codewords));
   return (score + log_weight_of - queries.log_z.unsqueeze(1)).to(at::kFloat);
 }
 
@@ -134,37 +136,48 @@ void check_midx_sample(const char* op, const Tensor& seed, const Tensor& input, 
   check::same_device(op, "target", target, "input", input);
 }
 
-MidxQueries midx_queries(const Tensor& input, const MidxIndex& index, bool residual) {
-  const auto dtype = opmath_dtype(input.scalar_type());
-  const Tensor x = input.to(dtype);
-  const int64_t width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
+MidxCodewords::MidxCodewords(const Tensor& input, const MidxIndex& index)
+    : dtype(opmath_dtype(input.scalar_type())),
+      residual(index.codewords1.size(1) == input.size(1) && index.codewords2.size(1) == input.size(1)) {
+  if (residual) {
+    both = at::cat({index.codewords1, index.codewords2}).to(dtype);
+  } else {
+    first = index.codewords1.to(dtype);
+    second = index.codewords2.to(dtype);
+  }
+}
+
+MidxQueries midx_queries(const Tensor& input, const MidxCodewords& codewords, const Tensor& mass) {
+  const Tensor x = input.to(codewords.dtype);
+  const int64_t k = mass.size(0);
+  Tensor product;
+  if (codewords.residual) {
+    product = at::mm(x, codewords.both.t());
+  } else {
+    const int64_t width1 = codewords.first.size(1);
+    product = at::cat({at::mm(x.narrow(1, 0, width1), codewords.first.t()),
+                       at::mm(x.narrow(1, width1, codewords.second.size(1)), codewords.second.t())}, 1);
+  }
   MidxQueries queries;
-  const auto scores = [&](const Tensor& part, const Tensor& codewords, Tensor& score) {
-    score = at::mm(part, codewords.to(dtype).t()).to(at::kDouble);
-    const Tensor best = score.amax(1, true);
-    score = at::maximum(score, best - kMidxRange);
-    return best;
-  };
-  const Tensor best1 = scores(residual ? x : x.narrow(1, 0, width1), index.codewords1, queries.first);
-  const Tensor best2 = scores(residual ? x : x.narrow(1, width1, width2), index.codewords2, queries.second);
-  queries.second_exp = (queries.second - best2).exp_();
-  const Tensor weight = at::mm(queries.second_exp, index.mass.t()).mul_((queries.first - best1).exp_());
+  queries.score = product.to(at::kDouble).view({input.size(0), 2, k});
+  const Tensor best = queries.score.amax(2, true);
+  queries.score = at::maximum(queries.score, best - kMidxRange);
+  queries.exp = (queries.score - best).exp_();
+  const Tensor weight = at::mm(queries.exp.select(1, 1), mass.t()).mul_(queries.exp.select(1, 0));
   const Tensor z = weight.sum(1, true);
+  queries.log_z = (z.log() + best.sum(1)).squeeze(1);
   queries.first_probability = weight / z;
-  queries.log_z = (z.log() + best1 + best2).squeeze(1);
   return queries;
 }
 
-Tensor midx_cell_sums(const MidxQueries& queries, const MidxIndex& index, bool rms) {
-  // e^{first} over Z, to go with second_exp, whose best score is left out of it.
-  const Tensor best2 = queries.second.amax(1, true);
-  Tensor first = (queries.first + (best2 - queries.log_z.unsqueeze(1))).exp_(), second = queries.second_exp, mass = index.mass;
-  if (rms) {
-    first = first.square();
-    second = second.square();
-    mass = mass.square();
+Tensor midx_cell_sums(const MidxQueries& queries, const Tensor& mass, bool rms) {
+  // e^{first} over Z, to go with the second e^score, whose best is left out of it.
+  const Tensor best2 = queries.score.select(1, 1).amax(1, true);
+  Tensor first = (queries.score.select(1, 0) + (best2 - queries.log_z.unsqueeze(1))).exp_(), second = queries.exp.select(1, 1);
+  if (!rms) {
+    return at::mm(first.t(), second) * mass;
   }
-  return at::mm(first.t(), second) * mass;
+  return at::mm(first.square().t(), second.square()) * mass.square();
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

@@ -30,14 +30,24 @@ void check_midx_log_prob(const at::Tensor& input, const MidxIndex& index, const 
 /// The composite in ATen calls: any device, and the oracle of the tests.
 at::Tensor midx_log_prob_reference(const at::Tensor& input, XS_MIDX_INDEX_PARAMS, const at::Tensor& ids);
 
-/// What a block of queries knows of the codewords, contiguous, float64: scores of both codebooks [Q, K] (not lower than the best less
-/// kMidxRange), e^score of the second one over that of its best [Q, K], P1(k1) [Q, K], log Z [Q].
-struct MidxQueries {
-  at::Tensor first, second, second_exp, first_probability, log_z;
+/// The codewords as products take them, in one dtype.
+struct MidxCodewords {
+  MidxCodewords(const at::Tensor& input, const MidxIndex& index);
+
+  at::ScalarType dtype;
+  bool residual;
+  at::Tensor both;          ///< [2 K, D], of a residual quantizer
+  at::Tensor first, second; ///< [K, D1], [K, D2], of a product quantizer
 };
-MidxQueries midx_queries(const at::Tensor& input, const MidxIndex& index, bool residual);
+
+/// What a block of queries knows of the codewords, contiguous, float64: scores of both codebooks (not lower than the best less kMidxRange)
+/// and e^score over that of the best, both [Q, 2, K]; P1(k1) [Q, K]; log Z [Q].
+struct MidxQueries {
+  at::Tensor score, exp, first_probability, log_z;
+};
+MidxQueries midx_queries(const at::Tensor& input, const MidxCodewords& codewords, const at::Tensor& mass);
 
 /// sum_z q(cell | z)^p [K, K], p = 2 with `rms`, else 1.
-at::Tensor midx_cell_sums(const MidxQueries& queries, const MidxIndex& index, bool rms);
+at::Tensor midx_cell_sums(const MidxQueries& queries, const at::Tensor& mass, bool rms);
 
 } // namespace xsoftmax

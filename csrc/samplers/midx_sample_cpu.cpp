@@ -19,7 +19,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kBlock = 64;  // queries whose products are made at once
+constexpr int64_t kBlock = 128; // queries whose products are made at once
 constexpr int64_t kGroups = 16; // partial sums of the mixture
 
 // Contiguous tables that have passed their checks, and what points into them.
@@ -27,7 +27,7 @@ struct CheckedIndex {
   const MidxIndex& index;
   Tensor order, start, mass, cell, log_weight, prefix, heaviest;
   int64_t codewords;
-  bool residual;
+  MidxCodewords products;
   MidxCellTables tables;
 
   CheckedIndex(const char* op, const Tensor& input, const MidxIndex& index)
@@ -37,7 +37,7 @@ struct CheckedIndex {
         mass(index.mass.contiguous()),
         cell(index.cell.contiguous()),
         codewords(index.codewords1.size(0)),
-        residual(index.codewords1.size(1) == input.size(1) && index.codewords2.size(1) == input.size(1)) {
+        products(input, index) {
     const bool weighted = given(index.log_weight);
     if (weighted) {
       log_weight = index.log_weight->contiguous();
@@ -79,7 +79,7 @@ void for_query_blocks(const Tensor& input, const CheckedIndex& checked, int64_t 
     const at::AutoDispatchBelowADInplaceOrView guard;
     for (int64_t b = first * per_task; b < std::min(blocks, last * per_task); ++b) {
       const int64_t begin = b * kBlock;
-      task(begin, midx_queries(input.narrow(0, begin, std::min(kBlock, input.size(0) - begin)), checked.index, checked.residual));
+      task(begin, midx_queries(input.narrow(0, begin, std::min(kBlock, input.size(0) - begin)), checked.products, checked.mass));
     }
   });
 }
@@ -90,9 +90,9 @@ struct QueryRow {
   double log_z;
 
   QueryRow(const MidxQueries& queries, int64_t q, int64_t k)
-      : first(queries.first.const_data_ptr<double>() + q * k),
-        second(queries.second.const_data_ptr<double>() + q * k),
-        second_exp(queries.second_exp.const_data_ptr<double>() + q * k),
+      : first(queries.score.const_data_ptr<double>() + q * 2 * k),
+        second(first + k),
+        second_exp(queries.exp.const_data_ptr<double>() + q * 2 * k + k),
         first_probability(queries.first_probability.const_data_ptr<double>() + q * k),
         log_z(queries.log_z.const_data_ptr<double>()[q]) {}
 
@@ -289,7 +289,7 @@ Tensor mixture_shares(const Tensor& input, const CheckedIndex& checked, bool rms
   std::vector<Tensor> partial((blocks + per_group - 1) / per_group);
   for_query_blocks(input, checked, per_group, [&](int64_t begin, const MidxQueries& queries) {
     Tensor& sum = partial[begin / kBlock / per_group];
-    const Tensor cells = midx_cell_sums(queries, checked.index, rms);
+    const Tensor cells = midx_cell_sums(queries, checked.mass, rms);
     sum = sum.defined() ? sum.add_(cells) : cells;
   });
   Tensor share = partial.empty() ? checked.mass.clone() : partial[0];

@@ -54,8 +54,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     loss = parser.add_argument_group("loss")
     loss.add_argument("--loss", nargs="+", choices=["sampled", "exact"], default=["sampled"],
                       help="several: each in turn, same seed and budget (default: sampled)")
-    loss.add_argument("--sampler", choices=["unigram", "uniform", "log_uniform", "in_batch"], default="unigram",
-                      help="default: %(default)s")
+    loss.add_argument("--sampler", choices=["unigram", "uniform", "log_uniform", "in_batch", "midx"], default="unigram",
+                      help="default: %(default)s; midx draws for each word, the others for the batch")
     loss.add_argument("--samples", type=positive(int), default=512, help="classes drawn a step (default: %(default)s)")
     loss.add_argument("--head", type=int, default=512,
                       help="most frequent words, always scored (default: %(default)s; in_batch has none)")

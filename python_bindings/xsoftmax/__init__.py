@@ -4,18 +4,21 @@ from . import _library
 from . import optim, samplers
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
+from .diagnose import Diagnosis, diagnose
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Diagnosis",
     "LinearCrossEntropyLoss",
     "LinearLoss",
     "SampledSoftmaxLoss",
     "clip_grad_norm_",
     "cmake_prefix_path",
     "cpu_capability",
+    "diagnose",
     "optim",
     "replace_head",
     "samplers",

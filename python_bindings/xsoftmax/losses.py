@@ -1,6 +1,6 @@
 """Losses over a class table: used like torch.nn.LinearCrossEntropyLoss, with the same constructor order and the same `.linear`."""
 
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,25 @@ class LinearCrossEntropyLoss(LinearLoss):
         return self.exact(input, target)
 
 
+class Candidates(NamedTuple):
+    """What one step scores beside the targets: the arguments of ``xsoftmax::sampled_softmax_loss``."""
+
+    private_ids: Optional[Tensor]
+    """int64 ``[Q, P]``."""
+    private_log_count: Optional[Tensor]
+    """float32 ``[Q, P]``: logs of expected counts."""
+    shared_ids: Tensor
+    """int64 ``[S]``, the head first."""
+    shared_log_count: Tensor
+    """float32 ``[S]`` or ``[Q, S]``."""
+    target_log_count: Optional[Tensor]
+    """float32 ``[Q]``."""
+    fixed_private: int
+    """How many of the first private candidates are drawn without replacement."""
+    fixed_shared: int
+    """How many of the first shared ones are, or are always there."""
+
+
 class SampledSoftmaxLoss(LinearLoss):
     r"""Cross entropy over sampled classes in train(); the exact loss in eval(), which belongs under torch.no_grad().
 
@@ -236,16 +255,31 @@ class SampledSoftmaxLoss(LinearLoss):
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         if not self.training:
             return self.exact(input, target)
+        weight, bias = self.linear.weight, self.linear.bias
+        self.sampler.prepare(weight, bias)
         queries = self._queries(input, target)
-        ignored = -1 if self.sampler.proposes_targets else 0
-        counted = torch.where(target == self.ignore_index, ignored, target).reshape(-1)
-        self.sampler.prepare(self.linear.weight, self.linear.bias)
-        proposal = self.sampler.sample(queries.detach(), self.num_samples, self.shared, counted, generator)
+        drawn = self.candidates(queries, self._counted(target), generator)
+        self._note(drawn, self._counted(target))
+        loss = self._loss(input, target, drawn)
+        auxiliary = self.sampler.auxiliary_loss(queries, weight, bias)
+        if auxiliary is not None:
+            loss = loss + (auxiliary - auxiliary.detach())  # its gradient alone
+        return loss
+
+    @torch.jit.export
+    def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+        """The sampled loss, also in eval(), from the sampler as it is: no refresh, and nothing counts as a step."""
+        return self._loss(input, target, self.candidates(self._queries(input, target), self._counted(target), generator))
+
+    @torch.jit.export
+    def candidates(self, queries: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Candidates:
+        """One draw: the head and what the sampler proposes, for ``queries [Q, D]`` and ``target [Q]``, all of them valid ids."""
+        proposal = self.sampler.sample(queries.detach(), self.num_samples, self.shared, target, generator)
         private_ids: Optional[Tensor] = None
         private_log_count: Optional[Tensor] = None
         shared_ids = self.head
         shared_log_count = torch.zeros(self.head.shape, dtype=proposal.log_count.dtype, device=self.head.device)
-        fixed_private, fixed_shared = 0, self.head.shape[0]
+        fixed_private = 0
         beside, beside_log_count, beside_distinct = proposal.shared_ids, proposal.shared_log_count, proposal.shared_distinct
         if self.shared:
             beside, beside_log_count = proposal.ids, proposal.log_count
@@ -253,26 +287,35 @@ class SampledSoftmaxLoss(LinearLoss):
         else:
             private_ids, private_log_count = proposal.ids, proposal.log_count
             fixed_private = proposal.ids.shape[1] if proposal.distinct else 0
-            self.sampler.note(proposal.ids)
         if beside is not None and beside_log_count is not None:
             if beside_log_count.dim() == 2:
                 shared_log_count = shared_log_count.expand(beside_log_count.shape[0], self.head.shape[0])
             shared_ids = torch.cat([shared_ids, beside])
             shared_log_count = torch.cat([shared_log_count, beside_log_count], -1)
-            fixed_shared += beside_distinct
-            self.sampler.note(beside)
-        self.sampler.note(counted)
         target_log_count = proposal.target_log_count
         if proposal.target_log_draws is not None and self.estimator != "ranking":
             target_log_count = proposal.target_log_draws
-        loss = torch.ops.xsoftmax.sampled_softmax_loss(
-            input, self.linear.weight, self.linear.bias, target, private_ids, shared_ids, private_log_count, shared_log_count,
-            target_log_count, self.weight, self.estimator, self.remove_accidental_hits, fixed_private, fixed_shared,
-            _reduction_code(self.reduction), self.ignore_index, self.label_smoothing, self.sparse_grad)
-        auxiliary = self.sampler.auxiliary_loss(queries, self.linear.weight, self.linear.bias)
-        if auxiliary is not None:
-            loss = loss + (auxiliary - auxiliary.detach())  # its gradient alone
-        return loss
+        return Candidates(private_ids, private_log_count, shared_ids, shared_log_count, target_log_count, fixed_private,
+                          self.head.shape[0] + beside_distinct)
+
+    def _counted(self, target: Tensor) -> Tensor:
+        """The targets as a sampler takes them, [Q]."""
+        ignored = -1 if self.sampler.proposes_targets else 0
+        return torch.where(target == self.ignore_index, ignored, target).reshape(-1)
+
+    def _note(self, drawn: Candidates, target: Tensor) -> None:
+        private_ids = drawn.private_ids
+        if private_ids is not None:
+            self.sampler.note(private_ids)
+        self.sampler.note(drawn.shared_ids)
+        self.sampler.note(target)
+
+    def _loss(self, input: Tensor, target: Tensor, drawn: Candidates) -> Tensor:
+        return torch.ops.xsoftmax.sampled_softmax_loss(
+            input, self.linear.weight, self.linear.bias, target, drawn.private_ids, drawn.shared_ids, drawn.private_log_count,
+            drawn.shared_log_count, drawn.target_log_count, self.weight, self.estimator, self.remove_accidental_hits,
+            drawn.fixed_private, drawn.fixed_shared, _reduction_code(self.reduction), self.ignore_index, self.label_smoothing,
+            self.sparse_grad)
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", num_samples={self.num_samples}, shared={self.shared}"

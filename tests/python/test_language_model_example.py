@@ -79,10 +79,10 @@ def test_the_command_leaves_its_files(text, tmp_path):
     assert torch.jit.load(tmp_path / "out" / "model.pt").encode("f ( 12").numel() == 4  # <eos> before them
 
 
-@pytest.mark.parametrize("model, optimizer", [("lstm", "adagrad"), ("transformer", "adam")])
-def test_resume_is_bit_for_bit(example, text, tmp_path, model, optimizer, monkeypatch):
+@pytest.mark.parametrize("model, optimizer, sampler", [("lstm", "adagrad", "unigram"), ("transformer", "adam", "midx")])
+def test_resume_is_bit_for_bit(example, text, tmp_path, model, optimizer, sampler, monkeypatch):
     """A run that is interrupted amid an epoch and resumed ends with the very weights of one that was not."""
-    arguments = ["--data", text, "--model", model, "--optimizer", optimizer, "--epochs", "2", "--output", tmp_path / "out", *SMALL]
+    arguments = ["--data", text, "--model", model, "--optimizer", optimizer, "--sampler", sampler, "--epochs", "2", "--output", tmp_path / "out", *SMALL]
     assert run(example, *arguments, "--checkpoint", tmp_path / "whole.pt") == 0
 
     step = example["train"].Run.step

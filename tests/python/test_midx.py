@@ -317,6 +317,7 @@ def test_codebook_loss_is_its_formula_and_has_its_gradient(kind):
 @both_kinds
 @with_bias
 def test_learnable_codebooks_learn(kind, bias):
+    torch._dynamo.reset()
     torch.manual_seed(0)
     sampler = MidxSampler(N, D, codewords=K, kind=kind, learnable=True, refresh_every=50, iterations=0)
     loss = xs.SampledSoftmaxLoss(D, N, sampler=sampler, num_samples=20, bias=bias)
@@ -430,6 +431,7 @@ def test_union_estimates_the_normaliser_without_bias():
                                                                                                (UnigramSampler(torch.rand(N)), 9))])
 @with_bias
 def test_scripted_compiled_and_saved(make, bias):
+    torch._dynamo.reset()
     torch.manual_seed(0)
     x, target = torch.randn(6, D), torch.randint(N, (6,))
     values = []

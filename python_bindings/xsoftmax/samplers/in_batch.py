@@ -54,6 +54,9 @@ class InBatchSampler(Sampler):
         log_count = (self._log_q(ids) + size.log()).to(torch.float32).masked_fill(~counts, float("inf"))
         return one_set(ids, log_count, log_count, False)
 
+    def log_count(self, input: Tensor, num_samples: int, shared: bool, ids: Tensor) -> Tensor:
+        return self.log_prob(input, ids) + torch.full([], input.size(0), dtype=torch.float32, device=ids.device).log()
+
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log p`` of ``ids`` (int64, any shape): float32 of that shape; -inf for a class that no batch held."""

@@ -119,14 +119,16 @@ class UnionSampler(Sampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids`` in a draw of the union: the log of its expected count over the number of draws."""
+        size = torch.full([], sum(self.counts), dtype=torch.float64, device=ids.device)
+        return (self.log_count(input, 0, False, ids) - size.log()).to(torch.float32)
+
+    def log_count(self, input: Tensor, num_samples: int, shared: bool, ids: Tensor) -> Tensor:
         total: Optional[Tensor] = None
-        size = 0
         for i, part in enumerate(self.parts):
             log_count = part.log_count(input, self.counts[i], part.shared_by_default, ids)
             total = log_count if total is None else torch.logaddexp(total, log_count)
-            size += self.counts[i]
         assert total is not None
-        return (total - torch.full([], size, dtype=torch.float64, device=ids.device).log()).to(torch.float32)
+        return total
 
     def extra_repr(self) -> str:
         return f"draws={self.counts}"

@@ -1,0 +1,133 @@
+"""How far a sampled loss is from the exact one."""
+
+import dataclasses
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .losses import SampledSoftmaxLoss
+
+_CHUNK = 1 << 22  # (query, class) pairs at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`diagnose` finds. p is the softmax, q the proposal: expected counts, the head's included, over their sum."""
+
+    kl: float
+    """KL(q || p), nats, the mean over queries."""
+    renyi: float
+    """log sum_i p_i^2 / q_i, the mean over queries: the log of the Renyi divergence of order 2 of p from q, which bounds the bias of the
+    gradient (MIDX paper, Theorem 6). Infinite where a class of p > 0 is never proposed."""
+    gradient_bias: float
+    """Norm of (mean sampled gradient - exact gradient) over that of the exact one, for `input`; less what is left of the noise."""
+    gradient_noise: float
+    """Root mean square distance of one sampled gradient from their mean, over the norm of the exact one."""
+    sample_size: float
+    """Effective number of candidates, (sum w)^2 / sum w^2 with w = e^s / count, the mean over queries."""
+    candidates: float
+    """Number of candidates of a query."""
+    log_z_bias: float
+    """Mean error of the free estimate of the log normaliser, log sum e^s / count over the candidates."""
+    log_z_error: float
+    """Its root mean square."""
+    hits: float
+    """Candidates that are the target, a query."""
+
+    def __str__(self) -> str:
+        rows = [(field.name.replace("_", " "), f"{getattr(self, field.name):.4g}") for field in dataclasses.fields(self)]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value:>10}" for name, value in rows)
+
+
+def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: int = 32,
+             generator: Optional[torch.Generator] = None) -> Diagnosis:
+    """Compares a sampled loss with the exact one on a batch. All classes are scored, in chunks of queries: costs as much as evaluating it.
+
+    Args:
+        loss: left as it is: nothing is refreshed, no step counts.
+        input, target: a batch, [*, D] and [*], as the loss takes it.
+        draws: how many times to sample; the standard errors of the figures fall with its root.
+        generator: for the draws, on input's device.
+
+    Raises:
+        TypeError: loss is no SampledSoftmaxLoss
+        ValueError: fewer than 2 draws, or no target that counts
+    """
+    if not isinstance(loss, SampledSoftmaxLoss):
+        raise TypeError(f"diagnose: expected a SampledSoftmaxLoss, got {type(loss).__name__}")
+    if draws < 2:
+        raise ValueError(f"diagnose: expected draws of at least 2, got {draws}")
+    counted = (target != loss.ignore_index).reshape(-1)
+    queries, targets = input.detach().reshape(-1, input.shape[-1])[counted], target.reshape(-1)[counted]
+    if len(targets) == 0:
+        raise ValueError("diagnose: expected a target that counts, got none")
+    training = loss.training
+    loss.eval()  # an in-batch sampler does not count what it is shown here
+    try:
+        with torch.no_grad():
+            kl, renyi, log_z = _distances(loss, queries)
+            size, count, bias, error, hits = _draws(loss, queries, targets, log_z, draws, generator)
+        gradient_bias, noise = _gradients(loss, queries, targets, draws, generator)
+    finally:
+        loss.train(training)
+    return Diagnosis(kl, renyi, gradient_bias, noise, size, count, bias, error, hits)
+
+
+def proposal_log_prob(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
+    """log q [Q, N] of the whole proposal, head included, for queries [Q, D]."""
+    ids = torch.arange(loss.num_classes, device=queries.device)
+    try:
+        log_count = loss.sampler.log_count(queries, loss.num_samples, loss.shared, ids)
+    except ValueError:  # a set of a kind whose counts only a draw knows: one draw of it
+        log_count = loss.sampler.log_prob(queries, ids) + math.log(max(loss.num_samples, 1))
+    log_count = log_count.expand(len(queries), -1).double().clone()
+    log_count[:, loss.head] = 0.0
+    return log_count.log_softmax(1)
+
+
+def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float, Tensor]:
+    kl, renyi, log_z = [], [], []
+    for part in queries.split(max(1, _CHUNK // loss.num_classes)):
+        scores = loss.linear(part).double()
+        log_z.append(scores.logsumexp(1))
+        log_p, log_q = scores - log_z[-1][:, None], proposal_log_prob(loss, part)
+        q = log_q.exp()
+        kl.append(torch.where(q > 0, q * (log_q - log_p), 0.0).sum(1))
+        renyi.append((2 * log_p - log_q).logsumexp(1))
+    return torch.cat(kl).mean().item(), torch.cat(renyi).mean().item(), torch.cat(log_z)
+
+
+def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Tensor, draws: int, generator: Optional[torch.Generator]):
+    sizes, errors, hits, count = [], [], [], 0
+    for _ in range(draws):
+        drawn = loss.candidates(queries, target, generator)
+        scores = torch.ops.xsoftmax.candidate_scores(queries, loss.linear.weight, loss.linear.bias, drawn.private_ids, drawn.shared_ids)
+        parts, same = [], []
+        if drawn.private_ids is not None:
+            parts.append(drawn.private_log_count)
+            same.append(drawn.private_ids == target[:, None])
+        parts.append(drawn.shared_log_count.expand(len(queries), -1))
+        same.append(drawn.shared_ids == target[:, None])
+        log_weight = scores.double() - torch.cat(parts, 1)
+        count = log_weight.shape[1]
+        total = log_weight.logsumexp(1)
+        sizes.append((2 * total - (2 * log_weight).logsumexp(1)).exp())
+        errors.append(total - log_z)
+        hits.append(torch.cat(same, 1).sum(1).double())
+    error = torch.cat(errors)
+    return (torch.cat(sizes).mean().item(), float(count), error.mean().item(), error.square().mean().sqrt().item(),
+            torch.cat(hits).mean().item())
+
+
+def _gradients(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, draws: int, generator: Optional[torch.Generator]):
+    leaf = queries.clone().requires_grad_()
+    with torch.enable_grad():
+        exact = torch.autograd.grad(loss.exact(leaf, target).sum(), leaf)[0].double()
+        sampled = torch.stack([torch.autograd.grad(loss.estimate(leaf, target, generator).sum(), leaf)[0].double() for _ in range(draws)])
+    mean, norm = sampled.mean(0), exact.norm()
+    variance = (sampled - mean).square().sum() / (draws - 1)
+    bias = ((mean - exact).square().sum() - variance / draws).clamp_min(0).sqrt()  # what noise alone would leave is taken off
+    return (bias / norm).item(), (variance.sqrt() / norm).item()

@@ -1,0 +1,80 @@
+"""What diagnose says of samplers whose distance from the softmax is known."""
+
+import math
+
+import pytest
+import torch
+
+import xsoftmax as xs
+from xsoftmax.samplers import InBatchSampler, MidxSampler, UniformSampler, UnigramSampler, UnionSampler
+
+N, D, Q = 200, 6, 12
+
+
+def make(sampler, **kwargs):
+    torch.manual_seed(0)
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=sampler, **{"num_samples": 16} | kwargs)
+    torch.nn.init.normal_(loss.linear.weight)
+    if isinstance(loss.sampler, MidxSampler):
+        loss.sampler.refresh(loss.linear.weight)
+    return loss, torch.randn(Q, D), torch.randint(N, (Q,))
+
+
+def test_uniform_proposal_by_its_formulas():
+    loss, x, target = make(UniformSampler(N), shared=False)
+    with torch.no_grad():
+        log_p = loss.log_prob(x).double()
+    report = xs.diagnose(loss, x, target)
+    assert report.kl == pytest.approx((-math.log(N) - log_p).mean().item(), rel=1e-4)
+    assert report.renyi == pytest.approx((2 * log_p + math.log(N)).logsumexp(1).mean().item(), rel=1e-4)
+    assert report.candidates == 16 and 1 <= report.sample_size <= 16
+    assert report.gradient_noise > 0 and report.log_z_bias < 0 < report.log_z_error  # the log of a mean is low
+    assert "gradient bias" in str(report)
+
+
+def test_exact_midx_is_at_no_distance():
+    loss, x, target = make(MidxSampler(N, D, codewords=4, exact=True))
+    report = xs.diagnose(loss, x, target)
+    assert abs(report.kl) < 1e-5 and abs(report.renyi) < 1e-5
+    assert report.sample_size == pytest.approx(16, rel=1e-4) and report.log_z_error < 1e-4
+
+
+def test_a_head_of_all_classes_is_exact():
+    loss, x, target = make(UniformSampler(N), head_classes=N - 1, num_samples=1)
+    report = xs.diagnose(loss, x, target)
+    assert report.gradient_bias < 1e-3 and report.gradient_noise < 1e-3 and report.log_z_error < 1e-4
+    assert report.hits == pytest.approx(1, abs=1e-6)
+
+
+def test_midx_is_nearer_than_uniform_and_more_draws_nearer_than_few():
+    midx = xs.diagnose(*make(MidxSampler(N, D, codewords=16)))
+    uniform = xs.diagnose(*make(UniformSampler(N), shared=False))
+    many = xs.diagnose(*make(UniformSampler(N), shared=False, num_samples=128))
+    assert midx.kl < uniform.kl and midx.renyi < uniform.renyi and midx.gradient_noise < uniform.gradient_noise
+    assert midx.sample_size > uniform.sample_size
+    assert many.gradient_noise < uniform.gradient_noise and many.gradient_bias < uniform.gradient_bias
+
+
+@pytest.mark.parametrize("sampler, kwargs", [
+    (UnigramSampler(torch.arange(1, N + 1)), {}), (InBatchSampler(N), {}), (MidxSampler(N, D, codewords=4), dict(shared=True)),
+    (UnionSampler((UnigramSampler(torch.arange(1, N + 1)), 10), (MidxSampler(N, D, codewords=4), 5)), dict(head_classes=3)),
+], ids=["unigram", "in_batch", "mixture", "union"])
+def test_every_kind_of_proposal(sampler, kwargs):
+    loss, x, target = make(sampler, **kwargs)
+    if isinstance(sampler, InBatchSampler):
+        for _ in range(50):
+            loss(x, torch.randint(N, (Q,)))
+    state = {name: value.clone() for name, value in loss.state_dict().items()}
+    report = xs.diagnose(loss, x.reshape(3, 4, D), torch.where(torch.arange(Q) == 1, -100, target).reshape(3, 4))
+    assert math.isfinite(report.kl) and math.isfinite(report.gradient_noise)
+    assert loss.training and all(torch.equal(value, state[name]) for name, value in loss.state_dict().items())
+
+
+def test_bad_arguments():
+    loss, x, target = make(UniformSampler(N))
+    with pytest.raises(TypeError, match="diagnose: expected a SampledSoftmaxLoss, got LinearCrossEntropyLoss"):
+        xs.diagnose(xs.LinearCrossEntropyLoss(D, N), x, target)
+    with pytest.raises(ValueError, match="draws of at least 2"):
+        xs.diagnose(loss, x, target, draws=1)
+    with pytest.raises(ValueError, match="a target that counts"):
+        xs.diagnose(loss, x, torch.full((Q,), -100))
