@@ -8,4 +8,7 @@ namespace xsoftmax {
 /// same for any number of threads.
 std::tuple<at::Tensor, at::Tensor> nearest_codeword_cpu(const at::Tensor& rows, const at::Tensor& codewords);
 
+/// midx_cells into contiguous CPU tensors that are there already.
+void fill_cells_cpu(const at::Tensor& cell, const std::optional<at::Tensor>& log_weight, const MidxCells& cells);
+
 } // namespace xsoftmax

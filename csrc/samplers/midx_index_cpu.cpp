@@ -94,13 +94,43 @@ MidxCodes midx_encode_cpu(const Tensor& rows, const Tensor& codewords1, const Te
   return {cell, error};
 }
 
-// A stable counting sort by cell: chunks of classes are counted, then laid down, each by one thread.
 MidxCells midx_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, int64_t codewords, int64_t num_drawn) {
   check_midx_cells(cell, log_weight, codewords, num_drawn);
   if (use_reference()) {
     return midx_cells_reference(cell, log_weight, codewords, num_drawn);
   }
-  const int64_t n = cell.size(0), cells = codewords * codewords, chunks = n < (1 << 16) ? 1 : at::get_num_threads();
+  const auto longs = cell.options().dtype(at::kLong), doubles = cell.options().dtype(at::kDouble);
+  const int64_t cells = codewords * codewords;
+  const MidxCells made{table_empty({num_drawn}, longs), at::empty({cells + 1}, longs), at::empty({codewords, codewords}, doubles),
+                       table_empty({given(log_weight) ? num_drawn : 0}, doubles), at::empty({given(log_weight) ? cells : 0}, doubles)};
+  fill_cells_cpu(cell, log_weight, made);
+  return made;
+}
+
+} // namespace
+
+std::tuple<Tensor, Tensor> nearest_codeword_cpu(const Tensor& rows, const Tensor& codewords) {
+  const int64_t k = codewords.size(0), features = rows.size(1);
+  const Tensor index = at::empty({rows.size(0)}, rows.options().dtype(at::kLong)), distance = at::empty({rows.size(0)}, rows.options());
+  const Tensor half = (0.5 * codewords.square().sum(1)).contiguous(), columns = codewords.t().contiguous();
+  int64_t* indices = index.mutable_data_ptr<int64_t>();
+  float* distances = distance.mutable_data_ptr<float>();
+  for_row_blocks(rows, k, [&](int64_t begin, const Tensor& x) {
+    const Tensor product = at::mm(x, columns);
+    const MidxRowTable& kernels = midx_rows();
+    for (int64_t i = 0; i < x.size(0); ++i) {
+      float near;
+      indices[begin + i] = kernels.best(product.const_data_ptr<float>() + i * k, half.const_data_ptr<float>(), k, &near);
+      distances[begin + i] = std::max(0.0f, kernels.square_sum(x.const_data_ptr<float>() + i * features, features) - 2 * near);
+    }
+  });
+  return {index, distance};
+}
+
+// A stable counting sort by cell: chunks of classes are counted, then laid down, each by one thread.
+void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const MidxCells& made) {
+  const auto& [order, start, mass, prefix, heaviest] = made;
+  const int64_t n = cell.size(0), cells = mass.numel(), chunks = n < (1 << 16) ? 1 : at::get_num_threads();
   const Tensor flat = cell.contiguous();
   const int32_t* cell_of = flat.const_data_ptr<int32_t>();
   std::vector<int64_t> places(chunks * cells, 0); // classes of each cell in each chunk, then where they go
@@ -122,8 +152,6 @@ MidxCells midx_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, i
   });
   const int64_t top = *std::max_element(highest.begin(), highest.end());
   TORCH_CHECK_INDEX(top < cells, "midx_cells: expected cell below ", cells, ", codewords squared, got ", top);
-  const auto longs = flat.options().dtype(at::kLong), doubles = flat.options().dtype(at::kDouble);
-  const Tensor start = at::empty({cells + 1}, longs), mass = at::empty({codewords, codewords}, doubles);
   int64_t* first_of = start.mutable_data_ptr<int64_t>();
   double* mass_of = mass.mutable_data_ptr<double>();
   int64_t place = 0;
@@ -137,8 +165,8 @@ MidxCells midx_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, i
     mass_of[k] = double(place - first_of[k]);
   }
   first_of[cells] = place;
-  TORCH_CHECK_VALUE(place == num_drawn, "midx_cells: expected num_drawn of ", place, ", the cells that are not -1, got ", num_drawn);
-  const Tensor order = table_empty({num_drawn}, longs);
+  TORCH_CHECK_VALUE(place == order.size(0), "midx_cells: expected num_drawn of ", place, ", the cells that are not -1, got ",
+                    order.size(0));
   int64_t* class_at = order.mutable_data_ptr<int64_t>();
   for_chunks([&](int64_t c, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -148,9 +176,8 @@ MidxCells midx_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, i
     }
   });
   if (!given(log_weight)) {
-    return {order, start, mass, at::empty({0}, doubles), at::empty({0}, doubles)};
+    return;
   }
-  const Tensor prefix = table_empty({num_drawn}, doubles), heaviest = at::empty({cells}, doubles);
   const Tensor log_weights = log_weight->contiguous();
   const float* log_weight_of = log_weights.const_data_ptr<float>();
   double *sum_at = prefix.mutable_data_ptr<double>(), *heaviest_of = heaviest.mutable_data_ptr<double>();
@@ -166,27 +193,6 @@ MidxCells midx_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, i
       heaviest_of[k] = most;
     }
   });
-  return {order, start, mass, prefix, heaviest};
-}
-
-} // namespace
-
-std::tuple<Tensor, Tensor> nearest_codeword_cpu(const Tensor& rows, const Tensor& codewords) {
-  const int64_t k = codewords.size(0), features = rows.size(1);
-  const Tensor index = at::empty({rows.size(0)}, rows.options().dtype(at::kLong)), distance = at::empty({rows.size(0)}, rows.options());
-  const Tensor half = (0.5 * codewords.square().sum(1)).contiguous(), columns = codewords.t().contiguous();
-  int64_t* indices = index.mutable_data_ptr<int64_t>();
-  float* distances = distance.mutable_data_ptr<float>();
-  for_row_blocks(rows, k, [&](int64_t begin, const Tensor& x) {
-    const Tensor product = at::mm(x, columns);
-    const MidxRowTable& kernels = midx_rows();
-    for (int64_t i = 0; i < x.size(0); ++i) {
-      float near;
-      indices[begin + i] = kernels.best(product.const_data_ptr<float>() + i * k, half.const_data_ptr<float>(), k, &near);
-      distances[begin + i] = std::max(0.0f, kernels.square_sum(x.const_data_ptr<float>() + i * features, features) - 2 * near);
-    }
-  });
-  return {index, distance};
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {

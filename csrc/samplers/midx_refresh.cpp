@@ -1,9 +1,11 @@
 #include "samplers/midx_refresh.h"
 
 #include "core/checks.h"
+#include "core/impl.h"
 #include "core/optional.h"
 #include "samplers/draws.h"
 #include "samplers/kmeans.h"
+#include "samplers/midx_encode_cpu.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -14,6 +16,8 @@
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <vector>
 
 namespace xsoftmax {
@@ -53,6 +57,15 @@ void lay_out(const OptionalTensor& bias, const MidxIndex& index) {
     const Tensor value = bias->to(at::kFloat);
     TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "MIDX: expected a bias that is finite, got an infinity or NaN");
     index.log_weight->copy_((value - value.index_select(0, index.order).max()).clamp_(-kMidxRange, 0));
+  }
+  const std::array<Tensor, 3> tables{index.order, index.start, index.mass};
+  const bool in_place = index.cell.is_cpu() && !use_reference() &&
+                        std::all_of(tables.begin(), tables.end(), [](const Tensor& table) { return table.is_contiguous(); }) &&
+                        (!given(bias) || (index.prefix->is_contiguous() && index.heaviest->is_contiguous()));
+  if (in_place) {
+    fill_cells_cpu(index.cell, index.log_weight,
+                   {index.order, index.start, index.mass, given(bias) ? *index.prefix : Tensor(), given(bias) ? *index.heaviest : Tensor()});
+    return;
   }
   const auto [order, start, mass, prefix, heaviest] =
       midx_cells(index.cell, index.log_weight, index.codewords1.size(0), index.order.size(0));
