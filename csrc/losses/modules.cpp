@@ -169,11 +169,13 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
   }
   sampler->note(counted);
   const bool by_draws = proposal.target_log_draws.defined() && sampling_.estimator != "ranking";
-  return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count,
-                              shared_log_count, optional(by_draws ? proposal.target_log_draws : proposal.target_log_count),
-                              optional(weight), sampling_.estimator, sampling_.remove_accidental_hits, fixed_private,
-                              head.numel() + beside_distinct, reduction_, options_.ignore_index, options_.label_smoothing,
-                              sampling_.sparse_grad);
+  const Tensor loss = sampled_softmax_loss(
+      input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count, shared_log_count,
+      optional(by_draws ? proposal.target_log_draws : proposal.target_log_count), optional(weight), sampling_.estimator,
+      sampling_.remove_accidental_hits, fixed_private, head.numel() + beside_distinct, reduction_, options_.ignore_index,
+      options_.label_smoothing, sampling_.sparse_grad);
+  const Tensor auxiliary = sampler->auxiliary_loss(query, linear->weight, optional(linear->bias));
+  return auxiliary.defined() ? loss + (auxiliary - auxiliary.detach()) : loss; // its gradient alone
 }
 
 } // namespace xsoftmax::nn

@@ -8,6 +8,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
 #include <torch/serialize.h>
 
@@ -34,7 +35,7 @@ Optional detached(const Optional& tensor) { return given(tensor) ? Optional(tens
 
 // The index as the ops take it.
 #define XS_MIDX_BUFFERS \
-  codewords1, codewords2, cell, order, start, mass, optional(log_weight), optional(prefix), optional(heaviest)
+  codewords1.detach(), codewords2.detach(), cell, order, start, mass, optional(log_weight), optional(prefix), optional(heaviest)
 
 MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options)
     : SamplerImpl(check_num_classes(kName, num_classes)), options_(options), dim_(dim) {
@@ -54,14 +55,22 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
   at_least("iterations", options.iterations, 0);
   options_.train_points = options.train_points.value_or(256 * options.codewords);
   at_least("train_points", *options_.train_points, 1);
+  at_least("learn_rows", options.learn_rows, 1);
 
   // An index that knows nothing yet: all classes in one cell.
   const Excluded excluded = check_exclude(kName, options.exclude_below, options.exclude, num_classes);
   const Tensor ids = excluded.ids.has_value() ? excluded.ids->cpu() : at::arange(excluded.low, at::kLong);
   const int64_t k = options.codewords;
   cell = register_buffer("cell", table_zeros({num_classes}, at::TensorOptions(at::kInt)).index_fill_(0, ids, -1));
-  codewords1 = register_buffer("codewords1", at::zeros({k, residual ? dim : (dim + 1) / 2}));
-  codewords2 = register_buffer("codewords2", at::zeros({k, residual ? dim : dim / 2}));
+  const auto codebook = [&](const char* name, int64_t width) {
+    return options.learnable ? register_parameter(name, at::zeros({k, width})) : register_buffer(name, at::zeros({k, width}));
+  };
+  codewords1 = codebook("codewords1", residual ? dim : (dim + 1) / 2);
+  codewords2 = codebook("codewords2", residual ? dim : dim / 2);
+  if (options.exact) {
+    table = register_buffer("table", table_zeros({num_classes, dim}, at::TensorOptions(at::kFloat)));
+    table_bias = options.bias ? register_buffer("table_bias", at::zeros({num_classes})) : Tensor();
+  }
   if (options.bias) {
     log_weight = register_buffer("log_weight", table_zeros({num_classes}, at::TensorOptions(at::kFloat)));
   }
@@ -88,6 +97,16 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
           "xsoftmax::midx_sample_shared");
   const bool distinct = draws_distinct(shared);
   const Tensor seed = draw_seed(input, generator);
+  if (table.defined()) {
+    static const auto exact =
+        find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, XS_MIDX_INDEX_PARAMS, const Tensor&, const Optional&, c10::SymInt)>(
+            "xsoftmax::midx_exact_sample");
+    TORCH_CHECK_VALUE(!shared && !distinct, kName, ": expected private independent draws where exact is set, got shared or distinct ones");
+    const auto [ids, log_q] = exact.call(seed, input, XS_MIDX_BUFFERS, table, optional(table_bias), num_samples);
+    const double log_samples = std::log(double(num_samples));
+    const Tensor of_target = given(target) ? log_prob(input, target->unsqueeze(1)).squeeze(1) + log_samples : Tensor();
+    return {ids, log_q + log_samples, of_target, false, {}, {}, 0, {}};
+  }
   // Without targets the ops look up those of any class.
   const Tensor some = given(target) ? *target : at::zeros({input.size(0)}, input.options().dtype(at::kLong));
   const auto [ids, log_count, target_log_count] =
@@ -97,6 +116,11 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
 }
 
 Tensor MidxSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
+  if (table.defined()) {
+    static const auto exact = find_op<Tensor(const Tensor&, XS_MIDX_INDEX_PARAMS, const Tensor&, const Optional&, const Tensor&)>(
+        "xsoftmax::midx_exact_log_prob");
+    return exact.call(input, XS_MIDX_BUFFERS, table, optional(table_bias), ids);
+  }
   static const auto op = find_op<Tensor(const Tensor&, XS_MIDX_INDEX_PARAMS, const Tensor&)>("xsoftmax::midx_log_prob");
   return op.call(input, XS_MIDX_BUFFERS, ids);
 }
@@ -119,6 +143,7 @@ std::map<std::string, double> MidxSamplerImpl::refresh(const Tensor& weight, con
   const Tensor stats = op.call(draw_seed(weight, std::nullopt), weight.detach(), detached(bias), XS_MIDX_BUFFERS, options_.kind == "rq",
                                options_.iterations, *options_.train_points, step.item<int64_t>() > 0).cpu();
   step.clamp_min_(1);
+  copy_table(weight, bias);
   std::map<std::string, double> named;
   for (int64_t i = 0; i < stats.size(0); ++i) {
     named[kMidxStatNames[i]] = stats[i].item<double>();
@@ -135,7 +160,30 @@ void MidxSamplerImpl::prepare(const Tensor& weight, const Optional& bias) {
   static const auto op = find_op<void(const Tensor&, const Tensor&, const Optional&, const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS,
                                       bool, int64_t, int64_t, int64_t, int64_t, int64_t)>("xsoftmax::midx_step_");
   op.call(draw_seed(weight, std::nullopt), weight.detach(), detached(bias), step, optional(touched), XS_MIDX_BUFFERS,
-          options_.kind == "rq", options_.iterations, options_.iterations, *options_.train_points, options_.refresh_every, options_.update_every);
+          options_.kind == "rq", options_.iterations, options_.learnable ? 0 : options_.iterations, *options_.train_points, options_.refresh_every, options_.update_every);
+  copy_table(weight, bias);
+}
+
+void MidxSamplerImpl::copy_table(const Tensor& weight, const Optional& bias) {
+  if (table.defined()) {
+    table.copy_(weight.detach());
+  }
+  if (table_bias.defined() && given(bias)) {
+    table_bias.copy_(bias->detach());
+  }
+}
+
+Tensor MidxSamplerImpl::auxiliary_loss(const Tensor& input, const Tensor& weight, const Optional& bias) {
+  if (!options_.learnable) {
+    return {};
+  }
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Tensor&)>("xsoftmax::midx_codebook_loss");
+  const Tensor slots = at::randint(order.size(0), {std::min(options_.learn_rows, order.size(0))}, order.options());
+  const Tensor ids = order.index_select(0, slots);
+  const Optional some_bias = given(bias) ? Optional(bias->detach().index_select(0, ids).to(at::kFloat)) : std::nullopt;
+  return op.call(codewords1, codewords2, weight.detach().index_select(0, ids).to(at::kFloat), some_bias,
+                 input.detach().to(at::kFloat));
 }
 
 void MidxSamplerImpl::note(const Tensor& ids) {

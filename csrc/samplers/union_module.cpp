@@ -102,6 +102,15 @@ void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>
   }
 }
 
+Tensor UnionSamplerImpl::auxiliary_loss(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  Tensor total;
+  for (const auto& part : parts_) {
+    const Tensor loss = part.first->auxiliary_loss(input, weight, bias);
+    total = loss.defined() && total.defined() ? total + loss : loss.defined() ? loss : total;
+  }
+  return total;
+}
+
 void UnionSamplerImpl::note(const Tensor& ids) {
   for (const auto& part : parts_) {
     part.first->note(ids);

@@ -60,6 +60,8 @@ class SamplerImpl : public torch::nn::Module {
   virtual std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt);
   /// What a loss calls before it draws while training: an adaptive sampler refreshes itself here when its time has come.
   virtual void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias);
+  /// What a sampler that learns would minimise, a scalar; a loss adds its gradient, not its value, while training. Undefined: nothing.
+  virtual torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias);
   /// What a loss calls with the classes whose rows a step changes, int64 of any shape.
   virtual void note(const torch::Tensor& ids);
   /// Whether a set, shared or private, holds no class twice.
@@ -204,6 +206,9 @@ struct MidxOptions {
   int64_t update_every = 0;               ///< steps; 0: never
   int64_t iterations = 10;
   std::optional<int64_t> train_points = std::nullopt; ///< none: 256 a codeword
+  bool exact = false;                     ///< q is the softmax itself (Theorem 1), O(N D) a query: for study
+  bool learnable = false;                 ///< the codewords are parameters, which a loss trains beside its own
+  int64_t learn_rows = 1024;              ///< classes that learnable codebooks look at in a step
 };
 
 /// Draws classes by their scores under a quantised copy of the class table (fast MIDX, Theorem 2). Private draws by default; while
@@ -224,6 +229,7 @@ class MidxSamplerImpl : public SamplerImpl {
   /// Codes the classes `rows` (int64 [R]) again under the present codebooks, and takes in all biases.
   void update(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, const torch::Tensor& rows);
   void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+  torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
   void note(const torch::Tensor& ids) override;
   bool shared_by_default() const override { return false; }
   bool draws_distinct(bool shared) const override { return options_.distinct.value_or(shared); }
@@ -234,9 +240,11 @@ class MidxSamplerImpl : public SamplerImpl {
   /// From the state of a sampler without an index: the next step builds one.
   void load(torch::serialize::InputArchive& archive) override;
 
-  torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, step, touched;
+  torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, table, table_bias, step, touched;
 
  private:
+  void copy_table(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias);
+
   MidxOptions options_;
   int64_t dim_;
 };
@@ -255,6 +263,7 @@ class UnionSamplerImpl : public SamplerImpl {
                   std::optional<at::Generator> generator = std::nullopt) override;
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
   void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+  torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
   void note(const torch::Tensor& ids) override;
   bool shared_by_default() const override { return false; }
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;

@@ -85,6 +85,26 @@ TEST_P(Midx, ALossBuildsTheIndexAndTrains) {
   }
 }
 
+TEST_P(Midx, ExactDrawsAreThoseOfTheSoftmax) {
+  SampledSoftmaxLoss loss(kWidth, kClasses, MidxSampler(kClasses, kWidth, MidxOptions{.codewords = 6, .exact = true}).ptr(),
+                          SamplingOptions{.num_samples = 9}, LossOptions{.bias = GetParam()});
+  loss(input, target);
+  const Tensor log_p = loss->log_prob(input);
+  EXPECT_TRUE(torch::allclose(loss->sampler->log_prob(input, torch::arange(kClasses)), log_p, 1e-4, 1e-4));
+  const auto draws = loss->sampler->sample(input, 9, false, target);
+  EXPECT_TRUE(torch::allclose(draws.log_count, log_p.gather(1, draws.ids) + std::log(9.0), 1e-4, 1e-4));
+  EXPECT_THROW(loss->sampler->sample(input, 9, true), c10::ValueError);
+}
+
+TEST_P(Midx, LearnableCodewordsAreTrainedBesideTheLoss) {
+  MidxSampler sampler(kClasses, kWidth, MidxOptions{.codewords = 6, .bias = GetParam(), .learnable = true});
+  SampledSoftmaxLoss loss(kWidth, kClasses, sampler.ptr(), SamplingOptions{.num_samples = 9}, LossOptions{.bias = GetParam()});
+  EXPECT_EQ(loss->parameters().size(), size_t(GetParam() ? 4 : 3));
+  loss(input, target).backward();
+  EXPECT_GT(sampler->codewords1.grad().abs().sum().item<double>(), 0.0);
+  EXPECT_GT(sampler->codewords2.grad().abs().sum().item<double>(), 0.0);
+}
+
 TEST_P(Midx, SavedWithItsIndex) {
   MidxSampler sampler = make();
   MidxSampler other(kClasses, kWidth, MidxOptions{.codewords = 6, .bias = GetParam(), .exclude_below = 5});
