@@ -79,11 +79,18 @@ AdamMovementOwed::AdamMovementOwed(int64_t now, double beta1, double beta2)
     return;
   }
   // owed(s) = r (correction(s + 1) + owed(s + 1)), from where it is 0 or too long ago to matter.
-  const int64_t early = int64_t(20 / (1 - r_)), first = std::min<int64_t>(now, early + int64_t(40 / (1 - r_)));
-  early_.resize(std::min(early, now) + 1);
+  const int64_t early = int64_t(20 / (1 - r_)), first = std::clamp<int64_t>(now, 0, early + int64_t(40 / (1 - r_)));
+  early_.resize(std::min(early, first) + 1);
+  std::vector<double> corrections(first); // of steps 1 ... first, by running products: powers would cost more than the rows
+  double power1 = 1, power2 = 1;
+  for (double& value : corrections) {
+    power1 *= beta1_;
+    power2 *= beta2_;
+    value = std::sqrt(1 - power2) / (1 - power1);
+  }
   double owed = 0;
   for (int64_t s = first - 1; s >= 0; --s) {
-    owed = r_ * (correction(double(s + 1)) + owed);
+    owed = r_ * (corrections[s] + owed);
     if (s < int64_t(early_.size())) {
       early_[s] = owed;
     }

@@ -207,11 +207,6 @@ Tensor midx_exact_log_prob_cpu(const Tensor& input, XS_MIDX_INDEX_PARAMS, const 
 
 // Another device gets the CPU's draws.
 
-OptionalTensor to_cpu(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor; }
-
-#define XS_MIDX_INDEX_ON_CPU                                                                                                       \
-  codewords1.cpu(), codewords2.cpu(), cell.cpu(), order.cpu(), start.cpu(), mass.cpu(), to_cpu(log_weight), to_cpu(prefix), to_cpu(heaviest)
-
 Draws midx_exact_sample_elsewhere(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& table,
                                   const OptionalTensor& bias, int64_t num_samples) {
   const auto [ids, log_q] =

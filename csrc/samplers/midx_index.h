@@ -1,5 +1,7 @@
 #pragma once
 
+#include "core/optional.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <optional>
@@ -34,6 +36,12 @@ namespace xsoftmax {
 #define XS_MIDX_INDEX_SCHEMA                                                                                                       \
   "Tensor codewords1, Tensor codewords2, Tensor cell, Tensor order, Tensor start, Tensor mass, Tensor? log_weight, "                \
   "Tensor? prefix, Tensor? heaviest"
+
+// For a device without kernels of its own.
+inline OptionalTensor to_cpu(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor; }
+#define XS_MIDX_INDEX_ON_CPU                                                                                                       \
+  codewords1.cpu(), codewords2.cpu(), cell.cpu(), order.cpu(), start.cpu(), mass.cpu(), to_cpu(log_weight), to_cpu(prefix),        \
+      to_cpu(heaviest)
 
 struct MidxIndex {
   const at::Tensor& codewords1;

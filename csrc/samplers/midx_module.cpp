@@ -24,11 +24,6 @@ using Draws = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr const char* kName = "MidxSampler";
 
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 Optional detached(const Optional& tensor) { return given(tensor) ? Optional(tensor->detach()) : std::nullopt; }
 
 } // namespace
@@ -160,7 +155,8 @@ void MidxSamplerImpl::prepare(const Tensor& weight, const Optional& bias) {
   static const auto op = find_op<void(const Tensor&, const Tensor&, const Optional&, const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS,
                                       bool, int64_t, int64_t, int64_t, int64_t, int64_t)>("xsoftmax::midx_step_");
   op.call(draw_seed(weight, std::nullopt), weight.detach(), detached(bias), step, optional(touched), XS_MIDX_BUFFERS,
-          options_.kind == "rq", options_.iterations, options_.learnable ? 0 : options_.iterations, *options_.train_points, options_.refresh_every, options_.update_every);
+          options_.kind == "rq", options_.iterations, options_.learnable ? 0 : options_.iterations, *options_.train_points,
+          options_.refresh_every, options_.update_every);
   copy_table(weight, bias);
 }
 

@@ -82,15 +82,12 @@ Tensor midx_mixture_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS
 
 // A device without a kernel of its own gets the CPU's draws.
 
-OptionalTensor to_cpu(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor; }
-
 MidxDraws midx_sample_elsewhere(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
                                 const Tensor& target) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_sample", "").typed<decltype(midx_sample_meta)>();
   const auto [ids, log_count, target_log_count] =
-      op.call(seed.cpu(), input.cpu(), codewords1.cpu(), codewords2.cpu(), cell.cpu(), order.cpu(), start.cpu(), mass.cpu(),
-              to_cpu(log_weight), to_cpu(prefix), to_cpu(heaviest), num_samples, distinct, target.cpu());
+      op.call(seed.cpu(), input.cpu(), XS_MIDX_INDEX_ON_CPU, num_samples, distinct, target.cpu());
   return {ids.to(input.device()), log_count.to(input.device()), target_log_count.to(input.device())};
 }
 
@@ -99,8 +96,7 @@ MidxDraws midx_sample_shared_elsewhere(const Tensor& seed, const Tensor& input, 
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_sample_shared", "").typed<decltype(midx_sample_shared_meta)>();
   const auto [ids, log_count, target_log_count] =
-      op.call(seed.cpu(), input.cpu(), codewords1.cpu(), codewords2.cpu(), cell.cpu(), order.cpu(), start.cpu(), mass.cpu(),
-              to_cpu(log_weight), to_cpu(prefix), to_cpu(heaviest), num_samples, distinct, rms, target.cpu());
+      op.call(seed.cpu(), input.cpu(), XS_MIDX_INDEX_ON_CPU, num_samples, distinct, rms, target.cpu());
   return {ids.to(input.device()), log_count.to(input.device()), target_log_count.to(input.device())};
 }
 

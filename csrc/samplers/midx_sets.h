@@ -46,11 +46,12 @@ struct MidxCellTables {
 class MidxSystematicSet {
  public:
   MidxSystematicSet(const MidxCellTables& tables, int64_t samples)
-      : tables_(tables), samples_(samples), threshold_(tables.cells), tail_(tables.cells) {}
+      : tables_(tables), samples_(samples) {}
 
   /// share [cells]: sums to 1, above 0 wherever there is a class. Finds c.
   void plan(const double* share) {
-    std::fill(threshold_.begin(), threshold_.end(), std::numeric_limits<double>::infinity());
+    threshold_.assign(tables_.cells, std::numeric_limits<double>::infinity());
+    tail_.resize(tables_.cells);
     certain_ = 0;
     for (bool grown = true; grown;) {
       double rest = 0;

@@ -19,11 +19,6 @@ namespace {
 using at::Tensor;
 using OptionalSize = std::optional<c10::SymInt>;
 
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 Tensor uniform_sample(const Tensor& seed, int64_t low, int64_t high, OptionalSize num_queries, int64_t num_samples, bool distinct) {
   static const auto op =
       find_op<Tensor(const Tensor&, c10::SymInt, c10::SymInt, OptionalSize, c10::SymInt, bool)>("xsoftmax::uniform_sample");

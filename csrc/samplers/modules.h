@@ -2,9 +2,16 @@
 
 #include <xsoftmax/samplers.h>
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 // What the sampler modules share.
 
 namespace xsoftmax::samplers {
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
 
 /// One int64 from `generator`, or from the default one of input's device, 0-dim, on that device.
 at::Tensor draw_seed(const at::Tensor& input, const std::optional<at::Generator>& generator);

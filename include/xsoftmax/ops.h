@@ -50,7 +50,7 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 ///     loss = logsumexp(cat(scores[:, :1], adjusted)) - scores[:, 0]        # estimator "sampled_softmax"
 ///
 /// scores [Q, 1 + P + S] (float32 or float64): the target, P private candidates, S shared ones, as candidate_scores lays them out.
-/// target [Q], private_ids [Q, P], shared_ids [S]: int64. private_log_count [Q, P], shared_log_count [S], target_log_count [Q]:
+/// target [Q], private_ids [Q, P], shared_ids [S]: int64. private_log_count [Q, P], shared_log_count [S] or [Q, S], target_log_count [Q]:
 /// logarithms of expected counts (M q for M draws), in any floating dtype; absent: counts of 1 (no target_log_count: nothing is
 /// renormalised).
 /// A candidate of log count +inf takes no part. The first fixed_private private and fixed_shared shared columns are classes that are

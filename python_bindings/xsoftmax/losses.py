@@ -258,8 +258,9 @@ class SampledSoftmaxLoss(LinearLoss):
         weight, bias = self.linear.weight, self.linear.bias
         self.sampler.prepare(weight, bias)
         queries = self._queries(input, target)
-        drawn = self.candidates(queries, self._counted(target), generator)
-        self._note(drawn, self._counted(target))
+        counted = self._counted(target)
+        drawn = self.candidates(queries, counted, generator)
+        self._note(drawn, counted)
         loss = self._loss(input, target, drawn)
         auxiliary = self.sampler.auxiliary_loss(queries, weight, bias)
         if auxiliary is not None:

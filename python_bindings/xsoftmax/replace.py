@@ -15,7 +15,8 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[LinearLoss], **kw
         loss = xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=512)
         loss(model(tokens), target).backward()
 
-    Load a checkpoint of the old model before this: its keys change. The parameters leave `model.parameters()` (unless they are tied to others there), so the optimizer needs `loss.parameters()` too.
+    Load a checkpoint of the old model before this: its keys change. The parameters leave `model.parameters()` (unless they are tied to
+    others there), so the optimizer needs `loss.parameters()` too.
 
     Args:
         model: changed in place.

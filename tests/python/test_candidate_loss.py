@@ -391,3 +391,23 @@ def test_gradient_of_the_wrong_shape(impl, grad):
     with pytest.raises(ValueError, match="grad"):
         candidate_loss_backward(grad, torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), None,
                                     torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_shared_counts_by_query(smoothing):
+    """shared_log_count [Q, S]: as the same candidates given privately; and equal rows are as [S]."""
+    torch.manual_seed(0)
+    q, s = 5, 7
+    scores, target, ids = torch.randn(q, 1 + s), torch.randint(20, (q,)), torch.randint(20, (s,))
+    count, of_target = torch.randn(q, s), -torch.rand(q)
+    options = dict(target_log_count=of_target, label_smoothing=smoothing)
+    loss = torch.ops.xsoftmax.candidate_loss
+    for impl in ("kernel", "reference"):
+        with xs.use_impl(impl):
+            got = loss(scores, target, None, ids, shared_log_count=count, **options)
+            private = loss(scores, target, ids.expand(q, s).contiguous(), None, private_log_count=count, **options)
+            torch.testing.assert_close(got, private)
+            torch.testing.assert_close(loss(scores, target, None, ids, shared_log_count=count[:1].expand(q, s), **options),
+                                       loss(scores, target, None, ids, shared_log_count=count[0], **options))
+    with pytest.raises(ValueError, match="shared_log_count of the shape of shared_ids, or with a row for each query"):
+        loss(scores, target, None, ids, shared_log_count=count[:3], **options)

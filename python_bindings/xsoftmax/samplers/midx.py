@@ -1,6 +1,6 @@
 """MIDX: classes drawn by a quantised copy of the class table."""
 
-from typing import Dict, List, Optional, Tuple, Union
+from typing import Dict, List, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from .._memory import table_empty
 from .sampler import Proposal, Sampler, draw_seed, one_set
 from .static import Exclude, _check_exclude, _check_num_classes, _log_of_count
-
-_STATS = ("distortion", "mean_square", "inertia1", "inertia2", "cells")
 
 
 class MidxSampler(Sampler):
