@@ -53,15 +53,17 @@ def tokenise(text: str, pretokenised: bool = False):
 def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = None) -> Corpus:
     """
     path: a text file (split by position: 90 % to train, 5 % to validate, 5 % to test), a folder that holds *.train.txt,
-        *.valid.txt and *.test.txt of words between spaces (as Penn Treebank is distributed), or None for the source of Python's
-        standard library
+        *.valid.txt and *.test.txt of words between spaces (as Penn Treebank is distributed), a folder of other *.txt files (one in 20
+        to validate, one in 20 to test), or None for the source of Python's standard library
     min_count: words that the training text holds fewer times become <unk>
     max_tokens: of the training text; validation and test text then have at most a tenth of it each
     """
     if path is None:
         name, pretokenised, texts = "the Python standard library", False, standard_library()
     elif Path(path).is_dir():
-        name, pretokenised, texts = str(path), True, folder(Path(path))
+        files = sorted(Path(path).glob("*.txt"))
+        pretokenised = any(file.name.endswith(".train.txt") for file in files)
+        name, texts = str(path), folder(Path(path)) if pretokenised else split_files(files, Path(path), 20)
     elif Path(path).is_file():
         name, pretokenised, texts = str(path), False, {"all": [Path(path)]}
     else:
@@ -84,17 +86,21 @@ def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = N
 
 
 def standard_library() -> dict[str, list[Path]]:
-    """The modules of the running Python, one of 200 to validate, one to test; in the order of a hash of their names, so well mixed."""
+    """The modules of the running Python, one of 200 to validate, one to test."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages"}
-    files = [file for file in root.rglob("*.py") if not skipped.intersection(file.relative_to(root).parts)]
-    if len(files) < 200:
-        raise DataError(f"{root} holds {len(files)} Python files, too few to learn from: name a text with --data")
-    files.sort(key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
+    return split_files([file for file in root.rglob("*.py") if not skipped.intersection(file.relative_to(root).parts)], root, 200)
+
+
+def split_files(files: list[Path], root: Path, every: int) -> dict[str, list[Path]]:
+    """One in `every` files to validate, one to test; in the order of a hash of their names, so well mixed."""
+    if len(files) < every:
+        raise DataError(f"{root} holds {len(files)} texts, too few to learn from: expected at least {every}; name a text with --data")
+    files = sorted(files, key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
     part = {0: "valid", 1: "test"}
     splits = {"train": [], "valid": [], "test": []}
     for i, file in enumerate(files):
-        splits[part.get(i % 200, "train")].append(file)
+        splits[part.get(i % every, "train")].append(file)
     return splits
 
 

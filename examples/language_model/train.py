@@ -26,8 +26,11 @@ from model import ENCODERS, Completer, script
 OPTIMIZERS = {"adam": xs.optim.RowAdam, "sgd": xs.optim.RowSGD, "adagrad": xs.optim.RowAdagrad}
 LEARNING_RATES = {"adam": 2e-3, "sgd": 5.0, "adagrad": 0.02}
 
+SAMPLERS = ["unigram", "uniform", "log_uniform", "in_batch", "midx", "midx_pq"]
+
 # What may differ between the run that wrote a checkpoint and the run that resumes it: the rest decides the weights.
-FREE_ARGUMENTS = {"epochs", "max_minutes", "eval_minutes", "threads", "checkpoint", "resume", "output", "loss"}
+FREE_ARGUMENTS = {"eval_minutes", "threads", "checkpoint", "resume", "output", "loss"}
+BUDGET_ARGUMENTS = {"epochs", "max_minutes"}  # free, too, where the learning rate does not follow them
 
 
 class UsageError(ValueError):
@@ -54,9 +57,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     loss = parser.add_argument_group("loss")
     loss.add_argument("--loss", nargs="+", choices=["sampled", "exact"], default=["sampled"],
                       help="several: each in turn, same seed and budget (default: sampled)")
-    loss.add_argument("--sampler", choices=["unigram", "uniform", "log_uniform", "in_batch", "midx"], default="unigram",
-                      help="default: %(default)s; midx draws for each word, the others for the batch")
-    loss.add_argument("--samples", type=positive(int), default=512, help="classes drawn a step (default: %(default)s)")
+    loss.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=["unigram"],
+                      help="default: unigram; the midx draw for each word, the others for the batch; several: the union of their draws")
+    loss.add_argument("--samples", nargs="+", type=positive(int), default=[512], metavar="M",
+                      help="classes drawn a step, or a word; a number for each sampler (default: 512)")
+    loss.add_argument("--private", action="store_true", help="draw for each word, whichever the sampler")
+    loss.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
+    loss.add_argument("--refresh-every", type=positive(int), default=500, help="steps between midx codebooks (default: %(default)s)")
     loss.add_argument("--head", type=int, default=512,
                       help="most frequent words, always scored (default: %(default)s; in_batch has none)")
     loss.add_argument("--estimator", choices=["sampled_softmax", "ranking"], default="sampled_softmax", help="default: %(default)s")
@@ -71,6 +78,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                           help="words a step reads of each of the batch's columns (default: %(default)s)")
     training.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="default: %(default)s, the fastest start")
     training.add_argument("--lr", type=positive(float), help="default: " + ", ".join(f"{k} {v}" for k, v in LEARNING_RATES.items()))
+    training.add_argument("--schedule", choices=["constant", "cosine"], default="constant",
+                          help="cosine: the learning rate falls to 0 over --epochs or --max-minutes (default: %(default)s)")
     training.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the gradient (default: %(default)s)")
     training.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     training.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
@@ -94,6 +103,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--device: {args.device} is not there")
     if args.model == "transformer" and args.width % 4 != 0:
         parser.error(f"--width: expected a multiple of 4, the heads of the transformer, got {args.width}")
+    if len(args.samples) != len(args.sampler):
+        parser.error(f"--samples: expected a number for each of the {len(args.sampler)} samplers, got {len(args.samples)}")
+    if len(args.sampler) > 1 and "in_batch" in args.sampler:
+        parser.error("--sampler: in_batch, whose candidates are the targets, stands alone")
+    if args.private and len(args.sampler) > 1:
+        parser.error("--private: expected one sampler, got a union, in which each draws as suits it")
     if args.head < 0:
         parser.error(f"--head: expected 0 or more, got {args.head}")
     return args
@@ -128,20 +143,31 @@ def build_loss(args: argparse.Namespace, name: str, corpus: data.Corpus) -> nn.M
     num_words = len(corpus.words)
     if name == "exact":
         return xs.LinearCrossEntropyLoss(args.width, num_words, bias=True)
-    options = {"num_samples": args.samples, "head_classes": args.head, "estimator": args.estimator, "bias": True}
-    if args.sampler == "in_batch":
+    options = {"estimator": args.estimator, "bias": True}
+    if args.sampler == ["in_batch"]:
         # The candidates are the targets of the step, frequent words among them: no number to choose, and no head beside them.
-        return xs.SampledSoftmaxLoss(args.width, num_words, sampler="in_batch", **options | {"head_classes": 0})
-    if args.head + args.samples > num_words:
+        return xs.SampledSoftmaxLoss(args.width, num_words, sampler="in_batch", num_samples=0, **options)
+    if args.head + max(args.samples) > num_words:
         raise UsageError(
-            f"--head {args.head} and --samples {args.samples} together exceed the {num_words} words of {corpus.name}: "
+            f"--head {args.head} and --samples {max(args.samples)} together exceed the {num_words} words of {corpus.name}: "
             "take fewer, or --loss exact"
         )
-    sampler = args.sampler
-    if sampler == "unigram":
+    samplers = [build_sampler(args, kind, corpus) for kind in args.sampler]
+    sampler = samplers[0] if len(samplers) == 1 else xs.samplers.UnionSampler(*zip(samplers, args.samples))
+    shared = False if args.private else None  # None: as suits the sampler
+    return xs.SampledSoftmaxLoss(args.width, num_words, sampler=sampler, num_samples=args.samples[0], shared=shared,
+                                 head_classes=args.head, **options)
+
+
+def build_sampler(args: argparse.Namespace, kind: str, corpus: data.Corpus) -> xs.samplers.Sampler:
+    num_words = len(corpus.words)
+    if kind == "unigram":
         # At least 1: a word that training never shows, and validation may, is one to be drawn too.
-        sampler = xs.samplers.UnigramSampler(corpus.counts.clamp(min=1), power=0.75)
-    return xs.SampledSoftmaxLoss(args.width, num_words, sampler=sampler, **options)
+        return xs.samplers.UnigramSampler(corpus.counts.clamp(min=1), power=0.75)
+    if kind in ("midx", "midx_pq"):
+        return xs.samplers.MidxSampler(num_words, args.width, kind="pq" if kind == "midx_pq" else "rq", codewords=args.codewords,
+                                       refresh_every=args.refresh_every)
+    return xs.samplers.make_sampler(kind, num_words)
 
 
 class Run:
@@ -199,15 +225,22 @@ class Run:
         self.recurrent = [tensor.to(self.device) for tensor in self.recurrent]
 
     @property
+    def progress(self) -> float:
+        """The share of the budget that is spent: of steps, or of minutes."""
+        spent = self.steps / (self.args.epochs * len(self.parts["train"]))
+        return spent if self.args.max_minutes is None else max(spent, self.train_seconds / (60 * self.args.max_minutes))
+
+    @property
     def finished(self) -> bool:
-        limit = math.inf if self.args.max_minutes is None else 60 * self.args.max_minutes
-        return self.steps >= self.args.epochs * len(self.parts["train"]) or self.train_seconds >= limit
+        return self.progress >= 1
 
     def step(self):
         position = self.steps % len(self.parts["train"])
         inputs, targets, count = self.parts["train"][position]
         if position == 0 or self.args.stateless:
             self.recurrent = []
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.args.lr * (0.5 + 0.5 * math.cos(math.pi * self.progress) if self.args.schedule == "cosine" else 1.0)
         self.encoder.train()
         self.loss.train()
         hidden, state = self.encoder(inputs, self.recurrent)
@@ -332,8 +365,9 @@ def load_checkpoint(path: Path, corpus: data.Corpus, args: argparse.Namespace) -
         saved, fingerprint, runs = checkpoint["arguments"], checkpoint["fingerprint"], checkpoint["runs"]
     except Exception as error:  # whatever torch.load meets in a file that is no checkpoint
         raise UsageError(f"--resume: {path} is not a checkpoint of this program ({error})") from error
+    free = FREE_ARGUMENTS | (BUDGET_ARGUMENTS if args.schedule == "constant" else set())
     for key, value in plain(args).items():
-        if key not in FREE_ARGUMENTS and saved.get(key) != value:
+        if key not in free and saved.get(key) != value:
             option = key.replace("_", "-")
             raise UsageError(f"--resume: the checkpoint was written with --{option} {saved.get(key)}, and this run has {value}")
     if fingerprint != corpus.fingerprint:
