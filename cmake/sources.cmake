@@ -32,11 +32,16 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_sgd.cpp
   csrc/optim/row_sgd_cpu.cpp
   csrc/optim/row_update.cpp
+  csrc/samplers/adaptive.cpp
   csrc/samplers/alias_sample.cpp
   csrc/samplers/alias_sample_cpu.cpp
+  csrc/samplers/kernel_sample.cpp
+  csrc/samplers/kernel_sample_cpu.cpp
   csrc/samplers/kmeans.cpp
   csrc/samplers/log_uniform_sample.cpp
   csrc/samplers/log_uniform_sample_cpu.cpp
+  csrc/samplers/lsh_sample.cpp
+  csrc/samplers/lsh_sample_cpu.cpp
   csrc/samplers/midx_codebook_loss.cpp
   csrc/samplers/midx_exact.cpp
   csrc/samplers/midx_index.cpp

@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "samplers/adaptive.h"
 #include "samplers/midx_sample.h"
 #include "samplers/midx_sets.h"
 
@@ -47,12 +48,6 @@ void check_exact(const char* op, const Tensor& input, const MidxIndex& index, co
   }
 }
 
-void check_exact_ids(const char* op, const Tensor& input, const Tensor& ids) {
-  check::int64(op, "ids", ids);
-  TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == input.sym_size(0)), op,
-                    ": expected ids of shape [S] or with a row for each query, got shape ", ids.sym_sizes());
-}
-
 Draws midx_exact_sample_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& table,
                              const OptionalTensor& bias, c10::SymInt num_samples) {
   check_sampling("midx_exact_sample", seed, std::nullopt, num_samples);
@@ -64,7 +59,7 @@ Draws midx_exact_sample_meta(const Tensor& seed, const Tensor& input, XS_MIDX_IN
 Tensor midx_exact_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& table, const OptionalTensor& bias,
                                 const Tensor& ids) {
   check_exact("midx_exact_log_prob", input, {XS_MIDX_INDEX_ARGS}, table, bias);
-  check_exact_ids("midx_exact_log_prob", input, ids);
+  check_query_ids("midx_exact_log_prob", input, ids);
   return at::empty_symint({input.sym_size(0), ids.sym_size(-1)}, ids.options().dtype(at::kFloat));
 }
 
@@ -190,7 +185,7 @@ Tensor midx_exact_log_prob_cpu(const Tensor& input, XS_MIDX_INDEX_PARAMS, const 
   constexpr const char* op = "midx_exact_log_prob";
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
   check_exact(op, input, index, table, bias);
-  check_exact_ids(op, input, ids);
+  check_query_ids(op, input, ids);
   check::class_ids(op, "ids", ids, table.size(0));
   const Tensor flat = ids.contiguous(), cells = cell.contiguous();
   const int64_t width = ids.size(-1);

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/impl.h"
 #include "core/optional.h"
+#include "samplers/adaptive.h"
 #include "samplers/draws.h"
 #include "samplers/kmeans.h"
 #include "samplers/midx_encode_cpu.h"
@@ -27,15 +28,9 @@ using at::Tensor;
 
 void check_table(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index) {
   check_midx(op, weight, index);
-  check::size(op, "weight", weight, 0, index.cell.sym_size(0), "the size of cell");
+  check_class_table(op, weight, bias, index.cell.sym_size(0));
   TORCH_CHECK_VALUE(given(bias) == given(index.log_weight), op, ": expected bias just where the index has weights, got ",
                     given(bias) ? "a bias" : "none");
-  if (given(bias)) {
-    check::dim(op, "bias", *bias, 1);
-    check::floating(op, "bias", *bias);
-    check::size(op, "bias", *bias, 0, weight.sym_size(0), "the rows of weight");
-    check::same_device(op, "bias", *bias, "weight", weight);
-  }
 }
 
 void check_refresh(const char* op, const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
@@ -171,19 +166,6 @@ void check_step(const Tensor& seed, const Tensor& weight, const OptionalTensor& 
   }
   TORCH_CHECK_VALUE(refresh_every >= 0 && update_every >= 0, op, ": expected refresh_every and update_every of at least 0, got ",
                     refresh_every, " and ", update_every);
-}
-
-// The table changes fastest at the start.
-bool refresh_is_due(int64_t step, int64_t every) {
-  if (every == 0 || step % every == 0) {
-    return step == 0 || every > 0;
-  }
-  for (int64_t early = every / 2; early >= 1 && early >= every / 32; early /= 2) {
-    if (step == early) {
-      return true;
-    }
-  }
-  return false;
 }
 
 void midx_step_(const Tensor& seed, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, const OptionalTensor& touched,

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "samplers/adaptive.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -20,14 +21,12 @@ namespace {
 
 using at::Tensor;
 
-void check_ids(const char* op, const Tensor& input, const Tensor& ids, int64_t most_dims) {
+void check_mixture_log_prob(const Tensor& input, const MidxIndex& index, const Tensor& ids) {
+  constexpr const char* op = "midx_mixture_log_prob";
+  check_midx(op, input, index);
+  check::dim(op, "ids", ids, 1);
   check::int64(op, "ids", ids);
   check::same_device(op, "ids", ids, "input", input);
-  TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && most_dims == 2), op, ": expected ids with 1", most_dims == 2 ? " or 2" : "",
-                    " dimensions, got shape ", ids.sym_sizes());
-  if (ids.dim() == 2) {
-    check::size(op, "ids", ids, 0, input.sym_size(0), "the rows of input");
-  }
 }
 
 Tensor midx_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& ids) {
@@ -36,17 +35,14 @@ Tensor midx_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tenso
 }
 
 Tensor midx_mixture_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, bool rms, const Tensor& ids) {
-  check_midx("midx_mixture_log_prob", input, {XS_MIDX_INDEX_ARGS});
-  check_ids("midx_mixture_log_prob", input, ids, 1);
+  check_mixture_log_prob(input, {XS_MIDX_INDEX_ARGS}, ids);
   return at::empty_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat));
 }
 
 MidxDraws midx_sample_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
                            const Tensor& target) {
   check_midx_sample("midx_sample", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, distinct, target);
-  const auto floats = target.options().dtype(at::kFloat);
-  return {at::empty_symint({input.sym_size(0), num_samples}, target.options()),
-          at::empty_symint({input.sym_size(0), num_samples}, floats), at::empty_symint(target.sym_sizes(), floats)};
+  return empty_private_draws(input, num_samples, target);
 }
 
 MidxDraws midx_sample_shared_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
@@ -70,8 +66,7 @@ std::tuple<Tensor, Tensor> log_weight_and_cell(const MidxIndex& index, const Ten
 
 Tensor midx_mixture_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, bool rms, const Tensor& ids) {
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_midx("midx_mixture_log_prob", input, index);
-  check_ids("midx_mixture_log_prob", input, ids, 1);
+  check_mixture_log_prob(input, index, ids);
   Tensor share = input.size(0) == 0 ? mass : midx_cell_sums(midx_queries(input, MidxCodewords(input, index), mass), mass, rms);
   share = rms && input.size(0) > 0 ? share.sqrt() : share;
   const Tensor log_density = (share / share.sum()).log() - mass.log(); // of a unit of weight; NaN where a cell is empty
@@ -104,7 +99,7 @@ MidxDraws midx_sample_shared_elsewhere(const Tensor& seed, const Tensor& input, 
 
 void check_midx_log_prob(const Tensor& input, const MidxIndex& index, const Tensor& ids) {
   check_midx("midx_log_prob", input, index);
-  check_ids("midx_log_prob", input, ids, 2);
+  check_query_ids("midx_log_prob", input, ids);
 }
 
 Tensor midx_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& ids) {
@@ -121,15 +116,10 @@ Tensor midx_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, const 
 
 void check_midx_sample(const char* op, const Tensor& seed, const Tensor& input, const MidxIndex& index, const c10::SymInt& num_samples,
                        bool distinct, const Tensor& target) {
-  check_sampling(op, seed, std::nullopt, num_samples);
-  check::same_device(op, "seed", seed, "input", input);
   check_midx(op, input, index);
+  check_private_draws(op, seed, input, num_samples, target);
   TORCH_CHECK_VALUE(!distinct || num_samples <= index.order.sym_size(0), op, ": expected num_samples of at most ",
                     index.order.sym_size(0), " (the classes, of which each is drawn once), got ", num_samples);
-  check::dim(op, "target", target, 1);
-  check::int64(op, "target", target);
-  check::size(op, "target", target, 0, input.sym_size(0), "the rows of input");
-  check::same_device(op, "target", target, "input", input);
 }
 
 MidxCodewords::MidxCodewords(const Tensor& input, const MidxIndex& index)

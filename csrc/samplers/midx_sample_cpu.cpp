@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/impl.h"
 #include "core/optional.h"
+#include "samplers/adaptive.h"
 #include "samplers/midx_sample.h"
 #include "samplers/midx_sets.h"
 
@@ -236,9 +237,8 @@ MidxDraws midx_sample_cpu(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX
   check_midx_sample(op, seed, input, index, num_samples, distinct, target);
   const CheckedIndex checked(op, input, index);
   check::class_ids(op, "target", target, cell.size(0));
-  const Tensor targets = target.contiguous(), ids = at::empty({input.size(0), num_samples}, targets.options());
-  const auto floats = targets.options().dtype(at::kFloat);
-  const Tensor log_count = at::empty({input.size(0), num_samples}, floats), target_log_count = at::empty({input.size(0)}, floats);
+  const Tensor targets = target.contiguous();
+  const auto [ids, log_count, target_log_count] = empty_private_draws(input, num_samples, targets);
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(), *target_count = target_log_count.mutable_data_ptr<float>();
   const uint64_t key = seed_value(seed);

@@ -227,7 +227,7 @@ class SampledSoftmaxLoss(LinearLoss):
             if sampler == "in_batch" and exclude is not None:
                 raise TypeError("SampledSoftmaxLoss: expected head_classes=0 with sampler=\"in_batch\", whose candidates are the targets, "
                                 f"got {head.numel()} classes")
-            if sampler == "midx":
+            if sampler in ("midx", "lsh", "sphere", "rff"):
                 kwargs |= {"dim": in_features, "bias": bias}
             sampler = make_sampler(sampler, num_classes, **kwargs).to(device)
         elif not isinstance(sampler, Sampler):

@@ -1,30 +1,33 @@
 """Samplers: modules that propose which classes to score for a query, and say how often each would be proposed."""
 
+from .adaptive import AdaptiveSampler
 from .in_batch import InBatchSampler
+from .kernel import KernelSampler, RffSampler, SphereSampler
+from .lsh import LshSampler
 from .midx import MidxSampler
 from .sampler import Proposal, Sampler
 from .static import LogUniformSampler, StaticSampler, UniformSampler, UnigramSampler
 from .union import UnionSampler
 
-__all__ = ["InBatchSampler", "LogUniformSampler", "MidxSampler", "Proposal", "Sampler", "StaticSampler", "UniformSampler", "UnigramSampler",
-           "UnionSampler", "make_sampler"]
+__all__ = ["AdaptiveSampler", "InBatchSampler", "KernelSampler", "LogUniformSampler", "LshSampler", "MidxSampler", "Proposal", "RffSampler",
+           "Sampler", "SphereSampler", "StaticSampler", "UniformSampler", "UnigramSampler", "UnionSampler", "make_sampler"]
+
+_OF_THE_TABLE = {"midx": MidxSampler, "lsh": LshSampler, "sphere": SphereSampler, "rff": RffSampler}
+_OF_NUMBERS = {"uniform": UniformSampler, "log_uniform": LogUniformSampler, "in_batch": InBatchSampler}
 
 
 def make_sampler(name: str, num_classes: int, **kwargs) -> Sampler:
-    """A sampler by name: "uniform", "log_uniform", "unigram" (needs ``counts=``), "in_batch" or "midx" (needs ``dim=``).
+    """A sampler by name: "uniform", "log_uniform", "unigram" (needs ``counts=``), "in_batch", or "midx", "lsh", "sphere", "rff" (these need
+    ``dim=``).
 
     ``kwargs`` go to its constructor.
     """
-    if name == "uniform":
-        return UniformSampler(num_classes, **kwargs)
-    if name == "log_uniform":
-        return LogUniformSampler(num_classes, **kwargs)
-    if name == "in_batch":
-        return InBatchSampler(num_classes, **kwargs)
-    if name == "midx":
+    if name in _OF_NUMBERS:
+        return _OF_NUMBERS[name](num_classes, **kwargs)
+    if name in _OF_THE_TABLE:
         if "dim" not in kwargs:
-            raise ValueError("make_sampler: expected dim for \"midx\", got none")
-        return MidxSampler(num_classes, **kwargs)
+            raise ValueError(f"make_sampler: expected dim for \"{name}\", got none")
+        return _OF_THE_TABLE[name](num_classes, **kwargs)
     if name == "unigram":
         counts = kwargs.pop("counts", None)
         if counts is None:
@@ -33,4 +36,5 @@ def make_sampler(name: str, num_classes: int, **kwargs) -> Sampler:
         if sampler.num_classes != num_classes:
             raise ValueError(f"make_sampler: expected counts of {num_classes} classes, got {sampler.num_classes}")
         return sampler
-    raise ValueError(f"make_sampler: expected \"uniform\", \"log_uniform\", \"unigram\", \"in_batch\" or \"midx\", got {name!r}")
+    names = ", ".join(f'"{known}"' for known in (*_OF_NUMBERS, "unigram", *_OF_THE_TABLE))
+    raise ValueError(f"make_sampler: expected one of {names}, got {name!r}")

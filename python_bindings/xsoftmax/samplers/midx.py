@@ -1,16 +1,17 @@
 """MIDX: classes drawn by a quantised copy of the class table."""
 
-from typing import Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional
 
 import torch
 from torch import Tensor, nn
 
 from .._memory import table_empty
-from .sampler import Proposal, Sampler, draw_seed, one_set
-from .static import Exclude, _check_exclude, _check_num_classes, _log_of_count
+from .adaptive import AdaptiveSampler, _check_ints, _detached, _proposal, _target_or_first
+from .sampler import Proposal, draw_seed, one_set
+from .static import Exclude, _log_of_count
 
 
-class MidxSampler(Sampler):
+class MidxSampler(AdaptiveSampler):
     r"""Draws classes by their scores under a quantised copy of the class table ("Inverted multi-index sampled softmax", fast MIDX).
 
     K-means gives two codebooks of K codewords, and each class the cell (k1, k2) of its nearest ones. A query z draws a cell by the scores
@@ -59,13 +60,9 @@ class MidxSampler(Sampler):
                  update_every: int = 0, iterations: int = 10, train_points: Optional[int] = None,
                  exact: bool = False, learnable: bool = False, learn_rows: int = 1024):
         name = type(self).__name__
-        super().__init__(_check_num_classes(name, num_classes))
-        for argument, value, least in (("dim", dim, 2 if kind == "pq" else 1), ("codewords", codewords, 1), ("iterations", iterations, 0), ("learn_rows", learn_rows, 1),
-                                       ("refresh_every", refresh_every, 0), ("update_every", update_every, 0)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected {argument} of type int, got {type(value).__name__}")
-            if value < least:
-                raise ValueError(f"{name}: expected {argument} of at least {least}, got {value}")
+        super().__init__(num_classes, dim, bias, refresh_every, least_dim=2 if kind == "pq" else 1)
+        _check_ints(name, (("codewords", codewords, 1), ("iterations", iterations, 0), ("learn_rows", learn_rows, 1),
+                           ("update_every", update_every, 0)))
         if codewords > 1024:
             raise ValueError(f"{name}: expected codewords of at most 1024, got {codewords}")
         if kind not in ("rq", "pq"):
@@ -76,27 +73,21 @@ class MidxSampler(Sampler):
             raise TypeError(f"{name}: expected distinct as True, False or None, got {distinct!r}")
         if train_points is not None and train_points < 1:
             raise ValueError(f"{name}: expected train_points of at least 1, got {train_points}")
-        self.shared_by_default = False
-        self.dim = dim
         self.codewords = codewords
         self.kind = kind
         self.residual = kind == "rq"
         self.distinct = distinct
         self.rms = mixture == "rms"
-        self.refresh_every = refresh_every
         self.update_every = update_every
         self.iterations = iterations
         self.train_points = 256 * codewords if train_points is None else train_points
         self.exact = exact
         self.learnable = learnable
         self.learn_rows = learn_rows
-        self._has_bias = bias
-        low, ids = _check_exclude(name, exclude, num_classes)
-        excluded = torch.arange(low) if ids is None else ids.cpu()
-        self._make_index(excluded)
+        self._begin(exclude)
 
     def _make_index(self, excluded: Tensor) -> None:
-        """An index that knows nothing yet: all classes in one cell."""
+        # All classes in one cell, until the first refresh.
         n, k = self.num_classes, self.codewords
         cell = table_empty(n, dtype=torch.int32).zero_().index_fill_(0, excluded, -1)
         drawn = n - int((cell < 0).sum())
@@ -117,26 +108,15 @@ class MidxSampler(Sampler):
         self.register_buffer("heaviest", heaviest if self._has_bias else None)
         self.register_buffer("table", torch.zeros(n, self.dim) if self.exact else None)
         self.register_buffer("table_bias", torch.zeros(n) if self.exact and self._has_bias else None)
-        self.register_buffer("step", torch.zeros([], dtype=torch.int64))
         self.register_buffer("touched", torch.zeros(n, dtype=torch.bool) if self.update_every > 0 else None)
 
-    def _like(self, excluded: Tensor, bias: bool) -> "MidxSampler":
-        sampler = MidxSampler(
-            self.num_classes, self.dim, codewords=self.codewords, kind=self.kind, bias=bias, distinct=self.distinct, exclude=excluded,
-            mixture="rms" if self.rms else "mean", refresh_every=self.refresh_every, update_every=self.update_every,
-            iterations=self.iterations, train_points=self.train_points, exact=self.exact, learnable=self.learnable,
-            learn_rows=self.learn_rows)
-        return sampler.to(self.cell.device)
+    def _excluded(self) -> Tensor:
+        return (self.cell < 0).nonzero().squeeze(1)
 
-    def excluding(self, exclude: Union[int, Tensor]) -> "MidxSampler":
-        low, ids = _check_exclude(type(self).__name__, exclude, self.num_classes)
-        more = torch.arange(low) if ids is None else ids.cpu()
-        return self._like(torch.cat([(self.cell < 0).nonzero().squeeze(1).cpu(), more]).unique(), self._has_bias)
-
-    def for_table(self, dim: int, bias: bool) -> "MidxSampler":
-        if dim != self.dim:
-            raise ValueError(f"{type(self).__name__}: expected a table of width {self.dim}, got {dim}")
-        return self if bias == self._has_bias else self._like((self.cell < 0).nonzero().squeeze(1).cpu(), bias)
+    def _options(self) -> Dict[str, Any]:
+        return {"codewords": self.codewords, "kind": self.kind, "distinct": self.distinct, "mixture": "rms" if self.rms else "mean",
+                "refresh_every": self.refresh_every, "update_every": self.update_every, "iterations": self.iterations,
+                "train_points": self.train_points, "exact": self.exact, "learnable": self.learnable, "learn_rows": self.learn_rows}
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
@@ -212,20 +192,16 @@ class MidxSampler(Sampler):
             if target is not None:
                 of_target = self.log_prob(input, target.unsqueeze(1)).squeeze(1) + log_samples
             return one_set(ids, log_q + log_samples, of_target, False)
-        # Without targets the ops look up those of any class.
-        some = torch.zeros([input.size(0)], dtype=torch.int64, device=input.device) if target is None else target
+        some = _target_or_first(target, input)
         if shared:
-            ids, log_count, target_log_count = torch.ops.xsoftmax.midx_sample_shared(
+            draws = torch.ops.xsoftmax.midx_sample_shared(
                 seed, input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
                 self.heaviest, num_samples, distinct, self.rms, some)
         else:
-            ids, log_count, target_log_count = torch.ops.xsoftmax.midx_sample(
+            draws = torch.ops.xsoftmax.midx_sample(
                 seed, input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
                 self.heaviest, num_samples, distinct, some)
-        known: Optional[Tensor] = None
-        if target is not None:
-            known = target_log_count
-        return one_set(ids, log_count, known, distinct)
+        return _proposal(draws, target, distinct)
 
     def draws_distinct(self, shared: bool) -> bool:
         distinct = self.distinct
@@ -254,19 +230,7 @@ class MidxSampler(Sampler):
         return torch.ops.xsoftmax.midx_mixture_log_prob(input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
                                                         self.log_weight, self.prefix, self.heaviest, self.rms, ids)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        # A checkpoint of a layer that had no index: the next step builds one.
-        if not any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
-            self.step.zero_()
-            return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-
     def extra_repr(self) -> str:
-        text = f"num_classes={self.num_classes}, dim={self.dim}, codewords={self.codewords}, kind={self.kind!r}"
-        text += f", refresh_every={self.refresh_every}"
+        text = super().extra_repr() + f", codewords={self.codewords}, kind={self.kind!r}"
         text += f", update_every={self.update_every}" if self.update_every > 0 else ""
         return text + (", exact=True" if self.exact else "") + (", learnable=True" if self.learnable else "")
-
-
-def _detached(tensor: Optional[Tensor]) -> Optional[Tensor]:
-    return None if tensor is None else tensor.detach()

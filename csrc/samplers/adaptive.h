@@ -1,0 +1,32 @@
+#pragma once
+
+#include "core/optional.h"
+
+#include <ATen/core/Tensor.h>
+
+// What the samplers that know the class table share.
+
+namespace xsoftmax {
+
+/// Whether an index is rebuilt before a step: at step 0, at multiples of `every` (0: never again), and before that at every / 32, / 16, ...
+/// / 2, since the table changes fastest at the start.
+bool refresh_is_due(int64_t step, int64_t every);
+
+/// weight [N, D] and bias [N] or none, with a row for each of `num_classes`.
+void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes);
+
+/// `ids` int64 [S], the same for all queries, or [Q, P].
+void check_query_ids(const char* op, const at::Tensor& input, const at::Tensor& ids);
+
+/// seed, num_samples and target [Q] of an op that draws for each query.
+void check_private_draws(const char* op, const at::Tensor& seed, const at::Tensor& input, const c10::SymInt& num_samples,
+                         const at::Tensor& target);
+
+/// ids int64 [Q, M], log_count float32 [Q, M], target_log_count float32 [Q], empty.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_private_draws(const at::Tensor& input, const c10::SymInt& num_samples,
+                                                                   const at::Tensor& target);
+
+/// Rows in float32 as `width` asks: as they are, or with one more column, the bias or 1 where none is given.
+at::Tensor with_bias_column(const at::Tensor& rows, const OptionalTensor& bias, int64_t width);
+
+} // namespace xsoftmax

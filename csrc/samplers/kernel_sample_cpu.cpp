@@ -1,0 +1,235 @@
+#include "core/checks.h"
+#include "core/impl.h"
+#include "core/philox.h"
+#include "samplers/kernel_sample.h"
+#include "samplers/sampling.h"
+#include "scores/row_kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using Draws = std::tuple<Tensor, Tensor, Tensor>;
+
+/// The index, checked and laid out for pointers.
+struct Tree {
+  Tree(const char* op, const KernelIndex& index, double scale)
+      : op(op), sphere(index.sphere()), scale(scale), rows_(index.rows.contiguous()), sums_(index.sums.contiguous()),
+        order_(index.order.contiguous()), place_(index.place.contiguous()), classes(index.classes()), leaves(index.leaves()),
+        width(rows_.size(1)), features(sums_.size(1)), rows(rows_.const_data_ptr<float>()), sums(sums_.const_data_ptr<float>()),
+        largest_leaf((classes + leaves - 1) / leaves) {}
+
+  int64_t leaf_begin(int64_t leaf) const { return leaf * classes / leaves; }
+
+  int64_t class_at(int64_t row) const {
+    const int64_t id = order_.const_data_ptr<int64_t>()[row];
+    TORCH_CHECK_INDEX(id >= 0 && id < place_.size(0), op, ": expected order in [0, ", place_.size(0), "), got ", id);
+    return id;
+  }
+
+  /// -1: never drawn.
+  int64_t row_of(int64_t id) const {
+    const int64_t row = place_.const_data_ptr<int64_t>()[id];
+    TORCH_CHECK_INDEX(row >= -1 && row < classes, op, ": expected place in [-1, ", classes, "), got ", row);
+    return row;
+  }
+
+  double value(double product) const { return sphere ? scale * product * product + 1 : std::max(product, scale); }
+  double mass(double sum, int64_t size) const {
+    return sphere ? scale * std::max(sum, 0.0) + double(size) : std::max(sum, scale * double(size));
+  }
+
+  const char* op;
+  bool sphere;
+  double scale;
+
+ private:
+  Tensor rows_, sums_, order_, place_;
+
+ public:
+  int64_t classes, leaves, width, features;
+  const float *rows, *sums;
+  int64_t largest_leaf;
+};
+
+/// One query in the tree; what it has computed of inner nodes is kept until the next.
+class Descent {
+ public:
+  explicit Descent(const Tree& tree)
+      : tree_(tree), kernels_(row_kernels().of(static_cast<const float*>(nullptr))), pairs_(tree.sphere ? tree.features : 0),
+        first_(tree.leaves), second_(tree.leaves), seen_(tree.leaves, -1), index_(tree.largest_leaf), product_(tree.largest_leaf),
+        value_(tree.largest_leaf) {
+    std::iota(index_.begin(), index_.end(), int64_t(0));
+  }
+
+  void start(int64_t query, const float* x) {
+    query_ = query;
+    x_ = features_ = x;
+    if (tree_.sphere) {
+      float* pair = pairs_.data();
+      for (int64_t i = 0; i < tree_.width; ++i) {
+        for (int64_t j = i; j < tree_.width; ++j) {
+          *pair++ = x[i] * x[j];
+        }
+      }
+      features_ = pairs_.data();
+    }
+  }
+
+  /// The row drawn, and log q.
+  std::pair<int64_t, double> draw(const PhiloxBlock& block) {
+    double u = unit_double(block.low()), q = 1;
+    int64_t node = 1;
+    for (int64_t low = 0, high = tree_.leaves; node < tree_.leaves;) {
+      const auto [first, second] = children(node, low, high);
+      const double share = first / (first + second);
+      const bool left = u < share;
+      u = left ? u / share : (u - share) / (1 - share);
+      q *= left ? share : 1 - share;
+      node = 2 * node + !left;
+      (left ? high : low) = (low + high) / 2;
+    }
+    const int64_t leaf = node - tree_.leaves, begin = tree_.leaf_begin(leaf), size = tree_.leaf_begin(leaf + 1) - begin;
+    const double total = values(begin, size), point = unit_double(block.high()) * total;
+    int64_t i = 0;
+    for (double sum = value_[0]; i + 1 < size && sum <= point; sum += value_[i]) {
+      ++i;
+    }
+    return {begin + i, std::log(q * (value_[i] / total))};
+  }
+
+  double log_q(int64_t row) {
+    if (row < 0) {
+      return -std::numeric_limits<double>::infinity();
+    }
+    int64_t leaf = row * tree_.leaves / tree_.classes; // or the one behind it, as leaf_begin rounds down
+    leaf += leaf + 1 < tree_.leaves && tree_.leaf_begin(leaf + 1) <= row;
+    double q = 1;
+    int64_t node = 1;
+    for (int64_t low = 0, high = tree_.leaves; node < tree_.leaves;) {
+      const auto [first, second] = children(node, low, high);
+      const int64_t middle = (low + high) / 2;
+      const bool left = leaf < middle;
+      const double share = first / (first + second);
+      q *= left ? share : 1 - share;
+      node = 2 * node + !left;
+      (left ? high : low) = middle;
+    }
+    const int64_t begin = tree_.leaf_begin(leaf);
+    const double total = values(begin, tree_.leaf_begin(leaf + 1) - begin);
+    return std::log(q * (value_[row - begin] / total));
+  }
+
+ private:
+  /// Masses of the children of an inner node over the leaves [low, high).
+  std::pair<double, double> children(int64_t node, int64_t low, int64_t high) {
+    if (seen_[node] != query_) {
+      float sum[2];
+      const int64_t child[2] = {2 * node, 2 * node + 1}, middle = tree_.leaf_begin((low + high) / 2);
+      kernels_.dot_rows(sum, features_, tree_.sums, tree_.features, child, 2, 2, tree_.features);
+      first_[node] = tree_.mass(sum[0], middle - tree_.leaf_begin(low));
+      second_[node] = tree_.mass(sum[1], tree_.leaf_begin(high) - middle);
+      seen_[node] = query_;
+    }
+    return {first_[node], second_[node]};
+  }
+
+  /// The kernel at `size` rows, to value_; their sum.
+  double values(int64_t begin, int64_t size) {
+    kernels_.dot_rows(product_.data(), x_, tree_.rows + begin * tree_.width, tree_.width, index_.data(), size, size, tree_.width);
+    double total = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      total += value_[i] = tree_.value(product_[i]);
+    }
+    return total;
+  }
+
+  const Tree& tree_;
+  const RowKernels<float>& kernels_;
+  std::vector<float> pairs_;
+  std::vector<double> first_, second_; // of inner nodes, valid where seen_ is the query
+  std::vector<int64_t> seen_, index_;
+  std::vector<float> product_;
+  std::vector<double> value_;
+  int64_t query_ = -1;
+  const float *x_ = nullptr, *features_ = nullptr;
+};
+
+// visit(query, descent) for each query, started.
+template <typename Visit>
+void for_queries(const Tensor& input, const KernelIndex& index, const Tree& tree, const Visit& visit) {
+  const Tensor rows = kernel_rows(input, std::nullopt, index).contiguous();
+  at::parallel_for(0, input.size(0), 1, [&](int64_t begin, int64_t end) {
+    Descent descent(tree);
+    for (int64_t q = begin; q < end; ++q) {
+      descent.start(q, rows.const_data_ptr<float>() + q * tree.width);
+      visit(q, descent);
+    }
+  });
+}
+
+Draws kernel_sample_cpu(const Tensor& seed, const Tensor& input, XS_KERNEL_INDEX_PARAMS, double scale, int64_t num_samples,
+                        const Tensor& target) {
+  constexpr const char* op = "kernel_sample";
+  const KernelIndex index{XS_KERNEL_INDEX_ARGS};
+  check_kernel(op, input, index, scale);
+  check_private_draws(op, seed, input, num_samples, target);
+  check::class_ids(op, "target", target, place.size(0));
+  const Tree tree(op, index, scale);
+  const Tensor targets = target.contiguous();
+  const auto [ids, log_count, target_log_count] = empty_private_draws(input, num_samples, targets);
+  int64_t* id = ids.mutable_data_ptr<int64_t>();
+  float *count = log_count.mutable_data_ptr<float>(), *of_target = target_log_count.mutable_data_ptr<float>();
+  const double log_samples = std::log(double(num_samples));
+  const uint64_t key = seed_value(seed);
+  for_queries(input, index, tree, [&](int64_t q, Descent& descent) {
+    for (int64_t j = 0; j < num_samples; ++j) {
+      const auto [row, log_q] = descent.draw(philox(key, q, j));
+      id[q * num_samples + j] = tree.class_at(row);
+      count[q * num_samples + j] = float(log_samples + log_q);
+    }
+    of_target[q] = float(log_samples + descent.log_q(tree.row_of(targets.const_data_ptr<int64_t>()[q])));
+  });
+  return {ids, log_count, target_log_count};
+}
+
+Tensor kernel_log_prob_cpu(const Tensor& input, XS_KERNEL_INDEX_PARAMS, double scale, const Tensor& ids) {
+  constexpr const char* op = "kernel_log_prob";
+  if (use_reference()) {
+    return kernel_log_prob_reference(input, XS_KERNEL_INDEX_ARGS, scale, ids);
+  }
+  const KernelIndex index{XS_KERNEL_INDEX_ARGS};
+  check_kernel(op, input, index, scale);
+  check_query_ids(op, input, ids);
+  check::class_ids(op, "ids", ids, place.size(0));
+  const Tree tree(op, index, scale);
+  const Tensor flat = ids.contiguous();
+  const int64_t width = ids.size(-1);
+  const Tensor log_q = at::empty({input.size(0), width}, flat.options().dtype(at::kFloat));
+  for_queries(input, index, tree, [&](int64_t q, Descent& descent) {
+    const int64_t* id = flat.const_data_ptr<int64_t>() + (ids.dim() == 2 ? q * width : 0);
+    for (int64_t j = 0; j < width; ++j) {
+      log_q.mutable_data_ptr<float>()[q * width + j] = float(descent.log_q(tree.row_of(id[j])));
+    }
+  });
+  return log_q;
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("kernel_sample", kernel_sample_cpu);
+  m.impl("kernel_log_prob", kernel_log_prob_cpu);
+}
+
+} // namespace xsoftmax
