@@ -33,6 +33,7 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_sgd_cpu.cpp
   csrc/optim/row_update.cpp
   csrc/samplers/adaptive.cpp
+  csrc/samplers/adaptive_modules.cpp
   csrc/samplers/alias_sample.cpp
   csrc/samplers/alias_sample_cpu.cpp
   csrc/samplers/kernel_sample.cpp

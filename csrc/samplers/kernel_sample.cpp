@@ -16,6 +16,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -62,6 +63,16 @@ Tensor pair_sums(const Tensor& rows) {
   return all * (at[0].ne(at[1]).to(all.scalar_type()) + 1);
 }
 
+// The first row of each leaf and, last, the number of rows [L + 1].
+Tensor leaf_edges(const KernelIndex& index) {
+  return (at::arange(index.leaves() + 1, index.order.options()) * index.classes()).floor_divide_(index.leaves());
+}
+
+// The leaf of each row [A].
+Tensor leaf_of_rows(const KernelIndex& index) {
+  return at::searchsorted(leaf_edges(index), at::arange(index.classes(), index.order.options()), false, true) - 1;
+}
+
 void check_refresh(const Tensor& weight, const OptionalTensor& bias, const KernelIndex& index, const OptionalTensor& step,
                    int64_t refresh_every) {
   constexpr const char* op = "kernel_refresh_";
@@ -89,13 +100,22 @@ void kernel_refresh_(const Tensor& weight, const OptionalTensor& bias, XS_KERNEL
   if (!due) {
     return;
   }
-  const int64_t leaves = index.leaves();
-  for (int64_t leaf = 0; leaf < leaves; ++leaf) {
-    const int64_t begin = index.leaf_begin(leaf), size = index.leaf_begin(leaf + 1) - begin;
-    const Tensor ids = order.narrow(0, begin, size), part = rows.narrow(0, begin, size);
+  constexpr int64_t kRows = 1 << 16; // bounds the copies in memory
+  for (int64_t begin = 0; begin < index.classes(); begin += kRows) {
+    const int64_t size = std::min(kRows, index.classes() - begin);
+    const Tensor ids = order.narrow(0, begin, size);
     const OptionalTensor some_bias = given(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
-    part.copy_(kernel_rows(weight.index_select(0, ids), some_bias, index));
-    sums.select(0, leaves + leaf).copy_(index.sphere() ? pair_sums(part) : part.sum(0));
+    rows.narrow(0, begin, size).copy_(kernel_rows(weight.index_select(0, ids), some_bias, index));
+  }
+  const int64_t leaves = index.leaves();
+  const Tensor of_leaves = sums.narrow(0, leaves, leaves);
+  if (index.sphere()) {
+    for (int64_t leaf = 0; leaf < leaves; ++leaf) {
+      const int64_t begin = index.leaf_begin(leaf);
+      of_leaves.select(0, leaf).copy_(pair_sums(rows.narrow(0, begin, index.leaf_begin(leaf + 1) - begin)));
+    }
+  } else {
+    of_leaves.zero_().index_add_(0, leaf_of_rows(index), rows);
   }
   for (int64_t first = leaves / 2; first >= 1; first /= 2) {
     sums.narrow(0, first, first).copy_(sums.narrow(0, 2 * first, 2 * first).view({first, 2, -1}).sum(1));
@@ -160,11 +180,9 @@ Tensor kernel_log_prob_reference(const Tensor& input, XS_KERNEL_INDEX_PARAMS, do
   check_kernel("kernel_log_prob", input, index, scale);
   check_query_ids("kernel_log_prob", input, ids);
   const int64_t leaves = index.leaves();
-  const auto longs = place.options();
   const Tensor x = kernel_rows(input, std::nullopt, index);
   // Rows of all nodes, [1, 2 L]: those of leaves, then the sums of two.
-  const Tensor edges = (at::arange(leaves + 1, longs) * index.classes()).floor_divide_(leaves);
-  const Tensor sizes = at::zeros({2 * leaves}, longs);
+  const Tensor edges = leaf_edges(index), sizes = at::zeros({2 * leaves}, place.options());
   sizes.narrow(0, leaves, leaves).copy_(edges.narrow(0, 1, leaves) - edges.narrow(0, 0, leaves));
   for (int64_t first = leaves / 2; first >= 1; first /= 2) {
     sizes.narrow(0, first, first).copy_(sizes.narrow(0, 2 * first, 2 * first).view({first, 2}).sum(1));
@@ -176,7 +194,7 @@ Tensor kernel_log_prob_reference(const Tensor& input, XS_KERNEL_INDEX_PARAMS, do
 
   const Tensor of_query = ids.dim() == 2 ? ids : ids.unsqueeze(0).expand({input.size(0), ids.size(0)});
   const Tensor found = place.index_select(0, of_query.reshape({-1})).view(of_query.sizes()), row = found.clamp_min(0);
-  const Tensor leaf_of_row = at::searchsorted(edges, at::arange(index.classes(), longs), false, true) - 1;
+  const Tensor leaf_of_row = leaf_of_rows(index);
   const Tensor leaf = leaf_of_row.index_select(0, row.reshape({-1})).view(row.sizes());
   const Tensor leaf_sums = at::zeros({input.size(0), leaves}, value.options()).index_add_(1, leaf_of_row, value);
   Tensor log_q = value.gather(1, row).log() - leaf_sums.gather(1, leaf).log();

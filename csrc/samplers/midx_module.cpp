@@ -24,8 +24,6 @@ using Draws = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr const char* kName = "MidxSampler";
 
-Optional detached(const Optional& tensor) { return given(tensor) ? Optional(tensor->detach()) : std::nullopt; }
-
 } // namespace
 
 // The index as the ops take it.
@@ -33,7 +31,7 @@ Optional detached(const Optional& tensor) { return given(tensor) ? Optional(tens
   codewords1.detach(), codewords2.detach(), cell, order, start, mass, optional(log_weight), optional(prefix), optional(heaviest)
 
 MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options)
-    : SamplerImpl(check_num_classes(kName, num_classes)), options_(options), dim_(dim) {
+    : AdaptiveSamplerImpl(kName, num_classes, dim, options.bias), options_(options) {
   TORCH_CHECK_VALUE(options.kind == "rq" || options.kind == "pq", kName, ": expected kind as \"rq\" or \"pq\", got \"", options.kind, "\"");
   TORCH_CHECK_VALUE(options.mixture == "mean" || options.mixture == "rms", kName, ": expected mixture as \"mean\" or \"rms\", got \"",
                     options.mixture, "\"");
@@ -41,7 +39,7 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
     TORCH_CHECK_VALUE(value >= least, kName, ": expected ", argument, " of at least ", least, ", got ", value);
   };
   const bool residual = options.kind == "rq";
-  at_least("dim", dim, residual ? 1 : 2);
+  at_least("dim", dim, residual ? 1 : 2); // a product quantizer cuts it in two
   at_least("codewords", options.codewords, 1);
   TORCH_CHECK_VALUE(options.codewords <= kMidxMostCodewords, kName, ": expected codewords of at most ", kMidxMostCodewords, ", got ",
                     options.codewords);
@@ -53,8 +51,7 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
   at_least("learn_rows", options.learn_rows, 1);
 
   // An index that knows nothing yet: all classes in one cell.
-  const Excluded excluded = check_exclude(kName, options.exclude_below, options.exclude, num_classes);
-  const Tensor ids = excluded.ids.has_value() ? excluded.ids->cpu() : at::arange(excluded.low, at::kLong);
+  const Tensor ids = excluded_ids(kName, options.exclude_below, options.exclude, num_classes);
   const int64_t k = options.codewords;
   cell = register_buffer("cell", table_zeros({num_classes}, at::TensorOptions(at::kInt)).index_fill_(0, ids, -1));
   const auto codebook = [&](const char* name, int64_t width) {
@@ -77,7 +74,6 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
     prefix = register_buffer("prefix", sums);
     heaviest = register_buffer("heaviest", most);
   }
-  step = register_buffer("step", at::zeros({}, at::kLong));
   if (options.update_every > 0) {
     touched = register_buffer("touched", at::zeros({num_classes}, at::kBool));
   }
@@ -102,12 +98,10 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
     const Tensor of_target = given(target) ? log_prob(input, target->unsqueeze(1)).squeeze(1) + log_samples : Tensor();
     return {ids, log_q + log_samples, of_target, false, {}, {}, 0, {}};
   }
-  // Without targets the ops look up those of any class.
-  const Tensor some = given(target) ? *target : at::zeros({input.size(0)}, input.options().dtype(at::kLong));
-  const auto [ids, log_count, target_log_count] =
-      shared ? of_batch.call(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, options_.mixture == "rms", some)
-             : of_queries.call(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, some);
-  return {ids, log_count, given(target) ? target_log_count : Tensor(), distinct, {}, {}, 0, {}};
+  const Tensor some = target_or_first(target, input);
+  return make_proposal(shared ? of_batch.call(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, options_.mixture == "rms", some)
+                              : of_queries.call(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, some),
+                       target, distinct);
 }
 
 Tensor MidxSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
@@ -188,32 +182,14 @@ void MidxSamplerImpl::note(const Tensor& ids) {
   }
 }
 
-void MidxSamplerImpl::load(torch::serialize::InputArchive& archive) {
-  const auto keys = archive.keys();
-  if (std::find(keys.begin(), keys.end(), "cell") == keys.end()) {
-    step.zero_();
-    return;
-  }
-  Module::load(archive);
-}
+Tensor MidxSamplerImpl::excluded() const { return cell.lt(0).nonzero().squeeze(1); }
 
-std::shared_ptr<SamplerImpl> MidxSamplerImpl::excluding(const Tensor& ids) {
+std::shared_ptr<SamplerImpl> MidxSamplerImpl::like(const Tensor& excluded, bool bias) const {
   MidxOptions options = options_;
+  options.bias = bias;
   options.exclude_below = 0;
-  options.exclude = at::cat({cell.lt(0).nonzero().squeeze(1), ids.to(cell.device())});
-  auto sampler = std::make_shared<MidxSamplerImpl>(num_classes_, dim_, options);
-  sampler->to(cell.device());
-  return sampler;
-}
-
-std::shared_ptr<SamplerImpl> MidxSamplerImpl::for_table(int64_t dim, bool bias) {
-  TORCH_CHECK_VALUE(dim == dim_, kName, ": expected a table of width ", dim_, ", got ", dim);
-  if (bias == options_.bias) {
-    return nullptr;
-  }
-  MidxSamplerImpl like(*this);
-  like.options_.bias = bias;
-  return like.excluding(at::zeros({0}, cell.options().dtype(at::kLong)));
+  options.exclude = excluded;
+  return std::make_shared<MidxSamplerImpl>(num_classes_, dim_, options);
 }
 
 } // namespace xsoftmax::samplers

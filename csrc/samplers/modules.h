@@ -2,6 +2,8 @@
 
 #include <xsoftmax/samplers.h>
 
+#include "core/optional.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 
 // What the sampler modules share.
@@ -24,5 +26,16 @@ struct Excluded {
   std::optional<at::Tensor> ids;
 };
 Excluded check_exclude(const char* name, int64_t exclude_below, const std::optional<at::Tensor>& exclude, int64_t num_classes);
+/// The same as ids on the CPU, whichever way they were given.
+at::Tensor excluded_ids(const char* name, int64_t exclude_below, const std::optional<at::Tensor>& exclude, int64_t num_classes);
+
+inline std::optional<at::Tensor> detached(const std::optional<at::Tensor>& tensor) {
+  return given(tensor) ? std::optional<at::Tensor>(tensor->detach()) : std::nullopt;
+}
+
+/// The ops look up the counts of targets: without any, those of class 0.
+at::Tensor target_or_first(const std::optional<at::Tensor>& target, const at::Tensor& input);
+/// What such an op returned (ids, log_count, target_log_count), the counts of targets where there are any.
+Proposal make_proposal(const std::tuple<at::Tensor, at::Tensor, at::Tensor>& draws, const std::optional<at::Tensor>& target, bool distinct);
 
 } // namespace xsoftmax::samplers

@@ -193,6 +193,31 @@ class InBatchSamplerImpl : public SamplerImpl {
 };
 TORCH_MODULE(InBatchSampler);
 
+/// Base of samplers whose q follows the class table, from an index that a loss brings up to date while training: at step 0, ever less often
+/// up to step `refresh_every`, then at its multiples (0: never again). q is exact for what is drawn also while the table moves on. Draws are
+/// private by default.
+class AdaptiveSamplerImpl : public SamplerImpl {
+ public:
+  bool shared_by_default() const override { return false; }
+  torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
+  std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias) override;
+  /// From the state of a sampler without an index: the next step builds one.
+  void load(torch::serialize::InputArchive& archive) override;
+
+  torch::Tensor step;
+
+ protected:
+  AdaptiveSamplerImpl(const char* name, int64_t num_classes, int64_t dim, bool bias);
+  /// The classes that are never drawn, int64.
+  virtual torch::Tensor excluded() const = 0;
+  virtual std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const = 0;
+
+  const char* name_;
+  int64_t dim_;
+  bool bias_;
+};
+
 /// What MidxSampler takes beside the number of classes and their width; see xsoftmax.samplers.MidxSampler.
 struct MidxOptions {
   int64_t codewords = 64;                 ///< K, in [1, 1024]
@@ -213,7 +238,7 @@ struct MidxOptions {
 
 /// Draws classes by their scores under a quantised copy of the class table (fast MIDX, Theorem 2). Private draws by default; while
 /// training, a loss refreshes the index by the schedule in the options. Buffers and draws as those of the class in Python.
-class MidxSamplerImpl : public SamplerImpl {
+class MidxSamplerImpl : public AdaptiveSamplerImpl {
  public:
   MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options = {});
 
@@ -231,24 +256,126 @@ class MidxSamplerImpl : public SamplerImpl {
   void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
   torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
   void note(const torch::Tensor& ids) override;
-  bool shared_by_default() const override { return false; }
   bool draws_distinct(bool shared) const override { return options_.distinct.value_or(shared); }
   torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
-  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
-  std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias) override;
 
-  /// From the state of a sampler without an index: the next step builds one.
-  void load(torch::serialize::InputArchive& archive) override;
+  torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, table, table_bias, touched;
 
-  torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, table, table_bias, step, touched;
+ protected:
+  torch::Tensor excluded() const override;
+  std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const override;
 
  private:
   void copy_table(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias);
 
   MidxOptions options_;
-  int64_t dim_;
 };
 TORCH_MODULE(MidxSampler);
+
+/// What LshSampler takes; see xsoftmax.samplers.LshSampler.
+struct LshOptions {
+  int64_t tables = 16;
+  int64_t bits = 4;     ///< in [1, 20]
+  double uniform = 0.1; ///< the share of draws from all classes alike
+  bool bias = false;    ///< the class table has a bias; a loss sets it
+  int64_t exclude_below = 0;
+  std::optional<torch::Tensor> exclude = std::nullopt;
+  int64_t refresh_every = 500;
+};
+
+/// Draws classes that share a bucket with the query in one of several hash tables. Private independent draws only.
+class LshSamplerImpl : public AdaptiveSamplerImpl {
+ public:
+  LshSamplerImpl(int64_t num_classes, int64_t dim, const LshOptions& options = {});
+
+  Proposal sample(const torch::Tensor& input, int64_t num_samples, bool shared,
+                  const std::optional<torch::Tensor>& target = std::nullopt,
+                  std::optional<at::Generator> generator = std::nullopt) override;
+  /// ids [S]: for every query, [Q, S]; ids [Q, P]: [Q, P].
+  torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
+  /// Hashes every row. "largest": the share of the classes that the fullest bucket holds.
+  std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+
+  torch::Tensor planes, code, order, start;
+
+ protected:
+  torch::Tensor excluded() const override;
+  std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const override;
+
+ private:
+  LshOptions options_;
+};
+TORCH_MODULE(LshSampler);
+
+/// Base of samplers with q in proportion to a kernel, drawn by a binary tree of feature sums. Private independent draws only.
+class KernelSamplerImpl : public AdaptiveSamplerImpl {
+ public:
+  Proposal sample(const torch::Tensor& input, int64_t num_samples, bool shared,
+                  const std::optional<torch::Tensor>& target = std::nullopt,
+                  std::optional<at::Generator> generator = std::nullopt) override;
+  /// ids [S]: for every query, [Q, S]; ids [Q, P]: [Q, P].
+  torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
+  std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+
+  torch::Tensor rows, sums, order, place, directions;
+
+ protected:
+  KernelSamplerImpl(const char* name, int64_t num_classes, int64_t dim, bool bias, int64_t refresh_every, double scale);
+  torch::Tensor excluded() const override;
+  void make_tree(int64_t exclude_below, const std::optional<torch::Tensor>& exclude, int64_t width, int64_t features, int64_t leaf_size);
+
+ private:
+  int64_t refresh_every_;
+  double scale_;
+};
+
+/// What SphereSampler takes.
+struct SphereOptions {
+  double alpha = 100;
+  bool bias = false; ///< the class table has a bias; a loss sets it
+  int64_t exclude_below = 0;
+  std::optional<torch::Tensor> exclude = std::nullopt;
+  int64_t refresh_every = 500;
+};
+
+/// q_i in proportion to alpha s_i^2 + 1, s_i the score.
+class SphereSamplerImpl : public KernelSamplerImpl {
+ public:
+  SphereSamplerImpl(int64_t num_classes, int64_t dim, const SphereOptions& options = {});
+
+ protected:
+  std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const override;
+
+ private:
+  SphereOptions options_;
+};
+TORCH_MODULE(SphereSampler);
+
+/// What RffSampler takes; see xsoftmax.samplers.RffSampler.
+struct RffOptions {
+  int64_t features = 32;
+  double tau = 4;
+  double floor = 0.01;
+  bool bias = false; ///< the class table has a bias; a loss sets it
+  int64_t exclude_below = 0;
+  std::optional<torch::Tensor> exclude = std::nullopt;
+  int64_t refresh_every = 500;
+};
+
+/// Random Fourier features of the Gaussian kernel on normalised vectors.
+class RffSamplerImpl : public KernelSamplerImpl {
+ public:
+  RffSamplerImpl(int64_t num_classes, int64_t dim, const RffOptions& options = {});
+
+ protected:
+  std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const override;
+
+ private:
+  RffOptions options_;
+};
+TORCH_MODULE(RffSampler);
 
 /// The draws of several samplers together; expected counts add up (the balance heuristic). Each draws as suits it, shared or private;
 /// num_samples and `shared` of `sample` are ignored, and a loss is given shared = false.
@@ -277,5 +404,7 @@ TORCH_MODULE(UnionSampler);
 /// A sampler by name: "uniform", "log_uniform", "unigram" (needs counts) or "in_batch" (takes no options).
 std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, int64_t num_classes, const StaticOptions& options = {},
                                           const std::optional<torch::Tensor>& counts = std::nullopt, double power = 0.75);
+/// One that follows a class table of width `dim`, with its default options: "midx", "lsh", "sphere" or "rff".
+std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, int64_t num_classes, int64_t dim);
 
 } // namespace xsoftmax::samplers
