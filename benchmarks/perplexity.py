@@ -22,7 +22,7 @@ import torch
 from timing import interleave, machine, print_table
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model"
-LEARNING_RATES = (1e-3, 2e-3, 4e-3)
+LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 
 
 def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder a run; kept between calls")
     parser.add_argument("--epochs", type=int, default=20, help="of the table's runs (default: %(default)s)")
     parser.add_argument("--search-epochs", type=int, default=2, help="of a learning rate's trial, and of a curve's run (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="of a curve's run (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="of a curve's run (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="classes scored (default: %(default)s)")
     parser.add_argument("--only", nargs="+", help="methods of the table, beside the exact loss")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once (default: %(default)s)")

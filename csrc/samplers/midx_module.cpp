@@ -30,6 +30,9 @@ constexpr const char* kName = "MidxSampler";
 #define XS_MIDX_BUFFERS \
   codewords1.detach(), codewords2.detach(), cell, order, start, mass, optional(log_weight), optional(prefix), optional(heaviest)
 
+// What it is made from.
+#define XS_MIDX_TABLE weight.detach(), detached(bias), optional(spread), optional(query_square)
+
 MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options)
     : AdaptiveSamplerImpl(kName, num_classes, dim, options.bias), options_(options) {
   TORCH_CHECK_VALUE(options.kind == "rq" || options.kind == "pq", kName, ": expected kind as \"rq\" or \"pq\", got \"", options.kind, "\"");
@@ -49,6 +52,7 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
   options_.train_points = options.train_points.value_or(256 * options.codewords);
   at_least("train_points", *options_.train_points, 1);
   at_least("learn_rows", options.learn_rows, 1);
+  TORCH_CHECK_VALUE(!(options.exact && options.spread), kName, ": expected spread to be false where exact is set, which needs none");
 
   // An index that knows nothing yet: all classes in one cell.
   const Tensor ids = excluded_ids(kName, options.exclude_below, options.exclude, num_classes);
@@ -63,16 +67,21 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
     table = register_buffer("table", table_zeros({num_classes, dim}, at::TensorOptions(at::kFloat)));
     table_bias = options.bias ? register_buffer("table_bias", at::zeros({num_classes})) : Tensor();
   }
-  if (options.bias) {
+  const bool weighted = options.bias || options.spread;
+  if (weighted) {
     log_weight = register_buffer("log_weight", table_zeros({num_classes}, at::TensorOptions(at::kFloat)));
   }
   const auto [slots, begins, masses, sums, most] = midx_cells(cell, optional(log_weight), k, num_classes - ids.numel());
   order = register_buffer("order", slots);
   start = register_buffer("start", begins);
   mass = register_buffer("mass", masses);
-  if (options.bias) {
+  if (weighted) {
     prefix = register_buffer("prefix", sums);
     heaviest = register_buffer("heaviest", most);
+  }
+  if (options.spread) {
+    spread = register_buffer("spread", table_zeros({num_classes}, at::TensorOptions(at::kFloat)));
+    query_square = register_buffer("query_square", at::zeros({}, at::kDouble));
   }
   if (options.update_every > 0) {
     touched = register_buffer("touched", at::zeros({num_classes}, at::kBool));
@@ -87,6 +96,10 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
       find_op<Draws(const Tensor&, const Tensor&, XS_MIDX_INDEX_PARAMS, c10::SymInt, bool, bool, const Tensor&)>(
           "xsoftmax::midx_sample_shared");
   const bool distinct = draws_distinct(shared);
+  if (query_square.defined() && is_training() && input.size(0) > 0) {
+    const at::NoGradGuard guard;
+    query_square.lerp_(input.detach().to(at::kDouble).square().sum(1).mean(), step.to(at::kDouble).clamp(1, 100).reciprocal());
+  }
   const Tensor seed = draw_seed(input, generator);
   if (table.defined()) {
     static const auto exact =
@@ -127,9 +140,9 @@ Tensor MidxSamplerImpl::log_count(const Tensor& input, int64_t num_samples, bool
 
 std::map<std::string, double> MidxSamplerImpl::refresh(const Tensor& weight, const Optional& bias) {
   static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS, bool, int64_t, int64_t, bool)>(
-          "xsoftmax::midx_refresh_");
-  const Tensor stats = op.call(draw_seed(weight, std::nullopt), weight.detach(), detached(bias), XS_MIDX_BUFFERS, options_.kind == "rq",
+      find_op<Tensor(const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, XS_MIDX_INDEX_PARAMS, bool, int64_t,
+                     int64_t, bool)>("xsoftmax::midx_refresh_");
+  const Tensor stats = op.call(draw_seed(weight, std::nullopt), XS_MIDX_TABLE, XS_MIDX_BUFFERS, options_.kind == "rq",
                                options_.iterations, *options_.train_points, step.item<int64_t>() > 0).cpu();
   step.clamp_min_(1);
   copy_table(weight, bias);
@@ -141,14 +154,17 @@ std::map<std::string, double> MidxSamplerImpl::refresh(const Tensor& weight, con
 }
 
 void MidxSamplerImpl::update(const Tensor& weight, const Optional& bias, const Tensor& rows) {
-  static const auto op = find_op<void(const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS, const Tensor&)>("xsoftmax::midx_update_");
-  op.call(weight.detach(), detached(bias), XS_MIDX_BUFFERS, rows);
+  static const auto op =
+      find_op<void(const Tensor&, const Optional&, const Optional&, const Optional&, XS_MIDX_INDEX_PARAMS, const Tensor&)>(
+          "xsoftmax::midx_update_");
+  op.call(XS_MIDX_TABLE, XS_MIDX_BUFFERS, rows);
 }
 
 void MidxSamplerImpl::prepare(const Tensor& weight, const Optional& bias) {
-  static const auto op = find_op<void(const Tensor&, const Tensor&, const Optional&, const Tensor&, const Optional&, XS_MIDX_INDEX_PARAMS,
-                                      bool, int64_t, int64_t, int64_t, int64_t, int64_t)>("xsoftmax::midx_step_");
-  op.call(draw_seed(weight, std::nullopt), weight.detach(), detached(bias), step, optional(touched), XS_MIDX_BUFFERS,
+  static const auto op = find_op<void(const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, const Tensor&,
+                                      const Optional&, XS_MIDX_INDEX_PARAMS, bool, int64_t, int64_t, int64_t, int64_t, int64_t)>(
+      "xsoftmax::midx_step_");
+  op.call(draw_seed(weight, std::nullopt), XS_MIDX_TABLE, step, optional(touched), XS_MIDX_BUFFERS,
           options_.kind == "rq", options_.iterations, options_.learnable ? 0 : options_.iterations, *options_.train_points,
           options_.refresh_every, options_.update_every);
   copy_table(weight, bias);

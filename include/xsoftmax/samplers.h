@@ -231,6 +231,7 @@ struct MidxOptions {
   int64_t update_every = 0;               ///< steps; 0: never
   int64_t iterations = 10;
   std::optional<int64_t> train_points = std::nullopt; ///< none: 256 a codeword
+  bool spread = false;                    ///< classes that codewords describe badly weigh more, by what their score may be
   bool exact = false;                     ///< q is the softmax itself (Theorem 1), O(N D) a query: for study
   bool learnable = false;                 ///< the codewords are parameters, which a loss trains beside its own
   int64_t learn_rows = 1024;              ///< classes that learnable codebooks look at in a step
@@ -259,7 +260,7 @@ class MidxSamplerImpl : public AdaptiveSamplerImpl {
   bool draws_distinct(bool shared) const override { return options_.distinct.value_or(shared); }
   torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
 
-  torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, table, table_bias, touched;
+  torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, table, table_bias, spread, query_square, touched;
 
  protected:
   torch::Tensor excluded() const override;

@@ -427,7 +427,7 @@ def test_union_estimates_the_normaliser_without_bias():
     assert ((ratio.mean(0) - want).abs() < 5 * ratio.std(0) / math.sqrt(1500)).all()
 
 
-@pytest.mark.parametrize("make", [lambda: MidxSampler(N, D, codewords=K), lambda: UnionSampler((MidxSampler(N, D, codewords=K), 5),
+@pytest.mark.parametrize("make", [lambda: MidxSampler(N, D, codewords=K), lambda: MidxSampler(N, D, codewords=K, spread=True), lambda: UnionSampler((MidxSampler(N, D, codewords=K), 5),
                                                                                                (UnigramSampler(torch.rand(N)), 9))])
 @with_bias
 def test_scripted_compiled_and_saved(make, bias):
@@ -482,6 +482,32 @@ def test_exported_program_draws_from_the_index():
     torch.testing.assert_close(program.module()(x, ids), loss.sampler.log_prob(x, ids))
 
 
+@both_kinds
+@with_bias
+def test_spread_weighs_classes_by_what_their_codewords_leave(kind, bias):
+    sampler, z, weight, b = make_sampler(kind, bias, spread=True)
+    plain = formula(sampler, z, b if bias else None)
+    torch.testing.assert_close(sampler.log_prob(z, torch.arange(N))[:, HEAD:].double(), plain[:, HEAD:], rtol=0, atol=1e-5)  # no query yet
+    for _ in range(3):
+        sampler.sample(z, 4, False)
+    sampler.refresh(weight, b if bias else None)
+    k1, k2 = sampler.cell.long().clamp(min=0) // K, sampler.cell.long().clamp(min=0) % K
+    coded = (sampler.codewords1[k1], sampler.codewords2[k2])
+    rest = (weight - (sum(coded) if kind == "rq" else torch.cat(coded, 1))).square().sum(1)
+    torch.testing.assert_close(sampler.spread[HEAD:], rest[HEAD:], rtol=1e-3, atol=1e-3)
+    want = formula(sampler, z, rest * z.square().sum(1).mean() / (2 * D) + (b if bias else 0))
+    log_q = sampler.log_prob(z, torch.arange(N))
+    torch.testing.assert_close(log_q[:, HEAD:].double(), want[:, HEAD:], rtol=0, atol=1e-4)
+    ids = sampler.sample(z, 30_000, False).ids
+    assert chi_square(torch.bincount(ids[0], minlength=N), log_q[0].double().exp() * 30_000) > 1e-4
+    # Codes that are made again take their class's rest with them.
+    weight.normal_()
+    sampler.update(weight, b if bias else None, torch.arange(50, 90))
+    _, error = ops.midx_encode(weight, sampler.codewords1, sampler.codewords2)
+    torch.testing.assert_close(sampler.spread[50:90], error[50:90])
+    torch.testing.assert_close(sampler.spread[90:], rest[90:], rtol=1e-3, atol=1e-3)
+
+
 @with_bias
 def test_opcheck(bias):
     sampler, z, weight, b = make_sampler(bias=bias)
@@ -496,7 +522,7 @@ def test_opcheck(bias):
     check(ops.midx_encode, (weight, *index[:2]))
     check(ops.midx_cells, (sampler.cell, sampler.log_weight, K, N - HEAD))
     check(ops.kmeans, (seed(1), weight, 4, 3))
-    table = (weight, b if bias else None)
+    table = (weight, b if bias else None, *((torch.rand(N), torch.tensor(3.0, dtype=torch.float64)) if bias else (None, None)))
     check(ops.midx_refresh_, (seed(1), *table, *index, True, 3, 100, True))
     check(ops.midx_update_, (*table, *index, ids[0]))
     check(ops.midx_step_, (seed(1), *table, torch.zeros([], dtype=torch.int64), torch.zeros(N, dtype=torch.bool), *index, True, 3, 3, 100, 4, 2))
@@ -525,6 +551,7 @@ def test_kernels_agree_with_the_composites(bias):
     (dict(mixture="max"), ValueError, "mixture as"), (dict(distinct=1), TypeError, "distinct as"), (dict(codewords=6.5), TypeError, "codewords of type int"),
     (dict(exclude=N), ValueError, "exclude to leave a class"), (dict(train_points=0), ValueError, "train_points"),
     (dict(refresh_every=-1), ValueError, "refresh_every of at least 0"),
+    (dict(exact=True, spread=True), ValueError, "spread=False beside exact=True"),
 ])
 def test_bad_arguments(change, error, message):
     with pytest.raises(error, match=message):

@@ -37,6 +37,8 @@ class MidxSampler(AdaptiveSampler):
         bias: whether the class table has a bias. A loss sets it to what its table has.
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
         exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
+        spread: weigh each class by e^{|r|^2 |z|^2 / 2D} as well, r being what the codewords leave of its row, |z|^2 a running mean over the
+            queries: the mean of e^{z.r} were r Gaussian. Classes that the codewords describe badly are drawn more often.
         exact: Theorem 1: cells weigh what quantisation leaves out as well, and q is the softmax itself, at O(N D) a query: for study. Draws are
             private and independent, from a copy of the table that each training step renews.
         learnable: the codewords are parameters. In train() a loss adds the gradient of ``midx_codebook_loss`` (section 6.2.3: how far
@@ -49,8 +51,8 @@ class MidxSampler(AdaptiveSampler):
         train_points: rows that K-means sees; None: 256 a codeword.
 
     Buffers, all in the state dict (a checkpoint without them loads as well: the index is then built anew): ``codewords1``, ``codewords2``
-    float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A], ``start`` int64 [K K + 1], ``mass`` float64 [K, K]; with a bias
-    ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64 [K K]; ``table``, ``table_bias`` where exact; ``step`` int64; ``touched`` bool [N] where update_every > 0.
+    float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A], ``start`` int64 [K K + 1], ``mass`` float64 [K, K]; with a bias or spread
+    ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64 [K K]; ``spread`` float32 [N] and ``query_square`` float64 with spread; ``table``, ``table_bias`` where exact; ``step`` int64; ``touched`` bool [N] where update_every > 0.
     """
 
     distinct: Optional[bool]
@@ -58,7 +60,7 @@ class MidxSampler(AdaptiveSampler):
     def __init__(self, num_classes: int, dim: int, *, codewords: int = 64, kind: str = "rq", bias: bool = False,
                  distinct: Optional[bool] = None, exclude: Exclude = None, mixture: str = "mean", refresh_every: int = 500,
                  update_every: int = 0, iterations: int = 10, train_points: Optional[int] = None,
-                 exact: bool = False, learnable: bool = False, learn_rows: int = 1024):
+                 spread: bool = False, exact: bool = False, learnable: bool = False, learn_rows: int = 1024):
         name = type(self).__name__
         super().__init__(num_classes, dim, bias, refresh_every, least_dim=2 if kind == "pq" else 1)
         _check_ints(name, (("codewords", codewords, 1), ("iterations", iterations, 0), ("learn_rows", learn_rows, 1),
@@ -81,9 +83,12 @@ class MidxSampler(AdaptiveSampler):
         self.update_every = update_every
         self.iterations = iterations
         self.train_points = 256 * codewords if train_points is None else train_points
+        if exact and spread:
+            raise ValueError(f"{name}: expected spread=False beside exact=True, which needs none, got True")
         self.exact = exact
         self.learnable = learnable
         self.learn_rows = learn_rows
+        self._has_spread = spread
         self._begin(exclude)
 
     def _make_index(self, excluded: Tensor) -> None:
@@ -98,14 +103,17 @@ class MidxSampler(AdaptiveSampler):
             else:
                 self.register_buffer(name, torch.zeros(k, width))
         self.register_buffer("cell", cell)
-        log_weight = table_empty(n, dtype=torch.float32).zero_() if self._has_bias else None
+        weighted = self._has_bias or self._has_spread
+        log_weight = table_empty(n, dtype=torch.float32).zero_() if weighted else None
         order, start, mass, prefix, heaviest = torch.ops.xsoftmax.midx_cells(cell, log_weight, k, drawn)
         self.register_buffer("order", order)
         self.register_buffer("start", start)
         self.register_buffer("mass", mass)
         self.register_buffer("log_weight", log_weight)
-        self.register_buffer("prefix", prefix if self._has_bias else None)
-        self.register_buffer("heaviest", heaviest if self._has_bias else None)
+        self.register_buffer("prefix", prefix if weighted else None)
+        self.register_buffer("heaviest", heaviest if weighted else None)
+        self.register_buffer("spread", torch.zeros(n) if self._has_spread else None)
+        self.register_buffer("query_square", torch.zeros([], dtype=torch.float64) if self._has_spread else None)
         self.register_buffer("table", torch.zeros(n, self.dim) if self.exact else None)
         self.register_buffer("table_bias", torch.zeros(n) if self.exact and self._has_bias else None)
         self.register_buffer("touched", torch.zeros(n, dtype=torch.bool) if self.update_every > 0 else None)
@@ -116,7 +124,7 @@ class MidxSampler(AdaptiveSampler):
     def _options(self) -> Dict[str, Any]:
         return {"codewords": self.codewords, "kind": self.kind, "distinct": self.distinct, "mixture": "rms" if self.rms else "mean",
                 "refresh_every": self.refresh_every, "update_every": self.update_every, "iterations": self.iterations,
-                "train_points": self.train_points, "exact": self.exact, "learnable": self.learnable, "learn_rows": self.learn_rows}
+                "train_points": self.train_points, "spread": self._has_spread, "exact": self.exact, "learnable": self.learnable, "learn_rows": self.learn_rows}
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
@@ -127,7 +135,7 @@ class MidxSampler(AdaptiveSampler):
             ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
         """
         stats = torch.ops.xsoftmax.midx_refresh_(
-            draw_seed(weight, None), weight.detach(), _detached(bias), self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
+            draw_seed(weight, None), weight.detach(), _detached(bias), self.spread, self.query_square, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
             self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations, self.train_points, bool(self.step > 0))
         self.step.clamp_(min=1)
         self._copy_table(weight, bias)
@@ -145,13 +153,13 @@ class MidxSampler(AdaptiveSampler):
     def update(self, weight: Tensor, bias: Optional[Tensor], rows: Tensor) -> None:
         """Codes the classes ``rows`` (int64 [R]) again under the present codebooks, and takes in all biases."""
         torch.ops.xsoftmax.midx_update_(
-            weight.detach(), _detached(bias), self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight,
+            weight.detach(), _detached(bias), self.spread, self.query_square, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight,
             self.prefix, self.heaviest, rows)
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
         torch.ops.xsoftmax.midx_step_(
-            draw_seed(weight, None), weight.detach(), _detached(bias), self.step, self.touched, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order,
+            draw_seed(weight, None), weight.detach(), _detached(bias), self.spread, self.query_square, self.step, self.touched, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order,
             self.start, self.mass, self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations,
             0 if self.learnable else self.iterations, self.train_points, self.refresh_every, self.update_every)
         self._copy_table(weight, bias)
@@ -179,6 +187,11 @@ class MidxSampler(AdaptiveSampler):
                generator: Optional[torch.Generator] = None) -> Proposal:
         """See :meth:`Sampler.sample`."""
         distinct = self.draws_distinct(shared)
+        query_square = self.query_square
+        if query_square is not None and self.training and input.size(0) > 0:
+            with torch.no_grad():
+                square = input.detach().to(torch.float64).square().sum(1).mean()
+                query_square.lerp_(square, self.step.to(torch.float64).clamp(1.0, 100.0).reciprocal())
         seed = draw_seed(input, generator)
         table = self.table
         if table is not None:
@@ -233,4 +246,4 @@ class MidxSampler(AdaptiveSampler):
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", codewords={self.codewords}, kind={self.kind!r}"
         text += f", update_every={self.update_every}" if self.update_every > 0 else ""
-        return text + (", exact=True" if self.exact else "") + (", learnable=True" if self.learnable else "")
+        return text + (", spread=True" if self._has_spread else "") + (", exact=True" if self.exact else "") + (", learnable=True" if self.learnable else "")
