@@ -43,12 +43,15 @@ void check_query_ids(const char* op, const Tensor& input, const Tensor& ids) {
                     ": expected ids of shape [S] or with a row for each query, got shape ", ids.sym_sizes());
 }
 
-void check_private_draws(const char* op, const Tensor& seed, const Tensor& input, const c10::SymInt& num_samples, const Tensor& target) {
+void check_draws(const char* op, const Tensor& seed, const Tensor& input, const c10::SymInt& num_samples, bool shared,
+                 const Tensor& target) {
   check_sampling(op, seed, std::nullopt, num_samples);
   check::same_device(op, "seed", seed, "input", input);
   check::dim(op, "target", target, 1);
   check::int64(op, "target", target);
-  check::size(op, "target", target, 0, input.sym_size(0), "the rows of input");
+  if (!shared) {
+    check::size(op, "target", target, 0, input.sym_size(0), "the rows of input");
+  }
   check::same_device(op, "target", target, "input", input);
 }
 

@@ -18,9 +18,9 @@ void check_class_table(const char* op, const at::Tensor& weight, const OptionalT
 /// `ids` int64 [S], the same for all queries, or [Q, P].
 void check_query_ids(const char* op, const at::Tensor& input, const at::Tensor& ids);
 
-/// seed, num_samples and target [Q] of an op that draws for each query.
-void check_private_draws(const char* op, const at::Tensor& seed, const at::Tensor& input, const c10::SymInt& num_samples,
-                         const at::Tensor& target);
+/// seed, num_samples and target of an op that draws by its input; target [Q], or, beside a set for all queries, of any length.
+void check_draws(const char* op, const at::Tensor& seed, const at::Tensor& input, const c10::SymInt& num_samples, bool shared,
+                 const at::Tensor& target);
 
 /// ids int64 [Q, M], log_count float32 [Q, M], target_log_count float32 [Q], empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_private_draws(const at::Tensor& input, const c10::SymInt& num_samples,

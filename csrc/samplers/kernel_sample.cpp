@@ -29,7 +29,7 @@ using Draws = std::tuple<Tensor, Tensor, Tensor>;
 Draws kernel_sample_meta(const Tensor& seed, const Tensor& input, XS_KERNEL_INDEX_PARAMS, double scale, c10::SymInt num_samples,
                          const Tensor& target) {
   check_kernel("kernel_sample", input, {XS_KERNEL_INDEX_ARGS}, scale);
-  check_private_draws("kernel_sample", seed, input, num_samples, target);
+  check_draws("kernel_sample", seed, input, num_samples, false, target);
   return empty_private_draws(input, num_samples, target);
 }
 

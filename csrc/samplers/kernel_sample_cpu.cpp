@@ -183,7 +183,7 @@ Draws kernel_sample_cpu(const Tensor& seed, const Tensor& input, XS_KERNEL_INDEX
   constexpr const char* op = "kernel_sample";
   const KernelIndex index{XS_KERNEL_INDEX_ARGS};
   check_kernel(op, input, index, scale);
-  check_private_draws(op, seed, input, num_samples, target);
+  check_draws(op, seed, input, num_samples, false, target);
   check::class_ids(op, "target", target, place.size(0));
   const Tree tree(op, index, scale);
   const Tensor targets = target.contiguous();

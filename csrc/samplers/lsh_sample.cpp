@@ -25,7 +25,7 @@ using Draws = std::tuple<Tensor, Tensor, Tensor>;
 Draws lsh_sample_meta(const Tensor& seed, const Tensor& input, XS_LSH_INDEX_PARAMS, double uniform, c10::SymInt num_samples,
                       const Tensor& target) {
   check_lsh("lsh_sample", input, {XS_LSH_INDEX_ARGS}, uniform);
-  check_private_draws("lsh_sample", seed, input, num_samples, target);
+  check_draws("lsh_sample", seed, input, num_samples, false, target);
   return empty_private_draws(input, num_samples, target);
 }
 

@@ -80,7 +80,7 @@ Draws lsh_sample_cpu(const Tensor& seed, const Tensor& input, XS_LSH_INDEX_PARAM
   constexpr const char* op = "lsh_sample";
   const LshIndex index{XS_LSH_INDEX_ARGS};
   check_lsh(op, input, index, uniform);
-  check_private_draws(op, seed, input, num_samples, target);
+  check_draws(op, seed, input, num_samples, false, target);
   check::class_ids(op, "target", target, code.size(0));
   const Tables tables(op, index, uniform);
   const Tensor hashes = lsh_codes(input, std::nullopt, planes, tables.tables()).contiguous(), targets = target.contiguous();

@@ -24,6 +24,14 @@ using Draws = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr const char* kName = "MidxSampler";
 
+Draws sample_shared(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, int64_t num_samples, bool distinct, bool rms,
+                    const Tensor& target) {
+  static const auto op =
+      find_op<Draws(const Tensor&, const Tensor&, XS_MIDX_INDEX_PARAMS, c10::SymInt, bool, bool, const Tensor&)>(
+          "xsoftmax::midx_sample_shared");
+  return op.call(seed, input, XS_MIDX_INDEX_ARGS, num_samples, distinct, rms, target);
+}
+
 } // namespace
 
 // The index as the ops take it.
@@ -92,9 +100,6 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
                                  std::optional<at::Generator> generator) {
   static const auto of_queries =
       find_op<Draws(const Tensor&, const Tensor&, XS_MIDX_INDEX_PARAMS, c10::SymInt, bool, const Tensor&)>("xsoftmax::midx_sample");
-  static const auto of_batch =
-      find_op<Draws(const Tensor&, const Tensor&, XS_MIDX_INDEX_PARAMS, c10::SymInt, bool, bool, const Tensor&)>(
-          "xsoftmax::midx_sample_shared");
   const bool distinct = draws_distinct(shared);
   if (query_square.defined() && is_training() && input.size(0) > 0) {
     const at::NoGradGuard guard;
@@ -112,7 +117,7 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
     return {ids, log_q + log_samples, of_target, false, {}, {}, 0, {}};
   }
   const Tensor some = target_or_first(target, input);
-  return make_proposal(shared ? of_batch.call(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, options_.mixture == "rms", some)
+  return make_proposal(shared ? sample_shared(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, options_.mixture == "rms", some)
                               : of_queries.call(seed, input, XS_MIDX_BUFFERS, num_samples, distinct, some),
                        target, distinct);
 }
@@ -133,9 +138,13 @@ Tensor MidxSamplerImpl::mixture_log_prob(const Tensor& input, const Tensor& ids)
 }
 
 Tensor MidxSamplerImpl::log_count(const Tensor& input, int64_t num_samples, bool shared, const Tensor& ids) {
-  TORCH_CHECK_VALUE(!draws_distinct(shared), kName, ": expected independent draws in a union, got distinct ones");
-  const Tensor log_q = shared ? mixture_log_prob(input, ids.flatten()).view_as(ids) : log_prob(input, ids);
-  return log_q + std::log(double(num_samples));
+  if (!draws_distinct(shared)) {
+    const Tensor log_q = shared ? mixture_log_prob(input, ids.flatten()).view_as(ids) : log_prob(input, ids);
+    return log_q + std::log(double(num_samples));
+  }
+  TORCH_CHECK_VALUE(shared, kName, ": expected independent private draws, got distinct ones, whose counts only a draw knows");
+  const Tensor seed = at::zeros({}, ids.options());
+  return std::get<2>(sample_shared(seed, input, XS_MIDX_BUFFERS, num_samples, true, options_.mixture == "rms", ids.flatten())).view_as(ids);
 }
 
 std::map<std::string, double> MidxSamplerImpl::refresh(const Tensor& weight, const Optional& bias) {

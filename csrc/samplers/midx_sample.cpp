@@ -41,13 +41,13 @@ Tensor midx_mixture_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, boo
 
 MidxDraws midx_sample_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
                            const Tensor& target) {
-  check_midx_sample("midx_sample", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, distinct, target);
+  check_midx_sample("midx_sample", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, false, distinct, target);
   return empty_private_draws(input, num_samples, target);
 }
 
 MidxDraws midx_sample_shared_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
                                   bool rms, const Tensor& target) {
-  check_midx_sample("midx_sample_shared", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, distinct, target);
+  check_midx_sample("midx_sample_shared", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, true, distinct, target);
   const auto floats = target.options().dtype(at::kFloat);
   return {at::empty_symint({num_samples}, target.options()), at::empty_symint({num_samples}, floats),
           at::empty_symint(target.sym_sizes(), floats)};
@@ -115,9 +115,9 @@ Tensor midx_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, const 
 }
 
 void check_midx_sample(const char* op, const Tensor& seed, const Tensor& input, const MidxIndex& index, const c10::SymInt& num_samples,
-                       bool distinct, const Tensor& target) {
+                       bool shared, bool distinct, const Tensor& target) {
   check_midx(op, input, index);
-  check_private_draws(op, seed, input, num_samples, target);
+  check_draws(op, seed, input, num_samples, shared, target);
   TORCH_CHECK_VALUE(!distinct || num_samples <= index.order.sym_size(0), op, ": expected num_samples of at most ",
                     index.order.sym_size(0), " (the classes, of which each is drawn once), got ", num_samples);
 }

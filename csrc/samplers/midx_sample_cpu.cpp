@@ -234,7 +234,7 @@ MidxDraws midx_sample_cpu(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX
                           const Tensor& target) {
   constexpr const char* op = "midx_sample";
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_midx_sample(op, seed, input, index, num_samples, distinct, target);
+  check_midx_sample(op, seed, input, index, num_samples, false, distinct, target);
   const CheckedIndex checked(op, input, index);
   check::class_ids(op, "target", target, cell.size(0));
   const Tensor targets = target.contiguous();
@@ -306,7 +306,7 @@ MidxDraws midx_sample_shared_cpu(const Tensor& seed, const Tensor& input, XS_MID
                                  bool rms, const Tensor& target) {
   constexpr const char* op = "midx_sample_shared";
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_midx_sample(op, seed, input, index, num_samples, distinct, target);
+  check_midx_sample(op, seed, input, index, num_samples, true, distinct, target);
   const CheckedIndex checked(op, input, index);
   const MidxCellTables& tables = checked.tables;
   check::class_ids(op, "target", target, cell.size(0));

@@ -4,7 +4,7 @@ from . import _library
 from . import optim, samplers
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
-from .diagnose import Diagnosis, diagnose
+from .diagnose import Diagnosis, diagnose, proposal_log_prob
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
 
@@ -20,6 +20,7 @@ __all__ = [
     "cpu_capability",
     "diagnose",
     "optim",
+    "proposal_log_prob",
     "replace_head",
     "samplers",
     "use_impl",

@@ -77,12 +77,21 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
 
 
 def proposal_log_prob(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
-    """log q [Q, N] of the whole proposal, head included, for queries [Q, D]."""
+    """log q of the whole proposal of a loss, its head included: expected counts over their sum.
+
+    Args:
+        queries: [Q, D].
+
+    Returns:
+        float64 [Q, N].
+    """
     ids = torch.arange(loss.num_classes, device=queries.device)
     try:
         log_count = loss.sampler.log_count(queries, loss.num_samples, loss.shared, ids)
-    except ValueError:  # a set of a kind whose counts only a draw knows: one draw of it
-        log_count = loss.sampler.log_prob(queries, ids) + math.log(max(loss.num_samples, 1))
+    except ValueError:
+        if loss.shared or not loss.sampler.draws_distinct(False):
+            raise
+        log_count = loss.sampler.log_prob(queries, ids) + math.log(max(loss.num_samples, 1))  # of distinct draws, only a draw knows them
     log_count = log_count.expand(len(queries), -1).double().clone()
     log_count[:, loss.head] = 0.0
     return log_count.log_softmax(1)

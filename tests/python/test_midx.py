@@ -413,6 +413,16 @@ def test_union_counts_are_sums():
     torch.testing.assert_close(union.log_prob(z, ids).exp().sum(1), torch.ones(Q))
 
 
+@pytest.mark.parametrize("mixture", ["mean", "rms"])
+@pytest.mark.parametrize("distinct", [False, True])
+def test_counts_of_a_shared_set_are_known_for_any_class(mixture, distinct):
+    sampler, z, _, _ = make_sampler(bias=True, mixture=mixture, distinct=distinct)
+    drawn = sampler.sample(z, 40, True)
+    count = sampler.log_count(z, 40, True, torch.arange(N))
+    torch.testing.assert_close(count[drawn.ids], drawn.log_count)
+    assert count.exp().sum().item() == pytest.approx(40, rel=1e-4)
+
+
 def test_union_estimates_the_normaliser_without_bias():
     sampler, z, weight, _ = make_sampler()
     loss = xs.SampledSoftmaxLoss(D, N, sampler=UnionSampler((UnigramSampler(torch.rand(N)), 20), (MidxSampler(N, D, codewords=K), 10)),

@@ -221,10 +221,15 @@ class MidxSampler(AdaptiveSampler):
         return shared if distinct is None else distinct
 
     def log_count(self, input: Tensor, num_samples: int, shared: bool, ids: Tensor) -> Tensor:
-        if self.draws_distinct(shared):
-            raise ValueError("MidxSampler: expected independent draws in a union, got distinct ones")
-        log_q = self.mixture_log_prob(input, ids.reshape(-1)).reshape(ids.shape) if shared else self.log_prob(input, ids)
-        return log_q + _log_of_count(num_samples, ids).to(torch.float32)
+        if not self.draws_distinct(shared):
+            log_q = self.mixture_log_prob(input, ids.reshape(-1)).reshape(ids.shape) if shared else self.log_prob(input, ids)
+            return log_q + _log_of_count(num_samples, ids).to(torch.float32)
+        if not shared:
+            raise ValueError("MidxSampler: expected independent private draws, got distinct ones, whose counts only a draw knows")
+        draws = torch.ops.xsoftmax.midx_sample_shared(
+            torch.zeros([], dtype=torch.int64, device=input.device), input, self.codewords1.detach(), self.codewords2.detach(), self.cell,
+            self.order, self.start, self.mass, self.log_weight, self.prefix, self.heaviest, num_samples, True, self.rms, ids.reshape(-1))
+        return draws[2].reshape(ids.shape)
 
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
