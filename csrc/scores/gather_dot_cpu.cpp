@@ -15,6 +15,8 @@ namespace xsoftmax {
 namespace {
 
 constexpr int64_t kPairsPerTask = 256;
+// A gradient of so many bytes is written past the caches: they would not hold it until it is read.
+constexpr int64_t kStreamedBytes = 4 << 20;
 
 // Query of each pair, for ragged layouts; a fixed width needs a division only.
 std::vector<int64_t> queries_of_pairs(const PairLayout& pairs) {
@@ -75,6 +77,7 @@ struct RowGradient {
   const opmath<T>* shared_bias;
   T* values;    // nullptr: not wanted
   T* bias;      // nullptr: not wanted
+  bool streamed;
 
   // (query, gradient of the score) of a pair's position
   std::pair<int64_t, opmath<T>> pair(int64_t position) const {
@@ -88,9 +91,21 @@ struct RowGradient {
     const int64_t total = pairs.total();
     std::vector<opmath<T>> coefficient, wide_sum(values && !kInPlace ? width : 0);
     std::vector<int64_t> query;
+    std::vector<opmath<T>> lone_coefficient; // of rows that one pair makes, where those are streamed
+    std::vector<int64_t> lone_row, lone_query;
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
       const int64_t row = groups.starts[g];
+      if (values && streamed && members.size() == 1 && members[0] < total) {
+        const auto [q, c] = pair(members[0]);
+        lone_row.push_back(row);
+        lone_query.push_back(q);
+        lone_coefficient.push_back(c);
+        if (bias) {
+          kernels.round_row(bias + row, &c, 1);
+        }
+        continue;
+      }
       query.clear();
       coefficient.clear();
       opmath<T> bias_sum = 0;
@@ -125,6 +140,9 @@ struct RowGradient {
         kernels.round_row(bias + row, &bias_sum, 1);
         std::memset(static_cast<void*>(bias + row + 1), 0, (members.size() - 1) * sizeof(T));
       }
+    }
+    if constexpr (kInPlace) {
+      kernels.stream_rows(values, lone_row.data(), input, lone_query.data(), lone_coefficient.data(), int64_t(lone_row.size()), width);
     }
   }
 };
@@ -206,7 +224,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor
                               want_values && shared_values.defined() ? const_data<opmath<T>>(shared_values) : nullptr,
                               want_bias && shared_bias.defined() ? const_data<opmath<T>>(shared_bias) : nullptr,
                               want_values ? data<T>(values) : nullptr,
-                              want_bias ? data<T>(bias) : nullptr};
+                              want_bias ? data<T>(bias) : nullptr,
+                              RowGradient<T>::kInPlace && row_count * width * int64_t(sizeof(T)) >= kStreamedBytes};
     at::parallel_for(0, groups.size(), kPairsPerTask, [&](int64_t first, int64_t last) { task.sum_groups(groups, first, last); });
   });
   return {rows, values, bias};

@@ -21,6 +21,10 @@ struct RowKernels {
   /// The same with =
   void (*sum_rows)(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
                    int64_t width);
+  /// out[row[j] * width + d] = coefficient[j] * table[index[j] * width + d], j < n, past the caches: for more rows than they hold, which
+  /// would otherwise be read before they are written. Null for a T whose sums are wider.
+  void (*stream_rows)(T* out, const int64_t* row, const T* table, const int64_t* index, const opmath<T>* coefficient, int64_t n,
+                      int64_t width);
   /// out[d] = x[d], rounded to T
   void (*round_row)(T* out, const opmath<T>* x, int64_t width);
   /// out[d] = x[d], widened

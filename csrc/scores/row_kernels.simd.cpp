@@ -1,5 +1,9 @@
 #include "scores/row_kernels.h"
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 namespace xsoftmax::XS_ISA {
 namespace {
 
@@ -71,6 +75,46 @@ void sum_rows(opmath<T>* __restrict sum, const T* table, int64_t stride, const i
   }
 }
 
+#if defined(__AVX512F__)
+constexpr int64_t kStreamBytes = 64;
+inline void stream(float* out, const float* x, float c) { _mm512_stream_ps(out, _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(c))); }
+inline void stream(double* out, const double* x, double c) { _mm512_stream_pd(out, _mm512_mul_pd(_mm512_loadu_pd(x), _mm512_set1_pd(c))); }
+#elif defined(__AVX__)
+constexpr int64_t kStreamBytes = 32;
+inline void stream(float* out, const float* x, float c) { _mm256_stream_ps(out, _mm256_mul_ps(_mm256_loadu_ps(x), _mm256_set1_ps(c))); }
+inline void stream(double* out, const double* x, double c) { _mm256_stream_pd(out, _mm256_mul_pd(_mm256_loadu_pd(x), _mm256_set1_pd(c))); }
+#elif defined(__SSE2__)
+constexpr int64_t kStreamBytes = 16;
+inline void stream(float* out, const float* x, float c) { _mm_stream_ps(out, _mm_mul_ps(_mm_loadu_ps(x), _mm_set1_ps(c))); }
+inline void stream(double* out, const double* x, double c) { _mm_stream_pd(out, _mm_mul_pd(_mm_loadu_pd(x), _mm_set1_pd(c))); }
+#else
+constexpr int64_t kStreamBytes = 0; // no such stores
+#endif
+
+template <typename T>
+void stream_rows(T* out, const int64_t* row, const T* table, const int64_t* index, const T* coefficient, int64_t n, int64_t width) {
+#if defined(__SSE2__)
+  constexpr int64_t kLanes = kStreamBytes / int64_t(sizeof(T));
+  // Stores of this kind want aligned rows.
+  if (width % kLanes == 0 && reinterpret_cast<uintptr_t>(out) % kStreamBytes == 0) {
+    for (int64_t j = 0; j < n; ++j) {
+      for (int64_t d = 0; d < width; d += kLanes) {
+        stream(out + row[j] * width + d, table + index[j] * width + d, coefficient[j]);
+      }
+    }
+    _mm_sfence(); // other threads see them before whatever this one writes next
+    return;
+  }
+#endif
+  for (int64_t j = 0; j < n; ++j) {
+    T* __restrict to = out + row[j] * width;
+    const T* __restrict from = table + index[j] * width;
+    for (int64_t d = 0; d < width; ++d) {
+      to[d] = coefficient[j] * from[d];
+    }
+  }
+}
+
 template <typename T>
 void round_row(T* __restrict out, const opmath<T>* __restrict x, int64_t width) {
   for (int64_t d = 0; d < width; ++d) {
@@ -98,7 +142,11 @@ void widen_rows(opmath<T>* out, const T* table, int64_t stride, const int64_t* i
 
 template <typename T>
 constexpr RowKernels<T> kernels() {
-  return {dot_rows<T>, add_rows<T>, sum_rows<T>, round_row<T>, widen_row<T>, widen_rows<T>};
+  RowKernels<T> table{dot_rows<T>, add_rows<T>, sum_rows<T>, nullptr, round_row<T>, widen_row<T>, widen_rows<T>};
+  if constexpr (__is_same(T, opmath<T>)) {
+    table.stream_rows = stream_rows<T>;
+  }
+  return table;
 }
 
 } // namespace

@@ -117,6 +117,20 @@ def test_kernel_equals_reference(dtype):
     assert torch.equal(got[2]._indices(), want[2]._indices())
 
 
+@pytest.mark.parametrize("D", [64, 67])  # rows that are aligned, and rows that are not
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradients_too_large_for_the_caches(dtype, D):
+    """Their rows are written past them: lone ones, between those that several pairs and shared candidates make."""
+    args = problem(70, 40_000, D, 300, 50, dtype)
+    assert 70 * 300 * D * args[0].element_size() > 4 << 20
+    got = scores_and_gradients(ops.candidate_scores, *args)
+    with xs.use_impl("reference"):
+        want = scores_and_gradients(ops.candidate_scores, *args)
+    assert_same(got, want, dtype, args)
+    counts = torch.cat([args[3].flatten(), args[4]]).bincount()
+    assert (counts == 1).sum() > 1000 and (counts > 1).sum() > 1000
+
+
 class Calls(TorchDispatchMode):
     """Output masks that backward was called with."""
 
@@ -330,7 +344,7 @@ def test_instruction_sets(isa):
     if levels.index(isa) >= levels.index(xs.cpu_capability()):
         pytest.skip("is what this process runs, or more than the CPU has")
     result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
-                             __file__.replace("candidate", "ragged"), "-k", "test_equals_indexing and kernel and True and not shared"],
+                             __file__.replace("candidate", "ragged"), "-k", "test_equals_indexing and kernel and True and not shared or test_gradients_too_large"],
                             env={**os.environ, "XSOFTMAX_CPU": isa}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
 
