@@ -29,6 +29,7 @@ class Run:
     One loss in training: weights, optimizer, position and figures, all of which a checkpoint holds. An example's run adds
 
         epoch_steps     how many steps an epoch has
+        eval_steps      and how many lie between evaluations
         unit            what a step's targets are called, in the plural
         train_loss      the loss of the step that comes, and how many targets it is the mean of
         measure         what an evaluation finds, `valid_...`, for the curve
@@ -38,6 +39,7 @@ class Run:
     """
 
     epoch_steps: int
+    eval_steps: int
     unit: str
     TEST: tuple[str, ...]
     STATE = ("steps", "targets", "train_seconds", "points", "test", "recent", "rng")
@@ -177,7 +179,7 @@ class Run:
             self.step()
             self.train_seconds += time.perf_counter() - start
             bar.update()
-            if self.finished or self.steps % self.epoch_steps == 0 or self.train_seconds - evaluated >= eval_seconds:
+            if self.finished or self.steps % self.eval_steps == 0 or self.train_seconds - evaluated >= eval_seconds:
                 evaluated = self.train_seconds
                 self.rng = self.rng_state()
                 self.evaluate(interrupt)

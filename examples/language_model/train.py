@@ -76,7 +76,7 @@ class Run(training.Run):
             split: data.Batches(getattr(corpus, split), args.batch_size, args.bptt, self.device)
             for split in ("train", "valid", "test")
         }
-        self.epoch_steps = len(self.parts["train"])
+        self.epoch_steps = self.eval_steps = len(self.parts["train"])
         self.recurrent: list[Tensor] = []  # what the encoder carries to the next batch
 
     def load_state_dict(self, state: dict):
