@@ -108,6 +108,8 @@ def read(path: Path, least: int, why: str) -> dict[int, list[int]]:
         for word in words:
             if not (word.isascii() and word.isdigit()):
                 raise DataError(f"{path}, line {number}: expected numbers of 0 or more, got {word!r}")
+            if int(word) >= 2**63:
+                raise DataError(f"{path}, line {number}: expected numbers below 2^63, got {word!r}")
         user, *items = map(int, words)
         if len(items) < least:
             raise DataError(f"{path}, line {number}: expected at least {least} items ({why}) for user {user}, got {len(items)}")
