@@ -14,9 +14,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(num_items, width, sparse=sparse)
         self.dropout = nn.Dropout(dropout)
-        # Small rows suit a tied output layer; scaled up, they are as large as what the layers add to them.
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
-        self.scale = width**0.5
+        # Small rows suit a tied output layer: at first all items are alike. Normalised, they are as large as what the layers add to them.
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.input_norm = nn.LayerNorm(width)
 
 
 class SASRec(Encoder):
@@ -36,7 +36,7 @@ class SASRec(Encoder):
         # Attention costs what the longest sequence of a block does: blocks keep short ones apart from long ones.
         masks = [real(block) for block in lengths.split(self.BLOCK)]
         place = torch.cat([mask.nonzero()[:, 1] for mask in masks])
-        x = self.dropout(self.embedding(items) * self.scale + self.position[place])
+        x = self.dropout(self.input_norm(self.embedding(items) + self.position[place]))
         for layer in self.layers:
             x = layer(x, masks)
         return self.norm(x)
@@ -52,7 +52,7 @@ class GRU4Rec(Encoder):
 
     def forward(self, items: Tensor, lengths: Tensor) -> Tensor:
         mask = real(lengths)
-        x = self.dropout(self.embedding(items) * self.scale)
+        x = self.dropout(self.input_norm(self.embedding(items)))
         hidden, _ = self.gru(pack_padded_sequence(padded(x, mask), lengths.cpu(), batch_first=True, enforce_sorted=False))
         return self.norm(self.dropout(unpadded(pad_packed_sequence(hidden, batch_first=True)[0], mask)))
 

@@ -29,7 +29,7 @@ BEST = "valid_NDCG@10"  # the point of the curve that counts is the one where th
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    learning_rates = LEARNING_RATES | {"adam": 1e-3}
+    learning_rates = LEARNING_RATES | {"adam": 4e-3}
 
     sequences = parser.add_argument_group("sequences")
     sequences.add_argument("--data", metavar="PATH", help="a file of lines `user item item ...` in time order, or a folder with such "
@@ -49,7 +49,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--bias", action="store_true", help="an output layer with a bias: each item's popularity has a place of its own")
 
     add_loss_arguments(parser, classes="items", query="position", head=0)
-    options = add_training_arguments(parser, epochs=20, batch_size=128, optimizer="adam", learning_rates=learning_rates)
+    options = add_training_arguments(parser, epochs=20, batch_size=128, optimizer="adam", learning_rates=learning_rates,
+                                     schedule="cosine")
     options.add_argument("--eval-epochs", type=positive(int), default=1, help="between evaluations (default: %(default)s)")
     options.add_argument("--patience", type=positive(int), metavar="N",
                          help="stop after N evaluations without a better validation NDCG@10 (default: never)")
