@@ -85,7 +85,11 @@ class Run(training.Run):
         self.train_part = data.Batches(dataset.train, args.batch_size, args.max_length, args.unordered, args.seed, self.device)
         self.epoch_steps = len(self.train_part)
         self.eval_steps = self.epoch_steps * args.eval_epochs
-        self.dataset = dataset
+        self.num_items = len(dataset.items)
+        self.queries = {"valid": dataset.valid, "test": dataset.test}
+        if args.unordered:  # or --max-length would cut them where the file's order happens to
+            random = torch.Generator().manual_seed(args.seed)
+            self.queries = {split: data.Queries(part.known.shuffled(random), part.truth) for split, part in self.queries.items()}
 
     @property
     def best(self) -> int | None:
@@ -103,9 +107,9 @@ class Run(training.Run):
 
     def measure(self, interrupt: Interrupt) -> dict | None:
         """Of validation, and where that is the best so far, of the test, too: no weights need be kept for it."""
-        figures = self.ranking("valid", self.dataset.valid, interrupt)
+        figures = self.ranking("valid", interrupt)
         if figures is not None and (not self.points or figures[BEST] > self.points[self.best][BEST]):
-            tested = self.ranking("test", self.dataset.test, interrupt)
+            tested = self.ranking("test", interrupt)
             return None if tested is None else figures | tested
         return figures
 
@@ -113,7 +117,8 @@ class Run(training.Run):
         point = self.points[self.best]
         return {key: point[key] for key in self.TEST if key in point} | {"best_epoch": point["epoch"]}
 
-    def ranking(self, split: str, queries: data.Queries, interrupt: Interrupt) -> dict | None:
+    def ranking(self, split: str, interrupt: Interrupt) -> dict | None:
+        queries = self.queries[split]
         asked = (queries.truth.lengths > 0).nonzero().squeeze(1)
         # Users with about as many items side by side: the more one has, the more must be ranked so that k new ones remain.
         asked = asked[queries.known.lengths[asked].argsort(stable=True)]
@@ -130,11 +135,10 @@ class Run(training.Run):
         """The k best items of each row, int64 [rows, k], -1 where there are not so many; without those of the row, but with --rank-seen."""
         recent = known.select(torch.arange(len(known)), self.args.max_length)
         hidden = self.encoder(recent.items.to(self.device), recent.lengths.to(self.device))[(recent.ends - 1).to(self.device)]
-        num_items = len(self.dataset.items)
         seen = 0 if self.args.rank_seen else int(known.lengths.max())
-        ranked = self.loss.topk(hidden, min(k + seen, num_items))[1].cpu()
+        ranked = self.loss.topk(hidden, min(k + seen, self.num_items))[1].cpu()
         if seen:
-            key = torch.arange(len(known)).unsqueeze(1) * num_items
+            key = torch.arange(len(known)).unsqueeze(1) * self.num_items
             out = torch.isin(ranked + key, known.items + key.squeeze(1)[known.rows()])
             ranked = ranked.masked_fill(out, -1).gather(1, out.long().argsort(dim=1, stable=True))  # new ones first, in their order
         return torch.nn.functional.pad(ranked[:, :k], (0, max(k - ranked.shape[1], 0)), value=-1)

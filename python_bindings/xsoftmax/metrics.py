@@ -78,6 +78,8 @@ def _hits(name: str, predictions: Tensor, truth: Truth, k: int) -> tuple[Tensor,
 
     # A pair (query, class) as one number: all are looked up at once. Without a prediction: -1, which stands for no pair.
     span = 1 + max(int(side.max()) if side.numel() > 0 else 0 for side in (predictions, ids))
+    if span > (1 << 63) // max(len(predictions), 1):
+        raise ValueError(f"{name}: expected class ids below 2^63 / {len(predictions)} queries, got {span - 1}")
     right = torch.unique(queries * span + ids)
     sizes = torch.bincount(right // span, minlength=len(predictions))
     rows = torch.arange(len(predictions), device=predictions.device).unsqueeze(1)

@@ -109,6 +109,7 @@ def test_stored_zeros_are_not_right():
         ((torch.tensor([[0]]), {0: 0}, 1), TypeError, "got dict"),
         ((torch.tensor([[0]]), scipy_sparse.csc_matrix([[1.0]]), 1), TypeError, "scipy CSR matrix, got csc_matrix"),
         ((torch.tensor([[4, 4, 1]]), [[0]], 3), ValueError, "different predictions for a query, got 4 twice in row 0"),
+        ((torch.tensor([[0], [1]]), [[0], [1 << 62]], 1), ValueError, "below 2.63 / 2 queries, got 4611686018427387904"),
         ((torch.tensor([[0]]), [[]], 1), ValueError, "a query for which a class is right, got none of 1"),
         ((torch.empty(0, 1, dtype=torch.int64), [], 1), ValueError, "got none of 0"),
     ],

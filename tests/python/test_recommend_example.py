@@ -100,6 +100,16 @@ def test_evaluation_is_that_of_the_full_ranking(example, tmp_path, model, option
             assert figures[f"{split}_Recall@{k}"] == pytest.approx(xs.metrics.recall_at_k(torch.tensor(predictions), truth, k))
 
 
+def test_unordered_queries_are_cut_at_random(example):
+    """Files without an order may be sorted by item: the last ones would say little of a user. What is known stays the same."""
+    data, train = example["data"], example["train"]
+    dataset = data.make("sequences", [list(range(40))] * 3, [[40]] * 3, [[41]] * 3)
+    current = train.Run("exact", dataset, train.parse_arguments([*SMALL, "--unordered"]))
+    for row in current.queries["valid"].known.split():
+        assert row.sort().values.tolist() == list(range(40))
+        assert row[-8:].tolist() != list(range(32, 40))
+
+
 @pytest.mark.parametrize("model", ["sasrec", "gru4rec"])
 def test_a_query_sees_what_lies_before_it(example, model):
     """Neither later items of the user nor other users nor padding: or the example would not predict."""
