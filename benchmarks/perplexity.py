@@ -20,7 +20,7 @@ from study import EXACT, EXAMPLES, RANKING, Study, chosen, make_parser, parse, s
 from timing import interleave, machine
 
 EXAMPLE = EXAMPLES / "language_model"
-LEARNING_RATES = (1e-3, 2e-3, 4e-3)
+LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 
 # 20 private draws each, as the paper's table of samplers has it, then what the defaults could be.
 TABLE = {
@@ -130,7 +130,7 @@ def plot(rows: list[dict], args: argparse.Namespace) -> None:
 def main() -> None:
     parser = make_parser(__doc__, "language_model", epochs=20, search_epochs=2)
     parser.add_argument("study", choices=["table", "curve"], help="curve: its runs have --search-epochs")
-    parser.add_argument("--lr", type=float, default=2e-3, help="of a curve's run (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="of a curve's run (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="classes scored (default: %(default)s)")
     parser.add_argument("--time", action="store_true", help="curve: measure the time of a step as well")
     parser.add_argument("--time-threads", type=int, default=2)
