@@ -11,6 +11,8 @@ from typing import Callable
 
 import torch
 
+import xsoftmax as xs
+
 
 def machine() -> dict:
     """What a figure needs beside it: CPU, threads, versions."""
@@ -26,7 +28,7 @@ def machine() -> dict:
                 flags = set(value.split())
     units = "amx_bf16" if "amx_bf16" in flags else "avx512_bf16" if "avx512_bf16" in flags else "none"
     return {"cpu": name, "bfloat16_units": units, "torch_capability": torch.backends.cpu.get_cpu_capability(),
-            "xsoftmax_capability": torch.ops.xsoftmax.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+            "xsoftmax_capability": xs.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def interleave(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, float]:

@@ -10,15 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.errors import DataError
+
 UNKNOWN, END_OF_LINE, NUMBER = "<unk>", "<eos>", "<number>"
 
 # Runs of letters, runs of digits, single symbols. Everything outside ASCII counts as a letter, so that a tokeniser that sees
 # UTF-8 bytes (Completer.encode in model.py, which TorchScript runs) cuts at the same places.
 TOKENS = re.compile(r"[A-Za-z\x80-\U0010ffff]+|[0-9]+|[!-/:-@\[-`{-~]")
-
-
-class DataError(ValueError):
-    """The text cannot be used; the message says why."""
 
 
 @dataclass

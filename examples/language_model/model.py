@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.attention import TransformerLayer
+
 
 class LSTMEncoder(nn.Module):
     """ids [B, T], the state of the previous call (an empty list at the start) -> hidden [B, T, width], the new state."""
@@ -31,28 +33,6 @@ class LSTMEncoder(nn.Module):
         return self.dropout(hidden), [h, c]
 
 
-class TransformerLayer(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float):
-        super().__init__()
-        self.heads = heads
-        self.dropout_p = dropout
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention_in = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.attention_in(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, heads, width / heads]
-        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout_p = self.dropout_p if self.training else 0.0
-        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True)
-        x = x + self.dropout(self.attention_out(attended.transpose(1, 2).flatten(2)))
-        return x + self.feed_forward(x)
-
-
 class TransformerEncoder(nn.Module):
     """The same signature as LSTMEncoder. It sees the T words of the call only: the state stays empty."""
 
@@ -73,7 +53,7 @@ class TransformerEncoder(nn.Module):
         self.scale = width**0.5
         self.embedding = nn.Embedding(num_words, width, sparse=sparse)
         self.position = nn.Parameter(torch.zeros(context, width))
-        self.layers = nn.ModuleList([TransformerLayer(width, heads, dropout) for _ in range(layers)])
+        self.layers = nn.ModuleList([TransformerLayer(width, heads, dropout, 4 * width, nn.GELU) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
         # Small rows suit a tied output layer; scaled up, they are as large as what the layers add to them.

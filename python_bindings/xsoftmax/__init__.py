@@ -1,7 +1,7 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
 from . import _library
-from . import optim, samplers
+from . import metrics, optim, samplers
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
 from .diagnose import Diagnosis, diagnose, proposal_log_prob
@@ -19,6 +19,7 @@ __all__ = [
     "cmake_prefix_path",
     "cpu_capability",
     "diagnose",
+    "metrics",
     "optim",
     "proposal_log_prob",
     "replace_head",

@@ -3,35 +3,25 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from example_modules import EXAMPLES, check_resume, modules, run
+
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model"
+EXAMPLE = EXAMPLES / "language_model"
 SMALL = ["--width", "16", "--batch-size", "4", "--bptt", "8", "--head", "8", "--samples", "16", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
 def example():
-    """The example's modules, under their own names."""
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        import data
-        import model
-        import train
-
-        yield {"data": data, "model": model, "train": train}
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in ("data", "model", "report", "train"):
-            sys.modules.pop(name, None)
+    with modules(EXAMPLE) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +36,6 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
-
-
-def run(example, *arguments):
-    threads = torch.get_num_threads()
-    try:
-        return example["train"].main([str(argument) for argument in arguments])
-    finally:
-        torch.set_num_threads(threads)
-
-
-def weights(checkpoint):
-    state = torch.load(checkpoint, weights_only=True)["runs"]["sampled"]
-    tensors = {f"encoder.{k}": v for k, v in state["encoder"].items()} | {f"loss.{k}": v for k, v in state["loss"].items()}
-    return {k: v for k, v in tensors.items() if torch.is_tensor(v)}
 
 
 def test_the_command_leaves_its_files(text, tmp_path):
@@ -81,27 +57,8 @@ def test_the_command_leaves_its_files(text, tmp_path):
 
 @pytest.mark.parametrize("model, optimizer, sampler", [("lstm", "adagrad", "unigram"), ("transformer", "adam", "midx")])
 def test_resume_is_bit_for_bit(example, text, tmp_path, model, optimizer, sampler, monkeypatch):
-    """A run that is interrupted amid an epoch and resumed ends with the very weights of one that was not."""
-    arguments = ["--data", text, "--model", model, "--optimizer", optimizer, "--sampler", sampler, "--epochs", "2", "--output", tmp_path / "out", *SMALL]
-    assert run(example, *arguments, "--checkpoint", tmp_path / "whole.pt") == 0
-
-    step = example["train"].Run.step
-
-    def interrupted_step(self):
-        step(self)
-        if self.steps in (3, 50):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(example["train"].Run, "step", interrupted_step)
-    parts = [*arguments, "--checkpoint", tmp_path / "parts.pt"]
-    assert run(example, *parts) == 130
-    assert torch.load(tmp_path / "parts.pt", weights_only=True)["runs"]["sampled"]["steps"] == 3
-    assert run(example, *parts, "--resume") == 130
-    assert run(example, *parts, "--resume") == 0
-    whole, resumed = weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt")
-    assert whole.keys() == resumed.keys()
-    for key in whole:
-        assert torch.equal(whole[key], resumed[key]), key
+    check_resume(example, ["--data", text, "--model", model, "--optimizer", optimizer, "--sampler", sampler, "--epochs", "2",
+                           "--output", tmp_path / "out", *SMALL], tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
@@ -166,11 +123,7 @@ def test_vocabulary(example, tmp_path):
     ],
 )
 def test_errors_say_what_to_change(example, text, tmp_path, capsys, arguments, message):
-    try:
-        code = run(example, "--data", text, "--output", tmp_path, *SMALL, *arguments)
-    except SystemExit as error:  # argparse
-        code = error.code
-    assert code == 2
+    assert run(example, "--data", text, "--output", tmp_path, *SMALL, *arguments) == 2
     assert message in capsys.readouterr().err
 
 

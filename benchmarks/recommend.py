@@ -1,0 +1,52 @@
+"""Rankings of recommenders trained with each sampler, beside the full softmax.
+
+    python benchmarks/recommend.py --data amazon_beauty/Beauty.txt --out out/beauty
+    python benchmarks/recommend.py --data gowalla --out out/gowalla -- --unordered --eval-epochs 5
+
+Every run is one of examples/recommend/train.py, with its checkpoint: stopped at any time, the same command goes on. Learning rates are
+searched alike for all methods, on short runs, by NDCG@10 in validation; so is the epoch whose figures count. Long: hours. Runs share the
+machine (--jobs), so their times mean nothing. What follows `--` are options of the example, for all runs.
+"""
+
+from study import EXACT, EXAMPLES, Study, chosen, make_parser, parse, sampled
+
+LEARNING_RATES = (2e-3, 4e-3, 8e-3)
+
+METHODS = {
+    "full": EXACT,
+    "64 private uniform": sampled("uniform", "64", 0, "--private"),
+    "64 private unigram": sampled("unigram", "64", 0, "--private"),
+    "64 private midx": sampled("midx", "64"),
+    "512 shared uniform": sampled("uniform", "512"),
+    "512 shared unigram": sampled("unigram", "512"),
+}
+
+FIGURES = ("NDCG@10", "NDCG@50", "Recall@10", "Recall@50")
+
+
+def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
+    rows = []
+    full = {}
+    for name, lr, run in study.long_runs(methods, LEARNING_RATES):
+        if "failed" in run or run[study.figure] is None:
+            rows.append({"method": name, "NDCG@10": run.get("failed", "unfinished")})
+            continue
+        found = {figure: run[f"test_{figure}"] for figure in FIGURES}
+        full = found if name == "full" else full
+        rows.append({"method": name, "learning rate": f"{lr:g}", "best epoch": f"{run['best_epoch']:.3g}"}
+                    | {figure: f"{value:.4f}" for figure, value in found.items()}
+                    | {f"{figure} of full": f"{value / full[figure]:.3f}" for figure, value in found.items() if full.get(figure)})
+    return rows
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "recommend", epochs=40, search_epochs=10)
+    args = parse(parser)
+    study = Study(EXAMPLES / "recommend", args, [], "test_NDCG@10",
+                  lambda run: -max(point["valid_NDCG@10"] for point in run["points"]) if run["points"] else 0.0)
+    rows = table(study, chosen(parser, args, METHODS))
+    study.show(rows, ["method", "learning rate", "best epoch", *FIGURES, *(f"{figure} of full" for figure in FIGURES)])
+
+
+if __name__ == "__main__":
+    main()

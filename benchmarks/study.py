@@ -1,0 +1,115 @@
+"""Many runs of an example that differ in a few options: the common part of perplexity.py and recommend.py."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Callable
+
+from timing import machine, print_table
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+EXACT = ["--loss", "exact"]
+RANKING = ("--estimator", "ranking")
+
+
+def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
+    return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *more]
+
+
+class Study:
+    """
+    Every run is one of the example's train.py, with its checkpoint: stopped at any time, the same command goes on.
+
+    example: its folder
+    args: of make_parser
+    common: options of all runs
+    figure: of the finished run: null in its history.json until then
+    cost: of a run's figures, what a learning rate should make small
+    """
+
+    def __init__(self, example: Path, args: argparse.Namespace, common: list[str], figure: str, cost: Callable[[dict], float]):
+        self.example, self.args, self.figure = example, args, figure
+        self.common = ["--data", args.data, "--schedule", "cosine", "--threads", str(args.threads), *common, *args.options]
+        self.cost = lambda run: math.inf if "failed" in run else cost(run)
+
+    def train(self, name: str, method: list[str], lr: float, epochs: int) -> dict:
+        """The figures of one run, made or finished or merely read."""
+        folder = self.args.out / f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs}"
+        checkpoint = folder / "checkpoint.pt"
+        history = folder / "history.json"
+        if not (history.is_file() and self.finished(history)):
+            command = [sys.executable, str(self.example / "train.py"), *self.common, *method, "--lr", str(lr), "--epochs", str(epochs),
+                       "--output", str(folder), "--checkpoint", str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])]
+            if not self.args.read_only:
+                folder.mkdir(parents=True, exist_ok=True)
+                with open(folder / "log.txt", "a") as log:
+                    code = subprocess.run(command, stdout=log, stderr=log).returncode
+                if code == 2:  # a loss that is no number any more, and other ends that a learning rate can come to
+                    return {"failed": (folder / "log.txt").read_text().strip().splitlines()[-1]}
+                if code != 0:
+                    raise SystemExit(f"{' '.join(command)}: exit {code}, see {folder / 'log.txt'}")
+            elif not history.is_file():
+                return {"failed": "not run"}
+        if self.finished(history):  # tens of megabytes that nobody reads again
+            checkpoint.unlink(missing_ok=True)
+            (folder / "model.pt").unlink(missing_ok=True)
+        return json.loads(history.read_text())["runs"][0]
+
+    def finished(self, history: Path) -> bool:
+        return json.loads(history.read_text())["runs"][0][self.figure] is not None
+
+    def map(self, runs: list[tuple]) -> list[dict]:
+        with ThreadPoolExecutor(self.args.jobs) as pool:
+            return list(pool.map(lambda run: self.train(*run), runs))
+
+    def long_runs(self, methods: dict[str, list[str]], rates: tuple[float, ...]) -> list[tuple[str, float, dict]]:
+        """Of each method: its name, its best learning rate in short runs, and the figures of the long run with that."""
+        grid = [(name, method, lr, self.args.search_epochs) for name, method in methods.items() for lr in rates]
+        costs = {(name, lr): self.cost(run) for (name, _, lr, _), run in zip(grid, self.map(grid))}
+        best = {name: min(rates, key=lambda lr: costs[name, lr]) for name in methods}
+        runs = self.map([(name, method, best[name], self.args.epochs) for name, method in methods.items()])
+        return [(name, best[name], run) for name, run in zip(methods, runs)]
+
+    def show(self, rows: list[dict], columns: list[str]) -> None:
+        """Those columns that a row has."""
+        if self.args.json:
+            print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+        else:
+            print_table(rows, [column for column in columns if any(column in row for row in rows)])
+
+
+def make_parser(description: str, example: str, epochs: int, search_epochs: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help=f"as of examples/{example}/train.py")
+    parser.add_argument("--out", type=Path, required=True, help="a folder a run; kept between calls")
+    parser.add_argument("--epochs", type=int, default=epochs, help="of the table's runs (default: %(default)s)")
+    parser.add_argument("--search-epochs", type=int, default=search_epochs, help="of a learning rate's trial (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", help="methods of the table, beside the exact loss")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of each (default: %(default)s)")
+    parser.add_argument("--read-only", action="store_true", help="start nothing: show what is there")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What follows `--` becomes `options`."""
+    argv = sys.argv[1:]
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:end])
+    args.options = argv[end + 1 :]
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace, methods: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The methods of --only, and the exact loss, to which they are compared: it stands first."""
+    unknown = set(args.only or []) - set(methods)
+    if unknown:
+        parser.error(f"--only: expected methods of {sorted(methods)}, got {sorted(unknown)}")
+    return {name: method for name, method in methods.items() if method == EXACT or not args.only or name in args.only}

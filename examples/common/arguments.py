@@ -1,0 +1,107 @@
+"""Options that every example has, and their checks."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Callable
+
+import torch
+
+from .errors import DataError, UsageError
+from .losses import LEARNING_RATES, OPTIMIZERS, SAMPLERS
+
+
+def positive(kind: type):
+    def parse(text: str):
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it when the text is no number
+    return parse
+
+
+def fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected 0 or more and less than 1, got {text}")
+    return value
+
+
+def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str, head: int):
+    """classes: what the classes are called; query: what is asked for one of them; head: the default."""
+    loss = parser.add_argument_group("loss")
+    loss.add_argument("--loss", nargs="+", choices=["sampled", "exact"], default=["sampled"],
+                      help="several: each in turn, same seed and budget (default: sampled)")
+    loss.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=["unigram"],
+                      help=f"default: unigram; from midx on they draw for each {query}, the others for the batch; several: the union of their draws")
+    loss.add_argument("--samples", nargs="+", type=positive(int), default=[512], metavar="M",
+                      help=f"classes drawn a step, or a {query}; a number for each sampler (default: 512)")
+    loss.add_argument("--private", action="store_true", help=f"draw for each {query}, whichever the sampler")
+    loss.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
+    loss.add_argument("--refresh-every", type=positive(int), default=500, help="steps after which a sampler looks at the weights again (default: %(default)s)")
+    loss.add_argument("--head", type=int, default=head,
+                      help=f"most frequent {classes}, always scored (default: %(default)s; in_batch has none)")
+    loss.add_argument("--estimator", choices=["sampled_softmax", "ranking"], default="sampled_softmax", help="default: %(default)s")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int, optimizer: str, note: str = "",
+                           learning_rates: dict[str, float] = LEARNING_RATES, schedule: str = "constant"):
+    """The group, for an example to add its own; note: what there is to say about the default optimizer."""
+    training = parser.add_argument_group("training")
+    training.add_argument("--epochs", type=positive(int), default=epochs, help="default: %(default)s")
+    training.add_argument("--max-minutes", type=positive(float), help="training time of each loss, evaluation left out")
+    training.add_argument("--eval-minutes", type=positive(float),
+                          help="training time between evaluations, beside the one after each epoch (default: a sixth of --max-minutes)")
+    training.add_argument("--batch-size", type=positive(int), default=batch_size, help="default: %(default)s")
+    training.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help=f"default: %(default)s{note}")
+    training.add_argument("--lr", type=positive(float), help="default: " + ", ".join(f"{k} {v}" for k, v in learning_rates.items()))
+    training.add_argument("--schedule", choices=["constant", "cosine"], default=schedule,
+                          help="cosine: the learning rate falls to 0 over --epochs or --max-minutes (default: %(default)s)")
+    training.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the gradient (default: %(default)s)")
+    training.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    training.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
+    training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    return training
+
+
+def add_file_arguments(parser: argparse.ArgumentParser, output: str):
+    files = parser.add_argument_group("files")
+    files.add_argument("--output", metavar="DIR", type=Path, default=Path(output), help="default: %(default)s")
+    files.add_argument("--checkpoint", metavar="PATH", type=Path, help="written after each evaluation and when interrupted")
+    files.add_argument("--resume", action="store_true", help="go on from --checkpoint, bit for bit as if never stopped")
+
+
+def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning_rates: dict[str, float] = LEARNING_RATES):
+    """Fills in the defaults that depend on other options, and ends the program where options contradict each other."""
+    args.loss = list(dict.fromkeys(args.loss))
+    args.lr = args.lr or learning_rates[args.optimizer]
+    if args.eval_minutes is None and args.max_minutes is not None:
+        args.eval_minutes = args.max_minutes / 6
+    if args.resume and args.checkpoint is None:
+        parser.error("--resume needs --checkpoint")
+    if args.resume and not args.checkpoint.is_file():
+        parser.error(f"--resume: there is no checkpoint at {args.checkpoint}")
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device: {args.device} is not there")
+    if len(args.samples) != len(args.sampler):
+        parser.error(f"--samples: expected a number for each of the {len(args.sampler)} samplers, got {len(args.samples)}")
+    if len(args.sampler) > 1 and "in_batch" in args.sampler:
+        parser.error("--sampler: in_batch, whose candidates are the targets, stands alone")
+    if args.private and len(args.sampler) > 1:
+        parser.error("--private: expected one sampler, got a union, in which each draws as suits it")
+    if args.head < 0:
+        parser.error(f"--head: expected 0 or more, got {args.head}")
+
+
+def report_errors(program: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """The program's exit code; 2 where it cannot go on, with the reason in one line."""
+    name = Path(sys.argv[0]).name
+    try:
+        return program(args)
+    except (UsageError, DataError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
+    return 2

@@ -1,0 +1,9 @@
+"""Errors that end a program with a line that says what to change."""
+
+
+class UsageError(ValueError):
+    """Arguments that do not fit together, or not the data; the message says which."""
+
+
+class DataError(ValueError):
+    """The data cannot be used; the message says why."""

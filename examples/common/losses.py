@@ -1,0 +1,52 @@
+"""Optimizers, samplers and losses by the names that they have on the command line."""
+
+import argparse
+
+from torch import Tensor
+
+import xsoftmax as xs
+
+from .errors import UsageError
+
+OPTIMIZERS = {"adam": xs.optim.RowAdam, "sgd": xs.optim.RowSGD, "adagrad": xs.optim.RowAdagrad}
+LEARNING_RATES = {"adam": 2e-3, "sgd": 5.0, "adagrad": 0.02}
+
+SAMPLERS = ["unigram", "uniform", "log_uniform", "in_batch", "midx", "midx_pq", "lsh", "sphere", "rff"]
+
+
+def build_loss(args: argparse.Namespace, name: str, counts: Tensor, bias: bool, classes: str) -> xs.LinearLoss:
+    """
+    name: "sampled" or "exact"
+    counts: of each class in the training data, falling
+    classes: what they are called in an error
+    """
+    num_classes = len(counts)
+    if name == "exact":
+        return xs.LinearCrossEntropyLoss(args.width, num_classes, bias=bias)
+    options = {"estimator": args.estimator, "bias": bias}
+    if args.sampler == ["in_batch"]:
+        # The candidates are the targets of the step, frequent classes among them: no number to choose, and no head beside them.
+        return xs.SampledSoftmaxLoss(args.width, num_classes, sampler="in_batch", num_samples=0, **options)
+    if args.head + max(args.samples) > num_classes:
+        raise UsageError(
+            f"--head {args.head} and --samples {max(args.samples)} together exceed the {num_classes} {classes}: "
+            "take fewer, or --loss exact"
+        )
+    samplers = [build_sampler(args, kind, counts) for kind in args.sampler]
+    sampler = samplers[0] if len(samplers) == 1 else xs.samplers.UnionSampler(*zip(samplers, args.samples))
+    shared = False if args.private else None  # None: as suits the sampler
+    return xs.SampledSoftmaxLoss(args.width, num_classes, sampler=sampler, num_samples=args.samples[0], shared=shared,
+                                 head_classes=args.head, **options)
+
+
+def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor) -> xs.samplers.Sampler:
+    num_classes = len(counts)
+    if kind == "unigram":
+        # At least 1: a class that training never shows, and validation may, is one to be drawn too.
+        return xs.samplers.UnigramSampler(counts.clamp(min=1), power=0.75)
+    if kind in ("midx", "midx_pq"):
+        return xs.samplers.MidxSampler(num_classes, args.width, kind="pq" if kind == "midx_pq" else "rq", codewords=args.codewords,
+                                       refresh_every=args.refresh_every)
+    if kind in ("lsh", "sphere", "rff"):
+        return xs.samplers.make_sampler(kind, num_classes, dim=args.width, refresh_every=args.refresh_every)
+    return xs.samplers.make_sampler(kind, num_classes)

@@ -1,0 +1,71 @@
+"""Files that a run leaves behind: tables and curves."""
+
+import os
+from pathlib import Path
+
+
+def write_text(path: Path, text: str):
+    """Replaces the file in one step: a reader, or a run that is cut off, never sees half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """Rows that have the same columns: the first is text, the others are numbers."""
+    head = list(rows[0])
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *(list(row.values()) for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def cost(run: dict) -> dict[str, str]:
+    """The columns that say what training took."""
+    seconds, steps = run["train_seconds"], max(run["steps"], 1)
+    return {
+        "loss": run["loss"],
+        "epochs": f"{run['epochs']:.3g}",
+        "training time": f"{seconds / 60:.2f} min",
+        "time a step": f"{1000 * seconds / steps:.1f} ms",
+    }
+
+
+def curve(runs: list[dict], key: str, label: str, number: str, title: str, path: Path):
+    """
+    The figure against training time, a curve a loss.
+
+    key: of the figure in a run's points
+    label: of the axis
+    number: the format of the last figure in the legend
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # writes files, needs no display
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for run in runs:
+        points = run["points"]
+        if points:
+            axes.plot(
+                [point["train_seconds"] / 60 for point in points],
+                [point[key] for point in points],
+                marker="o",
+                markersize=4,
+                label=f"{run['loss']}, {points[-1][key]:{number}} after {run['epochs']:.2g} epochs",
+            )
+    values = [point[key] for run in runs for point in run["points"]]
+    if values and max(values) > 3 * min(values) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("training time, minutes (evaluation left out)")
+    axes.set_ylabel(label)
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

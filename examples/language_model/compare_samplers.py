@@ -1,0 +1,125 @@
+"""
+How far each sampler is from the softmax of a trained model: a table (xs.diagnose), and a plot of which words it draws.
+
+    python examples/language_model/train.py --loss exact --checkpoint out/model.ckpt
+    python examples/language_model/compare_samplers.py --checkpoint out/model.ckpt --samples 20
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import xsoftmax as xs
+
+from common.arguments import positive, report_errors
+from common.errors import UsageError
+from common.losses import SAMPLERS, build_sampler
+from common.report import markdown, write_text
+from common.training import read_checkpoint
+
+import data
+from train import Run
+
+QUERY_BLOCK = 256  # queries whose probabilities of all words are in memory at once
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    samplers = [name for name in SAMPLERS if name != "in_batch"]  # whose candidates are the batch's targets
+    parser.add_argument("--checkpoint", metavar="PATH", type=Path, required=True, help="of train.py")
+    parser.add_argument("--sampler", nargs="+", choices=samplers, default=samplers, help="default: all")
+    parser.add_argument("--samples", type=positive(int), default=20, help="draws for each word (default: %(default)s)")
+    parser.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
+    parser.add_argument("--head", type=int, default=0, help="most frequent words, always scored (default: %(default)s)")
+    parser.add_argument("--estimator", choices=["sampled_softmax", "ranking"], default="sampled_softmax", help="default: %(default)s")
+    parser.add_argument("--draws", type=positive(int), default=32, help="times that each sampler draws (default: %(default)s)")
+    parser.add_argument("--batches", type=positive(int), default=1, help="of validation text (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("out/samplers"), help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+def load_run(path: Path) -> tuple[Run, data.Corpus]:
+    """The model of a checkpoint, the last loss of several, and its text."""
+    arguments, fingerprint, runs = read_checkpoint(path, "--checkpoint")
+    saved = argparse.Namespace(**arguments)
+    corpus = data.load_corpus(saved.data, saved.min_count, saved.max_tokens)
+    if fingerprint != corpus.fingerprint:
+        raise UsageError(f"--checkpoint: the text of {corpus.name} is not the one that {path} was trained on")
+    name = list(runs)[-1]
+    run = Run(name, corpus, saved)
+    run.load_state_dict(runs[name])
+    return run, corpus
+
+
+@torch.no_grad()
+def hidden_states(run: Run, batches: int) -> tuple[Tensor, Tensor]:
+    """Queries [Q, D] and their words [Q], of the first batches of the validation text."""
+    run.encoder.eval()
+    parts, state = [], []
+    for i in range(min(batches, len(run.parts["valid"]))):
+        inputs, targets, _ = run.parts["valid"][i]
+        hidden, state = run.encoder(inputs, state)
+        parts.append((hidden.flatten(0, 1), targets.flatten()))
+    hidden, target = (torch.cat(part) for part in zip(*parts))
+    counted = target != data.Batches.IGNORED
+    return hidden[counted], target[counted]
+
+
+@torch.no_grad()
+def mean_probability(log_prob, queries: Tensor) -> Tensor:
+    """Of each word [N], over the queries."""
+    return sum(log_prob(part).double().exp().sum(0) for part in queries.split(QUERY_BLOCK)) / len(queries)
+
+
+def compare(args: argparse.Namespace) -> int:
+    run, corpus = load_run(args.checkpoint)
+    linear = run.loss.linear
+    queries, target = hidden_states(run, args.batches)
+    curves = {"softmax": mean_probability(run.loss.log_prob, queries)}
+    rows = []
+    for kind in tqdm(args.sampler, disable=not sys.stderr.isatty()):
+        torch.manual_seed(args.seed)
+        options = argparse.Namespace(codewords=args.codewords, refresh_every=0, width=linear.in_features)
+        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=build_sampler(options, kind, corpus.counts), num_samples=args.samples,
+                                                 shared=False, head_classes=args.head, estimator=args.estimator)
+        loss.sampler.refresh(linear.weight, linear.bias)
+        report = xs.diagnose(loss, queries, target, draws=args.draws)
+        curves[kind] = mean_probability(lambda part: xs.proposal_log_prob(loss, part), queries)
+        rows.append({"sampler": kind} | {name.replace("_", " "): f"{value:.3g}" for name, value in dataclasses.asdict(report).items()})
+    table = markdown(rows)
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_text(args.output / "samplers.md", table)
+    plot(curves, f"{len(queries):,} queries of {corpus.name}", args.output / "samplers.png")
+    print(f"{table}\n{args.output}: samplers.md, samplers.png")
+    return 0
+
+
+def plot(curves: dict[str, Tensor], title: str, path: Path):
+    """The share of draws that goes to the r most frequent words, against r: the softmax in black."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # writes files, needs no display
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, probability in curves.items():
+        black = {"color": "black", "linewidth": 2} if name == "softmax" else {}
+        axes.plot(range(1, len(probability) + 1), probability.cumsum(0).cpu(), label=name, **black)
+    axes.set_xscale("log")
+    axes.set_xlabel("words by falling frequency")
+    axes.set_ylabel("cumulative probability of a draw, mean over queries")
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(compare, parse_arguments(None)))

@@ -1,0 +1,218 @@
+"""Users' sequences of items, the items sorted by falling popularity."""
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.errors import DataError
+
+SPLITS = ("train", "valid", "test")
+
+
+def spans(begin: Tensor, lengths: Tensor) -> Tensor:
+    """The numbers begin[i], ..., begin[i] + lengths[i] - 1, of each i in turn."""
+    return torch.repeat_interleave(begin - lengths.cumsum(0) + lengths, lengths) + torch.arange(int(lengths.sum()))
+
+
+@dataclass
+class Sequences:
+    """Rows of different lengths, one after another."""
+
+    items: Tensor  # int64 [P]
+    lengths: Tensor  # int64 [number of rows]
+
+    def __post_init__(self):
+        self.ends = self.lengths.cumsum(0)
+
+    @classmethod
+    def of(cls, rows: list[list[int]]) -> "Sequences":
+        return cls(torch.tensor([item for row in rows for item in row], dtype=torch.long),
+                   torch.tensor([len(row) for row in rows], dtype=torch.long))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, rows: Tensor, longest: int | None = None) -> "Sequences":
+        """These rows, of each the last `longest` items at most."""
+        lengths = self.lengths[rows] if longest is None else self.lengths[rows].clamp(max=longest)
+        return Sequences(self.items[spans(self.ends[rows] - lengths, lengths)], lengths)
+
+    def shuffled(self, random: torch.Generator) -> "Sequences":
+        """Each row in random order."""
+        order = (self.rows() + torch.rand(len(self.items), dtype=torch.float64, generator=random)).argsort()
+        return Sequences(self.items[order], self.lengths)
+
+    def rows(self) -> Tensor:
+        """The row of each item, int64 [P]."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    def split(self) -> tuple[Tensor, ...]:
+        return self.items.split(self.lengths.tolist())
+
+
+@dataclass
+class Queries:
+    """What is known of each user, and what is to be found."""
+
+    known: Sequences
+    truth: Sequences
+
+
+@dataclass
+class Dataset:
+    name: str
+    items: list[int]  # as the files call them, by falling popularity in training: the first ids are the natural head classes
+    counts: Tensor  # of each item in the training sequences
+    train: Sequences
+    valid: Queries
+    test: Queries
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal for equal sequences: a checkpoint belongs to one data set."""
+        crc = zlib.crc32(repr(self.items).encode())
+        for part in (self.train, self.valid.known, self.valid.truth, self.test.known, self.test.truth):
+            crc = zlib.crc32(part.lengths.numpy().tobytes(), zlib.crc32(part.items.numpy().tobytes(), crc))
+        return crc
+
+
+def load_dataset(path: str | None) -> Dataset:
+    """
+    path: a file of lines `user item item ...`, in time order (of each user, the last item is to be found in the test, the last but one in
+        validation, the others are for training), a folder that holds train.txt, valid.txt and test.txt of such lines, or None for
+        generated sequences
+    """
+    if path is None:
+        return leave_one_out("generated sequences", generate())
+    if Path(path).is_dir():
+        return folder(Path(path))
+    if Path(path).is_file():
+        return leave_one_out(path, list(read(Path(path), 3, "one to train, one to validate and one to test").values()))
+    raise DataError(f"--data: {path} is neither a file nor a folder")
+
+
+def read(path: Path, least: int, why: str) -> dict[int, list[int]]:
+    """The items of each user. least: how many a line must have."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    users: dict[int, list[int]] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words:
+            continue
+        for word in words:
+            if not (word.isascii() and word.isdigit()):
+                raise DataError(f"{path}, line {number}: expected numbers of 0 or more, got {word!r}")
+            if int(word) >= 2**63:
+                raise DataError(f"{path}, line {number}: expected numbers below 2^63, got {word!r}")
+        user, *items = map(int, words)
+        if len(items) < least:
+            raise DataError(f"{path}, line {number}: expected at least {least} items ({why}) for user {user}, got {len(items)}")
+        if user in users:
+            raise DataError(f"{path}, line {number}: expected one line a user, got user {user} again")
+        users[user] = items
+    if not any(users.values()):
+        raise DataError(f"{path}: expected lines `user item item ...`, got none")
+    return users
+
+
+def folder(path: Path) -> Dataset:
+    for split in SPLITS:
+        if not (path / f"{split}.txt").is_file():
+            raise DataError(f"--data: expected train.txt, valid.txt and test.txt in {path}, and there is no {split}.txt")
+    train = read(path / "train.txt", 1, "to train")
+    found = {split: read(path / f"{split}.txt", 0, "") for split in SPLITS[1:]}
+    for split, users in found.items():
+        unknown = users.keys() - train.keys()
+        if unknown:
+            raise DataError(f"{path / f'{split}.txt'}: expected users of train.txt, got user {min(unknown)}")
+    later = [[found[split].get(user, []) for user in train] for split in SPLITS[1:]]
+    return make(str(path), list(train.values()), *later)
+
+
+def leave_one_out(name: str, rows: list[list[int]]) -> Dataset:
+    return make(name, [row[:-2] for row in rows], [row[-2:-1] for row in rows], [row[-1:] for row in rows])
+
+
+def make(name: str, train: list[list[int]], valid: list[list[int]], test: list[list[int]]) -> Dataset:
+    """Each user's items of the three splits. In the test, a user's items of validation are known."""
+    parts = [Sequences.of(rows) for rows in (train, [a + b for a, b in zip(train, valid)], valid, test)]
+    numbers, ids = torch.cat([part.items for part in parts]).unique(return_inverse=True)
+    counts = torch.bincount(ids[: len(parts[0].items)], minlength=len(numbers))
+    order = counts.argsort(descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order))
+    sequences = [Sequences(part, parts[i].lengths) for i, part in enumerate(rank[ids].split([len(part.items) for part in parts]))]
+    seen, seen_later, valid_truth, test_truth = sequences
+    return Dataset(name, numbers[order].tolist(), counts[order], seen, Queries(seen, valid_truth), Queries(seen_later, test_truth))
+
+
+def generate(users: int = 4000, items: int = 5000, clusters: int = 100, seed: int = 0) -> list[list[int]]:
+    """
+    Sequences that walk from cluster to cluster: from each, 4 in 5 steps lead to one of three others, the rest anywhere, and within a
+    cluster the popularity of the items falls as 1 / rank. So the last item says much about the next, and 1 / 3 at best is certain.
+    """
+    random = torch.Generator().manual_seed(seed)
+    size = items // clusters
+    following = torch.randint(clusters, (clusters, 3), generator=random)
+    popularity = 1.0 / torch.arange(1, size + 1)
+    lengths = torch.randint(5, 40, (users,), generator=random)
+    steps = int(lengths.max())
+    cluster = torch.empty(users, steps, dtype=torch.long)
+    cluster[:, 0] = torch.randint(clusters, (users,), generator=random)
+    for step in range(1, steps):
+        along = following[cluster[:, step - 1], torch.randint(3, (users,), generator=random)]
+        anywhere = torch.randint(clusters, (users,), generator=random)
+        cluster[:, step] = torch.where(torch.rand(users, generator=random) < 0.8, along, anywhere)
+    within = torch.multinomial(popularity, users * steps, replacement=True, generator=random).view(users, steps)
+    rows = cluster * size + within
+    return [row[:length] for row, length in zip(rows.tolist(), lengths.tolist())]
+
+
+class Batches:
+    """
+    The training sequences in batches of batch_size, in a new order each epoch. A batch gives items and lengths, the items of its
+    sequences one after another, the short ones first, and for each item the one that follows it.
+
+    Sequences longer than `longest` are cut, so that each item but a user's first is a target once an epoch.
+    unordered: the items of a user are shuffled as well, each epoch anew.
+    """
+
+    def __init__(self, train: Sequences, batch_size: int, longest: int, unordered: bool, seed: int, device: torch.device):
+        self.train, self.batch_size, self.unordered, self.seed, self.device = train, batch_size, unordered, seed, device
+        targets = train.lengths - 1
+        pieces = -(-targets // longest)
+        row = torch.repeat_interleave(torch.arange(len(train)), pieces)
+        piece = torch.arange(len(row)) - (pieces.cumsum(0) - pieces)[row]  # counted from the end
+        stop = targets[row] - piece * longest
+        begin = (stop - longest).clamp(min=0)
+        self.begin, self.lengths = (train.ends - train.lengths)[row] + begin, stop - begin
+        if len(row) == 0:
+            raise DataError("expected a user with at least two items in training, got none")
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return -(-len(self.begin) // self.batch_size)
+
+    def start(self, epoch: int):
+        """Lays out an epoch, which its number and the seed decide alone: a run can be resumed amid it."""
+        random = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        self.order = torch.randperm(len(self.begin), generator=random)
+        self.items = self.train.shuffled(random).items if self.unordered else self.train.items
+        self.epoch = epoch
+
+    def get(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Items [P], lengths [batch_size or fewer] and targets [P] of the step, counted from the start of training."""
+        epoch, i = divmod(step, len(self))
+        if epoch != self.epoch:
+            self.start(epoch)
+        chosen = self.order[i * self.batch_size : (i + 1) * self.batch_size]
+        chosen = chosen[self.lengths[chosen].argsort(stable=True)]
+        lengths = self.lengths[chosen]
+        at = spans(self.begin[chosen], lengths)
+        return self.items[at].to(self.device), lengths.to(self.device), self.items[at + 1].to(self.device)

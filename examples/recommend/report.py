@@ -1,0 +1,28 @@
+"""What a run leaves behind: history.json, table.md and ndcg.png."""
+
+import json
+from pathlib import Path
+
+from common.report import cost, curve, markdown, write_text
+
+
+def table(runs: list[dict], figures: list[str]) -> str:
+    """One line a loss, in Markdown: the best point of each by validation."""
+    rows = []
+    for run in runs:
+        row = cost(run)
+        for split in ("valid", "test"):
+            for figure in figures:
+                value = run[f"{split}_{figure}"]
+                row[f"{split} {figure}"] = "-" if value is None else f"{value:.4f}"
+        rows.append(row)
+    return markdown(rows)
+
+
+def write(output: Path, history: dict, figures: list[str]):
+    """history: what train.py knows, see its `write`."""
+    write_text(output / "history.json", json.dumps(history, indent=2) + "\n")
+    write_text(output / "table.md", table(history["runs"], figures))
+    dataset = history["dataset"]
+    title = f"{history['arguments']['model']} on {dataset['name']}, {dataset['num_items']:,} items"
+    curve(history["runs"], "valid_NDCG@10", "validation NDCG@10 of the full ranking", ".4f", title, output / "ndcg.png")

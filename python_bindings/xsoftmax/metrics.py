@@ -1,0 +1,130 @@
+r"""Figures of a ranking: precision, recall and normalised discounted cumulative gain of the first k predictions.
+
+All take `predictions` int64 [Q, at least k], the classes predicted for each query, best first and each at most once, -1 where there is none;
+and `truth`, the classes that are right, in one of three forms:
+
+- an int64 tensor [Q]: one class for each query;
+- a list of Q sequences or 1-D tensors of class ids, empty where nothing is right;
+- a scipy CSR matrix or array [Q, N]: the columns of its non-zeros.
+
+They give the mean over the queries for which anything is right. With hit_i = 1 where the i-th prediction (counted from 1) is right, else 0,
+and T the number of right classes of a query::
+
+    precision_at_k = sum_{i <= k} hit_i / k
+    recall_at_k    = sum_{i <= k} hit_i / T
+    ndcg_at_k      = sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)
+"""
+
+from typing import Sequence, Union
+
+import torch
+from torch import Tensor
+
+Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
+
+__all__ = ["ndcg_at_k", "precision_at_k", "recall_at_k"]
+
+
+def precision_at_k(predictions: Tensor, truth: Truth, k: int) -> float:
+    """The share of the first k predictions that are right, `sum_{i <= k} hit_i / k`, the mean over queries; see :mod:`xsoftmax.metrics`.
+
+    A missing prediction (-1) is a wrong one.
+    """
+    hits, _ = _hits("precision_at_k", predictions, truth, k)
+    return (hits.sum(1) / k).mean().item()
+
+
+def recall_at_k(predictions: Tensor, truth: Truth, k: int) -> float:
+    """The share of the right classes that are among the first k predictions, `sum_{i <= k} hit_i / T`, the mean over queries; see
+    :mod:`xsoftmax.metrics`."""
+    hits, sizes = _hits("recall_at_k", predictions, truth, k)
+    return (hits.sum(1) / sizes).mean().item()
+
+
+def ndcg_at_k(predictions: Tensor, truth: Truth, k: int) -> float:
+    """How high the right classes stand, 1 where they are all on top:
+    `sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)`, the mean over queries; see :mod:`xsoftmax.metrics`."""
+    hits, sizes = _hits("ndcg_at_k", predictions, truth, k)
+    discount = 1.0 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
+    ideal = discount.cumsum(0)[sizes.clamp(max=k) - 1]
+    return (hits @ discount / ideal).mean().item()
+
+
+def _hits(name: str, predictions: Tensor, truth: Truth, k: int) -> tuple[Tensor, Tensor]:
+    """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), and how many classes are
+    (int64 [Q])."""
+    if not isinstance(predictions, Tensor):
+        raise TypeError(f"{name}: expected predictions as a tensor, got {type(predictions).__name__}")
+    if predictions.dtype != torch.int64:
+        raise TypeError(f"{name}: expected predictions of dtype int64, got {predictions.dtype}")
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"{name}: expected k of type int, got {type(k).__name__}")
+    if k < 1:
+        raise ValueError(f"{name}: expected k >= 1, got {k}")
+    if predictions.dim() != 2 or predictions.shape[1] < k:
+        raise ValueError(f"{name}: expected predictions of shape [Q, {k} or more], got {list(predictions.shape)}")
+    predictions = predictions[:, :k]
+    queries, ids = _pairs(name, truth, len(predictions))
+    queries, ids = queries.to(predictions.device), ids.to(predictions.device)
+    if predictions.numel() > 0 and predictions.min() < -1:
+        raise ValueError(f"{name}: expected predictions of -1 (none) or more, got {predictions.min().item()}")
+    if ids.numel() > 0 and ids.min() < 0:
+        raise ValueError(f"{name}: expected classes of 0 or more in truth, got {ids.min().item()}")
+    ordered = predictions.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        row, column = twice.nonzero()[0].tolist()
+        raise ValueError(f"{name}: expected different predictions for a query, got {ordered[row, column].item()} twice in row {row}")
+
+    # A pair (query, class) as one number: all are looked up at once. Without a prediction: -1, which stands for no pair.
+    span = 1 + max(int(side.max()) if side.numel() > 0 else 0 for side in (predictions, ids))
+    if span > (1 << 63) // max(len(predictions), 1):
+        raise ValueError(f"{name}: expected class ids below 2^63 / {len(predictions)} queries, got {span - 1}")
+    right = torch.unique(queries * span + ids)
+    sizes = torch.bincount(right // span, minlength=len(predictions))
+    rows = torch.arange(len(predictions), device=predictions.device).unsqueeze(1)
+    keys = torch.where(predictions >= 0, rows * span + predictions, -1)
+    some = sizes > 0
+    if not some.any():
+        raise ValueError(f"{name}: expected a query for which a class is right, got none of {len(predictions)}")
+    return torch.isin(keys[some], right).double(), sizes[some]
+
+
+def _pairs(name: str, truth: Truth, num_queries: int) -> tuple[Tensor, Tensor]:
+    """The right classes as pairs: queries int64 [P], class ids int64 [P]."""
+    if isinstance(truth, Tensor):
+        if truth.dim() != 1:
+            raise ValueError(f"{name}: expected truth of shape [Q], got {list(truth.shape)}")
+        if truth.dtype != torch.int64:
+            raise TypeError(f"{name}: expected truth of dtype int64, got {truth.dtype}")
+        rows, ids = torch.arange(len(truth)), truth
+        count = len(truth)
+    elif getattr(truth, "format", None) == "csr":
+        starts, columns = torch.from_numpy(truth.indptr).long(), torch.from_numpy(truth.indices).long()
+        count = truth.shape[0]
+        stored = torch.from_numpy(truth.data != 0)  # a zero may be stored too
+        rows, ids = torch.repeat_interleave(torch.arange(count), starts.diff())[stored], columns[stored]
+    elif isinstance(truth, (list, tuple)):
+        parts = [_ids(name, row, part) for row, part in enumerate(truth)]
+        count = len(parts)
+        ids = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+        rows = torch.repeat_interleave(torch.arange(count), torch.tensor([len(part) for part in parts], dtype=torch.int64))
+    else:
+        raise TypeError(f"{name}: expected truth as an int64 tensor, a list of class ids for each query or a scipy CSR matrix, "
+                        f"got {type(truth).__name__}")
+    if count != num_queries:
+        raise ValueError(f"{name}: expected truth for {num_queries} queries, as many as predictions has, got {count}")
+    return rows, ids
+
+
+def _ids(name: str, row: int, part: Union[Tensor, Sequence[int]]) -> Tensor:
+    """Part of a list of class ids."""
+    try:
+        ids = torch.as_tensor(part)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected class ids in truth[{row}], got {type(part).__name__} ({error})") from error
+    if ids.dim() != 1:
+        raise ValueError(f"{name}: expected truth[{row}] with one dimension, got shape {list(ids.shape)}")
+    if ids.numel() > 0 and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise TypeError(f"{name}: expected class ids of an integer dtype in truth[{row}], got {ids.dtype}")
+    return ids.long().cpu()

@@ -1,0 +1,120 @@
+"""xs.metrics: values by hand, against a loop over the definitions, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import xsoftmax as xs
+
+scipy_sparse = pytest.importorskip("scipy.sparse")
+
+METRICS = [xs.metrics.precision_at_k, xs.metrics.recall_at_k, xs.metrics.ndcg_at_k]
+
+
+def naive(predictions: list[list[int]], truth: list[list[int]], k: int) -> list[float]:
+    """Precision, recall and NDCG, query by query."""
+    sums, queries = [0.0, 0.0, 0.0], 0
+    for row, right in zip(predictions, map(set, truth)):
+        if not right:
+            continue
+        hits = [place for place, item in enumerate(row[:k], 1) if item in right]
+        ideal = sum(1 / math.log2(place + 1) for place in range(1, min(len(right), k) + 1))
+        for i, value in enumerate((len(hits) / k, len(hits) / len(right), sum(1 / math.log2(place + 1) for place in hits) / ideal)):
+            sums[i] += value
+        queries += 1
+    return [value / queries for value in sums]
+
+
+def test_values_by_hand():
+    predictions = torch.tensor([[3, 1, 2, 0], [5, 6, -1, -1], [0, 1, 2, 3]])
+    truth = [[1, 0, 9], [6], []]  # the last query does not count
+    assert xs.metrics.precision_at_k(predictions, truth, 2) == pytest.approx((1 / 2 + 1 / 2) / 2)
+    assert xs.metrics.precision_at_k(predictions, truth, 4) == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert xs.metrics.recall_at_k(predictions, truth, 2) == pytest.approx((1 / 3 + 1) / 2)
+    second = 1 / math.log2(3)
+    assert xs.metrics.ndcg_at_k(predictions, truth, 2) == pytest.approx((second / (1 + second) + second) / 2)
+    fourth = 1 / math.log2(5)
+    assert xs.metrics.ndcg_at_k(predictions, truth, 4) == pytest.approx(((second + fourth) / (1 + second + 1 / 2) + second) / 2)
+
+
+def test_a_perfect_ranking_is_worth_one():
+    truth = [[4, 2], [0, 1, 2, 3, 4], [7]]
+    predictions = torch.tensor([[2, 4, 0, 1], [4, 3, 2, 1], [7, 0, 1, 2]])
+    assert xs.metrics.ndcg_at_k(predictions, truth, 4) == pytest.approx(1)
+    assert xs.metrics.precision_at_k(predictions, truth, 1) == 1
+    assert xs.metrics.recall_at_k(predictions[:1], truth[:1], 4) == 1
+
+
+@st.composite
+def rankings(draw):
+    classes = draw(st.integers(1, 12))
+    width = draw(st.integers(1, classes))
+    queries = draw(st.integers(1, 6))
+    row = st.permutations(range(classes)).map(lambda order: order[:width])
+    missing = st.integers(0, width)
+    predictions = [part[: width - gone] + [-1] * gone for part, gone in draw(st.lists(st.tuples(row, missing), min_size=queries, max_size=queries))]
+    truth = draw(st.lists(st.lists(st.integers(0, classes + 2), max_size=6), min_size=queries, max_size=queries))
+    truth[draw(st.integers(0, queries - 1))].append(draw(st.integers(0, classes - 1)))  # or there would be nothing to average
+    return predictions, truth, draw(st.integers(1, width)), classes + 3
+
+
+@given(rankings())
+@settings(max_examples=200, deadline=None)
+def test_agrees_with_a_loop_in_every_form_of_truth(case):
+    predictions, truth, k, classes = case
+    expected = naive(predictions, truth, k)
+    matrix = scipy_sparse.lil_matrix((len(truth), classes))
+    for row, right in enumerate(truth):
+        matrix[row, right] = 1.0
+    tensors = [torch.tensor(right, dtype=torch.int32) for right in truth]
+    for form in (truth, tensors, matrix.tocsr(), scipy_sparse.csr_array(matrix)):
+        found = [metric(torch.tensor(predictions), form, k) for metric in METRICS]
+        assert found == pytest.approx(expected)
+
+
+def test_one_class_a_query():
+    predictions = torch.randint(0, 50, (40, 1), generator=torch.Generator().manual_seed(0)) + torch.arange(10) * 50
+    truth = torch.arange(40) * 12
+    for metric, expected in zip(METRICS, naive(predictions.tolist(), [[item] for item in truth.tolist()], 10)):
+        assert metric(predictions, truth, 10) == pytest.approx(expected)
+
+
+def test_stored_zeros_are_not_right():
+    matrix = scipy_sparse.csr_matrix(([1.0, 0.0], [0, 1], [0, 2]), shape=(1, 3))
+    assert xs.metrics.recall_at_k(torch.tensor([[1]]), matrix, 1) == 0
+    assert xs.metrics.recall_at_k(torch.tensor([[0]]), matrix, 1) == 1
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (([[0]], [[0]], 1), TypeError, "predictions as a tensor, got list"),
+        ((torch.zeros(1, 1), [[0]], 1), TypeError, "int64, got torch.float32"),
+        ((torch.tensor([[0]]), [[0]], 0), ValueError, "k >= 1, got 0"),
+        ((torch.tensor([[0]]), [[0]], 1.0), TypeError, "k of type int, got float"),
+        ((torch.tensor([[0]]), [[0]], 2), ValueError, r"\[Q, 2 or more\], got \[1, 1\]"),
+        ((torch.tensor([0]), [[0]], 1), ValueError, r"got \[1\]"),
+        ((torch.tensor([[-2]]), [[0]], 1), ValueError, "-1 .none. or more, got -2"),
+        ((torch.tensor([[0], [1]]), [[0]], 1), ValueError, "truth for 2 queries, as many as predictions has, got 1"),
+        ((torch.tensor([[0]]), [[-3]], 1), ValueError, "0 or more in truth, got -3"),
+        ((torch.tensor([[0]]), [[0.5]], 1), TypeError, r"integer dtype in truth\[0\], got torch.float32"),
+        ((torch.tensor([[0]]), [["a"]], 1), TypeError, r"class ids in truth\[0\]"),
+        ((torch.tensor([[0]]), [[[0]]], 1), ValueError, r"truth\[0\] with one dimension"),
+        ((torch.tensor([[0]]), torch.zeros(1), 1), TypeError, "truth of dtype int64, got torch.float32"),
+        ((torch.tensor([[0]]), torch.zeros(1, 1, dtype=torch.int64), 1), ValueError, r"truth of shape \[Q\], got \[1, 1\]"),
+        ((torch.tensor([[0]]), {0: 0}, 1), TypeError, "got dict"),
+        ((torch.tensor([[0]]), scipy_sparse.csc_matrix([[1.0]]), 1), TypeError, "scipy CSR matrix, got csc_matrix"),
+        ((torch.tensor([[4, 4, 1]]), [[0]], 3), ValueError, "different predictions for a query, got 4 twice in row 0"),
+        ((torch.tensor([[0], [1]]), [[0], [1 << 62]], 1), ValueError, "below 2.63 / 2 queries, got 4611686018427387904"),
+        ((torch.tensor([[0]]), [[]], 1), ValueError, "a query for which a class is right, got none of 1"),
+        ((torch.empty(0, 1, dtype=torch.int64), [], 1), ValueError, "got none of 0"),
+    ],
+)
+def test_errors_name_what_was_expected(metric, arguments, error, message):
+    with pytest.raises(error, match=message) as caught:
+        metric(*arguments)
+    assert str(caught.value).startswith(metric.__name__ + ": ")

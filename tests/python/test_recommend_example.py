@@ -1,0 +1,232 @@
+"""The recommender example, run as its README says, on small generated sequences."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import xsoftmax as xs
+from example_modules import EXAMPLES, check_resume, modules, run
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+EXAMPLE = EXAMPLES / "recommend"
+SMALL = ["--width", "16", "--batch-size", "16", "--samples", "16", "--max-length", "8", "--dropout", "0.1", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def example():
+    with modules(EXAMPLE) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def sequences(example, tmp_path_factory):
+    """A file of sequences that walk from cluster to cluster."""
+    path = tmp_path_factory.mktemp("sequences") / "sequences.txt"
+    rows = example["data"].generate(users=200, items=60, clusters=12)
+    path.write_text("".join(" ".join(map(str, [user, *row])) + "\n" for user, row in enumerate(rows)))
+    return path
+
+
+def test_the_command_leaves_its_files(sequences, tmp_path):
+    """In a process of its own, as a user runs it: both losses learn the sequences, and every promised file is there and whole."""
+    command = [sys.executable, EXAMPLE / "train.py", "--data", sequences, "--loss", "sampled", "exact", "--epochs", "12", "--eval-epochs", "4",
+               "--output", tmp_path / "out", "--lr", "0.01", *SMALL]
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert result.returncode == 0, result.stderr
+    history = json.loads((tmp_path / "out" / "history.json").read_text())
+    assert [entry["loss"] for entry in history["runs"]] == ["sampled", "exact"]
+    for entry in history["runs"]:
+        assert len(entry["points"]) == 3 and entry["epochs"] == 12
+        best = max(entry["points"], key=lambda point: point["valid_NDCG@10"])
+        for figure in ("valid_NDCG@10", "valid_Recall@50", "test_NDCG@50", "test_Recall@10"):
+            assert entry[figure] == best[figure]
+        assert entry["valid_NDCG@10"] > 0.2  # 0.08 for a random order of the 60 items
+        assert entry["test_NDCG@10"] > 0.2
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.count("\n") == 4 and f"{history['runs'][0]['test_NDCG@10']:.4f}" in table
+    assert (tmp_path / "out" / "ndcg.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("model, sampler", [("sasrec", "unigram"), ("gru4rec", "midx")])
+def test_resume_is_bit_for_bit(example, sequences, tmp_path, model, sampler, monkeypatch):
+    """The interruptions fall amid epochs, whose order must be found again."""
+    check_resume(example, ["--data", sequences, "--model", model, "--sampler", sampler, "--epochs", "3", "--unordered",
+                           "--output", tmp_path / "out", *SMALL], tmp_path, monkeypatch)
+
+
+def test_patience_ends_training(example, sequences, tmp_path):
+    arguments = ["--data", sequences, "--loss", "exact", "--lr", "1e-9", "--epochs", "50", "--patience", "2", "--output", tmp_path, *SMALL]
+    assert run(example, *arguments) == 0
+    entry = json.loads((tmp_path / "history.json").read_text())["runs"][0]
+    assert len(entry["points"]) < 10  # nothing is learnt
+    values = [point["valid_NDCG@10"] for point in entry["points"]]
+    assert values.index(max(values)) == len(values) - 3
+    assert entry["best_epoch"] == len(values) - 2 and entry["test_NDCG@10"] is not None
+
+
+@pytest.mark.parametrize("model", ["sasrec", "gru4rec"])
+@pytest.mark.parametrize("options", [[], ["--rank-seen"], ["--heads", "2", "--untied", "--bias"]])
+def test_evaluation_is_that_of_the_full_ranking(example, tmp_path, model, options):
+    """Of a run's figures, and of its first ten items of each user: all items scored, the seen ones struck out, sorted."""
+    data, train = example["data"], example["train"]
+    rows = data.generate(users=30, items=60, clusters=6)  # a user may have half of all items: fewer than 50 are left
+    dataset = data.make("sequences", [row[:-3] for row in rows], [row[-3:-1] for row in rows], [row[-1:] if i % 3 else [] for i, row in enumerate(rows)])
+    args = train.parse_arguments([*SMALL, "--model", model, *options])
+    torch.manual_seed(0)
+    current = train.Run("exact", dataset, args)
+    torch.nn.init.normal_(current.encoder.embedding.weight)
+    with train.Interrupt() as interrupt:
+        figures = current.exactly(current.measure, interrupt)
+    assert set(figures) == set(current.TEST) - {"best_epoch"}
+    for split, queries in (("valid", dataset.valid), ("test", dataset.test)):
+        predictions, truth = [], []
+        for known, right in zip(queries.known.split(), queries.truth.split()):
+            if len(right) == 0:
+                continue
+            with torch.no_grad():
+                items = known[-args.max_length :]
+                scores = current.loss.linear(current.encoder(items, torch.tensor([len(items)]))[-1])
+            order = [item for item in scores.argsort(descending=True).tolist() if args.rank_seen or item not in known.tolist()]
+            predictions.append((order + [-1] * 50)[:50])
+            truth.append(right.tolist())
+        for k in (10, 50):
+            assert figures[f"{split}_NDCG@{k}"] == pytest.approx(xs.metrics.ndcg_at_k(torch.tensor(predictions), truth, k))
+            assert figures[f"{split}_Recall@{k}"] == pytest.approx(xs.metrics.recall_at_k(torch.tensor(predictions), truth, k))
+
+
+def test_unordered_queries_are_cut_at_random(example):
+    """Files without an order may be sorted by item: the last ones would say little of a user. What is known stays the same."""
+    data, train = example["data"], example["train"]
+    dataset = data.make("sequences", [list(range(40))] * 3, [[40]] * 3, [[41]] * 3)
+    current = train.Run("exact", dataset, train.parse_arguments([*SMALL, "--unordered"]))
+    for row in current.queries["valid"].known.split():
+        assert row.sort().values.tolist() == list(range(40))
+        assert row[-8:].tolist() != list(range(32, 40))
+
+
+@pytest.mark.parametrize("model", ["sasrec", "gru4rec"])
+def test_a_query_sees_what_lies_before_it(example, model):
+    """Neither later items of the user nor other users nor padding: or the example would not predict."""
+    args = example["train"].parse_arguments([*SMALL, "--model", model])
+    encoder = example["train"].build_encoder(args, 40, sparse=False).eval()
+    items, lengths = torch.arange(40), torch.tensor([1, 2, 3, 4, 5, 8, 8, 7, 2])
+    together = encoder(items, lengths)
+    for row, hidden in zip(items.split(lengths.tolist()), together.split(lengths.tolist())):
+        for end in range(1, len(row) + 1):
+            torch.testing.assert_close(encoder(row[:end], torch.tensor([end]))[-1], hidden[end - 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("unordered", [False, True])
+def test_batches_cover_every_target_once(example, unordered):
+    """Each item but a user's first, after at most `longest` of its user's own; in an order that is new each epoch, and found again."""
+    data = example["data"]
+    rows = [[100 * user + place for place in range(length)] for user, length in enumerate([1, 2, 5, 9, 10, 30])]
+    batches = data.Batches(data.Sequences.of(rows), batch_size=3, longest=4, unordered=unordered, seed=1, device=torch.device("cpu"))
+    epochs = []
+    for epoch in range(2):
+        pairs = []
+        for i in range(len(batches)):
+            items, lengths, targets = batches.get(epoch * len(batches) + i)
+            assert len(items) == len(targets) == lengths.sum() and lengths.max() <= 4 and len(lengths) <= 3
+            assert torch.equal(items // 100, targets // 100)
+            for inside, after in zip(items.split(lengths.tolist()), targets.split(lengths.tolist())):
+                assert torch.equal(inside[1:], after[:-1])
+            pairs += list(zip(items.tolist(), targets.tolist()))
+        assert len(pairs) == sum(len(row) - 1 for row in rows)
+        if not unordered:
+            assert sorted(pairs) == [(item, item + 1) for row in rows for item in row[:-1]]
+        assert len(set(target for _, target in pairs)) == len(pairs)
+        epochs.append(pairs)
+    assert epochs[0] != epochs[1]
+    again = data.Batches(data.Sequences.of(rows), batch_size=3, longest=4, unordered=unordered, seed=1, device=torch.device("cpu"))
+    items, _, targets = again.get(len(again) + 1)
+    assert set(zip(items.tolist(), targets.tolist())) <= set(epochs[1])
+
+
+def test_splits(example, tmp_path):
+    """Of a file: the last item to test, the last but one to validate. Items by falling count in training, also those it never has."""
+    load = example["data"].load_dataset
+    (tmp_path / "file.txt").write_text("7 5 3 3 8 9\n\n2 3 5 4 3\n")
+    dataset = load(str(tmp_path / "file.txt"))
+    assert dataset.items == [3, 5, 4, 8, 9] and dataset.counts.tolist() == [3, 2, 0, 0, 0]
+    assert [row.tolist() for row in dataset.train.split()] == [[1, 0, 0], [0, 1]]
+    assert [row.tolist() for row in dataset.valid.truth.split()] == [[3], [2]]
+    assert [row.tolist() for row in dataset.test.known.split()] == [[1, 0, 0, 3], [0, 1, 2]]
+    assert [row.tolist() for row in dataset.test.truth.split()] == [[4], [0]]
+
+    for split, content in {"train": "0 5 6 6\n3 6\n", "valid": "3 7 5\n", "test": "0 7\n3\n"}.items():
+        (tmp_path / f"{split}.txt").write_text(content)
+    dataset = load(str(tmp_path))
+    assert dataset.items == [6, 5, 7] and dataset.counts.tolist() == [3, 1, 0]
+    assert [row.tolist() for row in dataset.valid.known.split()] == [[1, 0, 0], [0]]
+    assert [row.tolist() for row in dataset.valid.truth.split()] == [[], [2, 1]]
+    assert [row.tolist() for row in dataset.test.known.split()] == [[1, 0, 0], [0, 2, 1]]
+    assert [row.tolist() for row in dataset.test.truth.split()] == [[2], []]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("1 2 3 4\n5 6 7\n", "line 2: expected at least 3 items (one to train, one to validate and one to test) for user 5, got 2"),
+        ("1 2 3 four\n", "line 1: expected numbers of 0 or more, got 'four'"),
+        ("1 2 3 -4\n", "line 1: expected numbers of 0 or more, got '-4'"),
+        ("1 2 3 4.5\n", "got '4.5'"),
+        ("1 2 3 99999999999999999999\n", "line 1: expected numbers below 2^63, got '99999999999999999999'"),
+        ("1 2 3 4\n1 5 6 7\n", "line 2: expected one line a user, got user 1 again"),
+        ("\n\n", "expected lines `user item item ...`, got none"),
+        ("1 2 3 4\n", "expected a user with at least two items in training, got none"),
+    ],
+)
+def test_bad_files(example, tmp_path, capsys, content, message):
+    path = tmp_path / "file.txt"
+    path.write_text(content)
+    assert run(example, "--data", path, "--output", tmp_path, *SMALL, "--loss", "exact") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"train": "0 1 2\n", "valid": "0 1\n"}, "there is no test.txt"),
+        ({"train": "0 1 2\n", "valid": "4 1\n", "test": "0 1\n"}, "valid.txt: expected users of train.txt, got user 4"),
+        ({"train": "0 1 2\n", "valid": "0\n", "test": "0 1\n"}, "valid.txt: expected lines `user item item ...`, got none"),
+        ({"train": "0\n", "valid": "0 1\n", "test": "0 1\n"}, "train.txt, line 1: expected at least 1 items"),
+    ],
+)
+def test_bad_folders(example, tmp_path, capsys, files, message):
+    for split, content in files.items():
+        (tmp_path / f"{split}.txt").write_text(content)
+    assert run(example, "--data", tmp_path, "--output", tmp_path / "out", *SMALL) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--data", "no-such-file"], "neither a file nor a folder"),
+        (["--samples", "5000"], "take fewer"),
+        (["--heads", "3"], "expected a multiple of --heads 3, got 16"),
+        (["--samples", "5", "5"], "a number for each of the 1 samplers, got 2"),
+        (["--dropout", "1"], "less than 1"),
+        (["--patience", "0"], "more than 0"),
+    ],
+)
+def test_errors_say_what_to_change(example, sequences, tmp_path, capsys, arguments, message):
+    assert run(example, "--data", sequences, "--output", tmp_path, *SMALL, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_resume_refuses_other_data(example, sequences, tmp_path, capsys):
+    arguments = ["--epochs", "1", "--output", tmp_path, "--checkpoint", tmp_path / "c.pt", *SMALL]
+    copy = tmp_path / "copy.txt"
+    copy.write_text(sequences.read_text())
+    assert run(example, "--data", copy, *arguments) == 0
+    copy.write_text(copy.read_text() + "1000 1 2 3 4 5\n")
+    assert run(example, "--data", copy, *arguments, "--resume") == 2
+    assert "is not what the checkpoint was trained on" in capsys.readouterr().err
