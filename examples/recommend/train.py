@@ -36,7 +36,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                            "train.txt, valid.txt and test.txt (default: generated sequences)")
     sequences.add_argument("--max-length", type=positive(int), default=50,
                            help="items that count for the next; longer sequences are cut (default: %(default)s)")
-    sequences.add_argument("--unordered", action="store_true", help="the order of a user's items says nothing: shuffle them, each epoch anew")
+    sequences.add_argument("--unordered", action="store_true",
+                           help="the order of a user's items says nothing: shuffle them, each epoch anew")
     sequences.add_argument("--rank-seen", action="store_true", help="rank the items that the user already has, too")
 
     model = parser.add_argument_group("model")

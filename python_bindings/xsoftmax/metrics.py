@@ -1,7 +1,7 @@
 r"""Figures of a ranking: precision, recall and normalised discounted cumulative gain of the first k predictions.
 
-All take `predictions` int64 [Q, at least k], the classes predicted for each query, best first and each at most once, -1 where there is none;
-and `truth`, the classes that are right, in one of three forms:
+All take `predictions` int64 [Q, at least k], the classes predicted for each query, best first and each at most once, -1 where there is
+none; and `truth`, the classes that are right, in one of three forms:
 
 - an int64 tensor [Q]: one class for each query;
 - a list of Q sequences or 1-D tensors of class ids, empty where nothing is right;

@@ -55,7 +55,8 @@ def rankings(draw):
     queries = draw(st.integers(1, 6))
     row = st.permutations(range(classes)).map(lambda order: order[:width])
     missing = st.integers(0, width)
-    predictions = [part[: width - gone] + [-1] * gone for part, gone in draw(st.lists(st.tuples(row, missing), min_size=queries, max_size=queries))]
+    rows = draw(st.lists(st.tuples(row, missing), min_size=queries, max_size=queries))
+    predictions = [part[: width - gone] + [-1] * gone for part, gone in rows]
     truth = draw(st.lists(st.lists(st.integers(0, classes + 2), max_size=6), min_size=queries, max_size=queries))
     truth[draw(st.integers(0, queries - 1))].append(draw(st.integers(0, classes - 1)))  # or there would be nothing to average
     return predictions, truth, draw(st.integers(1, width)), classes + 3

@@ -35,8 +35,8 @@ def sequences(example, tmp_path_factory):
 
 def test_the_command_leaves_its_files(sequences, tmp_path):
     """In a process of its own, as a user runs it: both losses learn the sequences, and every promised file is there and whole."""
-    command = [sys.executable, EXAMPLE / "train.py", "--data", sequences, "--loss", "sampled", "exact", "--epochs", "12", "--eval-epochs", "4",
-               "--output", tmp_path / "out", "--lr", "0.01", *SMALL]
+    command = [sys.executable, EXAMPLE / "train.py", "--data", sequences, "--loss", "sampled", "exact", "--epochs", "12",
+               "--eval-epochs", "4", "--output", tmp_path / "out", "--lr", "0.01", *SMALL]
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, env=os.environ)
     assert result.returncode == 0, result.stderr
     history = json.loads((tmp_path / "out" / "history.json").read_text())
@@ -76,7 +76,8 @@ def test_evaluation_is_that_of_the_full_ranking(example, tmp_path, model, option
     """Of a run's figures, and of its first ten items of each user: all items scored, the seen ones struck out, sorted."""
     data, train = example["data"], example["train"]
     rows = data.generate(users=30, items=60, clusters=6)  # a user may have half of all items: fewer than 50 are left
-    dataset = data.make("sequences", [row[:-3] for row in rows], [row[-3:-1] for row in rows], [row[-1:] if i % 3 else [] for i, row in enumerate(rows)])
+    dataset = data.make("sequences", [row[:-3] for row in rows], [row[-3:-1] for row in rows],
+                        [row[-1:] if i % 3 else [] for i, row in enumerate(rows)])
     args = train.parse_arguments([*SMALL, "--model", model, *options])
     torch.manual_seed(0)
     current = train.Run("exact", dataset, args)
