@@ -4,7 +4,7 @@
 #   make build       the package, installed into .venv
 #   make test        Python tests; C++ tests, then again with AddressSanitizer and UBSan; a C++ project on the installed package
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
-#   make bench       benchmarks, as tables
+#   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
 #   make cuda-check  compiles and links the CUDA kernels; needs no GPU
 #   make clean       removes all that make made
 #
@@ -108,7 +108,7 @@ demo: $(INSTALLED)
 	build/cpp_app/complete out/language_model/model.pt "def open(self, path" --words 30
 
 bench: $(INSTALLED)
-	for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done
+	for script in training_step output_layer midx; do echo "== $$script"; python "benchmarks/$$script.py"; done
 
 clean:
 	rm -rf build $(VENV) out

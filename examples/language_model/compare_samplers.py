@@ -49,6 +49,7 @@ def load_run(path: Path) -> tuple[Run, data.Corpus]:
     arguments, fingerprint, runs = read_checkpoint(path, "--checkpoint")
     saved = argparse.Namespace(**arguments)
     corpus = data.load_corpus(saved.data, saved.min_count, saved.max_tokens)
+    saved.device = "cpu"
     if fingerprint != corpus.fingerprint:
         raise UsageError(f"--checkpoint: the text of {corpus.name} is not the one that {path} was trained on")
     name = list(runs)[-1]
@@ -80,6 +81,8 @@ def mean_probability(log_prob, queries: Tensor) -> Tensor:
 def compare(args: argparse.Namespace) -> int:
     run, corpus = load_run(args.checkpoint)
     linear = run.loss.linear
+    if args.head + args.samples > linear.out_features:
+        raise UsageError(f"--head {args.head} and --samples {args.samples} together exceed the {linear.out_features} words of {corpus.name}")
     queries, target = hidden_states(run, args.batches)
     curves = {"softmax": mean_probability(run.loss.log_prob, queries)}
     rows = []
@@ -121,5 +124,9 @@ def plot(curves: dict[str, Tensor], title: str, path: Path):
     plt.close(figure)
 
 
+def main(argv: list[str] | None = None) -> int:
+    return report_errors(compare, parse_arguments(argv))
+
+
 if __name__ == "__main__":
-    sys.exit(report_errors(compare, parse_arguments(None)))
+    sys.exit(main())

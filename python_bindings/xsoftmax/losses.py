@@ -239,6 +239,7 @@ class SampledSoftmaxLoss(LinearLoss):
         self.sampler = sampler.for_table(in_features, bias)
         self.num_samples = num_samples
         self.shared = bool(sampler.shared_by_default if shared is None else shared)
+        self.sampler.check_num_samples(num_samples, self.shared)
         self.estimator = estimator
         self.remove_accidental_hits = remove_accidental_hits
         self.sparse_grad = sparse_grad

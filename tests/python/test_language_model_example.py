@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +55,23 @@ def test_the_command_leaves_its_files(text, tmp_path):
     assert (tmp_path / "out" / "table.md").read_text().count("\n") == 4
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 5000
     assert torch.jit.load(tmp_path / "out" / "model.pt").encode("f ( 12").numel() == 4  # <eos> before them
+
+
+def test_samplers_are_compared_on_a_trained_model(example, text, tmp_path, capsys):
+    compare, checkpoint = example["compare_samplers"].main, tmp_path / "run.pt"
+    text = Path(shutil.copy(text, tmp_path / "text.txt"))
+    assert run(example, "--data", text, "--epochs", "2", "--loss", "exact", "--output", tmp_path, "--checkpoint", checkpoint, *SMALL) == 0
+    out = tmp_path / "samplers"
+    options = ["--checkpoint", str(checkpoint), "--samples", "5", "--codewords", "8", "--draws", "4", "--output", str(out)]
+    assert compare(options) == 0
+    table = (out / "samplers.md").read_text().splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in table[2:]] == ["unigram", "uniform", "log_uniform", "midx", "midx_pq", "lsh", "sphere", "rff"]
+    assert "gradient bias" in table[0] and (out / "samplers.png").stat().st_size > 5000
+    capsys.readouterr()
+    assert compare(["--checkpoint", str(text)]) == 2 and "is not a checkpoint" in capsys.readouterr().err
+    assert compare([*options, "--samples", "500"]) == 2 and "together exceed the" in capsys.readouterr().err
+    text.write_text(text.read_text(encoding="utf-8") + "more\n", encoding="utf-8")
+    assert compare(options) == 2 and "is not the one that" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model, optimizer, sampler", [("lstm", "adagrad", "unigram"), ("transformer", "adam", "midx")])

@@ -441,6 +441,10 @@ def test_extra_repr():
 
 @pytest.mark.parametrize("kwargs, error, message", [
     (dict(num_samples=-1), ValueError, "expected num_samples >= 0, got -1"),
+    (dict(num_samples=N - 2, head_classes=3), ValueError, f"UniformSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
+    (dict(num_samples=3, sampler=xs.samplers.UnigramSampler(torch.tensor([1.0, 1] + [0] * (N - 2)))), ValueError, "at most 2, .*got 3"),
+    (dict(sampler=xs.samplers.UnionSampler((xs.samplers.LogUniformSampler(N), N - 2), (xs.samplers.MidxSampler(N, D), 4)), head_classes=3),
+     ValueError, f"StaticSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
     (dict(estimator="nce"), ValueError, r"expected estimator to be one of \['sampled_softmax', 'ranking'\], got 'nce'"),
     (dict(reduction="max"), ValueError, "expected reduction to be \"mean\", \"sum\" or \"none\", got max"),
     (dict(label_smoothing=1.1), ValueError, r"expected label_smoothing in \[0, 1\], got 1.1"),

@@ -47,6 +47,9 @@ class AdaptiveSampler(Sampler):
         """The classes that are never drawn."""
         raise NotImplementedError
 
+    def num_drawable(self) -> int:
+        return self.num_classes - len(self._excluded())
+
     def _options(self) -> Dict[str, Any]:
         """What the constructor took beside num_classes, dim, bias and exclude."""
         raise NotImplementedError

@@ -94,6 +94,16 @@ class Sampler(nn.Module):
         """Whether a set, shared or private, holds no class twice."""
         return False
 
+    def num_drawable(self) -> int:
+        """How many classes are ever drawn."""
+        return self.num_classes
+
+    def check_num_samples(self, num_samples: int, shared: bool) -> None:
+        """Raises ValueError where a set of ``num_samples`` different classes cannot be drawn: what a loss asks when it is built."""
+        if self.draws_distinct(shared) and num_samples > self.num_drawable():
+            raise ValueError(f"{type(self).__name__}: expected num_samples of at most {self.num_drawable()}, the classes that are not excluded "
+                             f"and of which each is drawn once, got {num_samples}")
+
     def log_count(self, input: Tensor, num_samples: int, shared: bool, ids: Tensor) -> Tensor:
         """The log expected count of any ``ids`` in the draws that :meth:`sample` makes: of ``ids``' shape, or ``[Q, S]`` for ``ids [S]``."""
         raise NotImplementedError(f"{type(self).__name__} does not define log_count")

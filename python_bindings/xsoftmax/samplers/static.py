@@ -96,6 +96,10 @@ class StaticSampler(Sampler):
         if with_systematic:
             self.order, self.cumulative = torch.ops.xsoftmax.systematic_table(self.probability)
 
+    def num_drawable(self) -> int:
+        probability = self.probability
+        return self.num_classes - self.low if probability is None else int(torch.count_nonzero(probability))
+
     def excluding(self, exclude: Union[int, Tensor]) -> "StaticSampler":
         weights = self.probability
         if weights is None:

@@ -51,6 +51,10 @@ class UnionSampler(Sampler):
     def for_table(self, dim: int, bias: bool) -> "UnionSampler":
         return UnionSampler(*[(part.for_table(dim, bias), count) for part, count in zip(self.parts, self.counts)])
 
+    def check_num_samples(self, num_samples: int, shared: bool) -> None:
+        for part, count in zip(self.parts, self.counts):
+            part.check_num_samples(count, part.shared_by_default)
+
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
         for part in self.parts:
