@@ -1,7 +1,8 @@
 """Rankings of recommenders trained with each sampler, beside the full softmax.
 
-    python benchmarks/recommend.py --data amazon_beauty/Beauty.txt --out out/beauty
-    python benchmarks/recommend.py --data gowalla --out out/gowalla -- --unordered --eval-epochs 5
+    python benchmarks/recommend.py table --data amazon_beauty/Beauty.txt --out out/beauty
+    python benchmarks/recommend.py table --data gowalla --out out/gowalla -- --unordered --eval-epochs 5
+    python benchmarks/recommend.py curve --data gowalla --out out/gowalla -- --unordered    # NDCG against the time of a step
 
 Every run is one of examples/recommend/train.py, with its checkpoint: stopped at any time, the same command goes on. Learning rates are
 searched alike for all methods, on short runs, by NDCG@10 in validation; so is the epoch whose figures count. Long: hours. Runs share the
@@ -41,11 +42,15 @@ def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
 
 def main() -> None:
     parser = make_parser(__doc__, "recommend", epochs=40, search_epochs=10)
+    parser.add_argument("study", choices=["table", "curve"])
     args = parse(parser)
     study = Study(EXAMPLES / "recommend", args, [], "test_NDCG@10",
                   lambda run: -max(point["valid_NDCG@10"] for point in run["points"]) if run["points"] else 0.0)
-    rows = table(study, chosen(parser, args, METHODS))
-    study.show(rows, ["method", "learning rate", "best epoch", *FIGURES, *(f"{figure} of full" for figure in FIGURES)])
+    if args.study == "curve":
+        rows = study.curve(LEARNING_RATES, "validation NDCG@10 / that of the exact loss")
+    else:
+        rows = table(study, chosen(parser, args, METHODS))
+    study.show(rows, ["method", "learning rate", "best epoch", "step", "valid", "of exact", *FIGURES, *(f"{figure} of full" for figure in FIGURES)])
 
 
 if __name__ == "__main__":

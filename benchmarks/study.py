@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable
 
-from timing import machine, print_table
+import torch
+
+from timing import interleave, machine, print_table
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -19,6 +21,21 @@ RANKING = ("--estimator", "ranking")
 
 def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
     return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *more]
+
+
+SIZES = (20, 64, 200, 632, 2000)
+
+# How to score so many classes a query, the target left out.
+CURVES = {
+    "shared uniform": lambda m: sampled("uniform", str(m)),
+    "shared unigram": lambda m: sampled("unigram", str(m)),
+    "head + shared unigram": lambda m: sampled("unigram", str(m - m // 2), m // 2),
+    "private midx": lambda m: sampled("midx", str(m)),
+    "private midx, ranking": lambda m: sampled("midx", str(m), 0, *RANKING),
+    "head + private midx": lambda m: sampled("midx", str(m - m // 2), m // 2),
+    "head + private midx, ranking": lambda m: sampled("midx", str(m - m // 2), m // 2, *RANKING),
+    "head + shared unigram + private midx": lambda m: sampled("unigram midx", f"{m * 2 // 5} {m - m * 4 // 5}", m * 2 // 5),
+}
 
 
 class Study:
@@ -37,9 +54,9 @@ class Study:
         self.common = ["--data", args.data, "--schedule", "cosine", "--threads", str(args.threads), *common, *args.options]
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
 
-    def train(self, name: str, method: list[str], lr: float, epochs: int) -> dict:
+    def train(self, name: str, method: list[str], lr: float, epochs: float) -> dict:
         """The figures of one run, made or finished or merely read."""
-        folder = self.args.out / f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs}"
+        folder = self.args.out / f"{name.replace(',', '').replace(' ', '-')}-lr{lr:g}-epochs{epochs:g}"
         checkpoint = folder / "checkpoint.pt"
         history = folder / "history.json"
         if not (history.is_file() and self.finished(history)):
@@ -75,6 +92,41 @@ class Study:
         runs = self.map([(name, method, best[name], self.args.epochs) for name, method in methods.items()])
         return [(name, best[name], run) for name, run in zip(methods, runs)]
 
+    def step_times(self, methods: dict[str, list[str]]) -> dict[str, float]:
+        """
+        Median seconds of a training step, the encoder's part in it, all methods in turn; kept in the folder, and measured with --time
+        only: it wants a quiet machine.
+        """
+        file = self.args.out / "step_times.json"
+        if self.args.time:
+            sys.path.insert(0, str(self.example))
+            import train
+
+            torch.set_num_threads(self.args.time_threads)
+            steps, dataset = {}, None
+            for name, method in methods.items():
+                args = train.parse_arguments([*self.common, *method])
+                dataset = dataset or train.load_data(args)
+                steps[name] = train.Run(args.loss[0], dataset, args).step
+            seconds = interleave(steps, repeats=31, warmup=6)
+            file.write_text(json.dumps({"machine": machine(), "seconds": seconds}, indent=1))
+        return json.loads(file.read_text())["seconds"] if file.is_file() else {}
+
+    def curve(self, rates: tuple[float, ...], label: str) -> list[dict]:
+        """Runs of --search-epochs with every mix of CURVES in every size, beside the best of the exact loss; plotted. label: of the ratio."""
+        args = self.args
+        exact = [("exact", EXACT, lr, args.search_epochs) for lr in rates]
+        mixes = {f"{name} {size}": method(size) for name, method in CURVES.items() for size in args.sizes}
+        found = self.map(exact + [(name, method, args.lr, args.search_epochs) for name, method in mixes.items()])
+        reference = min(found[: len(exact)], key=self.cost)
+        seconds = self.step_times({"exact": EXACT} | mixes)
+        rows = []
+        for name, run in zip(["exact", *mixes], [reference, *found[len(exact) :]]):
+            rows.append({"method": name, "step": f"{1000 * seconds[name]:.1f} ms" if name in seconds else "",
+                         "valid": f"{abs(self.cost(run)):.4g}", "of exact": f"{self.cost(run) / self.cost(reference):.3f}"})
+        plot({row["method"]: float(row["of exact"]) for row in rows}, seconds, args, label)
+        return rows
+
     def show(self, rows: list[dict], columns: list[str]) -> None:
         """Those columns that a row has."""
         if self.args.json:
@@ -83,15 +135,50 @@ class Study:
             print_table(rows, [column for column in columns if any(column in row for row in rows)])
 
 
+def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Namespace, label: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
+
+    figure, axes = plt.subplots(figsize=(7.5, 5), layout="constrained")
+    for name in CURVES:
+        points = [(1000 * seconds[key] if seconds else size, ratio[key]) for size in args.sizes for key in [f"{name} {size}"]
+                  if math.isfinite(ratio[key])]
+        if points:
+            axes.plot(*zip(*points), marker="o", markersize=4, label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    if seconds:
+        axes.axvline(1000 * seconds["exact"], color="black", linewidth=0.8, linestyle=":", label="a step of the exact loss")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter("{:g}".format))
+        axis.set_minor_formatter(FuncFormatter("{:g}".format))
+    axes.tick_params(which="both", labelsize="small")
+    axes.set_xlabel("time of a training step, ms" if seconds else "classes scored a query")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")
+    figure.savefig(args.out / "curve.png", dpi=150)
+    plt.close(figure)
+
+
 def make_parser(description: str, example: str, epochs: int, search_epochs: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help=f"as of examples/{example}/train.py")
     parser.add_argument("--out", type=Path, required=True, help="a folder a run; kept between calls")
-    parser.add_argument("--epochs", type=int, default=epochs, help="of the table's runs (default: %(default)s)")
-    parser.add_argument("--search-epochs", type=int, default=search_epochs, help="of a learning rate's trial (default: %(default)s)")
+    parser.add_argument("--epochs", type=float, default=epochs, help="of the table's runs (default: %(default)s)")
+    parser.add_argument("--search-epochs", type=float, default=search_epochs,
+                        help="of a learning rate's trial, and of a curve's run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", help="methods of the table, beside the exact loss")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each (default: %(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="curve: classes scored (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="of a curve's run (default: %(default)s)")
+    parser.add_argument("--time", action="store_true", help="measure the time of a step as well, the methods taking turns")
+    parser.add_argument("--time-threads", type=int, default=2, help="for that (default: %(default)s)")
     parser.add_argument("--read-only", action="store_true", help="start nothing: show what is there")
     parser.add_argument("--json", action="store_true")
     return parser

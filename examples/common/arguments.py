@@ -50,10 +50,11 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batc
                            learning_rates: dict[str, float] = LEARNING_RATES, schedule: str = "constant"):
     """The group, for an example to add its own; note: what there is to say about the default optimizer."""
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=positive(int), default=epochs, help="default: %(default)s")
+    training.add_argument("--epochs", type=positive(float), default=epochs, help="default: %(default)s")
+    training.add_argument("--eval-epochs", type=positive(float), default=1, help="between evaluations (default: %(default)s)")
     training.add_argument("--max-minutes", type=positive(float), help="training time of each loss, evaluation left out")
     training.add_argument("--eval-minutes", type=positive(float),
-                          help="training time between evaluations, beside the one after each epoch (default: a sixth of --max-minutes)")
+                          help="training time between evaluations, beside those of --eval-epochs (default: a sixth of --max-minutes)")
     training.add_argument("--batch-size", type=positive(int), default=batch_size, help="default: %(default)s")
     training.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help=f"default: %(default)s{note}")
     training.add_argument("--lr", type=positive(float), help="default: " + ", ".join(f"{k} {v}" for k, v in learning_rates.items()))

@@ -29,7 +29,6 @@ class Run:
     One loss in training: weights, optimizer, position and figures, all of which a checkpoint holds. An example's run adds
 
         epoch_steps     how many steps an epoch has
-        eval_steps      and how many lie between evaluations
         unit            what a step's targets are called, in the plural
         train_loss      the loss of the step that comes, and how many targets it is the mean of
         measure         what an evaluation finds, `valid_...`, for the curve
@@ -39,7 +38,6 @@ class Run:
     """
 
     epoch_steps: int
-    eval_steps: int
     unit: str
     TEST: tuple[str, ...]
     STATE = ("steps", "targets", "train_seconds", "points", "test", "recent", "rng")
@@ -102,6 +100,10 @@ class Run:
     @property
     def epochs(self) -> float:
         return self.steps / self.epoch_steps
+
+    @property
+    def eval_steps(self) -> int:
+        return max(1, round(self.epoch_steps * self.args.eval_epochs))
 
     @property
     def progress(self) -> float:
@@ -172,7 +174,7 @@ class Run:
             self.test = None  # resumed with a larger budget: the figures of its last weights are still to come
         eval_seconds = 60 * self.args.eval_minutes if self.args.eval_minutes else math.inf
         evaluated = self.points[-1]["train_seconds"] if self.points else 0.0
-        steps, quiet = self.args.epochs * self.epoch_steps, not sys.stderr.isatty()
+        steps, quiet = math.ceil(self.args.epochs * self.epoch_steps), not sys.stderr.isatty()
         bar = tqdm(total=steps, initial=self.steps, desc=self.name, unit="step", disable=quiet)
         while not self.finished and not interrupt.seen:
             start = time.perf_counter()

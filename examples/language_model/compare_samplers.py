@@ -23,7 +23,7 @@ from common.report import markdown, write_text
 from common.training import read_checkpoint
 
 import data
-from train import Run
+from train import Run, load_data
 
 QUERY_BLOCK = 256  # queries whose probabilities of all words are in memory at once
 
@@ -48,7 +48,7 @@ def load_run(path: Path) -> tuple[Run, data.Corpus]:
     """The model of a checkpoint, the last loss of several, and its text."""
     arguments, fingerprint, runs = read_checkpoint(path, "--checkpoint")
     saved = argparse.Namespace(**arguments)
-    corpus = data.load_corpus(saved.data, saved.min_count, saved.max_tokens)
+    corpus = load_data(saved)
     saved.device = "cpu"
     if fingerprint != corpus.fingerprint:
         raise UsageError(f"--checkpoint: the text of {corpus.name} is not the one that {path} was trained on")

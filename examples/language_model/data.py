@@ -48,13 +48,14 @@ def tokenise(text: str, pretokenised: bool = False):
             yield END_OF_LINE
 
 
-def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = None) -> Corpus:
+def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = None, eval_tokens: int | None = None) -> Corpus:
     """
     path: a text file (split by position: 90 % to train, 5 % to validate, 5 % to test), a folder that holds *.train.txt,
         *.valid.txt and *.test.txt of words between spaces (as Penn Treebank is distributed), a folder of other *.txt files (one in 20
         to validate, one in 20 to test), or None for the source of Python's standard library
     min_count: words that the training text holds fewer times become <unk>
     max_tokens: of the training text; validation and test text then have at most a tenth of it each
+    eval_tokens: of the validation text, and of the test text
     """
     if path is None:
         name, pretokenised, texts = "the Python standard library", False, standard_library()
@@ -76,6 +77,8 @@ def load_corpus(path: str | None, min_count: int = 2, max_tokens: int | None = N
         ids = streams["all"]
         cuts = [len(ids) * 90 // 100, len(ids) * 95 // 100]
         streams = {"train": ids[: cuts[0]], "valid": ids[cuts[0] : cuts[1]], "test": ids[cuts[1] :]}
+    if eval_tokens:
+        streams |= {split: streams[split][:eval_tokens] for split in ("valid", "test")}
     for split, ids in streams.items():
         if len(ids) < 2:
             raise DataError(f"--data: the {split} part of {name} has {len(ids)} words, expected at least 2")

@@ -30,6 +30,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                       "(default: the source of Python's standard library)")
     text.add_argument("--min-count", type=positive(int), default=2, help="rarer words become <unk> (default: %(default)s)")
     text.add_argument("--max-tokens", type=positive(int), help="of the training text; validation and test get a tenth at most")
+    text.add_argument("--eval-tokens", type=positive(int), help="of the validation text, and of the test text")
 
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=ENCODERS, default="lstm", help="default: %(default)s")
@@ -76,7 +77,7 @@ class Run(training.Run):
             split: data.Batches(getattr(corpus, split), args.batch_size, args.bptt, self.device)
             for split in ("train", "valid", "test")
         }
-        self.epoch_steps = self.eval_steps = len(self.parts["train"])
+        self.epoch_steps = len(self.parts["train"])
         self.recurrent: list[Tensor] = []  # what the encoder carries to the next batch
 
     def load_state_dict(self, state: dict):
@@ -123,10 +124,14 @@ def save_model(run: Run, corpus: data.Corpus, path: Path):
     script(Completer(encoder, linear.cpu(), corpus.words, corpus.pretokenised, special)).save(str(path))
 
 
+def load_data(args: argparse.Namespace) -> data.Corpus:
+    return data.load_corpus(args.data, args.min_count, args.max_tokens, args.eval_tokens)
+
+
 def train(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
-    corpus = data.load_corpus(args.data, args.min_count, args.max_tokens)
+    corpus = load_data(args)
     print(
         f"{corpus.name}: {len(corpus.words):,} words, {len(corpus.train):,} tokens to train, "
         f"{len(corpus.valid):,} to validate, {len(corpus.test):,} to test",

@@ -52,7 +52,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add_loss_arguments(parser, classes="items", query="position", head=0)
     options = add_training_arguments(parser, epochs=20, batch_size=128, optimizer="adam", learning_rates=learning_rates,
                                      schedule="cosine")
-    options.add_argument("--eval-epochs", type=positive(int), default=1, help="between evaluations (default: %(default)s)")
     options.add_argument("--patience", type=positive(int), metavar="N",
                          help="stop after N evaluations without a better validation NDCG@10 (default: never)")
     add_file_arguments(parser, "out/recommend")
@@ -85,7 +84,6 @@ class Run(training.Run):
         super().__init__(name, args, encoder, loss)
         self.train_part = data.Batches(dataset.train, args.batch_size, args.max_length, args.unordered, args.seed, self.device)
         self.epoch_steps = len(self.train_part)
-        self.eval_steps = self.epoch_steps * args.eval_epochs
         self.num_items = len(dataset.items)
         self.queries = {"valid": dataset.valid, "test": dataset.test}
         if args.unordered:  # or --max-length would cut them where the file's order happens to
@@ -148,10 +146,14 @@ class Run(training.Run):
         return "valid " + ", ".join(f"{figure} {point[f'valid_{figure}']:.4f}" for figure in FIGURES)
 
 
+def load_data(args: argparse.Namespace) -> data.Dataset:
+    return data.load_dataset(args.data)
+
+
 def train(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
-    dataset = data.load_dataset(args.data)
+    dataset = load_data(args)
     actions = {"train": len(dataset.train.items), "valid": len(dataset.valid.truth.items), "test": len(dataset.test.truth.items)}
     print(
         f"{dataset.name}: {len(dataset.train):,} users, {len(dataset.items):,} items, {actions['train']:,} actions to train, "
