@@ -108,6 +108,7 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   const auto other = suited->for_table(in_features, options.bias);
   sampler = register_module("sampler", other ? other : suited);
   shared_ = sampling.shared.value_or(sampler->shared_by_default());
+  sampler->check_num_samples(sampling.num_samples, shared_);
   TORCH_CHECK_VALUE(!sampler->proposes_targets() || (shared_ && sampling.remove_accidental_hits),
                     "SampledSoftmaxLoss: expected shared draws and remove_accidental_hits for a sampler that proposes targets");
 }

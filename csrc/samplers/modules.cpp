@@ -132,6 +132,11 @@ Tensor SamplerImpl::auxiliary_loss(const Tensor&, const Tensor&, const std::opti
 void SamplerImpl::note(const Tensor&) {}
 std::shared_ptr<SamplerImpl> SamplerImpl::for_table(int64_t, bool) { return nullptr; }
 
+void SamplerImpl::check_num_samples(int64_t num_samples, bool shared) const {
+  TORCH_CHECK_VALUE(!draws_distinct(shared) || num_samples <= num_drawable(), "SampledSoftmaxLoss: expected num_samples of at most ",
+                    num_drawable(), ", the classes that are not excluded and of which each is drawn once, got ", num_samples);
+}
+
 Tensor SamplerImpl::log_count(const Tensor&, int64_t, bool, const Tensor&) {
   TORCH_CHECK_VALUE(false, "log_count: this sampler cannot tell the expected count of any class, so it does not go into a union");
 }
@@ -191,6 +196,10 @@ Proposal StaticSamplerImpl::sample(const Tensor& input, int64_t num_samples, boo
       draw(draw_seed(input, generator), shared ? std::nullopt : std::optional<int64_t>(input.size(0)), num_samples, distinct);
   const Tensor target_log_count = target.has_value() ? scaled_count(log_scale, *target, distinct) : Tensor();
   return {ids, scaled_count(log_scale, ids, distinct), target_log_count, distinct, {}, {}, 0, {}};
+}
+
+int64_t StaticSamplerImpl::num_drawable() const {
+  return probability.defined() ? probability.count_nonzero().item<int64_t>() : num_classes_ - low_;
 }
 
 Tensor StaticSamplerImpl::log_count(const Tensor&, int64_t num_samples, bool shared, const Tensor& ids) {

@@ -96,6 +96,12 @@ Tensor UnionSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
   return (total - std::log(double(size))).to(at::kFloat);
 }
 
+void UnionSamplerImpl::check_num_samples(int64_t, bool) const {
+  for (const auto& [part, count] : parts_) {
+    part->check_num_samples(count, part->shared_by_default());
+  }
+}
+
 void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias) {
   for (const auto& part : parts_) {
     part.first->prepare(weight, bias);

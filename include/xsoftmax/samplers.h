@@ -66,6 +66,10 @@ class SamplerImpl : public torch::nn::Module {
   virtual void note(const torch::Tensor& ids);
   /// Whether a set, shared or private, holds no class twice.
   virtual bool draws_distinct(bool shared) const { return false; }
+  /// How many classes are ever drawn.
+  virtual int64_t num_drawable() const { return num_classes_; }
+  /// Throws ValueError where a set of `num_samples` different classes cannot be drawn: what a loss asks when it is built.
+  virtual void check_num_samples(int64_t num_samples, bool shared) const;
   /// The log expected count of any `ids` in the draws that `sample` makes: of ids' shape, or [Q, S] for ids [S]. Throws ValueError where
   /// a sampler cannot tell.
   virtual torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids);
@@ -105,6 +109,7 @@ class StaticSamplerImpl : public SamplerImpl {
                   std::optional<at::Generator> generator = std::nullopt) override;
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
   bool draws_distinct(bool shared) const override { return distinct_.value_or(shared); }
+  int64_t num_drawable() const override;
   torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
 
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
@@ -126,6 +131,7 @@ class StaticSamplerImpl : public SamplerImpl {
   virtual torch::Tensor log_q(const torch::Tensor& ids);
 
   std::optional<bool> distinct_;
+  int64_t low_ = 0; ///< the classes below it are excluded, where no tables say so
 
  private:
   torch::Tensor scaled_count(const torch::Tensor& log_scale, const torch::Tensor& ids, bool distinct);
@@ -144,7 +150,6 @@ class UniformSamplerImpl : public StaticSamplerImpl {
                                                 bool distinct) override;
   torch::Tensor log_q(const torch::Tensor& ids) override;
 
-  int64_t low_ = 0;
   bool from_tables_ = false;
 };
 TORCH_MODULE(UniformSampler);
@@ -160,7 +165,6 @@ class LogUniformSamplerImpl : public StaticSamplerImpl {
                                                 bool distinct) override;
   torch::Tensor log_q(const torch::Tensor& ids) override;
 
-  int64_t low_ = 0;
   bool from_tables_ = false;
 };
 TORCH_MODULE(LogUniformSampler);
@@ -199,6 +203,7 @@ TORCH_MODULE(InBatchSampler);
 class AdaptiveSamplerImpl : public SamplerImpl {
  public:
   bool shared_by_default() const override { return false; }
+  int64_t num_drawable() const override { return num_classes_ - excluded().size(0); }
   torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias) override;
@@ -394,6 +399,7 @@ class UnionSamplerImpl : public SamplerImpl {
   torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
   void note(const torch::Tensor& ids) override;
   bool shared_by_default() const override { return false; }
+  void check_num_samples(int64_t num_samples, bool shared) const override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias) override;
 

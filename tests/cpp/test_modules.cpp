@@ -211,6 +211,10 @@ TEST_F(Modules, BadArgumentsThrow) {
     SampledSoftmaxLoss(kWidth, kClasses, sampler, sampling, options);
   };
   EXPECT_THROW(make({.num_samples = -1}), c10::ValueError);
+  EXPECT_THROW(make({.num_samples = kClasses - 1, .head_classes = 2}), c10::ValueError);
+  EXPECT_THROW(make({.num_samples = 2}, {}, samplers::UnigramSampler((torch::arange(kClasses) == 3).to(torch::kFloat)).ptr()), c10::ValueError);
+  EXPECT_THROW(make({.num_samples = 2}, {}, samplers::UnionSampler(std::vector<samplers::UnionSamplerImpl::Part>{
+                                                {samplers::UniformSampler(kClasses).ptr(), kClasses + 1}}).ptr()), c10::ValueError);
   EXPECT_THROW(make({.estimator = "nce"}), c10::ValueError);
   EXPECT_THROW(make({.head_classes = kClasses + 1}), c10::ValueError);
   EXPECT_THROW(make({.head_classes = 1, .head = torch::tensor({1}, torch::kLong)}), c10::ValueError);
