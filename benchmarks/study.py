@@ -23,7 +23,7 @@ def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
     return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *more]
 
 
-SIZES = (20, 64, 200, 632, 2000)
+SIZES = (20, 100, 500, 2000)
 
 # How to score so many classes a query, the target left out.
 CURVES = {
