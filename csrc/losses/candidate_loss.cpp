@@ -41,11 +41,12 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
   };
   const Tensor counts = at::cat({log_count(args.private_log_count, own), log_count(args.shared_log_count, all)}, 1);
 
-  const Tensor hit = args.remove_accidental_hits ? ids.eq(args.target.unsqueeze(1)) : at::zeros_like(ids, at::kBool);
+  const bool remove_hits = args.remove_accidental_hits && estimator.drops_hits;
+  const Tensor hit = remove_hits ? ids.eq(args.target.unsqueeze(1)) : at::zeros_like(ids, at::kBool);
   const Tensor out = hit.logical_or(counts.eq(kInfinity)); // takes no part
-  Tensor log_weight = at::where(out, -kInfinity, -counts);
+  Tensor log_weight = at::where(out, -kInfinity, estimator.weighs ? -counts : at::zeros_like(counts));
   const int64_t own_draws = own - args.fixed_private, all_draws = all - args.fixed_shared;
-  const bool renormalize = args.remove_accidental_hits && estimator.renormalizes && given(args.target_log_count);
+  const bool renormalize = remove_hits && estimator.renormalizes && given(args.target_log_count);
   if (renormalize && own_draws + all_draws > 0) {
     Tensor independent = at::zeros({own + all}, long_options.dtype(at::kBool));
     independent.narrow(0, args.fixed_private, own_draws).fill_(true);
@@ -174,6 +175,8 @@ void check_candidates(const char* op, const char* rows_arg, const Tensor& rows, 
   TORCH_CHECK_VALUE(!chosen.corrects_target || given(target_log_count), op, ": expected target_log_count for estimator \"",
                     chosen.name, "\", got none");
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], got ", label_smoothing);
+  TORCH_CHECK_VALUE(chosen.smooths || label_smoothing == 0, op, ": expected label_smoothing=0 for estimator \"", chosen.name, "\", got ",
+                    label_smoothing);
 }
 
 void check_candidate_loss(const CandidateLossArgs& args) {

@@ -18,7 +18,7 @@ struct LossRows {
   const T* target_log_count;       ///< [Q]
   int64_t private_width, shared_width, shared_count_stride;
   int64_t fixed_private, fixed_shared;
-  bool remove_hits, renormalize, correct_target;
+  bool remove_hits, renormalize, correct_target, weigh;
   T label_smoothing;
   T* loss;                         ///< [Q]: wanted where it is there
   T* grad_scores;                  ///< [Q, 1 + P + S]: likewise
@@ -30,17 +30,21 @@ struct LossRows {
 };
 
 /// The loops that estimators choose from.
-enum class RowLoss { Softmax };
+enum class RowLoss { Softmax, Logistic, OneVsEach, BlackOut, Importance };
 
 /// A function for each RowLoss, over queries first .. last - 1: loss, gradient of the scores, or both.
 template <typename T>
 struct EstimatorRows {
   using Function = void (*)(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer);
-  Function softmax;
+  Function softmax, logistic, one_vs_each, blackout, importance;
 
   Function of(RowLoss loss) const {
     switch (loss) {
       case RowLoss::Softmax: return softmax;
+      case RowLoss::Logistic: return logistic;
+      case RowLoss::OneVsEach: return one_vs_each;
+      case RowLoss::BlackOut: return blackout;
+      case RowLoss::Importance: return importance;
     }
     return nullptr;
   }

@@ -15,8 +15,8 @@ static inline double logarithm(double x) { return __builtin_log(x); }
 template <typename T> struct CountOf { using type = int64_t; };
 template <> struct CountOf<float> { using type = int32_t; };
 
-// One query: what an estimator works on. log_weight = -log count (+ the renormalisation); it and score are made only for label
-// smoothing. adjusted = score + log_weight, -inf where the candidate hits the target.
+// One query: what an estimator works on. log_weight = -log count (+ the renormalisation); it and score are made only on request.
+// adjusted = score + log_weight, -inf where the candidate hits the target.
 template <typename T>
 struct Row {
   T target;
@@ -29,7 +29,7 @@ struct Row {
 // out[j] = score[j] - log_count[j], or -inf at a hit; returns how many take no part: hits, and candidates of infinite count.
 template <typename T>
 int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict log_count, const int64_t* __restrict ids,
-               int64_t target, bool remove_hits, int64_t n) {
+               int64_t target, bool remove_hits, bool weigh, int64_t n) {
   int64_t hits = 0;
   typename CountOf<T>::type absent = 0;
   if (log_count == nullptr) {
@@ -39,7 +39,7 @@ int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict
   } else {
     for (int64_t j = 0; j < n; ++j) {
       const bool gone = log_count[j] == kInfinity<T>;
-      const T value = score[j] - log_count[j];
+      const T value = score[j] - (weigh ? log_count[j] : T(0));
       out[j] = gone ? -kInfinity<T> : value;
       absent += gone;
     }
@@ -60,10 +60,11 @@ int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict
 
 // Adjusts the fixed columns, then the independent ones; returns the number of hits among the latter.
 template <typename T>
-int64_t adjust_segment(T* out, const T* score, const T* log_count, const int64_t* ids, int64_t target, bool remove_hits, int64_t fixed,
-                       int64_t n) {
-  adjust(out, score, log_count, ids, target, remove_hits, fixed);
-  return adjust(out + fixed, score + fixed, log_count ? log_count + fixed : nullptr, ids + fixed, target, remove_hits, n - fixed);
+int64_t adjust_segment(T* out, const T* score, const T* log_count, const int64_t* ids, int64_t target, const LossRows<T>& rows,
+                       int64_t fixed, int64_t n) {
+  adjust(out, score, log_count, ids, target, rows.remove_hits, rows.weigh, fixed);
+  return adjust(out + fixed, score + fixed, log_count ? log_count + fixed : nullptr, ids + fixed, target, rows.remove_hits, rows.weigh,
+                n - fixed);
 }
 
 // Not adjusted - score: beside a large score, that difference has lost its digits.
@@ -76,15 +77,15 @@ void set_log_weight(T* __restrict out, const T* __restrict adjusted, const T* __
 }
 
 template <typename T>
-Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
+Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // apart: score and log_weight as well
   const int64_t p = rows.private_width, s = rows.shared_width;
   const T* scores = rows.scores + q * (1 + p + s);
   const T* score = scores + 1;
   const int64_t target = rows.target[q];
   const T* private_log_count = rows.private_log_count ? rows.private_log_count + q * p : nullptr;
   const T* shared_log_count = rows.shared_log_count ? rows.shared_log_count + q * rows.shared_count_stride : nullptr;
-  int64_t hits = adjust_segment(buffer, score, private_log_count, rows.private_ids + q * p, target, rows.remove_hits, rows.fixed_private, p);
-  hits += adjust_segment(buffer + p, score + p, shared_log_count, rows.shared_ids, target, rows.remove_hits, rows.fixed_shared, s);
+  int64_t hits = adjust_segment(buffer, score, private_log_count, rows.private_ids + q * p, target, rows, rows.fixed_private, p);
+  hits += adjust_segment(buffer + p, score + p, shared_log_count, rows.shared_ids, target, rows, rows.fixed_shared, s);
 
   // M independent draws, m of them live: q renormalised to the classes other than the target gives each the factor (M - c_y) / m.
   T factor = 0;
@@ -103,7 +104,7 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer) {
   const bool corrected = rows.correct_target && rows.target_log_count[q] != -kInfinity<T>;
   const T correction = corrected ? rows.target_log_count[q] : T(0);
   T *log_weight = buffer + (p + s), *score_copy = log_weight + (p + s);
-  if (rows.label_smoothing != 0) {
+  if (apart) {
     set_log_weight(log_weight, buffer, private_log_count, factor, rows.fixed_private, p);
     set_log_weight(log_weight + p, buffer + p, shared_log_count, factor, rows.fixed_shared, s);
     for (int64_t j = 0; j < p + s; ++j) {
@@ -183,8 +184,127 @@ T softmax_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __
   return normalizer - (1 - smoothing) * row.target - smoothing * mean.value;
 }
 
+// sum_j log(1 + e^x_j): products of factors between 1 and 2, whose logarithm is taken once for as many as a float holds. Writes
+// sigmoid(x_j) where grad is given.
 template <typename T>
-void softmax(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
+T softplus_sum(const T* __restrict x, int64_t n, T* __restrict grad) {
+  T sum = 0;
+  constexpr int64_t kFactors = 64;
+  for (int64_t begin = 0; begin < n; begin += kFactors) {
+    const int64_t end = begin + kFactors < n ? begin + kFactors : n;
+    T product = 1, linear = 0;
+    for (int64_t j = begin; j < end; ++j) {
+      const T small = exponential(-__builtin_fabs(x[j]));
+      product *= 1 + small;
+      linear += x[j] > 0 ? x[j] : T(0);
+      if (grad != nullptr) {
+        grad[j] = (x[j] > 0 ? T(1) : small) / (1 + small);
+      }
+    }
+    sum += linear + logarithm(product);
+  }
+  return sum;
+}
+
+template <typename T>
+T logistic_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T opposite = -row.target;
+  T own_grad;
+  T loss = softplus_sum(&opposite, 1, &own_grad);
+  loss += softplus_sum(row.adjusted, row.width, grad);
+  if (grad != nullptr) {
+    *grad_target = -own_grad * grad_loss;
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] *= grad_loss;
+    }
+  }
+  return loss;
+}
+
+template <typename T>
+T one_vs_each_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  T loss = 0, total = 0;
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T weight = exponential(row.log_weight[j]), x = row.score[j] - row.target;
+    const T small = exponential(-__builtin_fabs(x)), slope = (x > 0 ? T(1) : small) / (1 + small);
+    const T value = weight * ((x > 0 ? x : T(0)) + logarithm(1 + small));
+    loss += weight == 0 ? T(0) : value;
+    if (grad != nullptr) {
+      grad[j] = weight == 0 ? T(0) : grad_loss * weight * slope;
+      total += grad[j];
+    }
+  }
+  if (grad != nullptr) {
+    *grad_target = -total;
+  }
+  return loss;
+}
+
+// p: the softmax over {target} and candidates; -log p_y - sum_j log(1 - p_j). The best candidate b apart, where it is above the target: see
+// BlackOut in estimators.cpp.
+template <typename T>
+T blackout_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T* __restrict adjusted = row.adjusted;
+  const T most = largest(adjusted, row.width, row.target);
+  int64_t best = row.width;
+  for (int64_t j = row.width; j-- > 0 && row.target < most;) {
+    best = adjusted[j] == most ? j : best;
+  }
+  const bool exists = best < row.width;
+  const T second = exists ? largest(adjusted + best + 1, row.width - best - 1, largest(adjusted, best, row.target)) : most;
+  const T own = exponential(row.target - second);
+  T others = own; // the sum without b, over e^second
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T value = exponential(adjusted[j] - second);
+    others += j == best ? T(0) : value;
+  }
+  const T scale = exponential(second - most), sum = scale * others + (exists ? T(1) : T(0)); // over e^most
+  const T of_best = exists ? 1 / sum : T(0);
+  T loss = most + logarithm(sum) - row.target;
+  loss += exists ? most + logarithm(sum) - second - logarithm(others) : T(0);
+  T odds_sum = 0;
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T value = scale * exponential(adjusted[j] - second), odds = j == best ? T(0) : value / (sum - value);
+    loss += logarithm(1 + odds);
+    odds_sum += odds;
+  }
+  if (grad != nullptr) {
+    const T left = 1 - odds_sum;
+    *grad_target = grad_loss * (own * (scale * left / sum - of_best / others) - 1);
+    for (int64_t j = 0; j < row.width; ++j) {
+      const T share = exponential(adjusted[j] - second), value = scale * share;
+      const T of_other = value * left / sum + value / (sum - value) - of_best * share / others;
+      grad[j] = grad_loss * (j == best ? of_best * (left + 1) : of_other);
+    }
+  }
+  return loss;
+}
+
+template <typename T>
+T importance_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T most = largest(row.adjusted, row.width, -kInfinity<T>);
+  T sum = 0;
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T value = most == -kInfinity<T> ? T(0) : exponential(row.adjusted[j] - most);
+    sum += value;
+    if (grad != nullptr) {
+      grad[j] = value;
+    }
+  }
+  if (grad != nullptr) {
+    *grad_target = sum == 0 ? T(0) : -grad_loss;
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] *= sum == 0 ? T(0) : grad_loss / sum;
+    }
+  }
+  return sum == 0 ? T(0) : most + logarithm(sum) - row.target;
+}
+
+template <typename T>
+using RowFunction = T (*)(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad);
+
+template <typename T, RowFunction<T> row_loss, bool apart>
+void run(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
   const int64_t width = 1 + rows.candidates();
   for (int64_t q = first; q < last; ++q) {
     T* grad = rows.grad_scores ? rows.grad_scores + q * width : nullptr;
@@ -195,15 +315,22 @@ void softmax(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
       }
       continue;
     }
-    const T loss = softmax_row(prepare(rows, q, buffer), rows.label_smoothing, grad_loss, grad, grad ? grad + 1 : nullptr);
+    const Row<T> row = prepare(rows, q, buffer, apart || rows.label_smoothing != 0);
+    const T loss = row_loss(row, rows.label_smoothing, grad_loss, grad, grad ? grad + 1 : nullptr);
     if (rows.loss) {
       rows.loss[q] = loss;
     }
   }
 }
 
+template <typename T>
+constexpr EstimatorRows<T> functions() {
+  return {run<T, softmax_row<T>, false>, run<T, logistic_row<T>, false>, run<T, one_vs_each_row<T>, true>, run<T, blackout_row<T>, false>,
+          run<T, importance_row<T>, false>};
+}
+
 } // namespace
 
-extern const EstimatorRowTable estimator_rows{{softmax<float>}, {softmax<double>}};
+extern const EstimatorRowTable estimator_rows{functions<float>(), functions<double>()};
 
 } // namespace xsoftmax::XS_ISA

@@ -32,6 +32,9 @@ struct Estimator {
   const char* name;
   bool corrects_target; ///< the target's score is lowered by its own log expected count
   bool renormalizes;    ///< where hits are removed, q is renormalised to the other classes
+  bool weighs;          ///< candidates weigh 1 / expected count, not 1
+  bool drops_hits;      ///< hits are removed where the caller says so: else they always stay
+  bool smooths;         ///< there is a form with label smoothing
   at::Tensor (*loss)(const CandidateBatch&);
   EstimatorGradient (*gradient)(const CandidateBatch&);
   RowLoss row_loss; ///< the loop over one query on CPU

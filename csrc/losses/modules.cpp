@@ -169,7 +169,7 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
     sampler->note(beside);
   }
   sampler->note(counted);
-  const bool by_draws = proposal.target_log_draws.defined() && sampling_.estimator != "ranking";
+  const bool by_draws = proposal.target_log_draws.defined() && !find_estimator("SampledSoftmaxLoss", sampling_.estimator).corrects_target;
   const Tensor loss = sampled_softmax_loss(
       input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count, shared_log_count,
       optional(by_draws ? proposal.target_log_draws : proposal.target_log_count), optional(weight), sampling_.estimator,

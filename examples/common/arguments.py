@@ -43,7 +43,7 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
     loss.add_argument("--refresh-every", type=positive(int), default=500, help="steps after which a sampler looks at the weights again (default: %(default)s)")
     loss.add_argument("--head", type=int, default=head,
                       help=f"most frequent {classes}, always scored (default: %(default)s; in_batch has none)")
-    loss.add_argument("--estimator", choices=["sampled_softmax", "ranking"], default="sampled_softmax", help="default: %(default)s")
+    loss.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(), default="sampled_softmax", help="default: %(default)s")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int, optimizer: str, note: str = "",

@@ -59,9 +59,15 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// (-inf if it cannot be drawn).
 /// estimator: "sampled_softmax" (MIDX paper, section 3.2; with remove_accidental_hits=False its Eq. 1), or "ranking", which corrects the
 /// target's score by target_log_count as well (TensorFlow's sampled softmax; -inf corrects nothing) and never renormalises.
+/// Or, with adjusted_j as above, a_y = scores[:, 0] - target_log_count (needed where it appears) and no label smoothing:
+///     "nce"                softplus(-a_y) + sum_j softplus(adjusted_j): noise-contrastive estimation with log Z = 0 (Gutmann and Hyvarinen, 2012)
+///     "negative_sampling"  softplus(-s_y) + sum_j softplus(s_j): counts do not matter (Mikolov et al., 2013)
+///     "one_vs_each"        sum_j softplus(s_j - s_y) / count_j, renormalised as "sampled_softmax" is (Titsias, 2016)
+///     "blackout"           -log p_y - sum_j log(1 - p_j), p the softmax of a_y and adjusted (Ji et al., 2016)
+///     "importance"         logsumexp(adjusted) - s_y: the normaliser from the draws alone; hits always stay (Bengio and Senecal, 2003)
 /// label_smoothing e: (1 - e) of the loss above and e of (log normaliser - mean score of all classes), the mean estimated
 /// with the weights exp(adjusted - score), 1 for the target, over their sum; "ranking" takes the target's corrected score there too.
-/// With no live candidate the loss is 0. Returns [Q] in scores' dtype. Backward recomputes from the scores; nothing else is kept.
+/// With no live candidate the softmax losses, "one_vs_each" and "importance" are 0. Returns [Q] in scores' dtype. Backward recomputes from the scores; nothing else is kept.
 at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, const std::optional<at::Tensor>& private_ids,
                           const std::optional<at::Tensor>& shared_ids,
                           const std::optional<at::Tensor>& private_log_count = std::nullopt,

@@ -185,7 +185,9 @@ class SampledSoftmaxLoss(LinearLoss):
         num_samples: draws a step (shared) or a query (private).
         shared: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits the sampler.
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
-            (TensorFlow's form; its gradient is the full one times about M / (M + 1)).
+            (TensorFlow's form; its gradient is the full one times about M / (M + 1)). Or one that is no estimate of the softmax loss:
+            "nce", "negative_sampling", "one_vs_each", "blackout", "importance", whose formulas stand with ``xsoftmax::candidate_loss``
+            in ops.h; none of them takes label_smoothing.
         remove_accidental_hits: drop draws that equal the target. False with "sampled_softmax" is Eq. 1 of the MIDX paper, whose gradient
             is the full one times about 1 / (1 + p_y).
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
@@ -241,6 +243,7 @@ class SampledSoftmaxLoss(LinearLoss):
         self.shared = bool(sampler.shared_by_default if shared is None else shared)
         self.sampler.check_num_samples(num_samples, self.shared)
         self.estimator = estimator
+        self._corrects_target = torch.ops.xsoftmax.estimator_corrects_target(estimator)
         self.remove_accidental_hits = remove_accidental_hits
         self.sparse_grad = sparse_grad
         if sampler.proposes_targets and not (self.shared and remove_accidental_hits):
@@ -295,7 +298,7 @@ class SampledSoftmaxLoss(LinearLoss):
             shared_ids = torch.cat([shared_ids, beside])
             shared_log_count = torch.cat([shared_log_count, beside_log_count], -1)
         target_log_count = proposal.target_log_count
-        if proposal.target_log_draws is not None and self.estimator != "ranking":
+        if proposal.target_log_draws is not None and not self._corrects_target:
             target_log_count = proposal.target_log_draws
         return Candidates(private_ids, private_log_count, shared_ids, shared_log_count, target_log_count, fixed_private,
                           self.head.shape[0] + beside_distinct)

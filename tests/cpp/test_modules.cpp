@@ -215,7 +215,7 @@ TEST_F(Modules, BadArgumentsThrow) {
   EXPECT_THROW(make({.num_samples = 2}, {}, samplers::UnigramSampler((torch::arange(kClasses) == 3).to(torch::kFloat)).ptr()), c10::ValueError);
   EXPECT_THROW(make({.num_samples = 2}, {}, samplers::UnionSampler(std::vector<samplers::UnionSamplerImpl::Part>{
                                                 {samplers::UniformSampler(kClasses).ptr(), kClasses + 1}}).ptr()), c10::ValueError);
-  EXPECT_THROW(make({.estimator = "nce"}), c10::ValueError);
+  EXPECT_THROW(make({.estimator = "nce2"}), c10::ValueError);
   EXPECT_THROW(make({.head_classes = kClasses + 1}), c10::ValueError);
   EXPECT_THROW(make({.head_classes = 1, .head = torch::tensor({1}, torch::kLong)}), c10::ValueError);
   EXPECT_THROW(make({.head = torch::tensor({int64_t(1), kClasses}, torch::kLong)}), c10::IndexError);

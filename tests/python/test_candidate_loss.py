@@ -28,6 +28,34 @@ def impl(request):
         yield request.param
 
 
+def log_sigmoid(x):
+    return -torch.log1p((-x).exp())
+
+
+def nce(own, adjusted, scores, weights):
+    return -log_sigmoid(own) - sum((log_sigmoid(-a) for a in adjusted), torch.zeros((), dtype=torch.float64))
+
+
+def one_vs_each(own, adjusted, scores, weights):
+    return -sum((w * log_sigmoid(own - s) for s, w in zip(scores, weights)), torch.zeros((), dtype=torch.float64)) + 0 * own
+
+
+def blackout(own, adjusted, scores, weights):
+    p = torch.stack([own, *adjusted]).softmax(0)
+    return -p[0].log() - (1 - p[1:]).log().sum()
+
+
+def importance(own, adjusted, scores, weights):
+    return torch.logsumexp(torch.stack(adjusted), 0) - own if adjusted else 0 * own
+
+
+# From the target's score (corrected where the estimator does), the candidates' adjusted scores, their scores and their weights.
+RIVALS = {"nce": nce, "negative_sampling": lambda own, adjusted, scores, weights: nce(own, scores, scores, weights),
+          "one_vs_each": one_vs_each, "blackout": blackout, "importance": importance}
+CORRECTING = ("ranking", "nce", "blackout")  # need target_log_count
+every_estimator = pytest.mark.parametrize("estimator", ["sampled_softmax", "ranking", *RIVALS])
+
+
 def naive(scores, target, private_ids=None, shared_ids=None, private_log_count=None, shared_log_count=None, target_log_count=None,
           estimator="sampled_softmax", remove_accidental_hits=True, fixed_private=0, fixed_shared=0, label_smoothing=0.0):
     """In double and differentiable; what takes no part is left out, not masked."""
@@ -41,17 +69,21 @@ def naive(scores, target, private_ids=None, shared_ids=None, private_log_count=N
                 count = 0.0 if counts is None else counts[j].double().item()
                 candidates.append((ids[j].item(), scores[q, 1 + len(candidates)].double(), count, j >= fixed))
         own = scores[q, 0].double()
-        if estimator == "ranking":
+        if estimator in ("ranking", "nce", "blackout"):
             own = own - target_log_count[q].double()
-        live = [c for c in candidates if c[2] != INF and not (remove_accidental_hits and c[0] == target[q])]
+        remove = remove_accidental_hits and estimator != "importance"
+        live = [c for c in candidates if c[2] != INF and not (remove and c[0] == target[q])]
         M, m = (sum(c[3] for c in some) for some in (candidates, live))
         factor = 0.0
-        if estimator == "sampled_softmax" and remove_accidental_hits and target_log_count is not None and m > 0:
+        if estimator in ("sampled_softmax", "one_vs_each") and remove_accidental_hits and target_log_count is not None and m > 0:
             factor = math.log((M - math.exp(target_log_count[q].item())) / m)
         terms, weights = [own], [1.0]
         for _, score, count, independent in live:
             terms.append(score - count + (factor if independent else 0.0))
             weights.append(math.exp(-count + (factor if independent else 0.0)))
+        if estimator in RIVALS:
+            losses.append(RIVALS[estimator](own, terms[1:], [c[1] for c in live], weights[1:]))
+            continue
         normalizer = torch.logsumexp(torch.stack(terms), 0)
         mean = sum(w * s for w, s in zip(weights, [own] + [c[1] for c in live])) / sum(weights)
         losses.append((1 - label_smoothing) * (normalizer - own) + label_smoothing * (normalizer - mean))
@@ -95,7 +127,7 @@ def assert_same(got, want, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("remove", [True, False])
-@pytest.mark.parametrize("estimator", ["sampled_softmax", "ranking"])
+@every_estimator
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_the_formula(impl, layout, estimator, remove, dtype):
     """No, some and all candidates fixed; with and without label smoothing, log counts of +inf and a target that is never drawn."""
@@ -107,26 +139,28 @@ def test_equals_the_formula(impl, layout, estimator, remove, dtype):
     for count in absent.values():
         count[..., 1], count[..., -1] = INF, INF
     variants.append(arguments | absent)
-    if estimator == "sampled_softmax":
+    if estimator not in CORRECTING:
         never = arguments["target_log_count"].clone()
         never[::2] = -INF
         variants += [arguments | dict(target_log_count=never), arguments | dict(target_log_count=None)]
         variants.append({k: v for k, v in arguments.items() if "count" not in k})
-    for variant, fixed, label_smoothing in itertools.product(variants, (0, 2, None), (0.0, 0.2, 1.0)):
+    for variant, fixed, label_smoothing in itertools.product(variants, (0, 2, None), (0.0,) if estimator in RIVALS else (0.0, 0.2, 1.0)):
         options = dict(estimator=estimator, remove_accidental_hits=remove, label_smoothing=label_smoothing,
                        fixed_private=0 if own is None else own.size(1) if fixed is None else fixed,
                        fixed_shared=0 if shared is None else len(shared) if fixed is None else fixed)
         assert_same(loss_and_gradient(candidate_loss, variant, **options), loss_and_gradient(naive, variant, **options), dtype)
 
 
-def test_equals_the_formula_on_many_queries(impl):
+@every_estimator
+def test_equals_the_formula_on_many_queries(impl, estimator):
     """Enough scores for several threads, and rows past the width of a vector."""
     g = torch.Generator().manual_seed(0)
     Q, P, S = 60, 300, 77
     arguments = dict(scores=torch.randn(Q, 1 + P + S, generator=g), target=torch.randint(400, (Q,), generator=g),
                      private_ids=torch.randint(400, (Q, P), generator=g), shared_ids=torch.randint(400, (S,), generator=g),
                      private_log_count=torch.randn(Q, P, generator=g), shared_log_count=torch.randn(S, generator=g),
-                     target_log_count=torch.rand(Q, generator=g), fixed_shared=13, label_smoothing=0.1)
+                     target_log_count=torch.rand(Q, generator=g), fixed_shared=13, estimator=estimator,
+                     label_smoothing=0.0 if estimator in RIVALS else 0.1)
     assert_same(loss_and_gradient(candidate_loss, arguments), loss_and_gradient(naive, arguments), torch.float32)
 
 
@@ -253,13 +287,30 @@ def test_shapes(impl):
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("estimator", ["sampled_softmax", "ranking"])
+@every_estimator
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradcheck(impl, layout, estimator, label_smoothing):
+    if estimator in RIVALS and label_smoothing:
+        pytest.skip("has no form with label smoothing")
     arguments = problem(layout, Q=3, dtype=torch.float64)
     scores = arguments.pop("scores").requires_grad_()
     assert torch.autograd.gradcheck(
         lambda s: candidate_loss(s, **arguments, estimator=estimator, label_smoothing=label_smoothing), scores)
+
+
+def extreme(estimator, dtype):
+    """Scores far apart: the best candidate, or the target, has all of the softmax."""
+    scores = torch.tensor([[0.0, 90, -90, 1], [90, 0, -90, 1], [-90, 89, 88, 0]], dtype=dtype)
+    return dict(scores=scores, target=torch.full((3,), 9), shared_ids=torch.arange(3), target_log_count=torch.zeros(3), estimator=estimator)
+
+
+@every_estimator
+def test_scores_far_apart(impl, estimator):
+    want = loss_and_gradient(candidate_loss, extreme(estimator, torch.float64))
+    got = loss_and_gradient(candidate_loss, extreme(estimator, torch.float32))
+    assert all(part.isfinite().all() for part in (*want, *got))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
 
 
 def test_no_second_derivative(impl):
@@ -373,7 +424,9 @@ def test_autocast():
     (dict(fixed_private=3), ValueError, r"expected fixed_private in \[0, 2\], got 3"),
     (dict(fixed_private=-1), ValueError, r"expected fixed_private in \[0, 2\], got -1"),
     (dict(fixed_shared=4), ValueError, r"expected fixed_shared in \[0, 3\], got 4"),
-    (dict(estimator="nce"), ValueError, 'expected estimator to be one of "sampled_softmax", "ranking", got "nce"'),
+    (dict(estimator="nce2"), ValueError, 'expected estimator to be one of "sampled_softmax", "ranking", .*got "nce2"'),
+    (dict(estimator="blackout"), ValueError, 'expected target_log_count for estimator "blackout", got none'),
+    (dict(estimator="one_vs_each", label_smoothing=0.1), ValueError, 'expected label_smoothing=0 for estimator "one_vs_each", got 0.1'),
     (dict(estimator="ranking"), ValueError, 'expected target_log_count for estimator "ranking", got none'),
     (dict(label_smoothing=1.5), ValueError, r"expected label_smoothing in \[0, 1\], got 1.5"),
     (dict(label_smoothing=float("nan")), ValueError, r"expected label_smoothing in \[0, 1\], got nan"),

@@ -91,7 +91,8 @@ def test_shapes_of_a_batch(reduction):
 # ---- sampling
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("estimator, remove", [("sampled_softmax", True), ("sampled_softmax", False), ("ranking", True)])
+@pytest.mark.parametrize("estimator, remove", [("sampled_softmax", True), ("sampled_softmax", False), ("ranking", True), ("nce", True),
+                                               ("negative_sampling", True), ("one_vs_each", True), ("blackout", True), ("importance", True)])
 def test_is_the_functional_op_on_the_samplers_draws(estimator, remove, shared):
     """Distinct (shared) and independent (private) draws, with a head, an ignored target and one in the head."""
     loss = sampled(bias=True, estimator=estimator, remove_accidental_hits=remove, shared=shared, head_classes=4, sampler="log_uniform")
@@ -101,7 +102,7 @@ def test_is_the_functional_op_on_the_samplers_draws(estimator, remove, shared):
     drawn = loss.sampler.sample(input, 8, shared, target.clamp_min(0), torch.Generator().manual_seed(5))
     assert drawn.ids.min() >= 4 and drawn.distinct == shared
     target_count = drawn.target_log_count
-    if estimator == "ranking":
+    if estimator in ("ranking", "nce", "blackout"):
         target_count = target_count.masked_fill(target.clamp_min(0) < 4, 0.0)  # a class of the head is always there
     head, zeros = torch.arange(4), torch.zeros(4)
     sets = ((None, torch.cat([head, drawn.ids]), None, torch.cat([zeros, drawn.log_count])) if shared else
@@ -445,7 +446,7 @@ def test_extra_repr():
     (dict(num_samples=3, sampler=xs.samplers.UnigramSampler(torch.tensor([1.0, 1] + [0] * (N - 2)))), ValueError, "at most 2, .*got 3"),
     (dict(sampler=xs.samplers.UnionSampler((xs.samplers.LogUniformSampler(N), N - 2), (xs.samplers.MidxSampler(N, D), 4)), head_classes=3),
      ValueError, f"StaticSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
-    (dict(estimator="nce"), ValueError, r"expected estimator to be one of \['sampled_softmax', 'ranking'\], got 'nce'"),
+    (dict(estimator="nce2"), ValueError, r"expected estimator to be one of \['sampled_softmax', 'ranking', .*got 'nce2'"),
     (dict(reduction="max"), ValueError, "expected reduction to be \"mean\", \"sum\" or \"none\", got max"),
     (dict(label_smoothing=1.1), ValueError, r"expected label_smoothing in \[0, 1\], got 1.1"),
     (dict(weight=torch.ones(N), label_smoothing=0.1), ValueError, "expected label_smoothing=0 beside class weights"),
