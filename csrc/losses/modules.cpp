@@ -144,7 +144,7 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
   const Tensor query = flatten(input, target).detach();
   const Tensor flat = target.reshape({-1});
   const Tensor counted = at::where(flat.eq(options_.ignore_index), sampler->proposes_targets() ? -1 : 0, flat);
-  sampler->prepare(linear->weight, optional(linear->bias));
+  sampler->prepare(linear->weight, optional(linear->bias), generator);
   const auto proposal = sampler->sample(query, sampling_.num_samples, shared_, counted, generator);
   std::optional<Tensor> private_ids, private_log_count;
   Tensor shared_ids = head, shared_log_count = at::zeros(head.sizes(), proposal.log_count.options());
@@ -175,8 +175,13 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
       optional(by_draws ? proposal.target_log_draws : proposal.target_log_count), optional(weight), sampling_.estimator,
       sampling_.remove_accidental_hits, fixed_private, head.numel() + beside_distinct, reduction_, options_.ignore_index,
       options_.label_smoothing, sampling_.sparse_grad);
-  const Tensor auxiliary = sampler->auxiliary_loss(query, linear->weight, optional(linear->bias));
-  return auxiliary.defined() ? loss + (auxiliary - auxiliary.detach()) : loss; // its gradient alone
+  if (!sampler->learns()) {
+    return loss;
+  }
+  const Tensor counts = flat.ne(options_.ignore_index).unsqueeze(1);
+  const Tensor auxiliary =
+      sampler->auxiliary_loss(at::where(counts, query, at::zeros({}, query.options())), linear->weight, optional(linear->bias), generator);
+  return loss + (auxiliary - auxiliary.detach()) / double(std::max<int64_t>(1, loss.numel())); // its gradient alone, once
 }
 
 } // namespace xsoftmax::nn

@@ -5,6 +5,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
@@ -71,13 +72,37 @@ std::shared_ptr<SamplerImpl> AdaptiveSamplerImpl::for_table(int64_t dim, bool bi
   return sampler;
 }
 
+void AdaptiveSamplerImpl::check_num_samples(int64_t num_samples, bool shared) const {
+  TORCH_CHECK_VALUE(!shared || shares(), name_, ": expected shared to be false, got true: it draws for each query");
+  SamplerImpl::check_num_samples(num_samples, shared);
+}
+
 void AdaptiveSamplerImpl::load(torch::serialize::InputArchive& archive) {
-  const auto keys = archive.keys();
-  if (std::find(keys.begin(), keys.end(), "step") == keys.end()) {
-    step.zero_();
-    return;
+  const auto tables = [](const torch::nn::Module& module) {
+    auto all = module.named_buffers(false);
+    for (const auto& parameter : module.named_parameters(false)) {
+      all.insert(parameter.key(), parameter.value());
+    }
+    return all;
+  };
+  for (const auto& table : tables(*this)) {
+    Tensor saved;
+    const bool found = archive.try_read(table.key(), saved, /*is_buffer=*/true) || archive.try_read(table.key(), saved);
+    if (!found || saved.sizes() != table.value().sizes()) {
+      step.zero_();
+      return;
+    }
   }
+  const Tensor own = excluded().clone();
   Module::load(archive);
+  if (!at::equal(excluded(), own)) {
+    const at::NoGradGuard guard;
+    const auto fresh = like(own, bias_);
+    const auto as_built = tables(*fresh);
+    for (const auto& table : tables(*this)) {
+      Tensor(table.value()).copy_(as_built[table.key()]);
+    }
+  }
 }
 
 LshSamplerImpl::LshSamplerImpl(int64_t num_classes, int64_t dim, const LshOptions& options)
@@ -133,7 +158,7 @@ std::map<std::string, double> LshSamplerImpl::refresh(const Tensor& weight, cons
   return {{"largest", start.diff().max().item<double>() / double(order.size(1))}};
 }
 
-void LshSamplerImpl::prepare(const Tensor& weight, const Optional& bias) {
+void LshSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::optional<at::Generator>) {
   lsh_refresh(weight, bias, planes, code, order, start, step, options_.refresh_every);
 }
 
@@ -185,7 +210,7 @@ std::map<std::string, double> KernelSamplerImpl::refresh(const Tensor& weight, c
   return {};
 }
 
-void KernelSamplerImpl::prepare(const Tensor& weight, const Optional& bias) {
+void KernelSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::optional<at::Generator>) {
   kernel_refresh(weight, bias, optional(directions), rows, sums, order, place, step, refresh_every_);
 }
 

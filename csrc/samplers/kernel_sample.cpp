@@ -1,5 +1,6 @@
 #include "samplers/kernel_sample.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 
 #include <ATen/TensorOperators.h>
@@ -227,5 +228,8 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("kernel_log_prob", kernel_log_prob_meta);
   m.impl("kernel_refresh_", kernel_refresh_meta);
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"kernel_sample", "kernel_log_prob", "kernel_refresh_"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"kernel_sample", "kernel_log_prob", "kernel_refresh_"}); }
 
 } // namespace xsoftmax

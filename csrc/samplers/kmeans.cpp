@@ -1,5 +1,6 @@
 #include "samplers/kmeans.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/impl.h"
 #include "core/optional.h"
@@ -149,5 +150,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("kmeans", kmeans_composite); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("kmeans", kmeans_meta); }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"kmeans"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"kmeans"}); }
 
 } // namespace xsoftmax

@@ -1,5 +1,6 @@
 #include "samplers/lsh_sample.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 
 #include <ATen/TensorOperators.h>
@@ -161,5 +162,8 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("lsh_log_prob", lsh_log_prob_meta);
   m.impl("lsh_refresh_", lsh_refresh_meta);
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"lsh_sample", "lsh_log_prob", "lsh_refresh_"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"lsh_sample", "lsh_log_prob", "lsh_refresh_"}); }
 
 } // namespace xsoftmax

@@ -1,3 +1,4 @@
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/optional.h"
 #include "samplers/midx_index.h"
@@ -9,6 +10,8 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace xsoftmax {
 namespace {
@@ -47,7 +50,8 @@ Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, co
   const Tensor second = soft_code(residual ? rows - first : rows.narrow(1, width1, width2), codewords2);
   const Tensor coded = residual ? first + second : at::cat({first, second}, 1);
   const Tensor log_p = at::log_softmax(at::linear(input, rows, bias), 1), log_q = at::log_softmax(at::linear(input, coded, bias), 1);
-  return (rows - coded).square().sum(1).mean() + at::logsumexp(2 * log_p - log_q, 1).mean();
+  const auto mean = [](const Tensor& values) { return values.sum() / double(std::max<int64_t>(1, values.numel())); };
+  return mean((rows - coded).square().sum(1)) + mean(at::logsumexp(2 * log_p - log_q, 1));
 }
 
 } // namespace
@@ -57,5 +61,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeImplicitAutograd, m) { m.impl("midx_codebook_loss", midx_codebook_loss); }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_codebook_loss"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_codebook_loss"}); }
 
 } // namespace xsoftmax

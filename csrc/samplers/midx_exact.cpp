@@ -1,3 +1,4 @@
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
@@ -66,33 +67,25 @@ Tensor midx_exact_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, const
 // One query's three levels.
 class Levels {
  public:
-  Levels(const MidxCellTables& tables, int64_t codewords) : tables_(tables), k_(codewords), prefix_(tables.classes), omega_(tables.cells),
+  Levels(const MidxCellTables& tables, int64_t codewords) : tables_(tables), k_(codewords), prefix_(tables.classes), cell_sum_(tables.cells),
                                                             sum_(codewords) {}
 
-  /// score [N]: z.table + bias. first, second: scores of the codewords.
-  void fill(const double* score, const double* first, const double* second) {
-    first_ = first;
-    second_ = second;
-    const double most1 = *std::max_element(first, first + k_), most2 = *std::max_element(second, second + k_);
+  /// score [N]: z.table + bias. omega e^{codeword scores} of a cell is the sum of e^score over it: codeword scores apart from the rest of
+  /// a score may both be beyond any float.
+  void fill(const double* score) {
     double most = -std::numeric_limits<double>::infinity();
-    for_slots([&](int64_t slot, int64_t cell) { most = std::max(most, score[tables_.order[slot]] - codeword_score(cell)); });
-    std::fill(omega_.begin(), omega_.end(), 0.0);
-    for_slots([&](int64_t slot, int64_t cell) {
-      prefix_[slot] = omega_[cell] += std::exp(score[tables_.order[slot]] - codeword_score(cell) - most);
-    });
-    second_exp_.resize(k_);
-    for (int64_t k = 0; k < k_; ++k) {
-      second_exp_[k] = std::exp(second[k] - most2);
-    }
+    for_slots([&](int64_t slot, int64_t) { most = std::max(most, score[tables_.order[slot]]); });
+    std::fill(cell_sum_.begin(), cell_sum_.end(), 0.0);
+    for_slots([&](int64_t slot, int64_t cell) { prefix_[slot] = cell_sum_[cell] += std::exp(score[tables_.order[slot]] - most); });
     double total = 0;
     for (int64_t k1 = 0; k1 < k_; ++k1) {
       double psi = 0;
       for (int64_t k2 = 0; k2 < k_; ++k2) {
-        psi += omega_[k1 * k_ + k2] * second_exp_[k2];
+        psi += cell_sum_[k1 * k_ + k2];
       }
-      sum_[k1] = total += psi * std::exp(first[k1] - most1);
+      sum_[k1] = total += psi;
     }
-    log_z_ = std::log(total) + most1 + most2 + most;
+    log_z_ = std::log(total) + most;
   }
 
   double log_z() const { return log_z_; }
@@ -103,11 +96,11 @@ class Levels {
     inner_.resize(k_);
     double total = 0;
     for (int64_t k2 = 0; k2 < k_; ++k2) {
-      inner_[k2] = total += omega_[k1 * k_ + k2] * second_exp_[k2];
+      inner_[k2] = total += cell_sum_[k1 * k_ + k2];
     }
     const int64_t cell = k1 * k_ + find(inner_.data(), k_, unit_double(one.high()) * total);
     const int64_t begin = tables_.start[cell];
-    return tables_.order[begin + find(prefix_.data() + begin, tables_.size(cell), unit_double(two.low()) * omega_[cell])];
+    return tables_.order[begin + find(prefix_.data() + begin, tables_.size(cell), unit_double(two.low()) * cell_sum_[cell])];
   }
 
  private:
@@ -120,16 +113,13 @@ class Levels {
     }
   }
 
-  double codeword_score(int64_t cell) const { return first_[cell / k_] + second_[cell % k_]; }
-
   static int64_t find(const double* sum, int64_t n, double aim) {
     return std::min<int64_t>(std::upper_bound(sum, sum + n, aim) - sum, n - 1);
   }
 
   const MidxCellTables& tables_;
   const int64_t k_;
-  const double *first_ = nullptr, *second_ = nullptr;
-  std::vector<double> prefix_, omega_, sum_, second_exp_, inner_;
+  std::vector<double> prefix_, cell_sum_, sum_, inner_;
   double log_z_ = 0;
 };
 
@@ -137,8 +127,7 @@ class Levels {
 template <typename Visit>
 void for_queries(const char* op, const Tensor& input, const MidxIndex& index, const Tensor& table, const OptionalTensor& bias,
                  const Visit& visit) {
-  const int64_t k = index.codewords1.size(0), width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
-  const bool residual = width1 == input.size(1) && width2 == input.size(1);
+  const int64_t k = index.codewords1.size(0);
   const Tensor order = index.order.contiguous(), start = index.start.contiguous();
   check::offsets(op, "start", start, order.size(0));
   check::class_ids(op, "the classes in order", order, table.size(0));
@@ -149,13 +138,9 @@ void for_queries(const char* op, const Tensor& input, const MidxIndex& index, co
     const at::AutoDispatchBelowADInplaceOrView guard;
     Levels levels(tables, k);
     for (int64_t q = begin; q < end; ++q) {
-      const Tensor query = x.narrow(0, q, 1);
-      const auto scores = [&](const Tensor& part, const Tensor& rows) { return at::mm(part, rows.t()).to(at::kDouble).contiguous(); };
-      Tensor score = scores(query, table);
-      score = given(bias) ? score + bias->to(at::kDouble) : score;
-      const Tensor first = scores(residual ? query : query.narrow(1, 0, width1), index.codewords1);
-      const Tensor second = scores(residual ? query : query.narrow(1, width1, width2), index.codewords2);
-      levels.fill(score.const_data_ptr<double>(), first.const_data_ptr<double>(), second.const_data_ptr<double>());
+      Tensor score = at::mm(x.narrow(0, q, 1), table.t()).to(at::kDouble);
+      score = (given(bias) ? score + bias->to(at::kDouble) : score).contiguous();
+      levels.fill(score.const_data_ptr<double>());
       visit(q, score.const_data_ptr<double>(), levels);
     }
   });
@@ -236,5 +221,8 @@ TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
   m.impl("midx_exact_sample", midx_exact_sample_cpu);
   m.impl("midx_exact_log_prob", midx_exact_log_prob_cpu);
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_exact_sample", "midx_exact_log_prob"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_exact_sample", "midx_exact_log_prob"}); }
 
 } // namespace xsoftmax

@@ -1,5 +1,6 @@
 #include "samplers/midx_index.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/optional.h"
 
@@ -179,5 +180,8 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_encode", midx_encode_meta);
   m.impl("midx_cells", midx_cells_meta);
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_encode", "midx_cells"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_encode", "midx_cells"}); }
 
 } // namespace xsoftmax

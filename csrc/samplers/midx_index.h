@@ -55,8 +55,10 @@ struct MidxIndex {
   const std::optional<at::Tensor>& heaviest;
 };
 
-/// How far below the best codeword of a codebook a score may be.
-constexpr double kMidxRange = 200;
+/// How far below the best codeword of a codebook a score may be: of two of them, and squared, e^score is still a float64 above 0.
+constexpr double kMidxRange = 170;
+/// How far below the largest log weight another may be: a class keeps its digits beside it in the running sums of a cell.
+constexpr double kMidxWeightRange = 20;
 /// Codewords of a codebook: cells are numbered by int32.
 constexpr int64_t kMidxMostCodewords = 1024;
 

@@ -130,7 +130,7 @@ std::tuple<Tensor, Tensor> nearest_codeword_cpu(const Tensor& rows, const Tensor
 // A stable counting sort by cell: chunks of classes are counted, then laid down, each by one thread.
 void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const MidxCells& made) {
   const auto& [order, start, mass, prefix, heaviest] = made;
-  const int64_t n = cell.size(0), cells = mass.numel(), chunks = n < (1 << 16) ? 1 : at::get_num_threads();
+  const int64_t n = cell.size(0), cells = mass.numel(), chunks = n < (1 << 16) ? 1 : std::clamp<int64_t>(n / cells, 1, at::get_num_threads());
   const Tensor flat = cell.contiguous();
   const int32_t* cell_of = flat.const_data_ptr<int32_t>();
   std::vector<int64_t> places(chunks * cells, 0); // classes of each cell in each chunk, then where they go

@@ -9,6 +9,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/serialize.h>
 
@@ -60,6 +61,8 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
   options_.train_points = options.train_points.value_or(256 * options.codewords);
   at_least("train_points", *options_.train_points, 1);
   at_least("learn_rows", options.learn_rows, 1);
+  TORCH_CHECK_VALUE(!(options.exact && options.distinct.value_or(false)), kName,
+                    ": expected distinct to be false or none where exact is set, whose draws are independent");
   TORCH_CHECK_VALUE(!(options.exact && options.spread), kName, ": expected spread to be false where exact is set, which needs none");
 
   // An index that knows nothing yet: all classes in one cell.
@@ -103,7 +106,9 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
   const bool distinct = draws_distinct(shared);
   if (query_square.defined() && is_training() && input.size(0) > 0) {
     const at::NoGradGuard guard;
-    query_square.lerp_(input.detach().to(at::kDouble).square().sum(1).mean(), step.to(at::kDouble).clamp(1, 100).reciprocal());
+    const Tensor square = input.detach().to(at::kDouble).square().sum(1).mean();
+    const Tensor mean = query_square.lerp(square, step.to(at::kDouble).clamp(1, 100).reciprocal());
+    query_square.copy_(at::where(mean.isfinite(), mean, query_square));
   }
   const Tensor seed = draw_seed(input, generator);
   if (table.defined()) {
@@ -151,8 +156,9 @@ std::map<std::string, double> MidxSamplerImpl::refresh(const Tensor& weight, con
   static const auto op =
       find_op<Tensor(const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, XS_MIDX_INDEX_PARAMS, bool, int64_t,
                      int64_t, bool)>("xsoftmax::midx_refresh_");
+  const bool refreshed = step.item<int64_t>() > 0;
   const Tensor stats = op.call(draw_seed(weight, std::nullopt), XS_MIDX_TABLE, XS_MIDX_BUFFERS, options_.kind == "rq",
-                               options_.iterations, *options_.train_points, step.item<int64_t>() > 0).cpu();
+                               options_.learnable && refreshed ? 0 : options_.iterations, *options_.train_points, refreshed).cpu();
   step.clamp_min_(1);
   copy_table(weight, bias);
   std::map<std::string, double> named;
@@ -169,11 +175,11 @@ void MidxSamplerImpl::update(const Tensor& weight, const Optional& bias, const T
   op.call(XS_MIDX_TABLE, XS_MIDX_BUFFERS, rows);
 }
 
-void MidxSamplerImpl::prepare(const Tensor& weight, const Optional& bias) {
+void MidxSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::optional<at::Generator> generator) {
   static const auto op = find_op<void(const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, const Tensor&,
                                       const Optional&, XS_MIDX_INDEX_PARAMS, bool, int64_t, int64_t, int64_t, int64_t, int64_t)>(
       "xsoftmax::midx_step_");
-  op.call(draw_seed(weight, std::nullopt), XS_MIDX_TABLE, step, optional(touched), XS_MIDX_BUFFERS,
+  op.call(draw_seed(weight, generator), XS_MIDX_TABLE, step, optional(touched), XS_MIDX_BUFFERS,
           options_.kind == "rq", options_.iterations, options_.learnable ? 0 : options_.iterations, *options_.train_points,
           options_.refresh_every, options_.update_every);
   copy_table(weight, bias);
@@ -188,13 +194,14 @@ void MidxSamplerImpl::copy_table(const Tensor& weight, const Optional& bias) {
   }
 }
 
-Tensor MidxSamplerImpl::auxiliary_loss(const Tensor& input, const Tensor& weight, const Optional& bias) {
+Tensor MidxSamplerImpl::auxiliary_loss(const Tensor& input, const Tensor& weight, const Optional& bias,
+                                       std::optional<at::Generator> generator) {
   if (!options_.learnable) {
     return {};
   }
   static const auto op =
       find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Tensor&)>("xsoftmax::midx_codebook_loss");
-  const Tensor slots = at::randint(order.size(0), {std::min(options_.learn_rows, order.size(0))}, order.options());
+  const Tensor slots = at::randint(order.size(0), {std::min(options_.learn_rows, order.size(0))}, generator, order.options());
   const Tensor ids = order.index_select(0, slots);
   const Optional some_bias = given(bias) ? Optional(bias->detach().index_select(0, ids).to(at::kFloat)) : std::nullopt;
   return op.call(codewords1, codewords2, weight.detach().index_select(0, ids).to(at::kFloat), some_bias,

@@ -1,5 +1,6 @@
 #include "samplers/midx_refresh.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/impl.h"
 #include "core/optional.h"
@@ -80,8 +81,8 @@ void lay_out(const ClassTable& table, const MidxIndex& index) {
     if (given(table.spread)) {
       value = value + *table.spread * (*table.query_square / (2.0 * double(table.weight.size(1)))).to(at::kFloat);
     }
-    TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "MIDX: expected a bias that is finite, got an infinity or NaN");
-    index.log_weight->copy_((value - value.index_select(0, index.order).max()).clamp_(-kMidxRange, 0));
+    TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "MIDX: expected class weights (bias, spread) that are finite, got an infinity or NaN");
+    index.log_weight->copy_((value - value.index_select(0, index.order).max()).clamp_(-kMidxWeightRange, 0));
   }
   const std::array<Tensor, 3> tables{index.order, index.start, index.mass};
   const bool in_place = index.cell.is_cpu() && !use_reference() &&
@@ -142,7 +143,7 @@ Tensor refresh(const Tensor& seed, const ClassTable& table, const MidxIndex& ind
     table.spread->copy_(error);
   }
   lay_out(table, index);
-  return at::stack({error.to(at::kDouble).mean(), rows.to(at::kDouble).square().sum(1).mean(), inertia1[iterations], inertia2[iterations],
+  return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(), rows.to(at::kDouble).square().sum(1).mean(), inertia1[iterations], inertia2[iterations],
                     index.mass.gt(0).sum().to(at::kDouble)});
 }
 
@@ -252,5 +253,8 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_update_", midx_update_meta);
   m.impl("midx_step_", midx_step_meta);
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_refresh_", "midx_update_", "midx_step_"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_refresh_", "midx_update_", "midx_step_"}); }
 
 } // namespace xsoftmax

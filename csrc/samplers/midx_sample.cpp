@@ -1,5 +1,6 @@
 #include "samplers/midx_sample.h"
 
+#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
@@ -188,5 +189,8 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_log_prob", midx_log_prob_meta);
   m.impl("midx_mixture_log_prob", midx_mixture_log_prob_meta);
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_sample", "midx_sample_shared", "midx_log_prob", "midx_mixture_log_prob"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_sample", "midx_sample_shared", "midx_log_prob", "midx_mixture_log_prob"}); }
 
 } // namespace xsoftmax

@@ -119,7 +119,8 @@ class PrivateDraws {
         share_(distinct ? tables_.cells : 0) {}
 
   void run(uint64_t seed, uint64_t query, const QueryRow& row, int64_t* ids, float* log_count) {
-    if (!(row.log_z >= -std::numeric_limits<double>::max() && row.log_z <= std::numeric_limits<double>::max())) {
+    number_ = std::isfinite(row.log_z);
+    if (!number_) {
       // A query that is no number: its loss will say so. Any classes do.
       for (int64_t j = 0; j < samples_; ++j) {
         ids[j] = checked_.class_at(distinct_ ? j : int64_t(multiply_shift(philox(seed, query, j).low(), uint64_t(tables_.classes))));
@@ -144,6 +145,9 @@ class PrivateDraws {
 
   // Of a class that may not have been drawn, for the query of the last run.
   float log_count_of(const QueryRow& row, int64_t id) const {
+    if (!number_) {
+      return std::numeric_limits<float>::quiet_NaN();
+    }
     const int64_t cell = checked_.cell_of(id);
     if (cell < 0) {
       return -std::numeric_limits<float>::infinity();
@@ -223,6 +227,7 @@ class PrivateDraws {
   const MidxCellTables& tables_;
   const int64_t k_, samples_;
   const bool distinct_;
+  bool number_ = false; // whether the query of the last run is one
   MidxSystematicSet set_;
   std::vector<double> sum_;
   std::vector<int64_t> heads_, slot_, cell_, draw_;

@@ -127,8 +127,8 @@ Excluded check_exclude(const char* name, int64_t exclude_below, const std::optio
 }
 
 std::map<std::string, double> SamplerImpl::refresh(const Tensor&, const std::optional<Tensor>&) { return {}; }
-void SamplerImpl::prepare(const Tensor&, const std::optional<Tensor>&) {}
-Tensor SamplerImpl::auxiliary_loss(const Tensor&, const Tensor&, const std::optional<Tensor>&) { return {}; }
+void SamplerImpl::prepare(const Tensor&, const std::optional<Tensor>&, std::optional<at::Generator>) {}
+Tensor SamplerImpl::auxiliary_loss(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::optional<at::Generator>) { return {}; }
 void SamplerImpl::note(const Tensor&) {}
 std::shared_ptr<SamplerImpl> SamplerImpl::for_table(int64_t, bool) { return nullptr; }
 

@@ -53,12 +53,13 @@ Proposal UnionSamplerImpl::sample(const Tensor& input, int64_t, bool, const std:
   std::vector<Tensor> private_counts{at::zeros({queries, 0}, input.options().dtype(at::kFloat))};
   Proposal all;
   bool by_query = false;
-  for (const auto& [part, count] : parts_) {
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const auto& [part, count] = parts_[i];
     const bool shared = part->shared_by_default();
     const Proposal own = part->sample(input, count, shared, target, generator);
     Tensor log_count = own.log_count;
-    for (const auto& [other, other_count] : parts_) {
-      if (other != part) {
+    for (size_t j = 0; j < parts_.size(); ++j) {
+      if (const auto& [other, other_count] = parts_[j]; j != i) {
         log_count = at::logaddexp(log_count, other->log_count(input, other_count, other->shared_by_default(), own.ids));
       }
     }
@@ -96,19 +97,34 @@ Tensor UnionSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
   return (total - std::log(double(size))).to(at::kFloat);
 }
 
+std::map<std::string, double> UnionSamplerImpl::refresh(const Tensor& weight, const std::optional<Tensor>& bias) {
+  std::map<std::string, double> stats;
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    for (const auto& [name, value] : parts_[i].first->refresh(weight, bias)) {
+      stats[std::to_string(i) + "." + name] = value;
+    }
+  }
+  return stats;
+}
+
+bool UnionSamplerImpl::learns() const {
+  return std::any_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.first->learns(); });
+}
+
 void UnionSamplerImpl::check_num_samples(int64_t, bool) const {
   for (const auto& [part, count] : parts_) {
     part->check_num_samples(count, part->shared_by_default());
   }
 }
 
-void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias) {
+void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias, std::optional<at::Generator> generator) {
   for (const auto& part : parts_) {
     part.first->prepare(weight, bias);
   }
 }
 
-Tensor UnionSamplerImpl::auxiliary_loss(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor UnionSamplerImpl::auxiliary_loss(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                        std::optional<at::Generator> generator) {
   Tensor total;
   for (const auto& part : parts_) {
     const Tensor loss = part.first->auxiliary_loss(input, weight, bias);

@@ -96,8 +96,8 @@ struct RowGradient {
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
       const int64_t row = groups.starts[g];
-      if (values && streamed && members.size() == 1 && members[0] < total) {
-        const auto [q, c] = pair(members[0]);
+      const auto [q, c] = members[0] < total ? pair(members[0]) : std::pair<int64_t, opmath<T>>(0, 0);
+      if (values && streamed && members.size() == 1 && c != 0) { // of an ignored query, 0 times what is not finite would not be 0
         lone_row.push_back(row);
         lone_query.push_back(q);
         lone_coefficient.push_back(c);
@@ -111,10 +111,10 @@ struct RowGradient {
       opmath<T> bias_sum = 0;
       size_t own = 0; // positions rise: pairs stand before shared ids
       for (; own < members.size() && members[own] < total; ++own) {
-        const auto [q, c] = pair(members[own]);
-        query.push_back(q);
-        coefficient.push_back(c);
-        bias_sum += c;
+        const auto [query_of_pair, gradient] = pair(members[own]);
+        query.push_back(query_of_pair);
+        coefficient.push_back(gradient);
+        bias_sum += gradient;
       }
       if (values) {
         opmath<T>* sum = wide_sum.data();

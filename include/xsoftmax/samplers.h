@@ -59,9 +59,14 @@ class SamplerImpl : public torch::nn::Module {
   /// Adapts the sampler to the class table `weight` [N, D], `bias` [N], and returns statistics. A static sampler has nothing to do.
   virtual std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt);
   /// What a loss calls before it draws while training: an adaptive sampler refreshes itself here when its time has come.
-  virtual void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias);
+  virtual void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+                       std::optional<at::Generator> generator = std::nullopt);
+  /// Whether there is an auxiliary_loss.
+  virtual bool learns() const { return false; }
   /// What a sampler that learns would minimise, a scalar; a loss adds its gradient, not its value, while training. Undefined: nothing.
-  virtual torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias);
+  /// Queries that do not count are zeros in `input`.
+  virtual torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+                                       std::optional<at::Generator> generator = std::nullopt);
   /// What a loss calls with the classes whose rows a step changes, int64 of any shape.
   virtual void note(const torch::Tensor& ids);
   /// Whether a set, shared or private, holds no class twice.
@@ -207,7 +212,8 @@ class AdaptiveSamplerImpl : public SamplerImpl {
   torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> for_table(int64_t dim, bool bias) override;
-  /// From the state of a sampler without an index: the next step builds one.
+  void check_num_samples(int64_t num_samples, bool shared) const override;
+  /// An index that is not there, or that is one of other options or of another head, is built anew by the next step.
   void load(torch::serialize::InputArchive& archive) override;
 
   torch::Tensor step;
@@ -217,6 +223,8 @@ class AdaptiveSamplerImpl : public SamplerImpl {
   /// The classes that are never drawn, int64.
   virtual torch::Tensor excluded() const = 0;
   virtual std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const = 0;
+  /// Whether it can draw one set for the batch.
+  virtual bool shares() const { return false; }
 
   const char* name_;
   int64_t dim_;
@@ -259,8 +267,11 @@ class MidxSamplerImpl : public AdaptiveSamplerImpl {
   std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
   /// Codes the classes `rows` (int64 [R]) again under the present codebooks, and takes in all biases.
   void update(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, const torch::Tensor& rows);
-  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
-  torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+               std::optional<at::Generator> generator = std::nullopt) override;
+  torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+                               std::optional<at::Generator> generator = std::nullopt) override;
+  bool learns() const override { return options_.learnable; }
   void note(const torch::Tensor& ids) override;
   bool draws_distinct(bool shared) const override { return options_.distinct.value_or(shared); }
   torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
@@ -268,6 +279,7 @@ class MidxSamplerImpl : public AdaptiveSamplerImpl {
   torch::Tensor codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest, table, table_bias, spread, query_square, touched;
 
  protected:
+  bool shares() const override { return !options_.exact; }
   torch::Tensor excluded() const override;
   std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const override;
 
@@ -301,7 +313,8 @@ class LshSamplerImpl : public AdaptiveSamplerImpl {
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
   /// Hashes every row. "largest": the share of the classes that the fullest bucket holds.
   std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
-  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+               std::optional<at::Generator> generator = std::nullopt) override;
 
   torch::Tensor planes, code, order, start;
 
@@ -323,7 +336,8 @@ class KernelSamplerImpl : public AdaptiveSamplerImpl {
   /// ids [S]: for every query, [Q, S]; ids [Q, P]: [Q, P].
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
   std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
-  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+               std::optional<at::Generator> generator = std::nullopt) override;
 
   torch::Tensor rows, sums, order, place, directions;
 
@@ -395,8 +409,13 @@ class UnionSamplerImpl : public SamplerImpl {
                   const std::optional<torch::Tensor>& target = std::nullopt,
                   std::optional<at::Generator> generator = std::nullopt) override;
   torch::Tensor log_prob(const torch::Tensor& input, const torch::Tensor& ids) override;
-  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
-  torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) override;
+  /// Of every part; their statistics by the number of the part: "1.distortion".
+  std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+               std::optional<at::Generator> generator = std::nullopt) override;
+  torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+                               std::optional<at::Generator> generator = std::nullopt) override;
+  bool learns() const override;
   void note(const torch::Tensor& ids) override;
   bool shared_by_default() const override { return false; }
   void check_num_samples(int64_t num_samples, bool shared) const override;

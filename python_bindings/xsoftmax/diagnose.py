@@ -64,7 +64,7 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
     queries, targets = input.detach().reshape(-1, input.shape[-1])[counted], target.reshape(-1)[counted]
     if len(targets) == 0:
         raise ValueError("diagnose: expected a target that counts, got none")
-    training = loss.training
+    modes = {module: module.training for module in loss.modules()}
     loss.eval()  # an in-batch sampler does not count what it is shown here
     try:
         with torch.no_grad():
@@ -72,12 +72,14 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
             size, count, bias, error, hits = _draws(loss, queries, targets, log_z, draws, generator)
         gradient_bias, noise = _gradients(loss, queries, targets, draws, generator)
     finally:
-        loss.train(training)
+        for module, training in modes.items():
+            module.training = training
     return Diagnosis(kl, renyi, gradient_bias, noise, size, count, bias, error, hits)
 
 
 def proposal_log_prob(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
-    """log q of the whole proposal of a loss, its head included: expected counts over their sum.
+    """log q of the whole proposal of a loss, its head included: expected counts over their sum. Of a set that the batch shares: for the batch
+    ``queries``. Of distinct private draws: q itself, since only a draw knows their counts.
 
     Args:
         queries: [Q, D].
@@ -85,13 +87,18 @@ def proposal_log_prob(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
     Returns:
         float64 [Q, N].
     """
+    return _normalised(loss, _log_count(loss, queries), queries)
+
+
+def _log_count(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
+    """[N], or [Q, N]."""
     ids = torch.arange(loss.num_classes, device=queries.device)
-    try:
-        log_count = loss.sampler.log_count(queries, loss.num_samples, loss.shared, ids)
-    except ValueError:
-        if loss.shared or not loss.sampler.draws_distinct(False):
-            raise
-        log_count = loss.sampler.log_prob(queries, ids) + math.log(max(loss.num_samples, 1))  # of distinct draws, only a draw knows them
+    if loss.shared or not loss.sampler.draws_distinct(False):
+        return loss.sampler.log_count(queries, loss.num_samples, loss.shared, ids)
+    return loss.sampler.log_prob(queries, ids) + math.log(max(loss.num_samples, 1))
+
+
+def _normalised(loss: SampledSoftmaxLoss, log_count: Tensor, queries: Tensor) -> Tensor:
     log_count = log_count.expand(len(queries), -1).double().clone()
     log_count[:, loss.head] = 0.0
     return log_count.log_softmax(1)
@@ -99,10 +106,11 @@ def proposal_log_prob(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
 
 def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float, Tensor]:
     kl, renyi, log_z = [], [], []
+    of_batch = _log_count(loss, queries) if loss.shared else None  # may depend on all its queries
     for part in queries.split(max(1, _CHUNK // loss.num_classes)):
         scores = loss.linear(part).double()
         log_z.append(scores.logsumexp(1))
-        log_p, log_q = scores - log_z[-1][:, None], proposal_log_prob(loss, part)
+        log_p, log_q = scores - log_z[-1][:, None], _normalised(loss, _log_count(loss, part) if of_batch is None else of_batch, part)
         q = log_q.exp()
         kl.append(torch.where(q > 0, q * (log_q - log_p), 0.0).sum(1))
         renyi.append((2 * log_p - log_q).logsumexp(1))

@@ -80,6 +80,11 @@ class LinearLoss(nn.Module):
                                  f"got {list(target.shape)}")
         return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        # What a sampler kept is of no use to a loss without one.
+        unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix + "sampler.")]
+
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         """`F.cross_entropy(self.linear(input), target, ...)` without the [Q, N] logits; what `forward` gives in eval().
@@ -260,15 +265,17 @@ class SampledSoftmaxLoss(LinearLoss):
         if not self.training:
             return self.exact(input, target)
         weight, bias = self.linear.weight, self.linear.bias
-        self.sampler.prepare(weight, bias)
+        self.sampler.prepare(weight, bias, generator)
         queries = self._queries(input, target)
         counted = self._counted(target)
         drawn = self.candidates(queries, counted, generator)
         self._note(drawn, counted)
         loss = self._loss(input, target, drawn)
-        auxiliary = self.sampler.auxiliary_loss(queries, weight, bias)
-        if auxiliary is not None:
-            loss = loss + (auxiliary - auxiliary.detach())  # its gradient alone
+        if self.sampler.learns:
+            counts = (target != self.ignore_index).reshape(-1, 1)
+            auxiliary = self.sampler.auxiliary_loss(torch.where(counts, queries, 0.0), weight, bias, generator)
+            if auxiliary is not None:
+                loss = loss + (auxiliary - auxiliary.detach()) / max(loss.numel(), 1)  # its gradient alone, once
         return loss
 
     @torch.jit.export

@@ -267,8 +267,7 @@ def test_refresh_reports_what_the_index_is():
     rest = weight[HEAD:] - sampler.codewords1[k1] - sampler.codewords2[k2]
     assert report["cells"] == sampler.cell[HEAD:].unique().numel()
     assert report["mean_square"] == pytest.approx(weight[HEAD:].square().sum(1).mean().item(), rel=1e-5)
-    full = torch.cat([ops.midx_encode(weight[:HEAD], sampler.codewords1, sampler.codewords2)[1], rest.square().sum(1)]).mean()
-    assert report["distortion"] == pytest.approx(full.item(), rel=1e-4)
+    assert report["distortion"] == pytest.approx(rest.square().sum(1).mean().item(), rel=1e-4)
     assert sampler.order.sort().values.tolist() == list(range(HEAD, N))
 
 
@@ -596,3 +595,132 @@ def test_bad_calls():
     hostile.cell.fill_(2**20)
     with pytest.raises(IndexError, match="cell in"):
         hostile.log_prob(z, torch.tensor([1]))
+
+
+# ---- what goes with a loss, whatever the sampler
+
+TABLE_SAMPLERS = ["midx", "lsh", "sphere", "rff"]
+
+
+@pytest.mark.parametrize("name", TABLE_SAMPLERS)
+def test_a_step_under_autocast(name):
+    """The index and its draws keep their precision; log q is the same outside, for any number of threads."""
+    torch.manual_seed(0)
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=name, num_samples=6, bias=True)
+    x, target = torch.randn(4, D), torch.randint(N, (4,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss(x.bfloat16(), target).backward()
+        inside = loss.sampler.log_prob(x, torch.arange(N))
+    torch.testing.assert_close(inside, loss.sampler.log_prob(x, torch.arange(N)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", TABLE_SAMPLERS)
+def test_a_generator_governs_a_step(name):
+    values = []
+    for other_seed in (1, 2):
+        torch.manual_seed(0)
+        loss = xs.SampledSoftmaxLoss(D, N, sampler=name, num_samples=6)
+        x, target = torch.randn(4, D), torch.randint(N, (4,))
+        torch.manual_seed(other_seed)
+        generator = torch.Generator().manual_seed(9)
+        values.append([loss(x, target, generator).item() for _ in range(3)])
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("name", TABLE_SAMPLERS)
+def test_an_index_of_another_head_is_built_anew(name):
+    make = lambda head: xs.SampledSoftmaxLoss(D, N, sampler=name, num_samples=6, head_classes=torch.tensor(head))  # noqa: E731
+    old, new = make([0, 1, 2]), make([5, 6, 7])
+    old(torch.randn(4, D), torch.randint(N, (4,)))
+    new.load_state_dict(old.state_dict())
+    log_q = new.sampler.log_prob(torch.randn(1, D), torch.arange(N))[0]
+    assert log_q.isneginf().nonzero().flatten().tolist() == [5, 6, 7] and new.sampler.step == 0
+
+
+def test_a_checkpoint_loads_into_any_loss():
+    """Whatever its sampler keeps: the table is what counts."""
+    table = dict(num_samples=6, bias=True)
+    losses = [xs.LinearCrossEntropyLoss(D, N, bias=True)]
+    losses += [xs.SampledSoftmaxLoss(D, N, sampler=sampler, **table)
+               for sampler in ("uniform", "midx", "lsh", "sphere", "rff", MidxSampler(N, D, codewords=K, update_every=2),
+                               UnionSampler((UnigramSampler(torch.rand(N)), 3), (MidxSampler(N, D, codewords=K), 2)))]
+    x, target = torch.randn(4, D), torch.randint(N, (4,))
+    for one in losses:
+        one(x, target)
+        for other in losses:
+            other.load_state_dict(one.state_dict())
+            assert torch.equal(one.linear.weight, other.linear.weight) and other(x, target).isfinite()
+
+
+def test_unions_refresh_their_parts():
+    union = UnionSampler((UnigramSampler(torch.rand(N)), 3), (MidxSampler(N, D, codewords=K), 2))
+    stats = union.refresh(torch.randn(N, D))
+    assert stats["1.cells"] > 1 and union.parts[1].step == 1
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+def test_a_query_that_is_no_number_leaves_the_others_alone(distinct):
+    sampler, z, _, _ = make_sampler(bias=True, distinct=distinct)
+    z[0] = math.nan
+    drawn = sampler.sample(z, 7, False, torch.full((Q,), 20))
+    assert drawn.log_count[0].isnan().all() and drawn.target_log_count[0].isnan()
+    assert drawn.log_count[1:].isfinite().all() and drawn.target_log_count[1:].isfinite().all()
+
+
+def test_one_bad_batch_does_not_spoil_the_spread():
+    sampler, z, weight, _ = make_sampler(spread=True)
+    sampler.sample(z, 3, False)
+    before = sampler.query_square.clone()
+    sampler.sample(torch.full_like(z, math.inf), 3, False)
+    assert torch.equal(sampler.query_square, before)
+    sampler.refresh(weight)
+
+
+def test_biases_far_apart_keep_light_classes_within_reach():
+    for heavy in (0, 9):
+        sampler = MidxSampler(10, 2, codewords=1, bias=True, distinct=True)
+        bias = torch.full((10,), -40.0)
+        bias[heavy] = 0
+        sampler.refresh(torch.zeros(10, 2), bias)
+        seen = torch.zeros(10)
+        for _ in range(300):
+            proposal = sampler.sample(torch.zeros(1, 2), 3, False)
+            assert proposal.log_count.isfinite().all()
+            seen[proposal.ids[0]] += 1
+        assert seen[heavy] == 300 and seen.min() > 30
+
+
+def test_scores_far_apart_keep_every_class_within_reach():
+    weight = torch.tensor([[0.0], [400.0], [-400.0], [800.0]])
+    z = torch.ones(3, 1)
+    for mixture in ("mean", "rms"):
+        sampler = MidxSampler(4, 1, codewords=2, mixture=mixture)
+        sampler.refresh(weight)
+        assert sampler.mixture_log_prob(z, torch.arange(4)).isfinite().all()
+    exact = MidxSampler(4, 1, codewords=2, exact=True)
+    exact.refresh(weight)
+    weight[0] = 1e4  # a residual beyond any float
+    exact.prepare(weight, None)
+    torch.testing.assert_close(exact.log_prob(z, torch.arange(4)), (z @ weight.T).log_softmax(1))
+
+
+def test_learnable_codebooks_beside_losses_of_every_kind():
+    def gradient(**kwargs):
+        torch.manual_seed(0)
+        loss = xs.SampledSoftmaxLoss(D, N, sampler=MidxSampler(N, D, codewords=K, learnable=True, learn_rows=N), num_samples=5, **kwargs)
+        x, target = torch.randn(8, D), torch.randint(N, (8,))
+        target[0], x[0] = -100, math.nan
+        value = loss(x, target, torch.Generator().manual_seed(1))
+        value.sum().backward()
+        return loss.sampler.codewords1.grad
+
+    torch.testing.assert_close(gradient(), gradient(reduction="none"))
+    assert gradient().isfinite().all() and gradient().abs().sum() > 0
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=MidxSampler(N, D, codewords=K, learnable=True), num_samples=5).bfloat16()
+    assert loss.sampler.codewords1.dtype == torch.float32
+    loss(torch.randn(3, D, dtype=torch.bfloat16), torch.tensor([1, 2, 3])).backward()
+    empty = loss(torch.randn(0, D, dtype=torch.bfloat16), torch.zeros(0, dtype=torch.int64))
+    assert empty.isnan() or empty == 0  # as torch: the mean of nothing
+    codewords = loss.sampler.codewords1.clone()
+    loss.sampler.refresh(loss.linear.weight)  # codes anew under what was learnt
+    assert torch.equal(codewords, loss.sampler.codewords1)

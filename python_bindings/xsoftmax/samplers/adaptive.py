@@ -72,12 +72,29 @@ class AdaptiveSampler(Sampler):
             raise ValueError("expected private draws of a sampler that looks at the query, got shared ones")
         return self.log_prob(input, ids) + _log_of_count(num_samples, ids).to(torch.float32)
 
+    def check_num_samples(self, num_samples: int, shared: bool) -> None:
+        if shared and not self._shares():
+            raise ValueError(f"{type(self).__name__}: expected shared=False, got True: it draws for each query")
+        super().check_num_samples(num_samples, shared)
+
+    def _shares(self) -> bool:
+        """Whether it can draw one set for the batch."""
+        return False
+
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        # A checkpoint of a layer that had no index: the next step builds one.
-        if not any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
+        # An index that is not there, or that is one of other options or of another head, is built anew by the next step.
+        tables = {name: table for name, table in (*self._buffers.items(), *self._parameters.items()) if table is not None}
+        fits = all(prefix + name in state_dict and state_dict[prefix + name].shape == table.shape for name, table in tables.items())
+        if not fits:
             self.step.zero_()
             return
+        excluded = self._excluded().cpu()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not torch.equal(self._excluded().cpu(), excluded):
+            fresh = self._like(excluded, self._has_bias)
+            with torch.no_grad():
+                for name, table in tables.items():
+                    table.copy_(fresh.get_buffer(name) if name in self._buffers else fresh.get_parameter(name))
 
     def extra_repr(self) -> str:
         return f"num_classes={self.num_classes}, dim={self.dim}, refresh_every={self.refresh_every}"

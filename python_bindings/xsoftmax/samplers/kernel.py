@@ -44,7 +44,7 @@ class KernelSampler(AdaptiveSampler):
         return stats
 
     @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         torch.ops.xsoftmax.kernel_refresh_(weight.detach(), _detached(bias), self.directions, self.rows, self.sums, self.order, self.place,
                                            self.step, self.refresh_every)
 

@@ -66,7 +66,7 @@ class LshSampler(AdaptiveSampler):
         return {"largest": float(self.start.diff().max()) / self.order.size(1)}
 
     @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         torch.ops.xsoftmax.lsh_refresh_(weight.detach(), _detached(bias), self.planes, self.code, self.order, self.start, self.step,
                                         self.refresh_every)
 

@@ -73,8 +73,8 @@ class MidxSampler(AdaptiveSampler):
             raise ValueError(f"{name}: expected mixture as \"mean\" or \"rms\", got {mixture!r}")
         if distinct is not None and not isinstance(distinct, bool):
             raise TypeError(f"{name}: expected distinct as True, False or None, got {distinct!r}")
-        if train_points is not None and train_points < 1:
-            raise ValueError(f"{name}: expected train_points of at least 1, got {train_points}")
+        if train_points is not None:
+            _check_ints(name, (("train_points", train_points, 1),))
         self.codewords = codewords
         self.kind = kind
         self.residual = kind == "rq"
@@ -83,10 +83,12 @@ class MidxSampler(AdaptiveSampler):
         self.update_every = update_every
         self.iterations = iterations
         self.train_points = 256 * codewords if train_points is None else train_points
+        if exact and distinct:
+            raise ValueError(f"{name}: expected distinct=False or None beside exact=True, whose draws are independent, got True")
         if exact and spread:
             raise ValueError(f"{name}: expected spread=False beside exact=True, which needs none, got True")
         self.exact = exact
-        self.learnable = learnable
+        self.learnable = self.learns = learnable
         self.learn_rows = learn_rows
         self._has_spread = spread
         self._begin(exclude)
@@ -118,6 +120,9 @@ class MidxSampler(AdaptiveSampler):
         self.register_buffer("table_bias", torch.zeros(n) if self.exact and self._has_bias else None)
         self.register_buffer("touched", torch.zeros(n, dtype=torch.bool) if self.update_every > 0 else None)
 
+    def _shares(self) -> bool:
+        return not self.exact
+
     def _excluded(self) -> Tensor:
         return (self.cell < 0).nonzero().squeeze(1)
 
@@ -136,7 +141,8 @@ class MidxSampler(AdaptiveSampler):
         """
         stats = torch.ops.xsoftmax.midx_refresh_(
             draw_seed(weight, None), weight.detach(), _detached(bias), self.spread, self.query_square, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
-            self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations, self.train_points, bool(self.step > 0))
+            self.log_weight, self.prefix, self.heaviest, self.residual, 0 if self.learnable and bool(self.step > 0) else self.iterations,
+            self.train_points, bool(self.step > 0))
         self.step.clamp_(min=1)
         self._copy_table(weight, bias)
         values: List[float] = stats.tolist()
@@ -157,18 +163,19 @@ class MidxSampler(AdaptiveSampler):
             self.prefix, self.heaviest, rows)
 
     @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         torch.ops.xsoftmax.midx_step_(
-            draw_seed(weight, None), weight.detach(), _detached(bias), self.spread, self.query_square, self.step, self.touched, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order,
+            draw_seed(weight, generator), weight.detach(), _detached(bias), self.spread, self.query_square, self.step, self.touched, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order,
             self.start, self.mass, self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations,
             0 if self.learnable else self.iterations, self.train_points, self.refresh_every, self.update_every)
         self._copy_table(weight, bias)
 
     @torch.jit.export
-    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Optional[Tensor]:
+    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor],
+                       generator: Optional[torch.Generator] = None) -> Optional[Tensor]:
         if not self.learnable:
             return None
-        at = torch.randint(self.order.size(0), [min(self.learn_rows, self.order.size(0))], device=weight.device)
+        at = torch.randint(self.order.size(0), [min(self.learn_rows, self.order.size(0))], generator=generator, device=weight.device)
         ids = self.order[at]
         some_bias: Optional[Tensor] = None
         if bias is not None:
@@ -191,7 +198,8 @@ class MidxSampler(AdaptiveSampler):
         if query_square is not None and self.training and input.size(0) > 0:
             with torch.no_grad():
                 square = input.detach().to(torch.float64).square().sum(1).mean()
-                query_square.lerp_(square, self.step.to(torch.float64).clamp(1.0, 100.0).reciprocal())
+                mean = torch.lerp(query_square, square, self.step.to(torch.float64).clamp(1.0, 100.0).reciprocal())
+                query_square.copy_(torch.where(mean.isfinite(), mean, query_square))
         seed = draw_seed(input, generator)
         table = self.table
         if table is not None:

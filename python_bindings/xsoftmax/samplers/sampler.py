@@ -55,17 +55,20 @@ class Sampler(nn.Module):
         shared_by_default: whether draws are best shared by the batch.
         proposes_targets: the candidates are the targets themselves. ``sample`` then takes -1 for a target that does not count, and gives it
             a log count of +inf: no candidate.
+        learns: there is an ``auxiliary_loss``.
     """
 
     num_classes: int
     shared_by_default: bool
     proposes_targets: bool
+    learns: bool
 
     def __init__(self, num_classes: int):
         super().__init__()
         self.num_classes = num_classes
         self.shared_by_default = True
         self.proposes_targets = False
+        self.learns = False
 
     def excluding(self, exclude: Union[int, Tensor]) -> "Sampler":
         """A sampler like this one that never draws the classes ``exclude``: the ids below an int, or those of an int64 tensor."""
@@ -115,13 +118,15 @@ class Sampler(nn.Module):
         return stats
 
     @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         """What a loss calls before it draws in train(): an adaptive sampler refreshes itself here when its time has come."""
         pass
 
     @torch.jit.export
-    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Optional[Tensor]:
-        """What a sampler that learns would minimise, a scalar; a loss adds its gradient, not its value, in train()."""
+    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor],
+                       generator: Optional[torch.Generator] = None) -> Optional[Tensor]:
+        """What a sampler that learns would minimise, a scalar; a loss adds its gradient, not its value, in train(). Queries that do not count
+        are zeros in ``input``."""
         return None
 
     @torch.jit.export
@@ -130,9 +135,19 @@ class Sampler(nn.Module):
         pass
 
     def _apply(self, fn, recurse=True):
-        # model.half() casts every floating buffer, to_empty() drops its values. Those of a sampler stay: only their device moves.
+        # model.half() casts every floating tensor, to_empty() drops its values. Those of a sampler stay: only their device moves.
         tables = {name: table for name, table in self._buffers.items() if table is not None}
+        learnt = {name: table.detach() for name, table in self._parameters.items() if table is not None}
         super()._apply(fn, recurse)
         for name, table in tables.items():
             self._buffers[name] = moved_table(type(self).__name__, table, self._buffers[name])
+        for name, table in learnt.items():
+            parameter = self._parameters[name]
+            parameter.data = moved_table(type(self).__name__, table, parameter.detach())
+            parameter.grad = None if parameter.grad is None else parameter.grad.to(table.dtype)
         return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        # The index of another sampler: a checkpoint's class table loads into any loss.
+        unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix)]

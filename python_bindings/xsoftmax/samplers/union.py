@@ -1,6 +1,6 @@
 """Several samplers as one."""
 
-from typing import List, Optional, Tuple, Union
+from typing import Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class UnionSampler(Sampler):
         parts = sorted(parts, key=lambda part: not part[0].draws_distinct(part[0].shared_by_default))
         self.parts = nn.ModuleList(sampler for sampler, _ in parts)
         self.counts: List[int] = [count for _, count in parts]
+        self.learns = any(sampler.learns for sampler, _ in parts)
         self.shared_by_default = False  # private draws, perhaps none, and shared ones beside them
 
     def excluding(self, exclude: Union[int, Tensor]) -> "UnionSampler":
@@ -56,15 +57,25 @@ class UnionSampler(Sampler):
             part.check_num_samples(count, part.shared_by_default)
 
     @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor]) -> None:
-        for part in self.parts:
-            part.prepare(weight, bias)
+    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
+        """Refreshes every part; their statistics by the number of the part: ``"1.distortion"``."""
+        stats: Dict[str, float] = {}
+        for i, part in enumerate(self.parts):
+            for name, value in part.refresh(weight, bias).items():
+                stats[str(i) + "." + name] = value
+        return stats
 
     @torch.jit.export
-    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Optional[Tensor]:
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+        for part in self.parts:
+            part.prepare(weight, bias, generator)
+
+    @torch.jit.export
+    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor],
+                       generator: Optional[torch.Generator] = None) -> Optional[Tensor]:
         total: Optional[Tensor] = None
         for part in self.parts:
-            loss = part.auxiliary_loss(input, weight, bias)
+            loss = part.auxiliary_loss(input, weight, bias, generator)
             if loss is not None:
                 total = loss if total is None else total + loss
         return total
