@@ -47,7 +47,7 @@ def main() -> None:
     study = Study(EXAMPLES / "recommend", args, [], "test_NDCG@10",
                   lambda run: -max(point["valid_NDCG@10"] for point in run["points"]) if run["points"] else 0.0)
     if args.study == "curve":
-        rows = study.curve(LEARNING_RATES, "validation NDCG@10 / that of the exact loss")
+        rows = study.curve("validation NDCG@10 / that of the exact loss")
     else:
         rows = table(study, chosen(parser, args, METHODS))
     study.show(rows, ["method", "learning rate", "best epoch", "step", "valid", "of exact", *FIGURES, *(f"{figure} of full" for figure in FIGURES)])

@@ -15,6 +15,9 @@ from timing import interleave, machine, print_table
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
+sys.path.insert(0, str(EXAMPLES))
+from common.errors import DIVERGED  # noqa: E402: needs the path
+
 EXACT = ["--loss", "exact"]
 RANKING = ("--estimator", "ranking")
 
@@ -66,7 +69,7 @@ class Study:
                 folder.mkdir(parents=True, exist_ok=True)
                 with open(folder / "log.txt", "a") as log:
                     code = subprocess.run(command, stdout=log, stderr=log).returncode
-                if code == 2:  # a loss that is no number any more, and other ends that a learning rate can come to
+                if code == DIVERGED:
                     return {"failed": (folder / "log.txt").read_text().strip().splitlines()[-1]}
                 if code != 0:
                     raise SystemExit(f"{' '.join(command)}: exit {code}, see {folder / 'log.txt'}")
@@ -112,20 +115,16 @@ class Study:
             file.write_text(json.dumps({"machine": machine(), "seconds": seconds}, indent=1))
         return json.loads(file.read_text())["seconds"] if file.is_file() else {}
 
-    def curve(self, rates: tuple[float, ...], label: str) -> list[dict]:
-        """Runs of --search-epochs with every mix of CURVES in every size, beside the best of the exact loss; plotted. label: of the ratio."""
+    def curve(self, label: str) -> list[dict]:
+        """Runs of --search-epochs at --lr with the exact loss and every mix of CURVES in every size; plotted. label: of the ratio."""
         args = self.args
-        exact = [("exact", EXACT, lr, args.search_epochs) for lr in rates]
-        mixes = {f"{name} {size}": method(size) for name, method in CURVES.items() for size in args.sizes}
-        found = self.map(exact + [(name, method, args.lr, args.search_epochs) for name, method in mixes.items()])
-        reference = min(found[: len(exact)], key=self.cost)
-        seconds = self.step_times({"exact": EXACT} | mixes)
-        rows = []
-        for name, run in zip(["exact", *mixes], [reference, *found[len(exact) :]]):
-            rows.append({"method": name, "step": f"{1000 * seconds[name]:.1f} ms" if name in seconds else "",
-                         "valid": f"{abs(self.cost(run)):.4g}", "of exact": f"{self.cost(run) / self.cost(reference):.3f}"})
-        plot({row["method"]: float(row["of exact"]) for row in rows}, seconds, args, label)
-        return rows
+        methods = {"exact": EXACT} | {f"{name} {size}": method(size) for name, method in CURVES.items() for size in args.sizes}
+        found = dict(zip(methods, self.map([(name, method, args.lr, args.search_epochs) for name, method in methods.items()])))
+        exact, seconds = self.cost(found["exact"]), self.step_times(methods)
+        ratio = {name: self.cost(run) / exact for name, run in found.items()}
+        plot(ratio, seconds, args, label)
+        return [{"method": name, "step": f"{1000 * seconds[name]:.1f} ms" if name in seconds else "", "valid": f"{abs(self.cost(run)):.4g}",
+                 "of exact": f"{ratio[name]:.3f}"} for name, run in found.items()]
 
     def show(self, rows: list[dict], columns: list[str]) -> None:
         """Those columns that a row has."""
@@ -144,12 +143,13 @@ def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Name
 
     figure, axes = plt.subplots(figsize=(7.5, 5), layout="constrained")
     for name in CURVES:
-        points = [(1000 * seconds[key] if seconds else size, ratio[key]) for size in args.sizes for key in [f"{name} {size}"]
-                  if math.isfinite(ratio[key])]
+        keys = {size: f"{name} {size}" for size in args.sizes}
+        points = [(1000 * seconds[key] if seconds else size, ratio[key]) for size, key in keys.items()
+                  if math.isfinite(ratio[key]) and (not seconds or key in seconds)]
         if points:
             axes.plot(*zip(*points), marker="o", markersize=4, label=name)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    if seconds:
+    if "exact" in seconds:
         axes.axvline(1000 * seconds["exact"], color="black", linewidth=0.8, linestyle=":", label="a step of the exact loss")
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -160,7 +160,8 @@ def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Name
     axes.set_xlabel("time of a training step, ms" if seconds else "classes scored a query")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
     figure.savefig(args.out / "curve.png", dpi=150)
     plt.close(figure)
 

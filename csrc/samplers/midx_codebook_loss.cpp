@@ -11,8 +11,6 @@
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
 namespace xsoftmax {
 namespace {
 
@@ -50,7 +48,7 @@ Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, co
   const Tensor second = soft_code(residual ? rows - first : rows.narrow(1, width1, width2), codewords2);
   const Tensor coded = residual ? first + second : at::cat({first, second}, 1);
   const Tensor log_p = at::log_softmax(at::linear(input, rows, bias), 1), log_q = at::log_softmax(at::linear(input, coded, bias), 1);
-  const auto mean = [](const Tensor& values) { return values.sum() / double(std::max<int64_t>(1, values.numel())); };
+  const auto mean = [](const Tensor& values) { return values.sum() / at::Scalar(values.sym_numel().max(1)); };
   return mean((rows - coded).square().sum(1)) + mean(at::logsumexp(2 * log_p - log_q, 1));
 }
 

@@ -7,7 +7,7 @@ from typing import Callable
 
 import torch
 
-from .errors import DataError, UsageError
+from .errors import DIVERGED, DataError, Diverged, UsageError
 from .losses import LEARNING_RATES, OPTIMIZERS, SAMPLERS
 
 
@@ -97,12 +97,15 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
 
 
 def report_errors(program: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The program's exit code; 2 where it cannot go on, with the reason in one line."""
+    """The program's exit code; 2 where it cannot go on, DIVERGED where the loss did, with the reason in one line."""
     name = Path(sys.argv[0]).name
     try:
         return program(args)
     except (UsageError, DataError) as error:
         print(f"{name}: {error}", file=sys.stderr)
+    except Diverged as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return DIVERGED
     except OSError as error:
         print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
     return 2

@@ -7,3 +7,10 @@ class UsageError(ValueError):
 
 class DataError(ValueError):
     """The data cannot be used; the message says why."""
+
+
+class Diverged(ValueError):
+    """A loss that is no number any more; the message says of what a smaller value may help."""
+
+
+DIVERGED = 3  # the exit code where one did

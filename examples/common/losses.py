@@ -32,11 +32,14 @@ def build_loss(args: argparse.Namespace, name: str, counts: Tensor, bias: bool, 
             f"--head {args.head} and --samples {max(args.samples)} together exceed the {num_classes} {classes}: "
             "take fewer, or --loss exact"
         )
-    samplers = [build_sampler(args, kind, counts) for kind in args.sampler]
-    sampler = samplers[0] if len(samplers) == 1 else xs.samplers.UnionSampler(*zip(samplers, args.samples))
     shared = False if args.private else None  # None: as suits the sampler
-    return xs.SampledSoftmaxLoss(args.width, num_classes, sampler=sampler, num_samples=args.samples[0], shared=shared,
-                                 head_classes=args.head, **options)
+    try:
+        samplers = [build_sampler(args, kind, counts) for kind in args.sampler]
+        sampler = samplers[0] if len(samplers) == 1 else xs.samplers.UnionSampler(*zip(samplers, args.samples))
+        return xs.SampledSoftmaxLoss(args.width, num_classes, sampler=sampler, num_samples=args.samples[0], shared=shared,
+                                     head_classes=args.head, **options)
+    except ValueError as error:  # an option beyond what a sampler takes
+        raise UsageError(str(error)) from error
 
 
 def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor) -> xs.samplers.Sampler:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import xsoftmax as xs
 
-from .errors import UsageError
+from .errors import Diverged, UsageError
 from .losses import OPTIMIZERS
 
 # What may differ between the run that wrote a checkpoint and the run that resumes it: the rest decides the weights.
@@ -127,7 +127,7 @@ class Run:
         self.optimizer.step()
         value = loss.item()
         if not math.isfinite(value):
-            raise UsageError(f"the {self.name} loss is {value} after {self.steps} steps: try a smaller --lr than {self.args.lr}")
+            raise Diverged(f"the {self.name} loss is {value} after {self.steps} steps: try a smaller --lr than {self.args.lr}")
         self.recent = [self.recent[0] + value * count, self.recent[1] + count]
         self.steps += 1
         self.targets += count

@@ -199,6 +199,19 @@ def test_ignored_queries_may_be_anything(impl):
     assert_same(got[:1] + got[3:], want[:1] + want[3:])
 
 
+def test_ignored_queries_may_be_anything_also_where_the_gradient_is_large():
+    """Whose rows are written another way: see test_gradients_too_large_for_the_caches of candidate_scores."""
+    torch.manual_seed(0)
+    queries, width, own = 80, 64, torch.randint(100_000, (80, 256))
+    weight = torch.randn(100_000, width, requires_grad=True)
+    input, target = torch.randn(queries, width), torch.randint(100_000, (queries,))
+    target[::7], input[::7] = -100, float("inf")
+    loss = torch.ops.xsoftmax.sampled_softmax_loss(input.requires_grad_(), weight, None, target, own, None)
+    loss.backward()
+    assert own.numel() * width * 4 > 4 << 20
+    assert loss.isfinite() and weight.grad._values().isfinite().all() and input.grad.isfinite().all()
+
+
 def test_class_weights_of_another_dtype(impl):
     args = problem()
     weights = torch.linspace(0.1, 2.0, 9)
