@@ -122,6 +122,7 @@ import numpy, faiss
 n, d, bits, threads, repeats = map(int, sys.argv[1:])
 faiss.omp_set_num_threads(threads)
 x = numpy.random.default_rng(0).uniform(-0.05, 0.05, (n, d)).astype("float32")
+sample = x[numpy.random.default_rng(1).permutation(n)[:256 << bits]]
 times = []
 for _ in range(repeats):
     start = time.perf_counter()
@@ -129,7 +130,6 @@ for _ in range(repeats):
     rq.cp.niter = 10
     rq.max_beam_size = 1
     rq.train_type = faiss.ResidualQuantizer.Train_default
-    sample = x[numpy.random.default_rng(1).permutation(n)[:256 << bits]]
     rq.train(sample)
     codes = rq.compute_codes(x)
     times.append(time.perf_counter() - start)

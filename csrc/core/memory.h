@@ -6,8 +6,8 @@
 
 namespace xsoftmax {
 
-/// at::empty for what each step makes anew in the same size: gradients, scores, gathered rows. Of blocks between 256 KB and 64 MB, those freed last,
-/// 64 MB at most in all, are kept for the next step: fresh pages cost more than writing them.
+/// at::empty for what each step makes anew in the same size: gradients, scores, gathered rows. Of blocks between 256 KB and 64 MB, those
+/// freed last, 64 MB at most in all, are kept for the next step: fresh pages cost more than writing them.
 at::Tensor recycled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 /// Asks the operating system for huge pages behind a large tensor that is not yet written. Rows of a table of gigabytes are then found

@@ -13,8 +13,8 @@ namespace xsoftmax {
 //     negative terms among them: it is raised to scale times its number of classes where it is less.
 // Where the table has a bias it is the last column of its rows, E = D + 1, and 1 of the queries.
 //
-// What is drawn: from the root, a child in proportion to the (raised) sums of the two; in a leaf, a class in proportion to K. q is the product
-// of these shares, exactly: for the sphere K(z, w_i) / sum_j K(z, w_j).
+// What is drawn: from the root, a child in proportion to the (raised) sums of the two; in a leaf, a class in proportion to K. q is the
+// product of these shares, exactly: for the sphere K(z, w_i) / sum_j K(z, w_j).
 //
 // The index over A classes: rows float32 [A, E or 2 R], what a leaf compares with the query; sums float32 [2 L, F], a heap: node 1 is the
 // root, 2 n and 2 n + 1 the children of n, L + l is leaf l (L a power of two), which holds the rows from floor(l A / L) to floor((l + 1)

@@ -6,7 +6,7 @@
 #include "core/optional.h"
 #include "core/row_groups.h"
 #include "samplers/draws.h"
-#include "samplers/midx_encode_cpu.h"
+#include "samplers/midx_index_cpu.h"
 #include "scores/row_kernels.h"
 
 #include <ATen/Parallel.h>

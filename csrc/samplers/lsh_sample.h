@@ -20,8 +20,8 @@ namespace xsoftmax {
 //
 // lsh_log_prob(input, INDEX, uniform, ids [S] or [Q, P]) -> float32 [Q, S or P]: log q, -inf for a class never drawn; O(T) a pair.
 //
-// lsh_refresh_(weight, bias, planes, code!, order!, start!, step!, refresh_every) -> (): hashes all classes anew, where `step` (int64, 0-dim) is
-// none or a refresh is due (refresh_is_due); then counts the step.
+// lsh_refresh_(weight, bias, planes, code!, order!, start!, step!, refresh_every) -> (): hashes all classes anew, where `step` (int64,
+// 0-dim) is none or a refresh is due (refresh_is_due); then counts the step.
 
 #define XS_LSH_INDEX_PARAMS const at::Tensor &planes, const at::Tensor &code, const at::Tensor &order, const at::Tensor &start
 #define XS_LSH_INDEX_ARGS planes, code, order, start

@@ -14,8 +14,8 @@
 namespace xsoftmax {
 namespace {
 
-// midx_codebook_loss(codewords1, codewords2, rows, bias, input) -> scalar: what learnable codebooks minimise (MIDX paper, section 6.2.3), over
-// a sample of classes.
+// midx_codebook_loss(codewords1, codewords2, rows, bias, input) -> scalar: what learnable codebooks minimise (MIDX paper, section 6.2.3),
+// over a sample of classes.
 //
 //     w1 = softmax(rows1 @ codewords1.T) @ codewords1                      # each class by its codewords, softly
 //     w2 = softmax(rows2 @ codewords2.T) @ codewords2

@@ -3,7 +3,7 @@
 #include "core/impl.h"
 #include "core/memory.h"
 #include "core/optional.h"
-#include "samplers/midx_encode_cpu.h"
+#include "samplers/midx_index_cpu.h"
 #include "samplers/midx_rows.h"
 
 #include <ATen/Parallel.h>

@@ -7,7 +7,7 @@
 #include "samplers/adaptive.h"
 #include "samplers/draws.h"
 #include "samplers/kmeans.h"
-#include "samplers/midx_encode_cpu.h"
+#include "samplers/midx_index_cpu.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -143,8 +143,8 @@ Tensor refresh(const Tensor& seed, const ClassTable& table, const MidxIndex& ind
     table.spread->copy_(error);
   }
   lay_out(table, index);
-  return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(), rows.to(at::kDouble).square().sum(1).mean(), inertia1[iterations], inertia2[iterations],
-                    index.mass.gt(0).sum().to(at::kDouble)});
+  return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(), rows.to(at::kDouble).square().sum(1).mean(),
+                    inertia1[iterations], inertia2[iterations], index.mass.gt(0).sum().to(at::kDouble)});
 }
 
 void update(const ClassTable& table, const MidxIndex& index, const Tensor& rows) {

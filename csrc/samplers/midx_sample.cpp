@@ -190,7 +190,11 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_mixture_log_prob", midx_mixture_log_prob_meta);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_sample", "midx_sample_shared", "midx_log_prob", "midx_mixture_log_prob"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_sample", "midx_sample_shared", "midx_log_prob", "midx_mixture_log_prob"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  below_autocast(m, {"midx_sample", "midx_sample_shared", "midx_log_prob", "midx_mixture_log_prob"});
+}
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  below_autocast(m, {"midx_sample", "midx_sample_shared", "midx_log_prob", "midx_mixture_log_prob"});
+}
 
 } // namespace xsoftmax

@@ -12,9 +12,9 @@ namespace xsoftmax {
 // [Q]): private draws. Independent: log_count = log(M q). Distinct: systematic, log pi_i = min(0, log c + log q(i | z)) with c such
 // that the pi sum to M: exact inclusion probabilities. Query q reads Philox blocks (q, 0 ...).
 //
-// midx_sample_shared(seed, input, INDEX, num_samples, distinct, rms, target) -> (ids int64 [M], log_count [M], target_log_count [T]): one set
-// for the batch and counts of any classes target [T], drawn from the mixture q(i) = mean_z q(i | z), or with `rms` from q(i) ~ sqrt(mean_z q(i | z)^2), which minimises the
-// variance of a shared set. Distinct ids rise. No queries: the cells by mass.
+// midx_sample_shared(seed, input, INDEX, num_samples, distinct, rms, target) -> (ids int64 [M], log_count [M], target_log_count [T]): one
+// set for the batch and counts of any classes target [T], drawn from the mixture q(i) = mean_z q(i | z), or with `rms` from q(i) ~
+// sqrt(mean_z q(i | z)^2), which minimises the variance of a shared set. Distinct ids rise. No queries: the cells by mass.
 //
 // midx_log_prob(input, INDEX, ids) -> float32: log q(id | z), for ids [S], the same for all queries, [Q, S]; for ids [Q, P], [Q, P]. -inf
 // for a class that is never drawn. O(1) a pair once the query's 2 K products are there.

@@ -40,8 +40,8 @@ struct MidxCellTables {
   }
 };
 
-/// M different classes by systematic sampling proportional to size, with inclusion probabilities exactly pi_i = min(1, c q_i), sum pi_i = M.
-/// A cell's share of q goes to its classes by weight. Classes that are certain are taken; the others are laid end to end, cell after
+/// M different classes by systematic sampling proportional to size, with inclusion probabilities exactly pi_i = min(1, c q_i), sum pi_i =
+/// M. A cell's share of q goes to its classes by weight. Classes that are certain are taken; the others are laid end to end, cell after
 /// cell, each of length pi_i, the classes of a cell rotated at random; the points u, u + 1, ... pick one each.
 class MidxSystematicSet {
  public:

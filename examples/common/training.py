@@ -20,7 +20,7 @@ from .errors import Diverged, UsageError
 from .losses import OPTIMIZERS
 
 # What may differ between the run that wrote a checkpoint and the run that resumes it: the rest decides the weights.
-FREE_ARGUMENTS = {"eval_minutes", "threads", "checkpoint", "resume", "output", "loss", "patience"}
+FREE_ARGUMENTS = {"eval_minutes", "eval_epochs", "threads", "checkpoint", "resume", "output", "loss", "patience"}
 BUDGET_ARGUMENTS = {"epochs", "max_minutes"}  # free, too, where the learning rate does not follow them
 
 

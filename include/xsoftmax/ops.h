@@ -67,7 +67,8 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 ///     "importance"         logsumexp(adjusted) - s_y: the normaliser from the draws alone; hits always stay (Bengio and Senecal, 2003)
 /// label_smoothing e: (1 - e) of the loss above and e of (log normaliser - mean score of all classes), the mean estimated
 /// with the weights exp(adjusted - score), 1 for the target, over their sum; "ranking" takes the target's corrected score there too.
-/// With no live candidate the softmax losses, "one_vs_each" and "importance" are 0. Returns [Q] in scores' dtype. Backward recomputes from the scores; nothing else is kept.
+/// With no live candidate the softmax losses, "one_vs_each" and "importance" are 0. Returns [Q] in scores' dtype. Backward recomputes from
+/// the scores; nothing else is kept.
 at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, const std::optional<at::Tensor>& private_ids,
                           const std::optional<at::Tensor>& shared_ids,
                           const std::optional<at::Tensor>& private_log_count = std::nullopt,

@@ -203,8 +203,8 @@ class InBatchSamplerImpl : public SamplerImpl {
 TORCH_MODULE(InBatchSampler);
 
 /// Base of samplers whose q follows the class table, from an index that a loss brings up to date while training: at step 0, ever less often
-/// up to step `refresh_every`, then at its multiples (0: never again). q is exact for what is drawn also while the table moves on. Draws are
-/// private by default.
+/// up to step `refresh_every`, then at its multiples (0: never again). q is exact for what is drawn also while the table moves on. Draws
+/// are private by default.
 class AdaptiveSamplerImpl : public SamplerImpl {
  public:
   bool shared_by_default() const override { return false; }

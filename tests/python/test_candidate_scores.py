@@ -344,7 +344,8 @@ def test_instruction_sets(isa):
     if levels.index(isa) >= levels.index(xs.cpu_capability()):
         pytest.skip("is what this process runs, or more than the CPU has")
     result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
-                             __file__.replace("candidate", "ragged"), "-k", "test_equals_indexing and kernel and True and not shared or test_gradients_too_large"],
+                             __file__.replace("candidate", "ragged"), "-k",
+                             "test_equals_indexing and kernel and True and not shared or test_gradients_too_large"],
                             env={**os.environ, "XSOFTMAX_CPU": isa}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
 

@@ -65,7 +65,8 @@ def test_samplers_are_compared_on_a_trained_model(example, text, tmp_path, capsy
     options = ["--checkpoint", str(checkpoint), "--samples", "5", "--codewords", "8", "--draws", "4", "--output", str(out)]
     assert compare(options) == 0
     table = (out / "samplers.md").read_text().splitlines()
-    assert [line.split(" | ")[0].strip("| ") for line in table[2:]] == ["unigram", "uniform", "log_uniform", "midx", "midx_pq", "lsh", "sphere", "rff"]
+    assert [line.split(" | ")[0].strip("| ") for line in table[2:]] == [
+        "unigram", "uniform", "log_uniform", "midx", "midx_pq", "lsh", "sphere", "rff"]
     assert "gradient bias" in table[0] and (out / "samplers.png").stat().st_size > 5000
     capsys.readouterr()
     assert compare(["--checkpoint", str(text)]) == 2 and "is not a checkpoint" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """MIDX: classes drawn by a quantised copy of the class table."""
 
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ from .._memory import table_empty
 from .adaptive import AdaptiveSampler, _check_ints, _detached, _proposal, _target_or_first
 from .sampler import Proposal, draw_seed, one_set
 from .static import Exclude, _log_of_count
+
+
+_Index = Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]
 
 
 class MidxSampler(AdaptiveSampler):
@@ -46,13 +49,16 @@ class MidxSampler(AdaptiveSampler):
             classes anew under the learnt codewords. Give ``loss.parameters()`` to the optimizer.
         learn_rows: so many classes, drawn anew each step, are what learnable codebooks look at.
         mixture: a shared set is drawn from the "mean" of the queries' q, or from its root mean square, "rms", which minimises the variance.
-        refresh_every, update_every: in steps; 0: never. ``refresh_every=0`` still builds the index at step 0.
+        refresh_every, update_every: in steps; 0: never. ``refresh_every=0`` still builds the index at step 0. An update recodes the touched
+            classes only, but lays out all N anew.
         iterations: of K-means, for each codebook.
         train_points: rows that K-means sees; None: 256 a codeword.
 
-    Buffers, all in the state dict (a checkpoint without them loads as well: the index is then built anew): ``codewords1``, ``codewords2``
-    float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A], ``start`` int64 [K K + 1], ``mass`` float64 [K, K]; with a bias or spread
-    ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64 [K K]; ``spread`` float32 [N] and ``query_square`` float64 with spread; ``table``, ``table_bias`` where exact; ``step`` int64; ``touched`` bool [N] where update_every > 0.
+    Buffers, all in the state dict (a checkpoint without them, or with those of another index, loads as well: the index is then built
+    anew): ``codewords1``, ``codewords2`` float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A], ``start`` int64 [K K + 1],
+    ``mass`` float64 [K, K]; with a bias or spread ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64 [K K];
+    ``spread`` float32 [N] and ``query_square`` float64 with spread; ``table``, ``table_bias`` where exact; ``step`` int64; ``touched``
+    bool [N] where update_every > 0.
     """
 
     distinct: Optional[bool]
@@ -129,7 +135,13 @@ class MidxSampler(AdaptiveSampler):
     def _options(self) -> Dict[str, Any]:
         return {"codewords": self.codewords, "kind": self.kind, "distinct": self.distinct, "mixture": "rms" if self.rms else "mean",
                 "refresh_every": self.refresh_every, "update_every": self.update_every, "iterations": self.iterations,
-                "train_points": self.train_points, "spread": self._has_spread, "exact": self.exact, "learnable": self.learnable, "learn_rows": self.learn_rows}
+                "train_points": self.train_points, "spread": self._has_spread, "exact": self.exact, "learnable": self.learnable,
+                "learn_rows": self.learn_rows}
+
+    def _index(self) -> _Index:
+        """As the ops take it."""
+        return (self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
+                self.heaviest)
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
@@ -140,9 +152,8 @@ class MidxSampler(AdaptiveSampler):
             ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
         """
         stats = torch.ops.xsoftmax.midx_refresh_(
-            draw_seed(weight, None), weight.detach(), _detached(bias), self.spread, self.query_square, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
-            self.log_weight, self.prefix, self.heaviest, self.residual, 0 if self.learnable and bool(self.step > 0) else self.iterations,
-            self.train_points, bool(self.step > 0))
+            draw_seed(weight, None), weight.detach(), _detached(bias), self.spread, self.query_square, *self._index(), self.residual,
+            0 if self.learnable and bool(self.step > 0) else self.iterations, self.train_points, bool(self.step > 0))
         self.step.clamp_(min=1)
         self._copy_table(weight, bias)
         values: List[float] = stats.tolist()
@@ -158,16 +169,14 @@ class MidxSampler(AdaptiveSampler):
     @torch.jit.export
     def update(self, weight: Tensor, bias: Optional[Tensor], rows: Tensor) -> None:
         """Codes the classes ``rows`` (int64 [R]) again under the present codebooks, and takes in all biases."""
-        torch.ops.xsoftmax.midx_update_(
-            weight.detach(), _detached(bias), self.spread, self.query_square, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight,
-            self.prefix, self.heaviest, rows)
+        torch.ops.xsoftmax.midx_update_(weight.detach(), _detached(bias), self.spread, self.query_square, *self._index(), rows)
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         torch.ops.xsoftmax.midx_step_(
-            draw_seed(weight, generator), weight.detach(), _detached(bias), self.spread, self.query_square, self.step, self.touched, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order,
-            self.start, self.mass, self.log_weight, self.prefix, self.heaviest, self.residual, self.iterations,
-            0 if self.learnable else self.iterations, self.train_points, self.refresh_every, self.update_every)
+            draw_seed(weight, generator), weight.detach(), _detached(bias), self.spread, self.query_square, self.step, self.touched,
+            *self._index(), self.residual, self.iterations, 0 if self.learnable else self.iterations, self.train_points,
+            self.refresh_every, self.update_every)
         self._copy_table(weight, bias)
 
     @torch.jit.export
@@ -205,9 +214,7 @@ class MidxSampler(AdaptiveSampler):
         if table is not None:
             if shared or distinct:
                 raise ValueError("MidxSampler: expected private independent draws where exact is set, got shared or distinct ones")
-            ids, log_q = torch.ops.xsoftmax.midx_exact_sample(
-                seed, input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight,
-                self.prefix, self.heaviest, table, self.table_bias, num_samples)
+            ids, log_q = torch.ops.xsoftmax.midx_exact_sample(seed, input, *self._index(), table, self.table_bias, num_samples)
             log_samples = _log_of_count(num_samples, ids).to(torch.float32)
             of_target: Optional[Tensor] = None
             if target is not None:
@@ -215,13 +222,9 @@ class MidxSampler(AdaptiveSampler):
             return one_set(ids, log_q + log_samples, of_target, False)
         some = _target_or_first(target, input)
         if shared:
-            draws = torch.ops.xsoftmax.midx_sample_shared(
-                seed, input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
-                self.heaviest, num_samples, distinct, self.rms, some)
+            draws = torch.ops.xsoftmax.midx_sample_shared(seed, input, *self._index(), num_samples, distinct, self.rms, some)
         else:
-            draws = torch.ops.xsoftmax.midx_sample(
-                seed, input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
-                self.heaviest, num_samples, distinct, some)
+            draws = torch.ops.xsoftmax.midx_sample(seed, input, *self._index(), num_samples, distinct, some)
         return _proposal(draws, target, distinct)
 
     def draws_distinct(self, shared: bool) -> bool:
@@ -235,8 +238,7 @@ class MidxSampler(AdaptiveSampler):
         if not shared:
             raise ValueError("MidxSampler: expected independent private draws, got distinct ones, whose counts only a draw knows")
         draws = torch.ops.xsoftmax.midx_sample_shared(
-            torch.zeros([], dtype=torch.int64, device=input.device), input, self.codewords1.detach(), self.codewords2.detach(), self.cell,
-            self.order, self.start, self.mass, self.log_weight, self.prefix, self.heaviest, num_samples, True, self.rms, ids.reshape(-1))
+            torch.zeros([], dtype=torch.int64, device=input.device), input, *self._index(), num_samples, True, self.rms, ids.reshape(-1))
         return draws[2].reshape(ids.shape)
 
     @torch.jit.export
@@ -244,19 +246,16 @@ class MidxSampler(AdaptiveSampler):
         """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
         table = self.table
         if table is not None:
-            return torch.ops.xsoftmax.midx_exact_log_prob(
-                input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight,
-                self.prefix, self.heaviest, table, self.table_bias, ids)
-        return torch.ops.xsoftmax.midx_log_prob(input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
-                                                self.log_weight, self.prefix, self.heaviest, ids)
+            return torch.ops.xsoftmax.midx_exact_log_prob(input, *self._index(), table, self.table_bias, ids)
+        return torch.ops.xsoftmax.midx_log_prob(input, *self._index(), ids)
 
     @torch.jit.export
     def mixture_log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` in the mixture from which a shared set is drawn: float32 ``[S]``."""
-        return torch.ops.xsoftmax.midx_mixture_log_prob(input, self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass,
-                                                        self.log_weight, self.prefix, self.heaviest, self.rms, ids)
+        return torch.ops.xsoftmax.midx_mixture_log_prob(input, *self._index(), self.rms, ids)
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", codewords={self.codewords}, kind={self.kind!r}"
         text += f", update_every={self.update_every}" if self.update_every > 0 else ""
-        return text + (", spread=True" if self._has_spread else "") + (", exact=True" if self.exact else "") + (", learnable=True" if self.learnable else "")
+        flags = {"spread": self._has_spread, "exact": self.exact, "learnable": self.learnable}
+        return text + "".join(f", {name}=True" for name, flag in flags.items() if flag)
