@@ -1,13 +1,12 @@
 """LSH, sphere and RFF draw what they say, from an index that may be stale."""
 
-import io
 import math
 
 import pytest
 import torch
-from scipy import stats
 
 import xsoftmax as xs
+from sampler_checks import check_scripted_compiled_and_saved, chi_square
 from xsoftmax.samplers import LshSampler, RffSampler, SphereSampler, UnigramSampler, UnionSampler, make_sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -84,15 +83,6 @@ def rff_formula(sampler, z, weight):
 FORMULAS = {"lsh": lsh_formula, "sphere": sphere_formula, "rff": rff_formula}
 
 
-def chi_square(counts, expected):
-    """p-value, cells of fewer than five expected draws put together."""
-    rare = expected < 5
-    counts = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    keep = expected > 0
-    return stats.chisquare(counts[keep].numpy(), (expected[keep] * counts.sum() / expected[keep].sum()).numpy()).pvalue
-
-
 @every_kind
 @with_bias
 def test_log_prob_is_the_formula_and_sums_to_one(kind, bias):
@@ -163,7 +153,8 @@ def test_few_and_odd_numbers_of_classes(kind, classes):
     sampler = KINDS[kind](classes, 3)
     sampler.refresh(torch.randn(classes, 3))
     z = torch.randn(4, 3)
-    torch.testing.assert_close(sampler.log_prob(z, torch.arange(classes)).double().exp().sum(1), torch.ones(4, dtype=torch.float64), atol=1e-5, rtol=0)
+    total = sampler.log_prob(z, torch.arange(classes)).double().exp().sum(1)
+    torch.testing.assert_close(total, torch.ones(4, dtype=torch.float64), atol=1e-5, rtol=0)
     assert sampler.sample(z, 9, False).ids.max() < classes
     assert sampler.sample(z, 0, False).ids.shape == (4, 0) and sampler.sample(z[:0], 5, False).ids.shape == (0, 5)
 
@@ -228,25 +219,7 @@ def test_union_adds_counts(kind):
 @every_kind
 @with_bias
 def test_scripted_compiled_and_saved(kind, bias):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x, target = torch.randn(6, D), torch.randint(N, (6,))
-    values = []
-    for wrap in (lambda m: m, torch.jit.script, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(5)
-        loss = xs.SampledSoftmaxLoss(D, N, sampler=kind, num_samples=7, head_classes=HEAD, bias=bias)
-        called = wrap(loss)
-        torch.manual_seed(6)
-        values.append([called(x, target).item() for _ in range(3)])
-    assert values[0] == pytest.approx(values[1], rel=1e-5) and values[0] == pytest.approx(values[2], rel=1e-5)
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(loss), buffer)
-    buffer.seek(0)
-    loaded = torch.jit.load(buffer)
-    torch.manual_seed(8)
-    want = loss(x, target)
-    torch.manual_seed(8)
-    torch.testing.assert_close(loaded(x, target), want)
+    check_scripted_compiled_and_saved(lambda: xs.SampledSoftmaxLoss(D, N, sampler=kind, num_samples=7, head_classes=HEAD, bias=bias))
 
 
 @every_kind

@@ -1,14 +1,13 @@
 """MIDX draws what its formula says, from an index that is what K-means and the class table make of it."""
 
 import copy
-import io
 import math
 
 import pytest
 import torch
-from scipy import stats
 
 import xsoftmax as xs
+from sampler_checks import check_scripted_compiled_and_saved, chi_square
 from xsoftmax.samplers import MidxSampler, UnigramSampler, UnionSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -37,15 +36,6 @@ def formula(sampler, z, bias=None):
     score = z1 @ sampler.codewords1.double()[k1].T + z2 @ sampler.codewords2.double()[k2].T
     score = score if bias is None else score + bias
     return score.masked_fill(sampler.cell < 0, -math.inf).log_softmax(1)
-
-
-def chi_square(counts, expected):
-    """p-value, cells of fewer than five expected draws put together."""
-    rare = expected < 5
-    counts = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    keep = expected > 0
-    return stats.chisquare(counts[keep].numpy(), (expected[keep] * counts.sum() / expected[keep].sum()).numpy()).pvalue
 
 
 both_kinds = pytest.mark.parametrize("kind", ["rq", "pq"])
@@ -436,29 +426,13 @@ def test_union_estimates_the_normaliser_without_bias():
     assert ((ratio.mean(0) - want).abs() < 5 * ratio.std(0) / math.sqrt(1500)).all()
 
 
-@pytest.mark.parametrize("make", [lambda: MidxSampler(N, D, codewords=K), lambda: MidxSampler(N, D, codewords=K, spread=True), lambda: UnionSampler((MidxSampler(N, D, codewords=K), 5),
-                                                                                               (UnigramSampler(torch.rand(N)), 9))])
+@pytest.mark.parametrize("make", [
+    lambda: MidxSampler(N, D, codewords=K), lambda: MidxSampler(N, D, codewords=K, spread=True),
+    lambda: MidxSampler(N, D, codewords=K, update_every=1, refresh_every=4), lambda: MidxSampler(N, D, codewords=K, exact=True),
+    lambda: UnionSampler((MidxSampler(N, D, codewords=K), 5), (UnigramSampler(torch.rand(N)), 9))])
 @with_bias
 def test_scripted_compiled_and_saved(make, bias):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x, target = torch.randn(6, D), torch.randint(N, (6,))
-    values = []
-    for wrap in (lambda m: m, torch.jit.script, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(5)
-        loss = xs.SampledSoftmaxLoss(D, N, sampler=make(), num_samples=7, head_classes=HEAD, bias=bias)
-        called = wrap(loss)
-        torch.manual_seed(6)
-        values.append([called(x, target).item() for _ in range(3)])
-    assert values[0] == pytest.approx(values[1], rel=1e-6) and values[0] == pytest.approx(values[2], rel=1e-5)
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(loss), buffer)
-    buffer.seek(0)
-    loaded = torch.jit.load(buffer)
-    torch.manual_seed(8)
-    want = loss(x, target)
-    torch.manual_seed(8)
-    torch.testing.assert_close(loaded(x, target), want)
+    check_scripted_compiled_and_saved(lambda: xs.SampledSoftmaxLoss(D, N, sampler=make(), num_samples=7, head_classes=HEAD, bias=bias))
 
 
 def test_state_dict_holds_the_index():

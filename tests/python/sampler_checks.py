@@ -1,0 +1,39 @@
+"""What the tests of samplers share."""
+
+import io
+
+import pytest
+import torch
+from scipy import stats
+
+
+def chi_square(counts, expected):
+    """p-value, cells of fewer than five expected draws put together."""
+    rare = expected < 5
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    keep = expected > 0
+    return stats.chisquare(counts[keep].numpy(), (expected[keep] * counts.sum() / expected[keep].sum()).numpy()).pvalue
+
+
+def check_scripted_compiled_and_saved(make_loss):
+    """The losses of three steps are alike in eager mode, in TorchScript and compiled; a saved loss goes on as the one it was saved from."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    values = []
+    for wrap in (lambda m: m, torch.jit.script, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(5)
+        loss = make_loss()
+        x, target = torch.randn(6, loss.in_features), torch.randint(loss.num_classes, (6,))
+        called = wrap(loss)
+        torch.manual_seed(6)
+        values.append([called(x, target).item() for _ in range(3)])
+    assert values[0] == pytest.approx(values[1], rel=1e-5) and values[0] == pytest.approx(values[2], rel=1e-5)
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(loss), buffer)
+    buffer.seek(0)
+    loaded = torch.jit.load(buffer)
+    torch.manual_seed(8)
+    want = loss(x, target)
+    torch.manual_seed(8)
+    torch.testing.assert_close(loaded(x, target), want)
