@@ -17,4 +17,4 @@ def test_program_runs(program, tmp_path):
 
 
 def test_there_are_programs():
-    assert len(PROGRAMS) == 2
+    assert len(PROGRAMS) == 3
