@@ -24,6 +24,23 @@ bool refresh_is_due(int64_t step, int64_t every) {
   return false;
 }
 
+void check_schedule(const char* op, const OptionalTensor& step, int64_t refresh_every) {
+  TORCH_CHECK_VALUE(refresh_every >= 0, op, ": expected refresh_every of at least 0, got ", refresh_every);
+  if (given(step)) {
+    check::dim(op, "step", *step, 0);
+    check::int64(op, "step", *step);
+  }
+}
+
+bool take_step(const OptionalTensor& step, int64_t refresh_every) {
+  if (!given(step)) {
+    return true;
+  }
+  const bool due = refresh_is_due(step->item<int64_t>(), refresh_every);
+  step->add_(1);
+  return due;
+}
+
 void check_class_table(const char* op, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes) {
   check::dim(op, "weight", weight, 2);
   check::floating(op, "weight", weight);

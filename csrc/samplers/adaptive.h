@@ -12,6 +12,11 @@ namespace xsoftmax {
 /// / 2, since the table changes fastest at the start.
 bool refresh_is_due(int64_t step, int64_t every);
 
+/// refresh_every of at least 0; `step` none, or int64 and 0-dim.
+void check_schedule(const char* op, const OptionalTensor& step, int64_t refresh_every);
+/// Whether an index is rebuilt now: always without a `step`, which is counted.
+bool take_step(const OptionalTensor& step, int64_t refresh_every);
+
 /// weight [N, D] and bias [N] or none, with a row for each of `num_classes`.
 void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes);
 

@@ -165,11 +165,7 @@ void LshSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::op
 Tensor LshSamplerImpl::excluded() const { return code.select(1, 0).lt(0).nonzero().squeeze(1); }
 
 std::shared_ptr<SamplerImpl> LshSamplerImpl::like(const Tensor& excluded, bool bias) const {
-  LshOptions options = options_;
-  options.bias = bias;
-  options.exclude_below = 0;
-  options.exclude = excluded;
-  return std::make_shared<LshSamplerImpl>(num_classes_, dim_, options);
+  return std::make_shared<LshSamplerImpl>(num_classes_, dim_, for_another(options_, excluded, bias));
 }
 
 KernelSamplerImpl::KernelSamplerImpl(const char* name, int64_t num_classes, int64_t dim, bool bias, int64_t refresh_every, double scale)
@@ -224,11 +220,7 @@ SphereSamplerImpl::SphereSamplerImpl(int64_t num_classes, int64_t dim, const Sph
 }
 
 std::shared_ptr<SamplerImpl> SphereSamplerImpl::like(const Tensor& excluded, bool bias) const {
-  SphereOptions options = options_;
-  options.bias = bias;
-  options.exclude_below = 0;
-  options.exclude = excluded;
-  return std::make_shared<SphereSamplerImpl>(num_classes_, dim_, options);
+  return std::make_shared<SphereSamplerImpl>(num_classes_, dim_, for_another(options_, excluded, bias));
 }
 
 RffSamplerImpl::RffSamplerImpl(int64_t num_classes, int64_t dim, const RffOptions& options)
@@ -241,11 +233,7 @@ RffSamplerImpl::RffSamplerImpl(int64_t num_classes, int64_t dim, const RffOption
 }
 
 std::shared_ptr<SamplerImpl> RffSamplerImpl::like(const Tensor& excluded, bool bias) const {
-  RffOptions options = options_;
-  options.bias = bias;
-  options.exclude_below = 0;
-  options.exclude = excluded;
-  return std::make_shared<RffSamplerImpl>(num_classes_, dim_, options);
+  return std::make_shared<RffSamplerImpl>(num_classes_, dim_, for_another(options_, excluded, bias));
 }
 
 std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, int64_t num_classes, int64_t dim) {

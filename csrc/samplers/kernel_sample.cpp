@@ -82,11 +82,7 @@ void check_refresh(const Tensor& weight, const OptionalTensor& bias, const Kerne
   const Tensor& compared = index.sphere() ? index.rows : *index.directions;
   check::size(op, index.sphere() ? "rows" : "directions", compared, 1, weight.sym_size(1) + (given(bias) ? 1 : 0),
               "the columns of weight, and the bias");
-  TORCH_CHECK_VALUE(refresh_every >= 0, op, ": expected refresh_every of at least 0, got ", refresh_every);
-  if (given(step)) {
-    check::dim(op, "step", *step, 0);
-    check::int64(op, "step", *step);
-  }
+  check_schedule(op, step, refresh_every);
 }
 
 void kernel_refresh_(const Tensor& weight, const OptionalTensor& bias, XS_KERNEL_INDEX_PARAMS, const OptionalTensor& step,
@@ -94,11 +90,7 @@ void kernel_refresh_(const Tensor& weight, const OptionalTensor& bias, XS_KERNEL
   const KernelIndex index{XS_KERNEL_INDEX_ARGS};
   check_refresh(weight, bias, index, step, refresh_every);
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
-  const bool due = !given(step) || refresh_is_due(step->item<int64_t>(), refresh_every);
-  if (given(step)) {
-    step->add_(1);
-  }
-  if (!due) {
+  if (!take_step(step, refresh_every)) {
     return;
   }
   constexpr int64_t kRows = 1 << 16; // bounds the copies in memory

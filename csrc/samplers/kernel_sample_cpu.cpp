@@ -88,24 +88,19 @@ class Descent {
 
   /// The row drawn, and log q.
   std::pair<int64_t, double> draw(const PhiloxBlock& block) {
-    double u = unit_double(block.low()), q = 1;
-    int64_t node = 1;
-    for (int64_t low = 0, high = tree_.leaves; node < tree_.leaves;) {
-      const auto [first, second] = children(node, low, high);
-      const double share = first / (first + second);
+    double u = unit_double(block.low());
+    const auto [leaf, share_of_leaf] = descend([&](int64_t, double share) {
       const bool left = u < share;
       u = left ? u / share : (u - share) / (1 - share);
-      q *= left ? share : 1 - share;
-      node = 2 * node + !left;
-      (left ? high : low) = (low + high) / 2;
-    }
-    const int64_t leaf = node - tree_.leaves, begin = tree_.leaf_begin(leaf), size = tree_.leaf_begin(leaf + 1) - begin;
+      return left;
+    });
+    const int64_t begin = tree_.leaf_begin(leaf), size = tree_.leaf_begin(leaf + 1) - begin;
     const double total = values(begin, size), point = unit_double(block.high()) * total;
     int64_t i = 0;
     for (double sum = value_[0]; i + 1 < size && sum <= point; sum += value_[i]) {
       ++i;
     }
-    return {begin + i, std::log(q * (value_[i] / total))};
+    return {begin + i, std::log(share_of_leaf * (value_[i] / total))};
   }
 
   double log_q(int64_t row) {
@@ -114,23 +109,30 @@ class Descent {
     }
     int64_t leaf = row * tree_.leaves / tree_.classes; // or the one behind it, as leaf_begin rounds down
     leaf += leaf + 1 < tree_.leaves && tree_.leaf_begin(leaf + 1) <= row;
-    double q = 1;
-    int64_t node = 1;
-    for (int64_t low = 0, high = tree_.leaves; node < tree_.leaves;) {
-      const auto [first, second] = children(node, low, high);
-      const int64_t middle = (low + high) / 2;
-      const bool left = leaf < middle;
-      const double share = first / (first + second);
-      q *= left ? share : 1 - share;
-      node = 2 * node + !left;
-      (left ? high : low) = middle;
-    }
+    const double share_of_leaf = descend([&](int64_t middle, double) { return leaf < middle; }).second;
     const int64_t begin = tree_.leaf_begin(leaf);
     const double total = values(begin, tree_.leaf_begin(leaf + 1) - begin);
-    return std::log(q * (value_[row - begin] / total));
+    return std::log(share_of_leaf * (value_[row - begin] / total));
   }
 
  private:
+  /// From the root to a leaf, to the left where left(the leaf in the middle, the share of the left child) says so; the leaf and its share.
+  template <typename Left>
+  std::pair<int64_t, double> descend(const Left& left) {
+    double q = 1;
+    int64_t node = 1, low = 0, high = tree_.leaves;
+    while (node < tree_.leaves) {
+      const auto [first, second] = children(node, low, high);
+      const int64_t middle = (low + high) / 2;
+      const double share = first / (first + second);
+      const bool goes_left = left(middle, share);
+      q *= goes_left ? share : 1 - share;
+      node = 2 * node + !goes_left;
+      (goes_left ? high : low) = middle;
+    }
+    return {node - tree_.leaves, q};
+  }
+
   /// Masses of the children of an inner node over the leaves [low, high).
   std::pair<double, double> children(int64_t node, int64_t low, int64_t high) {
     if (seen_[node] != query_) {

@@ -50,21 +50,13 @@ void check_refresh(const Tensor& weight, const OptionalTensor& bias, const LshIn
   check_class_table(op, weight, bias, index.code.sym_size(0));
   check_lsh(op, weight, index, 0.0);
   check::size(op, "planes", index.planes, 1, weight.sym_size(1) + (given(bias) ? 1 : 0), "the columns of weight, and the bias");
-  TORCH_CHECK_VALUE(refresh_every >= 0, op, ": expected refresh_every of at least 0, got ", refresh_every);
-  if (given(step)) {
-    check::dim(op, "step", *step, 0);
-    check::int64(op, "step", *step);
-  }
+  check_schedule(op, step, refresh_every);
 }
 
 void lsh_refresh_(const Tensor& weight, const OptionalTensor& bias, XS_LSH_INDEX_PARAMS, const OptionalTensor& step, int64_t refresh_every) {
   check_refresh(weight, bias, {XS_LSH_INDEX_ARGS}, step, refresh_every);
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
-  const bool due = !given(step) || refresh_is_due(step->item<int64_t>(), refresh_every);
-  if (given(step)) {
-    step->add_(1);
-  }
-  if (!due) {
+  if (!take_step(step, refresh_every)) {
     return;
   }
   const int64_t tables = code.size(1), buckets = start.size(1) - 1;

@@ -217,11 +217,7 @@ void MidxSamplerImpl::note(const Tensor& ids) {
 Tensor MidxSamplerImpl::excluded() const { return cell.lt(0).nonzero().squeeze(1); }
 
 std::shared_ptr<SamplerImpl> MidxSamplerImpl::like(const Tensor& excluded, bool bias) const {
-  MidxOptions options = options_;
-  options.bias = bias;
-  options.exclude_below = 0;
-  options.exclude = excluded;
-  return std::make_shared<MidxSamplerImpl>(num_classes_, dim_, options);
+  return std::make_shared<MidxSamplerImpl>(num_classes_, dim_, for_another(options_, excluded, bias));
 }
 
 } // namespace xsoftmax::samplers

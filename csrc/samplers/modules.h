@@ -29,6 +29,15 @@ Excluded check_exclude(const char* name, int64_t exclude_below, const std::optio
 /// The same as ids on the CPU, whichever way they were given.
 at::Tensor excluded_ids(const char* name, int64_t exclude_below, const std::optional<at::Tensor>& exclude, int64_t num_classes);
 
+/// Options like these, of a sampler that never draws `excluded`, for a class table with or without a bias.
+template <typename Options>
+Options for_another(Options options, const at::Tensor& excluded, bool bias) {
+  options.bias = bias;
+  options.exclude_below = 0;
+  options.exclude = excluded;
+  return options;
+}
+
 inline std::optional<at::Tensor> detached(const std::optional<at::Tensor>& tensor) {
   return given(tensor) ? std::optional<at::Tensor>(tensor->detach()) : std::nullopt;
 }

@@ -307,3 +307,43 @@ def test_a_broken_index_is_an_error(kind):
     sampler.order += N
     with pytest.raises(IndexError, match="expected order in"):
         sampler.sample(z, 50, False)
+
+
+# ---- beside a loss: MIDX, too
+
+TABLE_SAMPLERS = ["midx", "lsh", "sphere", "rff"]
+
+
+@pytest.mark.parametrize("name", TABLE_SAMPLERS)
+def test_a_step_under_autocast(name):
+    """The index and its draws keep their precision; log q is the same outside, for any number of threads."""
+    torch.manual_seed(0)
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=name, num_samples=6, bias=True)
+    x, target = torch.randn(4, D), torch.randint(N, (4,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss(x.bfloat16(), target).backward()
+        inside = loss.sampler.log_prob(x, torch.arange(N))
+    torch.testing.assert_close(inside, loss.sampler.log_prob(x, torch.arange(N)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", TABLE_SAMPLERS)
+def test_a_generator_governs_a_step(name):
+    values = []
+    for other_seed in (1, 2):
+        torch.manual_seed(0)
+        loss = xs.SampledSoftmaxLoss(D, N, sampler=name, num_samples=6)
+        x, target = torch.randn(4, D), torch.randint(N, (4,))
+        torch.manual_seed(other_seed)
+        generator = torch.Generator().manual_seed(9)
+        values.append([loss(x, target, generator).item() for _ in range(3)])
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("name", TABLE_SAMPLERS)
+def test_an_index_of_another_head_is_built_anew(name):
+    make = lambda head: xs.SampledSoftmaxLoss(D, N, sampler=name, num_samples=6, head_classes=torch.tensor(head))  # noqa: E731
+    old, new = make([0, 1, 2]), make([5, 6, 7])
+    old(torch.randn(4, D), torch.randint(N, (4,)))
+    new.load_state_dict(old.state_dict())
+    log_q = new.sampler.log_prob(torch.randn(1, D), torch.arange(N))[0]
+    assert log_q.isneginf().nonzero().flatten().tolist() == [5, 6, 7] and new.sampler.step == 0
