@@ -5,8 +5,9 @@ function(xsoftmax_add_simd_sources target)
     list(APPEND isas avx2 avx512)
     target_compile_definitions(${target} PRIVATE XS_X86)
   endif()
-  # Sums may be reordered, which is what lets a dot product vectorise; infinities and NaN keep their meaning.
-  set(common -O3 -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffp-contract=fast)
+  # Sums vectorise where `#pragma omp simd reduction` allows another order, and nowhere else: the exponential's reduction must stay as it
+  # is written. Infinities and NaN keep their meaning.
+  set(common -O3 -fopenmp-simd -fno-trapping-math -fno-math-errno -ffp-contract=fast)
   set(flags_default "")
   set(flags_avx2 -mavx2 -mfma -mf16c)
   set(flags_avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)

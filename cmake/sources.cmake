@@ -72,6 +72,7 @@ set(XSOFTMAX_SIMD_SOURCES
   csrc/losses/estimator_rows.simd.cpp
   csrc/losses/softmax_rows.simd.cpp
   csrc/optim/row_updates.simd.cpp
+  csrc/samplers/midx_query_rows.simd.cpp
   csrc/samplers/midx_rows.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )

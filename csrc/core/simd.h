@@ -26,15 +26,6 @@ static inline To bit_cast(From from) {
   return __builtin_bit_cast(To, from);
 }
 
-// The value of x, whose operations are not reordered with those around it as -fassociative-math otherwise allows.
-#if __has_builtin(__builtin_assoc_barrier)
-#define XS_IN_ORDER(x) __builtin_assoc_barrier(x)
-#elif __has_builtin(__arithmetic_fence)
-#define XS_IN_ORDER(x) __arithmetic_fence(x)
-#else
-#define XS_IN_ORDER(x) (x)
-#endif
-
 static inline float load(float x) { return x; }
 static inline double load(double x) { return x; }
 static inline float load(Bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
@@ -98,7 +89,7 @@ static inline float exponential(float x) {
   // The nearest integer: the sum is positive. Unsigned, since a NaN may become any integer.
   const uint32_t n = uint32_t(int32_t(y * 1.44269504088896341f + 128.5f)) - 128u;
   const float k = float(int32_t(n));
-  const float r = XS_IN_ORDER(y - k * 0.693359375f) - k * -2.12194440e-4f;
+  const float r = (y - k * 0.693359375f) - k * -2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -110,7 +101,29 @@ static inline float exponential(float x) {
   return x < -87.3f ? 0.0f : value;
 }
 
-static inline double exponential(double x) { return __builtin_exp(x); }
+// The same in float64: below -708 it is 0, above 709 it stays at e^709. A polynomial of degree 13.
+static inline double exponential(double x) {
+  double y = x < -708.0 ? -708.0 : x;
+  y = y > 709.0 ? 709.0 : y;
+  const uint32_t n = uint32_t(int32_t(y * 0x1.71547652b82fep+0 + 1024.5)) - 1024u;
+  const double k = double(int32_t(n));
+  const double r = (y - k * 0x1.62e42feep-1) - k * 0x1.a39ef35793c76p-33;
+  double p = 1.0 / 6227020800;
+  p = p * r + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r * r + r + 1.0;
+  const double value = p * bit_cast<double>(uint64_t(n + 1023u) << 52);
+  return x < -708.0 ? 0.0 : value;
+}
 
 } // namespace xsoftmax::XS_ISA
 #endif

@@ -41,20 +41,22 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
   };
   const Tensor counts = at::cat({log_count(args.private_log_count, own), log_count(args.shared_log_count, all)}, 1);
 
-  const bool remove_hits = args.remove_accidental_hits && estimator.drops_hits;
-  const Tensor hit = remove_hits ? ids.eq(args.target.unsqueeze(1)) : at::zeros_like(ids, at::kBool);
+  const int64_t own_draws = own - args.fixed_private, all_draws = all - args.fixed_shared;
+  Tensor drawn = at::zeros({own + all}, long_options.dtype(at::kBool)); // not one of a distinct set
+  drawn.narrow(0, args.fixed_private, own_draws).fill_(true);
+  drawn.narrow(0, own + args.fixed_shared, all_draws).fill_(true);
+  const bool remove_drawn_hits = args.remove_accidental_hits && estimator.drops_drawn_hits;
+  const bool remove_distinct_hits = args.remove_accidental_hits && estimator.drops_distinct_hits;
+  const Tensor removable = at::where(drawn, remove_drawn_hits, remove_distinct_hits);
+  const Tensor hit = ids.eq(args.target.unsqueeze(1)).logical_and(removable);
   const Tensor out = hit.logical_or(counts.eq(kInfinity)); // takes no part
   Tensor log_weight = at::where(out, -kInfinity, estimator.weighs ? -counts : at::zeros_like(counts));
-  const int64_t own_draws = own - args.fixed_private, all_draws = all - args.fixed_shared;
-  const bool renormalize = remove_hits && estimator.renormalizes && given(args.target_log_count);
+  const bool renormalize = remove_drawn_hits && estimator.renormalizes && given(args.target_log_count);
   if (renormalize && own_draws + all_draws > 0) {
-    Tensor independent = at::zeros({own + all}, long_options.dtype(at::kBool));
-    independent.narrow(0, args.fixed_private, own_draws).fill_(true);
-    independent.narrow(0, own + args.fixed_shared, all_draws).fill_(true);
-    const Tensor live = out.logical_not().logical_and(independent).sum(1).to(args.scores.scalar_type());
+    const Tensor live = out.logical_not().logical_and(drawn).sum(1).to(args.scores.scalar_type());
     const Tensor rest = (double(own_draws + all_draws) - args.target_log_count->to(args.scores.scalar_type()).exp()).clamp_min(0);
     const Tensor factor = at::where(live.gt(0), (rest / live).log(), 0.0);
-    log_weight = at::where(independent, log_weight + factor.unsqueeze(1), log_weight);
+    log_weight = at::where(drawn, log_weight + factor.unsqueeze(1), log_weight);
   }
   Tensor target = args.scores.select(1, 0);
   if (estimator.corrects_target) {

@@ -18,7 +18,8 @@ struct LossRows {
   const T* target_log_count;       ///< [Q]
   int64_t private_width, shared_width, shared_count_stride;
   int64_t fixed_private, fixed_shared;
-  bool remove_hits, renormalize, correct_target, weigh;
+  bool remove_distinct_hits, remove_drawn_hits; ///< among the fixed columns, and among the others
+  bool renormalize, correct_target, weigh;
   T label_smoothing;
   T* loss;                         ///< [Q]: wanted where it is there
   T* grad_scores;                  ///< [Q, 1 + P + S]: likewise

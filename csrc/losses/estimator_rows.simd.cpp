@@ -62,9 +62,9 @@ int64_t adjust(T* __restrict out, const T* __restrict score, const T* __restrict
 template <typename T>
 int64_t adjust_segment(T* out, const T* score, const T* log_count, const int64_t* ids, int64_t target, const LossRows<T>& rows,
                        int64_t fixed, int64_t n) {
-  adjust(out, score, log_count, ids, target, rows.remove_hits, rows.weigh, fixed);
-  return adjust(out + fixed, score + fixed, log_count ? log_count + fixed : nullptr, ids + fixed, target, rows.remove_hits, rows.weigh,
-                n - fixed);
+  adjust(out, score, log_count, ids, target, rows.remove_distinct_hits, rows.weigh, fixed);
+  return adjust(out + fixed, score + fixed, log_count ? log_count + fixed : nullptr, ids + fixed, target, rows.remove_drawn_hits,
+                rows.weigh, n - fixed);
 }
 
 // Not adjusted - score: beside a large score, that difference has lost its digits.
@@ -90,7 +90,7 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // a
   // M independent draws, m of them live: q renormalised to the classes other than the target gives each the factor (M - c_y) / m.
   T factor = 0;
   const int64_t draws = (p - rows.fixed_private) + (s - rows.fixed_shared);
-  if (rows.remove_hits && rows.renormalize && draws > hits && rows.target_log_count) {
+  if (rows.remove_drawn_hits && rows.renormalize && draws > hits && rows.target_log_count) {
     const T rest = T(draws) - T(__builtin_exp(double(rows.target_log_count[q])));
     factor = logarithm((rest < 0 ? T(0) : rest) / T(draws - hits)); // a NaN stays one
     for (int64_t j = rows.fixed_private; j < p; ++j) {
@@ -132,6 +132,7 @@ struct SmoothingMean {
 
   explicit SmoothingMean(const Row<T>& row) {
     T weights = 1, sum = row.target;
+#pragma omp simd reduction(+ : weights, sum)
     for (int64_t j = 0; j < row.width; ++j) {
       const T weight = exponential(row.log_weight[j]);
       weights += weight;
@@ -158,10 +159,12 @@ T softmax_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __
   const T own = exponential(row.target - most);
   T sum = own;
   if (grad == nullptr) {
+#pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < row.width; ++j) {
       sum += exponential(adjusted[j] - most);
     }
   } else {
+#pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < row.width; ++j) {
       const T value = exponential(adjusted[j] - most);
       grad[j] = value;
@@ -193,6 +196,7 @@ T softplus_sum(const T* __restrict x, int64_t n, T* __restrict grad) {
   for (int64_t begin = 0; begin < n; begin += kFactors) {
     const int64_t end = begin + kFactors < n ? begin + kFactors : n;
     T product = 1, linear = 0;
+#pragma omp simd reduction(* : product) reduction(+ : linear)
     for (int64_t j = begin; j < end; ++j) {
       const T small = exponential(-__builtin_fabs(x[j]));
       product *= 1 + small;
@@ -224,6 +228,7 @@ T logistic_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict 
 template <typename T>
 T one_vs_each_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
   T loss = 0, total = 0;
+#pragma omp simd reduction(+ : loss, total)
   for (int64_t j = 0; j < row.width; ++j) {
     const T weight = exponential(row.log_weight[j]), x = row.score[j] - row.target;
     const T small = exponential(-__builtin_fabs(x)), slope = (x > 0 ? T(1) : small) / (1 + small);
@@ -254,6 +259,7 @@ T blackout_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict 
   const T second = exists ? largest(adjusted + best + 1, row.width - best - 1, largest(adjusted, best, row.target)) : most;
   const T own = exponential(row.target - second);
   T others = own; // the sum without b, over e^second
+#pragma omp simd reduction(+ : others)
   for (int64_t j = 0; j < row.width; ++j) {
     const T value = exponential(adjusted[j] - second);
     others += j == best ? T(0) : value;
@@ -263,6 +269,7 @@ T blackout_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict 
   T loss = most + logarithm(sum) - row.target;
   loss += exists ? most + logarithm(sum) - second - logarithm(others) : T(0);
   T odds_sum = 0;
+#pragma omp simd reduction(+ : loss, odds_sum)
   for (int64_t j = 0; j < row.width; ++j) {
     const T value = scale * exponential(adjusted[j] - second), odds = j == best ? T(0) : value / (sum - value);
     loss += logarithm(1 + odds);
@@ -284,6 +291,7 @@ template <typename T>
 T importance_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
   const T most = largest(row.adjusted, row.width, -kInfinity<T>);
   T sum = 0;
+#pragma omp simd reduction(+ : sum)
   for (int64_t j = 0; j < row.width; ++j) {
     const T value = most == -kInfinity<T> ? T(0) : exponential(row.adjusted[j] - most);
     sum += value;

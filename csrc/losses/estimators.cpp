@@ -124,15 +124,17 @@ EstimatorGradient importance_gradient(const CandidateBatch& batch) {
   return {at::where(none, 0.0, -at::ones_like(normalizer)).squeeze(1), at::where(none, 0.0, (batch.adjusted - normalizer).exp())};
 }
 
+// An estimator that lowers the target's score, too, tells a target from draws that could all have been it: the classes of a set are told
+// apart by their p / c exactly where a class stands once for the target and once for each draw that gave it. A distinct set holds it once.
 constexpr std::array<Estimator, 7> kEstimators{{
-    // corrects_target, renormalizes, weighs, drops_hits, smooths
-    {"sampled_softmax", false, true, true, true, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
-    {"ranking", true, false, true, true, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
-    {"nce", true, false, true, true, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
-    {"negative_sampling", false, false, false, true, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
-    {"one_vs_each", false, true, true, true, false, one_vs_each_loss, one_vs_each_gradient, RowLoss::OneVsEach},
-    {"blackout", true, false, true, true, false, blackout_loss, blackout_gradient, RowLoss::BlackOut},
-    {"importance", false, false, true, false, false, importance_loss, importance_gradient, RowLoss::Importance},
+    // corrects_target, renormalizes, weighs, drops_distinct_hits, drops_drawn_hits, smooths
+    {"sampled_softmax", false, true, true, true, true, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"ranking", true, false, true, true, false, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"nce", true, false, true, true, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
+    {"negative_sampling", false, false, false, true, true, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
+    {"one_vs_each", false, true, true, true, true, false, one_vs_each_loss, one_vs_each_gradient, RowLoss::OneVsEach},
+    {"blackout", true, false, true, true, true, false, blackout_loss, blackout_gradient, RowLoss::BlackOut},
+    {"importance", false, false, true, false, false, false, importance_loss, importance_gradient, RowLoss::Importance},
 }};
 
 } // namespace

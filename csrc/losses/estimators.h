@@ -33,7 +33,8 @@ struct Estimator {
   bool corrects_target; ///< the target's score is lowered by its own log expected count
   bool renormalizes;    ///< where hits are removed, q is renormalised to the other classes
   bool weighs;          ///< candidates weigh 1 / expected count, not 1
-  bool drops_hits;      ///< hits are removed where the caller says so: else they always stay
+  /// Hits are removed where the caller says so: else they always stay. Among distinct candidates, and among independent draws.
+  bool drops_distinct_hits, drops_drawn_hits;
   bool smooths;         ///< there is a form with label smoothing
   at::Tensor (*loss)(const CandidateBatch&);
   EstimatorGradient (*gradient)(const CandidateBatch&);

@@ -42,7 +42,8 @@ struct LossOperands {
     rows.shared_count_stride = shared_log_count.defined() && shared_log_count.dim() == 2 ? rows.shared_width : 0;
     rows.fixed_private = args.fixed_private;
     rows.fixed_shared = args.fixed_shared;
-    rows.remove_hits = args.remove_accidental_hits && estimator.drops_hits;
+    rows.remove_distinct_hits = args.remove_accidental_hits && estimator.drops_distinct_hits;
+    rows.remove_drawn_hits = args.remove_accidental_hits && estimator.drops_drawn_hits;
     rows.renormalize = estimator.renormalizes;
     rows.correct_target = estimator.corrects_target;
     rows.weigh = estimator.weighs;

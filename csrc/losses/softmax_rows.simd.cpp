@@ -24,6 +24,7 @@ opmath<T> fold_row(opmath<T>* max, opmath<T>* sum, const T* __restrict logits, c
   const A new_max = *max > top ? *max : top;
   const A shift = new_max == -kInfinity ? A(0) : new_max; // -inf - -inf is no number
   A total = 0;
+#pragma omp simd reduction(+ : total)
   for (int64_t j = 0; j < n; ++j) {
     total += exponential(logit<kBias>(logits, bias, j) - shift);
   }
@@ -41,6 +42,7 @@ template <bool kBias, bool kWeight, typename T>
 opmath<T> weighted_sum_row(const T* __restrict logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight,
                            opmath<T> shift, int64_t n) {
   opmath<T> sum = 0;
+#pragma omp simd reduction(+ : sum)
   for (int64_t j = 0; j < n; ++j) {
     const opmath<T> term = logit<kBias>(logits, bias, j) - shift;
     sum += kWeight ? class_weight[j] * term : term;

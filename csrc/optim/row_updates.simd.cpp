@@ -69,6 +69,7 @@ void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, opmath<T>* __restri
                  int64_t width) {
   const AdagradStep<opmath<T>> s = step;
   opmath<T> squares = 0;
+#pragma omp simd reduction(+ : squares)
   for (int64_t d = 0; d < width; ++d) {
     const opmath<T> gradient = g[d] + s.weight_decay * load(w[d]);
     g[d] = gradient;
@@ -127,15 +128,18 @@ template <typename M>
 M power_sum(const M* __restrict x, double p, int64_t width) {
   M sum = 0;
   if (p == 2) {
+#pragma omp simd reduction(+ : sum)
     for (int64_t d = 0; d < width; ++d) {
       sum += x[d] * x[d];
     }
   } else if (p == 1) {
+#pragma omp simd reduction(+ : sum)
     for (int64_t d = 0; d < width; ++d) {
       sum += x[d] < 0 ? -x[d] : x[d];
     }
   } else if (p == __builtin_inf()) {
     bool nan = false;
+#pragma omp simd reduction(max : sum) reduction(| : nan)
     for (int64_t d = 0; d < width; ++d) {
       const M size = x[d] < 0 ? -x[d] : x[d];
       sum = size > sum ? size : sum;

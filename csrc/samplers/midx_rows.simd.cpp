@@ -22,6 +22,7 @@ int64_t best(const float* __restrict product, const float* __restrict penalty, i
 
 float square_sum(const float* x, int64_t n) {
   float sum = 0;
+#pragma omp simd reduction(+ : sum)
   for (int64_t d = 0; d < n; ++d) {
     sum += x[d] * x[d];
   }

@@ -12,6 +12,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
@@ -68,9 +69,8 @@ std::tuple<Tensor, Tensor> log_weight_and_cell(const MidxIndex& index, const Ten
 Tensor midx_mixture_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, bool rms, const Tensor& ids) {
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
   check_mixture_log_prob(input, index, ids);
-  Tensor share = input.size(0) == 0 ? mass : midx_cell_sums(midx_queries(input, MidxCodewords(input, index), mass), mass, rms);
-  share = rms && input.size(0) > 0 ? share.sqrt() : share;
-  const Tensor log_density = (share / share.sum()).log() - mass.log(); // of a unit of weight; NaN where a cell is empty
+  const Tensor share = midx_mixture_shares(midx_density_sums(midx_queries(input, MidxCodewords(input, index), mass), rms), mass, rms);
+  const Tensor log_density = share.log() - mass.log(); // of a unit of weight; NaN where a cell is empty
   const auto [log_weight_of, cell_of] = log_weight_and_cell(index, ids);
   const Tensor value = log_density.view({-1}).index_select(0, cell_of) + log_weight_of;
   return at::where(log_weight_of.isneginf(), log_weight_of, value).to(at::kFloat);
@@ -134,37 +134,41 @@ MidxCodewords::MidxCodewords(const Tensor& input, const MidxIndex& index)
   }
 }
 
-MidxQueries midx_queries(const Tensor& input, const MidxCodewords& codewords, const Tensor& mass) {
+Tensor midx_products(const Tensor& input, const MidxCodewords& codewords) {
   const Tensor x = input.to(codewords.dtype);
-  const int64_t k = mass.size(0);
-  Tensor product;
   if (codewords.residual) {
-    product = at::mm(x, codewords.both.t());
-  } else {
-    const int64_t width1 = codewords.first.size(1);
-    product = at::cat({at::mm(x.narrow(1, 0, width1), codewords.first.t()),
-                       at::mm(x.narrow(1, width1, codewords.second.size(1)), codewords.second.t())}, 1);
+    return at::mm(x, codewords.both.t());
   }
+  const int64_t width1 = codewords.first.size(1);
+  return at::cat({at::mm(x.narrow(1, 0, width1), codewords.first.t()),
+                  at::mm(x.narrow(1, width1, codewords.second.size(1)), codewords.second.t())}, 1);
+}
+
+MidxQueries midx_queries(const Tensor& input, const MidxCodewords& codewords, const Tensor& mass) {
   MidxQueries queries;
-  queries.score = product.to(at::kDouble).view({input.size(0), 2, k});
+  queries.score = midx_products(input, codewords).to(at::kDouble).view({input.size(0), 2, mass.size(0)});
   const Tensor best = queries.score.amax(2, true);
   queries.score = at::maximum(queries.score, best - kMidxRange);
   queries.exp = (queries.score - best).exp_();
   const Tensor weight = at::mm(queries.exp.select(1, 1), mass.t()).mul_(queries.exp.select(1, 0));
-  const Tensor z = weight.sum(1, true);
-  queries.log_z = (z.log() + best.sum(1)).squeeze(1);
-  queries.first_probability = weight / z;
+  queries.z = weight.sum(1);
+  queries.log_z = queries.z.log() + best.sum(1).squeeze(1);
+  queries.first_probability = weight / queries.z.unsqueeze(1);
   return queries;
 }
 
-Tensor midx_cell_sums(const MidxQueries& queries, const Tensor& mass, bool rms) {
-  // e^{first} over Z, to go with the second e^score, whose best is left out of it.
-  const Tensor best2 = queries.score.select(1, 1).amax(1, true);
-  Tensor first = (queries.score.select(1, 0) + (best2 - queries.log_z.unsqueeze(1))).exp_(), second = queries.exp.select(1, 1);
-  if (!rms) {
-    return at::mm(first.t(), second) * mass;
+Tensor midx_density_sums(const MidxQueries& queries, bool rms) {
+  if (queries.z.size(0) == 0) {
+    const int64_t k = queries.exp.size(2);
+    return at::ones({k, k}, queries.exp.options());
   }
-  return at::mm(first.square().t(), second.square()) * mass.square();
+  const Tensor first = queries.exp.select(1, 0) / queries.z.unsqueeze(1), second = queries.exp.select(1, 1);
+  return rms ? at::mm(first.square().t(), second.square()) : at::mm(first.t(), second);
+}
+
+Tensor midx_mixture_shares(const Tensor& density_sums, const Tensor& mass, bool rms) {
+  const Tensor share = (rms ? density_sums.sqrt() : density_sums) * mass;
+  return share / share.sum();
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

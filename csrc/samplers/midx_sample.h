@@ -41,13 +41,17 @@ struct MidxCodewords {
 };
 
 /// What a block of queries knows of the codewords, contiguous, float64: scores of both codebooks (not lower than the best less kMidxRange)
-/// and e^score over that of the best, both [Q, 2, K]; P1(k1) [Q, K]; log Z [Q].
+/// and e^score over that of the best, both [Q, 2, K]; P1(k1) [Q, K]; z [Q], Z over e^score of the best of both, and log Z [Q].
 struct MidxQueries {
-  at::Tensor score, exp, first_probability, log_z;
+  at::Tensor score, exp, first_probability, z, log_z;
 };
+/// Products of queries with all codewords: [Q, 2 K].
+at::Tensor midx_products(const at::Tensor& input, const MidxCodewords& codewords);
 MidxQueries midx_queries(const at::Tensor& input, const MidxCodewords& codewords, const at::Tensor& mass);
 
-/// sum_z q(cell | z)^p [K, K], p = 2 with `rms`, else 1.
-at::Tensor midx_cell_sums(const MidxQueries& queries, const at::Tensor& mass, bool rms);
+/// sum_z (q(cell | z) / mass(cell))^p [K, K], p = 2 with `rms`, else 1; without queries, 1.
+at::Tensor midx_density_sums(const MidxQueries& queries, bool rms);
+/// The share of each cell in the mixture [K, K], summing to 1, from the sums over all queries.
+at::Tensor midx_mixture_shares(const at::Tensor& density_sums, const at::Tensor& mass, bool rms);
 
 } // namespace xsoftmax

@@ -33,6 +33,7 @@ void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const 
     }
     const T* __restrict row = table + index[j] * stride;
     opmath<T> sum = 0;
+#pragma omp simd reduction(+ : sum)
     for (int64_t d = 0; d < width; ++d) {
       sum += load(x[d]) * load(row[d]);
     }

@@ -45,7 +45,7 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// candidate_loss: the loss of each query from the scores of its target and of its candidates.
 ///
 ///     adjusted = scores[:, 1:] - log_count                       # a candidate weighs 1 / its expected count
-///     adjusted[ids == target] = -inf                             # remove_accidental_hits
+///     adjusted[ids == target] = -inf                             # remove_accidental_hits; but see estimator
 ///     adjusted[:, independent] += log((M - exp(target_log_count)) / m)     # M independent draws, m of them not hits
 ///     loss = logsumexp(cat(scores[:, :1], adjusted)) - scores[:, 0]        # estimator "sampled_softmax"
 ///
@@ -58,7 +58,9 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// there q is renormalised to the classes other than the target, and target_log_count is the target's log expected count among them
 /// (-inf if it cannot be drawn).
 /// estimator: "sampled_softmax" (MIDX paper, section 3.2; with remove_accidental_hits=False its Eq. 1), or "ranking", which corrects the
-/// target's score by target_log_count as well (TensorFlow's sampled softmax; -inf corrects nothing) and never renormalises.
+/// target's score by target_log_count as well (TensorFlow's sampled softmax; -inf corrects nothing) and never renormalises. "ranking" and
+/// "nce" keep the hits among independent draws, whatever remove_accidental_hits says: the softmax is their optimum for any number of draws
+/// only so.
 /// Or, with adjusted_j as above, a_y = scores[:, 0] - target_log_count (needed where it appears) and no label smoothing:
 ///     "nce"                softplus(-a_y) + sum_j softplus(adjusted_j): noise-contrastive estimation with log Z = 0 (Gutmann and Hyvarinen, 2012)
 ///     "negative_sampling"  softplus(-s_y) + sum_j softplus(s_j): counts do not matter (Mikolov et al., 2013)

@@ -194,7 +194,8 @@ class SampledSoftmaxLoss(LinearLoss):
             "nce", "negative_sampling", "one_vs_each", "blackout", "importance", whose formulas stand with ``xsoftmax::candidate_loss``
             in ops.h; none of them takes label_smoothing.
         remove_accidental_hits: drop draws that equal the target. False with "sampled_softmax" is Eq. 1 of the MIDX paper, whose gradient
-            is the full one times about 1 / (1 + p_y).
+            is the full one times about 1 / (1 + p_y). "ranking" and "nce" keep those among independent draws in any case: without them
+            their optimum is not the softmax.
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
         label_smoothing: e: (1 - e) of the loss, and e of (log normaliser - mean score of all classes), that mean estimated from the target
             and the candidates with the weights above. Not beside class weights.
@@ -295,7 +296,9 @@ class SampledSoftmaxLoss(LinearLoss):
         beside, beside_log_count, beside_distinct = proposal.shared_ids, proposal.shared_log_count, proposal.shared_distinct
         if self.shared:
             beside, beside_log_count = proposal.ids, proposal.log_count
-            beside_distinct = proposal.ids.shape[0] if proposal.distinct else 0
+            # The batch's targets hold each query's own: the estimators that keep hits among independent draws must not see it twice.
+            apart = proposal.distinct or (self.sampler.proposes_targets and self._corrects_target)
+            beside_distinct = proposal.ids.shape[0] if apart else 0
         else:
             private_ids, private_log_count = proposal.ids, proposal.log_count
             fixed_private = proposal.ids.shape[1] if proposal.distinct else 0

@@ -72,7 +72,8 @@ def naive(scores, target, private_ids=None, shared_ids=None, private_log_count=N
         if estimator in ("ranking", "nce", "blackout"):
             own = own - target_log_count[q].double()
         remove = remove_accidental_hits and estimator != "importance"
-        live = [c for c in candidates if c[2] != INF and not (remove and c[0] == target[q])]
+        stays = estimator in ("ranking", "nce")  # a hit among independent draws
+        live = [c for c in candidates if c[2] != INF and not (remove and c[0] == target[q] and not (stays and c[3]))]
         M, m = (sum(c[3] for c in some) for some in (candidates, live))
         factor = 0.0
         if estimator in ("sampled_softmax", "one_vs_each") and remove_accidental_hits and target_log_count is not None and m > 0:
@@ -180,7 +181,8 @@ def test_no_live_candidate(impl, estimator, label_smoothing):
     options = dict(estimator=estimator, label_smoothing=label_smoothing, target_log_count=torch.tensor([0.1, 0.3]))
     cases = [dict(scores=torch.randn(2, 1), private_ids=torch.zeros(2, 0, dtype=torch.int64)),
              dict(scores=torch.randn(2, 1), shared_ids=torch.zeros(0, dtype=torch.int64)),
-             dict(scores=torch.randn(2, 6), private_ids=torch.full((2, 2), 2), shared_ids=torch.full((3,), 2)),
+             dict(scores=torch.randn(2, 6), private_ids=torch.full((2, 2), 2), shared_ids=torch.full((3,), 2),
+                  **(dict(fixed_private=2, fixed_shared=3) if estimator == "ranking" else {})),
              dict(scores=torch.randn(2, 4), shared_ids=torch.arange(3), shared_log_count=torch.full((3,), INF)),
              dict(scores=torch.randn(2, 4), shared_ids=torch.full((3,), 2), fixed_shared=3)]
     for case in cases:

@@ -45,11 +45,28 @@ def class_gradients(target, num_samples, estimator, remove, seed):
 @pytest.mark.parametrize("target", [1, 4])
 @pytest.mark.parametrize("estimator, remove, share", [
     ("sampled_softmax", True, lambda p, M: 1 - p**M), ("sampled_softmax", False, lambda p, M: 1 / (1 + p)),
-    ("ranking", False, lambda p, M: M / (M + 1))])
+    ("ranking", True, lambda p, M: M / (M + 1)), ("ranking", False, lambda p, M: M / (M + 1))])
 def test_expected_gradient_for_q_equal_to_softmax(estimator, remove, share, target, num_samples):
     """The full gradient, times a share of it that each estimator is known for."""
     full = P - F.one_hot(torch.tensor(target), 5)
     assert_mean(class_gradients(target, num_samples, estimator, remove, seed=num_samples), full * share(P[target], num_samples))
+
+
+@pytest.mark.parametrize("num_samples", [1, 4, 20])
+@pytest.mark.parametrize("proposal", ["softmax", "uniform", "opposite"])
+@pytest.mark.parametrize("estimator", ["ranking", "nce"])
+def test_the_softmax_is_the_optimum(estimator, proposal, num_samples):
+    """For any number of draws, near the softmax or far: with targets from the softmax of the scores, the expected gradient is zero. It is not
+    where hits are dropped, least of all where the draws are good."""
+    q = {"softmax": P, "uniform": torch.ones(5), "opposite": P.flip(0)}[proposal]
+    generator = torch.Generator().manual_seed(num_samples)
+    targets = P.float().multinomial(Q, replacement=True, generator=generator)
+    drawn = StaticSampler(q).sample(torch.zeros(Q, 1), num_samples, False, targets, generator)
+    ids = torch.cat([targets[:, None], drawn.ids], 1)
+    scores = P.log()[ids].requires_grad_()
+    loss = ops.candidate_loss(scores, targets, drawn.ids, None, drawn.log_count, None, drawn.target_log_count, estimator)
+    (grad,) = torch.autograd.grad(loss.sum(), scores)
+    assert_mean(torch.zeros(Q, 5, dtype=torch.float64).scatter_add_(1, ids, grad), torch.zeros(5))
 
 
 @pytest.fixture(scope="module")

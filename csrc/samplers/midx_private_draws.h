@@ -1,0 +1,168 @@
+#pragma once
+
+#include "samplers/midx_query_blocks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace xsoftmax {
+
+/// Private draws of one block of queries after another; what it holds is for reuse.
+class MidxPrivateDraws {
+ public:
+  MidxPrivateDraws(const CheckedMidxIndex& checked, int64_t samples, bool distinct)
+      : checked_(checked),
+        tables_(checked.tables),
+        k_(checked.codewords),
+        samples_(samples),
+        distinct_(distinct),
+        set_(tables_, samples),
+        sum_(k_),
+        heads_(k_ + 1),
+        first_(samples),
+        draw_(samples),
+        block_(samples),
+        share_(distinct ? tables_.cells : 0) {}
+
+  /// Of queries begin, begin + 1, ...: ids and log_count [Q, M], and the counts [Q] of the classes target [Q].
+  void run(uint64_t seed, int64_t begin, const MidxQueries& queries, const int64_t* target, int64_t* ids, float* log_count,
+           float* target_log_count) {
+    const int64_t n = queries.log_z.size(0);
+    for (int64_t q = 0; q < n; ++q) {
+      __builtin_prefetch(checked_.cell.const_data_ptr<int32_t>() + target[q]);
+    }
+    for (int64_t q = 0; q < n; ++q) {
+      const MidxQueryRow row(queries, q, k_);
+      number_ = std::isfinite(row.log_z);
+      draw(seed, uint64_t(begin + q), row, ids + q * samples_, log_count + q * samples_);
+      target_log_count[q] = log_count_of(row, target[q]);
+      // Which classes the slots hold is read a query later: they are on their way from memory.
+      if (q > 0) {
+        read_classes(ids + (q - 1) * samples_, log_count + (q - 1) * samples_);
+      }
+    }
+    if (n > 0) {
+      read_classes(ids + (n - 1) * samples_, log_count + (n - 1) * samples_);
+    }
+  }
+
+ private:
+  void draw(uint64_t seed, uint64_t query, const MidxQueryRow& row, int64_t* slots, float* log_count) {
+    if (!number_) { // its loss will say so: any classes do
+      for (int64_t j = 0; j < samples_; ++j) {
+        slots[j] = distinct_ ? j : int64_t(multiply_shift(philox(seed, query, j).low(), uint64_t(tables_.classes)));
+        log_count[j] = std::numeric_limits<float>::quiet_NaN();
+      }
+    } else if (distinct_) {
+      draw_distinct(seed, query, row, slots, log_count);
+    } else {
+      draw_independent(seed, query, row, slots, log_count);
+    }
+  }
+
+  void read_classes(int64_t* ids, float* log_count) const {
+    for (int64_t j = 0; j < samples_; ++j) {
+      ids[j] = checked_.class_at(ids[j]);
+    }
+    if (tables_.prefix && !distinct_) {
+      for (int64_t j = 0; j < samples_; ++j) {
+        log_count[j] += float(checked_.log_weight_of(ids[j]));
+      }
+    }
+  }
+
+  // Of a class that may not have been drawn, for the query of the last draw.
+  float log_count_of(const MidxQueryRow& row, int64_t id) const {
+    if (!number_) {
+      return std::numeric_limits<float>::quiet_NaN();
+    }
+    const int64_t cell = checked_.cell_of(id);
+    if (cell < 0) {
+      return -std::numeric_limits<float>::infinity();
+    }
+    const double log_weight = checked_.log_weight_of(id), log_q = row.log_density(cell, k_) + log_weight;
+    return float(distinct_ ? set_.log_count_by_weight(std::exp(log_weight), cell, log_q) : std::log(double(samples_)) + log_q);
+  }
+
+  // The first k whose running sum exceeds `aim`.
+  int64_t search(double aim) const {
+    const double* sum = sum_.data();
+    int64_t n = k_;
+    while (n > 1) {
+      const int64_t half = n / 2;
+      sum += sum[half - 1] > aim ? 0 : half;
+      n -= half;
+    }
+    return sum - sum_.data();
+  }
+
+  void draw_independent(uint64_t seed, uint64_t query, const MidxQueryRow& row, int64_t* slots, float* log_count) {
+    double total = 0;
+    for (int64_t k = 0; k < k_; ++k) {
+      sum_[k] = total += row.first_probability[k];
+    }
+    std::fill(heads_.begin(), heads_.end(), 0);
+    for (int64_t j = 0; j < samples_; ++j) { // 42 bits for each codeword, 44 for the class
+      block_[j] = philox(seed, query, j);
+      first_[j] = search(double(block_[j].low() >> 22) * 0x1p-42 * total);
+      ++heads_[first_[j] + 1];
+    }
+    // The draws of one first codeword together: they share the sums over the second.
+    for (int64_t k = 0; k < k_; ++k) {
+      heads_[k + 1] += heads_[k];
+    }
+    for (int64_t j = 0; j < samples_; ++j) {
+      draw_[heads_[first_[j]]++] = j;
+    }
+    const double offset = std::log(double(samples_)) - row.log_z;
+    for (int64_t at = 0; at < samples_;) {
+      const int64_t k1 = first_[draw_[at]], end = heads_[k1];
+      const double* mass = tables_.mass + k1 * k_;
+      const double of_first = offset + row.first[k1];
+      total = 0;
+      for (int64_t k = 0; k < k_; ++k) {
+        sum_[k] = total += mass[k] * row.second_exp[k];
+      }
+      for (; at < end; ++at) {
+        const int64_t j = draw_[at];
+        const PhiloxBlock block = block_[j];
+        const int64_t k2 = search(double((block.low() & 0x3FFFFF) << 20 | block.high() >> 44) * 0x1p-42 * total);
+        slots[j] = tables_.draw(k1 * k_ + k2, block.high() & 0xFFFFFFFFFFF);
+        __builtin_prefetch(tables_.order + slots[j]);
+        log_count[j] = float(of_first + row.second[k2]);
+      }
+    }
+  }
+
+  void draw_distinct(uint64_t seed, uint64_t query, const MidxQueryRow& row, int64_t* slots, float* log_count) {
+    for (int64_t k1 = 0; k1 < k_; ++k1) {
+      const double total = midx_query_rows().weigh(share_.data() + k1 * k_, tables_.mass + k1 * k_, row.second_exp, k_);
+      const double scale = total > 0 ? row.first_probability[k1] / total : 0.0;
+      for (int64_t k = 0; k < k_; ++k) {
+        share_[k1 * k_ + k] *= scale;
+      }
+    }
+    set_.plan(share_.data());
+    set_.draw(seed, query, slots);
+    for (int64_t j = 0; j < samples_; ++j) {
+      const int64_t id = checked_.class_at(slots[j]), cell = checked_.cell_of(id);
+      const double log_weight = tables_.prefix ? checked_.log_weight_of(id) : 0.0;
+      log_count[j] = float(set_.log_count(slots[j], cell, row.log_density(cell, k_) + log_weight));
+    }
+  }
+
+  const CheckedMidxIndex& checked_;
+  const MidxCellTables& tables_;
+  const int64_t k_, samples_;
+  const bool distinct_;
+  bool number_ = false; // whether the query of the last draw is one
+  MidxSystematicSet set_;
+  std::vector<double> sum_;
+  std::vector<int64_t> heads_, first_, draw_;
+  std::vector<PhiloxBlock> block_;
+  std::vector<double> share_;
+};
+
+} // namespace xsoftmax

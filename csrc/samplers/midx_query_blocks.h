@@ -1,0 +1,124 @@
+#pragma once
+
+#include "core/checks.h"
+#include "core/optional.h"
+#include "samplers/midx_query_rows.h"
+#include "samplers/midx_sample.h"
+#include "samplers/midx_sets.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+
+#include <cmath>
+
+// Queries beside a MIDX index on CPU, block by block.
+
+namespace xsoftmax {
+
+constexpr int64_t kMidxBlock = 128; // queries whose products are made at once
+
+// Contiguous tables that have passed their checks, and what points into them.
+struct CheckedMidxIndex {
+  const MidxIndex& index;
+  at::Tensor order, start, mass, cell, log_weight, prefix, heaviest;
+  int64_t codewords;
+  MidxCodewords products;
+  MidxCellTables tables;
+
+  CheckedMidxIndex(const char* op, const at::Tensor& input, const MidxIndex& index)
+      : index(index),
+        order(index.order.contiguous()),
+        start(index.start.contiguous()),
+        mass(index.mass.contiguous()),
+        cell(index.cell.contiguous()),
+        codewords(index.codewords1.size(0)),
+        products(input, index) {
+    const bool weighted = given(index.log_weight);
+    if (weighted) {
+      log_weight = index.log_weight->contiguous();
+      prefix = index.prefix->contiguous();
+      heaviest = index.heaviest->contiguous();
+    }
+    const int64_t cells = codewords * codewords;
+    tables = {cells, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
+              weighted ? prefix.const_data_ptr<double>() : nullptr, weighted ? heaviest.const_data_ptr<double>() : nullptr};
+    // They come from a state dict, which may be anybody's.
+    check::offsets(op, "start", start, tables.classes);
+    for (int64_t c = 0; c < cells; ++c) {
+      TORCH_CHECK_VALUE((tables.mass[c] > 0) == (tables.size(c) > 0), op, ": expected mass above 0 just where start has classes, got ",
+                        tables.mass[c], " for ", tables.size(c), " classes in cell ", c);
+    }
+  }
+
+  int64_t class_at(int64_t slot) const {
+    const int64_t id = tables.order[slot];
+    TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(cell.size(0)), "MIDX: expected order in [0, ", cell.size(0), "), got ", id);
+    return id;
+  }
+  double log_weight_of(int64_t id) const { return log_weight.defined() ? double(log_weight.const_data_ptr<float>()[id]) : 0.0; }
+  /// -1: never drawn.
+  int64_t cell_of(int64_t id) const {
+    const int64_t c = cell.const_data_ptr<int32_t>()[id];
+    TORCH_CHECK_INDEX(c >= -1 && c < tables.cells, "MIDX: expected cell in [-1, ", tables.cells, "), got ", c, " for class ", id);
+    return c;
+  }
+};
+
+// midx_queries, a row at a time.
+inline MidxQueries midx_query_block(const at::Tensor& input, const CheckedMidxIndex& checked) {
+  const int64_t n = input.size(0), k = checked.codewords;
+  const at::Tensor product = midx_products(input, checked.products);
+  const auto options = product.options().dtype(at::kDouble);
+  MidxQueries queries{at::empty({n, 2, k}, options), at::empty({n, 2, k}, options), at::empty({n, k}, options), at::empty({n}, options),
+                      at::empty({n}, options)};
+  double *score = queries.score.mutable_data_ptr<double>(), *exp = queries.exp.mutable_data_ptr<double>();
+  double *z = queries.z.mutable_data_ptr<double>(), *log_z = queries.log_z.mutable_data_ptr<double>();
+  const MidxQueryTable& rows = midx_query_rows();
+  for (int64_t q = 0; q < n; ++q) {
+    const int64_t at = q * 2 * k;
+    log_z[q] = product.scalar_type() == at::kFloat
+        ? rows.f32.function(score + at, exp + at, product.const_data_ptr<float>() + at, k, kMidxRange)
+        : rows.f64.function(score + at, exp + at, product.const_data_ptr<double>() + at, k, kMidxRange);
+  }
+  at::mm_out(queries.first_probability, queries.exp.select(1, 1), checked.mass.t());
+  double* probability = queries.first_probability.mutable_data_ptr<double>();
+  for (int64_t q = 0; q < n; ++q) {
+    z[q] = rows.normalize(probability + q * k, probability + q * k, exp + q * 2 * k, k);
+    log_z[q] += std::log(z[q]);
+  }
+  return queries;
+}
+
+// Calls task(begin, queries) with blocks of queries, on several threads. Each product runs on one thread, so that rounding does not
+// depend on how many there are.
+template <typename Task>
+void for_midx_blocks(const at::Tensor& input, const CheckedMidxIndex& checked, int64_t per_task, const Task& task) {
+  const int64_t blocks = (input.size(0) + kMidxBlock - 1) / kMidxBlock, tasks = (blocks + per_task - 1) / per_task;
+  // A loop of one task would not be a parallel region, whose products run on one thread.
+  at::parallel_for(0, std::max<int64_t>(2, tasks), 1, [&](int64_t first, int64_t last) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    for (int64_t b = first * per_task; b < std::min(blocks, last * per_task); ++b) {
+      const int64_t begin = b * kMidxBlock;
+      task(begin, midx_query_block(input.narrow(0, begin, std::min(kMidxBlock, input.size(0) - begin)), checked));
+    }
+  });
+}
+
+// One query's rows of MidxQueries.
+struct MidxQueryRow {
+  const double *first, *second, *second_exp, *first_probability;
+  double log_z;
+
+  MidxQueryRow(const MidxQueries& queries, int64_t q, int64_t k)
+      : first(queries.score.const_data_ptr<double>() + q * 2 * k),
+        second(first + k),
+        second_exp(queries.exp.const_data_ptr<double>() + q * 2 * k + k),
+        first_probability(queries.first_probability.const_data_ptr<double>() + q * k),
+        log_z(queries.log_z.const_data_ptr<double>()[q]) {}
+
+  double log_density(int64_t cell, int64_t k) const { return first[cell / k] + second[cell % k] - log_z; }
+};
+
+} // namespace xsoftmax
