@@ -2,12 +2,12 @@
 
     python benchmarks/perplexity.py table --data ptb --out out/ptb        # each method at its best learning rate, long
     python benchmarks/perplexity.py curve --data ptb --out out/ptb        # perplexity against the time of a step, 20 to 2,000 classes
-    python benchmarks/perplexity.py reach --data novels --out out/novels --only METHOD ...    # the time to come within 3 % of the exact loss
+    python benchmarks/perplexity.py reach --data novels --out out/novels --only METHOD ...    # time to come within 3 % of exact
 
 Every run is one of examples/language_model/train.py, with its checkpoint: stopped at any time, the same command goes on. Learning rates are
-searched alike for all methods, on short runs, by validation perplexity. Long: hours. Runs share the machine (--jobs), so their own times
-mean nothing; the time of a step is measured apart, on all threads, the methods taking turns (`--time`, wants a quiet machine). What follows `--`
-are options of the example, for all runs.
+searched alike for all methods, by validation perplexity: the best two of short runs go on to long ones, and the best of those counts. Long:
+hours. Runs share the machine (--jobs), so their own times mean nothing; the time of a step is measured apart, on all threads, the methods
+taking turns (`--time`, wants a quiet machine). What follows `--` are options of the example, for all runs.
 """
 
 import math
@@ -34,6 +34,7 @@ TABLE = {
     "20 private uniform, ranking": sampled("uniform", "20", 0, "--private", *RANKING),
     "512 shared unigram, head 512": sampled("unigram", "512", 512),
 }
+
 
 def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
     rows = []

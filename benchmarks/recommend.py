@@ -5,11 +5,12 @@
     python benchmarks/recommend.py curve --data gowalla --out out/gowalla -- --unordered    # NDCG against the time of a step
 
 Every run is one of examples/recommend/train.py, with its checkpoint: stopped at any time, the same command goes on. Learning rates are
-searched alike for all methods, on short runs, by NDCG@10 in validation; so is the epoch whose figures count. Long: hours. Runs share the
-machine (--jobs), so their times mean nothing. What follows `--` are options of the example, for all runs.
+searched alike for all methods, by NDCG@10 in validation: the best two of short runs go on to long ones, and the best of those counts, at
+its best epoch. Long: hours. Runs share the machine (--jobs), so their times mean nothing. What follows `--` are options of the example, for
+all runs.
 """
 
-from study import EXACT, EXAMPLES, Study, chosen, make_parser, parse, sampled
+from study import EXACT, EXAMPLES, RANKING, Study, chosen, make_parser, parse, sampled
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 
@@ -18,6 +19,7 @@ METHODS = {
     "64 private uniform": sampled("uniform", "64", 0, "--private"),
     "64 private unigram": sampled("unigram", "64", 0, "--private"),
     "64 private midx": sampled("midx", "64"),
+    "64 private midx, ranking": sampled("midx", "64", 0, *RANKING),
     "512 shared uniform": sampled("uniform", "512"),
     "512 shared unigram": sampled("unigram", "512"),
 }
@@ -50,7 +52,8 @@ def main() -> None:
         rows = study.curve("validation NDCG@10 / that of the exact loss")
     else:
         rows = table(study, chosen(parser, args, METHODS))
-    study.show(rows, ["method", "learning rate", "best epoch", "step", "valid", "of exact", *FIGURES, *(f"{figure} of full" for figure in FIGURES)])
+    study.show(rows, ["method", "learning rate", "best epoch", "step", "valid", "of exact", *FIGURES,
+                      *(f"{figure} of full" for figure in FIGURES)])
 
 
 if __name__ == "__main__":

@@ -88,12 +88,17 @@ class Study:
             return list(pool.map(lambda run: self.train(*run), runs))
 
     def long_runs(self, methods: dict[str, list[str]], rates: tuple[float, ...]) -> list[tuple[str, float, dict]]:
-        """Of each method: its name, its best learning rate in short runs, and the figures of the long run with that."""
+        """
+        Of each method: its name, its best learning rate, and the figures of the long run with that. Short runs choose --finalists rates,
+        their long runs the best: what is best for a short run is often too high for a long one.
+        """
         grid = [(name, method, lr, self.args.search_epochs) for name, method in methods.items() for lr in rates]
         costs = {(name, lr): self.cost(run) for (name, _, lr, _), run in zip(grid, self.map(grid))}
-        best = {name: min(rates, key=lambda lr: costs[name, lr]) for name in methods}
-        runs = self.map([(name, method, best[name], self.args.epochs) for name, method in methods.items()])
-        return [(name, best[name], run) for name, run in zip(methods, runs)]
+        finals = [(name, method, lr, self.args.epochs) for name, method in methods.items()
+                  for lr in sorted(rates, key=lambda lr: costs[name, lr])[: self.args.finalists]]
+        runs = {(name, lr): run for (name, _, lr, _), run in zip(finals, self.map(finals))}
+        best = {name: min((lr for known, lr in runs if known == name), key=lambda lr: self.cost(runs[name, lr])) for name in methods}
+        return [(name, lr, runs[name, lr]) for name, lr in best.items()]
 
     def step_times(self, methods: dict[str, list[str]]) -> dict[str, float]:
         """
@@ -173,6 +178,7 @@ def make_parser(description: str, example: str, epochs: int, search_epochs: int)
     parser.add_argument("--epochs", type=float, default=epochs, help="of the table's runs (default: %(default)s)")
     parser.add_argument("--search-epochs", type=float, default=search_epochs,
                         help="of a learning rate's trial, and of a curve's run (default: %(default)s)")
+    parser.add_argument("--finalists", type=int, default=2, help="learning rates with a long run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", help="methods of the table, beside the exact loss")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each (default: %(default)s)")

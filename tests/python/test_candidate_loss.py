@@ -245,6 +245,16 @@ def test_extreme_scores(impl, dtype, label_smoothing):
         torch.testing.assert_close(grad, want[1], rtol=1e-2, atol=digits)
 
 
+@pytest.mark.parametrize("dtype, depth", [(torch.float32, 80.0), (torch.float64, 600.0)], ids=str)
+def test_small_probabilities_keep_their_digits(impl, dtype, depth):
+    """Far below the best score, too: the exponential is right to the last places."""
+    scores = -torch.rand(1, 4096, dtype=dtype, generator=torch.Generator().manual_seed(0)) * depth
+    scores[0, 0] = 0
+    want = scores.double().softmax(1)[0, 1:]
+    _, grad = loss_and_gradient(candidate_loss, dict(scores=scores, target=torch.zeros(1, dtype=torch.int64), shared_ids=torch.arange(1, 4096)))
+    torch.testing.assert_close(2 * grad[0, 1:].double(), want, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("value", [float("nan"), INF, -INF])
 @pytest.mark.parametrize("column", [0, 2, 9])
 def test_scores_that_are_not_finite(impl, column, value):
