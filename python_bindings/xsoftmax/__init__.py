@@ -5,6 +5,7 @@ from . import metrics, optim, samplers
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
 from .diagnose import Diagnosis, diagnose, proposal_log_prob
+from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
 
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Diagnosis",
+    "LabelTree",
     "LinearCrossEntropyLoss",
     "LinearLoss",
     "SampledSoftmaxLoss",

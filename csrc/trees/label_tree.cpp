@@ -1,0 +1,267 @@
+#include "trees/label_tree.h"
+
+#include "core/checks.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <numeric>
+#include <queue>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+void check_list(const char* op, const char* arg, const Tensor& list) {
+  check::dim(op, arg, list, 1);
+  TORCH_CHECK_VALUE(list.is_cpu(), op, ": expected ", arg, " on the CPU, got ", list.device());
+}
+
+void check_ids(const char* op, const char* arg, const Tensor& ids) {
+  check_list(op, arg, ids);
+  check::int64(op, arg, ids);
+}
+
+void check_counts(const char* op, const Tensor& counts) {
+  check_list(op, "counts", counts);
+  check::dtype(op, "counts", counts, at::kDouble);
+  TORCH_CHECK_VALUE(counts.size(0) >= 1, op, ": expected counts of at least one class, got none");
+  const double* count = counts.const_data_ptr<double>();
+  for (int64_t i = 0; i < counts.size(0); ++i) {
+    TORCH_CHECK_VALUE(count[i] >= 0 && std::isfinite(count[i]), op, ": expected counts that are finite and not below 0, got ", count[i],
+                      " for class ", i);
+  }
+}
+
+void check_arity(const char* op, int64_t arity) { TORCH_CHECK_VALUE(arity >= 2, op, ": expected arity of at least 2, got ", arity); }
+
+Tensor int64s(int64_t size, int64_t value) { return at::full({size}, value, at::TensorOptions(at::kLong)); }
+
+// Nodes are added one by one, parents first.
+class Nodes {
+ public:
+  explicit Nodes(int64_t expected) {
+    parents_.reserve(expected);
+    classes_.reserve(expected);
+  }
+
+  int64_t add(int64_t parent, int64_t class_id) {
+    parents_.push_back(parent);
+    classes_.push_back(class_id);
+    return int64_t(parents_.size()) - 1;
+  }
+
+  LabelTreeNodes tensors() const { return {copy(parents_), copy(classes_)}; }
+
+ private:
+  static Tensor copy(const std::vector<int64_t>& values) {
+    const Tensor tensor = at::empty({int64_t(values.size())}, at::TensorOptions(at::kLong));
+    std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int64_t>());
+    return tensor;
+  }
+
+  std::vector<int64_t> parents_, classes_;
+};
+
+std::vector<int64_t> by_falling_count(const double* count, int64_t n) {
+  std::vector<int64_t> order(n);
+  std::iota(order.begin(), order.end(), int64_t(0));
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return count[a] > count[b]; });
+  return order;
+}
+
+// The children of each node of `parents`, in order: offsets [V + 1] and nodes.
+struct Children {
+  std::vector<int64_t> offset, node;
+
+  Children(const int64_t* parent, int64_t n) : offset(n + 1), node(n) {
+    for (int64_t v = 0; v < n; ++v) {
+      if (parent[v] >= 0) {
+        ++offset[parent[v] + 1];
+      }
+    }
+    std::partial_sum(offset.begin(), offset.end(), offset.begin());
+    std::vector<int64_t> next(offset.begin(), offset.end() - 1);
+    for (int64_t v = 0; v < n; ++v) {
+      if (parent[v] >= 0) {
+        node[next[parent[v]]++] = v;
+      }
+    }
+  }
+};
+
+int64_t find_root(const char* op, const int64_t* parent, int64_t n) {
+  int64_t root = -1;
+  for (int64_t v = 0; v < n; ++v) {
+    TORCH_CHECK_VALUE(parent[v] >= -1 && parent[v] < n, op, ": expected parents in [-1, ", n, "), got ", parent[v], " for node ", v);
+    TORCH_CHECK_VALUE(parent[v] != -1 || root < 0, op, ": expected one root (a parent of -1), got nodes ", root, " and ", v);
+    root = parent[v] == -1 ? v : root;
+  }
+  TORCH_CHECK_VALUE(root >= 0, op, ": expected one root (a parent of -1), got none");
+  return root;
+}
+
+} // namespace
+
+LabelTreeTensors label_tree(const Tensor& parents, const Tensor& classes) {
+  constexpr const char* op = "label_tree";
+  check_ids(op, "parents", parents);
+  check_ids(op, "classes", classes);
+  const int64_t n = parents.size(0);
+  TORCH_CHECK_VALUE(n >= 1, op, ": expected parents of at least one node, got none");
+  check::size(op, "classes", classes, 0, n, "the nodes of parents");
+  const Tensor plain_parents = parents.contiguous(), plain_classes = classes.contiguous();
+  const int64_t *old_parent = plain_parents.const_data_ptr<int64_t>(), *old_class = plain_classes.const_data_ptr<int64_t>();
+  const int64_t root = find_root(op, old_parent, n);
+  const Children children(old_parent, n);
+
+  const Tensor first_child = int64s(n + 1, n), parent = int64s(n, -1), node_class = int64s(n, -1);
+  int64_t *first = first_child.mutable_data_ptr<int64_t>(), *up = parent.mutable_data_ptr<int64_t>();
+  int64_t* leaf_class = node_class.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> queue{root}; // old numbers in the new order
+  queue.reserve(n);
+  int64_t leaves = 0;
+  for (int64_t v = 0; v < int64_t(queue.size()); ++v) {
+    const int64_t old = queue[v];
+    first[v] = int64_t(queue.size());
+    for (int64_t i = children.offset[old]; i < children.offset[old + 1]; ++i) {
+      up[queue.size()] = v;
+      queue.push_back(children.node[i]);
+    }
+    const bool leaf = children.offset[old] == children.offset[old + 1];
+    TORCH_CHECK_VALUE(leaf == (old_class[old] >= 0), op, leaf ? ": expected a class for every leaf" : ": expected classes of leaves only",
+                      ", got ", old_class[old], " for node ", old, leaf ? ", which has no children" : ", which has children");
+    leaf_class[v] = old_class[old];
+    leaves += leaf;
+  }
+  if (int64_t(queue.size()) < n) {
+    std::vector<bool> reached(n);
+    for (const int64_t old : queue) {
+      reached[old] = true;
+    }
+    const int64_t orphan = std::find(reached.begin(), reached.end(), false) - reached.begin();
+    TORCH_CHECK_VALUE(false, op, ": expected every node below the root, got node ", orphan, ", whose parents form a cycle");
+  }
+
+  const Tensor class_node = int64s(leaves, -1);
+  int64_t* node = class_node.mutable_data_ptr<int64_t>();
+  for (int64_t v = 0; v < n; ++v) {
+    const int64_t c = leaf_class[v];
+    if (c < 0) {
+      continue;
+    }
+    TORCH_CHECK_VALUE(c < leaves, op, ": expected the classes 0 to ", leaves - 1, ", one for each of ", leaves, " leaves, got class ", c);
+    TORCH_CHECK_VALUE(node[c] == -1, op, ": expected each class once, got class ", c, " twice, at nodes ", queue[node[c]], " and ", queue[v]);
+    node[c] = v;
+  }
+  return {first_child, parent, node_class, class_node};
+}
+
+LabelTreeNodes label_tree_balanced(const Tensor& order, int64_t arity) {
+  constexpr const char* op = "label_tree_balanced";
+  check_ids(op, "order", order);
+  check_arity(op, arity);
+  const int64_t n = order.size(0);
+  TORCH_CHECK_VALUE(n >= 1, op, ": expected order of at least one class, got none");
+  const Tensor classes = order.contiguous();
+  const int64_t* class_at = classes.const_data_ptr<int64_t>();
+  Nodes nodes(n + n / (arity - 1) + 1);
+  struct Part {
+    int64_t node, begin, end;
+  };
+  std::vector<Part> parts{{nodes.add(-1, n == 1 ? class_at[0] : -1), 0, n}};
+  for (size_t p = 0; p < parts.size(); ++p) {
+    const auto [node, begin, end] = parts[p];
+    const int64_t size = end - begin, pieces = std::min(size, arity);
+    for (int64_t i = 0; size > 1 && i < pieces; ++i) {
+      const int64_t from = begin + size / pieces * i + std::min(i, size % pieces), length = size / pieces + (i < size % pieces);
+      const int64_t child = nodes.add(node, length == 1 ? class_at[from] : -1);
+      if (length > 1) {
+        parts.push_back({child, from, from + length});
+      }
+    }
+  }
+  return nodes.tensors();
+}
+
+LabelTreeNodes label_tree_huffman(const Tensor& counts, int64_t arity) {
+  constexpr const char* op = "label_tree_huffman";
+  check_counts(op, counts);
+  check_arity(op, arity);
+  const Tensor plain = counts.contiguous();
+  const double* count = plain.const_data_ptr<double>();
+  const int64_t n = plain.size(0);
+  // Subtrees 0 .. N - 1 are the classes; those behind are joined of others.
+  using Subtree = std::pair<double, int64_t>;
+  std::priority_queue<Subtree, std::vector<Subtree>, std::greater<>> open;
+  for (int64_t c = 0; c < n; ++c) {
+    open.emplace(count[c], c);
+  }
+  std::vector<std::vector<int64_t>> joined;
+  int64_t take = n > 1 ? 2 + (n - 2) % (arity - 1) : 1; // so that all later nodes, the root among them, are full
+  while (open.size() > 1) {
+    double sum = 0;
+    std::vector<int64_t> members;
+    for (int64_t i = 0; i < take; ++i) {
+      sum += open.top().first;
+      members.push_back(open.top().second);
+      open.pop();
+    }
+    std::reverse(members.begin(), members.end()); // the likeliest first
+    open.emplace(sum, n + int64_t(joined.size()));
+    joined.push_back(std::move(members));
+    take = arity;
+  }
+  Nodes nodes(n + int64_t(joined.size()));
+  std::vector<std::pair<int64_t, int64_t>> subtrees{{open.top().second, -1}}; // and the node above
+  for (size_t i = 0; i < subtrees.size(); ++i) {
+    const auto [subtree, above] = subtrees[i];
+    const int64_t node = nodes.add(above, subtree < n ? subtree : -1);
+    if (subtree >= n) {
+      for (const int64_t member : joined[subtree - n]) {
+        subtrees.emplace_back(member, node);
+      }
+    }
+  }
+  return nodes.tensors();
+}
+
+LabelTreeNodes label_tree_equal_mass(const Tensor& counts, int64_t subsets) {
+  constexpr const char* op = "label_tree_equal_mass";
+  check_counts(op, counts);
+  const Tensor plain = counts.contiguous();
+  const double* count = plain.const_data_ptr<double>();
+  const int64_t n = plain.size(0);
+  TORCH_CHECK_VALUE(subsets >= 1 && subsets <= n, op, ": expected subsets in [1, ", n, "], got ", subsets);
+  const double total = std::accumulate(count, count + n, 0.0);
+  const std::vector<int64_t> order = by_falling_count(count, n);
+  Nodes nodes(1 + subsets + n);
+  nodes.add(-1, -1);
+  double sum = 0;
+  int64_t next = 0;
+  for (int64_t s = 0; s < subsets; ++s) {
+    const int64_t subset = nodes.add(0, -1), left = subsets - s - 1; // subsets that want a class each
+    const double goal = total * double(s + 1) / double(subsets);
+    do {
+      sum += count[order[next]];
+      nodes.add(subset, order[next++]);
+      // A class that reaches beyond the goal stays where more of it lies.
+    } while (n - next > left && (left == 0 || sum + 0.5 * count[order[next]] <= goal));
+  }
+  return nodes.tensors();
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("label_tree(Tensor parents, Tensor classes) -> (Tensor first_child, Tensor parent, Tensor node_class, Tensor class_node)",
+        label_tree);
+  m.def("label_tree_balanced(Tensor order, int arity) -> (Tensor parents, Tensor classes)", label_tree_balanced);
+  m.def("label_tree_huffman(Tensor counts, int arity) -> (Tensor parents, Tensor classes)", label_tree_huffman);
+  m.def("label_tree_equal_mass(Tensor counts, int subsets) -> (Tensor parents, Tensor classes)", label_tree_equal_mass);
+}
+
+} // namespace xsoftmax
