@@ -131,7 +131,7 @@ void for_queries(const char* op, const Tensor& input, const MidxIndex& index, co
   const Tensor order = index.order.contiguous(), start = index.start.contiguous();
   check::offsets(op, "start", start, order.size(0));
   check::class_ids(op, "the classes in order", order, table.size(0));
-  const MidxCellTables tables{k * k, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), nullptr, nullptr,
+  const MidxCellTables tables{k, k * k, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), nullptr, nullptr,
                               nullptr};
   const Tensor x = input.to(at::kFloat);
   at::parallel_for(0, x.size(0), 1, [&](int64_t begin, int64_t end) {

@@ -23,8 +23,7 @@ class MidxPrivateDraws {
         heads_(k_ + 1),
         first_(samples),
         draw_(samples),
-        block_(samples),
-        share_(distinct ? tables_.cells : 0) {}
+        block_(samples) {}
 
   /// Of queries begin, begin + 1, ...: ids and log_count [Q, M], and the counts [Q] of the classes target [Q].
   void run(uint64_t seed, int64_t begin, const MidxQueries& queries, const int64_t* target, int64_t* ids, float* log_count,
@@ -137,15 +136,15 @@ class MidxPrivateDraws {
   }
 
   void draw_distinct(uint64_t seed, uint64_t query, const MidxQueryRow& row, int64_t* slots, float* log_count) {
-    for (int64_t k1 = 0; k1 < k_; ++k1) {
-      const double total = midx_query_rows().weigh(share_.data() + k1 * k_, tables_.mass + k1 * k_, row.second_exp, k_);
+    const auto fill = [&](int64_t k1, double* share) {
+      const double total = midx_query_rows().weigh(share, tables_.mass + k1 * k_, row.second_exp, k_);
       const double scale = total > 0 ? row.first_probability[k1] / total : 0.0;
       for (int64_t k = 0; k < k_; ++k) {
-        share_[k1 * k_ + k] *= scale;
+        share[k] *= scale;
       }
-    }
-    set_.plan(share_.data());
-    set_.draw(seed, query, slots);
+    };
+    set_.plan(row.first_probability, fill);
+    set_.draw(seed, query, fill, slots);
     for (int64_t j = 0; j < samples_; ++j) {
       const int64_t id = checked_.class_at(slots[j]), cell = checked_.cell_of(id);
       const double log_weight = tables_.prefix ? checked_.log_weight_of(id) : 0.0;
@@ -162,7 +161,6 @@ class MidxPrivateDraws {
   std::vector<double> sum_;
   std::vector<int64_t> heads_, first_, draw_;
   std::vector<PhiloxBlock> block_;
-  std::vector<double> share_;
 };
 
 } // namespace xsoftmax

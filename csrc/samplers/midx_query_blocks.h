@@ -42,7 +42,7 @@ struct CheckedMidxIndex {
       heaviest = index.heaviest->contiguous();
     }
     const int64_t cells = codewords * codewords;
-    tables = {cells, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
+    tables = {codewords, cells, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
               weighted ? prefix.const_data_ptr<double>() : nullptr, weighted ? heaviest.const_data_ptr<double>() : nullptr};
     // They come from a state dict, which may be anybody's.
     check::offsets(op, "start", start, tables.classes);

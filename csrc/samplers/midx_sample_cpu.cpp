@@ -101,8 +101,11 @@ MidxDraws midx_sample_shared_cpu(const Tensor& seed, const Tensor& input, XS_MID
     std::iota(slots.begin(), slots.end(), int64_t(0));
     std::for_each(slots.begin(), slots.end(), [&](int64_t& slot) { slot %= tables.classes; });
   } else if (distinct) {
-    set.plan(share);
-    set.draw(key, 0, slots.data());
+    const int64_t k = tables.codewords;
+    const Tensor row_share = shares.sum(1);
+    const auto fill = [&](int64_t row, double* cells) { std::copy_n(share + row * k, k, cells); };
+    set.plan(row_share.const_data_ptr<double>(), fill);
+    set.draw(key, 0, fill, slots.data());
   } else {
     std::vector<double> sum(tables.cells);
     double total = 0;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 // Sets of classes from the cells of a MIDX index on CPU.
@@ -14,7 +15,7 @@ namespace xsoftmax {
 
 /// The tables of midx_index.h that say which classes a cell holds.
 struct MidxCellTables {
-  int64_t cells, classes; ///< K^2 and A
+  int64_t codewords, cells, classes; ///< K, K^2 and A
   const int64_t* order;
   const int64_t* start;
   const double* mass;
@@ -43,102 +44,175 @@ struct MidxCellTables {
 /// M different classes by systematic sampling proportional to size, with inclusion probabilities exactly pi_i = min(1, c q_i), sum pi_i =
 /// M. A cell's share of q goes to its classes by weight. Classes that are certain are taken; the others are laid end to end, cell after
 /// cell, each of length pi_i, the classes of a cell rotated at random; the points u, u + 1, ... pick one each.
+/// The cells of one first codeword make a row. Of most rows only the sum is needed: the others are asked for one by one.
 class MidxSystematicSet {
  public:
   MidxSystematicSet(const MidxCellTables& tables, int64_t samples)
-      : tables_(tables), samples_(samples) {}
+      : tables_(tables), rows_(tables.codewords), samples_(samples), place_(rows_, -1), row_tail_(rows_) {}
 
-  /// share [cells]: sums to 1, above 0 wherever there is a class. Finds c.
-  void plan(const double* share) {
-    threshold_.assign(tables_.cells, std::numeric_limits<double>::infinity());
-    tail_.resize(tables_.cells);
+  /// row_share [K], summing to 1: of each row, above 0 wherever it holds a class. fill(row, share) writes the shares of a row's K cells.
+  /// Finds c.
+  template <typename Fill>
+  void plan(const double* row_share, const Fill& fill) {
+    std::fill(place_.begin(), place_.end(), -1);
+    open_ = 0;
+    std::copy_n(row_share, rows_, row_tail_.data());
     certain_ = 0;
     for (bool grown = true; grown;) {
-      double rest = 0;
-      for (int64_t c = 0; c < tables_.cells; ++c) {
-        tail_[c] = threshold_[c] == std::numeric_limits<double>::infinity() ? share[c] : share[c] * uncertain_part(c);
-        rest += tail_[c];
-      }
+      const double rest = std::accumulate(row_tail_.begin(), row_tail_.end(), 0.0);
       scale_ = rest > 0 ? double(samples_ - certain_) / rest : 0.0;
-      grown = certain_ < samples_ && grow(share);
+      grown = false;
+      for (int64_t row = 0; certain_ < samples_ && row < rows_; ++row) {
+        // No class has more than its row.
+        if (row_tail_[row] > 0 && scale_ * row_share[row] >= 1 - 1e-9) {
+          grown |= grow(open(row, fill), row);
+        }
+      }
     }
   }
 
   /// After plan: the slots of a set, those that are certain first.
-  void draw(uint64_t seed, uint64_t query, int64_t* slots) {
+  template <typename Fill>
+  void draw(uint64_t seed, uint64_t query, const Fill& fill, int64_t* slots) {
     int64_t* out = slots;
     int64_t last = -1;
-    for (int64_t c = 0; c < tables_.cells; ++c) {
-      if (threshold_[c] != std::numeric_limits<double>::infinity()) {
-        for (int64_t slot = tables_.start[c]; slot < tables_.start[c + 1]; ++slot) {
-          if (certain(slot, c)) {
-            *out++ = slot;
-          }
-        }
-      }
-      last = tail_[c] > 0 ? c : last;
+    for (int64_t row = 0; row < rows_; ++row) {
+      out = place_[row] < 0 ? out : take_certain(row, out);
+      last = row_tail_[row] > 0 ? row : last;
     }
     const int64_t points = samples_ - (out - slots);
     const double u = unit_double(philox(seed, query, 0).low());
     double position = 0;
     int64_t k = 0;
-    for (int64_t c = 0; c <= last && k < points; ++c) {
-      // Rounding may leave the last point behind the end: it belongs to the last cell.
-      const double length = scale_ * tail_[c], end = c == last ? double(points) : position + length;
-      if (u + double(k) < end && tail_[c] > 0) {
-        const int64_t picked = pick(c, length, u + double(k) - position, end - position, points - k, philox(seed, query, 1 + c).low(), out);
+    for (int64_t row = 0; row <= last && k < points; ++row) {
+      // Rounding may leave the last point behind the end: it belongs to the last row, and there to the last cell.
+      const double end = row == last ? double(points) : position + scale_ * row_tail_[row];
+      if (u + double(k) < end && row_tail_[row] > 0) {
+        const int64_t picked = pick_in_row(open(row, fill), row, u, k, position, end, points, seed, query, out);
         out += picked;
         k += picked;
       }
       position = end;
     }
-    fill(slots, out);
+    fill_up(slots, out);
   }
 
   /// log pi of a class: log_q the log of its probability in one draw.
   double log_count(int64_t slot, int64_t cell, double log_q) const { return count(certain(slot, cell), log_q); }
   /// The same for a class of which only the weight is known.
   double log_count_by_weight(double weight, int64_t cell, double log_q) const {
-    return count(weight >= threshold_[cell] * (1 - 1e-6), log_q); // that of a table in float32
+    return count(weight >= threshold(cell) * (1 - 1e-6), log_q); // that of a table in float32
   }
 
  private:
-  bool certain(int64_t slot, int64_t cell) const { return tables_.weight(slot, cell) >= threshold_[cell]; }
+  // A row whose cells are known. Where `mixed`, some of its classes are certain: those of a cell from the weight `threshold` on; tail: the
+  // share of the others, which is `share` elsewhere.
+  struct Row {
+    std::vector<double> share, tail, threshold;
+    bool mixed = false;
+
+    const double* tails() const { return mixed ? tail.data() : share.data(); }
+  };
+
+  template <typename Fill>
+  Row& open(int64_t row, const Fill& fill) {
+    if (place_[row] < 0) {
+      if (open_ == int64_t(open_rows_.size())) {
+        open_rows_.emplace_back().share.resize(rows_);
+      }
+      place_[row] = open_++;
+      open_rows_[place_[row]].mixed = false;
+      fill(row, open_rows_[place_[row]].share.data());
+    }
+    return open_rows_[place_[row]];
+  }
+
+  double threshold(int64_t cell) const {
+    const int64_t place = place_[cell / rows_];
+    return place < 0 || !open_rows_[place].mixed ? kNever : open_rows_[place].threshold[cell % rows_];
+  }
+
+  bool certain(int64_t slot, int64_t cell) const { return tables_.weight(slot, cell) >= threshold(cell); }
 
   double count(bool certain, double log_q) const { return certain ? 0.0 : std::min(0.0, std::log(scale_) + log_q); }
 
-  double uncertain_part(int64_t cell) const {
+  double uncertain_part(int64_t cell, double threshold) const {
     double weight = 0;
     for (int64_t slot = tables_.start[cell]; slot < tables_.start[cell + 1]; ++slot) {
-      weight += certain(slot, cell) ? 0.0 : tables_.weight(slot, cell);
+      const double own = tables_.weight(slot, cell);
+      weight += own >= threshold ? 0.0 : own;
     }
     return weight / tables_.mass[cell];
   }
 
-  // Marks the classes whose pi has reached 1 under the present c.
-  bool grow(const double* share) {
+  // Marks the classes of a row whose pi has reached 1 under the present c.
+  bool grow(Row& cells, int64_t row) {
     bool grown = false;
-    for (int64_t c = 0; c < tables_.cells; ++c) {
-      const double heaviest = tables_.prefix == nullptr ? 1.0 : tables_.heaviest[c];
-      if (tail_[c] > 0 && scale_ * share[c] * heaviest >= tables_.mass[c]) {
-        const double threshold = tables_.mass[c] / (scale_ * share[c]);
+    const double *mass = tables_.mass + row * rows_, *heaviest = tables_.prefix == nullptr ? nullptr : tables_.heaviest + row * rows_;
+    for (int64_t k = 0; k < rows_; ++k) {
+      const double share = cells.share[k];
+      if (share > 0 && scale_ * share * (heaviest == nullptr ? 1.0 : heaviest[k]) >= mass[k] && cells.tails()[k] > 0) {
+        if (!cells.mixed) {
+          cells.tail = cells.share;
+          cells.threshold.assign(rows_, kNever);
+          cells.mixed = true;
+        }
+        const int64_t c = row * rows_ + k;
+        const double threshold = tables_.mass[c] / (scale_ * share);
         for (int64_t slot = tables_.start[c]; slot < tables_.start[c + 1]; ++slot) {
           const double weight = tables_.weight(slot, c);
-          if (weight >= threshold && weight < threshold_[c]) {
+          if (weight >= threshold && weight < cells.threshold[k]) {
             ++certain_;
             grown = true;
           }
         }
-        threshold_[c] = std::min(threshold_[c], threshold);
+        cells.threshold[k] = std::min(cells.threshold[k], threshold);
+        cells.tail[k] = share * uncertain_part(c, cells.threshold[k]);
       }
     }
+    if (grown) {
+      row_tail_[row] = std::accumulate(cells.tail.begin(), cells.tail.end(), 0.0);
+    }
     return grown;
+  }
+
+  int64_t* take_certain(int64_t row, int64_t* out) const {
+    const Row& cells = open_rows_[place_[row]];
+    for (int64_t k = 0; cells.mixed && k < rows_; ++k) {
+      const int64_t c = row * rows_ + k;
+      for (int64_t slot = tables_.start[c]; cells.threshold[k] != kNever && slot < tables_.start[c + 1]; ++slot) {
+        if (certain(slot, c)) {
+          *out++ = slot;
+        }
+      }
+    }
+    return out;
+  }
+
+  // The points u + k, u + k + 1, ... of a row, which lies at begin .. end; returns how many there were.
+  int64_t pick_in_row(const Row& cells, int64_t row, double u, int64_t k, double begin, double end, int64_t points, uint64_t seed,
+                      uint64_t query, int64_t* out) {
+    const double* tail = cells.tails();
+    int64_t last = rows_ - 1, done = 0;
+    while (last > 0 && !(tail[last] > 0)) {
+      --last;
+    }
+    double position = begin;
+    for (int64_t i = 0; i <= last && k + done < points; ++i) {
+      const double length = scale_ * tail[i], cell_end = i == last ? end : std::min(end, position + length), at = u + double(k + done);
+      if (at < cell_end && tail[i] > 0) {
+        const int64_t c = row * rows_ + i;
+        done += pick(c, length, at - position, cell_end - position, points - k - done, philox(seed, query, 1 + c).low(), out + done);
+      }
+      position = cell_end;
+    }
+    return done;
   }
 
   // Puts down the slots under the points at, at + 1, ... below `end` in a cell, `most` at most; returns how many.
   int64_t pick(int64_t cell, double length, double at, double end, int64_t most, uint64_t bits, int64_t* out) {
     const int64_t begin = tables_.start[cell], n = tables_.size(cell), cut = int64_t(multiply_shift(bits, uint64_t(n)));
-    const bool mixed = threshold_[cell] != std::numeric_limits<double>::infinity(); // some are certain, others are not
+    const bool mixed = threshold(cell) != kNever; // some are certain, others are not
     if (mixed) {
       left_.clear();
       for (int64_t i = 0; i < n; ++i) {
@@ -190,7 +264,7 @@ class MidxSystematicSet {
   }
 
   // What rounding has left undrawn: any classes that do not stand yet.
-  void fill(int64_t* slots, int64_t* out) const {
+  void fill_up(int64_t* slots, int64_t* out) const {
     if (out == slots + samples_) {
       return;
     }
@@ -205,11 +279,15 @@ class MidxSystematicSet {
     }
   }
 
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
+
   const MidxCellTables& tables_;
-  int64_t samples_, certain_ = 0;
-  double scale_ = 0;              // c
-  std::vector<double> threshold_; // the weight from which a class of a cell is certain
-  std::vector<double> tail_;      // the share of a cell's other classes
+  const int64_t rows_, samples_;
+  int64_t certain_ = 0, open_ = 0;
+  double scale_ = 0; // c
+  std::vector<int64_t> place_;    // of each row among the open ones, or -1
+  std::vector<double> row_tail_;  // the share of a row's classes that are not certain
+  std::vector<Row> open_rows_;
   std::vector<int64_t> left_;
 };
 
