@@ -59,6 +59,8 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/uniform_sample.cpp
   csrc/samplers/uniform_sample_cpu.cpp
   csrc/samplers/union_module.cpp
+  csrc/trees/beam_search.cpp
+  csrc/trees/beam_search_cpu.cpp
   csrc/trees/label_tree.cpp
   csrc/trees/label_tree_order.cpp
   csrc/scores/candidate_scores.cpp

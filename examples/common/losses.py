@@ -49,7 +49,7 @@ def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor) -> xs.sam
         return xs.samplers.UnigramSampler(counts.clamp(min=1), power=0.75)
     if kind in ("midx", "midx_pq"):
         return xs.samplers.MidxSampler(num_classes, args.width, kind="pq" if kind == "midx_pq" else "rq", codewords=args.codewords,
-                                       refresh_every=args.refresh_every)
+                                       distinct=True if args.distinct else None, refresh_every=args.refresh_every)
     if kind in ("lsh", "sphere", "rff"):
         return xs.samplers.make_sampler(kind, num_classes, dim=args.width, refresh_every=args.refresh_every)
     return xs.samplers.make_sampler(kind, num_classes)

@@ -35,6 +35,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sampler", nargs="+", choices=samplers, default=samplers, help="default: all")
     parser.add_argument("--samples", type=positive(int), default=20, help="draws for each word (default: %(default)s)")
     parser.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
+    parser.add_argument("--distinct", action="store_true", help="midx draws no word twice for a query")
     parser.add_argument("--head", type=int, default=0, help="most frequent words, always scored (default: %(default)s)")
     parser.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(), default="sampled_softmax", help="default: %(default)s")
     parser.add_argument("--draws", type=positive(int), default=32, help="times that each sampler draws (default: %(default)s)")
@@ -88,7 +89,7 @@ def compare(args: argparse.Namespace) -> int:
     rows = []
     for kind in tqdm(args.sampler, disable=not sys.stderr.isatty()):
         torch.manual_seed(args.seed)
-        options = argparse.Namespace(codewords=args.codewords, refresh_every=0, width=linear.in_features)
+        options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct, refresh_every=0, width=linear.in_features)
         loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=build_sampler(options, kind, corpus.counts), num_samples=args.samples,
                                                  shared=False, head_classes=args.head, estimator=args.estimator)
         loss.sampler.refresh(linear.weight, linear.bias)

@@ -1,0 +1,118 @@
+#include "trees/beam_search.h"
+
+#include "core/autocast.h"
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/optional.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <limits>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "beam_search";
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+BeamSearchResult beam_search_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                                  const Tensor& node_class, c10::SymInt width) {
+  check_beam_search(input, weight, bias, first_child, node_class, width);
+  const auto options = input.options();
+  return {at::empty_symint({input.sym_size(0), width}, options.dtype(opmath_dtype(input.scalar_type()))),
+          at::empty_symint({input.sym_size(0), width}, options.dtype(at::kLong))};
+}
+
+BeamSearchResult beam_search_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                                      const Tensor& node_class, c10::SymInt width) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return beam_search(input, weight, bias, first_child, node_class, width);
+}
+
+// The scores of all nodes [Q, V], layer by layer.
+Tensor node_scores(const Tensor& edges, const Tensor& first_child, const Tensor& parent) {
+  const Tensor scores = at::zeros({edges.size(0), edges.size(1) + 1}, edges.options());
+  for (int64_t end = 1; end < scores.size(1);) { // of the layers so far
+    const int64_t next = first_child[end].item<int64_t>();
+    scores.narrow(1, end, next - end).copy_(scores.index_select(1, parent.narrow(0, end, next - end)) + edges.narrow(1, end - 1, next - end));
+    end = next;
+  }
+  return scores;
+}
+
+} // namespace
+
+BeamSearchResult beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                             const Tensor& node_class, c10::SymInt width) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::beam_search", "").typed<decltype(beam_search_reference)>();
+  return op.call(input, weight, bias, first_child, node_class, width);
+}
+
+void check_beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                       const Tensor& node_class, const c10::SymInt& width) {
+  check::linear(kOp, input, weight, bias);
+  const auto edges = weight.sym_size(0);
+  for (const auto& [name, tensor, size] : {std::tuple{"first_child", &first_child, edges + 2}, std::tuple{"node_class", &node_class, edges + 1}}) {
+    check::dim(kOp, name, *tensor, 1);
+    check::int64(kOp, name, *tensor);
+    check::same_device(kOp, name, *tensor, "input", input);
+    check::size(kOp, name, *tensor, 0, size, "from the edges, the rows of weight");
+  }
+  TORCH_CHECK_VALUE(width >= 1, kOp, ": expected width of at least 1, got ", width);
+}
+
+BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                                       const Tensor& node_class, c10::SymInt width) {
+  check_beam_search(input, weight, bias, first_child, node_class, width);
+  const auto dtype = opmath_dtype(input.scalar_type());
+  Tensor edges = at::mm(input.to(dtype), weight.to(dtype).t());
+  if (given(bias)) {
+    edges = edges + bias->to(dtype);
+  }
+  const int64_t nodes = node_class.size(0), beam = width.expect_int();
+  const Tensor children = first_child.diff(), leaf = children.eq(0);
+  const Tensor parent = at::cat({at::zeros({1}, children.options()), at::arange(nodes, children.options()).repeat_interleave(children)});
+  const Tensor scores = node_scores(edges, first_child, parent), order = at::arange(nodes, children.options());
+  Tensor held = order.eq(0).expand({input.size(0), nodes}), best;
+  for (bool open = true; open;) {
+    const Tensor inner = held.logical_and(leaf.logical_not());
+    open = inner.any().item<bool>();
+    const Tensor candidates = held.logical_and(leaf).logical_or(inner.index_select(1, parent).logical_and(order.gt(0)));
+    // Candidates first, by falling score; the sorts are stable, so that lower nodes stand before equal ones.
+    const Tensor by_score = std::get<1>(scores.sort(/*stable=*/true, /*dim=*/1, /*descending=*/true));
+    const Tensor last = candidates.logical_not().gather(1, by_score).to(at::kByte);
+    best = by_score.gather(1, std::get<1>(last.sort(/*stable=*/true, /*dim=*/1, /*descending=*/false))).narrow(1, 0, std::min(beam, nodes));
+    held = at::zeros_like(candidates).scatter_(1, best, candidates.gather(1, best));
+  }
+  const Tensor found = held.gather(1, best);
+  const Tensor values = at::full({input.size(0), beam}, -kInfinity, scores.options());
+  const Tensor classes = at::full({input.size(0), beam}, -1, node_class.options());
+  values.narrow(1, 0, best.size(1)).copy_(scores.gather(1, best).masked_fill(found.logical_not(), -kInfinity));
+  classes.narrow(1, 0, best.size(1)).copy_(at::where(found, node_class.index_select(0, best.flatten()).view_as(best), -1));
+  return {values, classes};
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("beam_search(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor node_class, SymInt width) -> "
+        "(Tensor scores, Tensor classes)");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("beam_search", beam_search_reference); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("beam_search", beam_search_meta); }
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("beam_search", beam_search_autograd); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"beam_search"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"beam_search"}); }
+
+} // namespace xsoftmax
