@@ -48,7 +48,7 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
   const bool remove_drawn_hits = args.remove_accidental_hits && estimator.drops_drawn_hits;
   const bool remove_distinct_hits = args.remove_accidental_hits && estimator.drops_distinct_hits;
   const Tensor removable = at::where(drawn, remove_drawn_hits, remove_distinct_hits);
-  const Tensor hit = ids.eq(args.target.unsqueeze(1)).logical_and(removable);
+  const Tensor equal = ids.eq(args.target.unsqueeze(1)), hit = equal.logical_and(removable);
   const Tensor out = hit.logical_or(counts.eq(kInfinity)); // takes no part
   Tensor log_weight = at::where(out, -kInfinity, estimator.weighs ? -counts : at::zeros_like(counts));
   const bool renormalize = remove_drawn_hits && estimator.renormalizes && given(args.target_log_count);
@@ -64,7 +64,9 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
     target = target - at::where(log_count.eq(-kInfinity), 0.0, log_count); // a target that no draw can give owes no correction
   }
   const Tensor adjusted = at::where(log_weight.eq(-kInfinity), -kInfinity, score + log_weight);
-  return {target, score, log_weight, adjusted, args.label_smoothing};
+  const Tensor covered = equal.logical_and(drawn.logical_not()).any(1);
+  const Tensor target_log_count = given(args.target_log_count) ? args.target_log_count->to(args.scores.scalar_type()) : Tensor();
+  return {target, score, log_weight, adjusted, drawn, covered, target_log_count, args.label_smoothing};
 }
 
 Tensor candidate_loss_meta(XS_CANDIDATE_LOSS_PARAMS) {
@@ -174,7 +176,7 @@ void check_candidates(const char* op, const char* rows_arg, const Tensor& rows, 
     one_a_query("target_log_count", *target_log_count);
   }
   const Estimator& chosen = find_estimator(op, estimator);
-  TORCH_CHECK_VALUE(!chosen.corrects_target || given(target_log_count), op, ": expected target_log_count for estimator \"",
+  TORCH_CHECK_VALUE(!chosen.needs_target_count || given(target_log_count), op, ": expected target_log_count for estimator \"",
                     chosen.name, "\", got none");
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], got ", label_smoothing);
   TORCH_CHECK_VALUE(chosen.smooths || label_smoothing == 0, op, ": expected label_smoothing=0 for estimator \"", chosen.name, "\", got ",

@@ -31,13 +31,13 @@ struct LossRows {
 };
 
 /// The loops that estimators choose from.
-enum class RowLoss { Softmax, Logistic, OneVsEach, BlackOut, Importance };
+enum class RowLoss { Softmax, Logistic, OneVsEach, BlackOut, Importance, Cane, CaneLogOfMean };
 
 /// A function for each RowLoss, over queries first .. last - 1: loss, gradient of the scores, or both.
 template <typename T>
 struct EstimatorRows {
   using Function = void (*)(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer);
-  Function softmax, logistic, one_vs_each, blackout, importance;
+  Function softmax, logistic, one_vs_each, blackout, importance, cane, cane_log_of_mean;
 
   Function of(RowLoss loss) const {
     switch (loss) {
@@ -46,6 +46,8 @@ struct EstimatorRows {
       case RowLoss::OneVsEach: return one_vs_each;
       case RowLoss::BlackOut: return blackout;
       case RowLoss::Importance: return importance;
+      case RowLoss::Cane: return cane;
+      case RowLoss::CaneLogOfMean: return cane_log_of_mean;
     }
     return nullptr;
   }

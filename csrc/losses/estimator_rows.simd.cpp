@@ -24,7 +24,23 @@ struct Row {
   const T* log_weight;
   const T* adjusted;
   int64_t width;
+  int64_t fixed_private, private_width, fixed_shared; // columns of distinct sets: [0, fixed_private) and fixed_shared from private_width on
+  bool covered;                                       // the target is one of them
+  T target_log_count;
+
+  bool distinct(int64_t j) const { return j < private_width ? j < fixed_private : j < private_width + fixed_shared; }
+  int64_t draws() const { return width - fixed_private - fixed_shared; }
+  /// `width` where there is none.
+  int64_t first_draw() const { return fixed_private < private_width ? fixed_private : private_width + fixed_shared; }
 };
+
+inline bool holds(const int64_t* ids, int64_t n, int64_t id) {
+  int64_t equal = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    equal += ids[j] == id;
+  }
+  return equal > 0;
+}
 
 // out[j] = score[j] - log_count[j], or -inf at a hit; returns how many take no part: hits, and candidates of infinite count.
 template <typename T>
@@ -111,7 +127,9 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // a
       score_copy[j] = score[j]; // the gradient may take the scores' place
     }
   }
-  return {scores[0] - correction, score_copy, log_weight, buffer, p + s};
+  const bool covered = holds(rows.private_ids + q * p, rows.fixed_private, target) || holds(rows.shared_ids, rows.fixed_shared, target);
+  return {scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.fixed_private, p, rows.fixed_shared, covered,
+          rows.target_log_count ? rows.target_log_count[q] : T(0)};
 }
 
 template <typename T>
@@ -308,6 +326,74 @@ T importance_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restric
   return sum == 0 ? T(0) : most + logarithm(sum) - row.target;
 }
 
+// See Cane in estimators.cpp. `in` says which candidates stand beside `own`, the target as it counts there; scale: of their shares.
+template <typename T, typename In>
+T log_sum(const Row<T>& row, T own, const In& in, T scale, T* grad_target, T* __restrict grad) {
+  auto key = ordered(own);
+  for (int64_t j = 0; j < row.width; ++j) {
+    const auto k = ordered(in(j) ? row.adjusted[j] : -kInfinity<T>);
+    key = k > key ? k : key;
+  }
+  const T most = from_ordered(key), first = exponential(own - most);
+  T sum = first;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < row.width; ++j) {
+    sum += in(j) ? exponential(row.adjusted[j] - most) : T(0);
+  }
+  if (grad != nullptr) {
+    *grad_target = scale * first / sum;
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] = in(j) ? scale / sum * exponential(row.adjusted[j] - most) : T(0);
+    }
+  }
+  return most + logarithm(sum);
+}
+
+template <typename T, bool kMeanOfLogs>
+T cane_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
+  const auto distinct = [&](int64_t j) { return row.distinct(j); };
+  const int64_t n = row.draws();
+  const T log_draws = n > 0 ? logarithm(T(n)) : T(0);
+  if (row.covered && !kMeanOfLogs) {
+    return softmax_row(row, smoothing, grad_loss, grad_target, grad);
+  }
+  T normalizer;
+  if (!row.covered) {
+    const T count = row.target_log_count - (kMeanOfLogs ? log_draws : T(0));
+    const T own = row.target - (row.target_log_count == -kInfinity<T> ? T(0) : count);
+    if (kMeanOfLogs) {
+      normalizer = log_sum(row, own, distinct, grad_loss, grad_target, grad);
+    } else {
+      const int64_t first = row.first_draw();
+      normalizer = log_sum(row, own, [&](int64_t j) { return j != first; }, grad_loss, grad_target, grad);
+    }
+  } else {
+    const T log_a = log_sum(row, row.target, distinct, T(0), static_cast<T*>(nullptr), static_cast<T*>(nullptr));
+    T of_noise = 0, noise_share = 0;
+    for (int64_t j = 0; n > 0 && j < row.width; ++j) {
+      if (!row.distinct(j)) {
+        const T x = row.adjusted[j] + log_draws - log_a, small = exponential(-__builtin_fabs(x));
+        of_noise += ((x > 0 ? x : T(0)) + logarithm(1 + small)) / T(n);
+        noise_share += (x > 0 ? T(1) : small) / (1 + small) / T(n);
+      }
+    }
+    if (grad != nullptr) {
+      const T left = grad_loss * (1 - noise_share);
+      *grad_target = left * exponential(row.target - log_a);
+      for (int64_t j = 0; j < row.width; ++j) {
+        const T x = row.adjusted[j] + log_draws - log_a, small = exponential(-__builtin_fabs(x));
+        const T of_draw = grad_loss * (x > 0 ? T(1) : small) / (1 + small) / T(n);
+        grad[j] = row.distinct(j) ? left * exponential(row.adjusted[j] - log_a) : of_draw;
+      }
+    }
+    normalizer = log_a + of_noise;
+  }
+  if (grad != nullptr) {
+    *grad_target -= grad_loss;
+  }
+  return normalizer - row.target;
+}
+
 template <typename T>
 using RowFunction = T (*)(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad);
 
@@ -334,7 +420,7 @@ void run(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
 template <typename T>
 constexpr EstimatorRows<T> functions() {
   return {run<T, softmax_row<T>, false>, run<T, logistic_row<T>, false>, run<T, one_vs_each_row<T>, true>, run<T, blackout_row<T>, false>,
-          run<T, importance_row<T>, false>};
+          run<T, importance_row<T>, false>, run<T, cane_row<T, true>, false>, run<T, cane_row<T, false>, false>};
 }
 
 } // namespace

@@ -10,7 +10,9 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <string>
 
@@ -18,6 +20,8 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Share of each class in the estimated mean of all scores: weight 1 for the target, e^log_weight for a candidate, over their sum.
 struct MeanShares {
@@ -124,17 +128,78 @@ EstimatorGradient importance_gradient(const CandidateBatch& batch) {
   return {at::where(none, 0.0, -at::ones_like(normalizer)).squeeze(1), at::where(none, 0.0, (batch.adjusted - normalizer).exp())};
 }
 
+// CANE (Algorithm 1): the distinct candidates are C, the n draws the noise, from q. With A the sum of e^score over C and the target, and
+// m_j = s_j - log q_j:
+//     y in C:  mean_j log(A + e^m_j) - s_y
+//     else:    log(sum over C of e^score + e^m_y) - s_y: the target is its own noise
+// or, with the log of the mean, which has less noise of its own:
+//     y in C:  log(A + mean_j e^m_j) - s_y
+//     else:    log(sum over C of e^score + mean_j e^m_j) - s_y, the target in the place of the first draw
+// The optimum of both is the softmax, for any n and q: what the targets outside C put on a slot of the noise is what those in C leave to it.
+struct Cane {
+  int64_t draws;
+  Tensor distinct; // [Q, C] adjusted, -inf for draws
+  Tensor noise;    // [Q, C] m_j, -inf for candidates
+  Tensor log_a;    // [Q]
+  Tensor own;      // [Q] of a target that is not in C
+  Tensor rest;     // [Q, C] what stands beside it
+  Tensor outside;  // [Q] log of their sum
+
+  Cane(const CandidateBatch& batch, bool mean_of_logs) : draws(batch.drawn.sum().item<int64_t>()) {
+    const double log_draws = draws > 0 ? std::log(double(draws)) : 0.0;
+    distinct = batch.adjusted.masked_fill(batch.drawn, -kInfinity);
+    noise = (batch.adjusted + log_draws).masked_fill(batch.drawn.logical_not(), -kInfinity);
+    log_a = at::logsumexp(at::cat({batch.target.unsqueeze(1), distinct}, 1), 1);
+    // A target that no draw can give owes no correction.
+    const Tensor count = batch.target_log_count - (mean_of_logs ? log_draws : 0.0);
+    own = batch.target - at::where(batch.target_log_count.isneginf(), 0.0, count);
+    const Tensor first = batch.drawn.logical_and(batch.drawn.cumsum(0).eq(1));
+    rest = mean_of_logs ? distinct : batch.adjusted.masked_fill(first, -kInfinity);
+    outside = at::logsumexp(at::cat({own.unsqueeze(1), rest}, 1), 1);
+  }
+};
+
+template <bool kMeanOfLogs>
+Tensor cane_loss(const CandidateBatch& batch) {
+  const Cane parts(batch, kMeanOfLogs);
+  Tensor inside = at::logsumexp(at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1), 1);
+  if (kMeanOfLogs) {
+    inside = parts.log_a + at::softplus(parts.noise - parts.log_a.unsqueeze(1)).sum(1) / double(std::max<int64_t>(1, parts.draws));
+  }
+  return at::where(batch.covered, inside, parts.outside) - batch.target;
+}
+
+template <bool kMeanOfLogs>
+EstimatorGradient cane_gradient(const CandidateBatch& batch) {
+  const Cane parts(batch, kMeanOfLogs);
+  Tensor target, score;
+  if (kMeanOfLogs) {
+    const Tensor share = (parts.noise - parts.log_a.unsqueeze(1)).sigmoid() / double(std::max<int64_t>(1, parts.draws));
+    const Tensor left = 1 - share.sum(1); // for C and the target
+    target = (batch.target - parts.log_a).exp() * left;
+    score = (parts.distinct - parts.log_a.unsqueeze(1)).exp() * left.unsqueeze(1) + share;
+  } else {
+    const Tensor probability = at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1).softmax(1);
+    target = probability.select(1, 0);
+    score = probability.narrow(1, 1, batch.adjusted.size(1));
+  }
+  const Tensor own = (parts.own - parts.outside).exp(), rest = (parts.rest - parts.outside.unsqueeze(1)).exp();
+  return {at::where(batch.covered, target, own) - 1, at::where(batch.covered.unsqueeze(1), score, rest)};
+}
+
 // An estimator that lowers the target's score, too, tells a target from draws that could all have been it: the classes of a set are told
 // apart by their p / c exactly where a class stands once for the target and once for each draw that gave it. A distinct set holds it once.
-constexpr std::array<Estimator, 7> kEstimators{{
-    // corrects_target, renormalizes, weighs, drops_distinct_hits, drops_drawn_hits, smooths
-    {"sampled_softmax", false, true, true, true, true, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
-    {"ranking", true, false, true, true, false, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
-    {"nce", true, false, true, true, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
-    {"negative_sampling", false, false, false, true, true, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
-    {"one_vs_each", false, true, true, true, true, false, one_vs_each_loss, one_vs_each_gradient, RowLoss::OneVsEach},
-    {"blackout", true, false, true, true, true, false, blackout_loss, blackout_gradient, RowLoss::BlackOut},
-    {"importance", false, false, true, false, false, false, importance_loss, importance_gradient, RowLoss::Importance},
+constexpr std::array<Estimator, 9> kEstimators{{
+    // corrects_target, needs_target_count, renormalizes, weighs, drops_distinct_hits, drops_drawn_hits, smooths
+    {"sampled_softmax", false, false, true, true, true, true, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"ranking", true, true, false, true, true, false, true, softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"nce", true, true, false, true, true, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
+    {"negative_sampling", false, false, false, false, true, true, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
+    {"one_vs_each", false, false, true, true, true, true, false, one_vs_each_loss, one_vs_each_gradient, RowLoss::OneVsEach},
+    {"blackout", true, true, false, true, true, true, false, blackout_loss, blackout_gradient, RowLoss::BlackOut},
+    {"importance", false, false, false, true, false, false, false, importance_loss, importance_gradient, RowLoss::Importance},
+    {"cane", false, true, false, true, true, false, false, cane_loss<true>, cane_gradient<true>, RowLoss::Cane},
+    {"cane_log_of_mean", false, true, false, true, true, false, false, cane_loss<false>, cane_gradient<false>, RowLoss::CaneLogOfMean},
 }};
 
 } // namespace
@@ -160,8 +225,8 @@ std::vector<std::string> estimator_names() {
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("estimator_names() -> str[]", estimator_names);
-  m.def("estimator_corrects_target(str estimator) -> bool",
-        [](std::string_view name) { return find_estimator("estimator_corrects_target", name).corrects_target; });
+  m.def("estimator_needs_target_count(str estimator) -> bool",
+        [](std::string_view name) { return find_estimator("estimator_needs_target_count", name).needs_target_count; });
 }
 
 } // namespace xsoftmax

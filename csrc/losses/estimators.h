@@ -20,6 +20,9 @@ struct CandidateBatch {
   at::Tensor score;      ///< [Q, C] scores of the candidates
   at::Tensor log_weight; ///< [Q, C]: e^adjusted summed over C is the estimate of sum over classes j != y of e^s_j
   at::Tensor adjusted;   ///< [Q, C] score + log_weight, -inf where log_weight is
+  at::Tensor drawn;      ///< [C] bool: an independent draw, not one of a distinct set
+  at::Tensor covered;    ///< [Q] bool: the target is in the distinct set
+  at::Tensor target_log_count; ///< [Q]; undefined where it is not given
   double label_smoothing;
 };
 
@@ -31,6 +34,7 @@ struct EstimatorGradient {
 struct Estimator {
   const char* name;
   bool corrects_target; ///< the target's score is lowered by its own log expected count
+  bool needs_target_count; ///< its log expected count must be given
   bool renormalizes;    ///< where hits are removed, q is renormalised to the other classes
   bool weighs;          ///< candidates weigh 1 / expected count, not 1
   /// Hits are removed where the caller says so: else they always stay. Among distinct candidates, and among independent draws.

@@ -149,13 +149,13 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
   std::optional<Tensor> private_ids, private_log_count;
   Tensor shared_ids = head, shared_log_count = at::zeros(head.sizes(), proposal.log_count.options());
   Tensor beside = proposal.shared_ids, beside_log_count = proposal.shared_log_count;
-  const bool corrects_target = find_estimator("SampledSoftmaxLoss", sampling_.estimator).corrects_target;
+  const bool needs_target_count = find_estimator("SampledSoftmaxLoss", sampling_.estimator).needs_target_count;
   int64_t fixed_private = 0, beside_distinct = proposal.shared_distinct;
   if (shared_) {
     beside = proposal.ids;
     beside_log_count = proposal.log_count;
     // The batch's targets hold each query's own: the estimators that keep hits among independent draws must not see it twice.
-    beside_distinct = proposal.distinct || (sampler->proposes_targets() && corrects_target) ? beside.size(0) : 0;
+    beside_distinct = proposal.distinct || (sampler->proposes_targets() && needs_target_count) ? beside.size(0) : 0;
   } else {
     private_ids = proposal.ids;
     private_log_count = proposal.log_count;
@@ -171,7 +171,7 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
     sampler->note(beside);
   }
   sampler->note(counted);
-  const bool by_draws = proposal.target_log_draws.defined() && !corrects_target;
+  const bool by_draws = proposal.target_log_draws.defined() && !needs_target_count;
   const Tensor loss = sampled_softmax_loss(
       input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count, shared_log_count,
       optional(by_draws ? proposal.target_log_draws : proposal.target_log_count), optional(weight), sampling_.estimator,

@@ -58,15 +58,21 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// there q is renormalised to the classes other than the target, and target_log_count is the target's log expected count among them
 /// (-inf if it cannot be drawn).
 /// estimator: "sampled_softmax" (MIDX paper, section 3.2; with remove_accidental_hits=False its Eq. 1), or "ranking", which corrects the
-/// target's score by target_log_count as well (TensorFlow's sampled softmax; -inf corrects nothing) and never renormalises. "ranking" and
-/// "nce" keep the hits among independent draws, whatever remove_accidental_hits says: the softmax is their optimum for any number of draws
-/// only so.
+/// target's score by target_log_count as well (TensorFlow's sampled softmax; -inf corrects nothing) and never renormalises. "ranking",
+/// "nce" and CANE keep the hits among independent draws, whatever remove_accidental_hits says: the softmax is their optimum for any number
+/// of draws only so.
 /// Or, with adjusted_j as above, a_y = scores[:, 0] - target_log_count (needed where it appears) and no label smoothing:
 ///     "nce"                softplus(-a_y) + sum_j softplus(adjusted_j): noise-contrastive estimation with log Z = 0 (Gutmann and Hyvarinen, 2012)
 ///     "negative_sampling"  softplus(-s_y) + sum_j softplus(s_j): counts do not matter (Mikolov et al., 2013)
 ///     "one_vs_each"        sum_j softplus(s_j - s_y) / count_j, renormalised as "sampled_softmax" is (Titsias, 2016)
 ///     "blackout"           -log p_y - sum_j log(1 - p_j), p the softmax of a_y and adjusted (Ji et al., 2016)
 ///     "importance"         logsumexp(adjusted) - s_y: the normaliser from the draws alone; hits always stay (Bengio and Senecal, 2003)
+/// or, with the fixed columns as candidates C, the others as n draws of noise from q, s' = adjusted over C, m_j = adjusted_j + log n over the
+/// noise, and m_y = s_y - target_log_count + log n (needed; -inf corrects nothing):
+///     "cane"               y in C: mean_j log(e^{s_y} + sum e^{s'} + e^{m_j}) - s_y; else log(sum e^{s'} + e^{m_y}) - s_y
+///                          (CANE paper, Algorithm 1; noise from the classes outside C)
+///     "cane_log_of_mean"   y in C: log(e^{s_y} + sum e^{s'} + mean_j e^{m_j}) - s_y; else the same without e^{s_y}, and with m_y in the
+///                          place of the first draw. One noise: the same loss. More: less variance than "cane"
 /// label_smoothing e: (1 - e) of the loss above and e of (log normaliser - mean score of all classes), the mean estimated
 /// with the weights exp(adjusted - score), 1 for the target, over their sum; "ranking" takes the target's corrected score there too.
 /// With no live candidate the softmax losses, "one_vs_each" and "importance" are 0. Returns [Q] in scores' dtype. Backward recomputes from

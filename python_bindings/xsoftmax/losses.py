@@ -191,11 +191,12 @@ class SampledSoftmaxLoss(LinearLoss):
         shared: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits the sampler.
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
             (TensorFlow's form; its gradient is the full one times about M / (M + 1)). Or one that is no estimate of the softmax loss:
-            "nce", "negative_sampling", "one_vs_each", "blackout", "importance", whose formulas stand with ``xsoftmax::candidate_loss``
-            in ops.h; none of them takes label_smoothing.
+            "nce", "negative_sampling", "one_vs_each", "blackout", "importance", or CANE, "cane" and "cane_log_of_mean", whose candidates
+            are the head, and its noise the draws. Their formulas stand with ``xsoftmax::candidate_loss`` in ops.h; none of them takes
+            label_smoothing.
         remove_accidental_hits: drop draws that equal the target. False with "sampled_softmax" is Eq. 1 of the MIDX paper, whose gradient
-            is the full one times about 1 / (1 + p_y). "ranking" and "nce" keep those among independent draws in any case: without them
-            their optimum is not the softmax.
+            is the full one times about 1 / (1 + p_y). "ranking", "nce" and CANE keep those among independent draws in any case: without
+            them their optimum is not the softmax.
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
         label_smoothing: e: (1 - e) of the loss, and e of (log normaliser - mean score of all classes), that mean estimated from the target
             and the candidates with the weights above. Not beside class weights.
@@ -249,7 +250,7 @@ class SampledSoftmaxLoss(LinearLoss):
         self.shared = bool(sampler.shared_by_default if shared is None else shared)
         self.sampler.check_num_samples(num_samples, self.shared)
         self.estimator = estimator
-        self._corrects_target = torch.ops.xsoftmax.estimator_corrects_target(estimator)
+        self._needs_target_count = torch.ops.xsoftmax.estimator_needs_target_count(estimator)
         self.remove_accidental_hits = remove_accidental_hits
         self.sparse_grad = sparse_grad
         if sampler.proposes_targets and not (self.shared and remove_accidental_hits):
@@ -297,7 +298,7 @@ class SampledSoftmaxLoss(LinearLoss):
         if self.shared:
             beside, beside_log_count = proposal.ids, proposal.log_count
             # The batch's targets hold each query's own: the estimators that keep hits among independent draws must not see it twice.
-            apart = proposal.distinct or (self.sampler.proposes_targets and self._corrects_target)
+            apart = proposal.distinct or (self.sampler.proposes_targets and self._needs_target_count)
             beside_distinct = proposal.ids.shape[0] if apart else 0
         else:
             private_ids, private_log_count = proposal.ids, proposal.log_count
@@ -308,7 +309,7 @@ class SampledSoftmaxLoss(LinearLoss):
             shared_ids = torch.cat([shared_ids, beside])
             shared_log_count = torch.cat([shared_log_count, beside_log_count], -1)
         target_log_count = proposal.target_log_count
-        if proposal.target_log_draws is not None and not self._corrects_target:
+        if proposal.target_log_draws is not None and not self._needs_target_count:
             target_log_count = proposal.target_log_draws
         return Candidates(private_ids, private_log_count, shared_ids, shared_log_count, target_log_count, fixed_private,
                           self.head.shape[0] + beside_distinct)

@@ -52,8 +52,32 @@ def importance(own, adjusted, scores, weights):
 # From the target's score (corrected where the estimator does), the candidates' adjusted scores, their scores and their weights.
 RIVALS = {"nce": nce, "negative_sampling": lambda own, adjusted, scores, weights: nce(own, scores, scores, weights),
           "one_vs_each": one_vs_each, "blackout": blackout, "importance": importance}
-CORRECTING = ("ranking", "nce", "blackout")  # need target_log_count
-every_estimator = pytest.mark.parametrize("estimator", ["sampled_softmax", "ranking", *RIVALS])
+CANE = ("cane", "cane_log_of_mean")
+COUNTING = ("ranking", "nce", "blackout", *CANE)  # need target_log_count
+SMOOTHING = ("sampled_softmax", "ranking")  # have a form with label smoothing
+every_estimator = pytest.mark.parametrize("estimator", [*SMOOTHING, *RIVALS, *CANE])
+
+
+def cane(estimator, score, target_log_count, candidates, live, target):
+    """score: of the target; candidates: all, as in naive."""
+    draws = sum(c[3] for c in candidates)
+    log_draws = math.log(draws) if draws else 0.0
+    distinct = [c[1] - c[2] for c in live if not c[3]]
+    noise = [c[1] - c[2] + log_draws for c in live if c[3]]
+    if any(c[0] == target and not c[3] for c in candidates):
+        a = torch.logsumexp(torch.stack([score, *distinct]), 0)
+        if estimator == "cane":
+            gone = draws - len(noise)
+            logs = [torch.logsumexp(torch.stack([a, m]), 0) for m in noise] + [a] * gone
+            return (sum(logs) / draws if draws else a) - score
+        return torch.logsumexp(torch.stack([a, *(m - log_draws for m in noise)]), 0) - score
+    if estimator == "cane":
+        others, count = [], target_log_count - log_draws
+    else:  # in the place of the first draw
+        first = next((i for i, c in enumerate(candidates) if c[3]), None)
+        others, count = [c[1] - c[2] for i, c in enumerate(candidates) if c in live and c[3] and i != first], target_log_count
+    own = score - (0.0 if target_log_count == -INF else count)
+    return torch.logsumexp(torch.stack([own, *distinct, *others]), 0) - score
 
 
 def naive(scores, target, private_ids=None, shared_ids=None, private_log_count=None, shared_log_count=None, target_log_count=None,
@@ -72,12 +96,15 @@ def naive(scores, target, private_ids=None, shared_ids=None, private_log_count=N
         if estimator in ("ranking", "nce", "blackout"):
             own = own - target_log_count[q].double()
         remove = remove_accidental_hits and estimator != "importance"
-        stays = estimator in ("ranking", "nce")  # a hit among independent draws
+        stays = estimator in ("ranking", "nce", *CANE)  # a hit among independent draws
         live = [c for c in candidates if c[2] != INF and not (remove and c[0] == target[q] and not (stays and c[3]))]
         M, m = (sum(c[3] for c in some) for some in (candidates, live))
         factor = 0.0
         if estimator in ("sampled_softmax", "one_vs_each") and remove_accidental_hits and target_log_count is not None and m > 0:
             factor = math.log((M - math.exp(target_log_count[q].item())) / m)
+        if estimator in CANE:
+            losses.append(cane(estimator, own, target_log_count[q].double(), candidates, live, target[q].item()))
+            continue
         terms, weights = [own], [1.0]
         for _, score, count, independent in live:
             terms.append(score - count + (factor if independent else 0.0))
@@ -140,12 +167,12 @@ def test_equals_the_formula(impl, layout, estimator, remove, dtype):
     for count in absent.values():
         count[..., 1], count[..., -1] = INF, INF
     variants.append(arguments | absent)
-    if estimator not in CORRECTING:
+    if estimator not in COUNTING:
         never = arguments["target_log_count"].clone()
         never[::2] = -INF
         variants += [arguments | dict(target_log_count=never), arguments | dict(target_log_count=None)]
         variants.append({k: v for k, v in arguments.items() if "count" not in k})
-    for variant, fixed, label_smoothing in itertools.product(variants, (0, 2, None), (0.0,) if estimator in RIVALS else (0.0, 0.2, 1.0)):
+    for variant, fixed, label_smoothing in itertools.product(variants, (0, 2, None), (0.0, 0.2, 1.0) if estimator in SMOOTHING else (0.0,)):
         options = dict(estimator=estimator, remove_accidental_hits=remove, label_smoothing=label_smoothing,
                        fixed_private=0 if own is None else own.size(1) if fixed is None else fixed,
                        fixed_shared=0 if shared is None else len(shared) if fixed is None else fixed)
@@ -161,7 +188,7 @@ def test_equals_the_formula_on_many_queries(impl, estimator):
                      private_ids=torch.randint(400, (Q, P), generator=g), shared_ids=torch.randint(400, (S,), generator=g),
                      private_log_count=torch.randn(Q, P, generator=g), shared_log_count=torch.randn(S, generator=g),
                      target_log_count=torch.rand(Q, generator=g), fixed_shared=13, estimator=estimator,
-                     label_smoothing=0.0 if estimator in RIVALS else 0.1)
+                     label_smoothing=0.1 if estimator in SMOOTHING else 0.0)
     assert_same(loss_and_gradient(candidate_loss, arguments), loss_and_gradient(naive, arguments), torch.float32)
 
 
@@ -302,7 +329,7 @@ def test_shapes(impl):
 @every_estimator
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradcheck(impl, layout, estimator, label_smoothing):
-    if estimator in RIVALS and label_smoothing:
+    if estimator not in SMOOTHING and label_smoothing:
         pytest.skip("has no form with label smoothing")
     arguments = problem(layout, Q=3, dtype=torch.float64)
     scores = arguments.pop("scores").requires_grad_()

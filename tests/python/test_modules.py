@@ -92,7 +92,8 @@ def test_shapes_of_a_batch(reduction):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("estimator, remove", [("sampled_softmax", True), ("sampled_softmax", False), ("ranking", True), ("nce", True),
-                                               ("negative_sampling", True), ("one_vs_each", True), ("blackout", True), ("importance", True)])
+                                               ("negative_sampling", True), ("one_vs_each", True), ("blackout", True), ("importance", True),
+                                               ("cane", True), ("cane_log_of_mean", True)])
 def test_is_the_functional_op_on_the_samplers_draws(estimator, remove, shared):
     """Distinct (shared) and independent (private) draws, with a head, an ignored target and one in the head."""
     loss = sampled(bias=True, estimator=estimator, remove_accidental_hits=remove, shared=shared, head_classes=4, sampler="log_uniform")
@@ -102,7 +103,7 @@ def test_is_the_functional_op_on_the_samplers_draws(estimator, remove, shared):
     drawn = loss.sampler.sample(input, 8, shared, target.clamp_min(0), torch.Generator().manual_seed(5))
     assert drawn.ids.min() >= 4 and drawn.distinct == shared
     target_count = drawn.target_log_count
-    if estimator in ("ranking", "nce", "blackout"):
+    if estimator in ("ranking", "nce", "blackout", "cane", "cane_log_of_mean"):
         target_count = target_count.masked_fill(target.clamp_min(0) < 4, 0.0)  # a class of the head is always there
     head, zeros = torch.arange(4), torch.zeros(4)
     sets = ((None, torch.cat([head, drawn.ids]), None, torch.cat([zeros, drawn.log_count])) if shared else

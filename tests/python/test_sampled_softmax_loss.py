@@ -69,6 +69,29 @@ def test_the_softmax_is_the_optimum(estimator, proposal, num_samples):
     assert_mean(torch.zeros(Q, 5, dtype=torch.float64).scatter_add_(1, ids, grad), torch.zeros(5))
 
 
+@pytest.mark.parametrize("num_samples", [1, 4])
+@pytest.mark.parametrize("proposal", ["softmax", "uniform", "opposite"])
+@pytest.mark.parametrize("candidates", [[1], [0, 4], [2, 3, 4], [0, 1, 3, 4]])
+@pytest.mark.parametrize("estimator", ["cane", "cane_log_of_mean"])
+def test_the_softmax_is_the_optimum_of_cane(estimator, candidates, proposal, num_samples):
+    """With few or nearly all targets among the candidates, noise from the other classes, near the softmax or far, one or several."""
+    q = {"softmax": P, "uniform": torch.ones(5), "opposite": P.flip(0)}[proposal].clone()
+    candidates = torch.tensor(candidates)
+    q[candidates] = 0
+    generator = torch.Generator().manual_seed(num_samples)
+    targets = P.float().multinomial(Q, replacement=True, generator=generator)
+    drawn = StaticSampler(q).sample(torch.zeros(Q, 1), num_samples, False, targets, generator)
+    ids = torch.cat([targets[:, None], drawn.ids, candidates.expand(Q, -1)], 1)
+    scores = LOGITS[ids].requires_grad_()
+    loss = ops.candidate_loss(scores, targets, drawn.ids, candidates, drawn.log_count, None, drawn.target_log_count, estimator,
+                              fixed_shared=len(candidates))
+    (grad,) = torch.autograd.grad(loss.sum(), scores)
+    grad = torch.zeros(Q, 5, dtype=torch.float64).scatter_add_(1, ids, grad)
+    assert_mean(grad, torch.zeros(5))
+    if len(candidates) == 4:  # the noise is certain: so is the gradient
+        torch.testing.assert_close(grad, P.expand(Q, 5) - F.one_hot(targets, 5), rtol=0, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def big():
     """One query and 30 classes, Q times over."""
@@ -262,7 +285,7 @@ def candidates(queries, classes, dtype, seed=1):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("estimator, label_smoothing", [("sampled_softmax", 0.0), ("sampled_softmax", 0.2)] + [
-    (name, 0.0) for name in ("ranking", "nce", "negative_sampling", "one_vs_each", "blackout", "importance")])
+    (name, 0.0) for name in ("ranking", "nce", "negative_sampling", "one_vs_each", "blackout", "importance", "cane", "cane_log_of_mean")])
 @pytest.mark.parametrize("ids", ["private", "shared", "both"])
 def test_one_pass_equals_its_parts(dtype, estimator, label_smoothing, ids):
     """linear_candidate_loss makes the gradients with the loss; candidate_scores and candidate_loss make them afterwards."""
