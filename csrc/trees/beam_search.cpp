@@ -45,7 +45,8 @@ Tensor node_scores(const Tensor& edges, const Tensor& first_child, const Tensor&
   const Tensor scores = at::zeros({edges.size(0), edges.size(1) + 1}, edges.options());
   for (int64_t end = 1; end < scores.size(1);) { // of the layers so far
     const int64_t next = first_child[end].item<int64_t>();
-    scores.narrow(1, end, next - end).copy_(scores.index_select(1, parent.narrow(0, end, next - end)) + edges.narrow(1, end - 1, next - end));
+    const Tensor above = scores.index_select(1, parent.narrow(0, end, next - end));
+    scores.narrow(1, end, next - end).copy_(above + edges.narrow(1, end - 1, next - end));
     end = next;
   }
   return scores;
@@ -64,12 +65,14 @@ void check_beam_search(const Tensor& input, const Tensor& weight, const Optional
                        const Tensor& node_class, const c10::SymInt& width) {
   check::linear(kOp, input, weight, bias);
   const auto edges = weight.sym_size(0);
-  for (const auto& [name, tensor, size] : {std::tuple{"first_child", &first_child, edges + 2}, std::tuple{"node_class", &node_class, edges + 1}}) {
-    check::dim(kOp, name, *tensor, 1);
-    check::int64(kOp, name, *tensor);
-    check::same_device(kOp, name, *tensor, "input", input);
-    check::size(kOp, name, *tensor, 0, size, "from the edges, the rows of weight");
-  }
+  const auto check_nodes = [&](const char* name, const Tensor& tensor, const c10::SymInt& size) {
+    check::dim(kOp, name, tensor, 1);
+    check::int64(kOp, name, tensor);
+    check::same_device(kOp, name, tensor, "input", input);
+    check::size(kOp, name, tensor, 0, size, "from the edges, the rows of weight");
+  };
+  check_nodes("first_child", first_child, edges + 2);
+  check_nodes("node_class", node_class, edges + 1);
   TORCH_CHECK_VALUE(width >= 1, kOp, ": expected width of at least 1, got ", width);
 }
 

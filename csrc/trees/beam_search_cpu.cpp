@@ -50,8 +50,8 @@ struct Tree {
   // The children of a node, as a state dict of anybody's may have them.
   std::pair<int64_t, int64_t> children(int64_t node) const {
     const int64_t begin = first_child[node], end = first_child[node + 1];
-    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kOp, ": expected first_child to rise from above node ", node, " to at most ",
-                      nodes, ", got ", begin, " and ", end);
+    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kOp, ": expected first_child to rise from above node ", node,
+                      " to at most ", nodes, ", got ", begin, " and ", end);
     return {begin, end};
   }
 
@@ -171,7 +171,8 @@ BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight, cons
     using A = opmath<T>;
     at::parallel_for(0, (queries + kBlock - 1) / kBlock, 1, [&](int64_t first, int64_t last) {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      Search<T> search(tree, const_data<T>(table), table.stride(0), bias_row.defined() ? const_data<T>(bias_row) : nullptr, features, beam, dense);
+      const T* biases = bias_row.defined() ? const_data<T>(bias_row) : nullptr;
+      Search<T> search(tree, const_data<T>(table), table.stride(0), biases, features, beam, dense);
       for (int64_t b = first; b < last; ++b) {
         const int64_t begin = b * kBlock, end = std::min(queries, begin + kBlock);
         Tensor known = at::mm(x.narrow(0, begin, end - begin).to(dtype), top.t());

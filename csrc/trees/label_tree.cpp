@@ -156,7 +156,8 @@ LabelTreeTensors label_tree(const Tensor& parents, const Tensor& classes) {
       continue;
     }
     TORCH_CHECK_VALUE(c < leaves, op, ": expected the classes 0 to ", leaves - 1, ", one for each of ", leaves, " leaves, got class ", c);
-    TORCH_CHECK_VALUE(node[c] == -1, op, ": expected each class once, got class ", c, " twice, at nodes ", queue[node[c]], " and ", queue[v]);
+    TORCH_CHECK_VALUE(node[c] == -1, op, ": expected each class once, got class ", c, " twice, at nodes ", queue[node[c]], " and ",
+                      queue[v]);
     node[c] = v;
   }
   return {first_child, parent, node_class, class_node};

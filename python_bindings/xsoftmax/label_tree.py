@@ -20,8 +20,8 @@ class LabelTree(nn.Module):
     Made by :meth:`from_vectors`, :meth:`from_frequencies`, :meth:`huffman`, :meth:`from_parents`, :meth:`from_nested`, :meth:`balanced` or
     :meth:`random`.
 
-    Buffers, all int64: ``first_child`` [V + 1], node v has the children ``first_child[v]`` .. ``first_child[v + 1] - 1``; ``parent`` [V], -1
-    for the root; ``node_class`` [V], the class of a leaf, else -1; ``class_node`` [N], the leaf of a class.
+    Buffers, all int64: ``first_child`` [V + 1], node v has the children ``first_child[v]`` .. ``first_child[v + 1] - 1``; ``parent`` [V],
+    -1 for the root; ``node_class`` [V], the class of a leaf, else -1; ``class_node`` [N], the leaf of a class.
     """
 
     def __init__(self, first_child: Tensor, parent: Tensor, node_class: Tensor, class_node: Tensor):
@@ -84,8 +84,8 @@ class LabelTree(nn.Module):
 
     @staticmethod
     def balanced(order: Union[Tensor, Sequence[int], int], arity: int = 10) -> LabelTree:
-        """The classes of ``order`` (a permutation, or their number) as leaves from left to right, in ceil(log_arity N) layers: every inner node
-        cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (CANE paper, appendix C)."""
+        """The classes of ``order`` (a permutation, or their number) as leaves from left to right, in ceil(log_arity N) layers: every inner
+        node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (CANE paper, appendix C)."""
         if isinstance(order, int) and not isinstance(order, bool):
             order = torch.arange(_at_least("balanced", "the number of classes", order, 1))
         return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(_int64("balanced", "order", order), arity))
@@ -97,8 +97,8 @@ class LabelTree(nn.Module):
 
     @staticmethod
     def from_vectors(vectors: Tensor, arity: int = 10, iterations: int = 10, generator: Optional[torch.Generator] = None) -> LabelTree:
-        """:meth:`balanced`, with near classes near each other: recursive K-means with ``arity`` clusters, whose leaves are then laid from left
-        to right into a balanced tree (CANE paper, appendix C).
+        """:meth:`balanced`, with near classes near each other: recursive K-means with ``arity`` clusters, whose leaves are then laid from
+        left to right into a balanced tree (CANE paper, appendix C).
 
         Args:
             vectors: [N, D], floating, finite: a vector for each class, such as the mean of the features of its examples, or the rows of a
@@ -111,7 +111,8 @@ class LabelTree(nn.Module):
 
     @staticmethod
     def from_frequencies(counts: Tensor, subsets: int) -> LabelTree:
-        """One layer of ``subsets`` nodes with nearly the same sum of counts; below them the classes, by falling count (CANE paper, section 5).
+        """One layer of ``subsets`` nodes with nearly the same sum of counts; below them the classes, by falling count (CANE paper,
+        section 5).
 
         Args:
             counts: [N], of any number type, none below 0.

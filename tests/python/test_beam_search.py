@@ -182,8 +182,10 @@ BAD = [
     (dict(weight=torch.zeros(7, 5)), ValueError, r"beam_search: expected first_child with size 9 .*got shape \[286\]"),
     (dict(input=torch.zeros(2, 4)), ValueError, "beam_search: expected"),
     (dict(node_class=TREES["balanced"].node_class.int()), TypeError, "beam_search: expected node_class of dtype int64, got int32"),
-    (dict(first_child=torch.zeros(286, dtype=torch.int64)), ValueError, "beam_search: expected first_child to rise from above node 0 .*got 0 and 0"),
-    (dict(first_child=torch.full((286,), 300)), ValueError, "beam_search: expected first_child to rise from above node 0 to at most 285, got 300 and 300"),
+    (dict(first_child=torch.zeros(286, dtype=torch.int64)), ValueError,
+     "beam_search: expected first_child to rise from above node 0 .*got 0 and 0"),
+    (dict(first_child=torch.full((286,), 300)), ValueError,
+     "beam_search: expected first_child to rise from above node 0 to at most 285, got 300 and 300"),
 ]
 
 

@@ -165,7 +165,8 @@ def test_from_frequencies(counts, data):
 def clusters(per_cluster, num_clusters, width=16, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     label = torch.arange(num_clusters).repeat(per_cluster)
-    return (torch.randn(num_clusters, width, generator=generator)[label] * 20 + torch.randn(len(label), width, generator=generator)).to(dtype), label
+    centres = torch.randn(num_clusters, width, generator=generator)[label] * 20
+    return (centres + torch.randn(len(label), width, generator=generator)).to(dtype), label
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -229,23 +230,28 @@ def test_plot(tmp_path):
 @pytest.mark.parametrize("make, error, message", [
     (lambda: LabelTree.from_parents([-1, -1]), ValueError, r"label_tree: expected one root \(a parent of -1\), got nodes 0 and 1"),
     (lambda: LabelTree.from_parents([1, 0]), ValueError, r"expected one root \(a parent of -1\), got none"),
-    (lambda: LabelTree.from_parents([-1, 0, 3, 2]), ValueError, "expected every node below the root, got node 2, whose parents form a cycle"),
+    (lambda: LabelTree.from_parents([-1, 0, 3, 2]), ValueError,
+     "expected every node below the root, got node 2, whose parents form a cycle"),
     (lambda: LabelTree.from_parents([-1, 0, 7]), ValueError, r"expected parents in \[-1, 3\), got 7 for node 2"),
     (lambda: LabelTree.from_parents([]), ValueError, "expected parents of at least one node, got none"),
     (lambda: LabelTree.from_parents([-1, 0.5]), TypeError, "LabelTree.from_parents: expected parents of dtype int64, got float32"),
     (lambda: LabelTree.from_parents([-1, 0, 0], [-1, 0, 0]), ValueError, "expected each class once, got class 0 twice, at nodes 1 and 2"),
-    (lambda: LabelTree.from_parents([-1, 0, 0], [0, 1, 2]), ValueError, "expected classes of leaves only, got 0 for node 0, which has children"),
+    (lambda: LabelTree.from_parents([-1, 0, 0], [0, 1, 2]), ValueError,
+     "expected classes of leaves only, got 0 for node 0, which has children"),
     (lambda: LabelTree.from_parents([-1, 0, 0], [-1, 0, -1]), ValueError,
      "expected a class for every leaf, got -1 for node 2, which has no children"),
-    (lambda: LabelTree.from_parents([-1, 0, 0], [-1, 0, 2]), ValueError, "expected the classes 0 to 1, one for each of 2 leaves, got class 2"),
-    (lambda: LabelTree.from_parents([-1, 0, 0], [-1, 0]), ValueError, r"expected classes with size 3 \(the nodes of parents\) in dimension 0, got shape \[2\]"),
+    (lambda: LabelTree.from_parents([-1, 0, 0], [-1, 0, 2]), ValueError,
+     "expected the classes 0 to 1, one for each of 2 leaves, got class 2"),
+    (lambda: LabelTree.from_parents([-1, 0, 0], [-1, 0]), ValueError,
+     r"expected classes with size 3 \(the nodes of parents\) in dimension 0, got shape \[2\]"),
     (lambda: LabelTree.from_nested([0, []]), ValueError, "expected lists that hold something, got an empty one"),
     (lambda: LabelTree.from_nested([0, -1]), ValueError, "expected classes of at least 0, got -1"),
     (lambda: LabelTree.from_nested([0, "a"]), TypeError, "expected lists and ints, got str"),
     (lambda: LabelTree.balanced([0, 1, 1]), ValueError, "expected each class once, got class 1 twice"),
     (lambda: LabelTree.balanced(0), ValueError, "expected the number of classes to be at least 1, got 0"),
     (lambda: LabelTree.random(10, 1), ValueError, "label_tree_balanced: expected arity of at least 2, got 1"),
-    (lambda: LabelTree.huffman(torch.tensor([1.0, -1.0])), ValueError, "expected counts that are finite and not below 0, got -1 for class 1"),
+    (lambda: LabelTree.huffman(torch.tensor([1.0, -1.0])), ValueError,
+     "expected counts that are finite and not below 0, got -1 for class 1"),
     (lambda: LabelTree.huffman(torch.ones(0)), ValueError, "expected counts of at least one class, got none"),
     (lambda: LabelTree.from_frequencies(torch.ones(3), 4), ValueError, r"expected subsets in \[1, 3\], got 4"),
     (lambda: LabelTree.from_frequencies(torch.ones(2, 2), 1), ValueError, "counts"),
