@@ -20,10 +20,12 @@ from common.errors import DIVERGED  # noqa: E402: needs the path
 
 EXACT = ["--loss", "exact"]
 RANKING = ("--estimator", "ranking")
+MIDX = ("--codewords", "256", "--refresh-every", "100")  # cheap beside an encoder; the draws are nearer the softmax than with 64 and 500
 
 
 def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
-    return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *more]
+    options = [*more, *(MIDX if "midx" in sampler else ())]
+    return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *options]
 
 
 SIZES = (20, 100, 500, 2000)
