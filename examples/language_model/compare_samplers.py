@@ -23,7 +23,7 @@ from common.report import markdown, write_text
 from common.training import read_checkpoint
 
 import data
-from train import Run, load_data
+from train import Run, load_data, parse_arguments as parse_train_arguments
 
 QUERY_BLOCK = 256  # queries whose probabilities of all words are in memory at once
 
@@ -48,7 +48,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def load_run(path: Path) -> tuple[Run, data.Corpus]:
     """The model of a checkpoint, the last loss of several, and its text."""
     arguments, fingerprint, runs = read_checkpoint(path, "--checkpoint")
-    saved = argparse.Namespace(**arguments)
+    saved = argparse.Namespace(**vars(parse_train_arguments([])) | arguments)  # options that are newer than the checkpoint at their defaults
     corpus = load_data(saved)
     saved.device = "cpu"
     if fingerprint != corpus.fingerprint:
