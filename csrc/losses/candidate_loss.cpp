@@ -66,7 +66,7 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
   const Tensor adjusted = at::where(log_weight.eq(-kInfinity), -kInfinity, score + log_weight);
   const Tensor covered = equal.logical_and(drawn.logical_not()).any(1);
   const Tensor target_log_count = given(args.target_log_count) ? args.target_log_count->to(args.scores.scalar_type()) : Tensor();
-  return {target, score, log_weight, adjusted, drawn, covered, target_log_count, args.label_smoothing};
+  return {target, score, log_weight, adjusted, drawn, own_draws + all_draws, covered, target_log_count, args.label_smoothing};
 }
 
 Tensor candidate_loss_meta(XS_CANDIDATE_LOSS_PARAMS) {

@@ -15,6 +15,14 @@ static inline double logarithm(double x) { return __builtin_log(x); }
 template <typename T> struct CountOf { using type = int64_t; };
 template <> struct CountOf<float> { using type = int32_t; };
 
+inline bool holds(const int64_t* ids, int64_t n, int64_t id) {
+  int64_t equal = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    equal += ids[j] == id;
+  }
+  return equal > 0;
+}
+
 // One query: what an estimator works on. log_weight = -log count (+ the renormalisation); it and score are made only on request.
 // adjusted = score + log_weight, -inf where the candidate hits the target.
 template <typename T>
@@ -25,22 +33,17 @@ struct Row {
   const T* adjusted;
   int64_t width;
   int64_t fixed_private, private_width, fixed_shared; // columns of distinct sets: [0, fixed_private) and fixed_shared from private_width on
-  bool covered;                                       // the target is one of them
+  const int64_t *private_ids, *shared_ids;
+  int64_t target_id;
   T target_log_count;
 
   bool distinct(int64_t j) const { return j < private_width ? j < fixed_private : j < private_width + fixed_shared; }
   int64_t draws() const { return width - fixed_private - fixed_shared; }
+  /// Whether the target is one of the distinct sets.
+  bool covered() const { return holds(private_ids, fixed_private, target_id) || holds(shared_ids, fixed_shared, target_id); }
   /// `width` where there is none.
   int64_t first_draw() const { return fixed_private < private_width ? fixed_private : private_width + fixed_shared; }
 };
-
-inline bool holds(const int64_t* ids, int64_t n, int64_t id) {
-  int64_t equal = 0;
-  for (int64_t j = 0; j < n; ++j) {
-    equal += ids[j] == id;
-  }
-  return equal > 0;
-}
 
 // out[j] = score[j] - log_count[j], or -inf at a hit; returns how many take no part: hits, and candidates of infinite count.
 template <typename T>
@@ -127,9 +130,8 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // a
       score_copy[j] = score[j]; // the gradient may take the scores' place
     }
   }
-  const bool covered = holds(rows.private_ids + q * p, rows.fixed_private, target) || holds(rows.shared_ids, rows.fixed_shared, target);
-  return {scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.fixed_private, p, rows.fixed_shared, covered,
-          rows.target_log_count ? rows.target_log_count[q] : T(0)};
+  return {scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.fixed_private, p, rows.fixed_shared,
+          rows.private_ids + q * p, rows.shared_ids, target, rows.target_log_count ? rows.target_log_count[q] : T(0)};
 }
 
 template <typename T>
@@ -354,11 +356,12 @@ T cane_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __res
   const auto distinct = [&](int64_t j) { return row.distinct(j); };
   const int64_t n = row.draws();
   const T log_draws = n > 0 ? logarithm(T(n)) : T(0);
-  if (row.covered && !kMeanOfLogs) {
+  const bool covered = row.covered();
+  if (covered && !kMeanOfLogs) {
     return softmax_row(row, smoothing, grad_loss, grad_target, grad);
   }
   T normalizer;
-  if (!row.covered) {
+  if (!covered) {
     const T count = row.target_log_count - (kMeanOfLogs ? log_draws : T(0));
     const T own = row.target - (row.target_log_count == -kInfinity<T> ? T(0) : count);
     if (kMeanOfLogs) {

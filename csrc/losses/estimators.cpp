@@ -145,7 +145,7 @@ struct Cane {
   Tensor rest;     // [Q, C] what stands beside it
   Tensor outside;  // [Q] log of their sum
 
-  Cane(const CandidateBatch& batch, bool mean_of_logs) : draws(batch.drawn.sum().item<int64_t>()) {
+  Cane(const CandidateBatch& batch, bool mean_of_logs) : draws(batch.draws) {
     const double log_draws = draws > 0 ? std::log(double(draws)) : 0.0;
     distinct = batch.adjusted.masked_fill(batch.drawn, -kInfinity);
     noise = (batch.adjusted + log_draws).masked_fill(batch.drawn.logical_not(), -kInfinity);

@@ -21,6 +21,7 @@ struct CandidateBatch {
   at::Tensor log_weight; ///< [Q, C]: e^adjusted summed over C is the estimate of sum over classes j != y of e^s_j
   at::Tensor adjusted;   ///< [Q, C] score + log_weight, -inf where log_weight is
   at::Tensor drawn;      ///< [C] bool: an independent draw, not one of a distinct set
+  int64_t draws;         ///< how many of those there are
   at::Tensor covered;    ///< [Q] bool: the target is in the distinct set
   at::Tensor target_log_count; ///< [Q]; undefined where it is not given
   double label_smoothing;

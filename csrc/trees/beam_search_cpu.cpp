@@ -59,7 +59,7 @@ struct Tree {
   // them: a row of a product of `queries` costs about this part of a row that is read by itself.
   int64_t dense_edges(int64_t width, int64_t queries) const {
     const int64_t cheaper = std::clamp<int64_t>(queries / 4, 1, 16);
-    int64_t begin = 0, end = 1, widest = 1;
+    int64_t begin = 0, end = 1;
     while (end < nodes) {
       const int64_t next = first_child[end];
       if (next <= end || next > nodes) {
@@ -69,7 +69,7 @@ struct Tree {
       for (int64_t v = begin; v < end; ++v) {
         most = std::max(most, first_child[v + 1] - first_child[v]);
       }
-      widest = std::min(width, end - begin) * most;
+      const int64_t widest = std::min(width, end - begin) * most; // edges that a beam meets here
       if (next - 1 > kDenseEdges || next - end > cheaper * widest) {
         break;
       }
