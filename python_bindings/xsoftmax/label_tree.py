@@ -33,8 +33,15 @@ class LabelTree(nn.Module):
         self.num_classes = class_node.numel()
         self.num_nodes = parent.numel()
         self.num_edges = self.num_nodes - 1
+        self._measure()
+
+    def _measure(self) -> None:
         self.depth = self._depth()
-        self.arity = int(first_child.diff().max())
+        self.arity = int(self.first_child.diff().max())
+
+    def _load_from_state_dict(self, *args) -> None:
+        super()._load_from_state_dict(*args)
+        self._measure()  # another tree may have as many nodes
 
     def _depth(self) -> int:
         # Breadth-first: a layer ends where the children of the layer above do.

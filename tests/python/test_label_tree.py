@@ -212,6 +212,14 @@ def test_save_load(tmp_path):
         LabelTree.load(tmp_path / "other.pt")
 
 
+def test_load_state_dict_of_another_tree():
+    """Of as many nodes and classes, but deeper."""
+    tree, other = LabelTree.from_nested([[0, 1, 2], [3, 4]]), LabelTree.from_nested([[0, [1, 2]], 3, 4])
+    tree.load_state_dict(other.state_dict())
+    check(tree)
+    assert torch.equal(tree.path(torch.arange(5)), other.path(torch.arange(5)))
+
+
 def test_plot(tmp_path):
     import matplotlib
 
