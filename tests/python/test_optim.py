@@ -1,4 +1,4 @@
-"""Row-wise optimizers and clip_grad_norm_ against torch.optim on dense equivalents, and the kernels against the ATen composites."""
+"""Row-wise optimizers against torch.optim on dense equivalents, and the kernels against the ATen composites."""
 
 import copy
 import io
@@ -12,17 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import xsoftmax
+from gradient_checks import DTYPES, TOLERANCE, opmath, random_grad, sparse
 from xsoftmax.optim import RowAdagrad, RowAdam, RowSGD
 
 ops = torch.ops.xsoftmax
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# One rounding of a 16-bit parameter may fall the other way; float sums differ by their order.
-TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.float64: dict(rtol=1e-12, atol=1e-13),
-             torch.bfloat16: dict(rtol=1.6e-2, atol=1e-3), torch.float16: dict(rtol=2e-3, atol=1e-4)}
-
-
-def opmath(dtype):
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @pytest.fixture(autouse=True)
@@ -30,22 +23,6 @@ def seeded():
     torch.manual_seed(0)
     yield
     ops.set_impl("kernel")
-
-
-def sparse(rows, values, num_rows):
-    return torch.sparse_coo_tensor(rows[None], values, (num_rows, *values.shape[1:]), check_invariants=False)
-
-
-def random_grad(num_rows, width, count=23, dtype=torch.float32, kind="duplicates"):
-    """(rows, values) as three sources make them: duplicates in any order; sorted, zeros behind the first of each; unique."""
-    values = torch.randn(count, *([width] if width else [])).to(dtype)
-    if kind == "unique":
-        return torch.randperm(num_rows)[:count], values[:num_rows]
-    rows = torch.randint(num_rows, (count,))
-    if kind == "padded":
-        rows = rows.sort()[0]
-        values[1:][rows[1:] == rows[:-1]] = 0
-    return rows, values
 
 
 # ---- kernels against the composites ----
@@ -729,89 +706,3 @@ def test_bad_gradients():
     for call in (RowSGD([param]).step, lambda: xsoftmax.clip_grad_norm_([param], 1.0)):
         with pytest.raises(RuntimeError, match="2 sparse dimensions"):
             call()
-
-
-# ---- clip_grad_norm_ ----
-
-@pytest.mark.parametrize("kind", ["duplicates", "padded", "unique"])
-@pytest.mark.parametrize("width", [0, 1, 17])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_norm(dtype, norm_type, width, kind):
-    rows, values = random_grad(40, width, dtype=dtype, kind=kind)
-    expected = torch.linalg.vector_norm(sparse(rows, values.to(opmath(dtype)), 40).to_dense(), norm_type)
-    for impl in ("kernel", "reference"):
-        ops.set_impl(impl)
-        got = ops.row_norm(rows, values, norm_type)
-        assert got.dtype == opmath(dtype) and got.dim() == 0
-        torch.testing.assert_close(got, expected, **TOLERANCE[opmath(dtype)])
-
-
-@pytest.mark.parametrize("impl", ["kernel", "reference"])
-def test_row_norm_special_values(impl):
-    ops.set_impl(impl)
-    rows = torch.tensor([3, 1, 2])
-    for norm_type in (1.0, 2.0, float("inf")):
-        assert ops.row_norm(rows[:0], torch.empty(0, 4), norm_type) == 0
-        values = torch.ones(3, 4)
-        values[1, 2] = float("inf")
-        assert ops.row_norm(rows, values, norm_type) == float("inf")
-        values[0, 1] = float("nan")
-        assert ops.row_norm(rows, values, norm_type).isnan()
-
-
-def mixed_gradients():
-    """Two tables, a bias and two dense parameters, and the same parameters with dense gradients."""
-    params = [torch.nn.Parameter(torch.zeros(*shape)) for shape in ((20, 4), (9, 3), (20,), (3, 5), (7,))]
-    for p in params[:3]:
-        p.grad = sparse(*random_grad(p.shape[0], p.shape[1] if p.dim() == 2 else 0, 15), p.shape[0])
-    for p in params[3:]:
-        p.grad = torch.randn_like(p)
-    params.append(torch.nn.Parameter(torch.zeros(2)))  # no gradient
-    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    for p, twin in zip(params, twins):
-        twin.grad = None if p.grad is None else p.grad.to_dense().clone()
-    return params, twins
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf"), "inf"])
-@pytest.mark.parametrize("max_norm", [0.5, 1e4])
-@pytest.mark.parametrize("which", [slice(None), slice(3), slice(0, 1), slice(3, None)],
-                         ids=["mixed", "sparse", "one table", "dense"])
-def test_clip_equals_torch_on_dense(which, max_norm, norm_type):
-    params, twins = (list(p)[which] for p in mixed_gradients())
-    memory = [p.grad._values().data_ptr() for p in params if p.grad is not None and p.grad.is_sparse]
-    got = xsoftmax.clip_grad_norm_(params, max_norm, norm_type)
-    expected = torch.nn.utils.clip_grad_norm_(twins, max_norm, norm_type)
-    torch.testing.assert_close(got, expected)
-    for p, twin in zip(params, twins):
-        if twin.grad is not None:
-            torch.testing.assert_close(p.grad.to_dense(), twin.grad)
-    assert memory == [p.grad._values().data_ptr() for p in params if p.grad is not None and p.grad.is_sparse]
-
-
-def test_clip_special_cases():
-    assert xsoftmax.clip_grad_norm_([], 1.0) == 0
-    assert xsoftmax.clip_grad_norm_(torch.nn.Parameter(torch.ones(2)), 1.0) == 0
-    table = torch.nn.Parameter(torch.zeros(5, 2))
-    table.grad = sparse(torch.tensor([1, 4]), torch.tensor([[1.0, float("nan")], [2.0, 3.0]]), 5)
-    with pytest.raises(RuntimeError, match="clip_grad_norm_: expected gradients with a finite norm, got a norm of nan"):
-        xsoftmax.clip_grad_norm_(table, 1.0, error_if_nonfinite=True)
-    assert torch.equal(table.grad._values()[1], torch.tensor([2.0, 3.0]))  # an error changes nothing
-    assert xsoftmax.clip_grad_norm_(table, 1.0).isnan() and table.grad._values().isnan().all()
-    for bad in (0, -1.0):
-        with pytest.raises(ValueError, match="norm_type above 0"):
-            xsoftmax.clip_grad_norm_(table, 1.0, norm_type=bad)
-
-
-def test_clip_gradients_that_share_memory():
-    """The sparse gradient of a sum of embeddings is an expanded tensor: all elements are one in memory."""
-    for clip in (torch.nn.utils.clip_grad_norm_, xsoftmax.clip_grad_norm_):
-        embedding = torch.nn.Embedding(6, 3, sparse=clip is xsoftmax.clip_grad_norm_)
-        embedding(torch.tensor([1, 4, 4])).sum().backward()
-        norm = clip(embedding.parameters(), 0.5)
-        if clip is torch.nn.utils.clip_grad_norm_:
-            expected = norm, embedding.weight.grad
-    assert any(stride == 0 for stride in embedding.weight.grad._values().stride()) is False
-    torch.testing.assert_close(norm, expected[0])
-    torch.testing.assert_close(embedding.weight.grad.to_dense(), expected[1])
