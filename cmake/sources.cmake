@@ -61,8 +61,12 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/union_module.cpp
   csrc/trees/beam_search.cpp
   csrc/trees/beam_search_cpu.cpp
+  csrc/trees/hierarchical_softmax.cpp
+  csrc/trees/hierarchical_softmax_cpu.cpp
   csrc/trees/label_tree.cpp
   csrc/trees/label_tree_order.cpp
+  csrc/trees/tree_scores.cpp
+  csrc/trees/tree_scores_cpu.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp
   csrc/scores/gather_dot_cpu.cpp

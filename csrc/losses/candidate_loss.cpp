@@ -64,7 +64,7 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
     target = target - at::where(log_count.eq(-kInfinity), 0.0, log_count); // a target that no draw can give owes no correction
   }
   const Tensor adjusted = at::where(log_weight.eq(-kInfinity), -kInfinity, score + log_weight);
-  const Tensor covered = equal.logical_and(drawn.logical_not()).any(1);
+  const Tensor covered = equal.logical_and(drawn.logical_not()).logical_and(counts.ne(kInfinity)).any(1);
   const Tensor target_log_count = given(args.target_log_count) ? args.target_log_count->to(args.scores.scalar_type()) : Tensor();
   return {target, score, log_weight, adjusted, drawn, own_draws + all_draws, covered, target_log_count, args.label_smoothing};
 }

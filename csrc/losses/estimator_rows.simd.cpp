@@ -15,10 +15,19 @@ static inline double logarithm(double x) { return __builtin_log(x); }
 template <typename T> struct CountOf { using type = int64_t; };
 template <> struct CountOf<float> { using type = int32_t; };
 
-inline bool holds(const int64_t* ids, int64_t n, int64_t id) {
+// Whether a candidate is `id`, one that takes part.
+template <typename T>
+bool holds(const int64_t* ids, const T* log_count, int64_t n, int64_t id) {
   int64_t equal = 0;
   for (int64_t j = 0; j < n; ++j) {
     equal += ids[j] == id;
+  }
+  if (log_count == nullptr || equal == 0) {
+    return equal > 0;
+  }
+  equal = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    equal += ids[j] == id && log_count[j] != kInfinity<T>;
   }
   return equal > 0;
 }
@@ -34,13 +43,16 @@ struct Row {
   int64_t width;
   int64_t fixed_private, private_width, fixed_shared; // columns of distinct sets: [0, fixed_private) and fixed_shared from private_width on
   const int64_t *private_ids, *shared_ids;
+  const T *private_log_count, *shared_log_count; // null: none
   int64_t target_id;
   T target_log_count;
 
   bool distinct(int64_t j) const { return j < private_width ? j < fixed_private : j < private_width + fixed_shared; }
   int64_t draws() const { return width - fixed_private - fixed_shared; }
   /// Whether the target is one of the distinct sets.
-  bool covered() const { return holds(private_ids, fixed_private, target_id) || holds(shared_ids, fixed_shared, target_id); }
+  bool covered() const {
+    return holds(private_ids, private_log_count, fixed_private, target_id) || holds(shared_ids, shared_log_count, fixed_shared, target_id);
+  }
   /// `width` where there is none.
   int64_t first_draw() const { return fixed_private < private_width ? fixed_private : private_width + fixed_shared; }
 };
@@ -131,7 +143,7 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // a
     }
   }
   return {scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.fixed_private, p, rows.fixed_shared,
-          rows.private_ids + q * p, rows.shared_ids, target, rows.target_log_count ? rows.target_log_count[q] : T(0)};
+          rows.private_ids + q * p, rows.shared_ids, private_log_count, shared_log_count, target, rows.target_log_count ? rows.target_log_count[q] : T(0)};
 }
 
 template <typename T>

@@ -49,4 +49,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor
                                                                 const at::Tensor& shared_ids, const at::Tensor& shared_values,
                                                                 const at::Tensor& shared_bias, bool want_values, bool want_bias);
 
+/// The same without shared ids, over R = `rows` whatever the pairs are: a row for each different id, of which there are no more than R;
+/// behind them the last again, with zeros.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> compact_row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
+                                                                        const at::Tensor& input, const PairLayout& pairs, int64_t rows,
+                                                                        bool want_values, bool want_bias);
+
 } // namespace xsoftmax

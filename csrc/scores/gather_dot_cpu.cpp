@@ -78,6 +78,7 @@ struct RowGradient {
   T* values;    // nullptr: not wanted
   T* bias;      // nullptr: not wanted
   bool streamed;
+  bool compact; // a row a group, not a row a position
 
   // (query, gradient of the score) of a pair's position
   std::pair<int64_t, opmath<T>> pair(int64_t position) const {
@@ -95,7 +96,7 @@ struct RowGradient {
     std::vector<int64_t> lone_row, lone_query;
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
-      const int64_t row = groups.starts[g];
+      const int64_t row = compact ? g : groups.starts[g], zero_rows = compact ? 0 : int64_t(members.size()) - 1;
       const auto [q, c] = members[0] < total ? pair(members[0]) : std::pair<int64_t, opmath<T>>(0, 0);
       if (values && streamed && members.size() == 1 && c != 0) { // of an ignored query, 0 times what is not finite would not be 0
         lone_row.push_back(row);
@@ -131,14 +132,14 @@ struct RowGradient {
         if constexpr (!kInPlace) {
           kernels.round_row(values + row * width, sum, width);
         }
-        std::memset(static_cast<void*>(values + (row + 1) * width), 0, (members.size() - 1) * width * sizeof(T));
+        std::memset(static_cast<void*>(values + (row + 1) * width), 0, zero_rows * width * sizeof(T));
       }
       if (bias) {
         for (size_t i = own; i < members.size(); ++i) {
           bias_sum += shared_bias[members[i] - total];
         }
         kernels.round_row(bias + row, &bias_sum, 1);
-        std::memset(static_cast<void*>(bias + row + 1), 0, (members.size() - 1) * sizeof(T));
+        std::memset(static_cast<void*>(bias + row + 1), 0, zero_rows * sizeof(T));
       }
     }
     if constexpr (kInPlace) {
@@ -193,20 +194,35 @@ void add_pair_input_grad_cpu(const at::Tensor& grad_input, const at::Tensor& gra
   });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
-                                                                const at::Tensor& input, const PairLayout& pairs,
-                                                                const at::Tensor& shared_ids, const at::Tensor& shared_values,
-                                                                const at::Tensor& shared_bias, bool want_values, bool want_bias) {
-  const int64_t total = pairs.total();
-  const int64_t row_count = total + shared_ids.numel();
-  std::vector<int64_t> ids(row_count);
-  std::copy_n(pairs.ids, total, ids.begin());
-  std::copy_n(shared_ids.const_data_ptr<int64_t>(), shared_ids.numel(), ids.begin() + total);
-  const RowGroups groups = group_rows(ids.data(), row_count);
+namespace {
 
-  const at::Tensor rows = at::empty({row_count}, shared_ids.options());
+// compact_rows: how many, where there is a row for each different id; < 0: a row for each position.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
+                                                            const at::Tensor& input, const PairLayout& pairs,
+                                                            const at::Tensor& shared_ids, const at::Tensor& shared_values,
+                                                            const at::Tensor& shared_bias, int64_t compact_rows, bool want_values,
+                                                            bool want_bias) {
+  const int64_t total = pairs.total(), shared = shared_ids.defined() ? shared_ids.numel() : 0;
+  const bool compact = compact_rows >= 0;
+  std::vector<int64_t> ids(total + shared);
+  std::copy_n(pairs.ids, total, ids.begin());
+  if (shared > 0) {
+    std::copy_n(shared_ids.const_data_ptr<int64_t>(), shared, ids.begin() + total);
+  }
+  const RowGroups groups = group_rows(ids.data(), int64_t(ids.size()));
+  TORCH_INTERNAL_ASSERT(!compact || groups.size() <= compact_rows);
+  const int64_t row_count = compact ? compact_rows : int64_t(ids.size());
+
+  const at::Tensor rows = at::empty({row_count}, input.options().dtype(at::kLong));
   int64_t* row = rows.mutable_data_ptr<int64_t>();
-  std::transform(groups.order.begin(), groups.order.end(), row, [&](int64_t position) { return ids[position]; });
+  if (compact) {
+    for (int64_t g = 0; g < groups.size(); ++g) {
+      row[g] = ids[groups[g][0]];
+    }
+    std::fill(row + groups.size(), row + row_count, groups.size() > 0 ? row[groups.size() - 1] : 0);
+  } else {
+    std::transform(groups.order.begin(), groups.order.end(), row, [&](int64_t position) { return ids[position]; });
+  }
 
   const int64_t width = input.size(1);
   const at::Tensor values = recycled_empty({want_values ? row_count : 0, width}, input.options());
@@ -225,10 +241,30 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor
                               want_bias && shared_bias.defined() ? const_data<opmath<T>>(shared_bias) : nullptr,
                               want_values ? data<T>(values) : nullptr,
                               want_bias ? data<T>(bias) : nullptr,
-                              RowGradient<T>::kInPlace && row_count * width * int64_t(sizeof(T)) >= kStreamedBytes};
+                              RowGradient<T>::kInPlace && row_count * width * int64_t(sizeof(T)) >= kStreamedBytes,
+                              compact};
     at::parallel_for(0, groups.size(), kPairsPerTask, [&](int64_t first, int64_t last) { task.sum_groups(groups, first, last); });
   });
+  if (compact) {
+    values.narrow(0, std::min(groups.size(), values.size(0)), want_values ? row_count - groups.size() : 0).zero_();
+    bias.narrow(0, std::min(groups.size(), bias.size(0)), want_bias ? row_count - groups.size() : 0).zero_();
+  }
   return {rows, values, bias};
+}
+
+} // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
+                                                                const at::Tensor& input, const PairLayout& pairs,
+                                                                const at::Tensor& shared_ids, const at::Tensor& shared_values,
+                                                                const at::Tensor& shared_bias, bool want_values, bool want_bias) {
+  return row_gradient(grad, grad_stride, scale, input, pairs, shared_ids, shared_values, shared_bias, -1, want_values, want_bias);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> compact_row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
+                                                                        const at::Tensor& input, const PairLayout& pairs, int64_t rows,
+                                                                        bool want_values, bool want_bias) {
+  return row_gradient(grad, grad_stride, scale, input, pairs, {}, {}, {}, rows, want_values, want_bias);
 }
 
 } // namespace xsoftmax

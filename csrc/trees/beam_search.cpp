@@ -4,6 +4,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "trees/tree_scores.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -40,6 +41,13 @@ BeamSearchResult beam_search_autograd(const Tensor& input, const Tensor& weight,
   return beam_search(input, weight, bias, first_child, node_class, width);
 }
 
+BeamSearchResult beam_search_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                                      const Tensor& node_class, c10::SymInt width) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  return beam_search(input.to(weight.scalar_type()), weight, same, first_child, node_class, width);
+}
+
 // The scores of all nodes [Q, V], layer by layer.
 Tensor node_scores(const Tensor& edges, const Tensor& first_child, const Tensor& parent) {
   const Tensor scores = at::zeros({edges.size(0), edges.size(1) + 1}, edges.options());
@@ -64,15 +72,8 @@ BeamSearchResult beam_search(const Tensor& input, const Tensor& weight, const Op
 void check_beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
                        const Tensor& node_class, const c10::SymInt& width) {
   check::linear(kOp, input, weight, bias);
-  const auto edges = weight.sym_size(0);
-  const auto check_nodes = [&](const char* name, const Tensor& tensor, const c10::SymInt& size) {
-    check::dim(kOp, name, tensor, 1);
-    check::int64(kOp, name, tensor);
-    check::same_device(kOp, name, tensor, "input", input);
-    check::size(kOp, name, tensor, 0, size, "from the edges, the rows of weight");
-  };
-  check_nodes("first_child", first_child, edges + 2);
-  check_nodes("node_class", node_class, edges + 1);
+  check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
+  check_nodes(kOp, "node_class", node_class, input, weight.sym_size(0) + 1);
   TORCH_CHECK_VALUE(width >= 1, kOp, ": expected width of at least 1, got ", width);
 }
 
@@ -115,7 +116,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("beam_search", beam_search_reference); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("beam_search", beam_search_meta); }
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("beam_search", beam_search_autograd); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"beam_search"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"beam_search"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { m.impl("beam_search", beam_search_autocast); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { m.impl("beam_search", beam_search_autocast); }
 
 } // namespace xsoftmax

@@ -257,12 +257,40 @@ LabelTreeNodes label_tree_equal_mass(const Tensor& counts, int64_t subsets) {
   return nodes.tensors();
 }
 
+Tensor label_tree_nodes(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
+  constexpr const char* op = "label_tree_nodes";
+  check::dim(op, "class_node", class_node, 1);
+  check::int64(op, "class_node", class_node);
+  check::int64(op, "target", target);
+  check::same_device(op, "target", target, "class_node", class_node);
+  const Tensor ignored = target.eq(ignore_index);
+  const Tensor nodes = class_node.index_select(0, target.masked_fill(ignored, 0).flatten()).view(target.sizes());
+  return nodes.masked_fill(ignored, 0);
+}
+
+namespace {
+
+Tensor label_tree_nodes_cpu(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
+  check::int64("label_tree_nodes", "target", target);
+  check::class_ids("label_tree_nodes", "target", target, class_node.numel(), ignore_index);
+  return label_tree_nodes(class_node, target, ignore_index);
+}
+
+Tensor label_tree_nodes_meta(const Tensor&, const Tensor& target, int64_t) { return at::empty_symint(target.sym_sizes(), target.options()); }
+
+} // namespace
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("label_tree(Tensor parents, Tensor classes) -> (Tensor first_child, Tensor parent, Tensor node_class, Tensor class_node)",
         label_tree);
   m.def("label_tree_balanced(Tensor order, int arity) -> (Tensor parents, Tensor classes)", label_tree_balanced);
   m.def("label_tree_huffman(Tensor counts, int arity) -> (Tensor parents, Tensor classes)", label_tree_huffman);
   m.def("label_tree_equal_mass(Tensor counts, int subsets) -> (Tensor parents, Tensor classes)", label_tree_equal_mass);
+  m.def("label_tree_nodes(Tensor class_node, Tensor target, int ignore_index) -> Tensor");
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_nodes", label_tree_nodes); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("label_tree_nodes", label_tree_nodes_cpu); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("label_tree_nodes", label_tree_nodes_meta); }
 
 } // namespace xsoftmax

@@ -18,6 +18,9 @@ namespace xsoftmax {
 using LabelTreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 LabelTreeTensors label_tree(const at::Tensor& parents, const at::Tensor& classes);
 
+// label_tree_nodes(class_node [N], target [*], ignore_index) -> nodes [*]: the leaf of each class, the root where target is ignore_index.
+at::Tensor label_tree_nodes(const at::Tensor& class_node, const at::Tensor& target, int64_t ignore_index);
+
 // Trees that label_tree takes: (parents [V], classes [V]).
 using LabelTreeNodes = std::tuple<at::Tensor, at::Tensor>;
 

@@ -36,20 +36,20 @@ class LabelTree(nn.Module):
         self._measure()
 
     def _measure(self) -> None:
-        self.depth = self._depth()
-        self.arity = int(self.first_child.diff().max())
+        # Breadth-first: a layer ends where the children of the layer above do.
+        children = self.first_child.diff()
+        sizes, groups, begin, end = [], [], 0, 1
+        while end < self.num_nodes:
+            groups.append(int(children[begin:end].max()))
+            begin, end = end, int(self.first_child[end])
+            sizes.append(end - begin)
+        self.layer_sizes, self.group_sizes = sizes, groups
+        self.depth = len(sizes)
+        self.arity = max(groups, default=0)
 
     def _load_from_state_dict(self, *args) -> None:
         super()._load_from_state_dict(*args)
         self._measure()  # another tree may have as many nodes
-
-    def _depth(self) -> int:
-        # Breadth-first: a layer ends where the children of the layer above do.
-        first_child, depth, begin, end = self.first_child, 0, 0, 1
-        while end < self.num_nodes:
-            begin, end = end, int(first_child[end])
-            depth += 1
-        return depth
 
     @staticmethod
     def from_parents(parents: Union[Tensor, Sequence[int]], classes: Union[Tensor, Sequence[int], None] = None) -> LabelTree:

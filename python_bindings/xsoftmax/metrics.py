@@ -22,7 +22,7 @@ from torch import Tensor
 
 Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
 
-__all__ = ["ndcg_at_k", "precision_at_k", "recall_at_k"]
+__all__ = ["coverage", "ndcg_at_k", "precision_at_k", "recall_at_k"]
 
 
 def precision_at_k(predictions: Tensor, truth: Truth, k: int) -> float:
@@ -48,6 +48,26 @@ def ndcg_at_k(predictions: Tensor, truth: Truth, k: int) -> float:
     discount = 1.0 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
     ideal = discount.cumsum(0)[sizes.clamp(max=k) - 1]
     return (hits @ discount / ideal).mean().item()
+
+
+def coverage(candidates: Tensor, target: Tensor) -> float:
+    """How often the target is among the candidates, `(candidates == target[:, None]).any(1).mean()` (CANE paper, Table 3).
+
+    Args:
+        candidates: int64 [Q, C], -1 where there is none; or [C] for all queries.
+        target: int64 [Q], at least one; those below 0 do not count.
+    """
+    for argument, tensor in (("candidates", candidates), ("target", target)):
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"coverage: expected {argument} as an int64 tensor, got {got}")
+    if target.dim() != 1 or candidates.dim() not in (1, 2) or candidates.dim() == 2 and len(candidates) != len(target):
+        raise ValueError("coverage: expected candidates of shape [C] or [Q, C] and target of shape [Q], "
+                         f"got {list(candidates.shape)} and {list(target.shape)}")
+    counted = target >= 0
+    if not counted.any():
+        raise ValueError("coverage: expected a target of 0 or more, got none")
+    return (candidates == target.unsqueeze(1)).any(1)[counted].double().mean().item()
 
 
 def _hits(name: str, predictions: Tensor, truth: Truth, k: int) -> tuple[Tensor, Tensor]:

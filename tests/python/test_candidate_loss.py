@@ -64,7 +64,7 @@ def cane(estimator, score, target_log_count, candidates, live, target):
     log_draws = math.log(draws) if draws else 0.0
     distinct = [c[1] - c[2] for c in live if not c[3]]
     noise = [c[1] - c[2] + log_draws for c in live if c[3]]
-    if any(c[0] == target and not c[3] for c in candidates):
+    if any(c[0] == target and not c[3] and c[2] != INF for c in candidates):
         a = torch.logsumexp(torch.stack([score, *distinct]), 0)
         if estimator == "cane":
             gone = draws - len(noise)

@@ -1,6 +1,7 @@
 """Samplers: modules that propose which classes to score for a query, and say how often each would be proposed."""
 
 from .adaptive import AdaptiveSampler
+from .complement import ComplementSampler
 from .in_batch import InBatchSampler
 from .kernel import KernelSampler, RffSampler, SphereSampler
 from .lsh import LshSampler
@@ -9,8 +10,8 @@ from .sampler import Proposal, Sampler
 from .static import LogUniformSampler, StaticSampler, UniformSampler, UnigramSampler
 from .union import UnionSampler
 
-__all__ = ["AdaptiveSampler", "InBatchSampler", "KernelSampler", "LogUniformSampler", "LshSampler", "MidxSampler", "Proposal", "RffSampler",
-           "Sampler", "SphereSampler", "StaticSampler", "UniformSampler", "UnigramSampler", "UnionSampler", "make_sampler"]
+__all__ = ["AdaptiveSampler", "ComplementSampler", "InBatchSampler", "KernelSampler", "LogUniformSampler", "LshSampler", "MidxSampler", "Proposal",
+           "RffSampler", "Sampler", "SphereSampler", "StaticSampler", "UniformSampler", "UnigramSampler", "UnionSampler", "make_sampler"]
 
 _OF_THE_TABLE = {"midx": MidxSampler, "lsh": LshSampler, "sphere": SphereSampler, "rff": RffSampler}
 _OF_NUMBERS = {"uniform": UniformSampler, "log_uniform": LogUniformSampler, "in_batch": InBatchSampler}

@@ -1,0 +1,325 @@
+#include "trees/hierarchical_softmax.h"
+
+#include "core/autocast.h"
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/optional.h"
+#include "core/scale_gradient.h"
+#include "trees/tree_scores.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "hierarchical_softmax_loss";
+constexpr const char* kTopk = "hierarchical_topk";
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+#define XS_TREE_PARAMS                                                                                                        \
+  const Tensor &input, const Tensor &weight, const OptionalTensor &bias, const Tensor &first_child, const Tensor &parent,     \
+      const Tensor &nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes
+#define XS_TREE_ARGS input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes
+
+HierarchicalState call_forward(XS_TREE_PARAMS, std::array<bool, 2> output_mask) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::hierarchical_softmax_forward", "")
+                             .typed<decltype(hierarchical_softmax_forward_reference)>();
+  return op.call(XS_TREE_ARGS, output_mask);
+}
+
+RowGradients call_backward(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
+                           const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+                           at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::hierarchical_softmax_backward", "")
+                             .typed<decltype(hierarchical_softmax_backward_reference)>();
+  return op.call(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes, output_mask);
+}
+
+int64_t sum(at::IntArrayRef sizes) { return std::accumulate(sizes.begin(), sizes.end(), int64_t(0)); }
+
+HierarchicalState forward_meta(XS_TREE_PARAMS, std::array<bool, 2> output_mask) {
+  check_hierarchical(XS_TREE_ARGS);
+  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const auto queries = [&](bool wanted) { return wanted ? input.sym_size(0) : c10::SymInt(0); };
+  return {at::empty_symint({input.sym_size(0)}, options), at::empty_symint({queries(output_mask[0]), input.sym_size(1)}, options),
+          at::empty_symint({queries(output_mask[1]), c10::SymInt(sum(group_sizes))}, options)};
+}
+
+RowGradients backward_meta(const Tensor&, const Tensor&, const Tensor& input, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
+  return row_gradients_meta(input, sibling_rows(input.sym_size(0), layer_sizes, group_sizes), output_mask);
+}
+
+Tensor loss_only(XS_TREE_PARAMS, bool) { return std::get<0>(call_forward(XS_TREE_ARGS, {false, false})); }
+
+class HierarchicalSoftmaxLoss : public torch::autograd::Function<HierarchicalSoftmaxLoss> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, XS_TREE_PARAMS, bool sparse_grad) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const bool want_edges = weight.requires_grad() || (given(bias) && bias->requires_grad());
+    auto [loss, grad_input, grad_edges] = call_forward(XS_TREE_ARGS, {input.requires_grad(), want_edges});
+    ctx->save_for_backward({input, weight, first_child, parent, nodes, grad_input, grad_edges});
+    ctx->saved_data["layer_sizes"] = layer_sizes.vec();
+    ctx->saved_data["group_sizes"] = group_sizes.vec();
+    ctx->saved_data["sparse_grad"] = sparse_grad;
+    ctx->saved_data["has_bias"] = given(bias);
+    return loss;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &weight = saved[1], &nodes = saved[4];
+    const bool want_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
+    torch::autograd::variable_list result(3);
+    const Tensor grad = grads[0].masked_fill(nodes.eq(0), 0); // a mean over no query at all sends infinity
+    if (ctx->needs_input_grad(1) || want_bias) {
+      const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
+      const auto gradients = call_backward(grad, saved[6], input, weight, saved[2], saved[3], nodes,
+                                           ctx->saved_data["layer_sizes"].toIntVector(), ctx->saved_data["group_sizes"].toIntVector(), wanted);
+      result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
+    }
+    if (ctx->needs_input_grad(0)) {
+      result[0] = scale_gradient(saved[5], grad.unsqueeze(1), input).to(input.scalar_type());
+    }
+    result.resize(9);
+    return result;
+  }
+};
+
+Tensor loss_autograd(XS_TREE_PARAMS, bool sparse_grad) {
+  if (!at::GradMode::is_enabled()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return hierarchical_softmax_loss(XS_TREE_ARGS, sparse_grad);
+  }
+  return HierarchicalSoftmaxLoss::apply(XS_TREE_ARGS, sparse_grad);
+}
+
+Tensor loss_autocast(XS_TREE_PARAMS, bool sparse_grad) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  return hierarchical_softmax_loss(input.to(weight.scalar_type()), weight, same, first_child, parent, nodes, layer_sizes, group_sizes,
+                                   sparse_grad);
+}
+
+HierarchicalTopk topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                           const Tensor& node_class, c10::SymInt k) {
+  check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
+  return {at::empty_symint({input.sym_size(0), k}, input.options().dtype(opmath_dtype(input.scalar_type()))),
+          at::empty_symint({input.sym_size(0), k}, node_class.options())};
+}
+
+HierarchicalTopk topk_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                               const Tensor& node_class, c10::SymInt k) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return hierarchical_topk(input, weight, bias, first_child, node_class, k);
+}
+
+HierarchicalTopk topk_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                               const Tensor& node_class, c10::SymInt k) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
+  return hierarchical_topk(input.to(weight.scalar_type()), weight, same, first_child, node_class, k);
+}
+
+Tensor all_edges(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const auto dtype = opmath_dtype(input.scalar_type());
+  const Tensor scores = at::mm(input.to(dtype), weight.to(dtype).t());
+  return given(bias) ? scores + bias->to(dtype) : scores;
+}
+
+// One layer of the ways to `nodes`, from below. What is not there: edge -1.
+struct Layer {
+  Tensor active;  ///< [Q]
+  Tensor edge;    ///< [Q] the one on the way
+  Tensor edges;   ///< [Q, group] with its siblings
+};
+
+// From the lowest layer up to the top.
+std::vector<Layer> layers_of(const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+                             at::IntArrayRef group_sizes) {
+  std::vector<Layer> layers;
+  Tensor node = nodes;
+  int64_t begin = parent.size(0);
+  for (int64_t l = int64_t(layer_sizes.size()) - 1; l >= 0; --l) {
+    begin -= layer_sizes[l];
+    const Tensor active = node.ge(begin), above = at::where(active, parent.index_select(0, node), 0);
+    const Tensor first = first_child.index_select(0, above), last = first_child.index_select(0, above + 1);
+    const Tensor child = first.unsqueeze(1) + at::arange(group_sizes[l], nodes.options());
+    const Tensor held = child.lt(last.unsqueeze(1)).logical_and(active.unsqueeze(1));
+    layers.push_back({active, at::where(active, node - 1, -1), at::where(held, child - 1, -1)});
+    node = at::where(active, above, node);
+  }
+  return layers;
+}
+
+} // namespace
+
+Tensor hierarchical_softmax_loss(XS_TREE_PARAMS, bool sparse_grad) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::hierarchical_softmax_loss", "")
+                             .typed<decltype(hierarchical_softmax_loss)>();
+  return op.call(XS_TREE_ARGS, sparse_grad);
+}
+
+HierarchicalTopk hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                                   const Tensor& node_class, c10::SymInt k) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_topk", "").typed<decltype(hierarchical_topk)>();
+  return op.call(input, weight, bias, first_child, node_class, k);
+}
+
+void check_hierarchical(XS_TREE_PARAMS) {
+  check::dim(kOp, "nodes", nodes, 1);
+  check_tree_scores(kOp, input, weight, bias, parent, nodes.unsqueeze(-1), layer_sizes);
+  check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
+  TORCH_CHECK_VALUE(group_sizes.size() == layer_sizes.size(), kOp, ": expected group_sizes of ", layer_sizes.size(),
+                    " layers, as many as layer_sizes, got ", group_sizes.size());
+  for (size_t l = 0; l < group_sizes.size(); ++l) {
+    TORCH_CHECK_VALUE(group_sizes[l] >= 1 && group_sizes[l] <= layer_sizes[l], kOp, ": expected group_sizes in [1, ", layer_sizes[l],
+                      "], the size of the layer, got ", group_sizes[l]);
+  }
+}
+
+void check_hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                             const Tensor& node_class, const c10::SymInt& k) {
+  check::linear(kTopk, input, weight, bias);
+  check_nodes(kTopk, "first_child", first_child, input, weight.sym_size(0) + 2);
+  check_nodes(kTopk, "node_class", node_class, input, weight.sym_size(0) + 1);
+  TORCH_CHECK_VALUE(k >= 0, kTopk, ": expected k of at least 0, got ", k);
+}
+
+c10::SymInt sibling_rows(const c10::SymInt& queries, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes) {
+  c10::SymInt rows = 0;
+  for (size_t l = 0; l < layer_sizes.size(); ++l) {
+    rows += (queries * group_sizes[l]).min(c10::SymInt(layer_sizes[l]));
+  }
+  return rows;
+}
+
+HierarchicalState hierarchical_softmax_forward_reference(XS_TREE_PARAMS, std::array<bool, 2> output_mask) {
+  check_hierarchical(XS_TREE_ARGS);
+  const Tensor scores = all_edges(input, weight, bias);
+  Tensor loss = at::zeros({input.size(0)}, scores.options());
+  Tensor by_edge = at::zeros({input.size(0), weight.size(0) + 1}, scores.options()); // the first: of edges that are none
+  std::vector<Tensor> grad_edges;
+  for (const Layer& layer : layers_of(first_child, parent, nodes, layer_sizes, group_sizes)) {
+    const Tensor none = layer.edges.lt(0), edges = layer.edges.clamp_min(0);
+    const Tensor own = scores.gather(1, layer.edge.clamp_min(0).unsqueeze(1)).squeeze(1);
+    // A group that is not there: any scores.
+    const Tensor group = scores.gather(1, edges).masked_fill(none, -kInfinity).masked_fill(layer.active.logical_not().unsqueeze(1), 0);
+    loss = loss + at::where(layer.active, group.logsumexp(1) - own, 0.0);
+    const Tensor gradient = at::where(none, 0.0, group.softmax(1) - layer.edges.eq(layer.edge.unsqueeze(1)).to(scores.scalar_type()));
+    by_edge.scatter_add_(1, layer.edges + 1, gradient);
+    grad_edges.insert(grad_edges.begin(), gradient);
+  }
+  const Tensor empty = scores.new_empty({0, input.size(1)});
+  return {loss, output_mask[0] ? at::mm(by_edge.narrow(1, 1, weight.size(0)), weight.to(scores.scalar_type())) : empty,
+          output_mask[1] ? (grad_edges.empty() ? scores.new_empty({input.size(0), 0}) : at::cat(grad_edges, 1))
+                         : scores.new_empty({0, sum(group_sizes)})};
+}
+
+RowGradients hierarchical_softmax_backward_reference(const Tensor& scale, const Tensor& grad_edges, const Tensor& input,
+                                                     const Tensor& weight, const Tensor& first_child, const Tensor& parent,
+                                                     const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                                                     std::array<bool, 3> output_mask) {
+  const auto layers = layers_of(first_child, parent, nodes, layer_sizes, group_sizes);
+  std::vector<Tensor> edges;
+  for (const Layer& layer : layers) {
+    edges.insert(edges.begin(), layer.edges);
+  }
+  const Tensor all = edges.empty() ? nodes.new_empty({nodes.size(0), 0}) : at::cat(edges, 1);
+  return compact_edge_gradient(all, grad_edges * scale.unsqueeze(1), input, weight,
+                               sibling_rows(nodes.size(0), layer_sizes, group_sizes).expect_int(), output_mask);
+}
+
+HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                             const Tensor& first_child, const Tensor& node_class, c10::SymInt k) {
+  check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
+  const Tensor scores = all_edges(input, weight, bias);
+  const int64_t nodes = node_class.size(0), wanted = k.expect_int();
+  Tensor log_prob = at::zeros({input.size(0), nodes}, scores.options());
+  const Tensor first = first_child.to(at::kCPU);
+  for (int64_t v = 0; v < nodes; ++v) {
+    const int64_t begin = first[v].item<int64_t>(), count = first[v + 1].item<int64_t>() - begin;
+    if (count > 0) {
+      log_prob.narrow(1, begin, count).copy_(log_prob.narrow(1, v, 1) + scores.narrow(1, begin - 1, count).log_softmax(1));
+    }
+  }
+  const Tensor leaves = node_class.ge(0).nonzero().squeeze(1), by_leaf = log_prob.index_select(1, leaves);
+  const int64_t found = std::min(wanted, leaves.size(0));
+  auto [values, order] = by_leaf.sort(/*stable=*/true, /*dim=*/1, /*descending=*/true);
+  Tensor best = at::full({input.size(0), wanted}, -kInfinity, scores.options()), classes = at::full({input.size(0), wanted}, -1, node_class.options());
+  best.narrow(1, 0, found).copy_(values.narrow(1, 0, found));
+  classes.narrow(1, 0, found).copy_(node_class.index_select(0, leaves).index_select(0, order.narrow(1, 0, found).flatten()).view({input.size(0), found}));
+  const Tensor bad = log_prob.isnan().any(1, true);
+  return {best.masked_fill(bad, std::numeric_limits<double>::quiet_NaN()),
+          at::where(bad, at::arange(wanted, node_class.options()), classes)};
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+#define XS_TREE_SCHEMA \
+  "Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, int[] layer_sizes, int[] group_sizes, "
+  m.def("hierarchical_softmax_loss(" XS_TREE_SCHEMA "bool sparse_grad=True) -> Tensor");
+  m.def("hierarchical_softmax_forward(" XS_TREE_SCHEMA "bool[2] output_mask) -> (Tensor loss, Tensor grad_input, Tensor grad_edges)");
+#undef XS_TREE_SCHEMA
+  m.def("hierarchical_softmax_backward(Tensor scale, Tensor grad_edges, Tensor input, Tensor weight, Tensor first_child, Tensor parent, "
+        "Tensor nodes, int[] layer_sizes, int[] group_sizes, bool[3] output_mask) "
+        "-> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
+  m.def("hierarchical_topk(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor node_class, SymInt k) "
+        "-> (Tensor values, Tensor classes)");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("hierarchical_softmax_loss", loss_only);
+  m.impl("hierarchical_softmax_forward", hierarchical_softmax_forward_reference);
+  m.impl("hierarchical_softmax_backward", hierarchical_softmax_backward_reference);
+  m.impl("hierarchical_topk", hierarchical_topk_reference);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("hierarchical_softmax_forward", forward_meta);
+  m.impl("hierarchical_softmax_backward", backward_meta);
+  m.impl("hierarchical_topk", topk_meta);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
+  m.impl("hierarchical_softmax_loss", loss_autograd);
+  m.impl("hierarchical_softmax_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("hierarchical_softmax_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("hierarchical_topk", topk_autograd);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  m.impl("hierarchical_softmax_loss", loss_autocast);
+  m.impl("hierarchical_topk", topk_autocast);
+  below_autocast(m, {"hierarchical_softmax_forward", "hierarchical_softmax_backward"});
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  m.impl("hierarchical_softmax_loss", loss_autocast);
+  m.impl("hierarchical_topk", topk_autocast);
+  below_autocast(m, {"hierarchical_softmax_forward", "hierarchical_softmax_backward"});
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,313 @@
+#include "trees/hierarchical_softmax.h"
+
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "core/optional.h"
+#include "scores/gather_dot.h"
+#include "scores/row_kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kQueriesPerTask = 8;
+
+// scores - logsumexp(scores), in place; returns whether it is a number.
+template <typename A>
+bool log_softmax(A* scores, int64_t n) {
+  const A most = *std::max_element(scores, scores + n);
+  A sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    sum += std::exp(scores[i] - most);
+  }
+  const A normalizer = most + std::log(sum);
+  for (int64_t i = 0; i < n; ++i) {
+    scores[i] -= normalizer;
+  }
+  return std::isfinite(normalizer);
+}
+
+// The table of edges as the kernels read it.
+template <typename T>
+struct Edges {
+  const T* weight;
+  int64_t stride, features;
+  const T* bias; // null: none
+
+  void scores(opmath<T>* out, const T* input, const std::vector<int64_t>& edges) const {
+    const int64_t n = int64_t(edges.size());
+    const auto& kernels = row_kernels().of(input);
+    kernels.dot_rows(out, input, weight, stride, edges.data(), n, n, features);
+    for (int64_t e = 0; bias != nullptr && e < n; ++e) {
+      opmath<T> value;
+      kernels.widen_row(&value, bias + edges[e], 1);
+      out[e] += value;
+    }
+  }
+};
+
+// The way to one node: from the top, the siblings of each layer side by side.
+struct Way {
+  std::vector<int64_t> edges;   // of all groups
+  std::vector<int64_t> columns; // of each of those, where its gradient goes
+  std::vector<int64_t> starts;  // [groups + 1]
+  std::vector<int64_t> own;     // of each group, which of its edges is the way's
+};
+
+class Ways {
+ public:
+  Ways(const char* op, const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+       at::IntArrayRef group_sizes)
+      : op_(op), first_child_(first_child.contiguous()), parent_(parent.contiguous()), nodes_(nodes.contiguous()), groups_(group_sizes) {
+    check::class_ids(op, "nodes", nodes, parent.size(0));
+    int64_t begin = 1, column = 0;
+    for (size_t l = 0; l < layer_sizes.size(); ++l) {
+      begins_.push_back(begin);
+      columns_.push_back(column);
+      begin += layer_sizes[l];
+      column += group_sizes[l];
+    }
+    width_ = column;
+  }
+
+  int64_t width() const { return width_; }
+
+  void find(int64_t query, Way& way) const {
+    const int64_t *first = first_child_.const_data_ptr<int64_t>(), *parent = parent_.const_data_ptr<int64_t>();
+    way.edges.clear();
+    way.columns.clear();
+    way.own.clear();
+    way.starts.assign(1, 0);
+    int64_t node = nodes_.const_data_ptr<int64_t>()[query];
+    for (int64_t l = int64_t(begins_.size()) - 1; l >= 0 && node > 0; --l) {
+      if (node < begins_[l]) {
+        continue;
+      }
+      const int64_t above = parent[node];
+      TORCH_CHECK_VALUE(above >= 0 && above < node, op_, ": expected the parent of node ", node, " in [0, ", node, "), got ", above);
+      const int64_t begin = first[above], end = first[above + 1];
+      TORCH_CHECK_VALUE(begin > 0 && begin <= node && node < end && end <= parent_.size(0) && end - begin <= groups_[l], op_,
+                        ": expected node ", node, " among at most ", groups_[l], " children of node ", above, ", got ", begin, " .. ", end - 1);
+      way.own.push_back(node - begin);
+      for (int64_t child = begin; child < end; ++child) {
+        way.edges.push_back(child - 1);
+        way.columns.push_back(columns_[l] + child - begin);
+      }
+      way.starts.push_back(int64_t(way.edges.size()));
+      node = above;
+    }
+    TORCH_CHECK_VALUE(node == 0, op_, ": expected parents in layers above those of their children, got node ", node, " without one");
+  }
+
+ private:
+  const char* op_;
+  const Tensor first_child_, parent_, nodes_;
+  at::IntArrayRef groups_;
+  std::vector<int64_t> begins_, columns_; // of the layers: their first node, their first column
+  int64_t width_;
+};
+
+HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                              const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                              std::array<bool, 2> output_mask) {
+  check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
+  const Ways ways("hierarchical_softmax_loss", first_child, parent, nodes, layer_sizes, group_sizes);
+  if (use_reference()) {
+    return hierarchical_softmax_forward_reference(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, output_mask);
+  }
+  const auto [want_input, want_edges] = output_mask;
+  const int64_t queries = input.size(0), features = input.size(1), width = ways.width();
+  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const Tensor query = input.contiguous(), table = with_unit_column_stride(weight), bias_row = given(bias) ? bias->contiguous() : Tensor();
+  const Tensor loss = at::empty({queries}, options), grad_input = at::zeros({want_input ? queries : 0, features}, options);
+  const Tensor grad_edges = at::zeros({want_edges ? queries : 0, width}, options);
+  dispatch_floating(input.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    using A = opmath<T>;
+    const Edges<T> edges{const_data<T>(table), table.stride(0), features, bias_row.defined() ? const_data<T>(bias_row) : nullptr};
+    at::parallel_for(0, queries, kQueriesPerTask, [&](int64_t first, int64_t last) {
+      Way way;
+      std::vector<A> scores;
+      for (int64_t q = first; q < last; ++q) {
+        ways.find(q, way);
+        scores.resize(way.edges.size());
+        edges.scores(scores.data(), const_data<T>(query) + q * features, way.edges);
+        A sum = 0;
+        for (size_t g = 0; g < way.own.size(); ++g) {
+          A* group = scores.data() + way.starts[g];
+          const int64_t n = way.starts[g + 1] - way.starts[g];
+          log_softmax(group, n);
+          sum -= group[way.own[g]];
+          for (int64_t i = 0; (want_input || want_edges) && i < n; ++i) {
+            group[i] = std::exp(group[i]) - (i == way.own[g] ? A(1) : A(0));
+          }
+        }
+        data<A>(loss)[q] = sum;
+        if (want_input) {
+          row_kernels().of(static_cast<const T*>(nullptr)).add_rows(data<A>(grad_input) + q * features, edges.weight, edges.stride,
+                                                                    way.edges.data(), scores.data(), int64_t(scores.size()), features);
+        }
+        for (size_t e = 0; want_edges && e < scores.size(); ++e) {
+          data<A>(grad_edges)[q * width + way.columns[e]] = scores[e];
+        }
+      }
+    });
+  });
+  return {loss, grad_input, grad_edges};
+}
+
+RowGradients backward_cpu(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
+                          const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+                          at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
+  const Ways ways("hierarchical_softmax_backward", first_child, parent, nodes, layer_sizes, group_sizes);
+  if (use_reference()) {
+    return hierarchical_softmax_backward_reference(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes,
+                                                   output_mask);
+  }
+  const int64_t queries = input.size(0), width = ways.width();
+  const Tensor gradient = grad_edges.contiguous();
+  std::vector<int64_t> ids, offsets(1, 0);
+  ids.reserve(queries * width);
+  const Tensor packed = at::empty({queries * width}, grad_edges.options());
+  dispatch_floating(grad_edges.scalar_type(), [&](auto zero) {
+    using A = decltype(zero);
+    Way way;
+    for (int64_t q = 0; q < queries; ++q) {
+      ways.find(q, way);
+      for (size_t e = 0; e < way.edges.size(); ++e) {
+        data<A>(packed)[int64_t(ids.size()) + int64_t(e)] = const_data<A>(gradient)[q * width + way.columns[e]];
+      }
+      ids.insert(ids.end(), way.edges.begin(), way.edges.end());
+      offsets.push_back(int64_t(ids.size()));
+    }
+  });
+  constexpr int64_t kPacked = -1; // gradients lie at their pair's position
+  const PairLayout pairs{ids.data(), offsets.data(), 0, queries};
+  auto [rows, values, bias_values] =
+      compact_row_gradient_cpu(packed, kPacked, scale.to(grad_edges.scalar_type()).contiguous(), input.contiguous(), pairs,
+                               sibling_rows(queries, layer_sizes, group_sizes).expect_int(), output_mask[1], output_mask[2]);
+  return {input.new_empty({0, input.size(1)}), rows, values, bias_values};
+}
+
+// A node and its log-probability: the best first, of equal ones inner nodes first, then lower ones, so that leaves come out in order.
+template <typename A>
+struct Open {
+  A log_prob;
+  bool leaf;
+  int64_t node;
+
+  bool operator<(const Open& other) const { // for a heap, whose top is the greatest
+    return log_prob != other.log_prob ? log_prob < other.log_prob : leaf != other.leaf ? leaf : node > other.node;
+  }
+};
+
+template <typename T>
+class BestFirst {
+ public:
+  using A = opmath<T>;
+
+  BestFirst(const Edges<T>& edges, const int64_t* first_child, const int64_t* node_class, int64_t nodes)
+      : edges_(edges), first_child_(first_child), node_class_(node_class), nodes_(nodes) {}
+
+  void run(const T* input, int64_t k, A* values, int64_t* classes) {
+    open_.clear();
+    const bool alone = first_child_[0] == first_child_[1];
+    push({A(0), alone, 0});
+    int64_t found = 0;
+    while (found < k && !open_.empty()) {
+      std::pop_heap(open_.begin(), open_.end());
+      const Open<A> best = open_.back();
+      open_.pop_back();
+      if (best.leaf) {
+        values[found] = best.log_prob;
+        classes[found++] = node_class_[best.node];
+      } else if (!expand(input, best)) {
+        std::fill_n(values, k, std::numeric_limits<A>::quiet_NaN());
+        std::iota(classes, classes + k, int64_t(0));
+        return;
+      }
+    }
+    std::fill(values + found, values + k, -std::numeric_limits<A>::infinity());
+    std::fill(classes + found, classes + k, int64_t(-1));
+  }
+
+ private:
+  void push(const Open<A>& node) {
+    open_.push_back(node);
+    std::push_heap(open_.begin(), open_.end());
+  }
+
+  // Whether the scores of the children are numbers.
+  bool expand(const T* input, const Open<A>& above) {
+    const int64_t begin = first_child_[above.node], end = first_child_[above.node + 1];
+    TORCH_CHECK_VALUE(begin > above.node && begin < end && end <= nodes_, "hierarchical_topk: expected first_child to rise from above node ",
+                      above.node, " to at most ", nodes_, ", got ", begin, " and ", end);
+    ids_.resize(end - begin);
+    std::iota(ids_.begin(), ids_.end(), begin - 1);
+    scores_.resize(end - begin);
+    edges_.scores(scores_.data(), input, ids_);
+    if (!log_softmax(scores_.data(), end - begin)) {
+      return false;
+    }
+    for (int64_t child = begin; child < end; ++child) {
+      push({above.log_prob + scores_[child - begin], first_child_[child] == first_child_[child + 1], child});
+    }
+    return true;
+  }
+
+  const Edges<T>& edges_;
+  const int64_t *first_child_, *node_class_;
+  const int64_t nodes_;
+  std::vector<Open<A>> open_; // a heap
+  std::vector<int64_t> ids_;
+  std::vector<A> scores_;
+};
+
+HierarchicalTopk topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                          const Tensor& node_class, c10::SymInt k) {
+  check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
+  if (use_reference()) {
+    return hierarchical_topk_reference(input, weight, bias, first_child, node_class, k);
+  }
+  const int64_t queries = input.size(0), features = input.size(1), wanted = k.expect_int();
+  const Tensor query = input.contiguous(), table = with_unit_column_stride(weight), bias_row = given(bias) ? bias->contiguous() : Tensor();
+  const Tensor offsets = first_child.contiguous(), classes_of = node_class.contiguous();
+  const Tensor values = at::empty({queries, wanted}, input.options().dtype(opmath_dtype(input.scalar_type())));
+  const Tensor classes = at::empty({queries, wanted}, node_class.options());
+  dispatch_floating(input.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const Edges<T> edges{const_data<T>(table), table.stride(0), features, bias_row.defined() ? const_data<T>(bias_row) : nullptr};
+    at::parallel_for(0, queries, 1, [&](int64_t first, int64_t last) {
+      BestFirst<T> search(edges, offsets.const_data_ptr<int64_t>(), classes_of.const_data_ptr<int64_t>(), node_class.size(0));
+      for (int64_t q = first; q < last; ++q) {
+        search.run(const_data<T>(query) + q * features, wanted, data<opmath<T>>(values) + q * wanted,
+                   classes.mutable_data_ptr<int64_t>() + q * wanted);
+      }
+    });
+  });
+  return {values, classes};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("hierarchical_softmax_forward", forward_cpu);
+  m.impl("hierarchical_softmax_backward", backward_cpu);
+  m.impl("hierarchical_topk", topk_cpu);
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,51 @@
+#pragma once
+
+#include "scores/row_gradient.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <array>
+#include <optional>
+
+namespace xsoftmax {
+
+// tree_scores(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad) -> scores [Q, P]: sums along paths of a tree
+// (CANE paper, Algorithm 2), an edge scored once a query however many of its paths share it.
+//
+//     edges = F.linear(input, weight, bias)                                                     # edge e ends in node e + 1
+//     scores[q, p] = sum(edges[q, v - 1] for v on the path from below the root to nodes[q, p])    # the root itself: 0
+//
+// input [Q, D]; weight [E, D] and bias [E] or none; nodes [Q, P] int64 in [0, E]; parent [E + 1] as in label_tree.h; layer_sizes: how many
+// nodes each layer below the root has, from the top. differences_only: for losses that take the scores of a query only by their
+// differences. The edges on all of its P paths are then left out of all its scores: they would have no gradient (Proposition 1).
+//
+// scores in float32 or float64. Backward: grad_input [Q, D] and a row-sparse gradient of the edges over
+// R = sum(min(Q P, size) for size in layer_sizes) rows: the edges that are touched, once each, then the last again with zeros.
+at::Tensor tree_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& parent,
+                       const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad);
+
+/// A tensor of a tree: one dimension of `size`, int64, on input's device.
+void check_nodes(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& input, const c10::SymInt& size);
+/// Shared by every kernel of the op and of its backward.
+void check_tree_scores(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& parent,
+                       const at::Tensor& nodes, at::IntArrayRef layer_sizes);
+void check_tree_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& parent,
+                                const at::Tensor& nodes, at::IntArrayRef layer_sizes);
+
+/// R above for `paths` = Q P.
+c10::SymInt edge_rows(const c10::SymInt& paths, at::IntArrayRef layer_sizes);
+
+/// The row-sparse gradient over `row_count` rows in ATen calls, for coefficients [Q, C] of edges [Q, C], -1 where there is none.
+RowGradients compact_edge_gradient(const at::Tensor& edges, const at::Tensor& coefficient, const at::Tensor& input, const at::Tensor& weight,
+                                   int64_t row_count, std::array<bool, 3> output_mask);
+
+/// The composites in ATen calls: any device, and the oracle of the tests.
+at::Tensor tree_scores_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                 const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only,
+                                 bool sparse_grad);
+RowGradients tree_scores_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+                                            const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes,
+                                            bool differences_only, std::array<bool, 3> output_mask);
+
+} // namespace xsoftmax

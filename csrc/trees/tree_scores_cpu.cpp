@@ -1,0 +1,241 @@
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "core/optional.h"
+#include "scores/gather_dot.h"
+#include "scores/row_kernels.h"
+#include "trees/tree_scores.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kQueriesPerTask = 8;
+
+// The part of a tree that the paths of one query run through. What it holds is for reuse.
+class Paths {
+ public:
+  Paths(const char* op, const int64_t* parent, int64_t layers, bool differences_only)
+      : op_(op), parent_(parent), layers_(layers), differences_only_(differences_only) {}
+
+  /// Of `count` nodes.
+  void collect(const int64_t* nodes, int64_t count) {
+    nodes_.clear();
+    for (int64_t p = 0; p < count; ++p) {
+      int64_t layer = 0;
+      for (int64_t v = nodes[p]; v > 0; v = up(v)) {
+        TORCH_CHECK_VALUE(++layer <= layers_, op_, ": expected paths of at most ", layers_, " edges, as many as layer_sizes, got a longer "
+                          "one to node ", nodes[p]);
+        nodes_.push_back(v);
+      }
+    }
+    std::sort(nodes_.begin(), nodes_.end());
+    // Breadth-first numbers: parents stand before their children.
+    size_t kept = 0;
+    counted_.clear();
+    for (size_t i = 0; i < nodes_.size();) {
+      const size_t begin = i;
+      for (; i < nodes_.size() && nodes_[i] == nodes_[begin]; ++i) {
+      }
+      counted_.push_back(!(differences_only_ && int64_t(i - begin) == count));
+      nodes_[kept++] = nodes_[begin];
+    }
+    nodes_.resize(kept);
+    above_.resize(kept);
+    edges_.clear();
+    for (size_t i = 0; i < kept; ++i) {
+      above_[i] = position(up(nodes_[i]));
+      if (counted_[i]) {
+        edges_.push_back(nodes_[i] - 1);
+      }
+    }
+  }
+
+  /// The edges that count.
+  const std::vector<int64_t>& edges() const { return edges_; }
+
+  /// scores[p] = the sum of those on the path to nodes[p], edge_scores in the order of edges()
+  template <typename A>
+  void add_up(A* scores, const int64_t* nodes, int64_t count, const A* edge_scores, std::vector<A>& sums) const {
+    sums.resize(nodes_.size());
+    for (size_t i = 0, e = 0; i < nodes_.size(); ++i) {
+      sums[i] = (counted_[i] ? edge_scores[e++] : A(0)) + (above_[i] < 0 ? A(0) : sums[above_[i]]);
+    }
+    for (int64_t p = 0; p < count; ++p) {
+      scores[p] = nodes[p] == 0 ? A(0) : sums[position(nodes[p])];
+    }
+  }
+
+  /// The gradients of edges(), for those of the scores.
+  template <typename A>
+  void spread(A* edge_grad, const int64_t* nodes, int64_t count, const A* grad, std::vector<A>& sums) const {
+    sums.assign(nodes_.size(), A(0));
+    for (int64_t p = 0; p < count; ++p) {
+      if (nodes[p] != 0) {
+        sums[position(nodes[p])] += grad[p];
+      }
+    }
+    int64_t e = int64_t(edges_.size());
+    for (int64_t i = int64_t(nodes_.size()) - 1; i >= 0; --i) {
+      if (counted_[i]) {
+        edge_grad[--e] = sums[i];
+      }
+      if (above_[i] >= 0) {
+        sums[above_[i]] += sums[i];
+      }
+    }
+  }
+
+ private:
+  int64_t up(int64_t node) const {
+    const int64_t parent = parent_[node];
+    TORCH_CHECK_VALUE(parent >= 0 && parent < node, op_, ": expected the parent of node ", node, " in [0, ", node, "), got ", parent);
+    return parent;
+  }
+
+  // Where a node stands; -1 for the root.
+  int64_t position(int64_t node) const {
+    return node == 0 ? -1 : std::lower_bound(nodes_.begin(), nodes_.end(), node) - nodes_.begin();
+  }
+
+  const char* op_;
+  const int64_t* parent_;
+  const int64_t layers_;
+  const bool differences_only_;
+  std::vector<int64_t> nodes_, above_, edges_;
+  std::vector<char> counted_;
+};
+
+struct Tree {
+  Tensor parent, nodes; // contiguous
+  int64_t layers, paths;
+  bool differences_only;
+
+  Tree(const char* op, const Tensor& weight, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only)
+      : parent(parent.contiguous()), nodes(nodes.contiguous()), layers(int64_t(layer_sizes.size())), paths(nodes.size(1)),
+        differences_only(differences_only) {
+    check::class_ids(op, "nodes", nodes, weight.size(0) + 1);
+  }
+
+  // each(paths of the query, query, its nodes)
+  template <typename Function>
+  void for_queries(const char* op, Function&& each) const {
+    at::parallel_for(0, nodes.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
+      Paths of_query(op, parent.const_data_ptr<int64_t>(), layers, differences_only);
+      each(of_query, first, last);
+    });
+  }
+
+  const int64_t* of(int64_t query) const { return nodes.const_data_ptr<int64_t>() + query * paths; }
+};
+
+Tensor tree_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
+                       at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+  constexpr const char* op = "tree_scores";
+  check_tree_scores(op, input, weight, bias, parent, nodes, layer_sizes);
+  const Tree tree(op, weight, parent, nodes, layer_sizes, differences_only);
+  if (use_reference()) {
+    return tree_scores_reference(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);
+  }
+  const int64_t features = input.size(1);
+  const Tensor query = input.contiguous(), table = with_unit_column_stride(weight), bias_row = given(bias) ? bias->contiguous() : Tensor();
+  const Tensor scores = at::empty(nodes.sizes(), input.options().dtype(opmath_dtype(input.scalar_type())));
+  dispatch_floating(input.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    using A = opmath<T>;
+    const T* biases = bias_row.defined() ? const_data<T>(bias_row) : nullptr;
+    tree.for_queries(op, [&](Paths& paths, int64_t first, int64_t last) {
+      const auto& kernels = row_kernels().of(static_cast<const T*>(nullptr));
+      std::vector<A> edge_scores, sums;
+      for (int64_t q = first; q < last; ++q) {
+        paths.collect(tree.of(q), tree.paths);
+        const auto& edges = paths.edges();
+        const int64_t count = int64_t(edges.size());
+        edge_scores.resize(count);
+        kernels.dot_rows(edge_scores.data(), const_data<T>(query) + q * features, const_data<T>(table), table.stride(0), edges.data(),
+                         count, count, features);
+        for (int64_t e = 0; biases != nullptr && e < count; ++e) {
+          A value;
+          kernels.widen_row(&value, biases + edges[e], 1);
+          edge_scores[e] += value;
+        }
+        paths.add_up(data<A>(scores) + q * tree.paths, tree.of(q), tree.paths, edge_scores.data(), sums);
+      }
+    });
+  });
+  return scores;
+}
+
+RowGradients tree_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent,
+                                      const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only,
+                                      std::array<bool, 3> output_mask) {
+  constexpr const char* op = "tree_scores_backward";
+  check_tree_scores_backward(grad, input, weight, parent, nodes, layer_sizes);
+  const Tree tree(op, weight, parent, nodes, layer_sizes, differences_only);
+  if (use_reference()) {
+    return tree_scores_backward_reference(grad, input, weight, parent, nodes, layer_sizes, differences_only, output_mask);
+  }
+  const auto [want_input, want_weight, want_bias] = output_mask;
+  const int64_t queries = input.size(0), features = input.size(1), most = tree.paths * tree.layers;
+  const Tensor query = input.contiguous(), table = with_unit_column_stride(weight), scores_grad = grad.contiguous();
+
+  // The edges of each query and their gradients, first with room for as many as there can be.
+  std::vector<int64_t> ids(queries * most), offsets(queries + 1, 0);
+  const Tensor edge_grad = at::empty({queries * most}, grad.options());
+  Tensor grad_input = input.new_empty({0, features});
+  if (want_input) {
+    grad_input = at::zeros({queries, features}, grad.options());
+  }
+  dispatch_floating(input.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    using A = opmath<T>;
+    tree.for_queries(op, [&](Paths& paths, int64_t first, int64_t last) {
+      const auto& kernels = row_kernels().of(static_cast<const T*>(nullptr));
+      std::vector<A> sums;
+      for (int64_t q = first; q < last; ++q) {
+        paths.collect(tree.of(q), tree.paths);
+        A* own_grad = data<A>(edge_grad) + q * most;
+        paths.spread(own_grad, tree.of(q), tree.paths, const_data<A>(scores_grad) + q * tree.paths, sums);
+        const int64_t count = int64_t(paths.edges().size());
+        std::copy(paths.edges().begin(), paths.edges().end(), ids.begin() + q * most);
+        offsets[q + 1] = count;
+        if (want_input) {
+          kernels.add_rows(data<A>(grad_input) + q * features, const_data<T>(table), table.stride(0), ids.data() + q * most, own_grad, count,
+                           features);
+        }
+      }
+    });
+    for (int64_t q = 0; q < queries; ++q) { // then side by side
+      std::copy_n(ids.begin() + q * most, offsets[q + 1], ids.begin() + offsets[q]);
+      std::copy_n(data<A>(edge_grad) + q * most, offsets[q + 1], data<A>(edge_grad) + offsets[q]);
+      offsets[q + 1] += offsets[q];
+    }
+  });
+  grad_input = grad_input.to(input.scalar_type());
+  if (!want_weight && !want_bias) {
+    return {grad_input, nodes.new_empty({0}), input.new_empty({0, features}), input.new_empty({0})};
+  }
+  constexpr int64_t kPacked = -1; // gradients lie at their pair's position
+  const PairLayout pairs{ids.data(), offsets.data(), 0, queries};
+  auto [rows, values, bias_values] = compact_row_gradient_cpu(edge_grad, kPacked, Tensor(), query, pairs,
+                                                              edge_rows(nodes.numel(), layer_sizes).expect_int(), want_weight, want_bias);
+  return {grad_input, rows, values, bias_values};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("tree_scores", tree_scores_cpu);
+  m.impl("tree_scores_backward", tree_scores_backward_cpu);
+}
+
+} // namespace xsoftmax

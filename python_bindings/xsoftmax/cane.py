@@ -1,0 +1,189 @@
+"""CANE: candidates against noises, over a plain class table."""
+
+import math
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
+
+from .losses import LinearLoss, _reduction_code
+from .samplers import ComplementSampler, Sampler, make_sampler
+
+NOISE_REDUCTIONS = {"mean_of_logs": "cane", "log_of_mean": "cane_log_of_mean"}
+
+
+def estimator_of(owner: str, noise_reduction: str) -> str:
+    """The estimator of ``xsoftmax::candidate_loss``."""
+    if noise_reduction not in NOISE_REDUCTIONS:
+        raise ValueError(f"{owner}: expected noise_reduction to be \"mean_of_logs\" or \"log_of_mean\", got {noise_reduction!r}")
+    return NOISE_REDUCTIONS[noise_reduction]
+
+
+def check_count(owner: str, argument: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}: expected {argument} of type int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{owner}: expected {argument} of at least {least}, got {value}")
+    return value
+
+
+def noise_outside(owner: str, noise_sampler: Union[Sampler, str], num_classes: int, **kwargs) -> ComplementSampler:
+    """The noise of CANE from what its users give."""
+    if isinstance(noise_sampler, str):
+        noise_sampler = make_sampler(noise_sampler, num_classes, **kwargs)
+    if not isinstance(noise_sampler, Sampler):
+        raise TypeError(f"{owner}: expected noise_sampler to be a Sampler or a name, got {type(noise_sampler).__name__}")
+    if noise_sampler.num_classes != num_classes:
+        raise ValueError(f"{owner}: expected a noise_sampler of {num_classes} classes, got one of {noise_sampler.num_classes}")
+    return ComplementSampler(noise_sampler)
+
+
+class CaneLoss(LinearLoss):
+    r"""Candidates against noises (CANE paper, Algorithm 1) in train(); the exact loss in eval().
+
+    For each query, a set C of candidates that is found without looking at the target y; n noises from a distribution q over the classes
+    outside C. With s the scores::
+
+        y in C:    loss = mean_j log(sum_C e^s + e^{s_j} / q_j) - s_y          j the noises        (Eq. 2)
+        else:      loss = log(sum_C e^s + e^{s_y} / q_y) - s_y                 y is its own noise  (Eq. 3)
+
+    Its optimum is the softmax for any C, q and n; the more targets C covers, the nearer its variance is to that of the exact loss.
+
+    Args:
+        in_features: D, the width of a query.
+        num_classes: N.
+        candidates: where C comes from:
+            an int h: the classes 0 .. h - 1, the most frequent ones where classes are sorted by falling frequency;
+            an int64 tensor of different class ids: those, for all queries;
+            a :class:`xsoftmax.samplers.Sampler`: `num_candidates` draws, as a set (a MIDX sampler: what is near each query);
+            None: each call says, ``loss(input, target, candidates)``.
+        num_candidates: how many draws, where a sampler gives the candidates.
+        shared: where a sampler gives them, one set for the batch, or one for each query. None: as suits the sampler.
+        num_noises: n >= 0, for each query. With 0 all that is outside C counts as nothing: not consistent.
+        noise_sampler: a Sampler, or its name; restricted to what is outside C by :class:`xsoftmax.samplers.ComplementSampler`.
+        noise_reduction: "mean_of_logs", as above; or "log_of_mean": all noises in one denominator, with weights 1 / (n q_j), where a target
+            outside C takes the place of the first. Less variance for n > 1, at the same cost.
+        bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
+        sparse_grad: as in :class:`SampledSoftmaxLoss`.
+
+    Shape: input [*, D], target [*] int64; candidates [C] for all queries, or [*, C] of their own, int64, -1 where there is none; a class
+    that stands twice counts once. A scalar, or [*] with reduction="none".
+    """
+
+    def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Tensor, Sampler, None] = None, num_candidates: int = 0,
+                 shared: Optional[bool] = None, num_noises: int = 1, noise_sampler: Union[Sampler, str] = "uniform",
+                 noise_reduction: str = "mean_of_logs", bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+                 ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
+        super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, device=device,
+                         dtype=dtype)
+        name = self._name
+        self.num_candidates = check_count(name, "num_candidates", num_candidates, 0)
+        self.num_noises = check_count(name, "num_noises", num_noises, 0)
+        self.estimator = estimator_of(name, noise_reduction)
+        self.sparse_grad = sparse_grad
+        kwargs = {"dim": in_features, "bias": bias} if noise_sampler in ("midx", "lsh", "sphere", "rff") else {}
+        self.noise = noise_outside(name, noise_sampler, num_classes, **kwargs)
+        self.noise.sampler = self.noise.sampler.for_table(in_features, bias)
+        self.candidate_sampler: Optional[Sampler] = None
+        self.shared = True
+        ids: Optional[Tensor] = None
+        if isinstance(candidates, Sampler):
+            if candidates.num_classes != num_classes:
+                raise ValueError(f"{name}: expected a sampler of {num_classes} classes for candidates, got one of {candidates.num_classes}")
+            if candidates.proposes_targets:
+                raise ValueError(f"{name}: expected candidates that do not depend on the targets, got {type(candidates).__name__}")
+            self.candidate_sampler = candidates.for_table(in_features, bias)
+            self.shared = bool(candidates.shared_by_default if shared is None else shared)
+            self.candidate_sampler.check_num_samples(num_candidates, self.shared)
+        elif shared is not None or num_candidates != 0:
+            raise ValueError(f"{name}: expected num_candidates and shared beside a sampler that gives the candidates, got "
+                             f"{num_candidates} and {shared} beside {type(candidates).__name__}")
+        elif isinstance(candidates, Tensor):
+            ids = _different_ids(name, candidates, num_classes)
+        elif candidates is not None:
+            ids = torch.arange(min(check_count(name, "candidates", candidates, 0), num_classes + 1))
+            if ids.numel() > num_classes:
+                raise ValueError(f"{name}: expected candidates in [0, {num_classes}], got {candidates}")
+        device = None if device is not None and torch.device(device).type == "meta" else device
+        self.register_buffer("candidates", ids if ids is None else ids.to(device), persistent=False)
+        self.candidates: Optional[Tensor]
+
+    def forward(self, input: Tensor, target: Tensor, candidates: Optional[Tensor] = None,
+                generator: Optional[torch.Generator] = None) -> Tensor:
+        if not self.training:
+            return self.exact(input, target)
+        queries = self._queries(input, target)
+        counted = torch.where(target == self.ignore_index, 0, target).reshape(-1)
+        weight, bias = self.linear.weight, self.linear.bias
+        self.noise.sampler.prepare(weight, bias, generator)
+        found = self._candidates(queries, candidates, generator)
+        noise = self.noise.sample(queries.detach(), self.num_noises, found, counted, generator)
+        absent = found < 0
+        log_count = torch.zeros(found.shape, device=found.device).masked_fill(absent, math.inf)
+        found = found.clamp(min=0)
+        shared_ids: Optional[Tensor] = None
+        shared_log_count: Optional[Tensor] = None
+        private_ids, private_log_count = noise.ids, noise.log_count
+        fixed_private, fixed_shared = 0, 0
+        if found.dim() == 1:
+            shared_ids, shared_log_count, fixed_shared = found, log_count, found.size(0)
+        else:
+            private_ids, private_log_count = torch.cat([found, noise.ids], 1), torch.cat([log_count, noise.log_count], 1)
+            fixed_private = found.size(1)
+        self._note(found)
+        self._note(noise.ids)
+        self._note(counted)
+        return torch.ops.xsoftmax.sampled_softmax_loss(
+            input, weight, bias, target, private_ids, shared_ids, private_log_count, shared_log_count, noise.target_log_count, self.weight,
+            self.estimator, True, fixed_private, fixed_shared, _reduction_code(self.reduction), self.ignore_index, 0.0, self.sparse_grad)
+
+    def _note(self, ids: Tensor) -> None:
+        self.noise.sampler.note(ids)
+        sampler = self.candidate_sampler
+        if sampler is not None:
+            sampler.note(ids)
+
+    def _candidates(self, queries: Tensor, given: Optional[Tensor], generator: Optional[torch.Generator]) -> Tensor:
+        """[C] or [Q, C], -1 where there is none."""
+        sampler, fixed = self.candidate_sampler, self.candidates
+        if given is not None:
+            if sampler is not None or fixed is not None:
+                raise ValueError(f"{self._name}: expected candidates with the call of a loss that was built with candidates=None alone")
+            if given.dtype != torch.int64:
+                raise TypeError(f"{self._name}: expected candidates of dtype torch.int64, got {given.dtype}")
+            if given.dim() > 1:
+                given = given.reshape(-1, given.size(-1))
+            return once(given)
+        if fixed is not None:
+            return fixed
+        if sampler is not None:
+            sampler.prepare(self.linear.weight, self.linear.bias, generator)
+            drawn = sampler.sample(queries.detach(), self.num_candidates, self.shared, None, generator)
+            return drawn.ids if drawn.distinct else once(drawn.ids)
+        raise ValueError(f"{self._name}: expected candidates, which a loss built with candidates=None takes with each call, got none")
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr() + f", num_noises={self.num_noises}"
+        if self.candidates is not None:
+            text += f", candidates={self.candidates.numel()}"
+        if self.candidate_sampler is not None:
+            text += f", num_candidates={self.num_candidates}, shared={self.shared}"
+        return text
+
+
+def once(ids: Tensor) -> Tensor:
+    """The ids of each set, -1 in place of repeats; in another order."""
+    ordered = ids.sort(-1).values
+    first = torch.ones_like(ordered[..., :1], dtype=torch.bool)
+    return torch.where(torch.cat([first, ordered[..., 1:] != ordered[..., :-1]], -1), ordered, -1)
+
+
+def _different_ids(owner: str, ids: Tensor, num_classes: int) -> Tensor:
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise TypeError(f"{owner}: expected candidates as a 1-D int64 tensor of ids, got {ids.dtype} of shape {list(ids.shape)}")
+    ordered = ids.sort().values
+    if ids.numel() > 0 and (int(ordered[0]) < 0 or int(ordered[-1]) >= num_classes):
+        raise IndexError(f"{owner}: expected candidates in [0, {num_classes}), got {int(ordered[0])} .. {int(ordered[-1])}")
+    if bool((ordered.diff() == 0).any()):
+        raise ValueError(f"{owner}: expected candidates without repeats")
+    return ordered

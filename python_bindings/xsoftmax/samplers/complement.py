@@ -1,0 +1,97 @@
+"""Draws from what a set of candidates leaves over."""
+
+import math
+from typing import Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from .sampler import Proposal, Sampler, draw_seed, one_set
+from .static import UniformSampler
+
+
+class ComplementSampler(nn.Module):
+    """Draws of a sampler restricted to the classes outside a set of its own for each query: the noise of CANE (CANE paper, Eq. 2).
+
+    A draw is made up to ``tries`` times, until it is outside; if none is, it is uniform over the classes outside. Its probability is known
+    in closed form, with f the mass that the sampler's q gives the set C::
+
+        q_x(j) = q_j (1 + f + ... + f^(tries - 1)) + f^tries / (N - |C|)        j outside C
+
+    which is q_j / (1 - f) where f is small, and which no data-dependent number of tries slows down. Uniform noise needs one try.
+
+    Args:
+        sampler: any :class:`Sampler` whose private draws are independent, and whose ``log_prob`` says its q.
+        tries: at least 1.
+    """
+
+    def __init__(self, sampler: Sampler, tries: int = 4):
+        super().__init__()
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"ComplementSampler: expected sampler to be a Sampler, got {type(sampler).__name__}")
+        if sampler.proposes_targets or sampler.draws_distinct(False):
+            raise ValueError(f"ComplementSampler: expected a sampler whose private draws are independent, got {sampler}")
+        if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
+            raise ValueError(f"ComplementSampler: expected tries of at least 1, got {tries!r}")
+        self.sampler = sampler
+        self.num_classes = sampler.num_classes
+        # Of those only the uniform draws over all that is outside are needed.
+        self.uniform = isinstance(sampler, UniformSampler) and sampler.low == 0 and not sampler.from_tables
+        self.tries = 0 if self.uniform else tries
+
+    @torch.jit.export
+    def sample(self, input: Tensor, num_samples: int, candidates: Tensor, target: Tensor,
+               generator: Optional[torch.Generator] = None) -> Proposal:
+        """``num_samples`` independent draws for each query.
+
+        Args:
+            input: queries ``[Q, D]``.
+            candidates: int64 ``[C]``, for all queries, or ``[Q, C]``: no class twice in a set; -1 where there is none.
+            target: int64 ``[Q]``. Its log count is that among the draws if it is outside; of a target inside it means nothing.
+
+        Returns:
+            A private :class:`Proposal` with log counts ``log(num_samples q_x)``. Where nothing is outside: log counts of +inf.
+        """
+        queries = input.size(0)
+        held = candidates.dim() == 2 and candidates.size(0) == queries or candidates.dim() == 1
+        if not held:
+            raise ValueError(f"ComplementSampler: expected candidates of shape [C] or [{queries}, C], got {list(candidates.shape)}")
+        inside = candidates if candidates.dim() == 2 else candidates.unsqueeze(0)
+        left = self.num_classes - (inside >= 0).sum(1, keepdim=True)  # [Q, 1] or [1, 1]
+        ids = self._uniform_outside(draw_seed(input, generator), inside, left, queries, num_samples)
+        log_uniform = -left.to(torch.float64).log()
+        scale = math.log(num_samples) if num_samples > 0 else 0.0
+        if self.tries == 0:
+            log_count = (log_uniform + scale).to(torch.float32)
+            return one_set(ids, torch.where(left > 0, log_count, math.inf).expand(queries, num_samples), log_count.expand(queries, 1)[:, 0],
+                           False)
+        mass = torch.where(inside >= 0, self._q(input, inside.clamp(min=0).expand(queries, -1)), 0.0).sum(1, keepdim=True).clamp(max=1.0)
+        kept = torch.ones_like(mass)
+        for _ in range(self.tries - 1):
+            kept = kept * mass + 1.0
+        rest = torch.where(left > 0, (log_uniform + self.tries * mass.log()).exp(), 0.0)
+
+        draws = self.sampler.sample(input, num_samples * self.tries, False, None, generator).ids
+        outside = (draws.unsqueeze(2) != inside.unsqueeze(1)).all(2).view(queries, num_samples, self.tries)
+        first = outside.to(torch.int8).argmax(2, keepdim=True)
+        drawn = draws.view(queries, num_samples, self.tries).gather(2, first).squeeze(2)
+        ids = torch.where(outside.any(2), drawn, ids)
+
+        log_count = (self._q(input, ids) * kept + rest).log() + scale
+        of_target = (self._q(input, target.unsqueeze(1)) * kept + rest).log() + scale
+        return one_set(ids, torch.where(left > 0, log_count, math.inf).to(torch.float32), of_target.squeeze(1).to(torch.float32), False)
+
+    def _q(self, input: Tensor, ids: Tensor) -> Tensor:
+        return self.sampler.log_prob(input, ids).to(torch.float64).exp()
+
+    def _uniform_outside(self, seed: Tensor, inside: Tensor, left: Tensor, queries: int, num_samples: int) -> Tensor:
+        """The i-th of the classes outside, i uniform in [0, left)."""
+        # What is no candidate stands behind all classes, where it moves nothing.
+        none = self.num_classes + torch.arange(inside.size(1), device=inside.device)
+        held = torch.where(inside >= 0, inside, none).sort(1).values
+        before = held - torch.arange(inside.size(1), device=inside.device)  # how many classes outside stand before each
+        resolution = 1 << 53
+        share = torch.ops.xsoftmax.uniform_sample(seed, 0, resolution, queries, num_samples, False).to(torch.float64) / resolution
+        index = (share * left).to(torch.int64)
+        moved = torch.searchsorted(before.expand(queries, -1).contiguous(), index, right=True)
+        return (index + moved).clamp(max=self.num_classes - 1)

@@ -1,0 +1,283 @@
+"""Losses over a tree of classes, with a row of parameters on each edge."""
+
+import math
+from typing import List, Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from .cane import check_count, estimator_of, noise_outside
+from .label_tree import LabelTree
+from .losses import _make_linear, _reduction_code
+from .samplers import Sampler
+
+
+class TreeLoss(nn.Module):
+    """What losses over a tree share: the tree, its edges as `.edges` (a Linear with a row for each), and the reduction."""
+
+    layer_sizes: List[int]
+    group_sizes: List[int]
+
+    def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+                 ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
+        super().__init__()
+        self._name = name = type(self).__name__
+        check_count(name, "in_features", in_features, 0)
+        if not isinstance(tree, LabelTree):
+            raise TypeError(f"{name}: expected tree to be a LabelTree, got {type(tree).__name__}")
+        if weight is not None and weight.shape != (tree.num_classes,):
+            raise ValueError(f"{name}: expected weight of shape ({tree.num_classes},), got {tuple(weight.shape)}")
+        if weight is not None and not weight.is_floating_point():
+            raise TypeError(f"{name}: expected weight of a floating dtype, got {weight.dtype}")
+        self.in_features = in_features
+        self.num_classes = tree.num_classes
+        self.reduction = reduction
+        _reduction_code(reduction)
+        self.ignore_index = ignore_index
+        self.sparse_grad = sparse_grad
+        self.tree = tree.to(None if device is not None and torch.device(device).type == "meta" else device)
+        self.layer_sizes, self.group_sizes = list(tree.layer_sizes), list(tree.group_sizes)
+        self.edges = _make_linear(in_features, tree.num_edges, bias, device, dtype)
+        self.register_buffer("weight", weight)
+        self.weight: Optional[Tensor]
+
+    def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
+        """input [*, D] as [Q, D], after its shape and target's have been checked."""
+        if input.dim() < 1 or input.shape[-1] != self.in_features:
+            raise ValueError(f"{self._name}: expected input of shape [*, {self.in_features}], got {list(input.shape)}")
+        if target is not None:
+            if input.shape[:-1] != target.shape:
+                raise ValueError(f"{self._name}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
+                                 f"got {list(target.shape)}")
+        return input.unsqueeze(0).flatten(0, -2)
+
+    def _reduced(self, loss: Tensor, target: Tensor) -> Tensor:
+        """loss [Q]: of targets that do not count it is dropped."""
+        counts = target.reshape(-1) != self.ignore_index
+        weight = self.weight
+        if weight is None:
+            share = counts.to(loss.dtype)
+        else:
+            share = torch.where(counts, weight[torch.where(counts, target.reshape(-1), 0)].to(loss.dtype), 0.0)
+        loss = torch.where(counts, loss, 0.0) * share
+        if self.reduction == "none":
+            return loss.reshape(target.shape)
+        return loss.sum() / share.sum() if self.reduction == "mean" else loss.sum()
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}"
+        if self.reduction != "mean":
+            text += f", reduction={self.reduction!r}"
+        if self.ignore_index != -100:
+            text += f", ignore_index={self.ignore_index}"
+        return text
+
+
+class BeamTreeLoss(TreeLoss):
+    r"""The beam tree (CANE paper, Algorithm 2): CANE whose candidates a beam search in a tree of the classes finds, at a cost of O(log N).
+
+    Each edge of the tree has a row w of parameters, and the score of a class is the sum of w . input along its path. Classes near each other
+    in the tree share most of it. In train() the loss is that of :class:`CaneLoss`, the candidates being the best `num_candidates` classes of
+    a beam of that width; edges are scored once a query, however many paths share them, and those on all its paths are left out
+    (Proposition 1). In eval() it is the exact loss over all paths, which takes O(N) for a query; `topk` and `predict` search with a beam.
+
+    Args:
+        in_features: D.
+        tree: of the classes; 10 children a node is a good size.
+        num_candidates: Nc >= 1, the width of the beam.
+        num_noises: Nn >= 0, noises a query.
+        noise_sampler: a Sampler over all classes, or its name; restricted to what is outside the candidates.
+        noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
+        routed: for a tree of one layer of subsets with the classes below them (LabelTree.from_frequencies): candidates are drawn
+            uniformly from the subset of the best score, in the place of the beam search (section 5); fewer where it has fewer classes.
+        bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
+
+    The parameters are `edges.weight` [E, D] (and `edges.bias`): edge e ends in node e + 1 of the tree.
+
+    Shape: input [*, D], target [*] int64 in [0, N). A scalar, or [*] with reduction="none".
+    """
+
+    def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int,
+                 noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
+                 bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100,
+                 sparse_grad: bool = True, device=None, dtype=None) -> None:
+        super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
+                         sparse_grad=sparse_grad, device=device, dtype=dtype)
+        name = self._name
+        self.num_candidates = min(check_count(name, "num_candidates", num_candidates, 1), tree.num_classes)
+        self.num_noises = check_count(name, "num_noises", num_noises, 0)
+        if self.num_candidates == tree.num_classes:
+            self.num_noises = 0  # nothing is outside
+        self.estimator = estimator_of(name, noise_reduction)
+        self.noise = noise_outside(name, noise_sampler, tree.num_classes)
+        self.routed = routed
+        if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
+            raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
+        if not self.edges.weight.is_meta and tree.depth > 1:
+            with torch.no_grad():
+                self.edges.weight.mul_(tree.depth**-0.5)  # so that a class scores as it would with a row of its own
+
+    def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+        if not self.training:
+            return self.exact(input, target)
+        queries = self._queries(input, target)
+        counts = (target != self.ignore_index).reshape(-1)
+        own = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), self.ignore_index).unsqueeze(1)
+        known = torch.where(counts, target.reshape(-1), 0)
+        candidates = self._candidates(queries, generator)
+        noise = self.noise.sample(queries.detach(), self.num_noises, candidates, known, generator)
+        absent = candidates < 0
+        log_count = torch.cat([torch.zeros(candidates.shape, device=absent.device).masked_fill(absent, math.inf), noise.log_count], 1)
+        # What takes no part, where it is known: at the target's node it costs no edge.
+        unused = absent
+        if self.estimator == "cane":
+            covered = (candidates == known.unsqueeze(1)).any(1, keepdim=True)
+            unused = torch.cat([absent, (~covered).expand(noise.ids.shape)], 1)
+        else:
+            unused = torch.cat([absent, torch.zeros_like(noise.ids, dtype=torch.bool)], 1)
+        ids = torch.cat([candidates.clamp(min=0), noise.ids], 1)
+        nodes = torch.where(unused, own, self.tree.class_node[ids])
+        nodes = torch.where(counts.unsqueeze(1), torch.cat([own, nodes], 1), 0)
+        scores = torch.ops.xsoftmax.tree_scores(queries, self.edges.weight, self.edges.bias, self.tree.parent, nodes, self.layer_sizes, True,
+                                                self.sparse_grad)
+        loss = torch.ops.xsoftmax.candidate_loss(scores, known, ids, None, log_count, None, noise.target_log_count, self.estimator, True,
+                                                 candidates.size(1), 0, 0.0)
+        return self._reduced(loss, target)
+
+    def _candidates(self, queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
+        """[Q, Nc], -1 where there are fewer."""
+        tree = self.tree
+        if not self.routed:
+            return torch.ops.xsoftmax.beam_search(queries, self.edges.weight, self.edges.bias, tree.first_child, tree.node_class,
+                                                  self.num_candidates)[1]
+        with torch.no_grad():
+            subsets = self.layer_sizes[0]
+            bias = self.edges.bias
+            scores = nn.functional.linear(queries, self.edges.weight[:subsets], None if bias is None else bias[:subsets])
+            node = scores.argmax(1) + 1
+            begin, end = tree.first_child[node].unsqueeze(1), tree.first_child[node + 1].unsqueeze(1)
+            size = end - begin
+            # Every (size / Nc)-th from a random start: different ones, each class alike.
+            start = torch.rand(size.shape, dtype=torch.float64, device=size.device, generator=generator)
+            steps = torch.arange(self.num_candidates, device=size.device)
+            few = size <= self.num_candidates
+            place = torch.where(few, steps, ((steps + start) * size / self.num_candidates).to(torch.int64))
+            return torch.where(place < size, tree.node_class[(begin + place).clamp(max=tree.num_nodes - 1)], -1)
+
+    @torch.jit.export
+    def candidates(self, input: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+        """The classes that a step takes as candidates: [*, D] -> int64 [*, Nc], -1 where there are fewer. See
+        :func:`xsoftmax.metrics.coverage`."""
+        return self._candidates(self._queries(input, None).detach(), generator).reshape(list(input.shape[:-1]) + [self.num_candidates])
+
+    @torch.jit.export
+    def exact(self, input: Tensor, target: Tensor) -> Tensor:
+        """`F.cross_entropy(self.scores(input), target, ...)`, the queries in blocks; what `forward` gives in eval()."""
+        queries, targets = self._queries(input, target), target.reshape(-1)
+        own = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, targets, self.ignore_index)
+        block = max(1, (1 << 24) // (self.tree.num_nodes + 1))
+        losses: List[Tensor] = []
+        for begin in range(0, queries.size(0), block):
+            scores = self._class_scores(queries[begin : begin + block])
+            nodes = own[begin : begin + block]
+            at = self.tree.node_class[nodes].clamp(min=0).unsqueeze(1)
+            losses.append(scores.logsumexp(1) - scores.gather(1, at).squeeze(1))
+        loss = torch.cat(losses) if len(losses) > 0 else queries.new_zeros(0)
+        return self._reduced(loss, target)
+
+    def _class_scores(self, queries: Tensor) -> Tensor:
+        """[Q, N]"""
+        edges = self.edges(queries)
+        above, end = edges.new_zeros([edges.size(0), 1]), 1
+        before = 0
+        nodes = [above]
+        for size in self.layer_sizes:
+            above = above.index_select(1, self.tree.parent[end : end + size] - before) + edges[:, end - 1 : end - 1 + size]
+            nodes.append(above)
+            before, end = end, end + size
+        return torch.cat(nodes, 1).index_select(1, self.tree.class_node)
+
+    @torch.jit.export
+    def scores(self, input: Tensor) -> Tensor:
+        """The scores of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
+        return self._class_scores(self._queries(input, None)).reshape(list(input.shape[:-1]) + [self.num_classes])
+
+    @torch.jit.export
+    def log_prob(self, input: Tensor) -> Tensor:
+        """`F.log_softmax(self.scores(input), -1)`: [*, D] -> [*, N]."""
+        return torch.log_softmax(self.scores(input), -1)
+
+    @torch.jit.export
+    def topk(self, input: Tensor, k: int, width: Optional[int] = None) -> tuple[Tensor, Tensor]:
+        """The best k classes that a beam of `width` (None: the larger of k and Nc) finds: (scores, class ids), both [*, k], best first; -inf
+        and -1 behind the last of fewer than k. The scores are not normalised: that would take all classes."""
+        beam = max(k, self.num_candidates) if width is None else width
+        if beam < k:
+            raise ValueError(f"{self._name}: expected width of at least k={k}, got {beam}")
+        scores, classes = torch.ops.xsoftmax.beam_search(self._queries(input, None), self.edges.weight, self.edges.bias,
+                                                         self.tree.first_child, self.tree.node_class, beam)
+        shape = list(input.shape[:-1]) + [k]
+        return scores[:, :k].reshape(shape), classes[:, :k].reshape(shape)
+
+    @torch.jit.export
+    def predict(self, input: Tensor) -> Tensor:
+        """The best class that a beam of Nc finds: [*, D] -> [*]."""
+        return self.topk(input, 1)[1].squeeze(-1)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", num_candidates={self.num_candidates}, num_noises={self.num_noises}"
+
+
+class HierarchicalSoftmaxLoss(TreeLoss):
+    r"""Hierarchical softmax over any tree (Morin and Bengio, 2005): a class has the product of the probabilities on the way to it, a softmax over
+    the children of each node. Exact and normalised, in train() and eval() alike, at a cost of O(depth * arity) instead of O(N).
+
+    ``loss(input, target) == F.nll_loss(loss.log_prob(input), target, weight, reduction=..., ignore_index=...)``.
+
+    Args:
+        in_features: D.
+        tree: of the classes: LabelTree.huffman(counts) for the least expected cost, LabelTree.from_vectors for the better model.
+        bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
+
+    The parameters are `edges.weight` [E, D] (and `edges.bias`): edge e ends in node e + 1 of the tree.
+
+    Shape: input [*, D], target [*] int64 in [0, N). A scalar, or [*] with reduction="none".
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        queries = self._queries(input, target)
+        nodes = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), self.ignore_index)
+        loss = torch.ops.xsoftmax.hierarchical_softmax_loss(queries, self.edges.weight, self.edges.bias, self.tree.first_child, self.tree.parent,
+                                                            nodes, self.layer_sizes, self.group_sizes, self.sparse_grad)
+        return self._reduced(loss, target)
+
+    @torch.jit.export
+    def log_prob(self, input: Tensor) -> Tensor:
+        """The log-probabilities of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
+        edges = self.edges(self._queries(input, None))
+        above, before, end = edges.new_zeros([edges.size(0), 1]), 0, 1
+        nodes = [above]
+        for size in self.layer_sizes:
+            scores, group = edges[:, end - 1 : end - 1 + size], self.tree.parent[end : end + size] - before
+            index = group.expand_as(scores)
+            most = torch.full_like(above, -math.inf).scatter_reduce(1, index, scores.detach(), "amax").index_select(1, group)
+            total = torch.zeros_like(above).scatter_add(1, index, (scores - most).exp())
+            above = above.index_select(1, group) + (scores - most) - total.index_select(1, group).log()
+            nodes.append(above)
+            before, end = end, end + size
+        log_prob = torch.cat(nodes, 1).index_select(1, self.tree.class_node)
+        return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
+
+    @torch.jit.export
+    def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """`self.log_prob(input).topk(k)`, by a best-first search that scores few of the classes: (log-probabilities, class ids), both [*, k],
+        best first; -inf and -1 behind the last of fewer than k."""
+        values, classes = torch.ops.xsoftmax.hierarchical_topk(self._queries(input, None), self.edges.weight, self.edges.bias,
+                                                               self.tree.first_child, self.tree.node_class, k)
+        shape = list(input.shape[:-1]) + [k]
+        return values.reshape(shape), classes.reshape(shape)
+
+    @torch.jit.export
+    def predict(self, input: Tensor) -> Tensor:
+        """The most probable class: [*, D] -> [*]."""
+        return self.topk(input, 1)[1].squeeze(-1)
