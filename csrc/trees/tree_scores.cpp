@@ -196,7 +196,9 @@ RowGradients compact_edge_gradient(const Tensor& edges, const Tensor& coefficien
     rows.narrow(0, 0, found.size(0)).copy_(found);
     if (want_weight) {
       values = at::zeros({row_count, input.size(1)}, input.options());
-      values.narrow(0, 0, found.size(0)).copy_(at::mm(edge_grad.index_select(1, found).t(), input.to(dtype)));
+      const Tensor no_query = coefficient.eq(0).all(1, true); // of an ignored one, 0 times what is not finite would not be 0
+      const Tensor queries = input.to(dtype).masked_fill(no_query, 0);
+      values.narrow(0, 0, found.size(0)).copy_(at::mm(edge_grad.index_select(1, found).t(), queries));
     }
     if (want_bias) {
       bias_values = at::zeros({row_count}, input.options());

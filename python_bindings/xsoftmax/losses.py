@@ -1,5 +1,6 @@
 """Losses over a class table: used like torch.nn.LinearCrossEntropyLoss, with the same constructor order and the same `.linear`."""
 
+import warnings
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -345,11 +346,14 @@ class SampledSoftmaxLoss(LinearLoss):
 def _make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -> nn.Linear:
     """nn.Linear on memory of our choice."""
     device = torch.get_default_device() if device is None else torch.device(device)
-    linear = nn.Linear(in_features, num_classes, bias=bias, device="meta", dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # a tree of one class has no edges
+        linear = nn.Linear(in_features, num_classes, bias=bias, device="meta", dtype=dtype)
     if device.type != "meta":
         linear.to_empty(device=device)
         advise_huge_pages(linear.weight.detach())
-        linear.reset_parameters()
+        if linear.weight.numel() > 0:
+            linear.reset_parameters()
     return linear
 
 

@@ -146,23 +146,22 @@ class BeamTreeLoss(TreeLoss):
 
     def _candidates(self, queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
         """[Q, Nc], -1 where there are fewer."""
-        tree = self.tree
+        first_child, node_class = self.tree.first_child, self.tree.node_class
         if not self.routed:
-            return torch.ops.xsoftmax.beam_search(queries, self.edges.weight, self.edges.bias, tree.first_child, tree.node_class,
+            return torch.ops.xsoftmax.beam_search(queries, self.edges.weight, self.edges.bias, first_child, node_class,
                                                   self.num_candidates)[1]
-        with torch.no_grad():
-            subsets = self.layer_sizes[0]
-            bias = self.edges.bias
-            scores = nn.functional.linear(queries, self.edges.weight[:subsets], None if bias is None else bias[:subsets])
-            node = scores.argmax(1) + 1
-            begin, end = tree.first_child[node].unsqueeze(1), tree.first_child[node + 1].unsqueeze(1)
-            size = end - begin
-            # Every (size / Nc)-th from a random start: different ones, each class alike.
-            start = torch.rand(size.shape, dtype=torch.float64, device=size.device, generator=generator)
-            steps = torch.arange(self.num_candidates, device=size.device)
-            few = size <= self.num_candidates
-            place = torch.where(few, steps, ((steps + start) * size / self.num_candidates).to(torch.int64))
-            return torch.where(place < size, tree.node_class[(begin + place).clamp(max=tree.num_nodes - 1)], -1)
+        subsets, bias = self.layer_sizes[0], self.edges.bias
+        scores = queries.detach() @ self.edges.weight.detach()[:subsets].t()
+        if bias is not None:
+            scores = scores + bias.detach()[:subsets]
+        node = scores.argmax(1) + 1
+        begin, end = first_child[node].unsqueeze(1), first_child[node + 1].unsqueeze(1)
+        size = end - begin
+        # Every (size / Nc)-th from a random start: different ones, each class alike.
+        start = torch.rand(size.shape, dtype=torch.float64, device=size.device, generator=generator)
+        steps = torch.arange(self.num_candidates, device=size.device)
+        place = torch.where(size <= self.num_candidates, steps, ((steps + start) * size / self.num_candidates).to(torch.int64))
+        return torch.where(place < size, node_class[(begin + place).clamp(max=self.tree.num_nodes - 1)], -1)
 
     @torch.jit.export
     def candidates(self, input: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
@@ -222,7 +221,7 @@ class BeamTreeLoss(TreeLoss):
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
         """The best class that a beam of Nc finds: [*, D] -> [*]."""
-        return self.topk(input, 1)[1].squeeze(-1)
+        return self.topk(input, 1, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", num_candidates={self.num_candidates}, num_noises={self.num_noises}"

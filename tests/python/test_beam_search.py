@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xsoftmax as xs
-from test_label_tree import parents_and_classes
+from tree_checks import TREES, edge_problem, parents_and_classes
 from xsoftmax import LabelTree
 
 ops = torch.ops.xsoftmax
@@ -45,30 +45,13 @@ def search(input, weight, bias, tree, width):
     return ops.beam_search(input, weight, bias, tree.first_child, tree.node_class, width)
 
 
-def problem(tree, Q=9, D=5, dtype=torch.float64, bias=True, seed=0, whole=False):
-    g = torch.Generator().manual_seed(seed)
-    def values(*shape):
-        return torch.randint(-2, 3, shape, generator=g).to(dtype) if whole else torch.randn(shape, generator=g).to(dtype)
-    return values(Q, D), values(tree.num_edges, D), values(tree.num_edges) if bias else None
-
-
-TREES = {
-    "balanced": LabelTree.balanced(200, 4),
-    "flat": LabelTree.from_parents([-1] + [0] * 30),
-    "huffman": LabelTree.huffman(torch.arange(1, 60).double() ** 3),
-    "chain": LabelTree.from_parents([-1, 0, 1, 2, 3]),
-    "one class": LabelTree.balanced(1),
-    "equal mass": LabelTree.from_frequencies(torch.arange(1, 100), 7),
-}
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("width", [1, 3, 10, 250])
 @pytest.mark.parametrize("tree", TREES)
 def test_equals_the_plain_search(impl, tree, width, bias):
     """Also where the beam is wider than the tree: every class is there then."""
     tree = TREES[tree]
-    args = problem(tree, bias=bias)
+    args = edge_problem(tree, bias=bias)
     scores, classes = search(*args, tree, width)
     want_scores, want_classes = naive(*args, tree, width)
     torch.testing.assert_close(scores, want_scores, rtol=1e-10, atol=1e-10)
@@ -82,7 +65,7 @@ def test_equals_the_plain_search(impl, tree, width, bias):
 def test_any_tree_with_ties(queries, nodes, width, seed):
     """Whole-number scores tie often, and are exact: the lower node wins. One query, and several blocks of them with a common product."""
     tree = LabelTree.from_parents(*nodes)
-    args = problem(tree, Q=queries, D=2, dtype=torch.float32, seed=seed, whole=True)
+    args = edge_problem(tree, Q=queries, D=2, dtype=torch.float32, seed=seed, whole=True)
     scores, classes = search(*args, tree, width)
     want_scores, want_classes = naive(*args, tree, width)
     assert torch.equal(scores.double(), want_scores) and torch.equal(classes, want_classes)
@@ -94,7 +77,7 @@ def test_any_tree_with_ties(queries, nodes, width, seed):
 def test_a_large_tree(queries):
     """Some layers in a common product, others not."""
     tree = LabelTree.random(30_000, 8, torch.Generator().manual_seed(0))
-    args = problem(tree, Q=queries, D=12)
+    args = edge_problem(tree, Q=queries, D=12)
     got = search(*args, tree, 6)
     few = slice(0, 5)
     want = naive(args[0][few], *args[1:], tree, 6)
@@ -107,7 +90,7 @@ def test_a_large_tree(queries):
 def test_low_precision(impl, dtype):
     """Scores are those of the classes that are named."""
     tree = TREES["balanced"]
-    input, weight, bias = problem(tree, dtype=dtype)
+    input, weight, bias = edge_problem(tree, dtype=dtype)
     scores, classes = search(input, weight, bias, tree, 8)
     assert scores.dtype == torch.float32
     edges = input.double() @ weight.double().T + bias.double()
@@ -120,7 +103,7 @@ def test_low_precision(impl, dtype):
 def test_scores_that_are_not_finite(impl, value):
     """As in torch.topk: NaN is the largest. Other queries do not notice."""
     tree = TREES["balanced"]
-    input, weight, bias = problem(tree, Q=4)
+    input, weight, bias = edge_problem(tree, Q=4)
     want = search(input, weight, bias, tree, 5)
     broken = input.clone()
     broken[1] = value
@@ -136,7 +119,7 @@ def test_scores_that_are_not_finite(impl, value):
 
 def test_strided(impl):
     tree = TREES["balanced"]
-    input, weight, bias = problem(tree)
+    input, weight, bias = edge_problem(tree)
     want = search(input, weight, bias, tree, 5)
     def wide(t):
         return t.repeat_interleave(2, -1)[..., ::2]
@@ -149,7 +132,7 @@ def test_strided(impl):
 def test_shapes(impl):
     tree = TREES["balanced"]
     for shape in ((0, 5), (3, 0)):
-        input, weight, bias = problem(tree, *shape)
+        input, weight, bias = edge_problem(tree, *shape)
         scores, classes = search(input, weight, bias, tree, 4)
         assert scores.shape == classes.shape == (shape[0], 4)
     assert search(torch.zeros(2, 3), torch.zeros(0, 3), None, TREES["one class"], 2)[1].tolist() == [[0, -1], [0, -1]]
@@ -157,7 +140,7 @@ def test_shapes(impl):
 
 def test_threads():
     tree = LabelTree.balanced(5000, 10)
-    args = problem(tree, Q=300, D=16, dtype=torch.float32)
+    args = edge_problem(tree, Q=300, D=16, dtype=torch.float32)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 4):
@@ -171,7 +154,7 @@ def test_threads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype):
     tree = TREES["balanced"]
-    input, weight, bias = problem(tree, dtype=dtype)
+    input, weight, bias = edge_problem(tree, dtype=dtype)
     torch.library.opcheck(ops.beam_search.default, (input, weight.requires_grad_(), bias, tree.first_child, tree.node_class, 5))
     scores, classes = search(input.requires_grad_(), weight, bias, tree, 5)
     assert not scores.requires_grad
@@ -192,7 +175,7 @@ BAD = [
 @pytest.mark.parametrize("change, error, message", BAD, ids=[message[:60] for *_, message in BAD])
 def test_bad_input(change, error, message):
     tree = TREES["balanced"]
-    input, weight, bias = problem(tree, dtype=torch.float32)
+    input, weight, bias = edge_problem(tree, dtype=torch.float32)
     arguments = dict(input=input, weight=weight, bias=None, first_child=tree.first_child, node_class=tree.node_class, width=5) | change
     with pytest.raises(error, match=message):
         ops.beam_search(**arguments)

@@ -10,15 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xsoftmax as xs
+from score_checks import DTYPES, ROUNDING, opmath, scores_and_gradients
 
 ops = torch.ops.xsoftmax
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Scores and float gradients differ by the order of sums, 16-bit gradients by one rounding that may fall the other way.
-ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-def opmath(dtype):
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @pytest.fixture(params=["kernel", "reference"])
@@ -55,14 +49,6 @@ def plain(input, weight, bias, own, shared, sparse_grad=False):
         scores = input @ weight[shared].T
         parts.append(scores if bias is None else scores + bias[shared])
     return torch.cat(parts, 1)
-
-
-def scores_and_gradients(function, input, weight, bias, *ids, wanted=(True, True, True), **kwargs):
-    leaves = [t if t is None else t.detach().requires_grad_(w) for t, w in zip((input, weight, bias), wanted)]
-    scores = function(*leaves, *ids, **kwargs)
-    if scores.requires_grad:
-        scores.backward(torch.randn(scores.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(scores.dtype))
-    return [scores.detach()] + [None if leaf is None else leaf.grad for leaf in leaves]
 
 
 def assert_same(got, want, dtype, inputs):

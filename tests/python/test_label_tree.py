@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xsoftmax as xs
+from tree_checks import parents_and_classes
 from xsoftmax import LabelTree
 
 
@@ -47,22 +48,6 @@ def leaves(tree):
         found += [int(tree.node_class[v])] if tree.node_class[v] >= 0 else []
         open_ += range(int(tree.first_child[v + 1]) - 1, int(tree.first_child[v]) - 1, -1)
     return found
-
-
-@st.composite
-def parents_and_classes(draw):
-    """Any tree: each node hangs below an earlier one, then all are renumbered at random."""
-    n = draw(st.integers(1, 30))
-    parents = [-1] + [draw(st.integers(0, v - 1)) for v in range(1, n)]
-    number = draw(st.permutations(range(n)))
-    shuffled = [-1] * n
-    for v, p in enumerate(parents):
-        shuffled[number[v]] = -1 if p < 0 else number[p]
-    leaf = [v for v in range(n) if v not in shuffled]
-    classes = [-1] * n
-    for v, c in zip(leaf, draw(st.permutations(range(len(leaf))))):
-        classes[v] = c
-    return shuffled, classes
 
 
 @given(parents_and_classes())

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 import xsoftmax as xs
+from score_checks import DTYPES, assert_same, opmath, scores_and_gradients
 
 ops = torch.ops.xsoftmax
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Scores and float gradients differ by the order of sums, 16-bit gradients by one rounding that may fall the other way.
-ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-def opmath(dtype):
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @pytest.fixture(params=["kernel", "reference"])
@@ -46,27 +40,6 @@ def plain(input, weight, bias, ids, offsets, sparse_grad=False):
     query = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
     scores = (input.double()[query] * weight.double()[ids]).sum(-1)
     return scores if bias is None else scores + bias.double()[ids]
-
-
-def scores_and_gradients(function, input, weight, bias, *ids, wanted=(True, True, True), **kwargs):
-    leaves = [t if t is None else t.detach().requires_grad_(w) for t, w in zip((input, weight, bias), wanted)]
-    scores = function(*leaves, *ids, **kwargs)
-    if scores.requires_grad:
-        scores.backward(torch.randn(scores.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(scores.dtype))
-    return [scores.detach()] + [None if leaf is None else leaf.grad for leaf in leaves]
-
-
-def assert_same(got, want, dtype):
-    assert got[0].dtype == opmath(dtype)
-    for i, (a, b) in enumerate(zip(got, want)):
-        assert (a is None) == (b is None)
-        if a is None:
-            continue
-        assert a.shape == b.shape and (i == 0 or a.dtype == dtype)
-        a, b = (t.to_dense() if t.layout == torch.sparse_coo else t for t in (a, b))
-        rounding = ROUNDING[opmath(dtype) if i == 0 else dtype]
-        largest = b.abs().max().item() if b.numel() else 0.0
-        torch.testing.assert_close(a.double(), b.double(), rtol=rounding, atol=4 * max(1.0, largest) * min(rounding, 2e-6))
 
 
 @pytest.mark.parametrize("bias", [False, True])
