@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import xsoftmax as xs
 from output_layer import NaiveSampled, figure, make_batch, make_table
-from timing import interleave, report
+from timing import interleave, run_benches
 
 QUERIES, WIDTH, CLASSES, CODEWORDS = 700, 256, 1_000_000, 64
 
@@ -166,23 +166,9 @@ def bench_refresh(args) -> list[dict]:
 BENCHES = {"step": bench_step, "structure": bench_structure, "scale": bench_scale, "refresh": bench_refresh}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--only", default=",".join(BENCHES), help="comma-separated: %(default)s")
+def add_faiss(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faiss-python", help="an interpreter that can import faiss; without it that figure is left out")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    figures = []
-    for name in args.only.split(","):
-        if name not in BENCHES:
-            parser.error(f"--only: expected names out of {', '.join(BENCHES)}, got {name!r}")
-        figures += BENCHES[name](args)
-    report(figures, args.json)
 
 
 if __name__ == "__main__":
-    main()
+    run_benches(__doc__, BENCHES, add_faiss)

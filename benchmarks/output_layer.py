@@ -7,14 +7,12 @@ product for private ones, masked cross entropy, torch.optim.SparseAdam. The riva
 Every rival draws from the same sampler, outside the timed region, except in the figures of whole steps, which draw inside it.
 """
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from timing import PeakMemory, interleave, machine, report
+from timing import PeakMemory, interleave, machine, run_benches
 
 MB = 1024 * 1024
 
@@ -195,26 +193,8 @@ def bench_exact(args) -> list[dict]:
     return figures
 
 
-BENCHMARKS = {"shared": bench_shared, "private": bench_private, "scale": bench_scale, "exact": bench_exact}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--only", default=",".join(BENCHMARKS), help="a comma-separated part of: " + ", ".join(BENCHMARKS))
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    unknown = set(args.only.split(",")) - set(BENCHMARKS)
-    if unknown:
-        parser.error(f"--only: expected some of {', '.join(BENCHMARKS)}, got {', '.join(sorted(unknown))}")
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    figures = []
-    for name in args.only.split(","):
-        figures += BENCHMARKS[name](args)
-    report(figures, args.json)
+BENCHES = {"shared": bench_shared, "private": bench_private, "scale": bench_scale, "exact": bench_exact}
 
 
 if __name__ == "__main__":
-    main()
+    run_benches(__doc__, BENCHES)

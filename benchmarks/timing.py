@@ -1,5 +1,6 @@
 """Side-by-side timing: the candidates of a comparison take turns in one process, so that a drift of the machine hits all alike."""
 
+import argparse
 import ctypes
 import gc
 import json
@@ -89,3 +90,23 @@ def report(figures: list[dict], as_json: bool) -> None:
     rows = [{"figure": f["figure"], "value": f"{f['value']:.3g}", "at most": f["target"],
              "": "ok" if f["value"] <= f["target"] else "MISSED", "medians": f.get("medians", "")} for f in figures]
     print_table(rows, ["figure", "value", "at most", "", "medians"])
+
+
+def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace], list[dict]]],
+                extra: Callable[[argparse.ArgumentParser], None] = lambda parser: None) -> None:
+    """The program of a file of benchmarks: those that --only names, one after another, then all figures. extra: adds options of its own."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--only", default=",".join(benches), help="comma-separated: %(default)s")
+    extra(parser)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    figures = []
+    for name in args.only.split(","):
+        if name not in benches:
+            parser.error(f"--only: expected names out of {', '.join(benches)}, got {name!r}")
+        figures += benches[name](args)
+    report(figures, args.json)

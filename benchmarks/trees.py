@@ -1,0 +1,83 @@
+"""Losses over a tree of classes, and CANE over a plain table, beside what they replace.
+
+    python benchmarks/trees.py [--threads 2] [--repeats 21] [--only step,predict,hierarchical,cane] [--json]
+
+Steps are forward, backward and, where the figure says so, RowAdam, on random queries; draws are made inside the timed region. The targets of
+the beam tree are among its candidates, so that the noises count: its dearest case. The naive rival is that of output_layer.py.
+"""
+
+import math
+from typing import Callable
+
+import torch
+
+import xsoftmax as xs
+from output_layer import NaiveSampled, figure, make_batch, make_table
+from timing import interleave, run_benches
+
+QUERIES, WIDTH, CLASSES = 256, 256, 1_000_000
+
+
+def step(loss: torch.nn.Module, with_optimizer: bool = True) -> Callable[[], None]:
+    input, target = make_batch(QUERIES, WIDTH, loss.num_classes)
+    if isinstance(loss, xs.BeamTreeLoss):
+        target = loss.predict(input.detach())
+    optimizer = xs.optim.RowAdam(loss.parameters()) if with_optimizer else None
+
+    def run() -> None:
+        input.grad = None
+        loss.zero_grad()
+        loss(input, target).backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return run
+
+
+def beam_tree(classes: int, candidates: int = 5) -> xs.BeamTreeLoss:
+    return xs.BeamTreeLoss(WIDTH, xs.LabelTree.random(classes, 10), num_candidates=candidates, num_noises=5)
+
+
+def bench_step(args) -> list[dict]:
+    nce = xs.SampledSoftmaxLoss(WIDTH, CLASSES, sampler="uniform", num_samples=10, shared=False, estimator="nce")
+    runs = {"beam tree": step(beam_tree(CLASSES)), "beam tree, 10,000 classes": step(beam_tree(10_000)), "NCE": step(nce)}
+    medians = interleave(runs, args.repeats)
+    return [figure("beam tree, 5 candidates + 5 noises, N 1M, D 256, with optimizer / NCE, 10 private noises", medians, 6.0, "beam tree", "NCE"),
+            figure("the same, N 1M / N 10,000", medians, 2.0, "beam tree", "beam tree, 10,000 classes")]
+
+
+def bench_predict(args) -> list[dict]:
+    loss, table = beam_tree(CLASSES), make_table(CLASSES, WIDTH)
+    input = torch.randn(QUERIES, WIDTH)
+    few = input[:32]  # a share of the rival's work, whose logits would take a gigabyte: time for all is so many times that
+    with torch.no_grad():
+        medians = interleave({"beam search": lambda: loss.topk(input, 5), "matmul + topk": lambda: (few @ table.T).topk(5)}, args.repeats)
+    medians["matmul + topk"] *= QUERIES / len(few)
+    return [figure("top-5 prediction by beam search, N 1M, D 256 / matmul + topk", medians, 0.005, "beam search", "matmul + topk")]
+
+
+def bench_hierarchical(args) -> list[dict]:
+    runs = {"hierarchical": step(xs.HierarchicalSoftmaxLoss(WIDTH, xs.LabelTree.random(CLASSES, 10)), False),
+            "exact": step(xs.LinearCrossEntropyLoss(WIDTH, CLASSES), False)}
+    medians = interleave(runs, max(3, args.repeats // 4), warmup=1)
+    return [figure("hierarchical softmax, b 10, N 1M, D 256 / exact loss in blocks", medians, 0.005, "hierarchical", "exact")]
+
+
+def bench_cane(args) -> list[dict]:
+    naive = NaiveSampled(make_table(CLASSES, WIDTH))
+    input, target = make_batch(QUERIES, WIDTH, CLASSES)
+    log_count = torch.tensor(math.log(61 / CLASSES))
+
+    def rival() -> None:
+        input.grad = naive.embedding.weight.grad = None
+        naive.shared(input, target, torch.randint(CLASSES, (61,)), log_count).backward()
+
+    ours = xs.CaneLoss(WIDTH, CLASSES, candidates=torch.randperm(CLASSES)[:60], num_noises=1)
+    medians = interleave({"CANE": step(ours, False), "naive": rival}, args.repeats)
+    return [figure("CANE, 60 shared candidates + 1 noise, N 1M, D 256 / naive uniform shared 61", medians, 1.2, "CANE")]
+
+
+BENCHES = {"step": bench_step, "predict": bench_predict, "hierarchical": bench_hierarchical, "cane": bench_cane}
+
+if __name__ == "__main__":
+    run_benches(__doc__, BENCHES)
