@@ -8,7 +8,7 @@ from typing import Callable
 import torch
 
 from .errors import DIVERGED, DataError, Diverged, UsageError
-from .losses import LEARNING_RATES, OPTIMIZERS, SAMPLERS
+from .losses import CANDIDATES, LEARNING_RATES, NOISES, OPTIMIZERS, SAMPLERS
 
 
 def positive(kind: type):
@@ -29,10 +29,10 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str, head: int):
-    """classes: what the classes are called; query: what is asked for one of them; head: the default."""
+def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str, head: int, losses: tuple[str, ...] = ("sampled", "exact")):
+    """classes: what the classes are called; query: what is asked for one of them; head: the default; losses: those on offer."""
     loss = parser.add_argument_group("loss")
-    loss.add_argument("--loss", nargs="+", choices=["sampled", "exact"], default=["sampled"],
+    loss.add_argument("--loss", nargs="+", choices=losses, default=["sampled"],
                       help="several: each in turn, same seed and budget (default: sampled)")
     loss.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=["unigram"],
                       help=f"default: unigram; from midx on they draw for each {query}, the others for the batch; several: the union of their draws")
@@ -46,6 +46,18 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
     loss.add_argument("--head", type=int, default=head,
                       help=f"most frequent {classes}, always scored (default: %(default)s; in_batch has none)")
     loss.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(), default="sampled_softmax", help="default: %(default)s")
+
+
+def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str):
+    cane = parser.add_argument_group("--loss cane")
+    cane.add_argument("--candidates", type=positive(int), default=60,
+                      help=f"{classes} found for each {query} without its target (default: %(default)s)")
+    cane.add_argument("--candidates-from", choices=CANDIDATES, default="routed",
+                      help=f"the best of --subsets subsets of equal frequency; the most frequent {classes}; midx draws (default: %(default)s)")
+    cane.add_argument("--subsets", type=positive(int), default=100, help="default: %(default)s")
+    cane.add_argument("--noises", type=positive(int), default=1, help=f"drawn from the other {classes} (default: %(default)s)")
+    cane.add_argument("--noise", choices=NOISES, default="uniform", help="default: %(default)s; midx not with routed candidates")
+    cane.add_argument("--noise-reduction", choices=["mean_of_logs", "log_of_mean"], default="mean_of_logs", help="default: %(default)s")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int, optimizer: str, note: str = "",

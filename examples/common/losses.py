@@ -11,18 +11,25 @@ from .errors import UsageError
 OPTIMIZERS = {"adam": xs.optim.RowAdam, "sgd": xs.optim.RowSGD, "adagrad": xs.optim.RowAdagrad}
 LEARNING_RATES = {"adam": 2e-3, "sgd": 5.0, "adagrad": 0.02}
 
+CANDIDATES = ["routed", "head", "midx"]
+NOISES = ["uniform", "unigram", "midx"]
 SAMPLERS = ["unigram", "uniform", "log_uniform", "in_batch", "midx", "midx_pq", "lsh", "sphere", "rff"]
 
 
-def build_loss(args: argparse.Namespace, name: str, counts: Tensor, bias: bool, classes: str) -> xs.LinearLoss:
+def build_loss(args: argparse.Namespace, name: str, counts: Tensor, bias: bool, classes: str) -> xs.LinearLoss | xs.BeamTreeLoss:
     """
-    name: "sampled" or "exact"
+    name: "sampled", "exact" or "cane"
     counts: of each class in the training data, falling
     classes: what they are called in an error
     """
     num_classes = len(counts)
     if name == "exact":
         return xs.LinearCrossEntropyLoss(args.width, num_classes, bias=bias)
+    if name == "cane":
+        try:
+            return build_cane(args, counts, bias)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     options = {"estimator": args.estimator, "bias": bias}
     if args.sampler == ["in_batch"]:
         # The candidates are the targets of the step, frequent classes among them: no number to choose, and no head beside them.
@@ -40,6 +47,19 @@ def build_loss(args: argparse.Namespace, name: str, counts: Tensor, bias: bool, 
                                      head_classes=args.head, **options)
     except ValueError as error:  # an option beyond what a sampler takes
         raise UsageError(str(error)) from error
+
+
+def build_cane(args: argparse.Namespace, counts: Tensor, bias: bool) -> xs.CaneLoss | xs.BeamTreeLoss:
+    """Candidates against noises; routed: in a tree of one layer of subsets (CANE paper, section 5)."""
+    noise = build_sampler(args, args.noise, counts)
+    options = {"num_noises": args.noises, "noise_sampler": noise, "noise_reduction": args.noise_reduction, "bias": bias}
+    if args.candidates_from == "routed":
+        tree = xs.LabelTree.from_frequencies(counts.clamp(min=1), args.subsets)
+        return xs.BeamTreeLoss(args.width, tree, num_candidates=args.candidates, routed=True, **options)
+    if args.candidates_from == "head":
+        return xs.CaneLoss(args.width, len(counts), candidates=args.candidates, **options)
+    near = xs.samplers.MidxSampler(len(counts), args.width, codewords=args.codewords, distinct=True, refresh_every=args.refresh_every)
+    return xs.CaneLoss(args.width, len(counts), candidates=near, num_candidates=args.candidates, **options)
 
 
 def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor) -> xs.samplers.Sampler:

@@ -43,7 +43,7 @@ class Run:
     STATE = ("steps", "targets", "train_seconds", "points", "test", "recent", "rng")
     MODULES = ("encoder", "loss", "optimizer")
 
-    def __init__(self, name: str, args: argparse.Namespace, encoder: nn.Module, loss: xs.LinearLoss):
+    def __init__(self, name: str, args: argparse.Namespace, encoder: nn.Module, loss: xs.LinearLoss | xs.BeamTreeLoss):
         """encoder: its `embedding` holds the output layer's rows, but with --untied. Both were made after torch.manual_seed(args.seed)."""
         self.name = name
         self.args = args
@@ -51,9 +51,10 @@ class Run:
         self.encoder = encoder.to(self.device)
         self.loss = loss.to(self.device)
         if not args.untied:
-            self.loss.linear.weight = self.encoder.embedding.weight
-        if self.loss.linear.bias is not None:
-            nn.init.zeros_(self.loss.linear.bias)
+            self.tie()
+        bias = self.table.bias
+        if bias is not None:
+            nn.init.zeros_(bias)
         modules = nn.ModuleList([self.encoder, self.loss])
         self.parameters = list(modules.parameters())  # the tied weight once
         self.optimizer = OPTIMIZERS[args.optimizer](self.parameters, lr=args.lr)
@@ -65,6 +66,15 @@ class Run:
         self.test: dict | None = None
         self.recent = [0.0, 0]  # summed loss and number of targets since the last evaluation
         self.rng = self.rng_state()
+
+    @property
+    def table(self) -> nn.Linear:
+        """The parameters of the output layer: a row a class, or a row an edge of a tree of classes."""
+        return self.loss.linear if isinstance(self.loss, xs.LinearLoss) else self.loss.edges
+
+    def tie(self):
+        """Makes the rows of the classes those of the embedding."""
+        self.table.weight = self.encoder.embedding.weight
 
     def train_loss(self) -> tuple[Tensor, int]:
         raise NotImplementedError

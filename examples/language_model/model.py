@@ -10,6 +10,20 @@ from torch import Tensor, nn
 from common.attention import TransformerLayer
 
 
+class EdgeEmbedding(nn.Module):
+    """An embedding whose rows are those of the edges that end in the classes of a tree."""
+
+    def __init__(self, weight: nn.Parameter, edges: Tensor, sparse: bool):
+        """edges: [num_words], which row is whose."""
+        super().__init__()
+        self.weight = weight
+        self.sparse = sparse
+        self.register_buffer("edges", edges)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(self.edges[ids], self.weight, sparse=self.sparse)
+
+
 class LSTMEncoder(nn.Module):
     """ids [B, T], the state of the previous call (an empty list at the start) -> hidden [B, T, width], the new state."""
 

@@ -1,5 +1,5 @@
 """
-Trains a language model with sampled softmax, with the exact loss, or with each in turn, and compares them by exact perplexity.
+Trains a language model with sampled softmax, CANE, the exact loss, or with each in turn, and compares them by exact perplexity.
 
     python examples/language_model/train.py --loss sampled exact --max-minutes 1.5
 """
@@ -12,14 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import xsoftmax as xs
 from common import training
-from common.arguments import add_file_arguments, add_loss_arguments, add_training_arguments, complete, fraction, positive, report_errors
+from common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments, add_training_arguments, complete, fraction,
+                              positive, report_errors)
 from common.losses import build_loss
 from common.training import Interrupt
 
 import data
 import report
-from model import ENCODERS, Completer, script
+from model import ENCODERS, Completer, EdgeEmbedding, script
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -40,7 +42,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--untied", action="store_true", help="an output layer with rows of its own, not those of the embedding")
     model.add_argument("--stateless", action="store_true", help="start each batch from a zero state instead of the last batch's")
 
-    add_loss_arguments(parser, classes="words", query="word", head=512)
+    add_loss_arguments(parser, classes="words", query="word", head=512, losses=("sampled", "exact", "cane"))
+    add_cane_arguments(parser, classes="words", query="word")
     options = add_training_arguments(parser, epochs=6, batch_size=20, optimizer="adagrad", note=", the fastest start")
     options.add_argument("--bptt", type=positive(int), default=35,
                          help="words a step reads of each of the batch's columns (default: %(default)s)")
@@ -50,6 +53,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     complete(parser, args)
     if args.model == "transformer" and args.width % 4 != 0:
         parser.error(f"--width: expected a multiple of 4, the heads of the transformer, got {args.width}")
+    if args.candidates_from == "routed" and args.noise == "midx":
+        parser.error("--noise midx: expected --candidates-from head or midx, got routed, whose words have no rows of their own")
     return args
 
 
@@ -70,7 +75,7 @@ class Run(training.Run):
     def __init__(self, name: str, corpus: data.Corpus, args: argparse.Namespace):
         torch.manual_seed(args.seed)
         # Sampled: the gradients of embedding and output layer have rows for the words of a step only. Exact: every row has one.
-        encoder = build_encoder(args, len(corpus.words), sparse=name == "sampled")
+        encoder = build_encoder(args, len(corpus.words), sparse=name != "exact")
         loss = build_loss(args, name, corpus.counts, bias=True, classes=f"words of {corpus.name}")
         super().__init__(name, args, encoder, loss)
         self.parts = {
@@ -79,6 +84,16 @@ class Run(training.Run):
         }
         self.epoch_steps = len(self.parts["train"])
         self.recurrent: list[Tensor] = []  # what the encoder carries to the next batch
+
+    def tie(self):
+        if isinstance(self.loss, xs.LinearLoss):
+            super().tie()
+            return
+        words = self.loss.tree.class_node - 1
+        with torch.no_grad():
+            self.table.weight.zero_()
+            self.table.weight[words] = self.encoder.embedding.weight
+        self.encoder.embedding = EdgeEmbedding(self.table.weight, words, self.encoder.embedding.sparse)
 
     def load_state_dict(self, state: dict):
         super().load_state_dict(state)
@@ -119,7 +134,10 @@ class Run(training.Run):
 def save_model(run: Run, corpus: data.Corpus, path: Path):
     encoder = run.encoder.cpu()
     linear = nn.Linear(run.args.width, len(corpus.words))
-    linear.weight, linear.bias = run.loss.linear.weight, run.loss.linear.bias
+    if isinstance(run.loss, xs.LinearLoss):
+        linear.weight, linear.bias = run.loss.linear.weight, run.loss.linear.bias
+    else:
+        linear.weight, linear.bias = (nn.Parameter(part.detach()) for part in run.loss.class_table())
     special = (data.UNKNOWN, data.END_OF_LINE, data.NUMBER)
     script(Completer(encoder, linear.cpu(), corpus.words, corpus.pretokenised, special)).save(str(path))
 

@@ -1,5 +1,6 @@
 """Losses over a class table: used like torch.nn.LinearCrossEntropyLoss, with the same constructor order and the same `.linear`."""
 
+import math
 import warnings
 from typing import NamedTuple, Optional, Union
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._memory import advise_huge_pages, moved_table
-from .samplers import Sampler, make_sampler
+from .samplers import ComplementSampler, Sampler, make_sampler
 
 def _reduction_code(reduction: str) -> int:
     """The code that ops take."""
@@ -18,6 +19,18 @@ def _reduction_code(reduction: str) -> int:
     if reduction != "sum":
         raise ValueError(f"expected reduction to be \"mean\", \"sum\" or \"none\", got {reduction}")
     return 2
+
+
+def reduced_loss(loss: Tensor, target: Tensor, weight: Optional[Tensor], reduction: str, ignore_index: int) -> Tensor:
+    """The losses of queries, [Q], as torch.nn.CrossEntropyLoss puts them together; those of targets [*] that do not count are dropped."""
+    counts = target.reshape(-1) != ignore_index
+    share = counts.to(loss.dtype)
+    if weight is not None:
+        share = torch.where(counts, weight[torch.where(counts, target.reshape(-1), 0)].to(loss.dtype), 0.0)
+    loss = torch.where(counts, loss, 0.0) * share
+    if reduction == "none":
+        return loss.reshape(target.shape)
+    return loss.sum() / share.sum() if reduction == "mean" else loss.sum()
 
 
 class LinearLoss(nn.Module):
@@ -83,8 +96,9 @@ class LinearLoss(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        # What a sampler kept is of no use to a loss without one.
-        unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix + "sampler.")]
+        # What a sampler kept, or a log Z, is of no use to a loss without one.
+        foreign = tuple(prefix + name for name in ("sampler.", "noise.", "candidate_sampler.", "_complement.", "log_z"))
+        unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(foreign)]
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
@@ -193,8 +207,10 @@ class SampledSoftmaxLoss(LinearLoss):
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
             (TensorFlow's form; its gradient is the full one times about M / (M + 1)). Or one that is no estimate of the softmax loss:
             "nce", "negative_sampling", "one_vs_each", "blackout", "importance", or CANE, "cane" and "cane_log_of_mean", whose candidates
-            are the head, and its noise the draws. Their formulas stand with ``xsoftmax::candidate_loss`` in ops.h; none of them takes
-            label_smoothing.
+            are the head, and its noise the draws (see :class:`CaneLoss`). Their formulas stand with ``xsoftmax::candidate_loss`` in ops.h;
+            none of them takes label_smoothing. Or "complementary_sum": "sampled_softmax" with all draws from the classes other than the
+            target, each query its own, by :class:`xsoftmax.samplers.ComplementSampler` (Botev et al., 2017).
+        log_z: of "nce", by which all scores are lowered: a number, or "learned": a parameter of that name, which begins at 0.
         remove_accidental_hits: drop draws that equal the target. False with "sampled_softmax" is Eq. 1 of the MIDX paper, whose gradient
             is the full one times about 1 / (1 + p_y). "ranking", "nce" and CANE keep those among independent draws in any case: without
             them their optimum is not the softmax.
@@ -211,7 +227,7 @@ class SampledSoftmaxLoss(LinearLoss):
 
     def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str], num_samples: int,
                  shared: Optional[bool] = None, estimator: str = "sampled_softmax", remove_accidental_hits: bool = True,
-                 bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100,
+                 log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100,
                  label_smoothing: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True, device=None,
                  dtype=None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
@@ -220,9 +236,9 @@ class SampledSoftmaxLoss(LinearLoss):
             raise TypeError(f"SampledSoftmaxLoss: expected num_samples of type int, got {type(num_samples).__name__}")
         if num_samples < 0:
             raise ValueError(f"SampledSoftmaxLoss: expected num_samples >= 0, got {num_samples}")
-        if estimator not in torch.ops.xsoftmax.estimator_names():
-            raise ValueError(f"SampledSoftmaxLoss: expected estimator to be one of {torch.ops.xsoftmax.estimator_names()}, "
-                             f"got {estimator!r}")
+        names = [*torch.ops.xsoftmax.estimator_names(), "complementary_sum"]
+        if estimator not in names:
+            raise ValueError(f"SampledSoftmaxLoss: expected estimator to be one of {names}, got {estimator!r}")
         if weight is not None and label_smoothing != 0.0:
             raise ValueError("SampledSoftmaxLoss: expected label_smoothing=0 beside class weights: their weighted mean over all classes "
                              f"cannot be had from a sample; got {label_smoothing}")
@@ -251,12 +267,31 @@ class SampledSoftmaxLoss(LinearLoss):
         self.shared = bool(sampler.shared_by_default if shared is None else shared)
         self.sampler.check_num_samples(num_samples, self.shared)
         self.estimator = estimator
-        self._needs_target_count = torch.ops.xsoftmax.estimator_needs_target_count(estimator)
+        self._complement: Optional[ComplementSampler] = None
+        if estimator == "complementary_sum":
+            if shared or head.numel() > 0 or label_smoothing != 0.0:
+                raise ValueError("SampledSoftmaxLoss: expected private draws, head_classes=0 and label_smoothing=0 beside "
+                                 f"estimator=\"complementary_sum\", got shared={shared}, {head.numel()} classes and {label_smoothing}")
+            self.shared = False
+            self.estimator = "sampled_softmax"  # of draws among which there is no target
+            self._complement = ComplementSampler(self.sampler)
+        self._needs_target_count = torch.ops.xsoftmax.estimator_needs_target_count(self.estimator)
+        self._init_log_z(log_z, device)
         self.remove_accidental_hits = remove_accidental_hits
         self.sparse_grad = sparse_grad
         if sampler.proposes_targets and not (self.shared and remove_accidental_hits):
             raise ValueError(f"SampledSoftmaxLoss: expected shared=True and remove_accidental_hits=True for {type(sampler).__name__}, "
                              f"got {self.shared} and {remove_accidental_hits}")
+
+    def _init_log_z(self, log_z: Union[float, str], device) -> None:
+        learned = log_z == "learned"
+        if not learned and (isinstance(log_z, (bool, str)) or not math.isfinite(log_z)):
+            raise ValueError(f"SampledSoftmaxLoss: expected log_z as a finite number or \"learned\", got {log_z!r}")
+        if log_z != 0 and self.estimator != "nce":
+            raise ValueError(f"SampledSoftmaxLoss: expected log_z=0 with estimator={self.estimator!r}, which knows no log Z, got {log_z!r}")
+        self.fixed_log_z = 0.0 if learned else float(log_z)
+        self.register_parameter("log_z", nn.Parameter(torch.zeros((), device=device)) if learned else None)
+        self.log_z: Optional[Tensor]
 
     def _apply(self, fn, recurse=True):
         head = self.head
@@ -289,6 +324,10 @@ class SampledSoftmaxLoss(LinearLoss):
     @torch.jit.export
     def candidates(self, queries: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Candidates:
         """One draw: the head and what the sampler proposes, for ``queries [Q, D]`` and ``target [Q]``, all of them valid ids."""
+        complement = self._complement
+        if complement is not None:
+            drawn = complement.sample(queries.detach(), self.num_samples, target.unsqueeze(1), target, generator)
+            return Candidates(drawn.ids, drawn.log_count, self.head, torch.zeros([0], device=self.head.device), None, 0, 0)
         proposal = self.sampler.sample(queries.detach(), self.num_samples, self.shared, target, generator)
         private_ids: Optional[Tensor] = None
         private_log_count: Optional[Tensor] = None
@@ -328,11 +367,24 @@ class SampledSoftmaxLoss(LinearLoss):
         self.sampler.note(target)
 
     def _loss(self, input: Tensor, target: Tensor, drawn: Candidates) -> Tensor:
-        return torch.ops.xsoftmax.sampled_softmax_loss(
-            input, self.linear.weight, self.linear.bias, target, drawn.private_ids, drawn.shared_ids, drawn.private_log_count,
-            drawn.shared_log_count, drawn.target_log_count, self.weight, self.estimator, self.remove_accidental_hits,
-            drawn.fixed_private, drawn.fixed_shared, _reduction_code(self.reduction), self.ignore_index, self.label_smoothing,
-            self.sparse_grad)
+        private_ids, log_z = drawn.private_ids, self.log_z
+        if log_z is None and self.fixed_log_z == 0.0:
+            return torch.ops.xsoftmax.sampled_softmax_loss(
+                input, self.linear.weight, self.linear.bias, target, private_ids, drawn.shared_ids, drawn.private_log_count,
+                drawn.shared_log_count, drawn.target_log_count, self.weight, self.estimator, self.remove_accidental_hits,
+                drawn.fixed_private, drawn.fixed_shared, _reduction_code(self.reduction), self.ignore_index, self.label_smoothing,
+                self.sparse_grad)
+        known = torch.where(target == self.ignore_index, 0, target).reshape(-1)
+        own = known.unsqueeze(1)
+        if private_ids is not None:
+            own = torch.cat([own, private_ids], 1)
+        scores = torch.ops.xsoftmax.candidate_scores(self._queries(input, target), self.linear.weight, self.linear.bias, own,
+                                                     drawn.shared_ids, self.sparse_grad)
+        scores = scores - (self.fixed_log_z if log_z is None else log_z)
+        loss = torch.ops.xsoftmax.candidate_loss(scores, known, private_ids, drawn.shared_ids, drawn.private_log_count,
+                                                 drawn.shared_log_count, drawn.target_log_count, self.estimator, self.remove_accidental_hits,
+                                                 drawn.fixed_private, drawn.fixed_shared, self.label_smoothing)
+        return reduced_loss(loss, target, self.weight, self.reduction, self.ignore_index)
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", num_samples={self.num_samples}, shared={self.shared}"

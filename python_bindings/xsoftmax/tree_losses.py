@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .cane import check_count, estimator_of, noise_outside
 from .label_tree import LabelTree
-from .losses import _make_linear, _reduction_code
+from .losses import _make_linear, _reduction_code, reduced_loss
 from .samplers import Sampler
 
 
@@ -52,17 +52,7 @@ class TreeLoss(nn.Module):
         return input.unsqueeze(0).flatten(0, -2)
 
     def _reduced(self, loss: Tensor, target: Tensor) -> Tensor:
-        """loss [Q]: of targets that do not count it is dropped."""
-        counts = target.reshape(-1) != self.ignore_index
-        weight = self.weight
-        if weight is None:
-            share = counts.to(loss.dtype)
-        else:
-            share = torch.where(counts, weight[torch.where(counts, target.reshape(-1), 0)].to(loss.dtype), 0.0)
-        loss = torch.where(counts, loss, 0.0) * share
-        if self.reduction == "none":
-            return loss.reshape(target.shape)
-        return loss.sum() / share.sum() if self.reduction == "mean" else loss.sum()
+        return reduced_loss(loss, target, self.weight, self.reduction, self.ignore_index)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}"
@@ -186,7 +176,10 @@ class BeamTreeLoss(TreeLoss):
 
     def _class_scores(self, queries: Tensor) -> Tensor:
         """[Q, N]"""
-        edges = self.edges(queries)
+        return self._along_paths(self.edges(queries))
+
+    def _along_paths(self, edges: Tensor) -> Tensor:
+        """Something of each edge, [Q, E], summed along the path to each class: [Q, N]."""
         above, end = edges.new_zeros([edges.size(0), 1]), 1
         before = 0
         nodes = [above]
@@ -195,6 +188,31 @@ class BeamTreeLoss(TreeLoss):
             nodes.append(above)
             before, end = end, end + size
         return torch.cat(nodes, 1).index_select(1, self.tree.class_node)
+
+    @torch.no_grad()
+    @torch.jit.unused
+    def balance(self) -> None:
+        """Moves what the children of a node have in common to the edge above it: their mean, from the leaves up. No score changes, so the
+        loss does not either; but a beam that has come to a node then sees the mean score of what is below, and loses fewer good classes.
+        O(E D): call it every few hundred steps. An optimizer's averages stay as they are."""
+        begins = [1 + sum(self.layer_sizes[:layer]) for layer in range(len(self.layer_sizes))]
+        layers = list(zip(self.layer_sizes, begins))
+        for table in self.edges.parameters():
+            for (above_size, above_begin), (size, begin) in zip(layers[-2::-1], layers[:0:-1]):
+                group = self.tree.parent[begin : begin + size] - above_begin
+                own = table[begin - 1 : begin - 1 + size]
+                count = torch.bincount(group, minlength=above_size).clamp(min=1).to(table.dtype)
+                mean = torch.zeros_like(table[:above_size]).index_add_(0, group, own)
+                mean /= count.view(-1, *[1] * (table.dim() - 1))
+                own -= mean.index_select(0, group)
+                table[above_begin - 1 : above_begin - 1 + above_size] += mean
+
+    @torch.jit.export
+    def class_table(self) -> tuple[Tensor, Optional[Tensor]]:
+        """The same scores as a plain table: weight [N, D] and bias [N] of `F.linear(input, weight, bias) == self.scores(input)`."""
+        weight = self._along_paths(self.edges.weight.t()).t()
+        bias = self.edges.bias
+        return weight, bias if bias is None else self._along_paths(bias.unsqueeze(0)).squeeze(0)
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:

@@ -350,6 +350,21 @@ def test_scores_exact_and_topk(tree):
     assert loss.predict(input).shape == (2, 3)
 
 
+@pytest.mark.parametrize("tree", TREES)
+def test_class_table_and_balance(tree):
+    """Balanced edges give the same scores; the children of a node that is not the root then sum to zero."""
+    tree = TREES[tree]
+    loss, input = make_tree_loss(tree, bias=True), torch.randn(7, 5, dtype=torch.float64)
+    torch.nn.init.normal_(loss.edges.bias)
+    want = loss.scores(input)
+    torch.testing.assert_close(F.linear(input, *loss.class_table()), want)
+    loss.balance()
+    torch.testing.assert_close(loss.scores(input), want)
+    for node in range(1, tree.num_nodes):
+        children = slice(int(tree.first_child[node]) - 1, int(tree.first_child[node + 1]) - 1)
+        assert loss.edges.weight[children].sum(0).abs().max() < 1e-12 and loss.edges.bias[children].sum().abs() < 1e-12
+
+
 def test_beam_tree_learns():
     """Classes in clusters, the tree built of their centres: coverage and accuracy rise; a step's gradient has a static number of rows."""
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -111,6 +112,77 @@ def test_is_the_functional_op_on_the_samplers_draws(estimator, remove, shared):
     want = torch.ops.xsoftmax.sampled_softmax_loss(input, loss.linear.weight, loss.linear.bias, target, *sets, target_count, None,
                                                    estimator, remove, 0, 12 if shared else 4)
     assert torch.equal(got, want) and got.isfinite()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("log_z", [2.5, "learned"])
+def test_nce_with_a_log_z(log_z, shared, reduction):
+    """All scores are lowered by it; a learned one has the gradient of that."""
+    loss = sampled(bias=True, estimator="nce", shared=shared, head_classes=4, log_z=log_z, reduction=reduction, weight=torch.linspace(0.5, 2, N))
+    value = torch.tensor(2.5, requires_grad=True)
+    if log_z == "learned":
+        torch.nn.init.constant_(loss.log_z, 2.5)
+    else:
+        assert loss.log_z is None
+    input, target = batch(6, ignored=1)
+    got = loss(input, target, torch.Generator().manual_seed(5))
+    drawn = loss.candidates(input, target.clamp_min(0), torch.Generator().manual_seed(5))
+    own = target.clamp_min(0)[:, None] if shared else torch.cat([target.clamp_min(0)[:, None], drawn.private_ids], 1)
+    scores = torch.ops.xsoftmax.candidate_scores(input, loss.linear.weight, loss.linear.bias, own, drawn.shared_ids) - value
+    parts = torch.ops.xsoftmax.candidate_loss(scores, target.clamp_min(0), drawn.private_ids, drawn.shared_ids, drawn.private_log_count,
+                                              drawn.shared_log_count, drawn.target_log_count, "nce", True, drawn.fixed_private,
+                                              drawn.fixed_shared)
+    share = torch.where(target >= 0, loss.weight[target.clamp_min(0)], 0.0)
+    want = {"none": parts * share, "sum": (parts * share).sum(), "mean": (parts * share).sum() / share.sum()}[reduction]
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+    if log_z == "learned":
+        torch.testing.assert_close(loss.log_z.grad, torch.autograd.grad(want.sum(), value)[0])
+    other = sampled(bias=True)
+    assert other.load_state_dict({k: v for k, v in loss.state_dict().items() if k != "weight"}).unexpected_keys == []
+
+
+def test_a_learned_log_z_finds_the_normaliser():
+    """Of a table that stays as it is: the optimum of NCE over log Z alone."""
+    torch.manual_seed(0)
+    loss = sampled(estimator="nce", shared=False, num_samples=30, log_z="learned")
+    input = torch.randn(4000, D)
+    with torch.no_grad():
+        logits = loss.linear(input)
+        logits += 3.0 - logits.logsumexp(1, keepdim=True)  # the same normaliser for all
+        target = torch.multinomial(logits.exp(), 1).squeeze(1)
+        ids = torch.cat([target[:, None], torch.randint(N, (4000, 30))], 1)
+    optimizer, count = torch.optim.Adam([loss.log_z], lr=0.1), torch.full((4000, 30), math.log(30 / N))
+    for _ in range(150):
+        optimizer.zero_grad()
+        scores = logits.gather(1, ids) - loss.log_z
+        torch.ops.xsoftmax.candidate_loss(scores, target, ids[:, 1:].contiguous(), None, count, None, count[:, 0].contiguous(),
+                                          "nce").mean().backward()
+        optimizer.step()
+    assert loss.log_z.item() == pytest.approx(3.0, abs=0.05)
+
+
+def test_complementary_sum():
+    """Draws from all classes but the target; the sum over those is estimated without bias (Botev et al., 2017)."""
+    loss = sampled(bias=True, estimator="complementary_sum", num_samples=3, reduction="none",
+                   sampler=xs.samplers.UnigramSampler(torch.arange(1, N + 1)))
+    assert not loss.shared
+    input, target = batch(1)
+    many, targets = input.detach().expand(20_000, D), target.expand(20_000)
+    drawn = loss.candidates(many, targets)
+    assert (drawn.private_ids != target).all() and drawn.private_ids.shape == (20_000, 3)
+    torch.manual_seed(1)
+    drawn = loss.candidates(many, targets)
+    torch.manual_seed(1)
+    got = loss(many, targets)
+    scores = loss.linear(input)[0]
+    weights = (scores[drawn.private_ids] - drawn.private_log_count).exp().sum(1)
+    torch.testing.assert_close(got, (scores[target].exp() + weights).log() - scores[target])
+    rest = scores.exp().sum() - scores[target].exp()
+    assert abs(weights.mean() - rest) < 4.5 * weights.std() / 20_000**0.5
+    got.sum().backward()
+    assert loss.linear.weight.grad.is_sparse
 
 
 @pytest.mark.parametrize("estimator", ["sampled_softmax", "ranking"])
@@ -306,6 +378,7 @@ def test_state_dict():
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss)), roundtrip, scripted],
                          ids=["deepcopy", "pickle", "torch.save", "TorchScript"])
 @pytest.mark.parametrize("kwargs", [dict(), dict(shared=False, sampler="log_uniform", bias=True), dict(head_classes=3, estimator="ranking"),
+                                    dict(estimator="nce", log_z="learned"), dict(estimator="nce", log_z=2.0), dict(estimator="complementary_sum"),
                                     dict(sampler="in_batch", weight=torch.linspace(0.1, 2, N), reduction="sum"),
                                     dict(sampler="log_uniform", head_classes=torch.tensor([5, 1]), label_smoothing=0.1)], ids=str)
 def test_copies_equal_the_original(kwargs, clone):
@@ -448,6 +521,11 @@ def test_extra_repr():
     (dict(sampler=xs.samplers.UnionSampler((xs.samplers.LogUniformSampler(N), N - 2), (xs.samplers.MidxSampler(N, D), 4)), head_classes=3),
      ValueError, f"StaticSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
     (dict(estimator="nce2"), ValueError, r"expected estimator to be one of \['sampled_softmax', 'ranking', .*got 'nce2'"),
+    (dict(log_z=1.0), ValueError, "expected log_z=0 with estimator='sampled_softmax', which knows no log Z, got 1.0"),
+    (dict(log_z="free", estimator="nce"), ValueError, 'expected log_z as a finite number or "learned", got \'free\''),
+    (dict(log_z=float("inf"), estimator="nce"), ValueError, "expected log_z as a finite number"),
+    (dict(estimator="complementary_sum", shared=True), ValueError, "expected private draws, head_classes=0 and label_smoothing=0"),
+    (dict(estimator="complementary_sum", head_classes=3), ValueError, "expected private draws, head_classes=0 and label_smoothing=0"),
     (dict(reduction="max"), ValueError, "expected reduction to be \"mean\", \"sum\" or \"none\", got max"),
     (dict(label_smoothing=1.1), ValueError, r"expected label_smoothing in \[0, 1\], got 1.1"),
     (dict(weight=torch.ones(N), label_smoothing=0.1), ValueError, "expected label_smoothing=0 beside class weights"),
