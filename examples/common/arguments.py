@@ -8,7 +8,7 @@ from typing import Callable
 import torch
 
 from .errors import DIVERGED, DataError, Diverged, UsageError
-from .losses import CANDIDATES, LEARNING_RATES, NOISES, OPTIMIZERS, SAMPLERS
+from .losses import LEARNING_RATES, NOISES, OPTIMIZERS, SAMPLERS
 
 
 def positive(kind: type):
@@ -29,11 +29,12 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str, head: int, losses: tuple[str, ...] = ("sampled", "exact")):
-    """classes: what the classes are called; query: what is asked for one of them; head: the default; losses: those on offer."""
+def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str, head: int, losses: tuple[str, ...] = ("sampled", "exact"),
+                       default: str = "sampled"):
+    """classes: what the classes are called; query: what is asked for one of them; head: the default; losses: those on offer, and the default."""
     loss = parser.add_argument_group("loss")
-    loss.add_argument("--loss", nargs="+", choices=losses, default=["sampled"],
-                      help="several: each in turn, same seed and budget (default: sampled)")
+    loss.add_argument("--loss", nargs="+", choices=losses, default=[default],
+                      help=f"several: each in turn, same seed and budget (default: {default})")
     loss.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=["unigram"],
                       help=f"default: unigram; from midx on they draw for each {query}, the others for the batch; several: the union of their draws")
     loss.add_argument("--samples", nargs="+", type=positive(int), default=[512], metavar="M",
@@ -48,15 +49,19 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
     loss.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(), default="sampled_softmax", help="default: %(default)s")
 
 
-def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str):
+def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str, sources: tuple[str, ...], candidates: int):
+    """sources: of candidates, the default first; candidates: the default."""
     cane = parser.add_argument_group("--loss cane")
-    cane.add_argument("--candidates", type=positive(int), default=60,
+    cane.add_argument("--candidates", type=positive(int), default=candidates,
                       help=f"{classes} found for each {query} without its target (default: %(default)s)")
-    cane.add_argument("--candidates-from", choices=CANDIDATES, default="routed",
-                      help=f"the best of --subsets subsets of equal frequency; the most frequent {classes}; midx draws (default: %(default)s)")
-    cane.add_argument("--subsets", type=positive(int), default=100, help="default: %(default)s")
+    meaning = {"beam": "by a beam search in a tree", "routed": "the best of --subsets subsets of equal frequency",
+               "head": f"the most frequent {classes}", "midx": "midx draws"}
+    cane.add_argument("--candidates-from", choices=sources, default=sources[0],
+                      help="; ".join(f"{source}: {meaning[source]}" for source in sources) + " (default: %(default)s)")
+    if "routed" in sources:
+        cane.add_argument("--subsets", type=positive(int), default=100, help="default: %(default)s")
     cane.add_argument("--noises", type=positive(int), default=1, help=f"drawn from the other {classes} (default: %(default)s)")
-    cane.add_argument("--noise", choices=NOISES, default="uniform", help="default: %(default)s; midx not with routed candidates")
+    cane.add_argument("--noise", choices=NOISES, default="uniform", help="default: %(default)s; midx with candidates from head or midx only")
     cane.add_argument("--noise-reduction", choices=["mean_of_logs", "log_of_mean"], default="mean_of_logs", help="default: %(default)s")
 
 
@@ -106,6 +111,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
         parser.error("--sampler: in_batch, whose candidates are the targets, stands alone")
     if args.private and len(args.sampler) > 1:
         parser.error("--private: expected one sampler, got a union, in which each draws as suits it")
+    if "noise" in args and args.noise == "midx" and args.candidates_from in ("beam", "routed"):
+        parser.error(f"--noise midx: expected --candidates-from head or midx, got {args.candidates_from}, whose classes have no rows of their own")
     if args.head < 0:
         parser.error(f"--head: expected 0 or more, got {args.head}")
 

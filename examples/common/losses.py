@@ -11,29 +11,35 @@ from .errors import UsageError
 OPTIMIZERS = {"adam": xs.optim.RowAdam, "sgd": xs.optim.RowSGD, "adagrad": xs.optim.RowAdagrad}
 LEARNING_RATES = {"adam": 2e-3, "sgd": 5.0, "adagrad": 0.02}
 
-CANDIDATES = ["routed", "head", "midx"]
 NOISES = ["uniform", "unigram", "midx"]
 SAMPLERS = ["unigram", "uniform", "log_uniform", "in_batch", "midx", "midx_pq", "lsh", "sphere", "rff"]
 
 
-def build_loss(args: argparse.Namespace, name: str, counts: Tensor, bias: bool, classes: str) -> xs.LinearLoss | xs.BeamTreeLoss:
+Loss = xs.LinearLoss | xs.BeamTreeLoss | xs.HierarchicalSoftmaxLoss
+
+
+def build_loss(args: argparse.Namespace, name: str, counts: Tensor, dim: int, bias: bool, classes: str, tree: xs.LabelTree | None = None) -> Loss:
     """
-    name: "sampled", "exact" or "cane"
-    counts: of each class in the training data, falling
+    name: "sampled", "exact", "cane" or "hierarchical"
+    counts: of each class in the training data; falling, where there is a head
+    dim: the width of a query
     classes: what they are called in an error
+    tree: of the classes, for hierarchical, and for cane with a beam
     """
     num_classes = len(counts)
     if name == "exact":
-        return xs.LinearCrossEntropyLoss(args.width, num_classes, bias=bias)
+        return xs.LinearCrossEntropyLoss(dim, num_classes, bias=bias)
+    if name == "hierarchical":
+        return xs.HierarchicalSoftmaxLoss(dim, tree, bias=bias)
     if name == "cane":
         try:
-            return build_cane(args, counts, bias)
+            return build_cane(args, counts, dim, bias, tree)
         except ValueError as error:
             raise UsageError(str(error)) from error
     options = {"estimator": args.estimator, "bias": bias}
     if args.sampler == ["in_batch"]:
         # The candidates are the targets of the step, frequent classes among them: no number to choose, and no head beside them.
-        return xs.SampledSoftmaxLoss(args.width, num_classes, sampler="in_batch", num_samples=0, **options)
+        return xs.SampledSoftmaxLoss(dim, num_classes, sampler="in_batch", num_samples=0, **options)
     if args.head + max(args.samples) > num_classes:
         raise UsageError(
             f"--head {args.head} and --samples {max(args.samples)} together exceed the {num_classes} {classes}: "
@@ -41,35 +47,37 @@ def build_loss(args: argparse.Namespace, name: str, counts: Tensor, bias: bool, 
         )
     shared = False if args.private else None  # None: as suits the sampler
     try:
-        samplers = [build_sampler(args, kind, counts) for kind in args.sampler]
+        samplers = [build_sampler(args, kind, counts, dim) for kind in args.sampler]
         sampler = samplers[0] if len(samplers) == 1 else xs.samplers.UnionSampler(*zip(samplers, args.samples))
-        return xs.SampledSoftmaxLoss(args.width, num_classes, sampler=sampler, num_samples=args.samples[0], shared=shared,
+        return xs.SampledSoftmaxLoss(dim, num_classes, sampler=sampler, num_samples=args.samples[0], shared=shared,
                                      head_classes=args.head, **options)
     except ValueError as error:  # an option beyond what a sampler takes
         raise UsageError(str(error)) from error
 
 
-def build_cane(args: argparse.Namespace, counts: Tensor, bias: bool) -> xs.CaneLoss | xs.BeamTreeLoss:
+def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool, tree: xs.LabelTree | None) -> xs.CaneLoss | xs.BeamTreeLoss:
     """Candidates against noises; routed: in a tree of one layer of subsets (CANE paper, section 5)."""
-    noise = build_sampler(args, args.noise, counts)
+    noise = build_sampler(args, args.noise, counts, dim)
     options = {"num_noises": args.noises, "noise_sampler": noise, "noise_reduction": args.noise_reduction, "bias": bias}
+    if args.candidates_from == "beam":
+        return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, **options)
     if args.candidates_from == "routed":
         tree = xs.LabelTree.from_frequencies(counts.clamp(min=1), args.subsets)
-        return xs.BeamTreeLoss(args.width, tree, num_candidates=args.candidates, routed=True, **options)
+        return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, routed=True, **options)
     if args.candidates_from == "head":
-        return xs.CaneLoss(args.width, len(counts), candidates=args.candidates, **options)
-    near = xs.samplers.MidxSampler(len(counts), args.width, codewords=args.codewords, distinct=True, refresh_every=args.refresh_every)
-    return xs.CaneLoss(args.width, len(counts), candidates=near, num_candidates=args.candidates, **options)
+        return xs.CaneLoss(dim, len(counts), candidates=args.candidates, **options)
+    near = xs.samplers.MidxSampler(len(counts), dim, codewords=args.codewords, distinct=True, refresh_every=args.refresh_every)
+    return xs.CaneLoss(dim, len(counts), candidates=near, num_candidates=args.candidates, **options)
 
 
-def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor) -> xs.samplers.Sampler:
+def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor, dim: int) -> xs.samplers.Sampler:
     num_classes = len(counts)
     if kind == "unigram":
         # At least 1: a class that training never shows, and validation may, is one to be drawn too.
         return xs.samplers.UnigramSampler(counts.clamp(min=1), power=0.75)
     if kind in ("midx", "midx_pq"):
-        return xs.samplers.MidxSampler(num_classes, args.width, kind="pq" if kind == "midx_pq" else "rq", codewords=args.codewords,
+        return xs.samplers.MidxSampler(num_classes, dim, kind="pq" if kind == "midx_pq" else "rq", codewords=args.codewords,
                                        distinct=True if args.distinct else None, refresh_every=args.refresh_every)
     if kind in ("lsh", "sphere", "rff"):
-        return xs.samplers.make_sampler(kind, num_classes, dim=args.width, refresh_every=args.refresh_every)
+        return xs.samplers.make_sampler(kind, num_classes, dim=dim, refresh_every=args.refresh_every)
     return xs.samplers.make_sampler(kind, num_classes)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import xsoftmax as xs
 
 from .errors import Diverged, UsageError
-from .losses import OPTIMIZERS
+from .losses import OPTIMIZERS, Loss
 
 # What may differ between the run that wrote a checkpoint and the run that resumes it: the rest decides the weights.
 FREE_ARGUMENTS = {"eval_minutes", "eval_epochs", "threads", "checkpoint", "resume", "output", "loss", "patience"}
@@ -43,7 +43,7 @@ class Run:
     STATE = ("steps", "targets", "train_seconds", "points", "test", "recent", "rng")
     MODULES = ("encoder", "loss", "optimizer")
 
-    def __init__(self, name: str, args: argparse.Namespace, encoder: nn.Module, loss: xs.LinearLoss | xs.BeamTreeLoss):
+    def __init__(self, name: str, args: argparse.Namespace, encoder: nn.Module, loss: Loss):
         """encoder: its `embedding` holds the output layer's rows, but with --untied. Both were made after torch.manual_seed(args.seed)."""
         self.name = name
         self.args = args
@@ -256,9 +256,9 @@ def load_checkpoint(path: Path, fingerprint: int, args: argparse.Namespace, data
     saved, trained_on, runs = read_checkpoint(path, "--resume")
     free = FREE_ARGUMENTS | (BUDGET_ARGUMENTS if args.schedule == "constant" else set())
     for key, value in plain(args).items():
-        if key not in free and saved.get(key) != value:
+        if key not in free and key in saved and saved[key] != value:  # an option that is younger than the checkpoint decides nothing
             option = key.replace("_", "-")
-            raise UsageError(f"--resume: the checkpoint was written with --{option} {saved.get(key)}, and this run has {value}")
+            raise UsageError(f"--resume: the checkpoint was written with --{option} {saved[key]}, and this run has {value}")
     if trained_on != fingerprint:
         raise UsageError(f"--resume: {data} is not what the checkpoint was trained on")
     return runs

@@ -90,7 +90,7 @@ def compare(args: argparse.Namespace) -> int:
     for kind in tqdm(args.sampler, disable=not sys.stderr.isatty()):
         torch.manual_seed(args.seed)
         options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct, refresh_every=0, width=linear.in_features)
-        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=build_sampler(options, kind, corpus.counts), num_samples=args.samples,
+        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=build_sampler(options, kind, corpus.counts, linear.in_features), num_samples=args.samples,
                                                  shared=False, head_classes=args.head, estimator=args.estimator)
         loss.sampler.refresh(linear.weight, linear.bias)
         report = xs.diagnose(loss, queries, target, draws=args.draws)

@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--stateless", action="store_true", help="start each batch from a zero state instead of the last batch's")
 
     add_loss_arguments(parser, classes="words", query="word", head=512, losses=("sampled", "exact", "cane"))
-    add_cane_arguments(parser, classes="words", query="word")
+    add_cane_arguments(parser, classes="words", query="word", sources=("routed", "head", "midx"), candidates=60)
     options = add_training_arguments(parser, epochs=6, batch_size=20, optimizer="adagrad", note=", the fastest start")
     options.add_argument("--bptt", type=positive(int), default=35,
                          help="words a step reads of each of the batch's columns (default: %(default)s)")
@@ -53,8 +53,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     complete(parser, args)
     if args.model == "transformer" and args.width % 4 != 0:
         parser.error(f"--width: expected a multiple of 4, the heads of the transformer, got {args.width}")
-    if args.candidates_from == "routed" and args.noise == "midx":
-        parser.error("--noise midx: expected --candidates-from head or midx, got routed, whose words have no rows of their own")
     return args
 
 
@@ -76,7 +74,7 @@ class Run(training.Run):
         torch.manual_seed(args.seed)
         # Sampled: the gradients of embedding and output layer have rows for the words of a step only. Exact: every row has one.
         encoder = build_encoder(args, len(corpus.words), sparse=name != "exact")
-        loss = build_loss(args, name, corpus.counts, bias=True, classes=f"words of {corpus.name}")
+        loss = build_loss(args, name, corpus.counts, args.width, bias=True, classes=f"words of {corpus.name}")
         super().__init__(name, args, encoder, loss)
         self.parts = {
             split: data.Batches(getattr(corpus, split), args.batch_size, args.bptt, self.device)

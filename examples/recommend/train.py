@@ -80,7 +80,7 @@ class Run(training.Run):
         torch.manual_seed(args.seed)
         # Sampled: the gradients of embedding and output layer have rows for the items of a step only. Exact: every row has one.
         encoder = build_encoder(args, len(dataset.items), sparse=name == "sampled")
-        loss = build_loss(args, name, dataset.counts, bias=args.bias, classes=f"items of {dataset.name}")
+        loss = build_loss(args, name, dataset.counts, args.width, bias=args.bias, classes=f"items of {dataset.name}")
         super().__init__(name, args, encoder, loss)
         self.train_part = data.Batches(dataset.train, args.batch_size, args.max_length, args.unordered, args.seed, self.device)
         self.epoch_steps = len(self.train_part)
