@@ -1,0 +1,265 @@
+"""Classifiers of given features with many classes: the exact softmax, CANE, NCE, BlackOut, hierarchical softmax, and Vowpal Wabbit's trees.
+
+    python benchmarks/classifiers.py --features features.pt --out out/omniglot       # of examples/image_classes/features.py
+    python benchmarks/classifiers.py --gaussians 10000 --out out/gaussians           # generated: classes in clusters
+    python benchmarks/classifiers.py --delicious delicious.arff --out out/delicious  # the rarest label of each document
+
+As in the CANE paper, section 7.1: only the last layer is trained. For each method the learning rate with the best validation accuracy after
+--search-epochs trains for --epochs. The times are those of the long runs, one after another on --threads threads; test time is that of
+finding the best class of every test row. Coverage: test targets among the candidates of the beam. Every run is kept in --out, and not made
+again. --vw-python names an interpreter that has vowpalwabbit, for its rivals, which take the same passes over the same features.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+import xsoftmax as xs
+from timing import machine, print_table
+
+BATCH = 100
+
+
+@dataclass
+class Problem:
+    name: str
+    classes: int
+    x: dict[str, Tensor]  # of "train", "valid", "test": float32 [n, D]
+    y: dict[str, Tensor]  # int64 [n]
+
+    def means(self) -> Tensor:
+        total = torch.zeros(self.classes, self.x["train"].shape[1]).index_add_(0, self.y["train"], self.x["train"])
+        return total / torch.bincount(self.y["train"], minlength=self.classes).clamp(min=1).unsqueeze(1)
+
+
+def gaussians(classes: int, dim: int = 64, clusters: int = 100, seed: int = 0) -> Problem:
+    """Classes around the centres of clusters, rows around the centres of classes: 10 of each class to train, 1 to validate, 2 to test."""
+    random = torch.Generator().manual_seed(seed)
+    centres = torch.randn(clusters, dim, generator=random)[torch.randint(clusters, (classes,), generator=random)]
+    centres = centres + 0.5 * torch.randn(classes, dim, generator=random)
+    x, y = {}, {}
+    for split, count in (("train", 10), ("valid", 1), ("test", 2)):
+        y[split] = torch.arange(classes).repeat(count)[torch.randperm(classes * count, generator=random)]
+        x[split] = centres[y[split]] + 0.3 * torch.randn(len(y[split]), dim, generator=random)
+    return Problem(f"{classes:,} Gaussians in {clusters} clusters, D {dim}, seed {seed}", classes, x, y)
+
+
+def delicious(path: str, seed: int = 0) -> Problem:
+    """Mulan's sparse ARFF: 500 binary features, then the labels; of each document its rarest label. A tenth to validate, a fifth to test."""
+    rows, columns, labels, document, in_data = [], [], [], 0, False
+    for line in Path(path).read_text().splitlines():
+        line = line.strip()
+        in_data = in_data or line.lower() == "@data"
+        if not (in_data and line.startswith("{")):
+            continue
+        indices = [int(pair.split()[0]) for pair in line.strip("{}").split(",") if pair.strip()]
+        if max(indices, default=0) < 500:
+            continue
+        rows += [document] * sum(i < 500 for i in indices)
+        columns += [i for i in indices if i < 500]
+        labels.append([i - 500 for i in indices if i >= 500])
+        document += 1
+    counts = torch.bincount(torch.tensor([label for found in labels for label in found]))
+    rarest = torch.tensor([min(found, key=lambda label: (int(counts[label]), label)) for found in labels])
+    known, target = rarest.unique(return_inverse=True)
+    features = torch.zeros(document, 500)
+    features[rows, columns] = 1.0
+    features /= features.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    order = torch.randperm(document, generator=torch.Generator().manual_seed(seed))
+    parts = {"valid": order[: document // 10], "test": order[document // 10 : document * 3 // 10], "train": order[document * 3 // 10 :]}
+    return Problem(f"Delicious, the rarest label, split with seed {seed}", len(known), {k: features[v] for k, v in parts.items()},
+                   {k: target[v] for k, v in parts.items()})
+
+
+def from_file(path: str) -> Problem:
+    found = torch.load(path, weights_only=True)
+    scale = found["train"]["x"].norm(dim=1).mean()  # rows of a norm about 1, as the others
+    classes = 1 + max(int(part["y"].max()) for part in found.values())
+    return Problem(path, classes, {k: part["x"] / scale for k, part in found.items()}, {k: part["y"] for k, part in found.items()})
+
+
+def methods(problem: Problem) -> dict[str, Callable[[], torch.nn.Module]]:
+    dim, classes = problem.x["train"].shape[1], problem.classes
+    counts = torch.bincount(problem.y["train"], minlength=classes).clamp(min=1)
+
+    def tree() -> xs.LabelTree:
+        return xs.LabelTree.from_vectors(problem.means(), 10, generator=torch.Generator().manual_seed(0))
+
+    def rival(estimator: str) -> xs.SampledSoftmaxLoss:
+        return xs.SampledSoftmaxLoss(dim, classes, sampler=xs.samplers.UnigramSampler(counts, power=1.0), num_samples=10, shared=False,
+                                     estimator=estimator, bias=True)
+
+    found = {"softmax": lambda: xs.LinearCrossEntropyLoss(dim, classes, bias=True)}
+    for candidates in (1, 5, 9):
+        found[f"CANE {candidates}v{10 - candidates}"] = lambda c=candidates: xs.BeamTreeLoss(dim, tree(), num_candidates=c, num_noises=10 - c,
+                                                                                           bias=True)
+    found |= {"NCE-10": lambda: rival("nce"), "BlackOut-10": lambda: rival("blackout"),
+              "hierarchical softmax": lambda: xs.HierarchicalSoftmaxLoss(dim, tree(), bias=True)}
+    return found
+
+
+def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs: int, balance: int) -> dict:
+    """Figures of one run: the learning rate falls to 0 along a cosine."""
+    torch.manual_seed(0)
+    loss = make()
+    if isinstance(loss, xs.SampledSoftmaxLoss):
+        torch.nn.init.zeros_(loss.linear.weight)  # NCE with log Z = 0 begins where all classes are alike
+        torch.nn.init.constant_(loss.linear.bias, -math.log(problem.classes))
+    optimizer = xs.optim.RowAdam(loss.parameters(), lr=lr)
+    x, y, steps, seconds, curve = problem.x["train"], problem.y["train"], 0, 0.0, []
+    total = epochs * (len(y) // BATCH)
+    for _ in range(epochs):
+        loss.train()
+        start = time.perf_counter()
+        for some in torch.randperm(len(y)).split(BATCH)[: len(y) // BATCH]:
+            optimizer.param_groups[0]["lr"] = lr * (0.5 + 0.5 * math.cos(math.pi * steps / total))
+            optimizer.zero_grad(set_to_none=True)
+            loss(x[some], y[some]).backward()
+            optimizer.step()
+            steps += 1
+            if balance and steps % balance == 0 and isinstance(loss, xs.BeamTreeLoss):
+                loss.balance()
+        optimizer.flush()
+        seconds += time.perf_counter() - start
+        curve.append(accuracy(loss, problem, "valid")[0])
+    top1, top5, test_seconds = accuracy(loss, problem, "test")
+    figures = {"valid": curve[-1], "test": top1, "top5": top5, "train_seconds": seconds, "test_seconds": test_seconds, "curve": curve}
+    if isinstance(loss, xs.BeamTreeLoss):
+        figures["coverage"] = xs.metrics.coverage(loss.candidates(problem.x["test"]), problem.y["test"])
+    return figures
+
+
+@torch.no_grad()
+def accuracy(loss: torch.nn.Module, problem: Problem, split: str) -> tuple[float, float, float]:
+    """Of the best class, of the best five; and the seconds that finding the best took."""
+    loss.eval()
+    start = time.perf_counter()
+    best = torch.cat([loss.predict(part) for part in problem.x[split].split(1000)])
+    seconds = time.perf_counter() - start
+    five = torch.cat([loss.topk(part, min(5, problem.classes))[1] for part in problem.x[split].split(1000)])
+    target = problem.y[split]
+    return (best == target).double().mean().item(), (five == target.unsqueeze(1)).any(1).double().mean().item(), seconds
+
+
+VOWPAL = {"VW recall tree": "--recall_tree {classes}", "VW LOMTree": "--log_multi {classes}", "VW filter tree": "--ect {classes}"}
+VOWPAL_PROGRAM = """
+import json, sys, time, torch
+from vowpalwabbit import Workspace
+path, options, lr, epochs = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+found = torch.load(path, weights_only=True)
+vw = Workspace(f"{options} --quiet -l {lr} --power_t 0.25 --loss_function logistic -b 22", enable_logging=False)
+def lines(split):
+    for row, label in zip(found[split]["x"], found[split]["y"].tolist()):
+        used = row.nonzero().flatten()
+        yield f"{label + 1} | " + " ".join(f"{i}:{v:.4g}" for i, v in zip(used.tolist(), row[used].tolist()))
+text = {split: list(lines(split)) for split in ("train", "valid", "test")}
+def accuracy(split):
+    hits = sum(vw.predict(line) == label + 1 for line, label in zip(text[split], found[split]["y"].tolist()))
+    return hits / len(text[split])
+start = time.perf_counter()
+for _ in range(epochs):
+    for line in text["train"]:
+        vw.learn(line)
+seconds = time.perf_counter() - start
+valid = accuracy("valid")
+start = time.perf_counter()
+test = accuracy("test")
+print(json.dumps({"valid": valid, "test": test, "train_seconds": seconds, "test_seconds": time.perf_counter() - start}))
+"""
+
+
+def vowpal(problem: Problem, python: str, options: str, lr: float, epochs: int, out: Path) -> dict:
+    file = out / "problem.pt"
+    if not file.is_file():
+        torch.save({split: {"x": problem.x[split], "y": problem.y[split]} for split in problem.x}, file)
+    command = [python, "-c", VOWPAL_PROGRAM, str(file), options.format(classes=problem.classes), str(lr), str(epochs)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def plot(rows: list[dict], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for row in rows:
+        if "curve" in row:
+            axes.plot(range(1, len(row["curve"]) + 1), row["curve"], label=row["method"])
+    axes.set(xlabel="epoch", ylabel="validation accuracy", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--features", metavar="FILE")
+    source.add_argument("--gaussians", metavar="CLASSES", type=int)
+    source.add_argument("--delicious", metavar="FILE")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--search-epochs", type=int, default=3)
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.003, 0.01, 0.03, 0.1], help="to choose from (default: %(default)s)")
+    parser.add_argument("--balance", type=int, default=0, metavar="STEPS", help="balance the beam tree's edges so often (default: never)")
+    parser.add_argument("--only", nargs="+", metavar="METHOD")
+    parser.add_argument("--vw-python")
+    parser.add_argument("--vw-lr", type=float, nargs="+", default=[0.1, 0.5, 2.0])
+    parser.add_argument("--vw-epochs", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    problem = gaussians(args.gaussians) if args.gaussians else delicious(args.delicious) if args.delicious else from_file(args.features)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def kept(name: str, run: Callable[[], dict]) -> dict:
+        file = args.out / f"{name.replace(' ', '-')}.json"
+        if not file.is_file():
+            file.write_text(json.dumps(run()))
+        return json.loads(file.read_text())
+
+    known = methods(problem)
+    if args.vw_python:
+        known |= VOWPAL
+    unknown = set(args.only or []) - set(known)
+    if unknown:
+        parser.error(f"--only: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    rows = []
+    for name in args.only or known:
+        if name in VOWPAL:
+            rates, epochs = args.vw_lr, args.vw_epochs
+            def train(lr: float, epochs: int, name: str = name) -> dict:
+                return vowpal(problem, args.vw_python, VOWPAL[name], lr, epochs, args.out)
+        else:
+            rates, epochs = args.lr, args.epochs
+            def train(lr: float, epochs: int, name: str = name) -> dict:
+                return fit(problem, known[name], lr, epochs, args.balance)
+        balanced = f" balance {args.balance}" if args.balance and name.startswith("CANE") else ""
+        searched = {lr: kept(f"{name}{balanced} lr {lr:g} epochs {args.search_epochs}", lambda: train(lr, args.search_epochs)) for lr in rates}
+        lr = max(rates, key=lambda rate: searched[rate]["valid"])
+        rows.append({"method": name + balanced, "learning rate": f"{lr:g}"} | kept(f"{name}{balanced} lr {lr:g} epochs {epochs}", lambda: train(lr, epochs)))
+    plot(rows, args.out / "accuracy.png", problem.name)
+    if args.json:
+        print(json.dumps({"machine": machine(), "problem": problem.name, "rows": rows}, indent=1))
+        return
+    sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}" for split, verb in (("train", "train"), ("valid", "validate"), ("test", "test")))
+    print(f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}\n")
+    for row in rows:
+        row |= {"accuracy": f"{100 * row['test']:.2f} %", "top-5": f"{100 * row['top5']:.2f} %" if "top5" in row else "",
+                "coverage": f"{100 * row['coverage']:.2f} %" if "coverage" in row else "",
+                "training": f"{row['train_seconds']:.1f} s", "test": f"{row['test_seconds']:.2f} s"}
+    print_table(rows, ["method", "learning rate", "accuracy", "top-5", "coverage", "training", "test"])
+
+
+if __name__ == "__main__":
+    main()

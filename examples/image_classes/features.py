@@ -1,0 +1,68 @@
+"""
+Writes the features that a trained VGG-16 gives its last layer, to train other last layers on them.
+
+    python examples/image_classes/train.py --checkpoint out/vgg.ckpt
+    python examples/image_classes/features.py --checkpoint out/vgg.ckpt --output out/features.pt
+
+The file (torch.load) holds `x` float32 [n, D] and `y` int64 [n] for each of "train", "valid" and "test"; of the training images so many
+distorted copies as --copies says.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common.arguments import positive, report_errors
+from common.training import read_checkpoint
+
+import data
+from train import Run, load_data, parse_arguments
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="of train.py; the first of several losses counts")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--copies", type=positive(int), default=1, help="distorted ones of each training image (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+@torch.no_grad()
+def features(run: Run, part: data.Part, distorted: bool) -> tuple[Tensor, Tensor]:
+    run.encoder.eval()
+    rows = []
+    for images in tqdm(part.images.split(256), disable=None):
+        images = images.float() / 255
+        rows.append(run.encoder((data.distort(images) if distorted else images).to(run.device)).cpu())
+    return torch.cat(rows), part.labels
+
+
+def write(args: argparse.Namespace) -> int:
+    saved, _, states = read_checkpoint(args.checkpoint, "--checkpoint")
+    options = parse_arguments([])
+    vars(options).update(saved)
+    options.device = str(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    dataset = load_data(options)
+    name = next(iter(states))
+    run = Run(name, dataset, options)
+    run.encoder.load_state_dict(states[name]["encoder"])
+    torch.manual_seed(options.seed)
+    found = {}
+    for split, copies in (("train", args.copies), ("valid", 1), ("test", 1)):
+        parts = [features(run, run.parts[split], split == "train" and not options.no_distortion) for _ in range(copies)]
+        found[split] = {"x": torch.cat([x for x, _ in parts]), "y": torch.cat([y for _, y in parts])}
+    torch.save(found, args.output)
+    print(f"{args.output}: " + ", ".join(f"{split} {list(part['x'].shape)}" for split, part in found.items()))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return report_errors(write, parse(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
