@@ -6,8 +6,8 @@
 
 As in the CANE paper, section 7.1: only the last layer is trained. For each method the learning rate with the best validation accuracy after
 --search-epochs trains for --epochs. The times are those of the long runs, one after another on --threads threads; test time is that of
-finding the best class of every test row. Coverage: test targets among the candidates of the beam. Every run is kept in --out, and not made
-again. --vw-python names an interpreter that has vowpalwabbit, for its rivals, which take the same passes over the same features.
+finding the best class of every test row. Coverage: test targets among the candidates of the beam. "Edges as in the paper": never balanced
+(BeamTreeLoss.balance). Every run is kept in --out, and not made again. --vw-python names an interpreter that has vowpalwabbit and numpy, for its rivals, which take the same passes over the same features.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def gaussians(classes: int, dim: int = 64, clusters: int = 100, seed: int = 0) -
     x, y = {}, {}
     for split, count in (("train", 10), ("valid", 1), ("test", 2)):
         y[split] = torch.arange(classes).repeat(count)[torch.randperm(classes * count, generator=random)]
-        x[split] = centres[y[split]] + 0.3 * torch.randn(len(y[split]), dim, generator=random)
+        x[split] = centres[y[split]] + 0.9 * torch.randn(len(y[split]), dim, generator=random)
     return Problem(f"{classes:,} Gaussians in {clusters} clusters, D {dim}, seed {seed}", classes, x, y)
 
 
@@ -99,14 +100,15 @@ def methods(problem: Problem) -> dict[str, Callable[[], torch.nn.Module]]:
 
     found = {"softmax": lambda: xs.LinearCrossEntropyLoss(dim, classes, bias=True)}
     for candidates in (1, 5, 9):
-        found[f"CANE {candidates}v{10 - candidates}"] = lambda c=candidates: xs.BeamTreeLoss(dim, tree(), num_candidates=c, num_noises=10 - c,
-                                                                                           bias=True)
+        for name, every in (("", None), (", edges as in the paper", 0)):
+            found[f"CANE {candidates}v{10 - candidates}{name}"] = lambda c=candidates, every=every: xs.BeamTreeLoss(
+                dim, tree(), num_candidates=c, num_noises=10 - c, balance_every=every, bias=True)
     found |= {"NCE-10": lambda: rival("nce"), "BlackOut-10": lambda: rival("blackout"),
               "hierarchical softmax": lambda: xs.HierarchicalSoftmaxLoss(dim, tree(), bias=True)}
     return found
 
 
-def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs: int, balance: int) -> dict:
+def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs: int) -> dict:
     """Figures of one run: the learning rate falls to 0 along a cosine."""
     torch.manual_seed(0)
     loss = make()
@@ -125,8 +127,6 @@ def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs
             loss(x[some], y[some]).backward()
             optimizer.step()
             steps += 1
-            if balance and steps % balance == 0 and isinstance(loss, xs.BeamTreeLoss):
-                loss.balance()
         optimizer.flush()
         seconds += time.perf_counter() - start
         curve.append(accuracy(loss, problem, "valid")[0])
@@ -151,18 +151,18 @@ def accuracy(loss: torch.nn.Module, problem: Problem, split: str) -> tuple[float
 
 VOWPAL = {"VW recall tree": "--recall_tree {classes}", "VW LOMTree": "--log_multi {classes}", "VW filter tree": "--ect {classes}"}
 VOWPAL_PROGRAM = """
-import json, sys, time, torch
+import json, sys, time, numpy
 from vowpalwabbit import Workspace
 path, options, lr, epochs = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-found = torch.load(path, weights_only=True)
+found = numpy.load(path)
 vw = Workspace(f"{options} --quiet -l {lr} --power_t 0.25 --loss_function logistic -b 22", enable_logging=False)
 def lines(split):
-    for row, label in zip(found[split]["x"], found[split]["y"].tolist()):
-        used = row.nonzero().flatten()
+    for row, label in zip(found[split + "_x"], found[split + "_y"].tolist()):
+        used = row.nonzero()[0]
         yield f"{label + 1} | " + " ".join(f"{i}:{v:.4g}" for i, v in zip(used.tolist(), row[used].tolist()))
 text = {split: list(lines(split)) for split in ("train", "valid", "test")}
 def accuracy(split):
-    hits = sum(vw.predict(line) == label + 1 for line, label in zip(text[split], found[split]["y"].tolist()))
+    hits = sum(vw.predict(line) == label + 1 for line, label in zip(text[split], found[split + "_y"].tolist()))
     return hits / len(text[split])
 start = time.perf_counter()
 for _ in range(epochs):
@@ -177,9 +177,10 @@ print(json.dumps({"valid": valid, "test": test, "train_seconds": seconds, "test_
 
 
 def vowpal(problem: Problem, python: str, options: str, lr: float, epochs: int, out: Path) -> dict:
-    file = out / "problem.pt"
+    file = out / "problem.npz"
     if not file.is_file():
-        torch.save({split: {"x": problem.x[split], "y": problem.y[split]} for split in problem.x}, file)
+        numpy.savez(file, **{f"{split}_{part}": tensor.numpy() for split in problem.x
+                             for part, tensor in (("x", problem.x[split]), ("y", problem.y[split]))})
     command = [python, "-c", VOWPAL_PROGRAM, str(file), options.format(classes=problem.classes), str(lr), str(epochs)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -210,7 +211,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--search-epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.003, 0.01, 0.03, 0.1], help="to choose from (default: %(default)s)")
-    parser.add_argument("--balance", type=int, default=0, metavar="STEPS", help="balance the beam tree's edges so often (default: never)")
     parser.add_argument("--only", nargs="+", metavar="METHOD")
     parser.add_argument("--vw-python")
     parser.add_argument("--vw-lr", type=float, nargs="+", default=[0.1, 0.5, 2.0])
@@ -223,7 +223,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
 
     def kept(name: str, run: Callable[[], dict]) -> dict:
-        file = args.out / f"{name.replace(' ', '-')}.json"
+        file = args.out / f"{name.replace(',', '').replace(' ', '-')}.json"
         if not file.is_file():
             file.write_text(json.dumps(run()))
         return json.loads(file.read_text())
@@ -243,12 +243,12 @@ def main() -> None:
         else:
             rates, epochs = args.lr, args.epochs
             def train(lr: float, epochs: int, name: str = name) -> dict:
-                return fit(problem, known[name], lr, epochs, args.balance)
-        balanced = f" balance {args.balance}" if args.balance and name.startswith("CANE") else ""
-        searched = {lr: kept(f"{name}{balanced} lr {lr:g} epochs {args.search_epochs}", lambda: train(lr, args.search_epochs)) for lr in rates}
+                return fit(problem, known[name], lr, epochs)
+        searched = {lr: kept(f"{name} lr {lr:g} epochs {args.search_epochs}", lambda: train(lr, args.search_epochs)) for lr in rates}
         lr = max(rates, key=lambda rate: searched[rate]["valid"])
-        rows.append({"method": name + balanced, "learning rate": f"{lr:g}"} | kept(f"{name}{balanced} lr {lr:g} epochs {epochs}", lambda: train(lr, epochs)))
-    plot(rows, args.out / "accuracy.png", problem.name)
+        rows.append({"method": name, "learning rate": f"{lr:g}"} | kept(f"{name} lr {lr:g} epochs {epochs}", lambda: train(lr, epochs)))
+    if any("curve" in row for row in rows):
+        plot(rows, args.out / "accuracy.png", problem.name)
     if args.json:
         print(json.dumps({"machine": machine(), "problem": problem.name, "rows": rows}, indent=1))
         return

@@ -91,13 +91,16 @@ class Study:
 
     def long_runs(self, methods: dict[str, list[str]], rates: tuple[float, ...]) -> list[tuple[str, float, dict]]:
         """
-        Of each method: its name, its best learning rate, and the figures of the long run with that. Short runs choose --finalists rates,
-        their long runs the best: what is best for a short run is often too high for a long one.
+        Of each method: its name, its best learning rate, and the figures of the long run with that. Short runs choose up to --finalists
+        rates, those within a tenth of the best, their long runs the best: what is best for a short run is often too high for a long one.
         """
         grid = [(name, method, lr, self.args.search_epochs) for name, method in methods.items() for lr in rates]
         costs = {(name, lr): self.cost(run) for (name, _, lr, _), run in zip(grid, self.map(grid))}
-        finals = [(name, method, lr, self.args.epochs) for name, method in methods.items()
-                  for lr in sorted(rates, key=lambda lr: costs[name, lr])[: self.args.finalists]]
+        finals = []
+        for name, method in methods.items():
+            best = sorted(rates, key=lambda lr: costs[name, lr])[: self.args.finalists]
+            goal = costs[name, best[0]]
+            finals += [(name, method, lr, self.args.epochs) for lr in best if costs[name, lr] <= goal + 0.1 * abs(goal)]
         runs = {(name, lr): run for (name, _, lr, _), run in zip(finals, self.map(finals))}
         best = {name: min((lr for known, lr in runs if known == name), key=lambda lr: self.cost(runs[name, lr])) for name in methods}
         return [(name, lr, runs[name, lr]) for name, lr in best.items()]

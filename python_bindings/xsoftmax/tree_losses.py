@@ -80,6 +80,9 @@ class BeamTreeLoss(TreeLoss):
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
         routed: for a tree of one layer of subsets with the classes below them (LabelTree.from_frequencies): candidates are drawn
             uniformly from the subset of the best score, in the place of the beam search (section 5); fewer where it has fewer classes.
+        balance_every: steps between two calls of :meth:`balance`, which does not change the loss, and lets the beam find more of what it
+            looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same.
+            Modules that were scripted or compiled leave it to the training loop.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
 
     The parameters are `edges.weight` [E, D] (and `edges.bias`): edge e ends in node e + 1 of the tree.
@@ -89,7 +92,7 @@ class BeamTreeLoss(TreeLoss):
 
     def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
-                 bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100,
+                 balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100,
                  sparse_grad: bool = True, device=None, dtype=None) -> None:
         super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          sparse_grad=sparse_grad, device=device, dtype=dtype)
@@ -100,6 +103,8 @@ class BeamTreeLoss(TreeLoss):
             self.num_noises = 0  # nothing is outside
         self.estimator = estimator_of(name, noise_reduction)
         self.noise = noise_outside(name, noise_sampler, tree.num_classes)
+        self.balance_every = max(100, tree.num_edges // 500) if balance_every is None else check_count(name, "balance_every", balance_every, 0)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.routed = routed
         if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
             raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
@@ -111,6 +116,9 @@ class BeamTreeLoss(TreeLoss):
         if not self.training:
             return self.exact(input, target)
         queries = self._queries(input, target)
+        if not torch.jit.is_scripting():
+            if self.balance_every > 0 and not torch.compiler.is_compiling():
+                self._count_step()
         counts = (target != self.ignore_index).reshape(-1)
         own = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), self.ignore_index).unsqueeze(1)
         known = torch.where(counts, target.reshape(-1), 0)
@@ -189,12 +197,20 @@ class BeamTreeLoss(TreeLoss):
             before, end = end, end + size
         return torch.cat(nodes, 1).index_select(1, self.tree.class_node)
 
+    @torch.jit.unused
+    def _count_step(self) -> None:
+        if self.steps.is_meta:
+            return
+        self.steps += 1
+        if int(self.steps) % self.balance_every == 0:
+            self.balance()
+
     @torch.no_grad()
     @torch.jit.unused
     def balance(self) -> None:
         """Moves what the children of a node have in common to the edge above it: their mean, from the leaves up. No score changes, so the
-        loss does not either; but a beam that has come to a node then sees the mean score of what is below, and loses fewer good classes.
-        O(E D): call it every few hundred steps. An optimizer's averages stay as they are."""
+        loss does not either; but a beam that has come to a node then sees the mean score of what is below it, and finds more of the best
+        classes. O(E D). An optimizer's averages stay as they are."""
         begins = [1 + sum(self.layer_sizes[:layer]) for layer in range(len(self.layer_sizes))]
         layers = list(zip(self.layer_sizes, begins))
         for table in self.edges.parameters():

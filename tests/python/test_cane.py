@@ -365,6 +365,41 @@ def test_class_table_and_balance(tree):
         assert loss.edges.weight[children].sum(0).abs().max() < 1e-12 and loss.edges.bias[children].sum().abs() < 1e-12
 
 
+def test_balance_every():
+    """In training alone; counted across checkpoints; by 0 never."""
+    input, target = torch.randn(7, 5, dtype=torch.float64), torch.randint(40, (7,))
+    loss = make_tree_loss(balance_every=3)
+    other = make_tree_loss(balance_every=3)
+
+    def balanced(loss):
+        children = slice(int(loss.tree.first_child[1]) - 1, int(loss.tree.first_child[2]) - 1)
+        return bool(loss.edges.weight[children].sum(0).abs().max() < 1e-12)
+
+    loss.eval()(input, target)
+    for step in range(1, 4):
+        assert not balanced(loss)
+        loss.train()(input, target)
+        if step == 2:
+            other.load_state_dict(loss.state_dict())
+            other(input, target)
+            assert balanced(other)
+    assert balanced(loss)
+    never = make_tree_loss(balance_every=0)
+    for _ in range(5):
+        never(input, target)
+    assert not balanced(never)
+    assert make_tree_loss().balance_every == 100
+
+
+def test_balance_between_forward_and_backward_says_so():
+    """Autograd would take the new edges for the old ones."""
+    loss = make_tree_loss()
+    value = loss(torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.tensor([1, 2, 3]))
+    loss.balance()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
 def test_beam_tree_learns():
     """Classes in clusters, the tree built of their centres: coverage and accuracy rise; a step's gradient has a static number of rows."""
     torch.manual_seed(0)
@@ -447,6 +482,7 @@ BAD = [
     (lambda: CaneLoss(5, 10)(torch.zeros(2, 5), torch.zeros(2).long(), torch.tensor([10])), IndexError, r"expected shared_ids in \[0, 10\)"),
     (lambda: CaneLoss(5, 10, candidates=4)(torch.zeros(2, 5), torch.tensor([1, 10])), IndexError, r"expected target in \[0, 10\)"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=0, num_noises=1), ValueError, "BeamTreeLoss: expected num_candidates of at least 1, got 0"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1, balance_every=-1), ValueError, "expected balance_every of at least 0, got -1"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1.5), TypeError, "BeamTreeLoss: expected num_noises of type int, got float"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1, routed=True), ValueError, "expected a tree of one layer of subsets"),
     (lambda: make_tree_loss()(torch.zeros(2, 5).double(), torch.tensor([1, 40])), IndexError, r"expected target in \[0, 40\).*got 40 at \[1\]"),
