@@ -36,8 +36,8 @@ def run(example: dict, *arguments) -> int:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Of the run with the sampled loss."""
-    state = torch.load(checkpoint, weights_only=True)["runs"]["sampled"]
+    """Of the one run."""
+    (state,) = torch.load(checkpoint, weights_only=True)["runs"].values()
     tensors = {f"encoder.{k}": v for k, v in state["encoder"].items()} | {f"loss.{k}": v for k, v in state["loss"].items()}
     return {k: v for k, v in tensors.items() if torch.is_tensor(v)}
 
@@ -57,7 +57,8 @@ def check_resume(example: dict, arguments: list, folder: Path, monkeypatch):
     monkeypatch.setattr(cls, "step", interrupted_step)
     parts = [*arguments, "--checkpoint", folder / "parts.pt"]
     assert run(example, *parts) == 130
-    assert torch.load(folder / "parts.pt", weights_only=True)["runs"]["sampled"]["steps"] == 3
+    (state,) = torch.load(folder / "parts.pt", weights_only=True)["runs"].values()
+    assert state["steps"] == 3
     assert run(example, *parts, "--resume") == 130
     assert run(example, *parts, "--resume") == 0
     whole, resumed = weights(folder / "whole.pt"), weights(folder / "parts.pt")

@@ -81,6 +81,28 @@ def test_resume_is_bit_for_bit(example, text, tmp_path, model, optimizer, sample
                            "--output", tmp_path / "out", *SMALL], tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("options", [["--subsets", "9"], ["--candidates-from", "midx", "--noise", "midx", "--codewords", "4"]], ids=["routed", "midx"])
+def test_cane(example, text, tmp_path, options, monkeypatch):
+    """Resumed bit for bit; the model that is written answers as the loss does, whose rows are those of the embedding."""
+    arguments = ["--data", text, "--loss", "cane", "--candidates", "12", "--epochs", "2", "--output", tmp_path / "out", *SMALL, *options]
+    check_resume(example, arguments, tmp_path, monkeypatch)
+    model = torch.jit.load(tmp_path / "out" / "model.pt")
+    corpus = example["data"].load_corpus(str(text))
+    args = example["train"].parse_arguments([str(argument) for argument in arguments])
+    trained = example["train"].Run("cane", corpus, args)
+    trained.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True)["runs"]["cane"])
+    trained.encoder.eval()
+    ids = torch.tensor([1, 5, 3, 2])
+    hidden, _ = trained.encoder(ids.unsqueeze(0), [])
+    log_prob, likely = model(ids, 5)
+    want = trained.loss.log_prob(hidden[0, -1]).topk(5)
+    torch.testing.assert_close(log_prob, want.values)
+    assert likely.tolist() == want.indices.tolist()
+    rows = trained.loss.class_table()[0] if options[0] == "--subsets" else trained.loss.linear.weight
+    subset = trained.loss.edges.weight[trained.loss.tree.parent[trained.loss.tree.class_node] - 1] if options[0] == "--subsets" else 0.0
+    torch.testing.assert_close(trained.encoder.embedding(ids), (rows - subset)[ids])
+
+
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
 def test_scripted_model_answers_as_the_eager_one(example, text, tmp_path, model):
     data, models = example["data"], example["model"]

@@ -1,0 +1,123 @@
+"""The image example, run as its README says, on small drawn images."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from example_modules import EXAMPLES, check_resume, modules, run
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+EXAMPLE = EXAMPLES / "image_classes"
+SMALL = ["--width", "2", "--size", "32", "--batch-size", "8", "--dropout", "0", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def example():
+    with modules(EXAMPLE) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Twelve classes in two folders of folders, ten images each: a bar at an angle and a place of its own."""
+    from PIL import Image, ImageDraw
+
+    root = tmp_path_factory.mktemp("images")
+    for label in range(12):
+        folder = root / ("even" if label % 2 == 0 else "odd") / f"class{label:02d}"
+        folder.mkdir(parents=True)
+        for i in range(10):
+            image = Image.new("L", (40, 30), 255)
+            x, y = 5 + 10 * (label % 3) + i % 3, 4 + 7 * (label // 3) + i % 2
+            ImageDraw.Draw(image).rectangle((x, y, x + 6, y + 3), fill=0)
+            image.save(folder / f"{i}.png")
+    (root / "notes.txt").write_text("no image")
+    return root
+
+
+def test_the_command_leaves_its_files(images, tmp_path):
+    """In a process of its own, as a user runs it: all losses learn, and every promised file is there and whole."""
+    command = [sys.executable, EXAMPLE / "train.py", "--data", images, "--loss", "exact", "cane", "hierarchical", "--epochs", "12",
+               "--eval-epochs", "4", "--lr", "0.005", "--no-distortion", "--candidates", "4", "--arity", "3", "--output", tmp_path / "out", *SMALL]
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert result.returncode == 0, result.stderr
+    history = json.loads((tmp_path / "out" / "history.json").read_text())
+    assert [entry["loss"] for entry in history["runs"]] == ["exact", "cane", "hierarchical"]
+    assert history["dataset"]["num_classes"] == 12 and history["dataset"]["images"] == {"train": 84, "valid": 12, "test": 24}
+    for entry in history["runs"]:
+        assert len(entry["points"]) == 3
+        assert entry["test_accuracy"] > 0.5 and entry["test_top5"] > 0.8  # 0.08 and 0.42 for a guess
+        assert (entry["test_coverage"] is not None) == (entry["loss"] == "cane")
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.count("\n") == 5 and f"{100 * history['runs'][0]['test_accuracy']:.2f} %" in table
+    assert (tmp_path / "out" / "accuracy.png").stat().st_size > 5000
+
+
+def test_resume_is_bit_for_bit(example, images, tmp_path, monkeypatch):
+    check_resume(example, ["--data", images, "--loss", "sampled", "--sampler", "uniform", "--samples", "5", "--epochs", "6", "--output",
+                           tmp_path / "out", *SMALL], tmp_path, monkeypatch)
+
+
+def test_features_of_a_trained_network(example, images, tmp_path):
+    assert run(example, "--data", images, "--epochs", "1", "--checkpoint", tmp_path / "run.pt", "--output", tmp_path, *SMALL) == 0
+    assert example["features"].main(["--checkpoint", str(tmp_path / "run.pt"), "--output", str(tmp_path / "features.pt"), "--copies", "2"]) == 0
+    found = torch.load(tmp_path / "features.pt", weights_only=True)
+    assert {split: list(part["x"].shape) for split, part in found.items()} == {"train": [168, 128], "valid": [12, 128], "test": [24, 128]}
+    assert found["train"]["y"].bincount().tolist() == [14] * 12
+
+
+def test_glyphs(example):
+    """Drawn and different; a class has several shapes; the test's are distorted."""
+    dataset = example["data"].glyphs(32, max_classes=60)
+    assert len(dataset.classes) == 60 and dataset.counts.min() >= 8
+    first = [dataset.train.images[(dataset.train.labels == label).nonzero()[0, 0]] for label in range(60)]
+    assert len({image.numpy().tobytes() for image in first}) == 60 and all(image.max() > 200 for image in first)
+    assert len(dataset.test) == len(dataset.train) and not torch.equal(dataset.test.images, dataset.train.images)
+    assert dataset.fingerprint == example["data"].glyphs(32, max_classes=60).fingerprint
+
+
+def test_distortion_keeps_the_image(example):
+    """About where it was, and never twice the same."""
+    image = torch.zeros(64, 1, 32, 32)
+    image[:, :, 12:20, 12:20] = 1.0
+    torch.manual_seed(0)
+    moved = example["data"].distort(image)
+    assert moved.shape == image.shape and moved.min() >= 0 and moved.max() <= 1.001
+    assert (moved.flatten(1).sum(1) / 64 - 1).abs().max() < 0.6
+    assert len({row.numpy().tobytes() for row in moved}) == 64
+
+
+def test_vgg_has_its_usual_layers(example):
+    model = example["model"].VGG16(width=2, batch_norm=False)
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes["features.0.weight"] == [2, 3, 3, 3] and shapes["features.28.weight"] == [16, 16, 3, 3]
+    assert shapes["classifier.0.weight"] == [128, 16 * 49] and shapes["classifier.3.weight"] == [128, 128]
+    assert sum(len(shape) == 4 for shape in shapes.values()) == 13
+    assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 128)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--data", "/nowhere"], "--data: /nowhere is not a folder"),
+    (["--data", "{images}/odd/class01"], "expected images of at least 2 classes, a folder each"),
+    (["--noise", "midx"], "--noise midx: expected --candidates-from head or midx, got beam"),
+    (["--width", "0"], "--width: expected more than 0, got 0"),
+    (["--data", "{broken}"], "is not an image"),
+    (["--data", "{few}"], "expected at least 3 images of each class, to train, to validate and to test, found 2 of b"),
+])
+def test_errors_say_what_to_change(example, images, tmp_path, capsys, arguments, message):
+    for name, count in (("a", 3), ("b", 2)):
+        (tmp_path / "few" / name).mkdir(parents=True)
+        (tmp_path / "broken" / name).mkdir(parents=True)
+        for i in range(3):
+            (tmp_path / "broken" / name / f"{i}.png").write_text("not a picture")
+            if i < count:
+                (tmp_path / "few" / name / f"{i}.png").write_text("not a picture")
+    places = {"images": images, "broken": tmp_path / "broken", "few": tmp_path / "few"}
+    assert run(example, *(argument.format(**places) for argument in arguments), "--output", tmp_path) == 2
+    assert message in capsys.readouterr().err
