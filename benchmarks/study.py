@@ -162,7 +162,7 @@ def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Name
 
     figure, axes = plt.subplots(figsize=(7.5, 5), layout="constrained")
     for name in CURVES:
-        keys = {size: f"{name} {size}" for size in args.sizes}
+        keys = {size: f"{name} {size}" for size in args.sizes if f"{name} {size}" in ratio}
         points = [(1000 * seconds[key] if seconds else size, ratio[key]) for size, key in keys.items()
                   if math.isfinite(ratio[key]) and (not seconds or key in seconds)]
         if points:
