@@ -11,6 +11,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/scale_gradient.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
+  csrc/losses/cane_module.cpp
   csrc/losses/class_blocks.cpp
   csrc/losses/estimators.cpp
   csrc/losses/linear_candidate_loss.cpp
@@ -36,6 +37,7 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/adaptive_modules.cpp
   csrc/samplers/alias_sample.cpp
   csrc/samplers/alias_sample_cpu.cpp
+  csrc/samplers/complement_module.cpp
   csrc/samplers/kernel_sample.cpp
   csrc/samplers/kernel_sample_cpu.cpp
   csrc/samplers/kmeans.cpp
@@ -61,10 +63,13 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/union_module.cpp
   csrc/trees/beam_search.cpp
   csrc/trees/beam_search_cpu.cpp
+  csrc/trees/edge_tables.cpp
   csrc/trees/hierarchical_softmax.cpp
   csrc/trees/hierarchical_softmax_cpu.cpp
   csrc/trees/label_tree.cpp
+  csrc/trees/label_tree_module.cpp
   csrc/trees/label_tree_order.cpp
+  csrc/trees/modules.cpp
   csrc/trees/tree_scores.cpp
   csrc/trees/tree_scores_cpu.cpp
   csrc/scores/candidate_scores.cpp

@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/optional.h"
 #include "losses/estimators.h"
+#include "losses/modules.h"
 
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
@@ -13,16 +14,10 @@
 #include <ATen/ops/zeros.h>
 
 namespace xsoftmax::nn {
-namespace {
 
 using at::Tensor;
 
-int64_t reduction_code(const std::string& reduction) {
-  if (reduction == "none") return at::Reduction::None;
-  if (reduction == "mean") return at::Reduction::Mean;
-  TORCH_CHECK_VALUE(reduction == "sum", "xsoftmax::nn: expected reduction to be \"mean\", \"sum\" or \"none\", got \"", reduction, "\"");
-  return at::Reduction::Sum;
-}
+namespace {
 
 Tensor head_ids(const SamplingOptions& sampling, int64_t num_classes) {
   if (!sampling.head.defined()) {
@@ -41,13 +36,20 @@ Tensor head_ids(const SamplingOptions& sampling, int64_t num_classes) {
   return ids;
 }
 
+} // namespace
+
+int64_t reduction_code(const std::string& reduction) {
+  if (reduction == "none") return at::Reduction::None;
+  if (reduction == "mean") return at::Reduction::Mean;
+  TORCH_CHECK_VALUE(reduction == "sum", "xsoftmax::nn: expected reduction to be \"mean\", \"sum\" or \"none\", got \"", reduction, "\"");
+  return at::Reduction::Sum;
+}
+
 std::vector<int64_t> with_last(const Tensor& input, int64_t last) {
   std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
   shape.back() = last;
   return shape;
 }
-
-} // namespace
 
 LinearLossImpl::LinearLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
     : num_classes_(num_classes), options_(options), reduction_(reduction_code(options.reduction)) {

@@ -1,12 +1,13 @@
 #pragma once
 
-// Losses over a class table as modules: the same as xsoftmax.SampledSoftmaxLoss and xsoftmax.LinearCrossEntropyLoss in Python, with the
-// same parameter names, so the state of one loads into the other.
+// Losses over a class table, or over a tree of classes, as modules: the same as their namesakes in Python, with the same parameter names, so
+// the state of one loads into the other.
 //
 //     xsoftmax::nn::SampledSoftmaxLoss loss(width, classes, xsoftmax::samplers::UniformSampler(classes).ptr(), {.num_samples = 512});
 //     loss(hidden, target).backward();
 
 #include <xsoftmax/samplers.h>
+#include <xsoftmax/trees.h>
 
 #include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/any.h>
@@ -102,5 +103,119 @@ class SampledSoftmaxLossImpl : public LinearLossImpl {
   bool shared_;
 };
 TORCH_MODULE(SampledSoftmaxLoss);
+
+/// How CANE finds candidates and draws noise.
+struct CaneOptions {
+  torch::Tensor candidates = {};              ///< int64 [C]: for all queries; or a sampler draws them; or each call says
+  std::shared_ptr<samplers::SamplerImpl> candidate_sampler = nullptr;
+  int64_t num_candidates = 0;                 ///< draws of the sampler
+  std::optional<bool> shared = std::nullopt;  ///< one set for the batch; none: as suits the sampler
+  int64_t num_noises = 1;                     ///< for each query, from outside the candidates
+  std::shared_ptr<samplers::SamplerImpl> noise_sampler = nullptr; ///< none: uniform
+  std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
+  bool sparse_grad = true;                    ///< row-sparse gradient of the table
+};
+
+/// Candidates against noises (CANE paper, Algorithm 1) in train(), the exact loss in eval(). No label smoothing.
+class CaneLossImpl : public LinearLossImpl {
+ public:
+  CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneOptions& cane, const LossOptions& options = {});
+  /// candidates: [C] or [*, C], -1 where there is none, where the options name none.
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, const std::optional<torch::Tensor>& candidates = std::nullopt,
+                        std::optional<at::Generator> generator = std::nullopt);
+
+  std::shared_ptr<samplers::SamplerImpl> candidate_sampler, noise_sampler;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())}, {3, torch::nn::AnyValue(std::optional<at::Generator>())})
+
+ private:
+  torch::Tensor find_candidates(const torch::Tensor& queries, const std::optional<torch::Tensor>& given, std::optional<at::Generator> generator);
+
+  CaneOptions cane_;
+  std::shared_ptr<samplers::ComplementSampler> noise_;
+  std::string estimator_;
+  bool shared_ = true;
+};
+TORCH_MODULE(CaneLoss);
+
+/// Base of losses over a tree: a row of parameters on each edge.
+class TreeLossImpl : public torch::nn::Module {
+ public:
+  TreeLossImpl(const char* name, int64_t in_features, LabelTree tree, const LossOptions& options, bool sparse_grad);
+
+  /// The best class: [*, D] -> [*].
+  torch::Tensor predict(const torch::Tensor& input) const { return std::get<1>(topk(input, 1)).squeeze(-1); }
+  /// (scores or log-probabilities, ids), both [*, k], best first; -inf and -1 behind the last of fewer.
+  virtual std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const = 0;
+  /// log-probabilities of all classes: [*, N].
+  virtual torch::Tensor log_prob(const torch::Tensor& input) = 0;
+
+  torch::nn::Linear edges{nullptr}; ///< edge e ends in node e + 1 of the tree
+  LabelTree tree{nullptr};
+  torch::Tensor weight;             ///< class weights, undefined: none
+
+ protected:
+  torch::Tensor flatten(const torch::Tensor& input, const torch::Tensor& target) const;
+  /// The leaf of each target, the root where it is ignored: [Q].
+  torch::Tensor leaves(const torch::Tensor& target) const;
+  torch::Tensor reduced(const torch::Tensor& loss, const torch::Tensor& target) const;
+
+  const char* name_;
+  LossOptions options_;
+  bool sparse_grad_;
+};
+
+/// Hierarchical softmax over any tree (Morin and Bengio, 2005): exact and normalised, O(depth * arity) a query.
+class HierarchicalSoftmaxLossImpl : public TreeLossImpl {
+ public:
+  HierarchicalSoftmaxLossImpl(int64_t in_features, LabelTree tree, const LossOptions& options = {}, bool sparse_grad = true);
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target);
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
+  torch::Tensor log_prob(const torch::Tensor& input) override;
+};
+TORCH_MODULE(HierarchicalSoftmaxLoss);
+
+struct BeamTreeOptions {
+  int64_t num_candidates = 0;   ///< the width of the beam
+  int64_t num_noises = 0;       ///< for each query, from outside the candidates
+  std::shared_ptr<samplers::SamplerImpl> noise_sampler = nullptr; ///< none: uniform
+  std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
+  bool routed = false;          ///< candidates drawn from the best subset of a tree of one layer of subsets
+  std::optional<int64_t> balance_every = std::nullopt; ///< steps; none: 100, more for large trees; 0: never
+  bool sparse_grad = true;
+};
+
+/// The beam tree (CANE paper, Algorithm 2): CANE in train(), whose candidates a beam search finds; in eval() the exact loss over all paths.
+class BeamTreeLossImpl : public TreeLossImpl {
+ public:
+  BeamTreeLossImpl(int64_t in_features, LabelTree tree, const BeamTreeOptions& beam, const LossOptions& options = {});
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
+  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target);
+  /// Of all classes: [*, N].
+  torch::Tensor scores(const torch::Tensor& input);
+  torch::Tensor log_prob(const torch::Tensor& input) override;
+  /// What a beam of the larger of k and num_candidates finds; scores, not normalised.
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
+  /// What a step takes as candidates: [*, D] -> int64 [*, num_candidates], -1 where there are fewer.
+  torch::Tensor candidates(const torch::Tensor& input, std::optional<at::Generator> generator = std::nullopt) const;
+  /// Moves what the children of a node have in common to the edge above it. No score changes; the beam finds more.
+  void balance();
+
+  std::shared_ptr<samplers::SamplerImpl> noise_sampler;
+  torch::Tensor steps; ///< of training
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())})
+
+ private:
+  torch::Tensor class_scores(const torch::Tensor& queries);
+
+  BeamTreeOptions beam_;
+  std::shared_ptr<samplers::ComplementSampler> noise_;
+  std::string estimator_;
+  int64_t balance_every_;
+};
+TORCH_MODULE(BeamTreeLoss);
 
 } // namespace xsoftmax::nn

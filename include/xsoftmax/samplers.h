@@ -149,6 +149,8 @@ class UniformSamplerImpl : public StaticSamplerImpl {
   explicit UniformSamplerImpl(int64_t num_classes, const StaticOptions& options = {});
 
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
+  /// Whether no class is excluded.
+  bool draws_from_all() const { return low_ == 0 && !from_tables_; }
 
  protected:
   std::tuple<torch::Tensor, torch::Tensor> draw(const torch::Tensor& seed, std::optional<int64_t> num_queries, int64_t num_samples,
@@ -432,5 +434,24 @@ std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, int64_t num_c
                                           const std::optional<torch::Tensor>& counts = std::nullopt, double power = 0.75);
 /// One that follows a class table of width `dim`, with its default options: "midx", "lsh", "sphere" or "rff".
 std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, int64_t num_classes, int64_t dim);
+
+/// Draws of a sampler restricted to the classes outside a set of its own for each query: the noise of CANE. A draw is made up to `tries`
+/// times, until it is outside; if none is, it is uniform over the classes outside: q_x(j) = q_j (1 + f + ... + f^(tries - 1)) +
+/// f^tries / (N - |C|), f the mass that q gives the set C.
+class ComplementSampler {
+ public:
+  explicit ComplementSampler(std::shared_ptr<SamplerImpl> sampler, int64_t tries = 4);
+
+  /// Independent private draws, log counts log(num_samples q_x). candidates int64 [C] or [Q, C], no class twice in a set, -1 where there is
+  /// none; target int64 [Q]: its log count means nothing inside the set. Where nothing is outside: log counts of +inf.
+  Proposal sample(const torch::Tensor& input, int64_t num_samples, const torch::Tensor& candidates, const torch::Tensor& target,
+                  std::optional<at::Generator> generator = std::nullopt) const;
+
+  const std::shared_ptr<SamplerImpl>& sampler() const { return sampler_; }
+
+ private:
+  std::shared_ptr<SamplerImpl> sampler_;
+  int64_t tries_;
+};
 
 } // namespace xsoftmax::samplers

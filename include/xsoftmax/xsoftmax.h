@@ -5,3 +5,4 @@
 #include <xsoftmax/ops.h>
 #include <xsoftmax/optim.h>
 #include <xsoftmax/samplers.h>
+#include <xsoftmax/trees.h>

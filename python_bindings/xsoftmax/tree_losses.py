@@ -152,14 +152,8 @@ class BeamTreeLoss(TreeLoss):
         scores = queries.detach() @ self.edges.weight.detach()[:subsets].t()
         if bias is not None:
             scores = scores + bias.detach()[:subsets]
-        node = scores.argmax(1) + 1
-        begin, end = first_child[node].unsqueeze(1), first_child[node + 1].unsqueeze(1)
-        size = end - begin
-        # Every (size / Nc)-th from a random start: different ones, each class alike.
-        start = torch.rand(size.shape, dtype=torch.float64, device=size.device, generator=generator)
-        steps = torch.arange(self.num_candidates, device=size.device)
-        place = torch.where(size <= self.num_candidates, steps, ((steps + start) * size / self.num_candidates).to(torch.int64))
-        return torch.where(place < size, node_class[(begin + place).clamp(max=self.tree.num_nodes - 1)], -1)
+        share = torch.rand([queries.size(0), 1], dtype=torch.float64, device=queries.device, generator=generator)
+        return torch.ops.xsoftmax.tree_routed_candidates(scores, share, first_child, node_class, self.num_candidates)
 
     @torch.jit.export
     def candidates(self, input: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
@@ -188,14 +182,7 @@ class BeamTreeLoss(TreeLoss):
 
     def _along_paths(self, edges: Tensor) -> Tensor:
         """Something of each edge, [Q, E], summed along the path to each class: [Q, N]."""
-        above, end = edges.new_zeros([edges.size(0), 1]), 1
-        before = 0
-        nodes = [above]
-        for size in self.layer_sizes:
-            above = above.index_select(1, self.tree.parent[end : end + size] - before) + edges[:, end - 1 : end - 1 + size]
-            nodes.append(above)
-            before, end = end, end + size
-        return torch.cat(nodes, 1).index_select(1, self.tree.class_node)
+        return torch.ops.xsoftmax.tree_class_scores(edges, self.tree.parent, self.tree.class_node, self.layer_sizes)
 
     @torch.jit.unused
     def _count_step(self) -> None:
@@ -211,17 +198,8 @@ class BeamTreeLoss(TreeLoss):
         """Moves what the children of a node have in common to the edge above it: their mean, from the leaves up. No score changes, so the
         loss does not either; but a beam that has come to a node then sees the mean score of what is below it, and finds more of the best
         classes. O(E D). An optimizer's averages stay as they are."""
-        begins = [1 + sum(self.layer_sizes[:layer]) for layer in range(len(self.layer_sizes))]
-        layers = list(zip(self.layer_sizes, begins))
         for table in self.edges.parameters():
-            for (above_size, above_begin), (size, begin) in zip(layers[-2::-1], layers[:0:-1]):
-                group = self.tree.parent[begin : begin + size] - above_begin
-                own = table[begin - 1 : begin - 1 + size]
-                count = torch.bincount(group, minlength=above_size).clamp(min=1).to(table.dtype)
-                mean = torch.zeros_like(table[:above_size]).index_add_(0, group, own)
-                mean /= count.view(-1, *[1] * (table.dim() - 1))
-                own -= mean.index_select(0, group)
-                table[above_begin - 1 : above_begin - 1 + above_size] += mean
+            torch.ops.xsoftmax.tree_balance_(table, self.tree.parent, self.layer_sizes)
 
     @torch.jit.export
     def class_table(self) -> tuple[Tensor, Optional[Tensor]]:
@@ -288,17 +266,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     def log_prob(self, input: Tensor) -> Tensor:
         """The log-probabilities of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
         edges = self.edges(self._queries(input, None))
-        above, before, end = edges.new_zeros([edges.size(0), 1]), 0, 1
-        nodes = [above]
-        for size in self.layer_sizes:
-            scores, group = edges[:, end - 1 : end - 1 + size], self.tree.parent[end : end + size] - before
-            index = group.expand_as(scores)
-            most = torch.full_like(above, -math.inf).scatter_reduce(1, index, scores.detach(), "amax").index_select(1, group)
-            total = torch.zeros_like(above).scatter_add(1, index, (scores - most).exp())
-            above = above.index_select(1, group) + (scores - most) - total.index_select(1, group).log()
-            nodes.append(above)
-            before, end = end, end + size
-        log_prob = torch.cat(nodes, 1).index_select(1, self.tree.class_node)
+        log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export

@@ -1,7 +1,7 @@
 """Draws from what a set of candidates leaves over."""
 
 import math
-from typing import Optional, Tuple, Union
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,9 @@ class ComplementSampler(nn.Module):
             raise ValueError(f"ComplementSampler: expected candidates of shape [C] or [{queries}, C], got {list(candidates.shape)}")
         inside = candidates if candidates.dim() == 2 else candidates.unsqueeze(0)
         left = self.num_classes - (inside >= 0).sum(1, keepdim=True)  # [Q, 1] or [1, 1]
-        ids = self._uniform_outside(draw_seed(input, generator), inside, left, queries, num_samples)
+        resolution = 1 << 53
+        share = torch.ops.xsoftmax.uniform_sample(draw_seed(input, generator), 0, resolution, queries, num_samples, False)
+        ids = torch.ops.xsoftmax.outside_uniform(inside, share.to(torch.float64) / resolution, self.num_classes)
         log_uniform = -left.to(torch.float64).log()
         scale = math.log(num_samples) if num_samples > 0 else 0.0
         if self.tries == 0:
@@ -83,15 +85,3 @@ class ComplementSampler(nn.Module):
 
     def _q(self, input: Tensor, ids: Tensor) -> Tensor:
         return self.sampler.log_prob(input, ids).to(torch.float64).exp()
-
-    def _uniform_outside(self, seed: Tensor, inside: Tensor, left: Tensor, queries: int, num_samples: int) -> Tensor:
-        """The i-th of the classes outside, i uniform in [0, left)."""
-        # What is no candidate stands behind all classes, where it moves nothing.
-        none = self.num_classes + torch.arange(inside.size(1), device=inside.device)
-        held = torch.where(inside >= 0, inside, none).sort(1).values
-        before = held - torch.arange(inside.size(1), device=inside.device)  # how many classes outside stand before each
-        resolution = 1 << 53
-        share = torch.ops.xsoftmax.uniform_sample(seed, 0, resolution, queries, num_samples, False).to(torch.float64) / resolution
-        index = (share * left).to(torch.int64)
-        moved = torch.searchsorted(before.expand(queries, -1).contiguous(), index, right=True)
-        return (index + moved).clamp(max=self.num_classes - 1)

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <xsoftmax/samplers.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+// What the loss modules share.
+
+namespace xsoftmax::nn {
+
+/// Of at::Reduction; throws ValueError for another name.
+int64_t reduction_code(const std::string& reduction);
+/// input's shape with another last dimension.
+std::vector<int64_t> with_last(const at::Tensor& input, int64_t last);
+/// The estimator for "mean_of_logs" or "log_of_mean".
+std::string cane_estimator(const char* name, const std::string& noise_reduction);
+/// The given sampler, checked, or a uniform one.
+std::shared_ptr<samplers::SamplerImpl> noise_or_uniform(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler,
+                                                        int64_t num_classes);
+
+} // namespace xsoftmax::nn

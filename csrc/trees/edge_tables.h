@@ -1,0 +1,27 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+// What the modules do with whole tables of edges or with few small tensors, in ATen calls on any device; autograd and compilers see through
+// these ops. parent, first_child, node_class, class_node as in label_tree.h; layer_sizes as in tree_scores.h.
+
+namespace xsoftmax {
+
+/// Something of each edge, [Q, E], summed along the path to each class: [Q, N].
+at::Tensor tree_class_scores(const at::Tensor& edges, const at::Tensor& parent, const at::Tensor& class_node, at::IntArrayRef layer_sizes);
+
+/// The log-probability of each class, [Q, N], for scores of edges [Q, E]: a softmax over the children of each node (see
+/// hierarchical_softmax.h).
+at::Tensor hierarchical_log_prob(const at::Tensor& edges, const at::Tensor& parent, const at::Tensor& class_node,
+                                 at::IntArrayRef layer_sizes);
+
+/// Moves the mean of the rows of a node's children to the row of the edge above it, from the leaves up: table [E, ...], in place. No sum
+/// along a path to a leaf changes.
+void tree_balance_(const at::Tensor& table, const at::Tensor& parent, at::IntArrayRef layer_sizes);
+
+/// Of a tree of one layer of subsets, up to `count` classes of the subset of the best score, drawn uniformly without repeats: [Q, count],
+/// -1 where it has fewer. scores [Q, subsets]; share [Q, 1] float64, uniform in [0, 1).
+at::Tensor tree_routed_candidates(const at::Tensor& scores, const at::Tensor& share, const at::Tensor& first_child,
+                                  const at::Tensor& node_class, int64_t count);
+
+} // namespace xsoftmax

@@ -1,0 +1,63 @@
+#pragma once
+
+// Trees whose leaves are the classes, for losses over trees (nn.h): the same as xsoftmax.LabelTree in Python, with the same buffers.
+//
+//     auto tree = xsoftmax::LabelTree::from_vectors(class_means);
+
+#include <ATen/core/Generator.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <optional>
+#include <vector>
+
+namespace xsoftmax {
+
+/// Nodes are numbered breadth-first: node 0 is the root, and the children of a node stand together. A node other than the root stands for the
+/// edge that leads to it: edge e ends in node e + 1. Any shape will do: leaves at any depth, nodes with one child, a single node.
+class LabelTreeImpl : public torch::nn::Module {
+ public:
+  /// parents int64 [V], in any numbering, -1 for the root; classes int64 [V], the class of each leaf, -1 for other nodes. Checked: throws
+  /// ValueError for two roots or none, a cycle, a parent that is no node, a leaf without a class, a class twice or left out.
+  LabelTreeImpl(const torch::Tensor& parents, const torch::Tensor& classes);
+
+  /// The nodes from below the root to each class of `ids` [*]: [*, depth], -1 behind the leaf.
+  torch::Tensor path(const torch::Tensor& ids) const;
+  /// Another tree takes the place of this one.
+  void load(torch::serialize::InputArchive& archive) override;
+
+  int64_t num_classes() const { return class_node.size(0); }
+  int64_t num_nodes() const { return parent.size(0); }
+  int64_t num_edges() const { return num_nodes() - 1; }
+  int64_t depth() const { return int64_t(layer_sizes.size()); }
+
+  torch::Tensor first_child; ///< [V + 1]: node v has the children first_child[v] .. first_child[v + 1] - 1
+  torch::Tensor parent;      ///< [V], -1 for the root
+  torch::Tensor node_class;  ///< [V], the class of a leaf, else -1
+  torch::Tensor class_node;  ///< [N], the leaf of a class
+  std::vector<int64_t> layer_sizes, group_sizes; ///< of each layer below the root: its nodes, and the most children of one node
+
+ private:
+  void measure();
+};
+
+class LabelTree : public torch::nn::ModuleHolder<LabelTreeImpl> {
+ public:
+  using torch::nn::ModuleHolder<LabelTreeImpl>::ModuleHolder;
+
+  /// The leaves are the classes in the order of their nodes.
+  static LabelTree from_parents(const torch::Tensor& parents);
+  /// The classes of `order`, a permutation, as leaves from left to right, in ceil(log_arity N) layers (CANE paper, appendix C).
+  static LabelTree balanced(const torch::Tensor& order, int64_t arity = 10);
+  /// The same, the classes in random order.
+  static LabelTree random(int64_t num_classes, int64_t arity = 10, std::optional<at::Generator> generator = std::nullopt);
+  /// The same, with near classes near each other: vectors [N, D], floating and finite, laid out by recursive K-means (appendix C).
+  static LabelTree from_vectors(const torch::Tensor& vectors, int64_t arity = 10, int64_t iterations = 10,
+                                std::optional<at::Generator> generator = std::nullopt);
+  /// One layer of `subsets` nodes with nearly the same sum of counts [N], below them the classes by falling count (section 5).
+  static LabelTree from_frequencies(const torch::Tensor& counts, int64_t subsets);
+  /// The tree of the least expected depth under frequencies counts [N] (Huffman, 1952).
+  static LabelTree huffman(const torch::Tensor& counts, int64_t arity = 2);
+};
+
+} // namespace xsoftmax

@@ -1,0 +1,184 @@
+// LabelTree, and the losses over trees and of CANE, from C++: the contracts of their namesakes in Python, state, training, errors.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <xsoftmax/xsoftmax.h>
+
+#include <cmath>
+#include <sstream>
+
+namespace {
+
+using torch::Tensor;
+using xsoftmax::LabelTree;
+using xsoftmax::nn::BeamTreeLoss;
+using xsoftmax::nn::BeamTreeOptions;
+using xsoftmax::nn::CaneLoss;
+using xsoftmax::nn::CaneOptions;
+using xsoftmax::nn::HierarchicalSoftmaxLoss;
+using xsoftmax::nn::LossOptions;
+namespace F = torch::nn::functional;
+namespace samplers = xsoftmax::samplers;
+
+constexpr int64_t kWidth = 6, kClasses = 40;
+
+template <typename Module>
+void roundtrip(const Module& from, Module& to) {
+  std::stringstream stream;
+  torch::save(from, stream);
+  torch::load(to, stream);
+}
+
+class Trees : public testing::Test {
+ protected:
+  void SetUp() override { torch::manual_seed(0); }
+
+  LabelTree tree = LabelTree::balanced(torch::randperm(kClasses), 3);
+  Tensor input = torch::randn({7, kWidth});
+  Tensor target = torch::tensor({3, 0, 39, -100, 2, 17, 17}, torch::kLong);
+};
+
+TEST_F(Trees, EveryMakerGivesAWholeTree) {
+  const Tensor counts = torch::arange(1, kClasses + 1);
+  const std::vector<LabelTree> trees{tree, LabelTree::random(kClasses, 4), LabelTree::from_vectors(torch::randn({kClasses, 5}), 4),
+                                     LabelTree::from_frequencies(counts, 6), LabelTree::huffman(counts),
+                                     LabelTree::from_parents(torch::cat({torch::tensor({-1}), torch::zeros({kClasses}, torch::kLong)}))};
+  for (const auto& some : trees) {
+    EXPECT_EQ(some->num_classes(), kClasses);
+    EXPECT_TRUE(torch::equal(some->node_class.index_select(0, some->class_node), torch::arange(kClasses)));
+    int64_t nodes = 1;
+    for (const int64_t size : some->layer_sizes) {
+      nodes += size;
+    }
+    EXPECT_EQ(nodes, some->num_nodes());
+    const Tensor path = some->path(torch::arange(kClasses));
+    EXPECT_TRUE(torch::equal(std::get<0>(path.max(1)), some->class_node)); // breadth-first: the leaf is the last
+    EXPECT_TRUE(some->parent.index_select(0, path.select(1, 0)).eq(0).all().item<bool>());
+  }
+  EXPECT_THROW(LabelTree::from_parents(torch::tensor({-1, -1})), c10::ValueError);
+  EXPECT_THROW(LabelTree::balanced(torch::tensor({0, 0})), c10::ValueError);
+}
+
+TEST_F(Trees, AnotherTreeIsLoaded) {
+  LabelTree other = LabelTree::huffman(torch::arange(1, 9));
+  roundtrip(tree, other);
+  EXPECT_EQ(other->num_classes(), kClasses);
+  EXPECT_EQ(other->layer_sizes, tree->layer_sizes);
+  EXPECT_TRUE(torch::equal(other->named_buffers()["class_node"], tree->class_node));
+}
+
+TEST_F(Trees, HierarchicalSoftmaxIsTheNegativeLogProbability) {
+  for (const std::string reduction : {"mean", "sum", "none"}) {
+    const Tensor weight = torch::linspace(0.5, 2.0, kClasses);
+    HierarchicalSoftmaxLoss loss(kWidth, tree, LossOptions{.bias = true, .weight = weight, .reduction = reduction});
+    const Tensor log_prob = loss->log_prob(input);
+    EXPECT_TRUE(torch::allclose(log_prob.logsumexp(1), torch::zeros({7}), 0, 1e-5));
+    const auto options = F::NLLLossFuncOptions().weight(weight).reduction(
+        reduction == "mean" ? F::NLLLossFuncOptions::reduction_t(torch::kMean)
+                            : reduction == "sum" ? F::NLLLossFuncOptions::reduction_t(torch::kSum) : torch::kNone);
+    EXPECT_TRUE(torch::allclose(loss->forward(input, target), F::nll_loss(log_prob, target, options)));
+    const auto [values, classes] = loss->topk(input, 4);
+    EXPECT_TRUE(torch::allclose(values, std::get<0>(log_prob.topk(4))));
+    EXPECT_TRUE(torch::equal(classes, std::get<1>(log_prob.topk(4))));
+  }
+}
+
+TEST_F(Trees, BeamTreeWithAllClassesIsExact) {
+  BeamTreeLoss loss(kWidth, tree, BeamTreeOptions{.num_candidates = 100, .num_noises = 3}, LossOptions{.bias = true});
+  const Tensor want = F::cross_entropy(loss->scores(input), target);
+  EXPECT_TRUE(torch::allclose(loss->forward(input, target), want));
+  loss->eval();
+  EXPECT_TRUE(torch::allclose(loss->forward(input, target), want));
+  EXPECT_TRUE(torch::equal(loss->predict(input), loss->log_prob(input).argmax(1)));
+}
+
+TEST_F(Trees, BalanceChangesNoScore) {
+  BeamTreeLoss loss(kWidth, tree, BeamTreeOptions{.num_candidates = 3, .num_noises = 1, .balance_every = 2}, LossOptions{.bias = true});
+  const Tensor want = loss->scores(input).detach(), before = loss->edges->weight.detach().clone();
+  loss->forward(input, target);
+  EXPECT_TRUE(torch::equal(loss->edges->weight, before));
+  loss->forward(input, target);
+  EXPECT_FALSE(torch::equal(loss->edges->weight, before));
+  EXPECT_TRUE(torch::allclose(loss->scores(input), want, 1e-5, 1e-5));
+}
+
+TEST_F(Trees, TheBeamTreeLearns) {
+  for (const bool routed : {false, true}) {
+    torch::manual_seed(1);
+    BeamTreeLoss loss(kWidth, routed ? LabelTree::from_frequencies(torch::ones({kClasses}), 5) : tree,
+                      BeamTreeOptions{.num_candidates = 6, .num_noises = 2, .noise_sampler = samplers::UnigramSampler(torch::arange(1, kClasses + 1)).ptr(),
+                                      .noise_reduction = "log_of_mean", .routed = routed});
+    const Tensor x = 2 * torch::randn({kClasses, kWidth}), y = torch::arange(kClasses);
+    const double first = loss->exact(x, y).item<double>();
+    xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
+    for (int step = 0; step < 300; ++step) {
+      optimizer.zero_grad();
+      const Tensor value = loss->forward(x, y);
+      value.backward();
+      EXPECT_TRUE(loss->edges->weight.grad().is_sparse());
+      optimizer.step();
+    }
+    EXPECT_LT(loss->exact(x, y).item<double>(), 0.5 * first);
+    EXPECT_EQ(loss->candidates(x).size(1), 6);
+    BeamTreeLoss other(kWidth, routed ? LabelTree::from_frequencies(torch::ones({kClasses}), 5) : LabelTree::random(kClasses, 3),
+                       BeamTreeOptions{.num_candidates = 6, .num_noises = 2});
+    roundtrip(loss, other);
+    EXPECT_TRUE(torch::equal(other->scores(x), loss->scores(x)));
+    EXPECT_EQ(other->steps.item<int64_t>(), 300);
+  }
+}
+
+TEST_F(Trees, NoiseIsOutside) {
+  const auto unigram = samplers::UnigramSampler(torch::arange(1, kClasses + 1)).ptr();
+  const auto uniform = samplers::UniformSampler(kClasses).ptr();
+  const Tensor inside = torch::tensor({{39, 38, -1}, {0, 5, 7}});
+  for (const std::shared_ptr<samplers::SamplerImpl>& sampler : {std::shared_ptr<samplers::SamplerImpl>(unigram), std::shared_ptr<samplers::SamplerImpl>(uniform)}) {
+    const samplers::ComplementSampler complement(sampler);
+    const auto drawn = complement.sample(torch::zeros({2, 1}), 500, inside, torch::tensor({3, 4}));
+    EXPECT_TRUE(drawn.ids.unsqueeze(2).ne(inside.unsqueeze(1)).all().item<bool>());
+    double sum = 0;
+    for (int64_t i = 0; i < kClasses; ++i) {
+      if (i != 0 && i != 5 && i != 7) {
+        sum += complement.sample(torch::zeros({2, 1}), 1, inside, torch::tensor({i, i})).target_log_count[1].exp().item<double>();
+      }
+    }
+    EXPECT_NEAR(sum, 1.0, 1e-5);
+  }
+  EXPECT_THROW(samplers::ComplementSampler(samplers::UniformSampler(9, samplers::StaticOptions{.distinct = true}).ptr()), c10::ValueError);
+}
+
+TEST_F(Trees, CaneWithAllClassesIsExactAndLearnsWithFew) {
+  CaneLoss all(kWidth, kClasses, CaneOptions{.candidates = torch::arange(kClasses)}, LossOptions{.bias = true});
+  EXPECT_TRUE(torch::allclose(all->forward(input, target), all->exact(input, target)));
+  CaneLoss told(kWidth, kClasses, CaneOptions{});
+  EXPECT_TRUE(torch::allclose(told->forward(input, target, torch::arange(kClasses)), told->exact(input, target)));
+  const Tensor x = 2 * torch::randn({kClasses, kWidth}), y = torch::arange(kClasses);
+  for (const CaneOptions& options : {CaneOptions{.candidates = torch::arange(8)},
+                                     CaneOptions{.candidate_sampler = samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.codewords = 4, .distinct = true}).ptr(),
+                                                 .num_candidates = 5, .num_noises = 2}}) {
+    CaneLoss loss(kWidth, kClasses, options);
+    const double first = loss->exact(x, y).item<double>();
+    xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
+    for (int step = 0; step < 200; ++step) {
+      optimizer.zero_grad();
+      loss->forward(x, y).backward();
+      optimizer.step();
+    }
+    EXPECT_LT(loss->exact(x, y).item<double>(), 0.5 * first);
+  }
+}
+
+TEST_F(Trees, BadArguments) {
+  EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 0}), c10::ValueError);
+  EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .noise_reduction = "mean"}), c10::ValueError);
+  EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .routed = true}), c10::ValueError);
+  EXPECT_THROW(HierarchicalSoftmaxLoss(kWidth, tree, LossOptions{.label_smoothing = 0.1}), c10::ValueError);
+  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{})->forward(input, target), c10::ValueError);
+  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidates = torch::tensor({1, 40})}), c10::IndexError);
+  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.num_candidates = 3}), c10::ValueError);
+  HierarchicalSoftmaxLoss loss(kWidth, tree);
+  EXPECT_THROW(loss->forward(input, target.clone().fill_(40)), c10::IndexError);
+  EXPECT_THROW(loss->forward(input, target.slice(0, 1)), c10::ValueError);
+}
+
+} // namespace
