@@ -108,7 +108,7 @@ demo: $(INSTALLED)
 	build/cpp_app/complete out/language_model/model.pt "def open(self, path" --words 30
 
 bench: $(INSTALLED)
-	for script in training_step output_layer midx; do echo "== $$script"; python "benchmarks/$$script.py"; done
+	for script in training_step output_layer midx trees; do echo "== $$script"; python "benchmarks/$$script.py"; done
 
 clean:
 	rm -rf build $(VENV) out
