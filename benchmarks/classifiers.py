@@ -7,7 +7,8 @@
 As in the CANE paper, section 7.1: only the last layer is trained. For each method the learning rate with the best validation accuracy after
 --search-epochs trains for --epochs. The times are those of the long runs, one after another on --threads threads; test time is that of
 finding the best class of every test row. Coverage: test targets among the candidates of the beam. "Edges as in the paper": never balanced
-(BeamTreeLoss.balance). Every run is kept in --out, and not made again. --vw-python names an interpreter that has vowpalwabbit and numpy, for its rivals, which take the same passes over the same features.
+(BeamTreeLoss.balance). Every run is kept in --out, and not made again. --vw-python names an interpreter that has vowpalwabbit and numpy, for
+its rivals, on the same features.
 """
 
 import argparse

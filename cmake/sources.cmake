@@ -1,5 +1,6 @@
 # Every source of the library, by hand: a file that is not here is not built.
 set(XSOFTMAX_SOURCES
+  csrc/clusters/kmeans.cpp
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
@@ -40,7 +41,6 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/complement_module.cpp
   csrc/samplers/kernel_sample.cpp
   csrc/samplers/kernel_sample_cpu.cpp
-  csrc/samplers/kmeans.cpp
   csrc/samplers/log_uniform_sample.cpp
   csrc/samplers/log_uniform_sample_cpu.cpp
   csrc/samplers/lsh_sample.cpp
@@ -61,9 +61,16 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/uniform_sample.cpp
   csrc/samplers/uniform_sample_cpu.cpp
   csrc/samplers/union_module.cpp
+  csrc/scores/candidate_scores.cpp
+  csrc/scores/candidate_scores_cpu.cpp
+  csrc/scores/gather_dot_cpu.cpp
+  csrc/scores/ragged_scores.cpp
+  csrc/scores/ragged_scores_cpu.cpp
+  csrc/scores/row_gradient.cpp
   csrc/trees/beam_search.cpp
   csrc/trees/beam_search_cpu.cpp
   csrc/trees/edge_tables.cpp
+  csrc/trees/edge_tables_cpu.cpp
   csrc/trees/hierarchical_softmax.cpp
   csrc/trees/hierarchical_softmax_cpu.cpp
   csrc/trees/label_tree.cpp
@@ -72,12 +79,6 @@ set(XSOFTMAX_SOURCES
   csrc/trees/modules.cpp
   csrc/trees/tree_scores.cpp
   csrc/trees/tree_scores_cpu.cpp
-  csrc/scores/candidate_scores.cpp
-  csrc/scores/candidate_scores_cpu.cpp
-  csrc/scores/gather_dot_cpu.cpp
-  csrc/scores/ragged_scores.cpp
-  csrc/scores/ragged_scores_cpu.cpp
-  csrc/scores/row_gradient.cpp
 )
 
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).

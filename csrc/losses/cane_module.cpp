@@ -79,8 +79,9 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
   }
   TORCH_CHECK_VALUE(cane.candidate_sampler->num_classes() == num_classes, kName, ": expected a candidate_sampler of ", num_classes,
                     " classes, got one of ", cane.candidate_sampler->num_classes());
-  TORCH_CHECK_VALUE(!cane.candidate_sampler->proposes_targets(), kName, ": expected candidates that do not depend on the targets, got ",
-                    cane.candidate_sampler->name());
+  TORCH_CHECK_VALUE(!cane.candidate_sampler->proposes_targets() &&
+                        dynamic_cast<const samplers::UnionSamplerImpl*>(cane.candidate_sampler.get()) == nullptr,
+                    kName, ": expected one sampler of candidates, which does not depend on the targets, got ", cane.candidate_sampler->name());
   const auto fitting = cane.candidate_sampler->for_table(in_features, options.bias);
   candidate_sampler = register_module("candidate_sampler", fitting ? fitting : cane.candidate_sampler);
   shared_ = cane.shared.value_or(candidate_sampler->shared_by_default());
@@ -94,7 +95,8 @@ Tensor CaneLossImpl::find_candidates(const Tensor& queries, const std::optional<
     check::int64(kName, "candidates", *named);
     return once(named->dim() > 1 ? named->reshape({-1, named->size(-1)}) : *named);
   }
-  TORCH_CHECK_VALUE(fixed || candidate_sampler != nullptr, kName, ": expected candidates, which a loss whose options name none takes with each call");
+  TORCH_CHECK_VALUE(fixed || candidate_sampler != nullptr, kName,
+                    ": expected candidates, which a loss whose options name none takes with each call");
   if (fixed) {
     cane_.candidates = cane_.candidates.to(queries.device());
     return cane_.candidates;
@@ -126,10 +128,17 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const st
   const bool for_all = found.dim() == 1;
   const Tensor private_ids = for_all ? noise.ids : at::cat({ids, noise.ids}, 1);
   const Tensor private_log_count = for_all ? noise.log_count : at::cat({log_count, noise.log_count}, 1);
-  return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, private_ids, for_all ? optional(ids) : std::nullopt,
-                              private_log_count, for_all ? optional(log_count) : std::nullopt, noise.target_log_count, optional(weight),
-                              estimator_, true, for_all ? 0 : ids.size(1), for_all ? ids.size(0) : 0, reduction_, options_.ignore_index, 0.0,
-                              cane_.sparse_grad);
+  Tensor loss = sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, private_ids, for_all ? optional(ids) : std::nullopt,
+                                     private_log_count, for_all ? optional(log_count) : std::nullopt, noise.target_log_count,
+                                     optional(weight), estimator_, true, for_all ? 0 : ids.size(1), for_all ? ids.size(0) : 0, reduction_,
+                                     options_.ignore_index, 0.0, cane_.sparse_grad);
+  const Tensor known = at::where(flat.ne(options_.ignore_index).unsqueeze(1), queries, at::zeros({}, queries.options()));
+  for (const auto& sampler : {noise_sampler, candidate_sampler}) {
+    if (sampler != nullptr && sampler->learns()) {
+      loss = with_gradient_of(loss, sampler->auxiliary_loss(known, linear->weight, optional(linear->bias), generator));
+    }
+  }
+  return loss;
 }
 
 } // namespace xsoftmax::nn

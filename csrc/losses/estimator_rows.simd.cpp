@@ -143,7 +143,8 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // a
     }
   }
   return {scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.fixed_private, p, rows.fixed_shared,
-          rows.private_ids + q * p, rows.shared_ids, private_log_count, shared_log_count, target, rows.target_log_count ? rows.target_log_count[q] : T(0)};
+          rows.private_ids + q * p, rows.shared_ids, private_log_count, shared_log_count, target,
+          rows.target_log_count ? rows.target_log_count[q] : T(0)};
 }
 
 template <typename T>

@@ -197,7 +197,8 @@ class BackwardPass {
   // grad [Q], normalizer [2, Q].
   BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const A* grad, const A* normalizer,
                const SavedLogits& saved)
-      : operands_(operands), plan_(plan), terms_(terms), grad_(grad), normalizer_(normalizer), saved_(saved), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
+      : operands_(operands), plan_(plan), terms_(terms), grad_(grad), normalizer_(normalizer), saved_(saved),
+        bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
         queries_(operands.input.size(0)) {}
 
   // Undefined gradients are not wanted. grad_input_parts [groups, Q, D]: in opmath. `add`: to what grad_weight and grad_bias hold.

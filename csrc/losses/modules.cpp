@@ -51,6 +51,10 @@ std::vector<int64_t> with_last(const Tensor& input, int64_t last) {
   return shape;
 }
 
+Tensor with_gradient_of(const Tensor& loss, const Tensor& auxiliary) {
+  return auxiliary.defined() ? loss + (auxiliary - auxiliary.detach()) / double(std::max<int64_t>(1, loss.numel())) : loss;
+}
+
 LinearLossImpl::LinearLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
     : num_classes_(num_classes), options_(options), reduction_(reduction_code(options.reduction)) {
   TORCH_CHECK_VALUE(num_classes >= 1, "xsoftmax::nn: expected num_classes of at least 1, got ", num_classes);
@@ -174,9 +178,11 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
   }
   sampler->note(counted);
   const bool by_draws = proposal.target_log_draws.defined() && !needs_target_count;
+  const Tensor target_log_count = needs_target_count || sampler->renormalises()
+      ? (by_draws ? proposal.target_log_draws : proposal.target_log_count) : Tensor();
   const Tensor loss = sampled_softmax_loss(
       input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count, shared_log_count,
-      optional(by_draws ? proposal.target_log_draws : proposal.target_log_count), optional(weight), sampling_.estimator,
+      optional(target_log_count), optional(weight), sampling_.estimator,
       sampling_.remove_accidental_hits, fixed_private, head.numel() + beside_distinct, reduction_, options_.ignore_index,
       options_.label_smoothing, sampling_.sparse_grad);
   if (!sampler->learns()) {
@@ -185,7 +191,7 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
   const Tensor counts = flat.ne(options_.ignore_index).unsqueeze(1);
   const Tensor auxiliary =
       sampler->auxiliary_loss(at::where(counts, query, at::zeros({}, query.options())), linear->weight, optional(linear->bias), generator);
-  return loss + (auxiliary - auxiliary.detach()) / double(std::max<int64_t>(1, loss.numel())); // its gradient alone, once
+  return with_gradient_of(loss, auxiliary);
 }
 
 } // namespace xsoftmax::nn

@@ -16,6 +16,8 @@ namespace xsoftmax::nn {
 int64_t reduction_code(const std::string& reduction);
 /// input's shape with another last dimension.
 std::vector<int64_t> with_last(const at::Tensor& input, int64_t last);
+/// A loss, a scalar or [*], whose gradient has that of the scalar `auxiliary` (undefined: none) beside it, once; its value is left as it is.
+at::Tensor with_gradient_of(const at::Tensor& loss, const at::Tensor& auxiliary);
 /// The estimator for "mean_of_logs" or "log_of_mean".
 std::string cane_estimator(const char* name, const std::string& noise_reduction);
 /// The given sampler, checked, or a uniform one.

@@ -35,8 +35,9 @@ Tensor outside_uniform(const Tensor& inside, const Tensor& share, int64_t num_cl
 
 ComplementSampler::ComplementSampler(std::shared_ptr<SamplerImpl> sampler, int64_t tries) : sampler_(std::move(sampler)), tries_(tries) {
   TORCH_CHECK_VALUE(sampler_ != nullptr, kName, ": expected a sampler, got none");
-  TORCH_CHECK_VALUE(!sampler_->proposes_targets() && !sampler_->draws_distinct(false), kName,
-                    ": expected a sampler whose private draws are independent, got ", sampler_->name());
+  TORCH_CHECK_VALUE(!sampler_->proposes_targets() && !sampler_->draws_distinct(false) &&
+                        dynamic_cast<const UnionSamplerImpl*>(sampler_.get()) == nullptr,
+                    kName, ": expected one sampler whose private draws are independent, got ", sampler_->name());
   TORCH_CHECK_VALUE(tries >= 1, kName, ": expected tries of at least 1, got ", tries);
   const auto* uniform = dynamic_cast<const UniformSamplerImpl*>(sampler_.get());
   if (uniform != nullptr && uniform->draws_from_all()) {
@@ -54,8 +55,8 @@ Proposal ComplementSampler::sample(const Tensor& input, int64_t num_samples, con
   static const auto uniform_sample =
       find_op<Tensor(const Tensor&, int64_t, int64_t, std::optional<int64_t>, int64_t, bool)>("xsoftmax::uniform_sample");
   constexpr int64_t resolution = int64_t(1) << 53;
-  const Tensor share = uniform_sample.call(draw_seed(input, generator), 0, resolution, queries, num_samples, false).to(at::kDouble) / double(resolution);
-  Tensor ids = outside_uniform(inside, share, num_classes);
+  const Tensor numbers = uniform_sample.call(draw_seed(input, generator), 0, resolution, queries, num_samples, false);
+  Tensor ids = outside_uniform(inside, numbers.to(at::kDouble) / double(resolution), num_classes);
   const Tensor log_uniform = -left.to(at::kDouble).log();
   const double scale = num_samples > 0 ? std::log(double(num_samples)) : 0.0;
   Proposal proposal;
@@ -67,7 +68,8 @@ Proposal ComplementSampler::sample(const Tensor& input, int64_t num_samples, con
     return proposal;
   }
   const auto q = [&](const Tensor& of) { return sampler_->log_prob(input, of).to(at::kDouble).exp(); };
-  const Tensor each = inside.clamp_min(0).expand({queries, inside.size(1)});
+  const bool is_static = dynamic_cast<const StaticSamplerImpl*>(sampler_.get()) != nullptr; // its q is the same for all queries
+  const Tensor some_ids = inside.clamp_min(0), each = is_static ? some_ids : some_ids.expand({queries, inside.size(1)});
   const Tensor mass = at::where(held, q(each), 0.0).sum(1, true).clamp_max(1.0);
   Tensor kept = at::ones_like(mass);
   for (int64_t i = 1; i < tries_; ++i) {

@@ -47,8 +47,17 @@ struct CheckedMidxIndex {
     // They come from a state dict, which may be anybody's.
     check::offsets(op, "start", start, tables.classes);
     for (int64_t c = 0; c < cells; ++c) {
-      TORCH_CHECK_VALUE((tables.mass[c] > 0) == (tables.size(c) > 0), op, ": expected mass above 0 just where start has classes, got ",
-                        tables.mass[c], " for ", tables.size(c), " classes in cell ", c);
+      const int64_t size = tables.size(c);
+      if (!weighted || size == 0) {
+        TORCH_CHECK_VALUE(tables.mass[c] == double(size), op, ": expected mass to be the number of classes, got ", tables.mass[c], " for ",
+                          size, " classes in cell ", c);
+        continue;
+      }
+      const double whole = tables.prefix[tables.start[c + 1] - 1];
+      TORCH_CHECK_VALUE(whole > 0 && std::isfinite(whole) && std::abs(tables.mass[c] - whole) <= 1e-9 * whole &&
+                            tables.heaviest[c] > 0 && tables.heaviest[c] <= whole * (1 + 1e-9),
+                        op, ": expected mass to be the sum of the weights in prefix, and heaviest within it, got ", tables.mass[c], ", ",
+                        whole, " and ", tables.heaviest[c], " in cell ", c);
     }
   }
 

@@ -6,7 +6,7 @@
 #include "core/optional.h"
 #include "samplers/adaptive.h"
 #include "samplers/draws.h"
-#include "samplers/kmeans.h"
+#include "clusters/kmeans.h"
 #include "samplers/midx_index_cpu.h"
 
 #include <ATen/TensorOperators.h>

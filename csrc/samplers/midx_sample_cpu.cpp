@@ -114,7 +114,9 @@ MidxDraws midx_sample_shared_cpu(const Tensor& seed, const Tensor& input, XS_MID
     }
     for (int64_t j = 0; j < num_samples; ++j) {
       const PhiloxBlock block = philox(key, 0, j);
-      const int64_t c = std::upper_bound(sum.begin(), sum.end(), unit_double(block.low()) * total) - sum.begin();
+      int64_t c = std::upper_bound(sum.begin(), sum.end(), unit_double(block.low()) * total) - sum.begin();
+      for (c = std::min(c, tables.cells - 1); tables.size(c) == 0; --c) { // rounding may leave the last point behind the end
+      }
       slots[j] = tables.draw(c, block.high() >> 20);
     }
   }

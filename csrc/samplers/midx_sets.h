@@ -69,6 +69,8 @@ class MidxSystematicSet {
         }
       }
     }
+    TORCH_CHECK_VALUE(certain_ <= samples_, "MIDX: expected prefix, heaviest and mass that fit together, got weights for ", certain_,
+                      " classes that are drawn for certain in sets of ", samples_);
   }
 
   /// After plan: the slots of a set, those that are certain first.

@@ -107,6 +107,12 @@ std::map<std::string, double> UnionSamplerImpl::refresh(const Tensor& weight, co
   return stats;
 }
 
+bool UnionSamplerImpl::renormalises() const {
+  return std::count_if(parts_.begin(), parts_.end(), [](const Part& part) {
+           return part.second > 0 && !part.first->draws_distinct(part.first->shared_by_default());
+         }) < 2;
+}
+
 bool UnionSamplerImpl::learns() const {
   return std::any_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.first->learns(); });
 }
@@ -119,7 +125,7 @@ void UnionSamplerImpl::check_num_samples(int64_t, bool) const {
 
 void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias, std::optional<at::Generator> generator) {
   for (const auto& part : parts_) {
-    part.first->prepare(weight, bias);
+    part.first->prepare(weight, bias, generator);
   }
 }
 
@@ -127,7 +133,7 @@ Tensor UnionSamplerImpl::auxiliary_loss(const Tensor& input, const Tensor& weigh
                                         std::optional<at::Generator> generator) {
   Tensor total;
   for (const auto& part : parts_) {
-    const Tensor loss = part.first->auxiliary_loss(input, weight, bias);
+    const Tensor loss = part.first->auxiliary_loss(input, weight, bias, generator);
     total = loss.defined() && total.defined() ? total + loss : loss.defined() ? loss : total;
   }
   return total;

@@ -160,7 +160,10 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
                                                  const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
                                                  std::array<bool, 3> output_mask, const OptionalTensor& scale) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
-  const Tensor query = input.to(grad.scalar_type());
+  Tensor query = input.to(grad.scalar_type());
+  if (given(scale)) { // of an ignored query, 0 times what is not finite would not be 0
+    query = query.masked_fill(scale->eq(0).unsqueeze(1), 0);
+  }
   const Tensor scores_grad = given(scale) ? grad * scale->unsqueeze(1) : grad;
   const Tensor own = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
   const int64_t width = own.size(1), shared = all.size(0), dims = weight.size(1);

@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mv.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -90,7 +91,9 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   Tensor shared_values, shared_bias;
   if (want_weight && ids.shared.size(0) > 0) {
     const Tensor wide = query.to(grad.scalar_type());
-    shared_values = at::mm(shared_grad.t(), factor.defined() ? wide * factor.unsqueeze(1) : wide);
+    // Of an ignored query, 0 times what is not finite would not be 0.
+    const Tensor scaled = factor.defined() ? at::where(factor.eq(0).unsqueeze(1), 0.0, wide * factor.unsqueeze(1)) : wide;
+    shared_values = at::mm(shared_grad.t(), scaled);
   }
   if (want_bias) {
     shared_bias = factor.defined() ? at::mv(shared_grad.t(), factor) : shared_grad.sum(0);

@@ -53,6 +53,8 @@ Tensor node_scores(const Tensor& edges, const Tensor& first_child, const Tensor&
   const Tensor scores = at::zeros({edges.size(0), edges.size(1) + 1}, edges.options());
   for (int64_t end = 1; end < scores.size(1);) { // of the layers so far
     const int64_t next = first_child[end].item<int64_t>();
+    TORCH_CHECK_VALUE(next > end && next <= scores.size(1), kOp, ": expected first_child to rise from above node ", end - 1, " to at most ",
+                      scores.size(1), ", got ", next);
     const Tensor above = scores.index_select(1, parent.narrow(0, end, next - end));
     scores.narrow(1, end, next - end).copy_(above + edges.narrow(1, end - 1, next - end));
     end = next;

@@ -15,9 +15,11 @@ at::Tensor tree_class_scores(const at::Tensor& edges, const at::Tensor& parent, 
 at::Tensor hierarchical_log_prob(const at::Tensor& edges, const at::Tensor& parent, const at::Tensor& class_node,
                                  at::IntArrayRef layer_sizes);
 
-/// Moves the mean of the rows of a node's children to the row of the edge above it, from the leaves up: table [E, ...], in place. No sum
-/// along a path to a leaf changes.
-void tree_balance_(const at::Tensor& table, const at::Tensor& parent, at::IntArrayRef layer_sizes);
+/// Moves the mean of the rows of a node's children to the row of the edge above it, from the leaves up: table [E, D] or [E], in place. No
+/// sum along a path to a leaf changes.
+void tree_balance_(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
+void check_tree_balance(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
+void tree_balance_reference(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
 
 /// Of a tree of one layer of subsets, up to `count` classes of the subset of the best score, drawn uniformly without repeats: [Q, count],
 /// -1 where it has fewer. scores [Q, subsets]; share [Q, 1] float64, uniform in [0, 1).

@@ -66,8 +66,10 @@ HierarchicalState forward_meta(XS_TREE_PARAMS, std::array<bool, 2> output_mask) 
           at::empty_symint({queries(output_mask[1]), c10::SymInt(sum(group_sizes))}, options)};
 }
 
-RowGradients backward_meta(const Tensor&, const Tensor&, const Tensor& input, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                           at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
+RowGradients backward_meta(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
+                           const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+                           at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
+  check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes);
   return row_gradients_meta(input, sibling_rows(input.sym_size(0), layer_sizes, group_sizes), output_mask);
 }
 
@@ -201,6 +203,19 @@ void check_hierarchical(XS_TREE_PARAMS) {
   }
 }
 
+void check_hierarchical_backward(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
+                                 const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+                                 at::IntArrayRef group_sizes) {
+  check_hierarchical(input, weight, std::nullopt, first_child, parent, nodes, layer_sizes, group_sizes);
+  constexpr const char* op = "hierarchical_softmax_backward";
+  check::dim(op, "scale", scale, 1);
+  check::size(op, "scale", scale, 0, nodes.sym_size(0), "the number of nodes");
+  check::dim(op, "grad_edges", grad_edges, 2);
+  check::size(op, "grad_edges", grad_edges, 0, nodes.sym_size(0), "the number of nodes");
+  check::size(op, "grad_edges", grad_edges, 1, sum(group_sizes), "the sum of group_sizes");
+  check::dtype(op, "grad_edges", grad_edges, opmath_dtype(input.scalar_type()));
+}
+
 void check_hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
                              const Tensor& node_class, const c10::SymInt& k) {
   check::linear(kTopk, input, weight, bias);
@@ -243,6 +258,7 @@ RowGradients hierarchical_softmax_backward_reference(const Tensor& scale, const 
                                                      const Tensor& weight, const Tensor& first_child, const Tensor& parent,
                                                      const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
                                                      std::array<bool, 3> output_mask) {
+  check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes);
   const auto layers = layers_of(first_child, parent, nodes, layer_sizes, group_sizes);
   std::vector<Tensor> edges;
   for (const Layer& layer : layers) {
@@ -269,9 +285,10 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
   const Tensor leaves = node_class.ge(0).nonzero().squeeze(1), by_leaf = log_prob.index_select(1, leaves);
   const int64_t found = std::min(wanted, leaves.size(0));
   auto [values, order] = by_leaf.sort(/*stable=*/true, /*dim=*/1, /*descending=*/true);
-  Tensor best = at::full({input.size(0), wanted}, -kInfinity, scores.options()), classes = at::full({input.size(0), wanted}, -1, node_class.options());
+  Tensor best = at::full({input.size(0), wanted}, -kInfinity, scores.options());
+  Tensor classes = at::full({input.size(0), wanted}, -1, node_class.options());
   best.narrow(1, 0, found).copy_(values.narrow(1, 0, found));
-  classes.narrow(1, 0, found).copy_(node_class.index_select(0, leaves).index_select(0, order.narrow(1, 0, found).flatten()).view({input.size(0), found}));
+  classes.narrow(1, 0, found).copy_(node_class.take(leaves.take(order.narrow(1, 0, found))));
   const Tensor bad = log_prob.isnan().any(1, true);
   return {best.masked_fill(bad, std::numeric_limits<double>::quiet_NaN()),
           at::where(bad, at::arange(wanted, node_class.options()), classes)};

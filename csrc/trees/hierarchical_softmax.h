@@ -44,6 +44,9 @@ void check_hierarchical(const at::Tensor& input, const at::Tensor& weight, const
                         at::IntArrayRef group_sizes);
 void check_hierarchical_topk(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                              const at::Tensor& first_child, const at::Tensor& node_class, const c10::SymInt& k);
+void check_hierarchical_backward(const at::Tensor& scale, const at::Tensor& grad_edges, const at::Tensor& input, const at::Tensor& weight,
+                                 const at::Tensor& first_child, const at::Tensor& parent, const at::Tensor& nodes,
+                                 at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes);
 c10::SymInt sibling_rows(const c10::SymInt& queries, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes);
 
 /// The composites in ATen calls: any device, and the oracle of the tests. output_mask: grad_input, grad_edges.

@@ -173,6 +173,7 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
 RowGradients backward_cpu(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
                           const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
                           at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
+  check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes);
   const Ways ways("hierarchical_softmax_backward", first_child, parent, nodes, layer_sizes, group_sizes);
   if (use_reference()) {
     return hierarchical_softmax_backward_reference(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes,

@@ -2,7 +2,7 @@
 
 #include "core/checks.h"
 #include "core/philox.h"
-#include "samplers/kmeans.h"
+#include "clusters/kmeans.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
 

@@ -41,7 +41,7 @@ TreeLossImpl::TreeLossImpl(const char* name, int64_t in_features, LabelTree give
   TORCH_CHECK_VALUE(options.label_smoothing == 0, name, ": expected label_smoothing of 0, got ", options.label_smoothing);
   TORCH_CHECK_VALUE(!options.weight.defined() || (options.weight.dim() == 1 && options.weight.size(0) == given_tree->num_classes()), name,
                     ": expected weight of shape [", given_tree->num_classes(), "], got ", options.weight.sizes());
-  tree = register_module("tree", given_tree);
+  tree = register_module("tree", LabelTree(given_tree->parent.to(at::kCPU), given_tree->node_class.to(at::kCPU)));
   edges = register_module("edges", torch::nn::Linear(torch::nn::LinearOptions(in_features, tree->num_edges()).bias(options.bias)));
   if (options.weight.defined()) {
     weight = register_buffer("weight", options.weight);
@@ -100,6 +100,8 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   beam_.num_candidates = std::min(beam.num_candidates, tree->num_classes());
   beam_.num_noises = beam_.num_candidates == tree->num_classes() ? 0 : beam.num_noises; // or nothing is outside
   noise_sampler = register_module("noise", noise_or_uniform(name_, beam.noise_sampler, tree->num_classes()));
+  TORCH_CHECK_VALUE(dynamic_cast<samplers::AdaptiveSamplerImpl*>(noise_sampler.get()) == nullptr, name_,
+                    ": expected a noise_sampler that follows no class table, which a tree has none of, got ", noise_sampler->name());
   noise_ = std::make_shared<samplers::ComplementSampler>(noise_sampler);
   steps = register_buffer("steps", at::zeros({}, at::kLong));
   if (tree->depth() > 1) {
@@ -181,7 +183,7 @@ std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k
 
 void BeamTreeLossImpl::balance() {
   for (const Tensor& table : edges->parameters()) {
-    tree_balance_(table, tree->parent, tree->layer_sizes);
+    tree_balance_(table.tensor_data(), tree->first_child, tree->layer_sizes); // unseen by autograd: see trees in nn.h
   }
 }
 

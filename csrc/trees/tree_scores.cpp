@@ -117,6 +117,14 @@ void check_nodes(const char* op, const char* name, const Tensor& tensor, const T
   check::size(op, name, tensor, 0, size, "from the edges, the rows of weight");
 }
 
+void check_layer_sizes(const char* op, at::IntArrayRef layer_sizes, const c10::SymInt& edges) {
+  const int64_t sum = std::accumulate(layer_sizes.begin(), layer_sizes.end(), int64_t(0));
+  TORCH_CHECK_VALUE(edges == sum, op, ": expected layer_sizes with a sum of ", edges, ", the edges, got ", sum);
+  for (const int64_t size : layer_sizes) {
+    TORCH_CHECK_VALUE(size >= 1, op, ": expected layer_sizes of at least 1, got ", size);
+  }
+}
+
 void check_tree_scores(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,
                        const Tensor& nodes, at::IntArrayRef layer_sizes) {
   check::linear(op, input, weight, bias);
@@ -125,12 +133,7 @@ void check_tree_scores(const char* op, const Tensor& input, const Tensor& weight
   check::int64(op, "nodes", nodes);
   check::same_device(op, "nodes", nodes, "input", input);
   check::size(op, "nodes", nodes, 0, input.sym_size(0), "the rows of input");
-  const int64_t edges = std::accumulate(layer_sizes.begin(), layer_sizes.end(), int64_t(0));
-  TORCH_CHECK_VALUE(weight.sym_size(0) == edges, op, ": expected layer_sizes with a sum of ", weight.sym_size(0),
-                    ", the edges, got ", edges);
-  for (const int64_t size : layer_sizes) {
-    TORCH_CHECK_VALUE(size >= 1, op, ": expected layer_sizes of at least 1, got ", size);
-  }
+  check_layer_sizes(op, layer_sizes, weight.sym_size(0));
 }
 
 void check_tree_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent, const Tensor& nodes,

@@ -27,9 +27,11 @@ at::Tensor tree_scores(const at::Tensor& input, const at::Tensor& weight, const 
 
 /// A tensor of a tree: one dimension of `size`, int64, on input's device.
 void check_nodes(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& input, const c10::SymInt& size);
+/// Of at least 1 each, with the sum `edges`.
+void check_layer_sizes(const char* op, at::IntArrayRef layer_sizes, const c10::SymInt& edges);
 /// Shared by every kernel of the op and of its backward.
-void check_tree_scores(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& parent,
-                       const at::Tensor& nodes, at::IntArrayRef layer_sizes);
+void check_tree_scores(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes);
 void check_tree_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& parent,
                                 const at::Tensor& nodes, at::IntArrayRef layer_sizes);
 

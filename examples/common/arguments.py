@@ -36,7 +36,8 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
     loss.add_argument("--loss", nargs="+", choices=losses, default=[default],
                       help=f"several: each in turn, same seed and budget (default: {default})")
     loss.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=["unigram"],
-                      help=f"default: unigram; from midx on they draw for each {query}, the others for the batch; several: the union of their draws")
+                      help=f"default: unigram; from midx on they draw for each {query}, the others for the batch; several: the union of their "
+                      "draws")
     loss.add_argument("--samples", nargs="+", type=positive(int), default=[512], metavar="M",
                       help=f"classes drawn a step, or a {query}; a number for each sampler (default: 512)")
     loss.add_argument("--private", action="store_true", help=f"draw for each {query}, whichever the sampler")

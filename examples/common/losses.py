@@ -63,7 +63,8 @@ def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool, t
         return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, **options)
     if args.candidates_from == "routed":
         tree = xs.LabelTree.from_frequencies(counts.clamp(min=1), args.subsets)
-        return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, routed=True, **options)
+        balance = None if args.untied else 0  # of rows that are those of an embedding, too
+        return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, routed=True, balance_every=balance, **options)
     if args.candidates_from == "head":
         return xs.CaneLoss(dim, len(counts), candidates=args.candidates, **options)
     near = xs.samplers.MidxSampler(len(counts), dim, codewords=args.codewords, distinct=True, refresh_every=args.refresh_every)

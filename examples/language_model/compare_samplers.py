@@ -81,6 +81,8 @@ def mean_probability(log_prob, queries: Tensor) -> Tensor:
 
 def compare(args: argparse.Namespace) -> int:
     run, corpus = load_run(args.checkpoint)
+    if not isinstance(run.loss, xs.LinearLoss):
+        raise UsageError(f"--checkpoint: expected a model whose words have rows of their own, got one of {type(run.loss).__name__}")
     linear = run.loss.linear
     if args.head + args.samples > linear.out_features:
         raise UsageError(f"--head {args.head} and --samples {args.samples} together exceed the {linear.out_features} words of {corpus.name}")
@@ -90,7 +92,8 @@ def compare(args: argparse.Namespace) -> int:
     for kind in tqdm(args.sampler, disable=not sys.stderr.isatty()):
         torch.manual_seed(args.seed)
         options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct, refresh_every=0, width=linear.in_features)
-        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=build_sampler(options, kind, corpus.counts, linear.in_features), num_samples=args.samples,
+        sampler = build_sampler(options, kind, corpus.counts, linear.in_features)
+        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler, num_samples=args.samples,
                                                  shared=False, head_classes=args.head, estimator=args.estimator)
         loss.sampler.refresh(linear.weight, linear.bias)
         report = xs.diagnose(loss, queries, target, draws=args.draws)

@@ -139,7 +139,7 @@ class CaneLossImpl : public LinearLossImpl {
 };
 TORCH_MODULE(CaneLoss);
 
-/// Base of losses over a tree: a row of parameters on each edge.
+/// Base of losses over a tree, of which each keeps a copy: a row of parameters on each edge.
 class TreeLossImpl : public torch::nn::Module {
  public:
   TreeLossImpl(const char* name, int64_t in_features, LabelTree tree, const LossOptions& options, bool sparse_grad);
@@ -199,7 +199,8 @@ class BeamTreeLossImpl : public TreeLossImpl {
   std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
   /// What a step takes as candidates: [*, D] -> int64 [*, num_candidates], -1 where there are fewer.
   torch::Tensor candidates(const torch::Tensor& input, std::optional<at::Generator> generator = std::nullopt) const;
-  /// Moves what the children of a node have in common to the edge above it. No score changes; the beam finds more.
+  /// Moves what the children of a node have in common to the edge above it. No score changes; the beam finds more. A loss that waits for its
+  /// backward pass keeps its gradient: it depends on sums along whole paths alone.
   void balance();
 
   std::shared_ptr<samplers::SamplerImpl> noise_sampler;

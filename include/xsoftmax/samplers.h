@@ -63,6 +63,9 @@ class SamplerImpl : public torch::nn::Module {
                        std::optional<at::Generator> generator = std::nullopt);
   /// Whether there is an auxiliary_loss.
   virtual bool learns() const { return false; }
+  /// Where draws that hit a target are dropped, whether the others may be renormalised by how many are left: all independent draws come
+  /// from one distribution.
+  virtual bool renormalises() const { return true; }
   /// What a sampler that learns would minimise, a scalar; a loss adds its gradient, not its value, while training. Undefined: nothing.
   /// Queries that do not count are zeros in `input`.
   virtual torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
@@ -418,6 +421,7 @@ class UnionSamplerImpl : public SamplerImpl {
   torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
                                std::optional<at::Generator> generator = std::nullopt) override;
   bool learns() const override;
+  bool renormalises() const override;
   void note(const torch::Tensor& ids) override;
   bool shared_by_default() const override { return false; }
   void check_num_samples(int64_t num_samples, bool shared) const override;

@@ -6,8 +6,8 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from .losses import LinearLoss, _reduction_code
-from .samplers import ComplementSampler, Sampler, make_sampler
+from .losses import LinearLoss, _reduction_code, with_gradient_of
+from .samplers import ComplementSampler, Sampler, UnionSampler, make_sampler
 
 NOISE_REDUCTIONS = {"mean_of_logs": "cane", "log_of_mean": "cane_log_of_mean"}
 
@@ -27,10 +27,10 @@ def check_count(owner: str, argument: str, value: int, least: int) -> int:
     return value
 
 
-def noise_outside(owner: str, noise_sampler: Union[Sampler, str], num_classes: int, **kwargs) -> ComplementSampler:
-    """The noise of CANE from what its users give."""
+def noise_outside(owner: str, noise_sampler: Union[Sampler, str], num_classes: int, device, **kwargs) -> ComplementSampler:
+    """The noise of CANE from what its users give; what is made here is made on `device`."""
     if isinstance(noise_sampler, str):
-        noise_sampler = make_sampler(noise_sampler, num_classes, **kwargs)
+        noise_sampler = make_sampler(noise_sampler, num_classes, **kwargs).to(device)
     if not isinstance(noise_sampler, Sampler):
         raise TypeError(f"{owner}: expected noise_sampler to be a Sampler or a name, got {type(noise_sampler).__name__}")
     if noise_sampler.num_classes != num_classes:
@@ -82,7 +82,8 @@ class CaneLoss(LinearLoss):
         self.estimator = estimator_of(name, noise_reduction)
         self.sparse_grad = sparse_grad
         kwargs = {"dim": in_features, "bias": bias} if noise_sampler in ("midx", "lsh", "sphere", "rff") else {}
-        self.noise = noise_outside(name, noise_sampler, num_classes, **kwargs)
+        device = None if device is not None and torch.device(device).type == "meta" else device
+        self.noise = noise_outside(name, noise_sampler, num_classes, device, **kwargs)
         self.noise.sampler = self.noise.sampler.for_table(in_features, bias)
         self.candidate_sampler: Optional[Sampler] = None
         self.shared = True
@@ -90,8 +91,9 @@ class CaneLoss(LinearLoss):
         if isinstance(candidates, Sampler):
             if candidates.num_classes != num_classes:
                 raise ValueError(f"{name}: expected a sampler of {num_classes} classes for candidates, got one of {candidates.num_classes}")
-            if candidates.proposes_targets:
-                raise ValueError(f"{name}: expected candidates that do not depend on the targets, got {type(candidates).__name__}")
+            if candidates.proposes_targets or isinstance(candidates, UnionSampler):
+                raise ValueError(f"{name}: expected one sampler of candidates, which does not depend on the targets, "
+                                 f"got {type(candidates).__name__}")
             self.candidate_sampler = candidates.for_table(in_features, bias)
             self.shared = bool(candidates.shared_by_default if shared is None else shared)
             self.candidate_sampler.check_num_samples(num_candidates, self.shared)
@@ -104,7 +106,6 @@ class CaneLoss(LinearLoss):
             ids = torch.arange(min(check_count(name, "candidates", candidates, 0), num_classes + 1))
             if ids.numel() > num_classes:
                 raise ValueError(f"{name}: expected candidates in [0, {num_classes}], got {candidates}")
-        device = None if device is not None and torch.device(device).type == "meta" else device
         self.register_buffer("candidates", ids if ids is None else ids.to(device), persistent=False)
         self.candidates: Optional[Tensor]
 
@@ -133,9 +134,17 @@ class CaneLoss(LinearLoss):
         self._note(found)
         self._note(noise.ids)
         self._note(counted)
-        return torch.ops.xsoftmax.sampled_softmax_loss(
+        loss = torch.ops.xsoftmax.sampled_softmax_loss(
             input, weight, bias, target, private_ids, shared_ids, private_log_count, shared_log_count, noise.target_log_count, self.weight,
             self.estimator, True, fixed_private, fixed_shared, _reduction_code(self.reduction), self.ignore_index, 0.0, self.sparse_grad)
+        known_queries = torch.where((target != self.ignore_index).reshape(-1, 1), queries, 0.0)
+        if self.noise.sampler.learns:
+            loss = with_gradient_of(loss, self.noise.sampler.auxiliary_loss(known_queries, weight, bias, generator))
+        sampler = self.candidate_sampler
+        if sampler is not None:
+            if sampler.learns:
+                loss = with_gradient_of(loss, sampler.auxiliary_loss(known_queries, weight, bias, generator))
+        return loss
 
     def _note(self, ids: Tensor) -> None:
         self.noise.sampler.note(ids)

@@ -58,6 +58,8 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
     """
     if not isinstance(loss, SampledSoftmaxLoss):
         raise TypeError(f"diagnose: expected a SampledSoftmaxLoss, got {type(loss).__name__}")
+    if loss._complement is not None:
+        raise ValueError("diagnose: expected a proposal over all classes, got estimator=\"complementary_sum\", whose draws leave each target out")
     if draws < 2:
         raise ValueError(f"diagnose: expected draws of at least 2, got {draws}")
     counted = (target != loss.ignore_index).reshape(-1)

@@ -1,9 +1,7 @@
 """Trees whose leaves are the classes."""
 
-from __future__ import annotations
-
 from os import PathLike
-from typing import Optional, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,9 @@ class LabelTree(nn.Module):
     Buffers, all int64: ``first_child`` [V + 1], node v has the children ``first_child[v]`` .. ``first_child[v + 1] - 1``; ``parent`` [V],
     -1 for the root; ``node_class`` [V], the class of a leaf, else -1; ``class_node`` [N], the leaf of a class.
     """
+
+    layer_sizes: List[int]
+    group_sizes: List[int]
 
     def __init__(self, first_child: Tensor, parent: Tensor, node_class: Tensor, class_node: Tensor):
         super().__init__()
@@ -52,7 +53,7 @@ class LabelTree(nn.Module):
         self._measure()  # another tree may have as many nodes
 
     @staticmethod
-    def from_parents(parents: Union[Tensor, Sequence[int]], classes: Union[Tensor, Sequence[int], None] = None) -> LabelTree:
+    def from_parents(parents: Union[Tensor, Sequence[int]], classes: Union[Tensor, Sequence[int], None] = None) -> "LabelTree":
         """Of nodes in any numbering: the parent of each, -1 for the root.
 
         Args:
@@ -70,7 +71,7 @@ class LabelTree(nn.Module):
         return LabelTree._of((parents, _int64("from_parents", "classes", classes)))
 
     @staticmethod
-    def from_nested(nested: Nested) -> LabelTree:
+    def from_nested(nested: Nested) -> "LabelTree":
         """Of lists in lists, whose numbers are the classes: ``from_nested([[0, 3], [1, [2, 4]]])``."""
         parents, classes, open_ = [], [], [(nested, -1)]
         for part, parent in open_:  # which grows
@@ -90,7 +91,7 @@ class LabelTree(nn.Module):
         return LabelTree.from_parents(parents, classes)
 
     @staticmethod
-    def balanced(order: Union[Tensor, Sequence[int], int], arity: int = 10) -> LabelTree:
+    def balanced(order: Union[Tensor, Sequence[int], int], arity: int = 10) -> "LabelTree":
         """The classes of ``order`` (a permutation, or their number) as leaves from left to right, in ceil(log_arity N) layers: every inner
         node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (CANE paper, appendix C)."""
         if isinstance(order, int) and not isinstance(order, bool):
@@ -98,12 +99,12 @@ class LabelTree(nn.Module):
         return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(_int64("balanced", "order", order), arity))
 
     @staticmethod
-    def random(num_classes: int, arity: int = 10, generator: Optional[torch.Generator] = None) -> LabelTree:
+    def random(num_classes: int, arity: int = 10, generator: Optional[torch.Generator] = None) -> "LabelTree":
         """:meth:`balanced`, the classes in random order."""
         return LabelTree.balanced(torch.randperm(_at_least("random", "num_classes", num_classes, 1), generator=generator), arity)
 
     @staticmethod
-    def from_vectors(vectors: Tensor, arity: int = 10, iterations: int = 10, generator: Optional[torch.Generator] = None) -> LabelTree:
+    def from_vectors(vectors: Tensor, arity: int = 10, iterations: int = 10, generator: Optional[torch.Generator] = None) -> "LabelTree":
         """:meth:`balanced`, with near classes near each other: recursive K-means with ``arity`` clusters, whose leaves are then laid from
         left to right into a balanced tree (CANE paper, appendix C).
 
@@ -117,7 +118,7 @@ class LabelTree(nn.Module):
         return LabelTree.balanced(order, arity)
 
     @staticmethod
-    def from_frequencies(counts: Tensor, subsets: int) -> LabelTree:
+    def from_frequencies(counts: Tensor, subsets: int) -> "LabelTree":
         """One layer of ``subsets`` nodes with nearly the same sum of counts; below them the classes, by falling count (CANE paper,
         section 5).
 
@@ -127,13 +128,18 @@ class LabelTree(nn.Module):
         return LabelTree._of(torch.ops.xsoftmax.label_tree_equal_mass(_counts("from_frequencies", counts), subsets))
 
     @staticmethod
-    def huffman(counts: Tensor, arity: int = 2) -> LabelTree:
+    def huffman(counts: Tensor, arity: int = 2) -> "LabelTree":
         """The tree of the least expected depth when classes come with frequencies ``counts`` [N] (Huffman, 1952)."""
         return LabelTree._of(torch.ops.xsoftmax.label_tree_huffman(_counts("huffman", counts), arity))
 
     @staticmethod
-    def _of(nodes: Tuple[Tensor, Tensor]) -> LabelTree:
+    def _of(nodes: Tuple[Tensor, Tensor]) -> "LabelTree":
         return LabelTree(*torch.ops.xsoftmax.label_tree(*nodes))
+
+    @torch.jit.unused
+    def clone(self) -> "LabelTree":
+        """The same tree, with buffers of its own."""
+        return LabelTree(self.first_child.clone(), self.parent.clone(), self.node_class.clone(), self.class_node.clone())
 
     @torch.jit.unused
     def save(self, path: Union[str, PathLike]) -> None:
@@ -141,7 +147,7 @@ class LabelTree(nn.Module):
         torch.save(self.state_dict(), path)
 
     @staticmethod
-    def load(path: Union[str, PathLike]) -> LabelTree:
+    def load(path: Union[str, PathLike]) -> "LabelTree":
         """What :meth:`save` wrote, checked."""
         state = torch.load(path, weights_only=True)
         if not isinstance(state, dict) or not {"parent", "node_class"} <= state.keys():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._memory import advise_huge_pages, moved_table
-from .samplers import ComplementSampler, Sampler, make_sampler
+from .samplers import ComplementSampler, Sampler, UnionSampler, make_sampler
 
 def _reduction_code(reduction: str) -> int:
     """The code that ops take."""
@@ -31,6 +31,11 @@ def reduced_loss(loss: Tensor, target: Tensor, weight: Optional[Tensor], reducti
     if reduction == "none":
         return loss.reshape(target.shape)
     return loss.sum() / share.sum() if reduction == "mean" else loss.sum()
+
+
+def with_gradient_of(loss: Tensor, auxiliary: Optional[Tensor]) -> Tensor:
+    """A loss, a scalar or [*], whose gradient has that of a scalar beside it, once; its value is left as it is."""
+    return loss if auxiliary is None else loss + (auxiliary - auxiliary.detach()) / max(loss.numel(), 1)
 
 
 class LinearLoss(nn.Module):
@@ -96,9 +101,10 @@ class LinearLoss(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        # What a sampler kept, or a log Z, is of no use to a loss without one.
+        # What a sampler kept, or a log Z, is of no use to a loss without one, and stays as it is where a checkpoint has none.
         foreign = tuple(prefix + name for name in ("sampler.", "noise.", "candidate_sampler.", "_complement.", "log_z"))
         unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(foreign)]
+        missing_keys[:] = [key for key in missing_keys if not key.startswith(foreign)]
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
@@ -201,7 +207,7 @@ class SampledSoftmaxLoss(LinearLoss):
         in_features: D, the width of a query.
         num_classes: N.
         sampler: a :class:`xsoftmax.samplers.Sampler`, or the name of one: "uniform", "log_uniform" (classes sorted by falling
-            frequency), "in_batch". It is found as `loss.sampler`.
+            frequency), "in_batch", "midx", "lsh", "sphere", "rff". It is found as `loss.sampler`.
         num_samples: draws a step (shared) or a query (private).
         shared: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits the sampler.
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
@@ -227,8 +233,8 @@ class SampledSoftmaxLoss(LinearLoss):
 
     def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str], num_samples: int,
                  shared: Optional[bool] = None, estimator: str = "sampled_softmax", remove_accidental_hits: bool = True,
-                 log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100,
-                 label_smoothing: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True, device=None,
+                 log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+                 ignore_index: int = -100, label_smoothing: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True, device=None,
                  dtype=None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          label_smoothing=label_smoothing, device=device, dtype=dtype)
@@ -239,6 +245,8 @@ class SampledSoftmaxLoss(LinearLoss):
         names = [*torch.ops.xsoftmax.estimator_names(), "complementary_sum"]
         if estimator not in names:
             raise ValueError(f"SampledSoftmaxLoss: expected estimator to be one of {names}, got {estimator!r}")
+        if label_smoothing != 0.0 and estimator not in ("sampled_softmax", "ranking", "complementary_sum"):
+            raise ValueError(f"SampledSoftmaxLoss: expected label_smoothing=0 with estimator={estimator!r}, got {label_smoothing}")
         if weight is not None and label_smoothing != 0.0:
             raise ValueError("SampledSoftmaxLoss: expected label_smoothing=0 beside class weights: their weighted mean over all classes "
                              f"cannot be had from a sample; got {label_smoothing}")
@@ -264,7 +272,13 @@ class SampledSoftmaxLoss(LinearLoss):
             raise ValueError(f"SampledSoftmaxLoss: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
         self.sampler = sampler.for_table(in_features, bias)
         self.num_samples = num_samples
-        self.shared = bool(sampler.shared_by_default if shared is None else shared)
+        self.shared = estimator != "complementary_sum" and bool(sampler.shared_by_default if shared is None else shared)
+        if shared and isinstance(sampler, UnionSampler):
+            raise ValueError("SampledSoftmaxLoss: expected shared=None or False beside a UnionSampler, whose samplers each draw as suits them, "
+                             "got True")
+        if estimator in ("cane", "cane_log_of_mean") and head.numel() == 0 and not self.sampler.draws_distinct(self.shared):
+            raise ValueError(f"SampledSoftmaxLoss: expected candidates with estimator={estimator!r}, which are the head or distinct draws, "
+                             "got neither: see CaneLoss")
         self.sampler.check_num_samples(num_samples, self.shared)
         self.estimator = estimator
         self._complement: Optional[ComplementSampler] = None
@@ -272,7 +286,6 @@ class SampledSoftmaxLoss(LinearLoss):
             if shared or head.numel() > 0 or label_smoothing != 0.0:
                 raise ValueError("SampledSoftmaxLoss: expected private draws, head_classes=0 and label_smoothing=0 beside "
                                  f"estimator=\"complementary_sum\", got shared={shared}, {head.numel()} classes and {label_smoothing}")
-            self.shared = False
             self.estimator = "sampled_softmax"  # of draws among which there is no target
             self._complement = ComplementSampler(self.sampler)
         self._needs_target_count = torch.ops.xsoftmax.estimator_needs_target_count(self.estimator)
@@ -311,9 +324,7 @@ class SampledSoftmaxLoss(LinearLoss):
         loss = self._loss(input, target, drawn)
         if self.sampler.learns:
             counts = (target != self.ignore_index).reshape(-1, 1)
-            auxiliary = self.sampler.auxiliary_loss(torch.where(counts, queries, 0.0), weight, bias, generator)
-            if auxiliary is not None:
-                loss = loss + (auxiliary - auxiliary.detach()) / max(loss.numel(), 1)  # its gradient alone, once
+            loss = with_gradient_of(loss, self.sampler.auxiliary_loss(torch.where(counts, queries, 0.0), weight, bias, generator))
         return loss
 
     @torch.jit.export
@@ -349,8 +360,11 @@ class SampledSoftmaxLoss(LinearLoss):
             shared_ids = torch.cat([shared_ids, beside])
             shared_log_count = torch.cat([shared_log_count, beside_log_count], -1)
         target_log_count = proposal.target_log_count
-        if proposal.target_log_draws is not None and not self._needs_target_count:
-            target_log_count = proposal.target_log_draws
+        if not self._needs_target_count:
+            if proposal.target_log_draws is not None:
+                target_log_count = proposal.target_log_draws
+            if not self.sampler.renormalises:
+                target_log_count = None
         return Candidates(private_ids, private_log_count, shared_ids, shared_log_count, target_log_count, fixed_private,
                           self.head.shape[0] + beside_distinct)
 
@@ -378,7 +392,8 @@ class SampledSoftmaxLoss(LinearLoss):
         own = known.unsqueeze(1)
         if private_ids is not None:
             own = torch.cat([own, private_ids], 1)
-        scores = torch.ops.xsoftmax.candidate_scores(self._queries(input, target), self.linear.weight, self.linear.bias, own,
+        queries = torch.where((target != self.ignore_index).reshape(-1, 1), self._queries(input, target), 0.0)
+        scores = torch.ops.xsoftmax.candidate_scores(queries, self.linear.weight, self.linear.bias, own,
                                                      drawn.shared_ids, self.sparse_grad)
         scores = scores - (self.fixed_log_z if log_z is None else log_z)
         loss = torch.ops.xsoftmax.candidate_loss(scores, known, private_ids, drawn.shared_ids, drawn.private_log_count,
@@ -401,10 +416,9 @@ def _make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # a tree of one class has no edges
         linear = nn.Linear(in_features, num_classes, bias=bias, device="meta", dtype=dtype)
-    if device.type != "meta":
-        linear.to_empty(device=device)
-        advise_huge_pages(linear.weight.detach())
-        if linear.weight.numel() > 0:
+        if device.type != "meta":
+            linear.to_empty(device=device)
+            advise_huge_pages(linear.weight.detach())
             linear.reset_parameters()
     return linear
 

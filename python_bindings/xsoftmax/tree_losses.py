@@ -9,14 +9,11 @@ from torch import Tensor, nn
 from .cane import check_count, estimator_of, noise_outside
 from .label_tree import LabelTree
 from .losses import _make_linear, _reduction_code, reduced_loss
-from .samplers import Sampler
+from .samplers import AdaptiveSampler, Sampler
 
 
 class TreeLoss(nn.Module):
     """What losses over a tree share: the tree, its edges as `.edges` (a Linear with a row for each), and the reduction."""
-
-    layer_sizes: List[int]
-    group_sizes: List[int]
 
     def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
                  ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
@@ -35,8 +32,8 @@ class TreeLoss(nn.Module):
         _reduction_code(reduction)
         self.ignore_index = ignore_index
         self.sparse_grad = sparse_grad
-        self.tree = tree.to(None if device is not None and torch.device(device).type == "meta" else device)
-        self.layer_sizes, self.group_sizes = list(tree.layer_sizes), list(tree.group_sizes)
+        # Its own: a checkpoint that is loaded changes no other loss.
+        self.tree = tree.clone().to(None if device is not None and torch.device(device).type == "meta" else device)
         self.edges = _make_linear(in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("weight", weight)
         self.weight: Optional[Tensor]
@@ -81,8 +78,9 @@ class BeamTreeLoss(TreeLoss):
         routed: for a tree of one layer of subsets with the classes below them (LabelTree.from_frequencies): candidates are drawn
             uniformly from the subset of the best score, in the place of the beam search (section 5); fewer where it has fewer classes.
         balance_every: steps between two calls of :meth:`balance`, which does not change the loss, and lets the beam find more of what it
-            looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same.
-            Modules that were scripted or compiled leave it to the training loop.
+            looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same; 0 for
+            16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop. Choose 0
+            where rows of edges serve as something else, too, such as a tied embedding.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
 
     The parameters are `edges.weight` [E, D] (and `edges.bias`): edge e ends in node e + 1 of the tree.
@@ -92,8 +90,8 @@ class BeamTreeLoss(TreeLoss):
 
     def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
-                 balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100,
-                 sparse_grad: bool = True, device=None, dtype=None) -> None:
+                 balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+                 ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
         super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          sparse_grad=sparse_grad, device=device, dtype=dtype)
         name = self._name
@@ -102,9 +100,15 @@ class BeamTreeLoss(TreeLoss):
         if self.num_candidates == tree.num_classes:
             self.num_noises = 0  # nothing is outside
         self.estimator = estimator_of(name, noise_reduction)
-        self.noise = noise_outside(name, noise_sampler, tree.num_classes)
-        self.balance_every = max(100, tree.num_edges // 500) if balance_every is None else check_count(name, "balance_every", balance_every, 0)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        device = None if device is not None and torch.device(device).type == "meta" else device
+        self.noise = noise_outside(name, noise_sampler, tree.num_classes, device)
+        if isinstance(self.noise.sampler, AdaptiveSampler):
+            raise ValueError(f"{name}: expected a noise_sampler that follows no class table, which a tree has none of, "
+                             f"got {type(self.noise.sampler).__name__}")
+        if balance_every is None:
+            balance_every = max(100, tree.num_edges // 500) if self.edges.weight.dtype in (torch.float32, torch.float64) else 0
+        self.balance_every = check_count(name, "balance_every", balance_every, 0)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
         self.routed = routed
         if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
             raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
@@ -136,7 +140,7 @@ class BeamTreeLoss(TreeLoss):
         ids = torch.cat([candidates.clamp(min=0), noise.ids], 1)
         nodes = torch.where(unused, own, self.tree.class_node[ids])
         nodes = torch.where(counts.unsqueeze(1), torch.cat([own, nodes], 1), 0)
-        scores = torch.ops.xsoftmax.tree_scores(queries, self.edges.weight, self.edges.bias, self.tree.parent, nodes, self.layer_sizes, True,
+        scores = torch.ops.xsoftmax.tree_scores(queries, self.edges.weight, self.edges.bias, self.tree.parent, nodes, self.tree.layer_sizes, True,
                                                 self.sparse_grad)
         loss = torch.ops.xsoftmax.candidate_loss(scores, known, ids, None, log_count, None, noise.target_log_count, self.estimator, True,
                                                  candidates.size(1), 0, 0.0)
@@ -148,7 +152,7 @@ class BeamTreeLoss(TreeLoss):
         if not self.routed:
             return torch.ops.xsoftmax.beam_search(queries, self.edges.weight, self.edges.bias, first_child, node_class,
                                                   self.num_candidates)[1]
-        subsets, bias = self.layer_sizes[0], self.edges.bias
+        subsets, bias = self.tree.layer_sizes[0], self.edges.bias
         scores = queries.detach() @ self.edges.weight.detach()[:subsets].t()
         if bias is not None:
             scores = scores + bias.detach()[:subsets]
@@ -182,7 +186,7 @@ class BeamTreeLoss(TreeLoss):
 
     def _along_paths(self, edges: Tensor) -> Tensor:
         """Something of each edge, [Q, E], summed along the path to each class: [Q, N]."""
-        return torch.ops.xsoftmax.tree_class_scores(edges, self.tree.parent, self.tree.class_node, self.layer_sizes)
+        return torch.ops.xsoftmax.tree_class_scores(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
 
     @torch.jit.unused
     def _count_step(self) -> None:
@@ -197,9 +201,10 @@ class BeamTreeLoss(TreeLoss):
     def balance(self) -> None:
         """Moves what the children of a node have in common to the edge above it: their mean, from the leaves up. No score changes, so the
         loss does not either; but a beam that has come to a node then sees the mean score of what is below it, and finds more of the best
-        classes. O(E D). An optimizer's averages stay as they are."""
+        classes. O(E D). An optimizer's averages stay as they are. A loss that waits for its backward pass keeps its gradient: it depends
+        on sums along whole paths alone."""
         for table in self.edges.parameters():
-            torch.ops.xsoftmax.tree_balance_(table, self.tree.parent, self.layer_sizes)
+            torch.ops.xsoftmax.tree_balance_(table.data, self.tree.first_child, self.tree.layer_sizes)  # unseen by autograd: see above
 
     @torch.jit.export
     def class_table(self) -> tuple[Tensor, Optional[Tensor]]:
@@ -259,14 +264,14 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         queries = self._queries(input, target)
         nodes = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), self.ignore_index)
         loss = torch.ops.xsoftmax.hierarchical_softmax_loss(queries, self.edges.weight, self.edges.bias, self.tree.first_child, self.tree.parent,
-                                                            nodes, self.layer_sizes, self.group_sizes, self.sparse_grad)
+                                                            nodes, self.tree.layer_sizes, self.tree.group_sizes, self.sparse_grad)
         return self._reduced(loss, target)
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
         """The log-probabilities of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
         edges = self.edges(self._queries(input, None))
-        log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.layer_sizes)
+        log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export

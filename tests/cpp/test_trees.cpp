@@ -105,9 +105,9 @@ TEST_F(Trees, BalanceChangesNoScore) {
 TEST_F(Trees, TheBeamTreeLearns) {
   for (const bool routed : {false, true}) {
     torch::manual_seed(1);
+    const auto unigram = samplers::UnigramSampler(torch::arange(1, kClasses + 1)).ptr();
     BeamTreeLoss loss(kWidth, routed ? LabelTree::from_frequencies(torch::ones({kClasses}), 5) : tree,
-                      BeamTreeOptions{.num_candidates = 6, .num_noises = 2, .noise_sampler = samplers::UnigramSampler(torch::arange(1, kClasses + 1)).ptr(),
-                                      .noise_reduction = "log_of_mean", .routed = routed});
+                      BeamTreeOptions{.num_candidates = 6, .num_noises = 2, .noise_sampler = unigram, .noise_reduction = "log_of_mean", .routed = routed});
     const Tensor x = 2 * torch::randn({kClasses, kWidth}), y = torch::arange(kClasses);
     const double first = loss->exact(x, y).item<double>();
     xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
@@ -129,10 +129,10 @@ TEST_F(Trees, TheBeamTreeLearns) {
 }
 
 TEST_F(Trees, NoiseIsOutside) {
-  const auto unigram = samplers::UnigramSampler(torch::arange(1, kClasses + 1)).ptr();
-  const auto uniform = samplers::UniformSampler(kClasses).ptr();
+  const std::vector<std::shared_ptr<samplers::SamplerImpl>> given{samplers::UnigramSampler(torch::arange(1, kClasses + 1)).ptr(),
+                                                                  samplers::UniformSampler(kClasses).ptr()};
   const Tensor inside = torch::tensor({{39, 38, -1}, {0, 5, 7}});
-  for (const std::shared_ptr<samplers::SamplerImpl>& sampler : {std::shared_ptr<samplers::SamplerImpl>(unigram), std::shared_ptr<samplers::SamplerImpl>(uniform)}) {
+  for (const auto& sampler : given) {
     const samplers::ComplementSampler complement(sampler);
     const auto drawn = complement.sample(torch::zeros({2, 1}), 500, inside, torch::tensor({3, 4}));
     EXPECT_TRUE(drawn.ids.unsqueeze(2).ne(inside.unsqueeze(1)).all().item<bool>());
@@ -153,9 +153,9 @@ TEST_F(Trees, CaneWithAllClassesIsExactAndLearnsWithFew) {
   CaneLoss told(kWidth, kClasses, CaneOptions{});
   EXPECT_TRUE(torch::allclose(told->forward(input, target, torch::arange(kClasses)), told->exact(input, target)));
   const Tensor x = 2 * torch::randn({kClasses, kWidth}), y = torch::arange(kClasses);
+  const auto midx = samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.codewords = 4, .distinct = true}).ptr();
   for (const CaneOptions& options : {CaneOptions{.candidates = torch::arange(8)},
-                                     CaneOptions{.candidate_sampler = samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.codewords = 4, .distinct = true}).ptr(),
-                                                 .num_candidates = 5, .num_noises = 2}}) {
+                                     CaneOptions{.candidate_sampler = midx, .num_candidates = 5, .num_noises = 2}}) {
     CaneLoss loss(kWidth, kClasses, options);
     const double first = loss->exact(x, y).item<double>();
     xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));

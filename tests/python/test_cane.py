@@ -11,7 +11,8 @@ from sampler_checks import check_scripted_compiled_and_saved, chi_square
 from score_checks import assert_same_gradients
 from tree_checks import TREES
 from xsoftmax import BeamTreeLoss, CaneLoss, LabelTree
-from xsoftmax.samplers import ComplementSampler, InBatchSampler, MidxSampler, StaticSampler, UniformSampler, UnigramSampler
+from xsoftmax.samplers import (ComplementSampler, InBatchSampler, MidxSampler, StaticSampler, UniformSampler, UnigramSampler,
+                               UnionSampler)
 from xsoftmax.samplers.sampler import one_set
 
 REDUCTIONS = ["mean_of_logs", "log_of_mean"]
@@ -234,6 +235,20 @@ def test_samplers_as_sources(source):
     torch.testing.assert_close(loss.eval()(input, target), loss.exact(input, target))
 
 
+@pytest.mark.parametrize("where", ["noise", "candidates"])
+def test_learnable_samplers_learn(where):
+    """Their codebooks get the gradient that SampledSoftmaxLoss gives them; the value of the loss is left as it is."""
+    torch.manual_seed(0)
+    sampler = MidxSampler(60, 6, codewords=4, learnable=True, distinct=True if where == "candidates" else None)
+    kwargs = dict(noise_sampler=sampler, candidates=5) if where == "noise" else dict(candidates=sampler, num_candidates=5)
+    loss = CaneLoss(6, 60, **kwargs)
+    input, target = torch.randn(8, 6), torch.randint(60, (8,))
+    target[3] = -100
+    loss(input, target).backward()
+    learnt = (loss.noise.sampler if where == "noise" else loss.candidate_sampler).codewords1
+    assert learnt.grad is not None and learnt.grad.abs().max() > 0 and learnt.grad.isfinite().all()
+
+
 def test_reduction_weights_and_ignored_targets():
     class_weight = torch.linspace(0.5, 2.0, 12)
     values = {}
@@ -391,13 +406,55 @@ def test_balance_every():
     assert make_tree_loss().balance_every == 100
 
 
-def test_balance_between_forward_and_backward_says_so():
-    """Autograd would take the new edges for the old ones."""
-    loss = make_tree_loss()
-    value = loss(torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.tensor([1, 2, 3]))
-    loss.balance()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        value.backward()
+@pytest.mark.parametrize("call", ["forward", "exact"])
+def test_balance_between_forward_and_backward(call):
+    """Several losses may wait for one backward pass, whichever step balances: their gradients depend on whole paths alone."""
+    input, target = torch.randn(9, 5, dtype=torch.float64, requires_grad=True), torch.randint(40, (9,))
+    gradients = []
+    for balanced in (False, True):
+        loss = make_tree_loss(bias=True)
+        torch.manual_seed(2)
+        value = getattr(loss, call)(input, target)
+        if balanced:
+            loss.balance()
+        gradients.append(torch.autograd.grad(value, (input, *loss.parameters())))
+    assert_same_gradients(*gradients)
+
+
+def test_balance_of_edges_in_any_layout():
+    """The kernel, the composite, a table in columns, 16-bit edges."""
+    for tree in TREES.values():
+        table = torch.randn(tree.num_edges, 5, dtype=torch.float64)
+        results = []
+        for name in ("kernel", "reference"):
+            with xs.use_impl(name):
+                results.append(table.clone())
+                torch.ops.xsoftmax.tree_balance_(results[-1], tree.first_child, tree.layer_sizes)
+        results.append(table.clone().t().contiguous().t())
+        torch.ops.xsoftmax.tree_balance_(results[-1], tree.first_child, tree.layer_sizes)
+        torch.testing.assert_close(results[0], results[1])
+        torch.testing.assert_close(results[0], results[2])
+        low = table.bfloat16()
+        torch.ops.xsoftmax.tree_balance_(low, tree.first_child, tree.layer_sizes)
+        torch.testing.assert_close(low.double(), results[0], rtol=0.05, atol=0.05)
+    with pytest.raises(ValueError, match="tree_balance_: expected the children of node"):
+        torch.ops.xsoftmax.tree_balance_(torch.zeros(284, 5), torch.zeros(286, dtype=torch.int64), TREES["balanced"].layer_sizes)
+    assert BeamTreeLoss(5, TREES["balanced"], num_candidates=3, num_noises=1, dtype=torch.bfloat16).balance_every == 0
+
+
+def test_a_loss_has_a_tree_of_its_own():
+    """A checkpoint with a tree of other layers, and as many nodes: the loss goes on with that tree, another with its own."""
+    counts = [torch.tensor([8.0, 4, 2, 1, 1, 1, 1, 1]), torch.ones(8)]
+    one, other = (LabelTree.huffman(some) for some in counts)
+    assert one.num_nodes == other.num_nodes and one.layer_sizes != other.layer_sizes
+    input, target = torch.randn(6, 5, dtype=torch.float64), torch.randint(8, (6,))
+    for make in (lambda tree: make_tree_loss(tree), lambda tree: xs.HierarchicalSoftmaxLoss(5, tree, dtype=torch.float64)):
+        first, second, third = make(one), make(other), make(other)
+        want, kept = first.log_prob(input), third.log_prob(input)
+        second.load_state_dict(first.state_dict())
+        torch.testing.assert_close(second.log_prob(input), want)
+        assert second(input, target).isfinite()
+        assert torch.equal(third.log_prob(input), kept) and other.layer_sizes != one.layer_sizes
 
 
 def test_beam_tree_learns():
@@ -456,9 +513,15 @@ def test_coverage():
 TREE = TREES["balanced"]
 SAMPLER = UniformSampler(10)
 BAD = [
+    (lambda: ComplementSampler(UnionSampler((UniformSampler(9), 3), (UnigramSampler(torch.ones(9), distinct=False), 2))), ValueError,
+     "ComplementSampler: expected one sampler whose private draws are independent"),
+    (lambda: CaneLoss(5, 9, candidates=UnionSampler((UniformSampler(9), 3), (MidxSampler(9, 5, codewords=2), 2)), num_candidates=3), ValueError,
+     "CaneLoss: expected one sampler of candidates, which does not depend on the targets, got UnionSampler"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler=MidxSampler(200, 5)), ValueError,
+     "BeamTreeLoss: expected a noise_sampler that follows no class table, which a tree has none of, got MidxSampler"),
     (lambda: ComplementSampler("uniform"), TypeError, "ComplementSampler: expected sampler to be a Sampler, got str"),
-    (lambda: ComplementSampler(UniformSampler(9, distinct=True)), ValueError, "expected a sampler whose private draws are independent"),
-    (lambda: ComplementSampler(InBatchSampler(9)), ValueError, "expected a sampler whose private draws are independent"),
+    (lambda: ComplementSampler(UniformSampler(9, distinct=True)), ValueError, "expected one sampler whose private draws are independent"),
+    (lambda: ComplementSampler(InBatchSampler(9)), ValueError, "expected one sampler whose private draws are independent"),
     (lambda: ComplementSampler(SAMPLER, 0), ValueError, "expected tries of at least 1, got 0"),
     (lambda: ComplementSampler(SAMPLER).sample(torch.zeros(3, 2), 1, torch.zeros(2, 4).long(), torch.zeros(3).long()), ValueError,
      r"expected candidates of shape \[C\] or \[3, C\], got \[2, 4\]"),
@@ -468,7 +531,7 @@ BAD = [
     (lambda: CaneLoss(5, 10, candidates=torch.tensor([1.0])), TypeError, "CaneLoss: expected candidates as a 1-D int64 tensor"),
     (lambda: CaneLoss(5, 10, candidates=4, num_candidates=3), ValueError, "CaneLoss: expected num_candidates and shared beside a sampler"),
     (lambda: CaneLoss(5, 10, candidates=UniformSampler(11)), ValueError, "expected a sampler of 10 classes for candidates, got one of 11"),
-    (lambda: CaneLoss(5, 10, candidates=InBatchSampler(10)), ValueError, "expected candidates that do not depend on the targets"),
+    (lambda: CaneLoss(5, 10, candidates=InBatchSampler(10)), ValueError, "expected one sampler of candidates, which does not depend on the targets"),
     (lambda: CaneLoss(5, 10, candidates=SAMPLER, num_candidates=11), ValueError, "UniformSampler: expected num_samples of at most 10"),
     (lambda: CaneLoss(5, 10, candidates=4, num_noises=-1), ValueError, "CaneLoss: expected num_noises of at least 0, got -1"),
     (lambda: CaneLoss(5, 10, candidates=4, noise_reduction="mean"), ValueError, 'expected noise_reduction to be "mean_of_logs" or'),

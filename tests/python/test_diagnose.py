@@ -20,6 +20,12 @@ def make(sampler, **kwargs):
     return loss, torch.randn(Q, D), torch.randint(N, (Q,))
 
 
+def test_refuses_draws_that_depend_on_the_target():
+    loss = xs.SampledSoftmaxLoss(4, 9, sampler="uniform", num_samples=3, estimator="complementary_sum")
+    with pytest.raises(ValueError, match="diagnose: expected a proposal over all classes"):
+        xs.diagnose(loss, torch.randn(2, 4), torch.tensor([1, 2]))
+
+
 def test_uniform_proposal_by_its_formulas():
     loss, x, target = make(UniformSampler(N), shared=False)
     with torch.no_grad():

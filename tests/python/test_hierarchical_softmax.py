@@ -257,6 +257,20 @@ def test_bad_input(call, error, message):
         call()
 
 
+@pytest.mark.parametrize("change, message", [
+    (dict(grad_edges=torch.ones(1, 1).double()), "expected grad_edges with size 9"),
+    (dict(grad_edges=torch.ones(9, 29).double()), "expected grad_edges with size 30"),
+    (dict(scale=torch.ones(8).double()), "expected scale with size 9"),
+    (dict(first_child=torch.tensor([1, 2, 3])), "expected first_child with size 32"),
+])
+def test_bad_calls_of_the_backward(impl, change, message):
+    input, weight, _, *tree = problem(TREES["flat"])
+    names = ("scale", "grad_edges", "input", "weight", "first_child", "parent", "nodes", "layer_sizes", "group_sizes")
+    arguments = dict(zip(names, (torch.ones(9).double(), torch.ones(9, 30).double(), input, weight, *tree))) | change
+    with pytest.raises(ValueError, match=message):
+        ops.hierarchical_softmax_backward(**arguments, output_mask=[False, True, True])
+
+
 BAD_TREES = [
     (dict(parent=torch.arange(31)), ValueError, "expected the parent of node"),
     (dict(first_child=torch.zeros(32, dtype=torch.int64)), ValueError, "expected node .* among at most 30 children"),

@@ -81,7 +81,8 @@ def test_resume_is_bit_for_bit(example, text, tmp_path, model, optimizer, sample
                            "--output", tmp_path / "out", *SMALL], tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("options", [["--subsets", "9"], ["--candidates-from", "midx", "--noise", "midx", "--codewords", "4"]], ids=["routed", "midx"])
+@pytest.mark.parametrize("options", [["--subsets", "9"], ["--candidates-from", "midx", "--noise", "midx", "--codewords", "4"]],
+                         ids=["routed", "midx"])
 def test_cane(example, text, tmp_path, options, monkeypatch):
     """Resumed bit for bit; the model that is written answers as the loss does, whose rows are those of the embedding."""
     arguments = ["--data", text, "--loss", "cane", "--candidates", "12", "--epochs", "2", "--output", tmp_path / "out", *SMALL, *options]

@@ -1,5 +1,6 @@
 """MIDX draws what its formula says, from an index that is what K-means and the class table make of it."""
 
+import contextlib
 import copy
 import math
 
@@ -412,10 +413,14 @@ def test_counts_of_a_shared_set_are_known_for_any_class(mixture, distinct):
     assert count.exp().sum().item() == pytest.approx(40, rel=1e-4)
 
 
-def test_union_estimates_the_normaliser_without_bias():
+@pytest.mark.parametrize("distinct", [True, False])
+def test_union_estimates_the_normaliser_without_bias(distinct):
+    """One part independent, or both, whose hits then say nothing of the others' shares."""
     sampler, z, weight, _ = make_sampler()
-    loss = xs.SampledSoftmaxLoss(D, N, sampler=UnionSampler((UnigramSampler(torch.rand(N)), 20), (MidxSampler(N, D, codewords=K), 10)),
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=UnionSampler((UnigramSampler(torch.rand(N), distinct=distinct), 20),
+                                                            (MidxSampler(N, D, codewords=K), 10)),
                                  num_samples=0, head_classes=HEAD, reduction="none")
+    assert loss.sampler.renormalises == distinct
     loss.linear.weight.data.copy_(weight)
     target = torch.randint(N, (Q,))
     scores = z @ weight.T
@@ -565,6 +570,27 @@ def test_bad_calls():
     hostile.start.fill_(2**40)
     with pytest.raises(ValueError, match="start"):
         hostile.sample(z, 4, False)
+    for distort in (lambda mass: mass.mul_(1e-4), lambda mass: mass.fill_(5e-324), lambda mass: mass.fill_(math.nan), lambda mass: mass.neg_()):
+        hostile = copy.deepcopy(sampler)
+        distort(hostile.mass)
+        for shared in (False, True):
+            with pytest.raises(ValueError, match="expected mass to be the number of classes"):
+                hostile.sample(z, 4, shared)
+    weighted = MidxSampler(N, D, codewords=K, bias=True, distinct=True)
+    weighted.refresh(weight, b)
+    for name, factor in (("mass", 1e-4), ("mass", math.nan), ("prefix", 1e-4), ("heaviest", 1e4), ("heaviest", -1.0)):
+        hostile = copy.deepcopy(weighted)
+        getattr(hostile, name).mul_(factor)
+        for shared in (False, True):
+            with pytest.raises(ValueError, match="expected mass to be the sum of the weights in prefix, and heaviest within it"):
+                hostile.sample(z, 4, shared)
+    hostile = copy.deepcopy(weighted)  # sums that end as they should, of weights that are none
+    for begin, end in zip(hostile.start[:-1].tolist(), hostile.start[1:].tolist()):
+        hostile.prefix[begin : max(begin, end - 1)] = 1e30
+    for shared in (False, True):
+        with contextlib.suppress(ValueError):
+            drawn = hostile.sample(z, 4, shared)
+            assert drawn.ids.min() >= 0 and drawn.ids.max() < N
     hostile = copy.deepcopy(sampler)
     hostile.cell.fill_(2**20)
     with pytest.raises(IndexError, match="cell in"):
@@ -575,8 +601,11 @@ def test_a_checkpoint_loads_into_any_loss():
     """Whatever its sampler keeps: the table is what counts."""
     table = dict(num_samples=6, bias=True)
     losses = [xs.LinearCrossEntropyLoss(D, N, bias=True)]
+    losses.append(xs.SampledSoftmaxLoss(D, N, sampler="uniform", estimator="nce", log_z="learned", **table))
+    losses.append(xs.SampledSoftmaxLoss(D, N, sampler="uniform", estimator="complementary_sum", **table))
+    losses.append(xs.CaneLoss(D, N, candidates=MidxSampler(N, D, codewords=K, distinct=True), num_candidates=4, noise_sampler="midx", bias=True))
     losses += [xs.SampledSoftmaxLoss(D, N, sampler=sampler, **table)
-               for sampler in ("uniform", "midx", "lsh", "sphere", "rff", MidxSampler(N, D, codewords=K, update_every=2),
+               for sampler in ("uniform", "in_batch", "midx", "lsh", "sphere", "rff", MidxSampler(N, D, codewords=K, update_every=2),
                                UnionSampler((UnigramSampler(torch.rand(N)), 3), (MidxSampler(N, D, codewords=K), 2)))]
     x, target = torch.randn(4, D), torch.randint(N, (4,))
     for one in losses:

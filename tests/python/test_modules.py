@@ -163,6 +163,12 @@ def test_a_learned_log_z_finds_the_normaliser():
     assert loss.log_z.item() == pytest.approx(3.0, abs=0.05)
 
 
+def test_complementary_sum_draws_with_replacement():
+    """So many as one likes."""
+    loss = sampled(estimator="complementary_sum", num_samples=3 * N, sampler="uniform")
+    assert loss(*batch(3)).isfinite()
+
+
 def test_complementary_sum():
     """Draws from all classes but the target; the sum over those is estimated without bias (Botev et al., 2017)."""
     loss = sampled(bias=True, estimator="complementary_sum", num_samples=3, reduction="none",
@@ -524,6 +530,10 @@ def test_extra_repr():
     (dict(log_z=1.0), ValueError, "expected log_z=0 with estimator='sampled_softmax', which knows no log Z, got 1.0"),
     (dict(log_z="free", estimator="nce"), ValueError, 'expected log_z as a finite number or "learned", got \'free\''),
     (dict(log_z=float("inf"), estimator="nce"), ValueError, "expected log_z as a finite number"),
+    (dict(estimator="cane", shared=False, sampler="uniform"), ValueError, "expected candidates with estimator='cane', which are the head or"),
+    (dict(shared=True, sampler=xs.samplers.UnionSampler((UniformSampler(N), 4), (xs.samplers.MidxSampler(N, D), 4))), ValueError,
+     "expected shared=None or False beside a UnionSampler"),
+    (dict(estimator="nce", label_smoothing=0.1), ValueError, "expected label_smoothing=0 with estimator='nce', got 0.1"),
     (dict(estimator="complementary_sum", shared=True), ValueError, "expected private draws, head_classes=0 and label_smoothing=0"),
     (dict(estimator="complementary_sum", head_classes=3), ValueError, "expected private draws, head_classes=0 and label_smoothing=0"),
     (dict(reduction="max"), ValueError, "expected reduction to be \"mean\", \"sum\" or \"none\", got max"),

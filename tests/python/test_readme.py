@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = [program for page in ("README.md", "docs/guide.md") for program in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
+PROGRAMS = [program for page in ("README.md", "docs/guide.md")
+            for program in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))

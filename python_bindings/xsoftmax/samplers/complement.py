@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .sampler import Proposal, Sampler, draw_seed, one_set
-from .static import UniformSampler
+from .static import StaticSampler, UniformSampler
+from .union import UnionSampler
 
 
 class ComplementSampler(nn.Module):
@@ -29,8 +30,8 @@ class ComplementSampler(nn.Module):
         super().__init__()
         if not isinstance(sampler, Sampler):
             raise TypeError(f"ComplementSampler: expected sampler to be a Sampler, got {type(sampler).__name__}")
-        if sampler.proposes_targets or sampler.draws_distinct(False):
-            raise ValueError(f"ComplementSampler: expected a sampler whose private draws are independent, got {sampler}")
+        if sampler.proposes_targets or sampler.draws_distinct(False) or isinstance(sampler, UnionSampler):
+            raise ValueError(f"ComplementSampler: expected one sampler whose private draws are independent, got {sampler}")
         if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
             raise ValueError(f"ComplementSampler: expected tries of at least 1, got {tries!r}")
         self.sampler = sampler
@@ -38,6 +39,7 @@ class ComplementSampler(nn.Module):
         # Of those only the uniform draws over all that is outside are needed.
         self.uniform = isinstance(sampler, UniformSampler) and sampler.low == 0 and not sampler.from_tables
         self.tries = 0 if self.uniform else tries
+        self.static = isinstance(sampler, StaticSampler)  # its q is the same for all queries
 
     @torch.jit.export
     def sample(self, input: Tensor, num_samples: int, candidates: Tensor, target: Tensor,
@@ -67,7 +69,10 @@ class ComplementSampler(nn.Module):
             log_count = (log_uniform + scale).to(torch.float32)
             return one_set(ids, torch.where(left > 0, log_count, math.inf).expand(queries, num_samples), log_count.expand(queries, 1)[:, 0],
                            False)
-        mass = torch.where(inside >= 0, self._q(input, inside.clamp(min=0).expand(queries, -1)), 0.0).sum(1, keepdim=True).clamp(max=1.0)
+        each = inside.clamp(min=0)
+        if not self.static:
+            each = each.expand(queries, -1)
+        mass = torch.where(inside >= 0, self._q(input, each), 0.0).sum(1, keepdim=True).clamp(max=1.0)
         kept = torch.ones_like(mass)
         for _ in range(self.tries - 1):
             kept = kept * mass + 1.0

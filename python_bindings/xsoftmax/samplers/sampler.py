@@ -56,12 +56,15 @@ class Sampler(nn.Module):
         proposes_targets: the candidates are the targets themselves. ``sample`` then takes -1 for a target that does not count, and gives it
             a log count of +inf: no candidate.
         learns: there is an ``auxiliary_loss``.
+        renormalises: where draws that hit a target are dropped, the others may be renormalised by how many are left: all independent draws
+            come from one distribution.
     """
 
     num_classes: int
     shared_by_default: bool
     proposes_targets: bool
     learns: bool
+    renormalises: bool
 
     def __init__(self, num_classes: int):
         super().__init__()
@@ -69,6 +72,7 @@ class Sampler(nn.Module):
         self.shared_by_default = True
         self.proposes_targets = False
         self.learns = False
+        self.renormalises = True
 
     def excluding(self, exclude: Union[int, Tensor]) -> "Sampler":
         """A sampler like this one that never draws the classes ``exclude``: the ids below an int, or those of an int64 tensor."""
@@ -149,5 +153,7 @@ class Sampler(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        # The index of another sampler: a checkpoint's class table loads into any loss.
+        # The index of another sampler, or none: a checkpoint's class table loads into any loss.
         unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix)]
+        if not any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
+            missing_keys[:] = [key for key in missing_keys if not key.startswith(prefix)]

@@ -44,6 +44,8 @@ class UnionSampler(Sampler):
         self.parts = nn.ModuleList(sampler for sampler, _ in parts)
         self.counts: List[int] = [count for _, count in parts]
         self.learns = any(sampler.learns for sampler, _ in parts)
+        independent = [sampler for sampler, count in parts if count > 0 and not sampler.draws_distinct(sampler.shared_by_default)]
+        self.renormalises = len(independent) < 2
         self.shared_by_default = False  # private draws, perhaps none, and shared ones beside them
 
     def excluding(self, exclude: Union[int, Tensor]) -> "UnionSampler":

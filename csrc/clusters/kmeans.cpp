@@ -1,4 +1,4 @@
-#include "samplers/kmeans.h"
+#include "clusters/kmeans.h"
 
 #include "core/autocast.h"
 #include "core/checks.h"

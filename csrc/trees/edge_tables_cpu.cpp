@@ -1,0 +1,78 @@
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "trees/edge_tables.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kElementsPerTask = 65536;
+
+// One node: of the rows of its children, which lie side by side, the mean goes to its own.
+template <typename T>
+void balance_node(T* own, T* children, int64_t count, int64_t width, std::vector<T>& mean) {
+  std::copy_n(children, width, mean.begin());
+  for (int64_t c = 1; c < count; ++c) {
+    for (int64_t d = 0; d < width; ++d) {
+      mean[d] += children[c * width + d];
+    }
+  }
+  for (int64_t d = 0; d < width; ++d) {
+    mean[d] /= T(count);
+    own[d] += mean[d];
+  }
+  for (int64_t c = 0; c < count; ++c) {
+    for (int64_t d = 0; d < width; ++d) {
+      children[c * width + d] -= mean[d];
+    }
+  }
+}
+
+template <typename T>
+void balance(const Tensor& table, const int64_t* first_child, int64_t nodes, at::IntArrayRef layer_sizes) {
+  T* rows = data<T>(table);
+  const int64_t width = table.dim() == 1 ? 1 : table.size(1);
+  int64_t end = nodes;
+  for (int64_t layer = int64_t(layer_sizes.size()) - 1; layer > 0; --layer) {
+    end -= layer_sizes[layer];
+    const int64_t begin = end - layer_sizes[layer - 1]; // of the layer whose children these are
+    const int64_t per_node = std::max<int64_t>(1, width * layer_sizes[layer] / layer_sizes[layer - 1]);
+    at::parallel_for(begin, end, std::max<int64_t>(1, kElementsPerTask / per_node), [&](int64_t first, int64_t last) {
+      std::vector<T> mean(width);
+      for (int64_t v = first; v < last; ++v) {
+        const int64_t children = first_child[v], next = first_child[v + 1];
+        TORCH_CHECK_VALUE(children >= end && next >= children && next <= end + layer_sizes[layer],
+                          "tree_balance_: expected the children of node ", v, " in [", end, ", ", end + layer_sizes[layer], "), got ",
+                          children, " .. ", next - 1);
+        if (next > children) {
+          balance_node(rows + (v - 1) * width, rows + (children - 1) * width, next - children, width, mean);
+        }
+      }
+    });
+  }
+}
+
+void tree_balance_cpu(const Tensor& table, const Tensor& first_child, at::IntArrayRef layer_sizes) {
+  check_tree_balance(table, first_child, layer_sizes);
+  if (use_reference() || !table.is_contiguous() || (table.scalar_type() != at::kFloat && table.scalar_type() != at::kDouble)) {
+    tree_balance_reference(table, first_child, layer_sizes);
+    return;
+  }
+  const Tensor offsets = first_child.contiguous();
+  const auto run = table.scalar_type() == at::kFloat ? balance<float> : balance<double>;
+  run(table, offsets.const_data_ptr<int64_t>(), table.size(0) + 1, layer_sizes);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("tree_balance_", tree_balance_cpu); }
+
+} // namespace xsoftmax
