@@ -132,9 +132,9 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const st
                                      private_log_count, for_all ? optional(log_count) : std::nullopt, noise.target_log_count,
                                      optional(weight), estimator_, true, for_all ? 0 : ids.size(1), for_all ? ids.size(0) : 0, reduction_,
                                      options_.ignore_index, 0.0, cane_.sparse_grad);
-  const Tensor known = at::where(flat.ne(options_.ignore_index).unsqueeze(1), queries, at::zeros({}, queries.options()));
   for (const auto& sampler : {noise_sampler, candidate_sampler}) {
     if (sampler != nullptr && sampler->learns()) {
+      const Tensor known = at::where(flat.ne(options_.ignore_index).unsqueeze(1), queries, at::zeros({}, queries.options()));
       loss = with_gradient_of(loss, sampler->auxiliary_loss(known, linear->weight, optional(linear->bias), generator));
     }
   }

@@ -227,6 +227,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("estimator_names() -> str[]", estimator_names);
   m.def("estimator_needs_target_count(str estimator) -> bool",
         [](std::string_view name) { return find_estimator("estimator_needs_target_count", name).needs_target_count; });
+  m.def("estimator_smooths(str estimator) -> bool", [](std::string_view name) { return find_estimator("estimator_smooths", name).smooths; });
 }
 
 } // namespace xsoftmax

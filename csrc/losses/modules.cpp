@@ -104,7 +104,9 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
     : LinearLossImpl(in_features, num_classes, options), sampling_(sampling) {
   TORCH_CHECK_VALUE(given_sampler != nullptr, "SampledSoftmaxLoss: expected a sampler, got none");
   TORCH_CHECK_VALUE(sampling.num_samples >= 0, "SampledSoftmaxLoss: expected num_samples of at least 0, got ", sampling.num_samples);
-  find_estimator("SampledSoftmaxLoss", sampling.estimator);
+  TORCH_CHECK_VALUE(find_estimator("SampledSoftmaxLoss", sampling.estimator).smooths || options.label_smoothing == 0,
+                    "SampledSoftmaxLoss: expected label_smoothing of 0 with estimator \"", sampling.estimator, "\", got ",
+                    options.label_smoothing);
   TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0,
                     "SampledSoftmaxLoss: expected label_smoothing of 0 beside class weights, got ", options.label_smoothing);
   TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, "SampledSoftmaxLoss: expected a sampler of ", num_classes,

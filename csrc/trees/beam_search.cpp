@@ -82,11 +82,7 @@ void check_beam_search(const Tensor& input, const Tensor& weight, const Optional
 BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
                                        const Tensor& node_class, c10::SymInt width) {
   check_beam_search(input, weight, bias, first_child, node_class, width);
-  const auto dtype = opmath_dtype(input.scalar_type());
-  Tensor edges = at::mm(input.to(dtype), weight.to(dtype).t());
-  if (given(bias)) {
-    edges = edges + bias->to(dtype);
-  }
+  const Tensor edges = all_edge_scores(input, weight, bias);
   const int64_t nodes = node_class.size(0), beam = width.expect_int();
   const Tensor children = first_child.diff(), leaf = children.eq(0);
   const Tensor parent = at::cat({at::zeros({1}, children.options()), at::arange(nodes, children.options()).repeat_interleave(children)});

@@ -5,6 +5,7 @@
 #include "core/optional.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
+#include "trees/edge_rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -86,8 +87,7 @@ class Search {
  public:
   using A = opmath<T>;
 
-  Search(const Tree& tree, const T* weight, int64_t stride, const T* bias, int64_t features, int64_t width, int64_t dense)
-      : tree_(tree), weight_(weight), stride_(stride), bias_(bias), features_(features), width_(width), dense_(dense) {}
+  Search(const Tree& tree, const EdgeRows<T>& table, int64_t width, int64_t dense) : tree_(tree), table_(table), width_(width), dense_(dense) {}
 
   /// dense_scores: of the edges that are known. Leaves the leaves that it found, best first.
   const std::vector<Node<A>>& run(const T* input, const A* dense_scores) {
@@ -124,16 +124,9 @@ class Search {
         }
       }
     }
-    const int64_t n = int64_t(edges_.size());
-    scores_.resize(n);
-    const auto& kernels = row_kernels().of(input);
-    kernels.dot_rows(scores_.data(), input, weight_, stride_, edges_.data(), n, n, features_);
-    for (int64_t i = 0; i < n; ++i) {
-      A own = 0;
-      if (bias_ != nullptr) {
-        kernels.widen_row(&own, bias_ + edges_[i], 1);
-      }
-      next_.push_back({above_[i] + (scores_[i] + own), edges_[i] + 1});
+    table_.score(scores_, input, edges_);
+    for (size_t i = 0; i < edges_.size(); ++i) {
+      next_.push_back({above_[i] + scores_[i], edges_[i] + 1});
     }
     above_.clear();
     std::swap(beam_, next_);
@@ -141,10 +134,8 @@ class Search {
   }
 
   const Tree& tree_;
-  const T* weight_;
-  const int64_t stride_;
-  const T* bias_;
-  const int64_t features_, width_, dense_;
+  const EdgeRows<T> table_;
+  const int64_t width_, dense_;
   std::vector<Node<A>> beam_, next_;
   std::vector<int64_t> edges_;
   std::vector<A> above_, scores_;
@@ -171,8 +162,7 @@ BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight, cons
     using A = opmath<T>;
     at::parallel_for(0, (queries + kBlock - 1) / kBlock, 1, [&](int64_t first, int64_t last) {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      const T* biases = bias_row.defined() ? const_data<T>(bias_row) : nullptr;
-      Search<T> search(tree, const_data<T>(table), table.stride(0), biases, features, beam, dense);
+      Search<T> search(tree, EdgeRows<T>(table, bias_row), beam, dense);
       for (int64_t b = first; b < last; ++b) {
         const int64_t begin = b * kBlock, end = std::min(queries, begin + kBlock);
         Tensor known = at::mm(x.narrow(0, begin, end - begin).to(dtype), top.t());

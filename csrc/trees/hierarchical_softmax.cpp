@@ -144,12 +144,6 @@ HierarchicalTopk topk_autocast(const Tensor& input, const Tensor& weight, const 
   return hierarchical_topk(input.to(weight.scalar_type()), weight, same, first_child, node_class, k);
 }
 
-Tensor all_edges(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  const auto dtype = opmath_dtype(input.scalar_type());
-  const Tensor scores = at::mm(input.to(dtype), weight.to(dtype).t());
-  return given(bias) ? scores + bias->to(dtype) : scores;
-}
-
 // One layer of the ways to `nodes`, from below. What is not there: edge -1.
 struct Layer {
   Tensor active;  ///< [Q]
@@ -234,7 +228,7 @@ c10::SymInt sibling_rows(const c10::SymInt& queries, at::IntArrayRef layer_sizes
 
 HierarchicalState hierarchical_softmax_forward_reference(XS_TREE_PARAMS, std::array<bool, 2> output_mask) {
   check_hierarchical(XS_TREE_ARGS);
-  const Tensor scores = all_edges(input, weight, bias);
+  const Tensor scores = all_edge_scores(input, weight, bias);
   Tensor loss = at::zeros({input.size(0)}, scores.options());
   Tensor by_edge = at::zeros({input.size(0), weight.size(0) + 1}, scores.options()); // the first: of edges that are none
   std::vector<Tensor> grad_edges;
@@ -272,7 +266,7 @@ RowGradients hierarchical_softmax_backward_reference(const Tensor& scale, const 
 HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                              const Tensor& first_child, const Tensor& node_class, c10::SymInt k) {
   check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
-  const Tensor scores = all_edges(input, weight, bias);
+  const Tensor scores = all_edge_scores(input, weight, bias);
   const int64_t nodes = node_class.size(0), wanted = k.expect_int();
   Tensor log_prob = at::zeros({input.size(0), nodes}, scores.options());
   const Tensor first = first_child.to(at::kCPU);

@@ -6,6 +6,7 @@
 #include "core/optional.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
+#include "trees/edge_rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -40,25 +41,6 @@ bool log_softmax(A* scores, int64_t n) {
   }
   return std::isfinite(normalizer);
 }
-
-// The table of edges as the kernels read it.
-template <typename T>
-struct Edges {
-  const T* weight;
-  int64_t stride, features;
-  const T* bias; // null: none
-
-  void scores(opmath<T>* out, const T* input, const std::vector<int64_t>& edges) const {
-    const int64_t n = int64_t(edges.size());
-    const auto& kernels = row_kernels().of(input);
-    kernels.dot_rows(out, input, weight, stride, edges.data(), n, n, features);
-    for (int64_t e = 0; bias != nullptr && e < n; ++e) {
-      opmath<T> value;
-      kernels.widen_row(&value, bias + edges[e], 1);
-      out[e] += value;
-    }
-  }
-};
 
 // The way to one node: from the top, the siblings of each layer side by side.
 struct Way {
@@ -138,14 +120,13 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
-    const Edges<T> edges{const_data<T>(table), table.stride(0), features, bias_row.defined() ? const_data<T>(bias_row) : nullptr};
+    const EdgeRows<T> edges(table, bias_row);
     at::parallel_for(0, queries, kQueriesPerTask, [&](int64_t first, int64_t last) {
       Way way;
       std::vector<A> scores;
       for (int64_t q = first; q < last; ++q) {
         ways.find(q, way);
-        scores.resize(way.edges.size());
-        edges.scores(scores.data(), const_data<T>(query) + q * features, way.edges);
+        edges.score(scores, const_data<T>(query) + q * features, way.edges);
         A sum = 0;
         for (size_t g = 0; g < way.own.size(); ++g) {
           A* group = scores.data() + way.starts[g];
@@ -221,7 +202,7 @@ class BestFirst {
  public:
   using A = opmath<T>;
 
-  BestFirst(const Edges<T>& edges, const int64_t* first_child, const int64_t* node_class, int64_t nodes)
+  BestFirst(const EdgeRows<T>& edges, const int64_t* first_child, const int64_t* node_class, int64_t nodes)
       : edges_(edges), first_child_(first_child), node_class_(node_class), nodes_(nodes) {}
 
   void run(const T* input, int64_t k, A* values, int64_t* classes) {
@@ -259,8 +240,7 @@ class BestFirst {
                       above.node, " to at most ", nodes_, ", got ", begin, " and ", end);
     ids_.resize(end - begin);
     std::iota(ids_.begin(), ids_.end(), begin - 1);
-    scores_.resize(end - begin);
-    edges_.scores(scores_.data(), input, ids_);
+    edges_.score(scores_, input, ids_);
     if (!log_softmax(scores_.data(), end - begin)) {
       return false;
     }
@@ -270,7 +250,7 @@ class BestFirst {
     return true;
   }
 
-  const Edges<T>& edges_;
+  const EdgeRows<T>& edges_;
   const int64_t *first_child_, *node_class_;
   const int64_t nodes_;
   std::vector<Open<A>> open_; // a heap
@@ -291,7 +271,7 @@ HierarchicalTopk topk_cpu(const Tensor& input, const Tensor& weight, const Optio
   const Tensor classes = at::empty({queries, wanted}, node_class.options());
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const Edges<T> edges{const_data<T>(table), table.stride(0), features, bias_row.defined() ? const_data<T>(bias_row) : nullptr};
+    const EdgeRows<T> edges(table, bias_row);
     at::parallel_for(0, queries, 1, [&](int64_t first, int64_t last) {
       BestFirst<T> search(edges, offsets.const_data_ptr<int64_t>(), classes_of.const_data_ptr<int64_t>(), node_class.size(0));
       for (int64_t q = first; q < last; ++q) {

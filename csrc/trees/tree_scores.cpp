@@ -154,15 +154,17 @@ c10::SymInt edge_rows(const c10::SymInt& paths, at::IntArrayRef layer_sizes) {
   return rows;
 }
 
+Tensor all_edge_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const auto dtype = opmath_dtype(input.scalar_type());
+  const Tensor scores = at::mm(input.to(dtype), weight.to(dtype).t());
+  return given(bias) ? scores + bias->to(dtype) : scores;
+}
+
 Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,
                              const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool) {
   check_tree_scores(kOp, input, weight, bias, parent, nodes, layer_sizes);
-  const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor edges = edges_of_paths(parent, nodes, int64_t(layer_sizes.size()), differences_only);
-  Tensor scores = at::mm(input.to(dtype), weight.to(dtype).t());
-  if (given(bias)) {
-    scores = scores + bias->to(dtype);
-  }
+  const Tensor scores = all_edge_scores(input, weight, bias);
   const Tensor none = at::zeros({input.size(0), 1}, scores.options());
   return at::cat({none, scores}, 1).gather(1, (edges + 1).flatten(1)).view(edges.sizes()).sum(-1);
 }

@@ -38,6 +38,8 @@ void check_tree_scores_backward(const at::Tensor& grad, const at::Tensor& input,
 /// R above for `paths` = Q P.
 c10::SymInt edge_rows(const c10::SymInt& paths, at::IntArrayRef layer_sizes);
 
+/// The scores of all edges, [Q, E] in opmath dtype, in ATen calls.
+at::Tensor all_edge_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 /// The row-sparse gradient over `row_count` rows in ATen calls, for coefficients [Q, C] of edges [Q, C], -1 where there is none.
 RowGradients compact_edge_gradient(const at::Tensor& edges, const at::Tensor& coefficient, const at::Tensor& input, const at::Tensor& weight,
                                    int64_t row_count, std::array<bool, 3> output_mask);

@@ -4,6 +4,7 @@
 #include "core/optional.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
+#include "trees/edge_rows.h"
 #include "trees/tree_scores.h"
 
 #include <ATen/Parallel.h>
@@ -152,22 +153,12 @@ Tensor tree_scores_cpu(const Tensor& input, const Tensor& weight, const Optional
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
-    const T* biases = bias_row.defined() ? const_data<T>(bias_row) : nullptr;
+    const EdgeRows<T> edges(table, bias_row);
     tree.for_queries(op, [&](Paths& paths, int64_t first, int64_t last) {
-      const auto& kernels = row_kernels().of(static_cast<const T*>(nullptr));
       std::vector<A> edge_scores, sums;
       for (int64_t q = first; q < last; ++q) {
         paths.collect(tree.of(q), tree.paths);
-        const auto& edges = paths.edges();
-        const int64_t count = int64_t(edges.size());
-        edge_scores.resize(count);
-        kernels.dot_rows(edge_scores.data(), const_data<T>(query) + q * features, const_data<T>(table), table.stride(0), edges.data(),
-                         count, count, features);
-        for (int64_t e = 0; biases != nullptr && e < count; ++e) {
-          A value;
-          kernels.widen_row(&value, biases + edges[e], 1);
-          edge_scores[e] += value;
-        }
+        edges.score(edge_scores, const_data<T>(query) + q * features, paths.edges());
         paths.add_up(data<A>(scores) + q * tree.paths, tree.of(q), tree.paths, edge_scores.data(), sums);
       }
     });

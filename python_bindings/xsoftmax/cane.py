@@ -137,13 +137,13 @@ class CaneLoss(LinearLoss):
         loss = torch.ops.xsoftmax.sampled_softmax_loss(
             input, weight, bias, target, private_ids, shared_ids, private_log_count, shared_log_count, noise.target_log_count, self.weight,
             self.estimator, True, fixed_private, fixed_shared, _reduction_code(self.reduction), self.ignore_index, 0.0, self.sparse_grad)
-        known_queries = torch.where((target != self.ignore_index).reshape(-1, 1), queries, 0.0)
+        counts = (target != self.ignore_index).reshape(-1, 1)
         if self.noise.sampler.learns:
-            loss = with_gradient_of(loss, self.noise.sampler.auxiliary_loss(known_queries, weight, bias, generator))
+            loss = with_gradient_of(loss, self.noise.sampler.auxiliary_loss(torch.where(counts, queries, 0.0), weight, bias, generator))
         sampler = self.candidate_sampler
         if sampler is not None:
             if sampler.learns:
-                loss = with_gradient_of(loss, sampler.auxiliary_loss(known_queries, weight, bias, generator))
+                loss = with_gradient_of(loss, sampler.auxiliary_loss(torch.where(counts, queries, 0.0), weight, bias, generator))
         return loss
 
     def _note(self, ids: Tensor) -> None:

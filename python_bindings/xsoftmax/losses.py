@@ -33,6 +33,17 @@ def reduced_loss(loss: Tensor, target: Tensor, weight: Optional[Tensor], reducti
     return loss.sum() / share.sum() if reduction == "mean" else loss.sum()
 
 
+def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor]) -> Tensor:
+    """input [*, D] as [Q, D], after its shape and target's have been checked."""
+    if input.dim() < 1 or input.shape[-1] != in_features:
+        raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got {list(input.shape)}")
+    if target is not None:
+        if input.shape[:-1] != target.shape:
+            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
+                             f"got {list(target.shape)}")
+    return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
+
+
 def with_gradient_of(loss: Tensor, auxiliary: Optional[Tensor]) -> Tensor:
     """A loss, a scalar or [*], whose gradient has that of a scalar beside it, once; its value is left as it is."""
     return loss if auxiliary is None else loss + (auxiliary - auxiliary.detach()) / max(loss.numel(), 1)
@@ -88,16 +99,10 @@ class LinearLoss(nn.Module):
 
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         """input [*, D] as [Q, D], after its shape and target's have been checked."""
-        if input.dim() < 1 or input.shape[-1] != self.in_features:
-            raise ValueError(f"{self._name}: expected input of shape [*, {self.in_features}], got {list(input.shape)}")
         if self.linear.weight.shape[0] != self.num_classes:
             raise ValueError(f"{self._name}: expected linear.weight with a row for each of {self.num_classes} classes, "
                              f"got shape {list(self.linear.weight.shape)}")
-        if target is not None:
-            if input.shape[:-1] != target.shape:
-                raise ValueError(f"{self._name}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
-                                 f"got {list(target.shape)}")
-        return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
+        return flat_queries(self._name, self.in_features, input, target)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -245,7 +250,8 @@ class SampledSoftmaxLoss(LinearLoss):
         names = [*torch.ops.xsoftmax.estimator_names(), "complementary_sum"]
         if estimator not in names:
             raise ValueError(f"SampledSoftmaxLoss: expected estimator to be one of {names}, got {estimator!r}")
-        if label_smoothing != 0.0 and estimator not in ("sampled_softmax", "ranking", "complementary_sum"):
+        smooths = estimator == "complementary_sum" or torch.ops.xsoftmax.estimator_smooths(estimator)
+        if label_smoothing != 0.0 and not smooths:
             raise ValueError(f"SampledSoftmaxLoss: expected label_smoothing=0 with estimator={estimator!r}, got {label_smoothing}")
         if weight is not None and label_smoothing != 0.0:
             raise ValueError("SampledSoftmaxLoss: expected label_smoothing=0 beside class weights: their weighted mean over all classes "

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .cane import check_count, estimator_of, noise_outside
 from .label_tree import LabelTree
-from .losses import _make_linear, _reduction_code, reduced_loss
+from .losses import _make_linear, _reduction_code, flat_queries, reduced_loss
 from .samplers import AdaptiveSampler, Sampler
 
 
@@ -39,14 +39,7 @@ class TreeLoss(nn.Module):
         self.weight: Optional[Tensor]
 
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
-        """input [*, D] as [Q, D], after its shape and target's have been checked."""
-        if input.dim() < 1 or input.shape[-1] != self.in_features:
-            raise ValueError(f"{self._name}: expected input of shape [*, {self.in_features}], got {list(input.shape)}")
-        if target is not None:
-            if input.shape[:-1] != target.shape:
-                raise ValueError(f"{self._name}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
-                                 f"got {list(target.shape)}")
-        return input.unsqueeze(0).flatten(0, -2)
+        return flat_queries(self._name, self.in_features, input, target)
 
     def _reduced(self, loss: Tensor, target: Tensor) -> Tensor:
         return reduced_loss(loss, target, self.weight, self.reduction, self.ignore_index)

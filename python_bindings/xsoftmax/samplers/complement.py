@@ -37,8 +37,7 @@ class ComplementSampler(nn.Module):
         self.sampler = sampler
         self.num_classes = sampler.num_classes
         # Of those only the uniform draws over all that is outside are needed.
-        self.uniform = isinstance(sampler, UniformSampler) and sampler.low == 0 and not sampler.from_tables
-        self.tries = 0 if self.uniform else tries
+        self.tries = 0 if isinstance(sampler, UniformSampler) and sampler.low == 0 and not sampler.from_tables else tries
         self.static = isinstance(sampler, StaticSampler)  # its q is the same for all queries
 
     @torch.jit.export
