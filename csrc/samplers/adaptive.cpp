@@ -8,6 +8,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 
+#include <algorithm>
+
 namespace xsoftmax {
 
 using at::Tensor;
@@ -50,6 +52,26 @@ void check_class_table(const char* op, const Tensor& weight, const OptionalTenso
     check::floating(op, "bias", *bias);
     check::size(op, "bias", *bias, 0, weight.sym_size(0), "the rows of weight");
     check::same_device(op, "bias", *bias, "weight", weight);
+  }
+}
+
+void check_finite_rows(const char* op, const Tensor& weight) {
+  constexpr int64_t kRows = 1 << 16; // bounds the squares in memory
+  for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {
+    const Tensor rows = weight.narrow(0, begin, std::min(kRows, weight.size(0) - begin));
+    const Tensor bad = rows.to(at::kFloat).square().sum(1).isfinite().logical_not().nonzero();
+    if (bad.size(0) > 0) {
+      const int64_t row = begin + bad[0].item<int64_t>();
+      TORCH_CHECK_VALUE(false, op, ": expected weight with rows of finite norms, got ", weight[row].norm().item<double>(), " for row ", row);
+    }
+  }
+}
+
+void check_finite_bias(const char* op, const OptionalTensor& bias) {
+  if (given(bias)) {
+    const Tensor bad = bias->isfinite().logical_not().nonzero();
+    TORCH_CHECK_VALUE(bad.size(0) == 0, op, ": expected bias with finite values, got ", (*bias)[bad[0].item<int64_t>()].item<double>(), " at [",
+                      bad[0].item<int64_t>(), "]");
   }
 }
 

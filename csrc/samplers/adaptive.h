@@ -20,6 +20,11 @@ bool take_step(const OptionalTensor& step, int64_t refresh_every);
 /// weight [N, D] and bias [N] or none, with a row for each of `num_classes`.
 void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes);
 
+/// Refuses a table that holds a NaN, an infinity, or a row too long for the square of its norm in float32, and names the row. Reads it all.
+void check_finite_rows(const char* op, const at::Tensor& weight);
+/// Refuses a bias that holds a NaN or an infinity, and names its place.
+void check_finite_bias(const char* op, const OptionalTensor& bias);
+
 /// `ids` int64 [S], the same for all queries, or [Q, P].
 void check_query_ids(const char* op, const at::Tensor& input, const at::Tensor& ids);
 

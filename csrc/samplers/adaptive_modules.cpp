@@ -56,6 +56,17 @@ Tensor AdaptiveSamplerImpl::log_count(const Tensor& input, int64_t num_samples, 
   return log_prob(input, ids) + std::log(double(num_samples));
 }
 
+void AdaptiveSamplerImpl::check_input(const Tensor& input) const {
+  TORCH_CHECK_VALUE(input.dim() == 2 && input.size(1) == dim_, name_, ": expected input of shape [Q, ", dim_, "], got ", input.sizes());
+}
+
+void AdaptiveSamplerImpl::check_table(const Tensor& weight, const Optional& bias) const {
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) == num_classes_ && weight.size(1) == dim_, name_, ": expected weight of shape [",
+                    num_classes_, ", ", dim_, "], got ", weight.sizes());
+  TORCH_CHECK_VALUE(given(bias) == bias_, name_, ": expected ", bias_ ? "a bias" : "no bias", ", as it was built with bias=",
+                    bias_ ? "true" : "false", ", got ", given(bias) ? "one" : "none");
+}
+
 std::shared_ptr<SamplerImpl> AdaptiveSamplerImpl::excluding(const Tensor& ids) {
   auto sampler = like(at::cat({excluded(), ids.to(step.device())}), bias_);
   sampler->to(step.device());
@@ -124,6 +135,7 @@ LshSamplerImpl::LshSamplerImpl(int64_t num_classes, int64_t dim, const LshOption
 
 Proposal LshSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool shared, const Optional& target,
                                 std::optional<at::Generator> generator) {
+  check_input(input);
   static const auto op =
       find_op<Draws(const Tensor&, const Tensor&, XS_LSH_INDEX_PARAMS, double, c10::SymInt, const Tensor&)>("xsoftmax::lsh_sample");
   TORCH_CHECK_VALUE(!shared, name_, ": expected private draws, got shared ones: buckets are those of a query");
@@ -132,6 +144,7 @@ Proposal LshSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool s
 }
 
 Tensor LshSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
+  check_input(input);
   static const auto op = find_op<Tensor(const Tensor&, XS_LSH_INDEX_PARAMS, double, const Tensor&)>("xsoftmax::lsh_log_prob");
   return op.call(input, planes, code, order, start, options_.uniform, ids);
 }
@@ -153,12 +166,14 @@ void kernel_refresh(const Tensor& weight, const Optional& bias, XS_KERNEL_INDEX_
 } // namespace
 
 std::map<std::string, double> LshSamplerImpl::refresh(const Tensor& weight, const Optional& bias) {
+  check_table(weight, bias);
   lsh_refresh(weight, bias, planes, code, order, start, std::nullopt, 0);
   step.clamp_min_(1);
   return {{"largest", start.diff().max().item<double>() / double(order.size(1))}};
 }
 
 void LshSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::optional<at::Generator>) {
+  check_table(weight, bias);
   lsh_refresh(weight, bias, planes, code, order, start, step, options_.refresh_every);
 }
 
@@ -188,6 +203,7 @@ void KernelSamplerImpl::make_tree(int64_t exclude_below, const Optional& exclude
 
 Proposal KernelSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool shared, const Optional& target,
                                    std::optional<at::Generator> generator) {
+  check_input(input);
   static const auto op =
       find_op<Draws(const Tensor&, const Tensor&, XS_KERNEL_INDEX_PARAMS, double, c10::SymInt, const Tensor&)>("xsoftmax::kernel_sample");
   TORCH_CHECK_VALUE(!shared, name_, ": expected private draws, got shared ones: the kernel looks at the query");
@@ -196,17 +212,20 @@ Proposal KernelSamplerImpl::sample(const Tensor& input, int64_t num_samples, boo
 }
 
 Tensor KernelSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
+  check_input(input);
   static const auto op = find_op<Tensor(const Tensor&, XS_KERNEL_INDEX_PARAMS, double, const Tensor&)>("xsoftmax::kernel_log_prob");
   return op.call(input, optional(directions), rows, sums, order, place, scale_, ids);
 }
 
 std::map<std::string, double> KernelSamplerImpl::refresh(const Tensor& weight, const Optional& bias) {
+  check_table(weight, bias);
   kernel_refresh(weight, bias, optional(directions), rows, sums, order, place, std::nullopt, 0);
   step.clamp_min_(1);
   return {};
 }
 
 void KernelSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::optional<at::Generator>) {
+  check_table(weight, bias);
   kernel_refresh(weight, bias, optional(directions), rows, sums, order, place, step, refresh_every_);
 }
 

@@ -93,6 +93,8 @@ void kernel_refresh_(const Tensor& weight, const OptionalTensor& bias, XS_KERNEL
   if (!take_step(step, refresh_every)) {
     return;
   }
+  check_finite_rows("kernel_refresh_", weight);
+  check_finite_bias("kernel_refresh_", bias);
   constexpr int64_t kRows = 1 << 16; // bounds the copies in memory
   for (int64_t begin = 0; begin < index.classes(); begin += kRows) {
     const int64_t size = std::min(kRows, index.classes() - begin);

@@ -59,6 +59,8 @@ void lsh_refresh_(const Tensor& weight, const OptionalTensor& bias, XS_LSH_INDEX
   if (!take_step(step, refresh_every)) {
     return;
   }
+  check_finite_rows("lsh_refresh_", weight);
+  check_finite_bias("lsh_refresh_", bias);
   const int64_t tables = code.size(1), buckets = start.size(1) - 1;
   constexpr int64_t kRows = 1 << 16; // bounds the products in memory
   for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {

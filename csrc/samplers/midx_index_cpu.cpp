@@ -88,7 +88,7 @@ MidxCodes midx_encode_cpu(const Tensor& rows, const Tensor& codewords1, const Te
       const int64_t k1 = kernels.best(p + i * 2 * k, fine1, k, &near1);
       const int64_t k2 = kernels.best(p + i * 2 * k + k, fine2 + k1 * k, k, &near2);
       cells[begin + i] = int32_t(k1 * k + k2);
-      errors[begin + i] = std::max(0.0f, kernels.square_sum(row + i * features, features) - 2 * (near1 + near2));
+      errors[begin + i] = std::max(kernels.square_sum(row + i * features, features) - 2 * (near1 + near2), 0.0f); // a NaN stays one
     }
   });
   return {cell, error};

@@ -101,6 +101,7 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
 
 Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool shared, const Optional& target,
                                  std::optional<at::Generator> generator) {
+  check_input(input);
   static const auto of_queries =
       find_op<Draws(const Tensor&, const Tensor&, XS_MIDX_INDEX_PARAMS, c10::SymInt, bool, const Tensor&)>("xsoftmax::midx_sample");
   const bool distinct = draws_distinct(shared);
@@ -128,6 +129,7 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
 }
 
 Tensor MidxSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
+  check_input(input);
   if (table.defined()) {
     static const auto exact = find_op<Tensor(const Tensor&, XS_MIDX_INDEX_PARAMS, const Tensor&, const Optional&, const Tensor&)>(
         "xsoftmax::midx_exact_log_prob");
@@ -138,6 +140,7 @@ Tensor MidxSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
 }
 
 Tensor MidxSamplerImpl::mixture_log_prob(const Tensor& input, const Tensor& ids) {
+  check_input(input);
   static const auto op = find_op<Tensor(const Tensor&, XS_MIDX_INDEX_PARAMS, bool, const Tensor&)>("xsoftmax::midx_mixture_log_prob");
   return op.call(input, XS_MIDX_BUFFERS, options_.mixture == "rms", ids);
 }
@@ -153,6 +156,7 @@ Tensor MidxSamplerImpl::log_count(const Tensor& input, int64_t num_samples, bool
 }
 
 std::map<std::string, double> MidxSamplerImpl::refresh(const Tensor& weight, const Optional& bias) {
+  check_table(weight, bias);
   static const auto op =
       find_op<Tensor(const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, XS_MIDX_INDEX_PARAMS, bool, int64_t,
                      int64_t, bool)>("xsoftmax::midx_refresh_");
@@ -169,6 +173,7 @@ std::map<std::string, double> MidxSamplerImpl::refresh(const Tensor& weight, con
 }
 
 void MidxSamplerImpl::update(const Tensor& weight, const Optional& bias, const Tensor& rows) {
+  check_table(weight, bias);
   static const auto op =
       find_op<void(const Tensor&, const Optional&, const Optional&, const Optional&, XS_MIDX_INDEX_PARAMS, const Tensor&)>(
           "xsoftmax::midx_update_");
@@ -176,6 +181,7 @@ void MidxSamplerImpl::update(const Tensor& weight, const Optional& bias, const T
 }
 
 void MidxSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::optional<at::Generator> generator) {
+  check_table(weight, bias);
   static const auto op = find_op<void(const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, const Tensor&,
                                       const Optional&, XS_MIDX_INDEX_PARAMS, bool, int64_t, int64_t, int64_t, int64_t, int64_t)>(
       "xsoftmax::midx_step_");

@@ -81,7 +81,7 @@ void lay_out(const ClassTable& table, const MidxIndex& index) {
     if (given(table.spread)) {
       value = value + *table.spread * (*table.query_square / (2.0 * double(table.weight.size(1)))).to(at::kFloat);
     }
-    TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "MIDX: expected class weights (bias, spread) that are finite, got an infinity or NaN");
+    TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "MIDX: expected spread with finite values, got an infinity or NaN");
     index.log_weight->copy_((value - value.index_select(0, index.order).max()).clamp_(-kMidxWeightRange, 0));
   }
   const std::array<Tensor, 3> tables{index.order, index.start, index.mass};
@@ -118,12 +118,22 @@ Tensor training_rows(const Tensor& seed, const Tensor& weight, const Tensor& ord
   return weight.index_select(0, order.index_select(0, at::tensor(picked, at::kLong).to(order.device()))).to(at::kFloat);
 }
 
-Tensor refresh(const Tensor& seed, const ClassTable& table, const MidxIndex& index, bool residual,
+// `squares` come of rows and codewords, which the whole table need not be read again to trust: only where they are not finite.
+void check_finite(const char* op, const Tensor& squares, const ClassTable& table) {
+  if (!squares.sum(at::kDouble).isfinite().item<bool>()) {
+    check_finite_rows(op, table.weight);
+    TORCH_CHECK_VALUE(false, op, ": expected codewords with finite values, got an infinity or NaN");
+  }
+}
+
+Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, const MidxIndex& index, bool residual,
                int64_t iterations, int64_t points, bool warm) {
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   const Tensor& weight = table.weight;
+  check_finite_bias(op, table.bias);
   const int64_t k = index.codewords1.size(0), width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
-  const Tensor rows = training_rows(seed, weight, index.order, points);
+  const Tensor rows = training_rows(seed, weight, index.order, points), squares = rows.square().sum(1);
+  check_finite(op, squares, table);
   const auto init = [&](const Tensor& codewords) { return warm ? OptionalTensor(codewords) : std::nullopt; };
   const auto [first, inertia1] = kmeans(seed, residual ? rows : rows.narrow(1, 0, width1), k, iterations, init(index.codewords1));
   Tensor rest;
@@ -135,22 +145,25 @@ Tensor refresh(const Tensor& seed, const ClassTable& table, const MidxIndex& ind
     rest = rows.narrow(1, width1, width2);
   }
   const auto [second, inertia2] = kmeans(seed, rest, k, iterations, init(index.codewords2));
+  const auto [cell, error] = midx_encode(weight, first, second);
+  check_finite(op, error, table);
   index.codewords1.copy_(first);
   index.codewords2.copy_(second);
-  const auto [cell, error] = midx_encode(weight, index.codewords1, index.codewords2);
   index.cell.copy_(index.order.size(0) == cell.size(0) ? cell : at::where(index.cell.lt(0), index.cell, cell));
   if (given(table.spread)) {
     table.spread->copy_(error);
   }
   lay_out(table, index);
-  return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(), rows.to(at::kDouble).square().sum(1).mean(),
+  return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(), squares.to(at::kDouble).mean(),
                     inertia1[iterations], inertia2[iterations], index.mass.gt(0).sum().to(at::kDouble)});
 }
 
-void update(const ClassTable& table, const MidxIndex& index, const Tensor& rows) {
+void update(const char* op, const ClassTable& table, const MidxIndex& index, const Tensor& rows) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  check_finite_bias(op, table.bias);
   const Tensor drawn = rows.index_select(0, index.cell.index_select(0, rows).ge(0).nonzero().squeeze(1));
   const auto [cell, error] = midx_encode(table.weight.index_select(0, drawn), index.codewords1, index.codewords2);
+  check_finite(op, error, table);
   index.cell.index_copy_(0, drawn, cell);
   if (given(table.spread)) {
     table.spread->index_copy_(0, drawn, error);
@@ -162,7 +175,7 @@ Tensor midx_refresh_(const Tensor& seed, XS_TABLE_PARAMS, XS_MIDX_INDEX_PARAMS, 
                      int64_t iterations, int64_t points, bool warm) {
   const MidxIndex index{XS_MIDX_INDEX_ARGS};
   check_refresh("midx_refresh_", seed, XS_TABLE_ARGS, index, residual, iterations, points);
-  return refresh(seed, XS_TABLE_ARGS, index, residual, iterations, points, warm);
+  return refresh("midx_refresh_", seed, XS_TABLE_ARGS, index, residual, iterations, points, warm);
 }
 
 Tensor midx_refresh_meta(const Tensor& seed, XS_TABLE_PARAMS, XS_MIDX_INDEX_PARAMS, bool residual,
@@ -184,7 +197,7 @@ void midx_update_(XS_TABLE_PARAMS, XS_MIDX_INDEX_PARAMS, const Tensor& rows) {
   if (rows.is_cpu()) {
     check::class_ids("midx_update_", "rows", rows, weight.size(0));
   }
-  update(XS_TABLE_ARGS, index, rows);
+  update("midx_update_", XS_TABLE_ARGS, index, rows);
 }
 
 void midx_update_meta(XS_TABLE_PARAMS, XS_MIDX_INDEX_PARAMS, const Tensor& rows) {
@@ -214,12 +227,12 @@ void midx_step_(const Tensor& seed, XS_TABLE_PARAMS, const Tensor& step, const O
   check_step(seed, XS_TABLE_ARGS, step, touched, index, residual, iterations, warm_iterations, points, refresh_every, update_every);
   const int64_t done = step.item<int64_t>();
   if (refresh_is_due(done, refresh_every)) {
-    refresh(seed, XS_TABLE_ARGS, index, residual, done > 0 ? warm_iterations : iterations, points, done > 0);
+    refresh("midx_step_", seed, XS_TABLE_ARGS, index, residual, done > 0 ? warm_iterations : iterations, points, done > 0);
     if (given(touched)) {
       touched->zero_();
     }
   } else if (given(touched) && update_every > 0 && done % update_every == 0) {
-    update(XS_TABLE_ARGS, index, touched->nonzero().squeeze(1));
+    update("midx_step_", XS_TABLE_ARGS, index, touched->nonzero().squeeze(1));
     touched->zero_();
   }
   step.add_(1);

@@ -39,7 +39,7 @@ def build_loss(args: argparse.Namespace, name: str, counts: Tensor, dim: int, bi
     options = {"estimator": args.estimator, "bias": bias}
     if args.sampler == ["in_batch"]:
         # The candidates are the targets of the step, frequent classes among them: no number to choose, and no head beside them.
-        return xs.SampledSoftmaxLoss(dim, num_classes, sampler="in_batch", num_samples=0, **options)
+        return xs.SampledSoftmaxLoss(dim, num_classes, sampler="in_batch", **options)
     if args.head + max(args.samples) > num_classes:
         raise UsageError(
             f"--head {args.head} and --samples {max(args.samples)} together exceed the {num_classes} {classes}: "

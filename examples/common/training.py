@@ -238,7 +238,10 @@ def save_checkpoint(path: Path, fingerprint: int, args: argparse.Namespace, stat
     """Writes beside the old checkpoint and then takes its place: whenever the program ends, one of the two is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    torch.save({"arguments": plain(args), "fingerprint": fingerprint, "runs": states}, partial)
+    with open(partial, "wb") as file:
+        torch.save({"arguments": plain(args), "fingerprint": fingerprint, "runs": states}, file)
+        file.flush()
+        os.fsync(file.fileno())  # or a machine that stops may keep the new name and lose what it names
     os.replace(partial, path)
 
 

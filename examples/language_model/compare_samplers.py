@@ -84,15 +84,21 @@ def compare(args: argparse.Namespace) -> int:
     if not isinstance(run.loss, xs.LinearLoss):
         raise UsageError(f"--checkpoint: expected a model whose words have rows of their own, got one of {type(run.loss).__name__}")
     linear = run.loss.linear
-    if args.head + args.samples > linear.out_features:
-        raise UsageError(f"--head {args.head} and --samples {args.samples} together exceed the {linear.out_features} words of {corpus.name}")
+    if args.draws < 2:
+        raise UsageError(f"--draws: expected at least 2, got {args.draws}")
+    if args.head < 0 or args.head + args.samples > linear.out_features:
+        raise UsageError(f"--head and --samples: expected 0 or more, and no more than the {linear.out_features} words of {corpus.name} together, "
+                         f"got {args.head} and {args.samples}")
     queries, target = hidden_states(run, args.batches)
     curves = {"softmax": mean_probability(run.loss.log_prob, queries)}
     rows = []
     for kind in tqdm(args.sampler, disable=not sys.stderr.isatty()):
         torch.manual_seed(args.seed)
         options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct, refresh_every=0, width=linear.in_features)
-        sampler = build_sampler(options, kind, corpus.counts, linear.in_features)
+        try:
+            sampler = build_sampler(options, kind, corpus.counts, linear.in_features)
+        except ValueError as error:  # an option beyond what a sampler takes
+            raise UsageError(str(error)) from error
         loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler, num_samples=args.samples,
                                                  shared=False, head_classes=args.head, estimator=args.estimator)
         loss.sampler.refresh(linear.weight, linear.bias)

@@ -230,6 +230,8 @@ class AdaptiveSamplerImpl : public SamplerImpl {
   virtual std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const = 0;
   /// Whether it can draw one set for the batch.
   virtual bool shares() const { return false; }
+  void check_input(const torch::Tensor& input) const;
+  void check_table(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias) const;
 
   const char* name_;
   int64_t dim_;

@@ -88,6 +88,9 @@ class CaneLoss(LinearLoss):
         self.candidate_sampler: Optional[Sampler] = None
         self.shared = True
         ids: Optional[Tensor] = None
+        if isinstance(candidates, str):
+            raise TypeError(f"{name}: expected candidates as a number, a tensor of ids, a Sampler or None, got the str {candidates!r}: give a "
+                            f"sampler of them as a module")
         if isinstance(candidates, Sampler):
             if candidates.num_classes != num_classes:
                 raise ValueError(f"{name}: expected a sampler of {num_classes} classes for candidates, got one of {candidates.num_classes}")

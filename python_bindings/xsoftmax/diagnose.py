@@ -7,7 +7,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .losses import SampledSoftmaxLoss
+from .losses import SampledSoftmaxLoss, flat_queries
+from .samplers import InBatchSampler, UnionSampler
+from .samplers.adaptive import AdaptiveSampler
 
 _CHUNK = 1 << 22  # (query, class) pairs at once
 
@@ -53,19 +55,31 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
         generator: for the draws, on input's device.
 
     Raises:
-        TypeError: loss is no SampledSoftmaxLoss
-        ValueError: fewer than 2 draws, or no target that counts
+        TypeError: loss is no SampledSoftmaxLoss, or draws no int
+        ValueError: fewer than 2 draws; no candidates; no target that counts; queries that are not finite; a sampler that has seen no class
+            table yet (train() steps show it to one; so does ``loss.sampler.refresh(loss.linear.weight, loss.linear.bias)``)
     """
     if not isinstance(loss, SampledSoftmaxLoss):
         raise TypeError(f"diagnose: expected a SampledSoftmaxLoss, got {type(loss).__name__}")
     if loss._complement is not None:
         raise ValueError("diagnose: expected a proposal over all classes, got estimator=\"complementary_sum\", whose draws leave each target out")
+    if isinstance(draws, bool) or not isinstance(draws, int):
+        raise TypeError(f"diagnose: expected draws of type int, got {type(draws).__name__}")
     if draws < 2:
         raise ValueError(f"diagnose: expected draws of at least 2, got {draws}")
+    for part in loss.sampler.modules():
+        if isinstance(part, AdaptiveSampler) and part.step == 0:
+            raise ValueError(f"diagnose: expected a {type(part).__name__} that knows the class table, got one that was never refreshed: take a "
+                             "step in train(), or call loss.sampler.refresh(loss.linear.weight, loss.linear.bias)")
+    queries = flat_queries("diagnose", loss.in_features, input.detach(), target)
     counted = (target != loss.ignore_index).reshape(-1)
-    queries, targets = input.detach().reshape(-1, input.shape[-1])[counted], target.reshape(-1)[counted]
+    queries, targets = queries[counted], target.reshape(-1)[counted]
     if len(targets) == 0:
         raise ValueError("diagnose: expected a target that counts, got none")
+    if not queries.isfinite().all():
+        raise ValueError("diagnose: expected input with finite values, got an infinity or NaN")
+    if loss.num_samples + loss.head.numel() == 0 and not isinstance(loss.sampler, (UnionSampler, InBatchSampler)):
+        raise ValueError("diagnose: expected a loss with candidates, got num_samples=0 and head_classes=0")
     modes = {module: module.training for module in loss.modules()}
     loss.eval()  # an in-batch sampler does not count what it is shown here
     try:

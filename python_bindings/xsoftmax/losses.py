@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._memory import advise_huge_pages, moved_table
-from .samplers import ComplementSampler, Sampler, UnionSampler, make_sampler
+from .samplers import ComplementSampler, InBatchSampler, Sampler, UnionSampler, make_sampler
 
 def _reduction_code(reduction: str) -> int:
     """The code that ops take."""
@@ -213,7 +213,7 @@ class SampledSoftmaxLoss(LinearLoss):
         num_classes: N.
         sampler: a :class:`xsoftmax.samplers.Sampler`, or the name of one: "uniform", "log_uniform" (classes sorted by falling
             frequency), "in_batch", "midx", "lsh", "sphere", "rff". It is found as `loss.sampler`.
-        num_samples: draws a step (shared) or a query (private).
+        num_samples: draws a step (shared) or a query (private). None beside a UnionSampler, which has its own, or "in_batch".
         shared: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits the sampler.
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
             (TensorFlow's form; its gradient is the full one times about M / (M + 1)). Or one that is no estimate of the softmax loss:
@@ -236,13 +236,17 @@ class SampledSoftmaxLoss(LinearLoss):
     Shape: as :class:`LinearCrossEntropyLoss`.
     """
 
-    def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str], num_samples: int,
+    def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str], num_samples: Optional[int] = None,
                  shared: Optional[bool] = None, estimator: str = "sampled_softmax", remove_accidental_hits: bool = True,
                  log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
                  ignore_index: int = -100, label_smoothing: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True, device=None,
                  dtype=None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          label_smoothing=label_smoothing, device=device, dtype=dtype)
+        if num_samples is None and isinstance(sampler, (UnionSampler, InBatchSampler)):
+            num_samples = sum(sampler.counts) if isinstance(sampler, UnionSampler) else 0
+        elif num_samples is None and sampler == "in_batch":
+            num_samples = 0
         if isinstance(num_samples, bool) or not isinstance(num_samples, int):
             raise TypeError(f"SampledSoftmaxLoss: expected num_samples of type int, got {type(num_samples).__name__}")
         if num_samples < 0:

@@ -275,6 +275,8 @@ def test_sixteen_bit_queries_and_tables():
     ("lsh", dict(tables=2.5), TypeError, "tables of type int"), ("sphere", dict(alpha=0), ValueError, "alpha as a finite number above 0"),
     ("sphere", dict(dim=0), ValueError, "dim of at least 1"), ("sphere", dict(exclude=N), ValueError, "exclude to leave a class"),
     ("rff", dict(features=0), ValueError, "features of at least 1"), ("rff", dict(tau=-1), ValueError, "tau as a finite"),
+    ("lsh", dict(uniform="a"), TypeError, "uniform as a number"), ("sphere", dict(alpha=None), TypeError, "alpha as a number"),
+    ("sphere", dict(bias=1), TypeError, "bias as True or False, got 1"),
     ("rff", dict(floor=0), ValueError, "floor as a finite"), ("rff", dict(refresh_every=-1), ValueError, "refresh_every of at least 0"),
 ])
 def test_bad_arguments(kind, change, error, message):
@@ -287,14 +289,10 @@ def test_bad_calls(kind):
     sampler, z, weight, _ = make(kind)
     with pytest.raises(ValueError, match="expected shared=False, got True"):
         sampler.sample(z, 4, True)
-    with pytest.raises(ValueError, match="expected input of width 7"):
-        sampler.sample(torch.randn(Q, D + 1), 4, False)
     with pytest.raises(IndexError, match="target in"):
         sampler.sample(z, 4, False, torch.full((Q,), N))
     with pytest.raises(ValueError, match="ids of shape"):
         sampler.log_prob(z, torch.zeros(Q + 1, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="expected weight"):
-        sampler.refresh(weight[1:])
     with pytest.raises(ValueError, match="a table of width 7, got 8"):
         xs.SampledSoftmaxLoss(D + 1, N, sampler=sampler, num_samples=4)
     with pytest.raises(ValueError, match=f'expected dim for "{kind}"'):
@@ -324,6 +322,48 @@ def test_a_step_under_autocast(name):
         loss(x.bfloat16(), target).backward()
         inside = loss.sampler.log_prob(x, torch.arange(N))
     torch.testing.assert_close(inside, loss.sampler.log_prob(x, torch.arange(N)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", TABLE_SAMPLERS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_queries_and_tables_of_another_width(name, bias):
+    """Also of one that could be taken for the other kind's, with or without a column for the bias."""
+    sampler = make_sampler(name, N, dim=D, bias=bias)
+    some, some_bias = torch.arange(N), torch.zeros(N) if bias else None
+    for width in (D - 1, D + 1):
+        for call in (lambda z: sampler.sample(z, 4, False), lambda z: sampler.log_prob(z, some), lambda z: sampler.log_count(z, 4, False, some)):
+            with pytest.raises(ValueError, match=rf"{type(sampler).__name__}: expected input of shape \[Q, 7\], got \[5, {width}\]"):
+                call(torch.randn(Q, width))
+        for call in (sampler.refresh, sampler.prepare):
+            with pytest.raises(ValueError, match=rf"expected weight of shape \[300, 7\], got \[300, {width}\]"):
+                call(torch.randn(N, width), some_bias)
+    with pytest.raises(ValueError, match=r"expected weight of shape \[300, 7\], got \[299, 7\]"):
+        sampler.refresh(torch.randn(N - 1, D), some_bias)
+    with pytest.raises(ValueError, match="got none" if bias else "got one"):
+        sampler.refresh(torch.randn(N, D), None if bias else torch.zeros(N))
+
+
+@pytest.mark.parametrize("name", TABLE_SAMPLERS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_table_that_is_not_finite_is_refused_and_the_index_stays(name, value):
+    torch.manual_seed(0)
+    sampler = make_sampler(name, N, dim=D, bias=True, **({"train_points": 20} if name == "midx" else {}))  # row 211 is not among those
+    weight, bias, z = torch.randn(N, D), torch.randn(N), torch.randn(Q, D)
+    sampler.refresh(weight, bias)
+    before = sampler.log_prob(z, torch.arange(N))
+    broken, broken_bias = weight.clone(), bias.clone()
+    broken[211, 2] = broken_bias[17] = value
+    calls = [sampler.refresh, sampler.prepare]
+    if name == "midx":
+        calls.append(lambda weight, bias: sampler.update(weight, bias, torch.tensor([4, 211])))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"expected weight with rows of finite norms, got (nan|inf) for row 211"):
+            sampler.step.zero_()
+            call(broken, bias)
+        with pytest.raises(ValueError, match=r"expected bias with finite values, got (nan|-?inf) at \[17\]"):
+            sampler.step.zero_()
+            call(weight, broken_bias)
+    assert torch.equal(sampler.log_prob(z, torch.arange(N)), before)
 
 
 @pytest.mark.parametrize("name", TABLE_SAMPLERS)

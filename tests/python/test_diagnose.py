@@ -70,6 +70,7 @@ def test_every_kind_of_proposal(sampler, kwargs):
     if isinstance(sampler, InBatchSampler):
         for _ in range(50):
             loss(x, torch.randint(N, (Q,)))
+    loss.sampler.refresh(loss.linear.weight)
     state = {name: value.clone() for name, value in loss.state_dict().items()}
     report = xs.diagnose(loss, x.reshape(3, 4, D), torch.where(torch.arange(Q) == 1, -100, target).reshape(3, 4))
     assert math.isfinite(report.kl) and math.isfinite(report.gradient_noise)
@@ -84,3 +85,16 @@ def test_bad_arguments():
         xs.diagnose(loss, x, target, draws=1)
     with pytest.raises(ValueError, match="a target that counts"):
         xs.diagnose(loss, x, torch.full((Q,), -100))
+    with pytest.raises(TypeError, match="draws of type int, got float"):
+        xs.diagnose(loss, x, target, draws=2.5)
+    with pytest.raises(ValueError, match="diagnose: expected target of shape"):
+        xs.diagnose(loss, x, target[1:])
+    with pytest.raises(ValueError, match="diagnose: expected input of shape"):
+        xs.diagnose(loss, x[:, 1:], target)
+    with pytest.raises(ValueError, match="input with finite values"):
+        xs.diagnose(loss, torch.full_like(x, math.nan), target)
+    with pytest.raises(ValueError, match="a loss with candidates"):
+        xs.diagnose(xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=0), x, target)
+    for sampler in (MidxSampler(N, D), UnionSampler((UniformSampler(N), 4), (MidxSampler(N, D), 4))):
+        with pytest.raises(ValueError, match="a MidxSampler that knows the class table"):
+            xs.diagnose(xs.SampledSoftmaxLoss(D, N, sampler=sampler, num_samples=4), x, target)

@@ -70,7 +70,10 @@ def test_samplers_are_compared_on_a_trained_model(example, text, tmp_path, capsy
     assert "gradient bias" in table[0] and (out / "samplers.png").stat().st_size > 5000
     capsys.readouterr()
     assert compare(["--checkpoint", str(text)]) == 2 and "is not a checkpoint" in capsys.readouterr().err
-    assert compare([*options, "--samples", "500"]) == 2 and "together exceed the" in capsys.readouterr().err
+    assert compare([*options, "--samples", "500"]) == 2 and "no more than the" in capsys.readouterr().err
+    assert compare([*options, "--head", "-1"]) == 2 and "--head and --samples: expected 0 or more" in capsys.readouterr().err
+    assert compare([*options, "--draws", "1"]) == 2 and "--draws: expected at least 2" in capsys.readouterr().err
+    assert compare([*options, "--codewords", "2000"]) == 2 and "codewords of at most 1024" in capsys.readouterr().err
     text.write_text(text.read_text(encoding="utf-8") + "more\n", encoding="utf-8")
     assert compare(options) == 2 and "is not the one that" in capsys.readouterr().err
 

@@ -548,7 +548,7 @@ def test_bad_arguments(change, error, message):
 
 def test_bad_calls():
     sampler, z, weight, b = make_sampler()
-    with pytest.raises(ValueError, match="midx_sample: expected codewords of the width 8"):
+    with pytest.raises(ValueError, match=r"MidxSampler: expected input of shape \[Q, 9\], got \[5, 8\]"):
         sampler.sample(z[:, :8], 4, False)
     with pytest.raises(IndexError, match="target in"):
         sampler.sample(z, 4, False, torch.full((Q,), N))
@@ -556,7 +556,7 @@ def test_bad_calls():
         sampler.sample(z, N, True)
     with pytest.raises(IndexError, match="ids in"):
         sampler.log_prob(z, torch.tensor([-1]))
-    with pytest.raises(ValueError, match="bias just where the index has weights"):
+    with pytest.raises(ValueError, match="expected no bias, as it was built with bias=False, got one"):
         sampler.refresh(weight, b)
     with pytest.raises(ValueError, match="finite"):
         sampler.refresh(weight * math.nan)

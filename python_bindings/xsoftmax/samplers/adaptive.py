@@ -1,5 +1,6 @@
 """What the samplers that know the class table share."""
 
+import math
 from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
@@ -23,10 +24,13 @@ class AdaptiveSampler(Sampler):
     """
 
     step: Tensor
+    _kind: str
 
     def __init__(self, num_classes: int, dim: int, bias: bool, refresh_every: int, least_dim: int = 1):
         name = type(self).__name__
         super().__init__(_check_num_classes(name, num_classes))
+        _check_flags(name, bias=bias)
+        self._kind = name
         _check_ints(name, (("dim", dim, least_dim), ("refresh_every", refresh_every, 0)))
         self.shared_by_default = False
         self.dim = dim
@@ -77,6 +81,17 @@ class AdaptiveSampler(Sampler):
             raise ValueError(f"{type(self).__name__}: expected shared=False, got True: it draws for each query")
         super().check_num_samples(num_samples, shared)
 
+    def _check_input(self, input: Tensor) -> None:
+        if input.dim() != 2 or input.size(1) != self.dim:
+            raise ValueError(f"{self._kind}: expected input of shape [Q, {self.dim}], got {list(input.shape)}")
+
+    def _check_table(self, weight: Tensor, bias: Optional[Tensor]) -> None:
+        if weight.dim() != 2 or weight.size(0) != self.num_classes or weight.size(1) != self.dim:
+            raise ValueError(f"{self._kind}: expected weight of shape [{self.num_classes}, {self.dim}], got {list(weight.shape)}")
+        if (bias is not None) != self._has_bias:
+            raise ValueError(f"{self._kind}: expected {'a bias' if self._has_bias else 'no bias'}, as it was built with "
+                             f"bias={self._has_bias}, got {'one' if bias is not None else 'none'}")
+
     def _shares(self) -> bool:
         """Whether it can draw one set for the batch."""
         return False
@@ -106,6 +121,24 @@ def _check_ints(name: str, arguments) -> None:
             raise TypeError(f"{name}: expected {argument} of type int, got {type(value).__name__}")
         if value < least:
             raise ValueError(f"{name}: expected {argument} of at least {least}, got {value}")
+
+
+def _check_flags(name: str, **arguments: Any) -> None:
+    for argument, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected {argument} as True or False, got {value!r}")
+
+
+def _check_number(name: str, argument: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected {argument} as a number, got {value!r}")
+    return float(value)
+
+
+def _check_positive(name: str, argument: str, value: Any) -> float:
+    if not 0 < _check_number(name, argument, value) < math.inf:
+        raise ValueError(f"{name}: expected {argument} as a finite number above 0, got {value}")
+    return float(value)
 
 
 def _detached(tensor: Optional[Tensor]) -> Optional[Tensor]:

@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional
 import torch
 from torch import Tensor
 
-from .adaptive import AdaptiveSampler, _check_ints, _detached, _proposal, _target_or_first
+from .adaptive import AdaptiveSampler, _check_ints, _check_positive, _detached, _proposal, _target_or_first
 from .sampler import Proposal, draw_seed
 from .static import Exclude
 
@@ -37,6 +37,7 @@ class KernelSampler(AdaptiveSampler):
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
         """Takes in ``weight [N, D]`` (and ``bias [N]``, where the sampler has one)."""
+        self._check_table(weight, bias)
         torch.ops.xsoftmax.kernel_refresh_(weight.detach(), _detached(bias), self.directions, self.rows, self.sums, self.order, self.place,
                                            None, 0)
         self.step.clamp_(min=1)
@@ -45,6 +46,7 @@ class KernelSampler(AdaptiveSampler):
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+        self._check_table(weight, bias)
         torch.ops.xsoftmax.kernel_refresh_(weight.detach(), _detached(bias), self.directions, self.rows, self.sums, self.order, self.place,
                                            self.step, self.refresh_every)
 
@@ -52,6 +54,7 @@ class KernelSampler(AdaptiveSampler):
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:
         """See :meth:`Sampler.sample`; private draws only."""
+        self._check_input(input)
         if shared:
             raise ValueError("KernelSampler: expected shared=False, got True: the kernel looks at the query")
         return _proposal(torch.ops.xsoftmax.kernel_sample(
@@ -61,6 +64,7 @@ class KernelSampler(AdaptiveSampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
+        self._check_input(input)
         return torch.ops.xsoftmax.kernel_log_prob(input, self.directions, self.rows, self.sums, self.order, self.place, self._scale, ids)
 
 
@@ -80,9 +84,7 @@ class SphereSampler(KernelSampler):
     def __init__(self, num_classes: int, dim: int, *, alpha: float = 100.0, bias: bool = False, exclude: Exclude = None,
                  refresh_every: int = 500):
         super().__init__(num_classes, dim, bias, refresh_every)
-        if not 0 < alpha < math.inf:
-            raise ValueError(f"{type(self).__name__}: expected alpha as a finite number above 0, got {alpha}")
-        self._scale = float(alpha)
+        self._scale = _check_positive(type(self).__name__, "alpha", alpha)
         self._begin(exclude)
 
     def _make_index(self, excluded: Tensor) -> None:
@@ -121,10 +123,8 @@ class RffSampler(KernelSampler):
         super().__init__(num_classes, dim, bias, refresh_every)
         name = type(self).__name__
         _check_ints(name, (("features", features, 1),))
-        for argument, value in (("tau", tau), ("floor", floor)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}: expected {argument} as a finite number above 0, got {value}")
-        self.features, self.tau, self._scale = features, float(tau), float(floor)
+        self.features = features
+        self.tau, self._scale = _check_positive(name, "tau", tau), _check_positive(name, "floor", floor)
         self._begin(exclude)
 
     def _make_index(self, excluded: Tensor) -> None:

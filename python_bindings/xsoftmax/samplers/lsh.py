@@ -5,7 +5,7 @@ from typing import Any, Dict, Optional
 import torch
 from torch import Tensor
 
-from .adaptive import AdaptiveSampler, _check_ints, _detached, _proposal, _target_or_first
+from .adaptive import AdaptiveSampler, _check_ints, _check_number, _detached, _proposal, _target_or_first
 from .sampler import Proposal, draw_seed
 from .static import Exclude
 
@@ -38,7 +38,7 @@ class LshSampler(AdaptiveSampler):
         _check_ints(name, (("tables", tables, 1), ("bits", bits, 1)))
         if bits > 20:
             raise ValueError(f"{name}: expected bits of at most 20, got {bits}")
-        if not 0 <= uniform <= 1:
+        if not 0 <= _check_number(name, "uniform", uniform) <= 1:
             raise ValueError(f"{name}: expected uniform in [0, 1], got {uniform}")
         self.tables, self.bits, self.uniform = tables, bits, float(uniform)
         self._begin(exclude)
@@ -61,12 +61,14 @@ class LshSampler(AdaptiveSampler):
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
         """Hashes every row of ``weight [N, D]`` (with ``bias [N]``, where the sampler has one). Returns ``largest``, the share of the classes
         that the fullest bucket holds."""
+        self._check_table(weight, bias)
         torch.ops.xsoftmax.lsh_refresh_(weight.detach(), _detached(bias), self.planes, self.code, self.order, self.start, None, 0)
         self.step.clamp_(min=1)
         return {"largest": float(self.start.diff().max()) / self.order.size(1)}
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+        self._check_table(weight, bias)
         torch.ops.xsoftmax.lsh_refresh_(weight.detach(), _detached(bias), self.planes, self.code, self.order, self.start, self.step,
                                         self.refresh_every)
 
@@ -74,6 +76,7 @@ class LshSampler(AdaptiveSampler):
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:
         """See :meth:`Sampler.sample`; private draws only."""
+        self._check_input(input)
         if shared:
             raise ValueError("LshSampler: expected shared=False, got True: buckets are those of a query")
         return _proposal(torch.ops.xsoftmax.lsh_sample(
@@ -83,6 +86,7 @@ class LshSampler(AdaptiveSampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
+        self._check_input(input)
         return torch.ops.xsoftmax.lsh_log_prob(input, self.planes, self.code, self.order, self.start, self.uniform, ids)
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._memory import table_empty
-from .adaptive import AdaptiveSampler, _check_ints, _detached, _proposal, _target_or_first
+from .adaptive import AdaptiveSampler, _check_flags, _check_ints, _detached, _proposal, _target_or_first
 from .sampler import Proposal, draw_seed, one_set
 from .static import Exclude, _log_of_count
 
@@ -41,7 +41,8 @@ class MidxSampler(AdaptiveSampler):
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
         exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
         spread: weigh each class by e^{|r|^2 |z|^2 / 2D} as well, r being what the codewords leave of its row, |z|^2 a running mean over the
-            queries: the mean of e^{z.r} were r Gaussian. Classes that the codewords describe badly are drawn more often.
+            queries that were drawn for in train(): the mean of e^{z.r} were r Gaussian. Classes that the codewords describe badly are drawn
+            more often. Weights change with the next refresh or update, so not at all where neither is due.
         exact: Theorem 1: cells weigh what quantisation leaves out as well, and q is the softmax itself, at O(N D) a query: for study. Draws are
             private and independent, from a copy of the table that each training step renews.
         learnable: the codewords are parameters. In train() a loss adds the gradient of ``midx_codebook_loss`` (section 6.2.3: how far
@@ -49,8 +50,8 @@ class MidxSampler(AdaptiveSampler):
             classes anew under the learnt codewords. Give ``loss.parameters()`` to the optimizer.
         learn_rows: so many classes, drawn anew each step, are what learnable codebooks look at.
         mixture: a shared set is drawn from the "mean" of the queries' q, or from its root mean square, "rms", which minimises the variance.
-        refresh_every, update_every: in steps; 0: never. ``refresh_every=0`` still builds the index at step 0. An update recodes the touched
-            classes only, but lays out all N anew.
+        refresh_every: steps between two refreshes; 0: none after the one that builds the index at step 0.
+        update_every: steps between two updates; 0: none. An update recodes the touched classes only, but lays out all N anew.
         iterations: of K-means, for each codebook.
         train_points: rows that K-means sees; None: 256 a codeword.
 
@@ -77,6 +78,7 @@ class MidxSampler(AdaptiveSampler):
             raise ValueError(f"{name}: expected kind as \"rq\" or \"pq\", got {kind!r}")
         if mixture not in ("mean", "rms"):
             raise ValueError(f"{name}: expected mixture as \"mean\" or \"rms\", got {mixture!r}")
+        _check_flags(name, spread=spread, exact=exact, learnable=learnable)
         if distinct is not None and not isinstance(distinct, bool):
             raise TypeError(f"{name}: expected distinct as True, False or None, got {distinct!r}")
         if train_points is not None:
@@ -93,6 +95,8 @@ class MidxSampler(AdaptiveSampler):
             raise ValueError(f"{name}: expected distinct=False or None beside exact=True, whose draws are independent, got True")
         if exact and spread:
             raise ValueError(f"{name}: expected spread=False beside exact=True, which needs none, got True")
+        if exact and learnable:
+            raise ValueError(f"{name}: expected learnable=False beside exact=True, whose q does not depend on the codewords, got True")
         self.exact = exact
         self.learnable = self.learns = learnable
         self.learn_rows = learn_rows
@@ -151,6 +155,7 @@ class MidxSampler(AdaptiveSampler):
             ``distortion``: mean squared distance of a row from its codewords; ``mean_square``: of a row from 0; ``inertia1``,
             ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
         """
+        self._check_table(weight, bias)
         stats = torch.ops.xsoftmax.midx_refresh_(
             draw_seed(weight, None), weight.detach(), _detached(bias), self.spread, self.query_square, *self._index(), self.residual,
             0 if self.learnable and bool(self.step > 0) else self.iterations, self.train_points, bool(self.step > 0))
@@ -169,10 +174,12 @@ class MidxSampler(AdaptiveSampler):
     @torch.jit.export
     def update(self, weight: Tensor, bias: Optional[Tensor], rows: Tensor) -> None:
         """Codes the classes ``rows`` (int64 [R]) again under the present codebooks, and takes in all biases."""
+        self._check_table(weight, bias)
         torch.ops.xsoftmax.midx_update_(weight.detach(), _detached(bias), self.spread, self.query_square, *self._index(), rows)
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+        self._check_table(weight, bias)
         torch.ops.xsoftmax.midx_step_(
             draw_seed(weight, generator), weight.detach(), _detached(bias), self.spread, self.query_square, self.step, self.touched,
             *self._index(), self.residual, self.iterations, 0 if self.learnable else self.iterations, self.train_points,
@@ -202,6 +209,7 @@ class MidxSampler(AdaptiveSampler):
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:
         """See :meth:`Sampler.sample`."""
+        self._check_input(input)
         distinct = self.draws_distinct(shared)
         query_square = self.query_square
         if query_square is not None and self.training and input.size(0) > 0:
@@ -244,6 +252,7 @@ class MidxSampler(AdaptiveSampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
+        self._check_input(input)
         table = self.table
         if table is not None:
             return torch.ops.xsoftmax.midx_exact_log_prob(input, *self._index(), table, self.table_bias, ids)
@@ -252,6 +261,7 @@ class MidxSampler(AdaptiveSampler):
     @torch.jit.export
     def mixture_log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` in the mixture from which a shared set is drawn: float32 ``[S]``."""
+        self._check_input(input)
         return torch.ops.xsoftmax.midx_mixture_log_prob(input, *self._index(), self.rms, ids)
 
     def extra_repr(self) -> str:
