@@ -1,6 +1,7 @@
 """Perplexity of language models trained with each sampler, beside the exact loss.
 
     python benchmarks/perplexity.py table --data ptb --out out/ptb        # each method at its best learning rate, long
+    python benchmarks/perplexity.py cane --data ptb --out out/ptb         # the same for CANE and its rivals, 40 to 80 candidates
     python benchmarks/perplexity.py curve --data ptb --out out/ptb        # perplexity against the time of a step, 20 to 2,000 classes
     python benchmarks/perplexity.py reach --data novels --out out/novels --only METHOD ...    # time to come within 3 % of exact
 
@@ -13,7 +14,7 @@ taking turns (`--time`, wants a quiet machine). What follows `--` are options of
 
 import math
 
-from study import EXACT, EXAMPLES, RANKING, Study, chosen, make_parser, parse, sampled
+from study import EXACT, EXAMPLES, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
 
 EXAMPLE = EXAMPLES / "language_model"
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
@@ -34,6 +35,20 @@ TABLE = {
     "20 private unigram, ranking": sampled("unigram", "20", 0, "--private", *RANKING),
     "20 private uniform, ranking": sampled("uniform", "20", 0, "--private", *RANKING),
     "512 shared unigram, head 512": sampled("unigram", "512", 512),
+}
+
+# CANE beside NCE and BlackOut at equal counts (CANE paper, section 7.2); routed: in one layer of subsets, as there.
+CANE = {"exact": EXACT}
+for count in (40, 60, 80):
+    CANE |= {
+        f"CANE-{count}, routed": cane("routed", count),
+        f"NCE-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "nce"),
+        f"BlackOut-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "blackout"),
+    }
+CANE |= {
+    "CANE-60, the most frequent": cane("head", 60),
+    "CANE-60, the most frequent, midx noise": cane("head", 60, "--noise", "midx", *MIDX),
+    "CANE-60, midx": cane("midx", 60, *MIDX),
 }
 
 
@@ -74,14 +89,15 @@ def reach(study: Study, methods: dict[str, list[str]]) -> list[dict]:
 
 def main() -> None:
     parser = make_parser(__doc__, "language_model", epochs=20, search_epochs=2)
-    parser.add_argument("study", choices=["table", "curve", "reach"], help="reach: its runs have --epochs and --lr")
+    parser.add_argument("study", choices=["table", "cane", "curve", "reach"], help="reach: its runs have --epochs and --lr")
     args = parse(parser)
     study = Study(EXAMPLE, args, ["--min-count", "1", "--optimizer", "adam"], "test_perplexity",
                   lambda run: run["points"][-1]["valid_perplexity"] if run["points"] else math.inf)
     if args.study == "curve":
         rows = study.curve("validation perplexity / that of the exact loss")
     else:
-        rows = (table if args.study == "table" else reach)(study, chosen(parser, args, TABLE))
+        methods = chosen(parser, args, CANE if args.study == "cane" else TABLE)
+        rows = (reach if args.study == "reach" else table)(study, methods)
     study.show(rows, ["method", "learning rate", "step", "valid", "test", "of exact", "minutes to reach", "of the exact run"])
 
 

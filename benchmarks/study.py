@@ -28,6 +28,10 @@ def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
     return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *options]
 
 
+def cane(source: str, candidates: int, *more: str) -> list[str]:
+    return ["--loss", "cane", "--candidates-from", source, "--candidates", str(candidates), "--noises", "1", *more]
+
+
 SIZES = (20, 100, 500, 2000)
 
 MOST_PRIVATE = 500  # more private draws than that cost more than the exact loss of the smaller problems

@@ -6,7 +6,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from .losses import LinearLoss, _reduction_code, with_gradient_of
+from .losses import LinearLoss, _reduction_code, different_ids, with_gradient_of
 from .samplers import ComplementSampler, Sampler, UnionSampler, make_sampler
 
 NOISE_REDUCTIONS = {"mean_of_logs": "cane", "log_of_mean": "cane_log_of_mean"}
@@ -103,13 +103,9 @@ class CaneLoss(LinearLoss):
         elif shared is not None or num_candidates != 0:
             raise ValueError(f"{name}: expected num_candidates and shared beside a sampler that gives the candidates, got "
                              f"{num_candidates} and {shared} beside {type(candidates).__name__}")
-        elif isinstance(candidates, Tensor):
-            ids = _different_ids(name, candidates, num_classes)
         elif candidates is not None:
-            ids = torch.arange(min(check_count(name, "candidates", candidates, 0), num_classes + 1))
-            if ids.numel() > num_classes:
-                raise ValueError(f"{name}: expected candidates in [0, {num_classes}], got {candidates}")
-        self.register_buffer("candidates", ids if ids is None else ids.to(device), persistent=False)
+            ids = different_ids(name, "candidates", candidates, num_classes, device)
+        self.register_buffer("candidates", ids, persistent=False)
         self.candidates: Optional[Tensor]
 
     def forward(self, input: Tensor, target: Tensor, candidates: Optional[Tensor] = None,
@@ -188,14 +184,3 @@ def once(ids: Tensor) -> Tensor:
     ordered = ids.sort(-1).values
     first = torch.ones_like(ordered[..., :1], dtype=torch.bool)
     return torch.where(torch.cat([first, ordered[..., 1:] != ordered[..., :-1]], -1), ordered, -1)
-
-
-def _different_ids(owner: str, ids: Tensor, num_classes: int) -> Tensor:
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise TypeError(f"{owner}: expected candidates as a 1-D int64 tensor of ids, got {ids.dtype} of shape {list(ids.shape)}")
-    ordered = ids.sort().values
-    if ids.numel() > 0 and (int(ordered[0]) < 0 or int(ordered[-1]) >= num_classes):
-        raise IndexError(f"{owner}: expected candidates in [0, {num_classes}), got {int(ordered[0])} .. {int(ordered[-1])}")
-    if bool((ordered.diff() == 0).any()):
-        raise ValueError(f"{owner}: expected candidates without repeats")
-    return ordered

@@ -262,7 +262,7 @@ class SampledSoftmaxLoss(LinearLoss):
                              f"cannot be had from a sample; got {label_smoothing}")
         # On the meta device only the table is unmade: what the sampler knows is small, and needed.
         device = None if device is not None and torch.device(device).type == "meta" else device
-        head = _head_ids(head_classes, num_classes, device)
+        head = different_ids("SampledSoftmaxLoss", "head_classes", head_classes, num_classes, device)
         self.register_buffer("head", head, persistent=False)
         self.head: Tensor
         exclude = None if head.numel() == 0 else (head_classes if isinstance(head_classes, int) else head)
@@ -298,6 +298,8 @@ class SampledSoftmaxLoss(LinearLoss):
                                  f"estimator=\"complementary_sum\", got shared={shared}, {head.numel()} classes and {label_smoothing}")
             self.estimator = "sampled_softmax"  # of draws among which there is no target
             self._complement = ComplementSampler(self.sampler)
+            self.register_state_dict_post_hook(_drop_complement)
+            self.register_load_state_dict_pre_hook(_alias_complement)
         self._needs_target_count = torch.ops.xsoftmax.estimator_needs_target_count(self.estimator)
         self._init_log_z(log_z, device)
         self.remove_accidental_hits = remove_accidental_hits
@@ -433,21 +435,32 @@ def _make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) 
     return linear
 
 
-def _head_ids(head_classes: Union[int, Tensor], num_classes: int, device) -> Tensor:
-    """The ids of the head, sorted, int64; checked."""
-    if not isinstance(head_classes, (int, Tensor)) or isinstance(head_classes, bool):
-        raise TypeError("SampledSoftmaxLoss: expected head_classes to be a number or a 1-D int64 tensor of ids, "
-                        f"got {type(head_classes).__name__}")
-    if isinstance(head_classes, int):
-        if not 0 <= head_classes <= num_classes:
-            raise ValueError(f"SampledSoftmaxLoss: expected head_classes in [0, {num_classes}], got {head_classes}")
-        return torch.arange(head_classes, device=device)
-    if head_classes.dtype != torch.int64 or head_classes.dim() != 1:
-        raise TypeError("SampledSoftmaxLoss: expected head_classes to be a number or a 1-D int64 tensor of ids, "
-                        f"got {head_classes.dtype} of shape {tuple(head_classes.shape)}")
-    ids = head_classes.to(device).sort().values
-    if ids.numel() and (int(ids[0]) < 0 or int(ids[-1]) >= num_classes):
-        raise IndexError(f"SampledSoftmaxLoss: expected head_classes in [0, {num_classes}), got {int(ids[0])} .. {int(ids[-1])}")
-    if bool((ids.diff() == 0).any()):
-        raise ValueError("SampledSoftmaxLoss: expected head_classes without repeats")
-    return ids
+def different_ids(owner: str, argument: str, ids: Union[int, Tensor], num_classes: int, device) -> Tensor:
+    """A set of classes, the first so many or those of a 1-D int64 tensor: sorted, int64; checked."""
+    if isinstance(ids, bool) or not isinstance(ids, (int, Tensor)):
+        raise TypeError(f"{owner}: expected {argument} to be a number or a 1-D int64 tensor of ids, got {type(ids).__name__}")
+    if isinstance(ids, int):
+        if not 0 <= ids <= num_classes:
+            raise ValueError(f"{owner}: expected {argument} in [0, {num_classes}], got {ids}")
+        return torch.arange(ids, device=device)
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise TypeError(f"{owner}: expected {argument} to be a number or a 1-D int64 tensor of ids, got {ids.dtype} of shape {list(ids.shape)}")
+    ordered = ids.to(device).sort().values
+    if ordered.numel() and (int(ordered[0]) < 0 or int(ordered[-1]) >= num_classes):
+        raise IndexError(f"{owner}: expected {argument} in [0, {num_classes}), got {int(ordered[0])} .. {int(ordered[-1])}")
+    if bool((ordered.diff() == 0).any()):
+        raise ValueError(f"{owner}: expected {argument} without repeats")
+    return ordered
+
+
+def _drop_complement(module: nn.Module, state_dict, prefix: str, local_metadata) -> None:
+    """A state-dict hook: what draws outside the targets is the loss's sampler, which is there under its own name."""
+    for key in [key for key in state_dict if key.startswith(prefix + "_complement.")]:
+        del state_dict[key]
+
+
+def _alias_complement(module: nn.Module, state_dict, prefix: str, *_) -> None:
+    """Its counterpart before loading."""
+    own = prefix + "sampler."
+    for key in [key for key in state_dict if key.startswith(own)]:
+        state_dict[f"{prefix}_complement.sampler.{key[len(own):]}"] = state_dict[key]

@@ -169,6 +169,21 @@ def test_complementary_sum_draws_with_replacement():
     assert loss(*batch(3)).isfinite()
 
 
+def test_complementary_sum_keeps_its_sampler_once():
+    """The state dict names its tables once, and brings them back, an index that is no older than it was among them."""
+    make = lambda: sampled(estimator="complementary_sum", num_samples=3, sampler="midx")  # noqa: E731
+    one, other = make(), make()
+    one(torch.randn(5, D), torch.randint(N, (5,)))
+    state = one.state_dict()
+    assert "sampler.cell" in state and not any(key.startswith("_complement") for key in state)
+    assert other.load_state_dict(state) == ([], []) and other.sampler.step == 1
+    z, ids = torch.randn(4, D), torch.arange(N)
+    assert torch.equal(other.sampler.log_prob(z, ids), one.sampler.log_prob(z, ids))
+    whole = torch.nn.Sequential(make())
+    whole.load_state_dict({"0." + key: value for key, value in state.items()})
+    assert torch.equal(whole[0].sampler.log_prob(z, ids), one.sampler.log_prob(z, ids))
+
+
 def test_complementary_sum():
     """Draws from all classes but the target; the sum over those is estimated without bias (Botev et al., 2017)."""
     loss = sampled(bias=True, estimator="complementary_sum", num_samples=3, reduction="none",
