@@ -7,7 +7,8 @@ function(xsoftmax_add_simd_sources target)
   endif()
   # Sums vectorise where `#pragma omp simd reduction` allows another order, and nowhere else: the exponential's reduction must stay as it
   # is written. Infinities and NaN keep their meaning.
-  set(common -O3 -fopenmp-simd -fno-trapping-math -fno-math-errno -ffp-contract=fast)
+  set(common -O3 -fopenmp-simd -fno-trapping-math -fno-math-errno -ffp-contract=fast
+    -Wno-psabi) # vectors wider than a register never leave their file
   set(flags_default "")
   set(flags_avx2 -mavx2 -mfma -mf16c)
   set(flags_avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)

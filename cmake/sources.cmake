@@ -12,6 +12,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/scale_gradient.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
+  csrc/losses/candidate_set.cpp
   csrc/losses/cane_module.cpp
   csrc/losses/class_blocks.cpp
   csrc/losses/estimators.cpp
@@ -23,6 +24,9 @@ set(XSOFTMAX_SOURCES
   csrc/losses/linear_topk_cpu.cpp
   csrc/losses/modules.cpp
   csrc/losses/sampled_softmax_loss.cpp
+  csrc/matcher/linear_beam.cpp
+  csrc/matcher/linear_layer_train.cpp
+  csrc/matcher/xr_linear.cpp
   csrc/optim/clip_grad.cpp
   csrc/optim/optimizers.cpp
   csrc/optim/row_adagrad.cpp
@@ -85,6 +89,8 @@ set(XSOFTMAX_SOURCES
 set(XSOFTMAX_SIMD_SOURCES
   csrc/losses/estimator_rows.simd.cpp
   csrc/losses/softmax_rows.simd.cpp
+  csrc/matcher/score_rows.simd.cpp
+  csrc/matcher/sibling_solver.simd.cpp
   csrc/optim/row_updates.simd.cpp
   csrc/samplers/midx_query_rows.simd.cpp
   csrc/samplers/midx_rows.simd.cpp

@@ -2,10 +2,10 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/permutation.h"
 #include "core/impl.h"
 #include "core/optional.h"
 #include "core/row_groups.h"
-#include "samplers/draws.h"
 #include "samplers/midx_index_cpu.h"
 #include "scores/row_kernels.h"
 

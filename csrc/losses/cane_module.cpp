@@ -1,5 +1,6 @@
 #include "core/checks.h"
 #include "core/optional.h"
+#include "losses/candidate_set.h"
 #include "losses/modules.h"
 
 #include <xsoftmax/nn.h>
@@ -21,27 +22,6 @@ namespace {
 
 constexpr const char* kName = "CaneLoss";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-// The ids of each set, -1 in place of repeats; in another order.
-Tensor once(const Tensor& ids) {
-  const Tensor ordered = std::get<0>(ids.sort(-1));
-  const int64_t size = ids.size(-1);
-  if (size == 0) {
-    return ordered;
-  }
-  const Tensor changes = ordered.narrow(-1, 1, size - 1).ne(ordered.narrow(-1, 0, size - 1));
-  return at::where(at::cat({at::ones_like(ordered.narrow(-1, 0, 1), at::kBool), changes}, -1), ordered, -1);
-}
-
-Tensor different_ids(const Tensor& ids, int64_t num_classes) {
-  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong && ids.dim() == 1, kName, ": expected candidates as 1-D int64 ids, got ",
-                   check::name(ids.scalar_type()), " of shape ", ids.sizes());
-  const Tensor ordered = std::get<0>(ids.sort());
-  TORCH_CHECK_INDEX(ids.numel() == 0 || (ordered[0].item<int64_t>() >= 0 && ordered[-1].item<int64_t>() < num_classes), kName,
-                    ": expected candidates in [0, ", num_classes, ")");
-  TORCH_CHECK_VALUE(ids.numel() < 2 || ordered.diff().ne(0).all().item<bool>(), kName, ": expected candidates without repeats");
-  return ordered;
-}
 
 } // namespace
 
@@ -71,7 +51,8 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
   noise_sampler = register_module("noise", other ? other : suited);
   noise_ = std::make_shared<samplers::ComplementSampler>(noise_sampler);
   if (cane.candidates.defined()) {
-    cane_.candidates = different_ids(cane.candidates, num_classes);
+    TORCH_CHECK_VALUE(cane.candidates.numel() > 0, kName, ": expected at least one of candidates, without which there is nothing to learn");
+    cane_.candidates = different_ids(kName, "candidates", cane.candidates, num_classes);
   }
   if (cane.candidate_sampler == nullptr) {
     TORCH_CHECK_VALUE(cane.num_candidates == 0 && !cane.shared, kName, ": expected num_candidates and shared beside a candidate_sampler");
@@ -82,18 +63,24 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
   TORCH_CHECK_VALUE(!cane.candidate_sampler->proposes_targets() &&
                         dynamic_cast<const samplers::UnionSamplerImpl*>(cane.candidate_sampler.get()) == nullptr,
                     kName, ": expected one sampler of candidates, which does not depend on the targets, got ", cane.candidate_sampler->name());
+  TORCH_CHECK_VALUE(cane.num_candidates >= 1, kName, ": expected num_candidates of at least 1 beside a candidate_sampler, got ",
+                    cane.num_candidates);
   const auto fitting = cane.candidate_sampler->for_table(in_features, options.bias);
   candidate_sampler = register_module("candidate_sampler", fitting ? fitting : cane.candidate_sampler);
   shared_ = cane.shared.value_or(candidate_sampler->shared_by_default());
   candidate_sampler->check_num_samples(cane.num_candidates, shared_);
 }
 
-Tensor CaneLossImpl::find_candidates(const Tensor& queries, const std::optional<Tensor>& named, std::optional<at::Generator> generator) {
+Tensor CaneLossImpl::find_candidates(const Tensor& queries, at::IntArrayRef batch, const std::optional<Tensor>& named,
+                                     std::optional<at::Generator> generator) {
   const bool fixed = cane_.candidates.defined();
   if (given(named)) {
     TORCH_CHECK_VALUE(!fixed && candidate_sampler == nullptr, kName, ": expected candidates with the call of a loss whose options name none");
     check::int64(kName, "candidates", *named);
-    return once(named->dim() > 1 ? named->reshape({-1, named->size(-1)}) : *named);
+    TORCH_CHECK_VALUE(named->dim() == 1 || (named->dim() > 1 && named->sizes().slice(0, named->dim() - 1) == batch), kName,
+                      ": expected candidates of shape [C] or of target's and one more dimension, got candidates ", named->sizes(), " and target ",
+                      batch);
+    return candidate_set(named->dim() <= 2 ? *named : named->flatten(0, -2), num_classes_);
   }
   TORCH_CHECK_VALUE(fixed || candidate_sampler != nullptr, kName,
                     ": expected candidates, which a loss whose options name none takes with each call");
@@ -103,7 +90,7 @@ Tensor CaneLossImpl::find_candidates(const Tensor& queries, const std::optional<
   }
   candidate_sampler->prepare(linear->weight, optional(linear->bias), generator);
   const auto drawn = candidate_sampler->sample(queries, cane_.num_candidates, shared_, std::nullopt, generator);
-  return drawn.distinct ? drawn.ids : once(drawn.ids);
+  return drawn.distinct ? drawn.ids : candidate_set(drawn.ids, num_classes_);
 }
 
 Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const std::optional<Tensor>& candidates,
@@ -114,7 +101,7 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const st
   const Tensor queries = flatten(input, target).detach(), flat = target.reshape({-1});
   const Tensor counted = at::where(flat.eq(options_.ignore_index), 0, flat);
   noise_sampler->prepare(linear->weight, optional(linear->bias), generator);
-  const Tensor found = find_candidates(queries, candidates, generator);
+  const Tensor found = find_candidates(queries, target.sizes(), candidates, generator);
   const auto noise = noise_->sample(queries, cane_.num_noises, found, counted, generator);
   const Tensor ids = found.clamp_min(0);
   const Tensor log_count = at::zeros(found.sizes(), noise.log_count.options()).masked_fill(found.lt(0), kInfinity);

@@ -26,17 +26,20 @@ Tensor head_ids(const SamplingOptions& sampling, int64_t num_classes) {
     return at::arange(sampling.head_classes, at::kLong);
   }
   TORCH_CHECK_VALUE(sampling.head_classes == 0, "SampledSoftmaxLoss: expected head_classes or head, got both");
-  TORCH_CHECK_TYPE(sampling.head.scalar_type() == at::kLong && sampling.head.dim() == 1,
-                   "SampledSoftmaxLoss: expected head as 1-D int64 ids, got ", check::name(sampling.head.scalar_type()), " of shape ",
-                   sampling.head.sizes());
-  const Tensor ids = std::get<0>(sampling.head.sort());
-  TORCH_CHECK_INDEX(ids.numel() == 0 || (ids[0].item<int64_t>() >= 0 && ids[-1].item<int64_t>() < num_classes),
-                    "SampledSoftmaxLoss: expected head in [0, ", num_classes, ")");
-  TORCH_CHECK_VALUE(ids.numel() < 2 || ids.diff().ne(0).all().item<bool>(), "SampledSoftmaxLoss: expected head without repeats");
-  return ids;
+  return different_ids("SampledSoftmaxLoss", "head", sampling.head, num_classes);
 }
 
 } // namespace
+
+Tensor different_ids(const char* name, const char* argument, const Tensor& ids, int64_t num_classes) {
+  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong && ids.dim() == 1, name, ": expected ", argument, " as 1-D int64 ids, got ",
+                   check::name(ids.scalar_type()), " of shape ", ids.sizes());
+  const Tensor ordered = std::get<0>(ids.sort());
+  TORCH_CHECK_INDEX(ids.numel() == 0 || (ordered[0].item<int64_t>() >= 0 && ordered[-1].item<int64_t>() < num_classes), name, ": expected ",
+                    argument, " in [0, ", num_classes, ")");
+  TORCH_CHECK_VALUE(ids.numel() < 2 || ordered.diff().ne(0).all().item<bool>(), name, ": expected ", argument, " without repeats");
+  return ordered;
+}
 
 int64_t reduction_code(const std::string& reduction) {
   if (reduction == "none") return at::Reduction::None;
@@ -115,8 +118,13 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   auto suited = head.numel() > 0 ? given_sampler->excluding(head) : given_sampler;
   const auto other = suited->for_table(in_features, options.bias);
   sampler = register_module("sampler", other ? other : suited);
-  shared_ = sampling.shared.value_or(sampler->shared_by_default());
+  const bool against = sampling.estimator == "cane" || sampling.estimator == "cane_log_of_mean"; // candidates against noise
+  shared_ = sampling.shared.value_or(!against && sampler->shared_by_default());
   sampler->check_num_samples(sampling.num_samples, shared_);
+  const auto [distinct, independent] = sampler->draws_by_kind(sampling.num_samples, shared_);
+  TORCH_CHECK_VALUE(!against || (head.numel() + distinct > 0 && independent > 0),
+                    "SampledSoftmaxLoss: expected candidates, the head or distinct draws, and independent draws as noise with estimator \"",
+                    sampling.estimator, "\", got ", head.numel(), " classes, ", distinct, " distinct draws and ", independent, " independent ones");
   TORCH_CHECK_VALUE(!sampler->proposes_targets() || (shared_ && sampling.remove_accidental_hits),
                     "SampledSoftmaxLoss: expected shared draws and remove_accidental_hits for a sampler that proposes targets");
 }

@@ -14,6 +14,8 @@ namespace xsoftmax::nn {
 
 /// Of at::Reduction; throws ValueError for another name.
 int64_t reduction_code(const std::string& reduction);
+/// 1-D ids in [0, num_classes), each once, sorted; checked.
+at::Tensor different_ids(const char* name, const char* argument, const at::Tensor& ids, int64_t num_classes);
 /// input's shape with another last dimension.
 std::vector<int64_t> with_last(const at::Tensor& input, int64_t last);
 /// A loss, a scalar or [*], whose gradient has that of the scalar `auxiliary` (undefined: none) beside it, once; its value is left as it is.

@@ -4,8 +4,8 @@
 #include "core/checks.h"
 #include "core/impl.h"
 #include "core/optional.h"
+#include "core/permutation.h"
 #include "samplers/adaptive.h"
-#include "samplers/draws.h"
 #include "clusters/kmeans.h"
 #include "samplers/midx_index_cpu.h"
 

@@ -107,6 +107,16 @@ std::map<std::string, double> UnionSamplerImpl::refresh(const Tensor& weight, co
   return stats;
 }
 
+std::pair<int64_t, int64_t> UnionSamplerImpl::draws_by_kind(int64_t, bool) const {
+  std::pair<int64_t, int64_t> sum{0, 0};
+  for (const auto& [sampler, count] : parts_) {
+    const auto [distinct, independent] = sampler->draws_by_kind(count, sampler->shared_by_default());
+    sum.first += distinct;
+    sum.second += independent;
+  }
+  return sum;
+}
+
 bool UnionSamplerImpl::renormalises() const {
   return std::count_if(parts_.begin(), parts_.end(), [](const Part& part) {
            return part.second > 0 && !part.first->draws_distinct(part.first->shared_by_default());

@@ -1,6 +1,7 @@
 #include "trees/edge_tables.h"
 
 #include "core/checks.h"
+#include "core/permutation.h"
 #include "trees/tree_scores.h"
 
 #include <ATen/TensorOperators.h>
@@ -8,12 +9,15 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -88,25 +92,74 @@ void tree_balance_reference(const Tensor& table, const Tensor& first_child, at::
   }
 }
 
-Tensor tree_routed_candidates(const Tensor& scores, const Tensor& share, const Tensor& first_child, const Tensor& node_class,
-                              int64_t count) {
-  const Tensor node = scores.argmax(1) + 1;
-  const Tensor begin = first_child.index_select(0, node).unsqueeze(1), size = first_child.index_select(0, node + 1).unsqueeze(1) - begin;
-  const Tensor steps = at::arange(count, first_child.options());
-  // Every (size / count)-th from a random start: different ones, each class alike.
-  const Tensor place = at::where(size.le(count), steps, ((steps + share) * size / double(std::max<int64_t>(1, count))).to(at::kLong));
-  const Tensor found = node_class.take((begin + place).clamp_max(node_class.sym_size(0).guard_int(__FILE__, __LINE__) - 1));
-  return at::where(place.lt(size), found, -1);
+Tensor tree_routed_candidates(const Tensor& seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_routed_candidates", "").typed<decltype(tree_routed_candidates)>();
+  return op.call(seed, scores, first_child, node_class, count);
 }
+
+namespace {
+
+void check_routed(const Tensor& seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
+  constexpr const char* op = "tree_routed_candidates";
+  check::dim(op, "seed", seed, 0);
+  check::int64(op, "seed", seed);
+  check::dim(op, "scores", scores, 2);
+  check::floating(op, "scores", scores);
+  for (const auto& [name, tensor] : {std::pair<const char*, const Tensor&>{"first_child", first_child}, {"node_class", node_class}}) {
+    check::dim(op, name, tensor, 1);
+    check::int64(op, name, tensor);
+    check::same_device(op, name, tensor, "scores", scores);
+  }
+  TORCH_CHECK_VALUE(scores.sym_size(1) >= 1 && first_child.sym_size(0) >= scores.sym_size(1) + 2, op,
+                    ": expected scores of 1 to as many subsets as the tree has nodes below its root, got ", scores.sym_size(1));
+  check::size(op, "node_class", node_class, 0, first_child.sym_size(0) - 1, "the nodes");
+  TORCH_CHECK_VALUE(count >= 0, op, ": expected count of at least 0, got ", count);
+}
+
+// The draws of the CPU, for any device.
+Tensor routed_candidates(const Tensor& given_seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
+  check_routed(given_seed, scores, first_child, node_class, count);
+  const auto cpu = [](const Tensor& tensor) { return tensor.cpu().contiguous(); };
+  const Tensor best = cpu(scores.argmax(1)), offsets = cpu(first_child), classes = cpu(node_class);
+  const Tensor found = at::full({scores.size(0), count}, -1, best.options());
+  const int64_t *subset = best.const_data_ptr<int64_t>(), *first = offsets.const_data_ptr<int64_t>(), *known = classes.const_data_ptr<int64_t>();
+  int64_t* to = found.mutable_data_ptr<int64_t>();
+  const uint64_t seed = uint64_t(given_seed.item<int64_t>());
+  for (int64_t q = 0; q < scores.size(0); ++q) {
+    const int64_t begin = first[subset[q] + 1], size = first[subset[q] + 2] - begin;
+    TORCH_CHECK_VALUE(begin >= 0 && size >= 0 && begin + size <= classes.size(0), "tree_routed_candidates: expected the children of node ",
+                      subset[q] + 1, " in [0, ", classes.size(0), "], got ", begin, " .. ", begin + size - 1);
+    if (size == 0) {
+      continue;
+    }
+    const RandomPermutation place(seed, uint64_t(q), uint64_t(size));
+    for (int64_t k = 0; k < std::min(count, size); ++k) {
+      to[q * count + k] = known[begin + (size <= count ? k : int64_t(place(uint64_t(k))))];
+    }
+  }
+  return found.to(scores.device());
+}
+
+Tensor routed_candidates_meta(const Tensor& seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
+  check_routed(seed, scores, first_child, node_class, count);
+  return at::empty_symint({scores.sym_size(0), c10::SymInt(count)}, scores.options().dtype(at::kLong).requires_grad(false));
+}
+
+} // namespace
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("tree_class_scores(Tensor edges, Tensor parent, Tensor class_node, int[] layer_sizes) -> Tensor", tree_class_scores);
   m.def("hierarchical_log_prob(Tensor edges, Tensor parent, Tensor class_node, int[] layer_sizes) -> Tensor", hierarchical_log_prob);
   m.def("tree_balance_(Tensor(a!) table, Tensor first_child, int[] layer_sizes) -> ()");
-  m.def("tree_routed_candidates(Tensor scores, Tensor share, Tensor first_child, Tensor node_class, int count) -> Tensor",
-        tree_routed_candidates);
+  m.def("tree_routed_candidates(Tensor seed, Tensor scores, Tensor first_child, Tensor node_class, int count) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("tree_balance_", tree_balance_reference); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("tree_balance_", tree_balance_reference);
+  m.impl("tree_routed_candidates", routed_candidates);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("tree_routed_candidates", routed_candidates_meta); }
 
 } // namespace xsoftmax

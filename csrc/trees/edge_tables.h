@@ -21,9 +21,10 @@ void tree_balance_(const at::Tensor& table, const at::Tensor& first_child, at::I
 void check_tree_balance(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
 void tree_balance_reference(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
 
-/// Of a tree of one layer of subsets, up to `count` classes of the subset of the best score, drawn uniformly without repeats: [Q, count],
-/// -1 where it has fewer. scores [Q, subsets]; share [Q, 1] float64, uniform in [0, 1).
-at::Tensor tree_routed_candidates(const at::Tensor& scores, const at::Tensor& share, const at::Tensor& first_child,
+/// Of a tree of one layer of subsets, up to `count` classes of the subset of the best score, a uniform set of them without repeats: int64
+/// [Q, count], -1 where it has fewer. seed int64, 0-dim; query q reads Philox blocks (q, 0 .. 2). scores [Q, subsets], the first of equal ones
+/// the best.
+at::Tensor tree_routed_candidates(const at::Tensor& seed, const at::Tensor& scores, const at::Tensor& first_child,
                                   const at::Tensor& node_class, int64_t count);
 
 } // namespace xsoftmax

@@ -258,6 +258,13 @@ LabelTreeNodes label_tree_equal_mass(const Tensor& counts, int64_t subsets) {
 }
 
 Tensor label_tree_nodes(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::label_tree_nodes", "").typed<decltype(label_tree_nodes)>();
+  return op.call(class_node, target, ignore_index);
+}
+
+namespace {
+
+Tensor label_tree_nodes_any(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
   constexpr const char* op = "label_tree_nodes";
   check::dim(op, "class_node", class_node, 1);
   check::int64(op, "class_node", class_node);
@@ -268,12 +275,10 @@ Tensor label_tree_nodes(const Tensor& class_node, const Tensor& target, int64_t 
   return nodes.masked_fill(ignored, 0);
 }
 
-namespace {
-
 Tensor label_tree_nodes_cpu(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
   check::int64("label_tree_nodes", "target", target);
   check::class_ids("label_tree_nodes", "target", target, class_node.numel(), ignore_index);
-  return label_tree_nodes(class_node, target, ignore_index);
+  return label_tree_nodes_any(class_node, target, ignore_index);
 }
 
 Tensor label_tree_nodes_meta(const Tensor&, const Tensor& target, int64_t) { return at::empty_symint(target.sym_sizes(), target.options()); }
@@ -289,7 +294,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("label_tree_nodes(Tensor class_node, Tensor target, int ignore_index) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_nodes", label_tree_nodes); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_nodes", label_tree_nodes_any); }
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("label_tree_nodes", label_tree_nodes_cpu); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("label_tree_nodes", label_tree_nodes_meta); }
 

@@ -77,6 +77,10 @@ void LabelTreeImpl::load(torch::serialize::InputArchive& archive) {
   measure();
 }
 
+void LabelTreeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
+void LabelTreeImpl::to(torch::Dtype, bool) {}
+void LabelTreeImpl::to(torch::Device device, bool non_blocking) { Module::to(device, non_blocking); }
+
 LabelTree LabelTree::from_parents(const Tensor& parents) {
   const Tensor inside = parents.index({parents.ge(0).logical_and(parents.lt(parents.numel()))}); // what else is wrong is said below
   const Tensor leaf = at::ones(parents.sizes(), at::kBool).index_fill_(0, inside, 0);

@@ -1,5 +1,6 @@
 #include "core/optional.h"
 #include "losses/modules.h"
+#include "samplers/modules.h"
 #include "trees/beam_search.h"
 #include "trees/edge_tables.h"
 #include "trees/hierarchical_softmax.h"
@@ -28,7 +29,6 @@ using at::Tensor;
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kScoresAtOnce = int64_t(1) << 24; // of the exact loss
 
 Tensor rows(const Tensor& input) { return input.unsqueeze(0).flatten(0, -2); }
 
@@ -115,7 +115,10 @@ Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std:
     return exact(input, target);
   }
   const Tensor queries = flatten(input, target), flat = target.reshape({-1}), counts = flat.ne(options_.ignore_index);
-  if (balance_every_ > 0) {
+  if (balance_every_ > 0 && at::GradMode::is_enabled() && edges->weight.requires_grad()) {
+    if (steps.scalar_type() != at::kLong) { // to(dtype) converts it like any buffer
+      steps.set_data(steps.to(at::kLong));
+    }
     steps.add_(1);
     if (steps.item<int64_t>() % balance_every_ == 0) {
       balance();
@@ -145,9 +148,8 @@ Tensor BeamTreeLossImpl::candidates(const Tensor& input, std::optional<at::Gener
     const int64_t subsets = tree->layer_sizes[0];
     const Tensor weight = edges->weight.detach().narrow(0, 0, subsets);
     const Tensor bias = edges->bias.defined() ? edges->bias.detach().narrow(0, 0, subsets) : Tensor();
-    const Tensor share = at::rand({queries.size(0), 1}, generator, queries.options().dtype(at::kDouble));
-    found = tree_routed_candidates(at::linear(queries, weight, optional(bias)), share, tree->first_child, tree->node_class,
-                                   beam_.num_candidates);
+    found = tree_routed_candidates(samplers::draw_seed(queries, generator), at::linear(queries, weight, optional(bias)), tree->first_child,
+                                   tree->node_class, beam_.num_candidates);
   } else {
     found = std::get<1>(beam_search(queries, edges->weight, optional(edges->bias), tree->first_child, tree->node_class, beam_.num_candidates));
   }
@@ -159,15 +161,16 @@ Tensor BeamTreeLossImpl::class_scores(const Tensor& queries) {
 }
 
 Tensor BeamTreeLossImpl::exact(const Tensor& input, const Tensor& target) {
-  const Tensor queries = flatten(input, target), known = tree->node_class.index_select(0, leaves(target)).clamp_min(0).unsqueeze(1);
-  const int64_t block = std::max<int64_t>(1, kScoresAtOnce / (tree->num_nodes() + 1));
-  std::vector<Tensor> losses{queries.new_zeros({0})};
-  for (int64_t begin = 0; begin < queries.size(0); begin += block) {
-    const int64_t count = std::min(block, queries.size(0) - begin);
-    const Tensor scores = class_scores(queries.narrow(0, begin, count));
-    losses.push_back(scores.logsumexp(1) - scores.gather(1, known.narrow(0, begin, count)).squeeze(1));
-  }
-  return reduced(at::cat(losses), target);
+  const Tensor queries = flatten(input, target);
+  const bool low = edges->weight.scalar_type() == at::kHalf || edges->weight.scalar_type() == at::kBFloat16; // sums along paths are float32
+  const auto whole = [&](const Tensor& tensor) { return low ? tensor.to(at::kFloat) : tensor; };
+  const auto along = [&](const Tensor& rows) { return tree_class_scores(rows, tree->parent, tree->class_node, tree->layer_sizes); };
+  const Tensor table = along(whole(edges->weight).t()).t();
+  const Tensor bias = edges->bias.defined() ? along(whole(edges->bias).unsqueeze(0)).squeeze(0) : Tensor();
+  const int64_t reduction = reduction_code(options_.reduction);
+  const Tensor loss =
+      linear_cross_entropy(whole(queries), table, optional(bias), target.reshape({-1}), optional(weight), reduction, options_.ignore_index, 0.0);
+  return reduction == at::Reduction::None ? loss.reshape(target.sizes()) : loss;
 }
 
 Tensor BeamTreeLossImpl::scores(const Tensor& input) { return class_scores(rows(input)).reshape(with_last(input, tree->num_classes())); }
@@ -175,6 +178,7 @@ Tensor BeamTreeLossImpl::scores(const Tensor& input) { return class_scores(rows(
 Tensor BeamTreeLossImpl::log_prob(const Tensor& input) { return at::log_softmax(scores(input), -1); }
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k) const {
+  TORCH_CHECK_VALUE(k >= 0 && k <= tree->num_classes(), name_, ": expected k in [0, ", tree->num_classes(), "], got ", k);
   const auto [values, classes] = beam_search(rows(input), edges->weight, optional(edges->bias), tree->first_child, tree->node_class,
                                              std::max(k, beam_.num_candidates));
   const auto shape = with_last(input, k);

@@ -39,10 +39,10 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
                       help=f"default: unigram; from midx on they draw for each {query}, the others for the batch; several: the union of their "
                       "draws")
     loss.add_argument("--samples", nargs="+", type=positive(int), default=[512], metavar="M",
-                      help=f"classes drawn a step, or a {query}; a number for each sampler (default: 512)")
+                      help=f"classes drawn for a step, or for each {query}; a number for each sampler (default: 512)")
     loss.add_argument("--private", action="store_true", help=f"draw for each {query}, whichever the sampler")
     loss.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
-    loss.add_argument("--distinct", action="store_true", help=f"midx draws no class twice for a {query}")
+    loss.add_argument("--distinct", action="store_true", help=f"midx draws no class twice for one {query}")
     loss.add_argument("--refresh-every", type=positive(int), default=500,
                       help="steps after which a sampler looks at the weights again (default: %(default)s)")
     loss.add_argument("--head", type=int, default=head,

@@ -130,7 +130,8 @@ class CaneLossImpl : public LinearLossImpl {
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())}, {3, torch::nn::AnyValue(std::optional<at::Generator>())})
 
  private:
-  torch::Tensor find_candidates(const torch::Tensor& queries, const std::optional<torch::Tensor>& given, std::optional<at::Generator> generator);
+  torch::Tensor find_candidates(const torch::Tensor& queries, at::IntArrayRef batch, const std::optional<torch::Tensor>& given,
+                                std::optional<at::Generator> generator);
 
   CaneOptions cane_;
   std::shared_ptr<samplers::ComplementSampler> noise_;

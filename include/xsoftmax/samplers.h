@@ -74,6 +74,10 @@ class SamplerImpl : public torch::nn::Module {
   virtual void note(const torch::Tensor& ids);
   /// Whether a set, shared or private, holds no class twice.
   virtual bool draws_distinct(bool shared) const { return false; }
+  /// How many of num_samples are distinct ones, and how many independent.
+  virtual std::pair<int64_t, int64_t> draws_by_kind(int64_t num_samples, bool shared) const {
+    return draws_distinct(shared) ? std::pair{num_samples, int64_t(0)} : std::pair{int64_t(0), num_samples};
+  }
   /// How many classes are ever drawn.
   virtual int64_t num_drawable() const { return num_classes_; }
   /// Throws ValueError where a set of `num_samples` different classes cannot be drawn: what a loss asks when it is built.
@@ -424,6 +428,7 @@ class UnionSamplerImpl : public SamplerImpl {
                                std::optional<at::Generator> generator = std::nullopt) override;
   bool learns() const override;
   bool renormalises() const override;
+  std::pair<int64_t, int64_t> draws_by_kind(int64_t num_samples, bool shared) const override;
   void note(const torch::Tensor& ids) override;
   bool shared_by_default() const override { return false; }
   void check_num_samples(int64_t num_samples, bool shared) const override;

@@ -25,6 +25,10 @@ class LabelTreeImpl : public torch::nn::Module {
   torch::Tensor path(const torch::Tensor& ids) const;
   /// Another tree takes the place of this one.
   void load(torch::serialize::InputArchive& archive) override;
+  /// Only the device moves: the tables are int64 whatever the dtype of a loss.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
 
   int64_t num_classes() const { return class_node.size(0); }
   int64_t num_nodes() const { return parent.size(0); }

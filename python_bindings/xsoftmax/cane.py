@@ -1,7 +1,7 @@
 """CANE: candidates against noises, over a plain class table."""
 
 import math
-from typing import Optional, Union
+from typing import List, Optional, Union
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class CaneLoss(LinearLoss):
         y in C:    loss = mean_j log(sum_C e^s + e^{s_j} / q_j) - s_y          j the noises        (Eq. 2)
         else:      loss = log(sum_C e^s + e^{s_y} / q_y) - s_y                 y is its own noise  (Eq. 3)
 
-    Its optimum is the softmax for any C, q and n; the more targets C covers, the nearer its variance is to that of the exact loss.
+    Its optimum is the softmax for any C that holds something, q and n >= 1; the more targets C covers, the nearer its variance is to that of
+    the exact loss. A query without candidates has a constant loss: it teaches nothing.
 
     Args:
         in_features: D, the width of a query.
@@ -97,6 +98,8 @@ class CaneLoss(LinearLoss):
             if candidates.proposes_targets or isinstance(candidates, UnionSampler):
                 raise ValueError(f"{name}: expected one sampler of candidates, which does not depend on the targets, "
                                  f"got {type(candidates).__name__}")
+            if num_candidates < 1:
+                raise ValueError(f"{name}: expected num_candidates of at least 1 beside a sampler that gives the candidates, got {num_candidates}")
             self.candidate_sampler = candidates.for_table(in_features, bias)
             self.shared = bool(candidates.shared_by_default if shared is None else shared)
             self.candidate_sampler.check_num_samples(num_candidates, self.shared)
@@ -105,6 +108,8 @@ class CaneLoss(LinearLoss):
                              f"{num_candidates} and {shared} beside {type(candidates).__name__}")
         elif candidates is not None:
             ids = different_ids(name, "candidates", candidates, num_classes, device)
+            if ids.numel() == 0:
+                raise ValueError(f"{name}: expected at least one of candidates, without which there is nothing to learn, got none")
         self.register_buffer("candidates", ids, persistent=False)
         self.candidates: Optional[Tensor]
 
@@ -116,7 +121,7 @@ class CaneLoss(LinearLoss):
         counted = torch.where(target == self.ignore_index, 0, target).reshape(-1)
         weight, bias = self.linear.weight, self.linear.bias
         self.noise.sampler.prepare(weight, bias, generator)
-        found = self._candidates(queries, candidates, generator)
+        found = self._candidates(queries, list(target.shape), candidates, generator)
         noise = self.noise.sample(queries.detach(), self.num_noises, found, counted, generator)
         absent = found < 0
         log_count = torch.zeros(found.shape, device=found.device).masked_fill(absent, math.inf)
@@ -151,7 +156,7 @@ class CaneLoss(LinearLoss):
         if sampler is not None:
             sampler.note(ids)
 
-    def _candidates(self, queries: Tensor, given: Optional[Tensor], generator: Optional[torch.Generator]) -> Tensor:
+    def _candidates(self, queries: Tensor, batch: List[int], given: Optional[Tensor], generator: Optional[torch.Generator]) -> Tensor:
         """[C] or [Q, C], -1 where there is none."""
         sampler, fixed = self.candidate_sampler, self.candidates
         if given is not None:
@@ -159,28 +164,23 @@ class CaneLoss(LinearLoss):
                 raise ValueError(f"{self._name}: expected candidates with the call of a loss that was built with candidates=None alone")
             if given.dtype != torch.int64:
                 raise TypeError(f"{self._name}: expected candidates of dtype torch.int64, got {given.dtype}")
-            if given.dim() > 1:
-                given = given.reshape(-1, given.size(-1))
-            return once(given)
+            if given.dim() != 1 and list(given.shape[:-1]) != batch:
+                raise ValueError(f"{self._name}: expected candidates of shape [C] or {batch} + [C], the shape of target and one more, got "
+                                 f"{list(given.shape)}")
+            return torch.ops.xsoftmax.candidate_set(given if given.dim() <= 2 else given.flatten(0, -2), self.num_classes)
         if fixed is not None:
             return fixed
         if sampler is not None:
             sampler.prepare(self.linear.weight, self.linear.bias, generator)
             drawn = sampler.sample(queries.detach(), self.num_candidates, self.shared, None, generator)
-            return drawn.ids if drawn.distinct else once(drawn.ids)
+            return drawn.ids if drawn.distinct else torch.ops.xsoftmax.candidate_set(drawn.ids, self.num_classes)
         raise ValueError(f"{self._name}: expected candidates, which a loss built with candidates=None takes with each call, got none")
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", num_noises={self.num_noises}"
+        text += ", noise_reduction='log_of_mean'" if self.estimator == "cane_log_of_mean" else ""
         if self.candidates is not None:
             text += f", candidates={self.candidates.numel()}"
         if self.candidate_sampler is not None:
             text += f", num_candidates={self.num_candidates}, shared={self.shared}"
         return text
-
-
-def once(ids: Tensor) -> Tensor:
-    """The ids of each set, -1 in place of repeats; in another order."""
-    ordered = ids.sort(-1).values
-    first = torch.ones_like(ordered[..., :1], dtype=torch.bool)
-    return torch.where(torch.cat([first, ordered[..., 1:] != ordered[..., :-1]], -1), ordered, -1)

@@ -48,8 +48,21 @@ class LabelTree(nn.Module):
         self.depth = len(sizes)
         self.arity = max(groups, default=0)
 
-    def _load_from_state_dict(self, *args) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+        tables = {name: state_dict.get(prefix + name) for name in self._buffers}
+        whole = all(isinstance(table, Tensor) and table.shape == self._buffers[name].shape and table.dtype == torch.int64 and not table.is_meta
+                    for name, table in tables.items())
+        if whole:
+            try:
+                made = torch.ops.xsoftmax.label_tree(tables["parent"].cpu(), tables["node_class"].cpu())
+                same = all(torch.equal(one, tables[name].cpu()) for one, name in zip(made, ("first_child", "parent", "node_class", "class_node")))
+                problem = None if same else "tables that contradict each other"
+            except (ValueError, IndexError) as error:
+                problem = str(error)
+            if problem is not None:
+                error_msgs.append(f"LabelTree: expected {prefix}* to hold a tree, got {problem}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self._measure()  # another tree may have as many nodes
 
     @staticmethod
@@ -96,7 +109,7 @@ class LabelTree(nn.Module):
         node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (CANE paper, appendix C)."""
         if isinstance(order, int) and not isinstance(order, bool):
             order = torch.arange(_at_least("balanced", "the number of classes", order, 1))
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(_int64("balanced", "order", order), arity))
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(_int64("balanced", "order", order), _arity("balanced", arity)))
 
     @staticmethod
     def random(num_classes: int, arity: int = 10, generator: Optional[torch.Generator] = None) -> "LabelTree":
@@ -113,8 +126,10 @@ class LabelTree(nn.Module):
                 trained output layer.
             iterations: of each K-means.
         """
+        if not isinstance(vectors, Tensor):
+            raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor, got {type(vectors).__name__}")
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, generator=generator)
-        order = torch.ops.xsoftmax.label_tree_kmeans_order(seed, vectors, arity, iterations)
+        order = torch.ops.xsoftmax.label_tree_kmeans_order(seed, vectors, _arity("from_vectors", arity), iterations)
         return LabelTree.balanced(order, arity)
 
     @staticmethod
@@ -156,8 +171,8 @@ class LabelTree(nn.Module):
 
     @torch.jit.export
     def path(self, ids: Tensor) -> Tensor:
-        """The nodes from below the root to each class of ``ids`` [*]: [*, depth], -1 behind the leaf."""
-        node = self.class_node[ids]
+        """The nodes from below the root to each class of ``ids`` [*] in [0, N): [*, depth], -1 behind the leaf."""
+        node = torch.ops.xsoftmax.label_tree_nodes(self.class_node, ids, -(1 << 62))  # no id is ignored
         up = [node]
         for _ in range(self.depth - 1):
             node = torch.where(node > 0, self.parent[node.clamp_min(0)], -1)
@@ -213,6 +228,12 @@ class LabelTree(nn.Module):
         return ax
 
 
+def _arity(name: str, arity: int) -> int:
+    if isinstance(arity, bool) or not isinstance(arity, int):
+        raise TypeError(f"LabelTree.{name}: expected arity of type int, got {type(arity).__name__}")
+    return arity
+
+
 def _int64(name: str, argument: str, values: Union[Tensor, Sequence[int]]) -> Tensor:
     tensor = torch.as_tensor(values)
     if tensor.dtype != torch.int64 and tensor.numel() > 0:
@@ -228,6 +249,8 @@ def _counts(name: str, counts: Union[Tensor, Sequence[float]]) -> Tensor:
 
 
 def _at_least(name: str, argument: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"LabelTree.{name}: expected {argument} of type int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"LabelTree.{name}: expected {argument} to be at least {least}, got {value}")
     return value

@@ -282,13 +282,17 @@ class SampledSoftmaxLoss(LinearLoss):
             raise ValueError(f"SampledSoftmaxLoss: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
         self.sampler = sampler.for_table(in_features, bias)
         self.num_samples = num_samples
-        self.shared = estimator != "complementary_sum" and bool(sampler.shared_by_default if shared is None else shared)
+        against = estimator in ("cane", "cane_log_of_mean")  # candidates, the head or distinct draws, against independent draws, the noise
+        own = estimator == "complementary_sum" or (against and shared is None)
+        self.shared = not own and bool(sampler.shared_by_default if shared is None else shared)
         if shared and isinstance(sampler, UnionSampler):
             raise ValueError("SampledSoftmaxLoss: expected shared=None or False beside a UnionSampler, whose samplers each draw as suits them, "
                              "got True")
-        if estimator in ("cane", "cane_log_of_mean") and head.numel() == 0 and not self.sampler.draws_distinct(self.shared):
-            raise ValueError(f"SampledSoftmaxLoss: expected candidates with estimator={estimator!r}, which are the head or distinct draws, "
-                             "got neither: see CaneLoss")
+        distinct, independent = self.sampler.draws_by_kind(num_samples, self.shared)
+        if against and (head.numel() + distinct == 0 or independent == 0):
+            raise ValueError(f"SampledSoftmaxLoss: expected candidates, the head or distinct draws, and independent draws as noise with "
+                             f"estimator={estimator!r}, got {head.numel()} classes, {distinct} distinct draws and {independent} independent ones: "
+                             "see CaneLoss")
         self.sampler.check_num_samples(num_samples, self.shared)
         self.estimator = estimator
         self._complement: Optional[ComplementSampler] = None

@@ -21,7 +21,7 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[LinearLoss], **kw
     Args:
         model: changed in place.
         name: the layer's name, as `model.named_modules()` gives it: "decoder", "lm_head", "transformer.head".
-        loss_class: xs.SampledSoftmaxLoss or xs.LinearCrossEntropyLoss.
+        loss_class: xs.SampledSoftmaxLoss, xs.CaneLoss or xs.LinearCrossEntropyLoss.
         **kwargs: the loss's own arguments, without in_features, num_classes and bias.
 
     Errors: AttributeError where the model has no such layer, TypeError where it is no nn.Linear.

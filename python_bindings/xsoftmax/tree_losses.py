@@ -1,7 +1,7 @@
 """Losses over a tree of classes, with a row of parameters on each edge."""
 
 import math
-from typing import List, Optional, Union
+from typing import Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from .cane import check_count, estimator_of, noise_outside
 from .label_tree import LabelTree
 from .losses import _make_linear, _reduction_code, flat_queries, reduced_loss
 from .samplers import AdaptiveSampler, Sampler
+from .samplers.sampler import draw_seed
 
 
 class TreeLoss(nn.Module):
@@ -37,6 +38,12 @@ class TreeLoss(nn.Module):
         self.edges = _make_linear(in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("weight", weight)
         self.weight: Optional[Tensor]
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        # Losses over one tree share their checkpoints: only a beam tree counts steps.
+        for keys in (missing_keys, unexpected_keys):
+            keys[:] = [key for key in keys if key != prefix + "steps"]
 
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         return flat_queries(self._name, self.in_features, input, target)
@@ -69,16 +76,19 @@ class BeamTreeLoss(TreeLoss):
         noise_sampler: a Sampler over all classes, or its name; restricted to what is outside the candidates.
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
         routed: for a tree of one layer of subsets with the classes below them (LabelTree.from_frequencies): candidates are drawn
-            uniformly from the subset of the best score, in the place of the beam search (section 5); fewer where it has fewer classes.
+            uniformly, without repeats, from the subset of the best score, in the place of the beam search (section 5); fewer where it has
+            fewer classes.
         balance_every: steps between two calls of :meth:`balance`, which does not change the loss, and lets the beam find more of what it
             looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same; 0 for
-            16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop. Choose 0
-            where rows of edges serve as something else, too, such as a tied embedding.
+            16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop, and
+            frozen edges, calls under torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose 0 where rows of edges
+            serve as something else, too, such as a tied embedding.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
 
     The parameters are `edges.weight` [E, D] (and `edges.bias`): edge e ends in node e + 1 of the tree.
 
-    Shape: input [*, D], target [*] int64 in [0, N). A scalar, or [*] with reduction="none".
+    Shape: input [*, D], target [*] int64 in [0, N). A scalar, or [*] with reduction="none"; in eval() in float32 for 16-bit edges. The beam of
+    a query that is not finite finds classes that mean nothing.
     """
 
     def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int,
@@ -114,7 +124,8 @@ class BeamTreeLoss(TreeLoss):
             return self.exact(input, target)
         queries = self._queries(input, target)
         if not torch.jit.is_scripting():
-            if self.balance_every > 0 and not torch.compiler.is_compiling():
+            learns = torch.is_grad_enabled() and isinstance(self.edges.weight, nn.Parameter) and self.edges.weight.requires_grad
+            if self.balance_every > 0 and learns and not torch.compiler.is_compiling():
                 self._count_step()
         counts = (target != self.ignore_index).reshape(-1)
         own = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), self.ignore_index).unsqueeze(1)
@@ -149,8 +160,7 @@ class BeamTreeLoss(TreeLoss):
         scores = queries.detach() @ self.edges.weight.detach()[:subsets].t()
         if bias is not None:
             scores = scores + bias.detach()[:subsets]
-        share = torch.rand([queries.size(0), 1], dtype=torch.float64, device=queries.device, generator=generator)
-        return torch.ops.xsoftmax.tree_routed_candidates(scores, share, first_child, node_class, self.num_candidates)
+        return torch.ops.xsoftmax.tree_routed_candidates(draw_seed(queries, generator), scores, first_child, node_class, self.num_candidates)
 
     @torch.jit.export
     def candidates(self, input: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
@@ -160,18 +170,17 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
-        """`F.cross_entropy(self.scores(input), target, ...)`, the queries in blocks; what `forward` gives in eval()."""
-        queries, targets = self._queries(input, target), target.reshape(-1)
-        own = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, targets, self.ignore_index)
-        block = max(1, (1 << 24) // (self.tree.num_nodes + 1))
-        losses: List[Tensor] = []
-        for begin in range(0, queries.size(0), block):
-            scores = self._class_scores(queries[begin : begin + block])
-            nodes = own[begin : begin + block]
-            at = self.tree.node_class[nodes].clamp(min=0).unsqueeze(1)
-            losses.append(scores.logsumexp(1) - scores.gather(1, at).squeeze(1))
-        loss = torch.cat(losses) if len(losses) > 0 else queries.new_zeros(0)
-        return self._reduced(loss, target)
+        """`F.cross_entropy(self.scores(input), target, ...)`; what `forward` gives in eval(). Makes :meth:`class_table`, [N, D] in float32 for
+        16-bit edges, and nothing of [Q, N]."""
+        queries, weight, bias = self._queries(input, target), self.edges.weight, self.edges.bias
+        if weight.dtype == torch.float16 or weight.dtype == torch.bfloat16:
+            queries, weight = queries.float(), weight.float()
+            if bias is not None:
+                bias = bias.float()
+        weight, bias = self._table(weight, bias)
+        loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), self.weight, _reduction_code(self.reduction),
+                                                       self.ignore_index, 0.0)
+        return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     def _class_scores(self, queries: Tensor) -> Tensor:
         """[Q, N]"""
@@ -202,9 +211,12 @@ class BeamTreeLoss(TreeLoss):
     @torch.jit.export
     def class_table(self) -> tuple[Tensor, Optional[Tensor]]:
         """The same scores as a plain table: weight [N, D] and bias [N] of `F.linear(input, weight, bias) == self.scores(input)`."""
-        weight = self._along_paths(self.edges.weight.t()).t()
-        bias = self.edges.bias
-        return weight, bias if bias is None else self._along_paths(bias.unsqueeze(0)).squeeze(0)
+        return self._table(self.edges.weight, self.edges.bias)
+
+    def _table(self, weight: Tensor, bias: Optional[Tensor]) -> tuple[Tensor, Optional[Tensor]]:
+        if bias is not None:
+            bias = self._along_paths(bias.unsqueeze(0)).squeeze(0)
+        return self._along_paths(weight.t()).t(), bias
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:
@@ -220,6 +232,8 @@ class BeamTreeLoss(TreeLoss):
     def topk(self, input: Tensor, k: int, width: Optional[int] = None) -> tuple[Tensor, Tensor]:
         """The best k classes that a beam of `width` (None: the larger of k and Nc) finds: (scores, class ids), both [*, k], best first; -inf
         and -1 behind the last of fewer than k. The scores are not normalised: that would take all classes."""
+        if k < 0 or k > self.num_classes:
+            raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
         beam = max(k, self.num_candidates) if width is None else width
         if beam < k:
             raise ValueError(f"{self._name}: expected width of at least k={k}, got {beam}")
@@ -234,7 +248,9 @@ class BeamTreeLoss(TreeLoss):
         return self.topk(input, 1, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + f", num_candidates={self.num_candidates}, num_noises={self.num_noises}"
+        text = super().extra_repr() + f", num_candidates={self.num_candidates}, num_noises={self.num_noises}"
+        text += ", noise_reduction='log_of_mean'" if self.estimator == "cane_log_of_mean" else ""
+        return text + (", routed=True" if self.routed else "") + f", balance_every={self.balance_every}"
 
 
 class HierarchicalSoftmaxLoss(TreeLoss):
@@ -259,6 +275,11 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         loss = torch.ops.xsoftmax.hierarchical_softmax_loss(queries, self.edges.weight, self.edges.bias, self.tree.first_child, self.tree.parent,
                                                             nodes, self.tree.layer_sizes, self.tree.group_sizes, self.sparse_grad)
         return self._reduced(loss, target)
+
+    @torch.jit.export
+    def exact(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss itself, which is exact."""
+        return self.forward(input, target)
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:

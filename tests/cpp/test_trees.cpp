@@ -168,7 +168,34 @@ TEST_F(Trees, CaneWithAllClassesIsExactAndLearnsWithFew) {
   }
 }
 
+TEST_F(Trees, LossesOverTreesChangeTheirDtypeAndKeepTheirTree) {
+  BeamTreeLoss beam(kWidth, tree, BeamTreeOptions{.num_candidates = 3, .balance_every = 2});
+  HierarchicalSoftmaxLoss hierarchical(kWidth, tree);
+  const double before = beam->exact(input, target).item<double>();
+  beam->to(torch::kDouble);
+  hierarchical->to(torch::kDouble);
+  const Tensor x = input.to(torch::kDouble);
+  EXPECT_NEAR(beam->exact(x, target).item<double>(), before, 1e-5);
+  for (int step = 0; step < 3; ++step) {
+    beam->forward(x, target).backward();
+  }
+  EXPECT_EQ(beam->steps.item<int64_t>(), 3);
+  EXPECT_TRUE(hierarchical->forward(x, target).isfinite().item<bool>());
+  beam->to(torch::kBFloat16);
+  EXPECT_EQ(beam->exact(input.to(torch::kBFloat16), target).scalar_type(), torch::kFloat);
+}
+
 TEST_F(Trees, BadArguments) {
+  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidates = torch::zeros({0}, torch::kLong)}), c10::ValueError);
+  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidate_sampler = samplers::UniformSampler(kClasses).ptr()}), c10::ValueError);
+  CaneLoss told(kWidth, kClasses, CaneOptions{});
+  EXPECT_THROW(told->forward(input, target, torch::tensor({1, 40})), c10::IndexError);
+  EXPECT_THROW(told->forward(input, target, torch::zeros({2, 1, 3}, torch::kLong)), c10::ValueError);
+  BeamTreeLoss beam(kWidth, tree, BeamTreeOptions{.num_candidates = 2});
+  EXPECT_THROW(beam->topk(input, -1), c10::ValueError);
+  EXPECT_THROW(beam->forward(input, target.clone().fill_(40)), c10::IndexError);
+  const xsoftmax::nn::SamplingOptions no_noise{.num_samples = 3, .shared = true, .estimator = "cane", .head_classes = 4};
+  EXPECT_THROW(xsoftmax::nn::SampledSoftmaxLoss(kWidth, kClasses, samplers::UniformSampler(kClasses).ptr(), no_noise), c10::ValueError);
   EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 0}), c10::ValueError);
   EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .noise_reduction = "mean"}), c10::ValueError);
   EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .routed = true}), c10::ValueError);

@@ -99,13 +99,15 @@ def naive(scores, target, sets, noise, log_q, target_log_q, noise_reduction):
     return torch.stack(losses)
 
 
-SOURCES = {"head": dict(candidates=4), "ids": dict(candidates=torch.tensor([7, 2, 11])), "none": dict(candidates=0),
+SOURCES = {"head": dict(candidates=4), "ids": dict(candidates=torch.tensor([7, 2, 11])), "none": dict(candidates=None),
            "given to all": dict(candidates=None), "given to each": dict(candidates=None)}
 
 
 def given(source, Q):
     if source == "given to all":
         return torch.tensor([3, 1, 3, 8, -1])  # one of them twice
+    if source == "none":
+        return torch.zeros(0, dtype=torch.int64)
     if source == "given to each":
         return torch.randint(-1, 12, (Q, 5), generator=torch.Generator().manual_seed(5))
     return None
@@ -329,6 +331,10 @@ def test_routed_candidates():
     if len(members) > 7:
         counts = torch.bincount(found.flatten(), minlength=100)[members].double()
         assert (counts / 9000 - 7 / len(members)).abs().max() < 0.03
+        # Any two of them together alike often, too.
+        there = (found.unsqueeze(2) == members).any(1).double()
+        together = (there.t() @ there)[~torch.eye(len(members), dtype=torch.bool)] / 9000
+        assert (together - 7 * 6 / (len(members) * (len(members) - 1))).abs().max() < 0.03
     small = [v for v in range(1, 7) if int(tree.first_child[v + 1] - tree.first_child[v]) < 7]
     assert small  # the most frequent classes stand in small subsets
     with torch.no_grad():
@@ -404,6 +410,64 @@ def test_balance_every():
         never(input, target)
     assert not balanced(never)
     assert make_tree_loss().balance_every == 100
+
+
+def test_balance_leaves_alone_what_does_not_learn():
+    """Edges that are frozen, that are someone else's, or of a call that records no gradient."""
+    input, target = torch.randn(7, 5, dtype=torch.float64), torch.randint(40, (7,))
+    loss = make_tree_loss(balance_every=1)
+    before = loss.edges.weight.detach().clone()
+    with torch.no_grad():
+        loss(input, target)
+    given = {name: parameter.detach().clone().requires_grad_() for name, parameter in loss.named_parameters()}
+    torch.func.functional_call(loss, given, (input, target))
+    assert torch.equal(given["edges.weight"], before)
+    loss.edges.weight.requires_grad_(False)
+    loss(input, target)
+    assert torch.equal(loss.edges.weight, before) and loss.steps == 0
+    loss.edges.weight.requires_grad_()
+    loss(input, target)
+    assert not torch.equal(loss.edges.weight, before) and loss.steps == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_exact_loss_of_16_bit_edges_is_summed_in_float32(dtype, reduction):
+    torch.manual_seed(0)
+    loss = BeamTreeLoss(16, LabelTree.random(400, 4), num_candidates=3, num_noises=1, bias=True, reduction=reduction, dtype=dtype).eval()
+    input, target = torch.randn(30, 16, dtype=dtype), torch.randint(400, (30,))
+    target[3] = -100
+    got = loss(input, target)
+    weight, bias = (loss._along_paths(table).double() for table in (loss.edges.weight.double().t(), loss.edges.bias.double().unsqueeze(0)))
+    want = F.cross_entropy(input.double() @ weight + bias, target, reduction=reduction)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_over_one_tree_share_checkpoints():
+    tree = LabelTree.random(40, 4)
+    beam, hierarchical = BeamTreeLoss(5, tree, num_candidates=3, num_noises=1), xs.HierarchicalSoftmaxLoss(5, tree)
+    hierarchical.load_state_dict(beam.state_dict())
+    assert torch.equal(hierarchical.edges.weight, beam.edges.weight)
+    other = BeamTreeLoss(5, tree, num_candidates=3, num_noises=1)
+    other.load_state_dict(hierarchical.state_dict())
+    assert torch.equal(other.edges.weight, beam.edges.weight)
+    input, target = torch.randn(3, 5), torch.tensor([1, 5, 39])
+    assert torch.equal(hierarchical.exact(input, target), hierarchical(input, target))
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_beam_tree_compiled_for_any_batch(routed, training):
+    """One graph for several sizes: in eval() the exact loss, too."""
+    loss = BeamTreeLoss(5, TREES["equal mass"], num_candidates=6, num_noises=2, routed=routed).train(training)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in (5, 6, 9):
+        input, target = torch.randn(size, 5), torch.randint(99, (size,))
+        torch.manual_seed(1)
+        got = compiled(input, target)
+        torch.manual_seed(1)
+        torch.testing.assert_close(got, loss(input, target))
 
 
 @pytest.mark.parametrize("call", ["forward", "exact"])
@@ -525,6 +589,15 @@ BAD = [
     (lambda: ComplementSampler(SAMPLER, 0), ValueError, "expected tries of at least 1, got 0"),
     (lambda: ComplementSampler(SAMPLER).sample(torch.zeros(3, 2), 1, torch.zeros(2, 4).long(), torch.zeros(3).long()), ValueError,
      r"expected candidates of shape \[C\] or \[3, C\], got \[2, 4\]"),
+    (lambda: CaneLoss(5, 10, candidates=0), ValueError, "CaneLoss: expected at least one of candidates"),
+    (lambda: CaneLoss(5, 10, candidates=UniformSampler(10)), ValueError, "CaneLoss: expected num_candidates of at least 1 beside a sampler"),
+    (lambda: CaneLoss(5, 10)(torch.zeros(3, 5), torch.zeros(3).long(), torch.tensor([1, 10])), IndexError, r"expected candidates in \[0, 10\)"),
+    (lambda: CaneLoss(5, 10)(torch.zeros(3, 5), torch.zeros(3).long(), torch.tensor([1, -2])), IndexError, r"expected candidates in \[0, 10\)"),
+    (lambda: CaneLoss(5, 10)(torch.zeros(6, 5), torch.zeros(6).long(), torch.zeros(2, 3, 4).long()), ValueError,
+     r"CaneLoss: expected candidates of shape \[C\] or \[6\] \+ \[C\]"),
+    (lambda: CaneLoss(5, 10)(torch.zeros(6, 5), torch.zeros(6).long(), torch.tensor(3)), ValueError, "expected candidates of shape"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1).topk(torch.zeros(2, 5), -1), ValueError, r"expected k in \[0, 200\], got -1"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1).topk(torch.zeros(2, 5), 201), ValueError, r"expected k in \[0, 200\]"),
     (lambda: CaneLoss(5, 10, candidates=11), ValueError, r"CaneLoss: expected candidates in \[0, 10\], got 11"),
     (lambda: CaneLoss(5, 10, candidates=torch.tensor([1, 1])), ValueError, "CaneLoss: expected candidates without repeats"),
     (lambda: CaneLoss(5, 10, candidates=torch.tensor([1, 10])), IndexError, r"CaneLoss: expected candidates in \[0, 10\), got 1 .. 10"),
@@ -543,7 +616,7 @@ BAD = [
      "CaneLoss: expected candidates with the call of a loss that was built with candidates=None alone"),
     (lambda: CaneLoss(5, 10)(torch.zeros(2, 5), torch.zeros(2).long(), torch.tensor([1.0])), TypeError,
      "CaneLoss: expected candidates of dtype torch.int64, got torch.float32"),
-    (lambda: CaneLoss(5, 10)(torch.zeros(2, 5), torch.zeros(2).long(), torch.tensor([10])), IndexError, r"expected shared_ids in \[0, 10\)"),
+    (lambda: CaneLoss(5, 10)(torch.zeros(2, 5), torch.zeros(2).long(), torch.tensor([10])), IndexError, r"expected candidates in \[0, 10\)"),
     (lambda: CaneLoss(5, 10, candidates=4)(torch.zeros(2, 5), torch.tensor([1, 10])), IndexError, r"expected target in \[0, 10\)"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=0, num_noises=1), ValueError, "BeamTreeLoss: expected num_candidates of at least 1, got 0"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1, balance_every=-1), ValueError, "expected balance_every of at least 0, got -1"),

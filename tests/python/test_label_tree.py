@@ -264,3 +264,28 @@ def test_a_tree_is_a_module():
     assert set(holder.state_dict()) == {f"tree.{name}" for name in ("first_child", "parent", "node_class", "class_node")}
     assert holder.double().tree.parent.dtype == torch.int64 and holder.to("meta").tree.parent.is_meta
     assert xs.LabelTree is LabelTree
+
+
+def test_a_state_dict_of_no_tree_is_refused():
+    """The tree stays as it was."""
+    tree = LabelTree.random(50, 4)
+    before = {name: table.clone() for name, table in tree.state_dict().items()}
+    for name, at, value in (("parent", 5, 60), ("parent", -1, 0), ("first_child", 2, int(tree.first_child[2]) + 1),
+                            ("node_class", -1, int(tree.node_class[-2])), ("class_node", 0, int(tree.class_node[1]))):
+        state = {key: table.clone() for key, table in before.items()}
+        state[name][at] = value
+        with pytest.raises(RuntimeError, match=r"LabelTree: expected .* to hold a tree, got"):
+            tree.load_state_dict(state)
+        assert all(torch.equal(table, before[key]) for key, table in tree.state_dict().items())
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda: LabelTree.balanced(5, 2.5), TypeError, "LabelTree.balanced: expected arity of type int, got float"),
+    (lambda: LabelTree.random("a"), TypeError, "LabelTree.random: expected the number of classes of type int|num_classes of type int"),
+    (lambda: LabelTree.from_vectors([[1.0, 2.0]]), TypeError, "LabelTree.from_vectors: expected vectors to be a tensor, got list"),
+    (lambda: LabelTree.balanced(9, 3).path(torch.tensor([9])), IndexError, r"expected target in \[0, 9\)"),
+    (lambda: LabelTree.balanced(9, 3).path(torch.tensor([-1])), IndexError, r"expected target in \[0, 9\)"),
+])
+def test_more_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

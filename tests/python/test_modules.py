@@ -96,13 +96,16 @@ def test_shapes_of_a_batch(reduction):
                                                ("negative_sampling", True), ("one_vs_each", True), ("blackout", True), ("importance", True),
                                                ("cane", True), ("cane_log_of_mean", True)])
 def test_is_the_functional_op_on_the_samplers_draws(estimator, remove, shared):
-    """Distinct (shared) and independent (private) draws, with a head, an ignored target and one in the head."""
-    loss = sampled(bias=True, estimator=estimator, remove_accidental_hits=remove, shared=shared, head_classes=4, sampler="log_uniform")
+    """Distinct (shared) and independent (private, or noise) draws, with a head, an ignored target and one in the head."""
+    distinct = shared and not estimator.startswith("cane")
+    loss = sampled(bias=True, estimator=estimator, remove_accidental_hits=remove, shared=shared, head_classes=4,
+                   sampler=xs.samplers.LogUniformSampler(N, distinct=distinct))
     input, target = batch(6, ignored=1)
     target[1] = 2
     got = loss(input, target, torch.Generator().manual_seed(5))
     drawn = loss.sampler.sample(input, 8, shared, target.clamp_min(0), torch.Generator().manual_seed(5))
-    assert drawn.ids.min() >= 4 and drawn.distinct == shared
+    assert drawn.ids.min() >= 4 and drawn.distinct == distinct
+    assert sampled(estimator=estimator, head_classes=4).shared != estimator.startswith("cane")  # whose draws are noise
     target_count = drawn.target_log_count
     if estimator in ("ranking", "nce", "blackout", "cane", "cane_log_of_mean"):
         target_count = target_count.masked_fill(target.clamp_min(0) < 4, 0.0)  # a class of the head is always there
@@ -110,7 +113,7 @@ def test_is_the_functional_op_on_the_samplers_draws(estimator, remove, shared):
     sets = ((None, torch.cat([head, drawn.ids]), None, torch.cat([zeros, drawn.log_count])) if shared else
             (drawn.ids, head, drawn.log_count, zeros))
     want = torch.ops.xsoftmax.sampled_softmax_loss(input, loss.linear.weight, loss.linear.bias, target, *sets, target_count, None,
-                                                   estimator, remove, 0, 12 if shared else 4)
+                                                   estimator, remove, 0, 12 if distinct else 4)
     assert torch.equal(got, want) and got.isfinite()
 
 
@@ -545,7 +548,8 @@ def test_extra_repr():
     (dict(log_z=1.0), ValueError, "expected log_z=0 with estimator='sampled_softmax', which knows no log Z, got 1.0"),
     (dict(log_z="free", estimator="nce"), ValueError, 'expected log_z as a finite number or "learned", got \'free\''),
     (dict(log_z=float("inf"), estimator="nce"), ValueError, "expected log_z as a finite number"),
-    (dict(estimator="cane", shared=False, sampler="uniform"), ValueError, "expected candidates with estimator='cane', which are the head or"),
+    (dict(estimator="cane", sampler="uniform"), ValueError, "expected candidates, the head or distinct draws, .* got 0 classes, 0 distinct"),
+    (dict(estimator="cane", shared=True, head_classes=3), ValueError, "independent draws as noise with estimator='cane', got 3 classes, 8 distinct"),
     (dict(shared=True, sampler=xs.samplers.UnionSampler((UniformSampler(N), 4), (xs.samplers.MidxSampler(N, D), 4))), ValueError,
      "expected shared=None or False beside a UnionSampler"),
     (dict(estimator="nce", label_smoothing=0.1), ValueError, "expected label_smoothing=0 with estimator='nce', got 0.1"),

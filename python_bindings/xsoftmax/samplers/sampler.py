@@ -1,6 +1,6 @@
 """What every sampler is: a module that proposes classes and says how often it would."""
 
-from typing import Dict, NamedTuple, Optional, Union
+from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,10 @@ class Sampler(nn.Module):
     def draws_distinct(self, shared: bool) -> bool:
         """Whether a set, shared or private, holds no class twice."""
         return False
+
+    def draws_by_kind(self, num_samples: int, shared: bool) -> Tuple[int, int]:
+        """How many of ``num_samples`` are distinct ones, and how many independent."""
+        return (num_samples, 0) if self.draws_distinct(shared) else (0, num_samples)
 
     def num_drawable(self) -> int:
         """How many classes are ever drawn."""

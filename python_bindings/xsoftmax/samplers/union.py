@@ -48,6 +48,10 @@ class UnionSampler(Sampler):
         self.renormalises = len(independent) < 2
         self.shared_by_default = False  # private draws, perhaps none, and shared ones beside them
 
+    def draws_by_kind(self, num_samples: int, shared: bool) -> Tuple[int, int]:
+        kinds = [part.draws_by_kind(count, part.shared_by_default) for part, count in zip(self.parts, self.counts)]
+        return sum(distinct for distinct, _ in kinds), sum(independent for _, independent in kinds)
+
     def excluding(self, exclude: Union[int, Tensor]) -> "UnionSampler":
         return UnionSampler(*[(part.excluding(exclude), count) for part, count in zip(self.parts, self.counts)])
 

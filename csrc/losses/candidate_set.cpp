@@ -1,0 +1,62 @@
+#include "losses/candidate_set.h"
+
+#include "core/checks.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+
+using at::Tensor;
+
+Tensor candidate_set(const Tensor& ids, int64_t num_classes) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::candidate_set", "").typed<decltype(candidate_set)>();
+  return op.call(ids, num_classes);
+}
+
+namespace {
+
+constexpr const char* kOp = "candidate_set";
+
+void check_candidates(const Tensor& ids, int64_t num_classes) {
+  check::int64(kOp, "candidates", ids);
+  TORCH_CHECK_VALUE(ids.dim() >= 1, kOp, ": expected candidates with at least 1 dimension, got none");
+  TORCH_CHECK_VALUE(num_classes >= 0, kOp, ": expected num_classes of at least 0, got ", num_classes);
+}
+
+Tensor candidate_set_any(const Tensor& ids, int64_t num_classes) {
+  check_candidates(ids, num_classes);
+  const Tensor ordered = std::get<0>(ids.sort(-1));
+  const int64_t size = ids.size(-1);
+  if (size == 0) {
+    return ordered;
+  }
+  const Tensor changes = ordered.narrow(-1, 1, size - 1).ne(ordered.narrow(-1, 0, size - 1));
+  return at::where(at::cat({at::ones_like(ordered.narrow(-1, 0, 1), at::kBool), changes}, -1), ordered, -1);
+}
+
+Tensor candidate_set_cpu(const Tensor& ids, int64_t num_classes) {
+  check_candidates(ids, num_classes);
+  check::class_ids(kOp, "candidates", num_classes > 0 ? ids.masked_fill(ids.eq(-1), 0) : ids, num_classes);
+  return candidate_set_any(ids, num_classes);
+}
+
+Tensor candidate_set_meta(const Tensor& ids, int64_t num_classes) {
+  check_candidates(ids, num_classes);
+  return at::empty_symint(ids.sym_sizes(), ids.options());
+}
+
+} // namespace
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("candidate_set(Tensor ids, int num_classes) -> Tensor"); }
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("candidate_set", candidate_set_any); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("candidate_set", candidate_set_cpu); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("candidate_set", candidate_set_meta); }
+
+} // namespace xsoftmax

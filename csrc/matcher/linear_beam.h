@@ -1,0 +1,103 @@
+#pragma once
+
+#include "matcher/score_rows.h"
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+// Beam search down the layers of a hierarchical linear model, for sparse queries. Plain C++: what answers a query neither allocates, once its
+// workspace has grown, nor starts a thread.
+
+namespace xsoftmax {
+
+/// Sparse rows, and beside them a dense block, of the features from dense_begin on.
+struct Queries {
+  int64_t count;
+  const int64_t* offset; ///< [count + 1]
+  const int32_t* feature;
+  const float* value;
+  const float* dense; ///< [count][dense_width], or null
+  int32_t dense_begin;
+  int64_t dense_width;
+
+  Queries part(int64_t begin, int64_t end) const {
+    return {end - begin, offset + begin, feature, value, dense == nullptr ? dense : dense + begin * dense_width, dense_begin, dense_width};
+  }
+};
+
+/// One layer, as linear_layer.h has it, over memory that someone else holds; and, of its own, where to find a feature among a parent's.
+class BeamLayer {
+ public:
+  struct Views {
+    std::span<const int64_t> first_child, chunk, entry;
+    std::span<const int32_t> feature;
+    std::span<const uint8_t> child;       ///< or
+    std::span<const int32_t> wide_child;  ///< one of them is empty
+    std::span<const float> value;
+  };
+
+  /// The views have been checked. bias_feature: the feature that stands for the bias.
+  BeamLayer(const Views& views, int32_t bias_feature);
+
+  int64_t parents() const { return int64_t(views_.first_child.size()) - 1; }
+  int64_t children() const { return views_.first_child.back(); }
+  int64_t first_child(int64_t parent) const { return views_.first_child[parent]; }
+  int64_t children(int64_t parent) const { return views_.first_child[parent + 1] - views_.first_child[parent]; }
+
+  /// scores [children(parent)] = w.x for one of the queries, and bias times the bias's weights.
+  void score(int64_t parent, const Queries& queries, int64_t query, float bias, float* scores) const;
+
+ private:
+  struct Slot {
+    int32_t feature; ///< -1: free
+    int32_t row;     ///< among the parent's
+  };
+
+  uint64_t slot(int64_t parent, int32_t feature) const { return (uint32_t(feature) * uint32_t(0x9E3779B1)) >> shift_[parent]; }
+  void add_row(int64_t row, float x, float* scores) const;
+
+  Views views_;
+  std::vector<int64_t> slots_begin_, bias_row_; // the latter -1 where there is none
+  std::vector<uint8_t> shift_;
+  std::vector<Slot> slots_; // a power of two for each parent
+};
+
+struct BeamOptions {
+  int64_t beam, topk;
+  ScoreTransform transform;
+  int power; ///< of a hinge
+  ScoreCombiner combiner;
+};
+
+
+/// What a search needs beside the model; kept for the next one.
+class BeamWorkspace {
+ public:
+  /// The best topk leaves of each query, best first, equal scores by leaf: `leaf` and `score` [count][topk], -1 and 0 behind the last; `found`
+  /// [count] how many. `allowed`, where not empty: of each layer's nodes those that may be entered.
+  void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const BeamOptions& options,
+              std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score, int64_t* found);
+
+ private:
+  struct Node {
+    int64_t node;
+    float score;
+  };
+  struct Pair { // a query at a parent
+    int64_t query, parent, at;
+    float score;
+  };
+
+  void score_children(const BeamLayer& layer, const Queries& queries, float bias, const BeamOptions& options, std::span<const std::vector<bool>> allowed,
+                      size_t depth);
+  void select(const BeamLayer& layer, int64_t queries, int64_t keep);
+
+  std::vector<Node> beam_, next_;       // of all queries, one after the other
+  std::vector<int64_t> begin_, next_begin_;
+  std::vector<Pair> pairs_;
+  std::vector<int64_t> order_, count_;
+  std::vector<float> scores_;
+};
+
+} // namespace xsoftmax

@@ -1,0 +1,474 @@
+#include "matcher/linear_layer.h"
+
+#include "core/checks.h"
+#include "core/philox.h"
+#include "matcher/sibling_solver.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <mutex>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "linear_layer_train";
+
+struct Examples {
+  int64_t rows, features;
+  const int64_t* offset;
+  const int32_t* column;
+  const float* value;
+};
+
+struct Lists { // of row numbers
+  int64_t count;
+  const int64_t* offset;
+  const int32_t* row;
+
+  int64_t size(int64_t i) const { return offset[i + 1] - offset[i]; }
+};
+
+struct Training {
+  LinearLoss loss;
+  float bias, positive_cost, negative_cost, tolerance;
+  int64_t sweeps;
+  float threshold;
+  int64_t max_weights;
+  uint64_t seed;
+};
+
+/// A weight that is kept: `column` is one of the parent's own, `child` counts from its first.
+struct Weight {
+  int32_t column, child;
+  float value;
+};
+
+struct Stats {
+  int64_t sweeps = 0, unconverged = 0, weights = 0;
+
+  void operator+=(const Stats& other) {
+    sweeps += other.sweeps;
+    unconverged += other.unconverged;
+    weights += other.weights;
+  }
+};
+
+/// The rows of one parent, their columns numbered anew, so that the weights of siblings lie as near each other as they can.
+class ParentRows {
+ public:
+  explicit ParentRows(const Examples& examples) : examples_(examples), place_(examples.features, -1) {}
+
+  void gather(const int32_t* rows, int64_t count, float bias) {
+    rows_ = rows;
+    count_ = count;
+    feature_.clear();
+    start_.resize(count + 1);
+    square_.resize(count);
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      start_[i] = total;
+      for (int64_t t = examples_.offset[rows[i]]; t < examples_.offset[rows[i] + 1]; ++t) {
+        if (place_[examples_.column[t]] < 0) {
+          place_[examples_.column[t]] = 0;
+          feature_.push_back(examples_.column[t]);
+        }
+      }
+      total += examples_.offset[rows[i] + 1] - examples_.offset[rows[i]] + (bias != 0);
+    }
+    start_[count] = total;
+    std::sort(feature_.begin(), feature_.end());
+    for (size_t j = 0; j < feature_.size(); ++j) {
+      place_[feature_[j]] = int32_t(j);
+    }
+    column_.resize(total);
+    value_.resize(total);
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t to = start_[i];
+      float square = bias * bias;
+      for (int64_t t = examples_.offset[rows[i]]; t < examples_.offset[rows[i] + 1]; ++t, ++to) {
+        column_[to] = place_[examples_.column[t]];
+        value_[to] = examples_.value[t];
+        square += examples_.value[t] * examples_.value[t];
+      }
+      if (bias != 0) {
+        column_[to] = int32_t(feature_.size());
+        value_[to] = bias;
+      }
+      square_[i] = square;
+    }
+    for (const int32_t feature : feature_) {
+      place_[feature] = -1;
+    }
+    if (bias != 0) {
+      feature_.push_back(int32_t(examples_.features));
+    }
+  }
+
+  int64_t count() const { return count_; }
+  int64_t columns() const { return int64_t(feature_.size()); }
+  /// What a column was called in the examples.
+  int32_t feature(int64_t column) const { return feature_[column]; }
+
+  /// Calls found(place among the rows, position in the list) for those of a rising list that are here.
+  template <typename Found>
+  void match(const int32_t* list, int64_t size, const Found& found) const {
+    const int32_t *at = rows_, *end = rows_ + count_;
+    for (int64_t t = 0; t < size && at < end; ++t) {
+      at = std::lower_bound(at, end, list[t]);
+      if (at < end && *at == list[t]) {
+        found(at - rows_, t);
+      }
+    }
+  }
+
+  void fill(SiblingProblem& problem) const {
+    problem.rows = count_;
+    problem.start = start_.data();
+    problem.column = column_.data();
+    problem.value = value_.data();
+    problem.square = square_.data();
+  }
+
+ private:
+  const Examples& examples_;
+  const int32_t* rows_ = nullptr;
+  int64_t count_ = 0;
+  std::vector<int32_t> place_; // of a feature among the columns
+  std::vector<int32_t> feature_, column_;
+  std::vector<int64_t> start_;
+  std::vector<float> value_, square_;
+};
+
+/// What one thread needs to train groups of siblings.
+class GroupTrainer {
+ public:
+  GroupTrainer(const Training& training, const Lists& labels, const float* costs) : training_(training), labels_(labels), costs_(costs) {}
+
+  /// The labels first .. first + count - 1, which are the children from `child` on of a parent; their weights, column after column.
+  void train(const ParentRows& rows, int64_t first, int64_t child, int64_t count, std::vector<Weight>& weights, Stats& stats) {
+    const int64_t lanes = sibling_lanes(count), n = rows.count(), columns = rows.columns();
+    SiblingProblem problem{};
+    rows.fill(problem);
+    positive_.assign(n, 0);
+    if (costs_ != nullptr) {
+      cost_.assign(n * lanes, training_.negative_cost);
+    }
+    for (int64_t c = 0; c < count; ++c) {
+      const int64_t begin = labels_.offset[first + c];
+      rows.match(labels_.row + begin, labels_.size(first + c), [&](int64_t row, int64_t t) {
+        positive_[row] |= uint16_t(1u << c);
+        if (costs_ != nullptr) {
+          cost_[row * lanes + c] = training_.positive_cost * costs_[begin + t];
+        }
+      });
+    }
+    problem.positive = positive_.data();
+    problem.cost = costs_ == nullptr ? nullptr : cost_.data();
+    problem.positive_cost = training_.positive_cost;
+    problem.negative_cost = training_.negative_cost;
+    problem.labels = count;
+    problem.loss = training_.loss;
+    problem.tolerance = training_.tolerance;
+    problem.sweeps = training_.sweeps;
+    problem.seed = philox(training_.seed, uint64_t(first), 0).low();
+    const SiblingSolverTable& solver = sibling_solver();
+    weight_.assign(columns * lanes, 0.0f);
+    state_.assign(n * lanes, solver.initial(training_.loss));
+    order_.resize(n);
+    SiblingStats made;
+    solver.solve(problem, weight_.data(), state_.data(), order_.data(), &made);
+    stats.sweeps += made.sweeps;
+    stats.unconverged += made.unconverged;
+    keep(columns, lanes, count, child, weights, stats);
+  }
+
+ private:
+  void keep(int64_t columns, int64_t lanes, int64_t count, int64_t child, std::vector<Weight>& weights, Stats& stats) {
+    float least[kSiblingLanes];
+    for (int64_t c = 0; c < count; ++c) {
+      least[c] = std::max(training_.threshold, std::numeric_limits<float>::min());
+      if (training_.max_weights > 0 && training_.max_weights < columns) {
+        size_.resize(columns);
+        for (int64_t j = 0; j < columns; ++j) {
+          size_[j] = std::abs(weight_[j * lanes + c]);
+        }
+        std::nth_element(size_.begin(), size_.begin() + training_.max_weights - 1, size_.end(), std::greater<>());
+        least[c] = std::max(least[c], size_[training_.max_weights - 1]);
+      }
+    }
+    for (int64_t j = 0; j < columns; ++j) {
+      const float* w = weight_.data() + j * lanes;
+      for (int64_t c = 0; c < count; ++c) {
+        stats.weights += w[c] != 0.0f;
+        if (std::abs(w[c]) >= least[c]) {
+          weights.push_back({int32_t(j), int32_t(child + c), w[c]});
+        }
+      }
+    }
+  }
+
+  const Training& training_;
+  const Lists& labels_;
+  const float* costs_;
+  std::vector<uint16_t> positive_;
+  std::vector<float> cost_, weight_, state_, size_;
+  std::vector<int32_t> order_;
+};
+
+/// The weights of one parent's children.
+struct Chunk {
+  std::vector<int32_t> feature, child;
+  std::vector<int64_t> ends; // of the weights of each feature
+  std::vector<float> value;
+};
+
+/// Groups of siblings, each column after column, as one.
+Chunk merge(const std::vector<std::vector<Weight>>& groups, const std::vector<int32_t>& features) {
+  Chunk chunk;
+  std::vector<size_t> at(groups.size(), 0);
+  size_t total = 0;
+  for (const auto& group : groups) {
+    total += group.size();
+  }
+  chunk.child.reserve(total);
+  chunk.value.reserve(total);
+  for (size_t j = 0; j < features.size(); ++j) {
+    const size_t before = chunk.value.size();
+    for (size_t g = 0; g < groups.size(); ++g) {
+      for (; at[g] < groups[g].size() && groups[g][at[g]].column == int32_t(j); ++at[g]) {
+        chunk.child.push_back(groups[g][at[g]].child);
+        chunk.value.push_back(groups[g][at[g]].value);
+      }
+    }
+    if (chunk.value.size() > before) {
+      chunk.feature.push_back(features[j]);
+      chunk.ends.push_back(int64_t(chunk.value.size()));
+    }
+  }
+  return chunk;
+}
+
+/// The groups of a parent's children as tasks: one for all of them, or, where there are few parents, one each.
+struct Task {
+  int64_t parent, first_group, last_group;
+};
+
+class LayerTrainer {
+ public:
+  LayerTrainer(const Examples& examples, const int64_t* first_child, const Lists& parents, const Lists& labels, const float* costs,
+               const Training& training)
+      : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training),
+        group_(parents.count), features_(parents.count), chunks_(parents.count), left_(parents.count) {}
+
+  std::vector<Chunk> train(Stats& stats) {
+    const int64_t threads = at::get_num_threads();
+    const bool apart = parents_.count < 4 * threads;
+    std::vector<Task> tasks;
+    for (int64_t p = 0; p < parents_.count; ++p) {
+      const int64_t groups = (children(p) + kSiblingLanes - 1) / kSiblingLanes;
+      group_[p].resize(groups);
+      left_[p] = groups;
+      for (int64_t g = 0; g < groups; g += apart ? 1 : groups) {
+        tasks.push_back({p, g, apart ? g + 1 : groups});
+      }
+    }
+    // What takes long goes first; whoever is free takes the next.
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return work(a) > work(b); });
+    std::atomic<size_t> next = 0;
+    std::mutex adding;
+    at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+      ParentRows rows(examples_);
+      GroupTrainer trainer(training_, labels_, costs_);
+      Stats own;
+      int64_t held = -1;
+      for (size_t t = next++; t < tasks.size(); t = next++) {
+        run(tasks[t], rows, held, trainer, own);
+      }
+      const std::lock_guard lock(adding);
+      stats += own;
+    });
+    return std::move(chunks_);
+  }
+
+ private:
+  int64_t children(int64_t parent) const { return first_child_[parent + 1] - first_child_[parent]; }
+  int64_t work(const Task& task) const { return parents_.size(task.parent) * (task.last_group - task.first_group); }
+
+  void run(const Task& task, ParentRows& rows, int64_t& held, GroupTrainer& trainer, Stats& stats) {
+    const int64_t p = task.parent;
+    if (held != p) {
+      rows.gather(parents_.row + parents_.offset[p], parents_.size(p), training_.bias);
+      held = p;
+    }
+    for (int64_t g = task.first_group; g < task.last_group; ++g) {
+      const int64_t child = g * kSiblingLanes;
+      trainer.train(rows, first_child_[p] + child, child, std::min(kSiblingLanes, children(p) - child), group_[p][g], stats);
+    }
+    const int64_t done = task.last_group - task.first_group;
+    if (left_[p].fetch_sub(done) == done) { // the last of its groups
+      features_[p].resize(rows.columns());
+      for (int64_t j = 0; j < rows.columns(); ++j) {
+        features_[p][j] = rows.feature(j);
+      }
+      chunks_[p] = merge(group_[p], features_[p]);
+      group_[p] = {};
+      features_[p] = {};
+    }
+  }
+
+  const Examples& examples_;
+  const int64_t* first_child_;
+  const Lists &parents_, &labels_;
+  const float* costs_;
+  const Training& training_;
+  std::vector<std::vector<std::vector<Weight>>> group_;
+  std::vector<std::vector<int32_t>> features_;
+  std::vector<Chunk> chunks_;
+  std::vector<std::atomic<int64_t>> left_;
+};
+
+/// Lists of rising numbers in [0, limit).
+void check_lists(const char* offsets_name, const Tensor& offsets, const char* name, const Tensor& numbers, int64_t limit) {
+  check::dim(kOp, offsets_name, offsets, 1);
+  check::int64(kOp, offsets_name, offsets);
+  check::dim(kOp, name, numbers, 1);
+  check::dtype(kOp, name, numbers, at::kInt);
+  TORCH_CHECK_VALUE(offsets.size(0) >= 1, kOp, ": expected ", offsets_name, " with a number for each list and one, got none");
+  check::offsets(kOp, offsets_name, offsets, numbers.size(0));
+  const int64_t* offset = offsets.const_data_ptr<int64_t>();
+  const int32_t* number = numbers.const_data_ptr<int32_t>();
+  at::parallel_for(0, offsets.size(0) - 1, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t before = -1;
+      for (int64_t t = offset[i]; t < offset[i + 1]; ++t) {
+        TORCH_CHECK_INDEX(number[t] < limit, kOp, ": expected ", name, " in [0, ", limit, "), got ", number[t], " at [", t, "]");
+        TORCH_CHECK_VALUE(number[t] > before, kOp, ": expected ", name, " that are at least 0 and rise in each list, got ", number[t], " after ",
+                          before, " at [", t, "]");
+        before = number[t];
+      }
+    }
+  });
+}
+
+void check_values(const char* name, const Tensor& values, int64_t size, bool positive) {
+  check::dim(kOp, name, values, 1);
+  check::dtype(kOp, name, values, at::kFloat);
+  check::size(kOp, name, values, 0, size, "one for each number of its lists");
+  const float* value = values.const_data_ptr<float>();
+  for (int64_t t = 0; t < size; ++t) {
+    TORCH_CHECK_VALUE(std::isfinite(value[t]) && !(positive && value[t] < 0), kOp, ": expected ", name, " that are finite",
+                      positive ? " and not below 0" : "", ", got ", value[t], " at [", t, "]");
+  }
+}
+
+void check_options(int64_t loss, double bias, double positive_cost, double negative_cost, double tolerance, int64_t sweeps, double threshold,
+                   int64_t max_weights) {
+  TORCH_CHECK_VALUE(loss >= 0 && loss <= 2, kOp, ": expected loss as 0 (squared hinge), 1 (hinge) or 2 (logistic), got ", loss);
+  TORCH_CHECK_VALUE(std::isfinite(bias), kOp, ": expected bias as a finite number, got ", bias);
+  for (const auto& [name, value] : {std::pair<const char*, double>{"positive_cost", positive_cost}, {"negative_cost", negative_cost},
+                                    {"tolerance", tolerance}}) {
+    TORCH_CHECK_VALUE(value > 0 && std::isfinite(value), kOp, ": expected ", name, " as a finite number above 0, got ", value);
+  }
+  TORCH_CHECK_VALUE(sweeps >= 1, kOp, ": expected sweeps of at least 1, got ", sweeps);
+  TORCH_CHECK_VALUE(threshold >= 0 && std::isfinite(threshold), kOp, ": expected threshold as a finite number of at least 0, got ", threshold);
+  TORCH_CHECK_VALUE(max_weights >= 0, kOp, ": expected max_weights of at least 0, got ", max_weights);
+}
+
+/// The chunks one after the other.
+LinearLayer lay_out(const std::vector<Chunk>& chunks, bool wide, const Stats& stats) {
+  const int64_t parents = int64_t(chunks.size());
+  const auto longs = at::TensorOptions(at::kLong), ints = at::TensorOptions(at::kInt);
+  const Tensor chunk = at::empty({parents + 1}, longs);
+  std::vector<int64_t> first_entry(parents + 1, 0);
+  int64_t* begin = chunk.mutable_data_ptr<int64_t>();
+  begin[0] = 0;
+  for (int64_t p = 0; p < parents; ++p) {
+    begin[p + 1] = begin[p] + int64_t(chunks[p].feature.size());
+    first_entry[p + 1] = first_entry[p] + int64_t(chunks[p].value.size());
+  }
+  const Tensor feature = at::empty({begin[parents]}, ints), entry = at::empty({begin[parents] + 1}, longs);
+  const Tensor child = at::empty({first_entry[parents]}, wide ? ints : ints.dtype(at::kByte));
+  const Tensor value = at::empty({first_entry[parents]}, ints.dtype(at::kFloat));
+  int64_t* ends = entry.mutable_data_ptr<int64_t>();
+  ends[0] = 0;
+  at::parallel_for(0, parents, 1, [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) {
+      const Chunk& from = chunks[p];
+      std::copy(from.feature.begin(), from.feature.end(), feature.mutable_data_ptr<int32_t>() + begin[p]);
+      std::transform(from.ends.begin(), from.ends.end(), ends + begin[p] + 1, [&](int64_t end) { return first_entry[p] + end; });
+      std::copy(from.value.begin(), from.value.end(), value.mutable_data_ptr<float>() + first_entry[p]);
+      if (wide) {
+        std::copy(from.child.begin(), from.child.end(), child.mutable_data_ptr<int32_t>() + first_entry[p]);
+      } else {
+        std::copy(from.child.begin(), from.child.end(), child.mutable_data_ptr<uint8_t>() + first_entry[p]);
+      }
+    }
+  });
+  return {chunk, feature, entry, child, value, at::tensor({double(stats.sweeps), double(stats.unconverged), double(stats.weights)}, at::kDouble)};
+}
+
+} // namespace
+
+LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features, const Tensor& first_child,
+                               const Tensor& parent_offsets, const Tensor& parent_rows, const Tensor& label_offsets, const Tensor& label_rows,
+                               const OptionalTensor& label_costs, int64_t loss, double bias, double positive_cost, double negative_cost,
+                               double tolerance, int64_t sweeps, double threshold, int64_t max_weights, int64_t seed) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(features >= 0 && features < kMost, kOp, ": expected features in [0, ", kMost, "), got ", features);
+  const Tensor x_offsets = offsets.contiguous(), x_columns = columns.contiguous(), x_values = values.contiguous();
+  check_lists("offsets", x_offsets, "columns", x_columns, features);
+  check_values("values", x_values, x_columns.size(0), false);
+  const int64_t rows = offsets.size(0) - 1, parents = first_child.numel() - 1;
+  TORCH_CHECK_VALUE(rows < kMost, kOp, ": expected fewer than ", kMost, " examples, got ", rows);
+  check::dim(kOp, "first_child", first_child, 1);
+  check::int64(kOp, "first_child", first_child);
+  const Tensor p_offsets = parent_offsets.contiguous(), p_rows = parent_rows.contiguous();
+  check_lists("parent_offsets", p_offsets, "parent_rows", p_rows, rows);
+  check::size(kOp, "parent_offsets", p_offsets, 0, first_child.size(0), "one for each parent, and one");
+  const Tensor l_offsets = label_offsets.contiguous(), l_rows = label_rows.contiguous();
+  check_lists("label_offsets", l_offsets, "label_rows", l_rows, rows);
+  const Tensor children = first_child.contiguous();
+  check::offsets(kOp, "first_child", children, l_offsets.size(0) - 1);
+  const Tensor l_costs = given(label_costs) ? label_costs->contiguous() : Tensor();
+  if (l_costs.defined()) {
+    check_values("label_costs", l_costs, l_rows.size(0), true);
+  }
+  check_options(loss, bias, positive_cost, negative_cost, tolerance, sweeps, threshold, max_weights);
+
+  const int64_t* first = children.const_data_ptr<int64_t>();
+  const auto lists = [](const Tensor& offset, const Tensor& row) {
+    return Lists{offset.size(0) - 1, offset.const_data_ptr<int64_t>(), row.const_data_ptr<int32_t>()};
+  };
+  const Examples examples{rows, features, x_offsets.const_data_ptr<int64_t>(), x_columns.const_data_ptr<int32_t>(), x_values.const_data_ptr<float>()};
+  const Lists of_parents = lists(p_offsets, p_rows), of_labels = lists(l_offsets, l_rows);
+  const Training training{LinearLoss(loss), float(bias), float(positive_cost), float(negative_cost), float(tolerance), sweeps, float(threshold),
+                          max_weights, uint64_t(seed)};
+  int64_t most = 0;
+  for (int64_t p = 0; p < parents; ++p) {
+    most = std::max(most, first[p + 1] - first[p]);
+  }
+  Stats stats;
+  LayerTrainer trainer(examples, first, of_parents, of_labels, l_costs.defined() ? l_costs.const_data_ptr<float>() : nullptr, training);
+  return lay_out(trainer.train(stats), most > 256, stats);
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("linear_layer_train(Tensor offsets, Tensor columns, Tensor values, int features, Tensor first_child, Tensor parent_offsets, "
+        "Tensor parent_rows, Tensor label_offsets, Tensor label_rows, Tensor? label_costs, int loss, float bias, float positive_cost, "
+        "float negative_cost, float tolerance, int sweeps, float threshold, int max_weights, int seed) -> "
+        "(Tensor chunk, Tensor feature, Tensor entry, Tensor child, Tensor value, Tensor stats)");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("linear_layer_train", linear_layer_train); }
+
+} // namespace xsoftmax

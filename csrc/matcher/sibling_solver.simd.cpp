@@ -1,0 +1,259 @@
+#include "matcher/sibling_solver.h"
+
+#include "core/simd.h"
+
+namespace xsoftmax::XS_ISA {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLogit = 18.0f; // e^-18 of a cost is no more than float32 tells from none
+
+// One number of each label, and a mask of labels, all bits of a lane set or none: the compiler's own vectors, as wide as it takes.
+template <int kLanes> struct Vectors;
+template <> struct Vectors<4> { typedef float Float __attribute__((vector_size(16))); typedef int32_t Mask __attribute__((vector_size(16))); };
+template <> struct Vectors<8> { typedef float Float __attribute__((vector_size(32))); typedef int32_t Mask __attribute__((vector_size(32))); };
+template <> struct Vectors<16> { typedef float Float __attribute__((vector_size(64))); typedef int32_t Mask __attribute__((vector_size(64))); };
+template <int kLanes> using Float = typename Vectors<kLanes>::Float;
+template <int kLanes> using Mask = typename Vectors<kLanes>::Mask;
+
+template <typename T> static inline T smaller(T a, T b) { return a < b ? a : b; }
+template <typename T> static inline T larger(T a, T b) { return a > b ? a : b; }
+
+template <typename T>
+static inline T read(const float* from) {
+  T value;
+  __builtin_memcpy(&value, from, sizeof(T));
+  return value;
+}
+
+template <typename T>
+static inline void write(float* to, T value) {
+  __builtin_memcpy(to, &value, sizeof(T));
+}
+
+template <typename M>
+static inline bool any(M mask) {
+  int32_t bits = 0;
+  for (unsigned c = 0; c < sizeof(M) / sizeof(int32_t); ++c) {
+    bits |= mask[c];
+  }
+  return bits != 0;
+}
+
+// Lane c: bit c.
+template <int kLanes>
+static inline Mask<kLanes> lanes_of(uint32_t bits) {
+  Mask<kLanes> place;
+  for (int c = 0; c < kLanes; ++c) {
+    place[c] = int32_t(1) << c;
+  }
+  return (place & int32_t(bits)) != 0;
+}
+
+// Small, fast, and enough for an order of rows: xorshift64 (Marsaglia, 2003).
+static inline uint64_t next(uint64_t& state) {
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return state;
+}
+
+static inline void exchange(int32_t* order, int64_t i, int64_t j) {
+  const int32_t kept = order[i];
+  order[i] = order[j];
+  order[j] = kept;
+}
+
+void shuffle(int32_t* order, int64_t n, uint64_t& random) {
+  for (int64_t i = 0; i < n; ++i) {
+    exchange(order, i, i + int64_t((static_cast<unsigned __int128>(next(random)) * uint64_t(n - i)) >> 64));
+  }
+}
+
+// w.x of every label: two sums, so that one addition need not wait for another.
+template <int kLanes>
+static inline Float<kLanes> products(const SiblingProblem& p, int64_t row, const float* weights) {
+  using F = Float<kLanes>;
+  F even{}, odd{};
+  int64_t t = p.start[row];
+  const int64_t end = p.start[row + 1];
+  for (; t + 1 < end; t += 2) {
+    even += p.value[t] * read<F>(weights + int64_t(p.column[t]) * kLanes);
+    odd += p.value[t + 1] * read<F>(weights + int64_t(p.column[t + 1]) * kLanes);
+  }
+  if (t < end) {
+    even += p.value[t] * read<F>(weights + int64_t(p.column[t]) * kLanes);
+  }
+  return even + odd;
+}
+
+template <int kLanes>
+static inline void add_row(const SiblingProblem& p, int64_t row, Float<kLanes> step, float* weights) {
+  for (int64_t t = p.start[row]; t < p.start[row + 1]; ++t) {
+    float* w = weights + int64_t(p.column[t]) * kLanes;
+    write(w, read<Float<kLanes>>(w) + p.value[t] * step);
+  }
+}
+
+template <int kLanes>
+static inline Float<kLanes> costs(const SiblingProblem& p, int64_t row, Mask<kLanes> positive) {
+  using F = Float<kLanes>;
+  return p.cost != nullptr ? read<F>(p.cost + row * kLanes) : (positive ? p.positive_cost + F{} : p.negative_cost + F{});
+}
+
+template <int kLanes>
+static inline Float<kLanes> logistic_weight(Float<kLanes> logit, Float<kLanes> cost) {
+  alignas(64) float e[kLanes];
+  write(e, -logit);
+#pragma omp simd
+  for (int c = 0; c < kLanes; ++c) {
+    e[c] = exponential(e[c]);
+  }
+  return cost / (1.0f + read<Float<kLanes>>(e));
+}
+
+// The logit u at which square (C s(u) - a) + margin + u = 0, s the sigmoid: Newton's steps, halving the bracket where one leaves it.
+template <int kLanes>
+static inline Float<kLanes> logistic_logit(Float<kLanes> logit, Float<kLanes> a, Float<kLanes> margin, float square, Float<kLanes> cost) {
+  using F = Float<kLanes>;
+  F low = -margin - square * (cost - a), high = -margin + square * a, u = smaller(larger(logit, low), high);
+  for (int step = 0; step < 8; ++step) {
+    const F z = logistic_weight<kLanes>(u, cost), value = square * (z - a) + margin + u;
+    low = value < 0 ? u : low;
+    high = value < 0 ? high : u;
+    const F moved = u - value / (1.0f + square * z * (1.0f - z / cost));
+    u = (moved >= low) & (moved <= high) ? moved : 0.5f * (low + high);
+  }
+  return smaller(larger(u, F{} - kLogit), F{} + kLogit);
+}
+
+/// What one row does to the labels at work.
+template <int kLanes>
+struct Visit {
+  Float<kLanes> violation; ///< the projected gradient; of logistic the gradient
+  Float<kLanes> state;     ///< after it
+  Float<kLanes> change;    ///< of the dual variable
+  Mask<kLanes> out;        ///< the row may be left out
+};
+
+template <int kLanes, LinearLoss kLoss>
+static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Float<kLanes> cost, float square, Mask<kLanes> work,
+                                  Float<kLanes> bound) {
+  using F = Float<kLanes>;
+  const Mask<kLanes> costly = cost > 0;
+  if constexpr (kLoss == LinearLoss::Logistic) {
+    const F before = logistic_weight<kLanes>(state, cost);
+    const F after = work & costly ? logistic_logit<kLanes>(state, before, margin, square, cost) : state;
+    return {costly ? margin + state : F{}, after, logistic_weight<kLanes>(after, cost) - before, Mask<kLanes>{}};
+  } else {
+    constexpr bool kSquared = kLoss == LinearLoss::SquaredHinge;
+    const F ridge = kSquared ? 0.5f / cost : F{}, limit = kSquared ? F{} + kInfinity : cost;
+    const F gradient = margin - 1.0f + (kSquared ? ridge * state : F{});
+    const Mask<kLanes> low = state <= 0, high = state >= limit;
+    const F violation = low ? smaller(gradient, F{}) : high ? larger(gradient, F{}) : gradient;
+    const F whole = square + ridge;
+    const F free = whole > 0 ? state - gradient / whole : (gradient < 0 ? limit : F{});
+    const F after = work & costly ? smaller(larger(free, F{}), limit) : state;
+    return {costly ? violation : F{}, after, after - state, (low & (gradient > bound)) | (high & (gradient < -bound)) | ~costly};
+  }
+}
+
+template <int kLanes, LinearLoss kLoss>
+void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, SiblingStats* stats) {
+  using F = Float<kLanes>;
+  uint64_t random = p.seed * 0x9E3779B97F4A7C15u | 1u;
+  int64_t active = p.rows;
+  for (int64_t i = 0; i < p.rows; ++i) {
+    order[i] = int32_t(i);
+  }
+  F bound = F{} + kInfinity; // of the gradient, above which a row is left out
+  Mask<kLanes> work = lanes_of<kLanes>((1u << p.labels) - 1);
+  stats->sweeps = 0;
+  while (stats->sweeps < p.sweeps && any(work)) {
+    ++stats->sweeps;
+    F most = F{} - kInfinity, least = F{} + kInfinity;
+    shuffle(order, active, random);
+    for (int64_t at = 0; at < active; ++at) {
+      const int64_t row = order[at];
+      const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
+      const F y = positive ? F{} + 1.0f : F{} - 1.0f;
+      const Visit<kLanes> now = visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights),
+                                                     costs<kLanes>(p, row, positive), p.square[row], work, bound);
+      most = work ? larger(most, now.violation) : most;
+      least = work ? smaller(least, now.violation) : least;
+      if (any(now.change != 0)) {
+        write(state + row * kLanes, now.state);
+        add_row<kLanes>(p, row, y * now.change, weights);
+      }
+      if (!any(work & ~now.out)) {
+        exchange(order, at--, --active);
+      }
+    }
+    const F range = kLoss == LinearLoss::Logistic ? larger(most, -least) : most - least;
+    const Mask<kLanes> open = work & ~(range <= p.tolerance);
+    bound = most > 0 ? most : F{} + kInfinity;
+    work = active == p.rows ? open : work;
+    if (!any(open)) { // as far as the rows at hand tell: all of them once more
+      active = p.rows;
+      bound = F{} + kInfinity;
+    }
+  }
+  stats->unconverged = 0;
+  for (int64_t c = 0; c < p.labels; ++c) {
+    stats->unconverged -= work[c];
+  }
+}
+
+template <int kLanes>
+void run_loss(const SiblingProblem& p, float* weights, float* state, int32_t* order, SiblingStats* stats) {
+  switch (p.loss) {
+    case LinearLoss::SquaredHinge: return run<kLanes, LinearLoss::SquaredHinge>(p, weights, state, order, stats);
+    case LinearLoss::Hinge: return run<kLanes, LinearLoss::Hinge>(p, weights, state, order, stats);
+    case LinearLoss::Logistic: return run<kLanes, LinearLoss::Logistic>(p, weights, state, order, stats);
+  }
+}
+
+void solve(const SiblingProblem& p, float* weights, float* state, int32_t* order, SiblingStats* stats) {
+  switch (sibling_lanes(p.labels)) {
+    case 4: return run_loss<4>(p, weights, state, order, stats);
+    case 8: return run_loss<8>(p, weights, state, order, stats);
+    default: return run_loss<kSiblingLanes>(p, weights, state, order, stats);
+  }
+}
+
+template <int kLanes>
+void warm(const SiblingProblem& p, int64_t columns, float* weights, float* state) {
+  using F = Float<kLanes>;
+  const Mask<kLanes> real = lanes_of<kLanes>((1u << p.labels) - 1);
+  const auto sign = [&](int64_t row) { return lanes_of<kLanes>(p.positive[row]) ? F{} + 1.0f : F{} - 1.0f; };
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const F margin = sign(row) * products<kLanes>(p, row, weights), cost = costs<kLanes>(p, row, lanes_of<kLanes>(p.positive[row]));
+    const F value = p.loss == LinearLoss::SquaredHinge ? 2.0f * cost * larger(1.0f - margin, F{}) // what it is at the optimum
+                    : p.loss == LinearLoss::Hinge      ? (margin < 1.0f ? cost : F{})
+                                                       : smaller(larger(-margin, F{} - kLogit), F{} + kLogit);
+    write(state + row * kLanes, real ? value : F{});
+  }
+  for (int64_t i = 0; i < columns * kLanes; ++i) {
+    weights[i] = 0.0f;
+  }
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const F a = read<F>(state + row * kLanes), cost = costs<kLanes>(p, row, lanes_of<kLanes>(p.positive[row]));
+    add_row<kLanes>(p, row, real ? sign(row) * (p.loss == LinearLoss::Logistic ? logistic_weight<kLanes>(a, cost) : a) : F{}, weights);
+  }
+}
+
+void warm_start(const SiblingProblem& p, int64_t columns, float* weights, float* state) {
+  switch (sibling_lanes(p.labels)) {
+    case 4: return warm<4>(p, columns, weights, state);
+    case 8: return warm<8>(p, columns, weights, state);
+    default: return warm<kSiblingLanes>(p, columns, weights, state);
+  }
+}
+
+float initial(LinearLoss loss) { return loss == LinearLoss::Logistic ? -kLogit : 0.0f; }
+
+} // namespace
+
+extern const SiblingSolverTable sibling_solver{solve, warm_start, initial};
+
+} // namespace xsoftmax::XS_ISA
