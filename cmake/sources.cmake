@@ -78,6 +78,7 @@ set(XSOFTMAX_SOURCES
   csrc/trees/hierarchical_softmax.cpp
   csrc/trees/hierarchical_softmax_cpu.cpp
   csrc/trees/label_tree.cpp
+  csrc/trees/label_tree_clusters.cpp
   csrc/trees/label_tree_module.cpp
   csrc/trees/label_tree_order.cpp
   csrc/trees/modules.cpp

@@ -117,15 +117,25 @@ class LabelTree(nn.Module):
         return LabelTree.balanced(torch.randperm(_at_least("random", "num_classes", num_classes, 1), generator=generator), arity)
 
     @staticmethod
-    def from_vectors(vectors: Tensor, arity: int = 10, iterations: int = 10, generator: Optional[torch.Generator] = None) -> "LabelTree":
+    def from_vectors(vectors: Union[Tensor, "scipy.sparse.csr_matrix"], arity: int = 10, iterations: int = 10,  # noqa: F821
+                     generator: Optional[torch.Generator] = None, *, max_leaf_size: Optional[int] = None, spherical: bool = True) -> "LabelTree":
         """:meth:`balanced`, with near classes near each other: recursive K-means with ``arity`` clusters, whose leaves are then laid from
         left to right into a balanced tree (CANE paper, appendix C).
 
+        With ``max_leaf_size``: clusters of at most so many classes, below as few layers of at most ``arity`` children as those take, cut by
+        balanced 2-means (PECOS paper, section 2.1): the tree of a hierarchical matcher.
+
         Args:
             vectors: [N, D], floating, finite: a vector for each class, such as the mean of the features of its examples, or the rows of a
-                trained output layer.
+                trained output layer. Beside ``max_leaf_size`` a scipy CSR matrix, too.
             iterations: of each K-means.
+            spherical: beside ``max_leaf_size``: centres are normalised, so that directions count; the vectors should be, too.
         """
+        if max_leaf_size is not None:
+            seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
+            return LabelTree._of(torch.ops.xsoftmax.label_tree_clusters(
+                seed, *_sparse_rows(vectors), vectors.shape[1], _arity("from_vectors", arity),
+                _at_least("from_vectors", "max_leaf_size", max_leaf_size, 1), _at_least("from_vectors", "iterations", iterations, 1), spherical))
         if not isinstance(vectors, Tensor):
             raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor, got {type(vectors).__name__}")
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, generator=generator)
@@ -226,6 +236,19 @@ class LabelTree(nn.Module):
         ax.margins(0.02, 0.15)
         ax.set_axis_off()
         return ax
+
+
+def _sparse_rows(vectors: Union[Tensor, "scipy.sparse.csr_matrix"]) -> Tuple[Tensor, Tensor, Tensor]:  # noqa: F821
+    """Offsets int64, columns int32 and values float32 of the rows."""
+    if isinstance(vectors, Tensor):
+        if vectors.dim() != 2:
+            raise ValueError(f"LabelTree.from_vectors: expected vectors of shape [N, D], got {list(vectors.shape)}")
+        rows = vectors.detach().to("cpu", torch.float32).to_sparse_csr()
+        return rows.crow_indices(), rows.col_indices().to(torch.int32), rows.values()
+    if getattr(vectors, "format", None) != "csr":
+        raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor or a scipy CSR matrix, got {type(vectors).__name__}")
+    parts = (vectors.indptr.astype("int64"), vectors.indices.astype("int32"), vectors.data.astype("float32"))
+    return torch.from_numpy(parts[0]), torch.from_numpy(parts[1]), torch.from_numpy(parts[2])
 
 
 def _arity(name: str, arity: int) -> int:

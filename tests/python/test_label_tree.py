@@ -3,6 +3,7 @@
 import heapq
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -289,3 +290,69 @@ def test_a_state_dict_of_no_tree_is_refused():
 def test_more_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+# ---- clusters of sparse vectors
+
+def sparse_vectors(n, features=60, density=0.1, seed=0):
+    import scipy.sparse as sp
+
+    return sp.random(n, features, density, format="csr", dtype=np.float32, random_state=np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("n, arity, leaf", [(1, 2, 1), (5, 2, 1), (100, 16, 100), (101, 16, 100), (1000, 16, 10), (333, 3, 7), (257, 2, 4)])
+def test_clusters_have_their_shape(n, arity, leaf):
+    """Every class once, on the last layer; at most `arity` children above clusters of at most `leaf`, all of nearly one size; few layers."""
+    tree = LabelTree.from_vectors(sparse_vectors(n), arity, max_leaf_size=leaf)
+    assert tree.num_classes == n and sorted(tree.node_class[tree.node_class >= 0].tolist()) == list(range(n))
+    clusters = -(-n // leaf)
+    layers = 1
+    while arity ** (layers - 1) < clusters:
+        layers += 1
+    assert tree.depth == (layers if clusters > 1 else 1)
+    assert tree.layer_sizes[-1] == n and (tree.depth == 1 or tree.layer_sizes[-2] == clusters)
+    children = tree.first_child.diff()
+    inner = children[(tree.node_class < 0) & (children > 0)]
+    above = tree.num_nodes - n - (clusters if clusters > 1 else 1)
+    assert (inner[:above] <= arity).all() and (inner[above:] <= leaf).all() and inner[above:].max() - inner[above:].min() <= 1
+
+
+@pytest.mark.parametrize("spherical", [True, False])
+def test_any_number_of_threads_builds_the_same_clusters(spherical):
+    vectors, threads, found = sparse_vectors(700, density=0.3), torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 8):
+            torch.set_num_threads(n)
+            found.append(LabelTree.from_vectors(vectors, 4, generator=torch.Generator().manual_seed(3), max_leaf_size=9, spherical=spherical))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0].node_class, tree.node_class) for tree in found)
+
+
+def test_clusters_are_those_of_the_vectors():
+    """Eight directions, thirty noisy classes of each, dense or sparse: no cluster mixes two."""
+    random = np.random.default_rng(0)
+    centre = np.repeat(np.eye(8, 20) * 5, 30, axis=0)
+    vectors = (centre + random.normal(size=(240, 20)) * 0.3).astype(np.float32)
+    import scipy.sparse as sp
+
+    for given in (torch.from_numpy(vectors), sp.csr_matrix(vectors)):
+        tree = LabelTree.from_vectors(given, 8, iterations=20, generator=torch.Generator().manual_seed(0), max_leaf_size=30)
+        cluster = tree.parent[tree.class_node]
+        pure = sum(len(set((torch.arange(240)[cluster == v] // 30).tolist())) == 1 for v in cluster.unique())
+        assert tree.layer_sizes == [8, 240] and pure >= 6  # 2-means may cut one direction in two
+
+
+def test_bad_clusters():
+    import scipy.sparse as sp
+
+    vectors = sparse_vectors(20)
+    for call, error, message in (
+        (lambda: LabelTree.from_vectors(vectors, 1, max_leaf_size=3), ValueError, "arity of at least 2"),
+        (lambda: LabelTree.from_vectors(vectors, 4, max_leaf_size=0), ValueError, "max_leaf_size to be at least 1, got 0"),
+        (lambda: LabelTree.from_vectors(vectors.tocoo(), 4, max_leaf_size=3), TypeError, "a tensor or a scipy CSR matrix, got coo"),
+        (lambda: LabelTree.from_vectors(vectors * np.nan, 4, max_leaf_size=3), ValueError, "values that are finite, got nan"),
+        (lambda: LabelTree.from_vectors(sp.csr_matrix((0, 4), dtype=np.float32), 4, max_leaf_size=3), ValueError, "vectors of 1 to"),
+    ):
+        with pytest.raises(error, match=message):
+            call()

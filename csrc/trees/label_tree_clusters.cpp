@@ -1,0 +1,351 @@
+#include "trees/label_tree_clusters.h"
+
+#include "core/checks.h"
+#include "core/philox.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "label_tree_clusters";
+
+struct Vectors {
+  int64_t count, features;
+  const int64_t* offset;
+  const int32_t* column;
+  const float* value;
+};
+
+/// Their transpose: rows rise in a column.
+struct Columns {
+  std::vector<int64_t> offset;
+  std::vector<int32_t> row;
+  std::vector<float> value;
+
+  explicit Columns(const Vectors& vectors) : offset(vectors.features + 1, 0), row(vectors.offset[vectors.count]), value(row.size()) {
+    for (size_t t = 0; t < row.size(); ++t) {
+      ++offset[vectors.column[t] + 1];
+    }
+    std::partial_sum(offset.begin(), offset.end(), offset.begin());
+    std::vector<int64_t> at(offset.begin(), offset.end() - 1);
+    for (int64_t i = 0; i < vectors.count; ++i) {
+      for (int64_t t = vectors.offset[i]; t < vectors.offset[i + 1]; ++t) {
+        row[at[vectors.column[t]]] = int32_t(i);
+        value[at[vectors.column[t]]++] = vectors.value[t];
+      }
+    }
+  }
+};
+
+/// An inner node: its classes are order[begin .. end), in `leaves` clusters, and its children the nodes first .. last - 1, or, of a cluster,
+/// the classes.
+struct Node {
+  int64_t parent, begin, end, leaves, first, last;
+};
+
+/// The shape of the tree, which follows from numbers alone: all clusters on one layer, no node with more children than `arity`.
+std::vector<Node> shape(int64_t classes, int64_t arity, int64_t max_leaf_size) {
+  const int64_t leaves = (classes + max_leaf_size - 1) / max_leaf_size;
+  std::vector<Node> nodes{{-1, 0, classes, leaves, 0, 0}};
+  int64_t most = 1; // clusters below a node of the layer to be made
+  while (most * arity < leaves) {
+    most *= arity;
+  }
+  int64_t layer_begin = 0;
+  for (; leaves > 1 && most >= 1; most /= arity) {
+    const int64_t layer_end = int64_t(nodes.size());
+    for (int64_t v = layer_begin; v < layer_end; ++v) {
+      const Node node = nodes[v];
+      const int64_t children = (node.leaves + most - 1) / most, first = int64_t(nodes.size());
+      for (int64_t c = 0, leaf = 0; c < children; ++c) {
+        const int64_t next = node.leaves * (c + 1) / children; // clusters and classes in equal shares
+        const auto at = [&](int64_t some) { return node.begin + int64_t(static_cast<__int128>(node.end - node.begin) * some / node.leaves); };
+        nodes.push_back({v, at(leaf), at(next), next - leaf, 0, 0});
+        leaf = next;
+      }
+      nodes[v].first = first;
+      nodes[v].last = int64_t(nodes.size());
+    }
+    layer_begin = layer_end;
+  }
+  return nodes;
+}
+
+/// Cuts a part in two.
+class Bisection {
+ public:
+  Bisection(const Vectors& vectors, uint64_t seed, int64_t iterations, bool spherical)
+      : vectors_(vectors), seed_(seed), iterations_(iterations), spherical_(spherical), sum_(2 * vectors.features, 0.0),
+        direction_(vectors.features, 0.0f) {}
+
+  /// rows [size], rising: the first `left` go to the first half on return, both halves rising. columns: given, threads share the work.
+  void cut(int32_t* rows, int64_t size, int64_t left, uint64_t key, const Columns* columns) {
+    if (left == 0 || left == size) {
+      return;
+    }
+    side_.assign(size, -1);
+    score_.resize(size);
+    order_.resize(size);
+    // The first centres: two rows.
+    const PhiloxBlock block = philox(seed_, key, uint64_t(size));
+    const int64_t one = int64_t(multiply_shift(block.low(), uint64_t(size)));
+    const int64_t other = (one + 1 + int64_t(multiply_shift(block.high(), uint64_t(size - 1)))) % size;
+    add(rows[one], 0);
+    add(rows[other], 1);
+    for (int64_t iteration = 0; iteration < iterations_; ++iteration) {
+      make_direction();
+      score(rows, size, columns != nullptr);
+      clear();
+      if (!assign(size, left)) {
+        break;
+      }
+      if (iteration + 1 < iterations_) {
+        columns != nullptr ? sum_columns(rows, size, *columns) : sum_rows(rows, size);
+        scale_ = {left, size - left};
+      }
+    }
+    clear();
+    scale_ = {1, 1};
+    move(rows, size);
+  }
+
+ private:
+  void add(int32_t row, int half) {
+    for (int64_t t = vectors_.offset[row]; t < vectors_.offset[row + 1]; ++t) {
+      const int64_t j = vectors_.column[t];
+      if (sum_[2 * j] == 0 && sum_[2 * j + 1] == 0) {
+        touched_.push_back(int32_t(j));
+      }
+      sum_[2 * j + half] += vectors_.value[t];
+    }
+  }
+
+  void sum_rows(const int32_t* rows, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) {
+      add(rows[i], side_[i]);
+    }
+  }
+
+  // The same sums, a column at a time.
+  void sum_columns(const int32_t* rows, int64_t size, const Columns& columns) {
+    half_.assign(vectors_.count, -1);
+    for (int64_t i = 0; i < size; ++i) {
+      half_[rows[i]] = side_[i];
+    }
+    at::parallel_for(0, vectors_.features, 256, [&](int64_t begin, int64_t end) {
+      for (int64_t j = begin; j < end; ++j) {
+        double sum[2] = {0, 0};
+        for (int64_t t = columns.offset[j]; t < columns.offset[j + 1]; ++t) {
+          if (half_[columns.row[t]] >= 0) {
+            sum[half_[columns.row[t]]] += columns.value[t];
+          }
+        }
+        sum_[2 * j] = sum[0];
+        sum_[2 * j + 1] = sum[1];
+      }
+    });
+    for (int64_t j = 0; j < vectors_.features; ++j) {
+      if (sum_[2 * j] != 0 || sum_[2 * j + 1] != 0) {
+        touched_.push_back(int32_t(j));
+      }
+    }
+  }
+
+  // From the second centre to the first one.
+  void make_direction() {
+    std::sort(touched_.begin(), touched_.end()); // so that norms are summed in one order
+    touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
+    double scale[2] = {1.0 / double(scale_[0]), 1.0 / double(scale_[1])};
+    if (spherical_) {
+      double square[2] = {0, 0};
+      for (const int32_t j : touched_) {
+        square[0] += sum_[2 * j] * sum_[2 * j];
+        square[1] += sum_[2 * j + 1] * sum_[2 * j + 1];
+      }
+      for (int half = 0; half < 2; ++half) {
+        scale[half] = square[half] > 0 ? 1.0 / std::sqrt(square[half]) : 0.0;
+      }
+    }
+    for (const int32_t j : touched_) {
+      direction_[j] = float(scale[0] * sum_[2 * j] - scale[1] * sum_[2 * j + 1]);
+    }
+  }
+
+  void score(const int32_t* rows, int64_t size, bool parallel) {
+    const auto some = [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        float sum = 0;
+        for (int64_t t = vectors_.offset[rows[i]]; t < vectors_.offset[rows[i] + 1]; ++t) {
+          sum += vectors_.value[t] * direction_[vectors_.column[t]];
+        }
+        score_[i] = sum;
+      }
+    };
+    parallel ? at::parallel_for(0, size, 256, some) : some(0, size);
+  }
+
+  // The `left` rows of the highest scores are the first half, earlier ones first where scores are equal. Whether any row changed sides.
+  bool assign(int64_t size, int64_t left) {
+    std::iota(order_.begin(), order_.end(), int32_t(0));
+    std::nth_element(order_.begin(), order_.begin() + left, order_.end(),
+                     [&](int32_t a, int32_t b) { return score_[a] > score_[b] || (score_[a] == score_[b] && a < b); });
+    bool changed = false;
+    for (int64_t k = 0; k < size; ++k) {
+      const int8_t side = k < left ? 0 : 1;
+      changed |= side_[order_[k]] != side;
+      side_[order_[k]] = side;
+    }
+    return changed;
+  }
+
+  void clear() {
+    for (const int32_t j : touched_) {
+      sum_[2 * j] = sum_[2 * j + 1] = 0;
+      direction_[j] = 0;
+    }
+    touched_.clear();
+  }
+
+  void move(int32_t* rows, int64_t size) {
+    moved_.clear();
+    int64_t to = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      if (side_[i] == 0) {
+        rows[to++] = rows[i];
+      } else {
+        moved_.push_back(rows[i]);
+      }
+    }
+    std::copy(moved_.begin(), moved_.end(), rows + to);
+  }
+
+  const Vectors& vectors_;
+  uint64_t seed_;
+  int64_t iterations_;
+  bool spherical_;
+  std::array<int64_t, 2> scale_{1, 1}; // rows in each sum
+  std::vector<double> sum_;            // of the rows of each half, feature after feature
+  std::vector<float> direction_, score_;
+  std::vector<int32_t> touched_, order_, moved_;
+  std::vector<int8_t> side_, half_;
+};
+
+/// Children low .. high - 1 of a node, whose classes are to be told apart.
+struct Segment {
+  int64_t low, high;
+};
+
+/// Lays the classes out under the nodes.
+std::vector<int32_t> lay_out(const Vectors& vectors, const std::vector<Node>& nodes, uint64_t seed, int64_t iterations, bool spherical) {
+  std::vector<int32_t> order(vectors.count);
+  std::iota(order.begin(), order.end(), int32_t(0));
+  std::vector<Segment> open, next;
+  const auto descend = [&](std::vector<Segment>& to, Segment segment) {
+    for (; segment.high - segment.low == 1; segment = {nodes[segment.low].first, nodes[segment.low].last}) {
+    }
+    if (segment.high > segment.low) {
+      to.push_back(segment);
+    }
+  };
+  descend(open, {nodes[0].first, nodes[0].last});
+  std::optional<Columns> columns;
+  const auto cut = [&](Bisection& bisection, const Segment& segment, const Columns* shared) {
+    const int64_t begin = nodes[segment.low].begin, middle = nodes[(segment.low + segment.high) / 2].begin, end = nodes[segment.high - 1].end;
+    bisection.cut(order.data() + begin, end - begin, middle - begin, uint64_t(begin), shared);
+  };
+  while (!open.empty()) {
+    const int64_t threads = at::get_num_threads();
+    if (int64_t(open.size()) < threads) {
+      if (!columns.has_value()) {
+        columns.emplace(vectors);
+      }
+      Bisection bisection(vectors, seed, iterations, spherical);
+      for (const Segment& segment : open) {
+        cut(bisection, segment, &*columns);
+      }
+    } else {
+      std::atomic<size_t> at = 0;
+      at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+        Bisection bisection(vectors, seed, iterations, spherical);
+        for (size_t i = at++; i < open.size(); i = at++) {
+          cut(bisection, open[i], nullptr);
+        }
+      });
+    }
+    next.clear();
+    for (const Segment& segment : open) {
+      const int64_t middle = (segment.low + segment.high) / 2;
+      descend(next, {segment.low, middle});
+      descend(next, {middle, segment.high});
+    }
+    open.swap(next);
+  }
+  return order;
+}
+
+} // namespace
+
+LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features,
+                                   int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical) {
+  check::dim(kOp, "seed", seed, 0);
+  check::int64(kOp, "seed", seed);
+  check::dim(kOp, "offsets", offsets, 1);
+  check::int64(kOp, "offsets", offsets);
+  check::dim(kOp, "columns", columns, 1);
+  check::dtype(kOp, "columns", columns, at::kInt);
+  check::dim(kOp, "values", values, 1);
+  check::dtype(kOp, "values", values, at::kFloat);
+  check::size(kOp, "values", values, 0, columns.size(0), "the size of columns");
+  TORCH_CHECK_VALUE(offsets.size(0) >= 2 && offsets.size(0) <= std::numeric_limits<int32_t>::max(), kOp,
+                    ": expected vectors of 1 to 2^31 - 2 classes, got ", offsets.size(0) - 1);
+  TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), kOp, ": expected features in [0, 2^31), got ", features);
+  TORCH_CHECK_VALUE(arity >= 2, kOp, ": expected arity of at least 2, got ", arity);
+  TORCH_CHECK_VALUE(max_leaf_size >= 1, kOp, ": expected max_leaf_size of at least 1, got ", max_leaf_size);
+  TORCH_CHECK_VALUE(iterations >= 1, kOp, ": expected iterations of at least 1, got ", iterations);
+  const Tensor offset = offsets.contiguous(), column = columns.contiguous(), value = values.contiguous();
+  check::offsets(kOp, "offsets", offset, column.size(0));
+  const Vectors vectors{offset.size(0) - 1, features, offset.const_data_ptr<int64_t>(), column.const_data_ptr<int32_t>(),
+                        value.const_data_ptr<float>()};
+  for (int64_t t = 0; t < column.size(0); ++t) {
+    TORCH_CHECK_INDEX(vectors.column[t] >= 0 && vectors.column[t] < features, kOp, ": expected columns in [0, ", features, "), got ",
+                      vectors.column[t], " at [", t, "]");
+    TORCH_CHECK_VALUE(std::isfinite(vectors.value[t]), kOp, ": expected values that are finite, got ", vectors.value[t], " at [", t, "]");
+  }
+
+  const std::vector<Node> nodes = shape(vectors.count, arity, max_leaf_size);
+  const std::vector<int32_t> order = lay_out(vectors, nodes, uint64_t(seed.item<int64_t>()), iterations, spherical);
+  const int64_t inner = int64_t(nodes.size()), all = inner + vectors.count;
+  const Tensor parents = at::empty({all}, at::kLong), classes = at::empty({all}, at::kLong);
+  int64_t *parent = parents.mutable_data_ptr<int64_t>(), *known = classes.mutable_data_ptr<int64_t>();
+  for (int64_t v = 0; v < inner; ++v) {
+    parent[v] = nodes[v].parent;
+    known[v] = -1;
+    for (int64_t i = nodes[v].begin; i < nodes[v].end && nodes[v].first == nodes[v].last; ++i) { // of a cluster
+      parent[inner + i] = v;
+      known[inner + i] = order[i];
+    }
+  }
+  return {parents, classes};
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("label_tree_clusters(Tensor seed, Tensor offsets, Tensor columns, Tensor values, int features, int arity, int max_leaf_size, "
+        "int iterations, bool spherical) -> (Tensor parents, Tensor classes)",
+        label_tree_clusters);
+}
+
+} // namespace xsoftmax
