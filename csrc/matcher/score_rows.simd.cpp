@@ -40,7 +40,8 @@ void combine(float* z, int64_t n, float parent, ScoreTransform transform, int po
     case ScoreTransform::Identity: return combine_as<ScoreTransform::Identity>(z, n, parent, power, combiner);
     case ScoreTransform::Sigmoid: return combine_as<ScoreTransform::Sigmoid>(z, n, parent, power, combiner);
     case ScoreTransform::Hinge:
-      return power == 3 ? combine_as<ScoreTransform::Hinge>(z, n, parent, 3, combiner) : combine_as<ScoreTransform::Hinge>(z, n, parent, power, combiner);
+      return power == 3 ? combine_as<ScoreTransform::Hinge>(z, n, parent, 3, combiner) // the usual one, unrolled
+                        : combine_as<ScoreTransform::Hinge>(z, n, parent, power, combiner);
     case ScoreTransform::LogSigmoid:
       for (int64_t i = 0; i < n; ++i) { // -log(1 + e^-z)
         const float value = z[i] < 0.0f ? z[i] - __builtin_log1pf(exponential(z[i])) : -__builtin_log1pf(exponential(-z[i]));

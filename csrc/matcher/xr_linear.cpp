@@ -36,8 +36,8 @@ void check_children(const BeamLayer::Views& views, std::span<const T> child) {
   for (size_t p = 0; p + 1 < views.first_child.size(); ++p) {
     const int64_t children = views.first_child[p + 1] - views.first_child[p];
     for (int64_t e = views.entry[views.chunk[p]]; e < views.entry[views.chunk[p + 1]]; ++e) {
-      TORCH_CHECK_INDEX(int64_t(child[e]) >= 0 && int64_t(child[e]) < children, kName, ": expected child in [0, ", children, "), got ", int64_t(child[e]),
-                        " at [", e, "]");
+      TORCH_CHECK_INDEX(int64_t(child[e]) >= 0 && int64_t(child[e]) < children, kName, ": expected child in [0, ", children, "), got ",
+                        int64_t(child[e]), " at [", e, "]");
     }
   }
 }
@@ -65,8 +65,9 @@ BeamLayer::Views layer_views(int64_t parents, int64_t features, const Tensor& fi
   for (int64_t p = 0; p < parents; ++p) {
     int64_t before = -1;
     for (int64_t row = views.chunk[p]; row < views.chunk[p + 1]; ++row) {
-      TORCH_CHECK_VALUE(views.feature[row] > before && views.feature[row] <= features, kName, ": expected feature to rise in a chunk and to be at most ",
-                        features, ", got ", views.feature[row], " after ", before, " at [", row, "]");
+      TORCH_CHECK_VALUE(views.feature[row] > before && views.feature[row] <= features, kName,
+                        ": expected feature to rise in a chunk and to be at most ", features, ", got ", views.feature[row], " after ", before,
+                        " at [", row, "]");
       before = views.feature[row];
     }
   }
@@ -128,8 +129,8 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
     check::dim(kName, "dense", *dense, 2);
     check::dtype(kName, "dense", *dense, at::kFloat);
     check::size(kName, "dense", *dense, 0, offsets.size(0) - 1, "the queries");
-    TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName, ": expected dense_begin and the width of dense to add up to ",
-                      features, ", got ", dense_begin, " and ", dense->size(1));
+    TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName,
+                      ": expected dense_begin and the width of dense to add up to ", features, ", got ", dense_begin, " and ", dense->size(1));
     queries.dense = dense->contiguous();
   }
   const auto feature = span<int32_t>(queries.feature);
