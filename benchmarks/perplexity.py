@@ -7,9 +7,9 @@
 
 Every run is one of examples/language_model/train.py, with its checkpoint: stopped at any time, the same command goes on. Learning rates are
 searched alike for all methods, by validation perplexity: those of short runs within a tenth of the best go on to long ones, --finalists at
-most, and the best of those counts. Long:
-hours. Runs share the machine (--jobs), so their own times mean nothing; the time of a step is measured apart, on all threads, the methods
-taking turns (`--time`, wants a quiet machine). What follows `--` are options of the example, for all runs.
+most, and the best of those counts. Long: hours. Runs share the machine (--jobs), so their own times mean nothing; the time of a step is
+measured apart, on all threads, the methods taking turns (`--time`, wants a quiet machine). What follows `--` are options of the example, for all
+runs.
 """
 
 import math

@@ -5,9 +5,9 @@
     python benchmarks/recommend.py curve --data gowalla --out out/gowalla -- --unordered    # NDCG against the time of a step
 
 Every run is one of examples/recommend/train.py, with its checkpoint: stopped at any time, the same command goes on. Learning rates are
-searched alike for all methods, by NDCG@10 in validation: those of short runs within a tenth of the best go on to long ones, and the best of those counts, at
-its best epoch. Long: hours. Runs share the machine (--jobs), so their times mean nothing. What follows `--` are options of the example, for
-all runs.
+searched alike for all methods, by NDCG@10 in validation: those of short runs within a tenth of the best go on to long ones, --finalists at
+most, and the best of those counts, at its best epoch. Long: hours. Runs share the machine (--jobs), so their times mean nothing. What follows
+`--` are options of the example, for all runs.
 """
 
 from study import EXACT, EXAMPLES, RANKING, Study, chosen, make_parser, parse, sampled

@@ -233,7 +233,7 @@ struct Chunk {
 };
 
 /// Groups of siblings, each column after column, as one.
-Chunk merge(const std::vector<std::vector<Weight>>& groups, const std::vector<int32_t>& features) {
+Chunk merge(const std::vector<std::vector<Weight>>& groups, const ParentRows& rows) {
   Chunk chunk;
   std::vector<size_t> at(groups.size(), 0);
   size_t total = 0;
@@ -242,16 +242,16 @@ Chunk merge(const std::vector<std::vector<Weight>>& groups, const std::vector<in
   }
   chunk.child.reserve(total);
   chunk.value.reserve(total);
-  for (size_t j = 0; j < features.size(); ++j) {
+  for (int64_t j = 0; j < rows.columns(); ++j) {
     const size_t before = chunk.value.size();
     for (size_t g = 0; g < groups.size(); ++g) {
-      for (; at[g] < groups[g].size() && groups[g][at[g]].column == int32_t(j); ++at[g]) {
+      for (; at[g] < groups[g].size() && groups[g][at[g]].column == j; ++at[g]) {
         chunk.child.push_back(groups[g][at[g]].child);
         chunk.value.push_back(groups[g][at[g]].value);
       }
     }
     if (chunk.value.size() > before) {
-      chunk.feature.push_back(features[j]);
+      chunk.feature.push_back(rows.feature(j));
       chunk.ends.push_back(int64_t(chunk.value.size()));
     }
   }
@@ -268,7 +268,7 @@ class LayerTrainer {
   LayerTrainer(const Examples& examples, const int64_t* first_child, const Lists& parents, const Lists& labels, const float* costs,
                const Training& training)
       : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training),
-        group_(parents.count), features_(parents.count), chunks_(parents.count), left_(parents.count) {}
+        group_(parents.count), chunks_(parents.count), left_(parents.count) {}
 
   std::vector<Chunk> train(Stats& stats) {
     const int64_t threads = at::get_num_threads();
@@ -316,13 +316,8 @@ class LayerTrainer {
     }
     const int64_t done = task.last_group - task.first_group;
     if (left_[p].fetch_sub(done) == done) { // the last of its groups
-      features_[p].resize(rows.columns());
-      for (int64_t j = 0; j < rows.columns(); ++j) {
-        features_[p][j] = rows.feature(j);
-      }
-      chunks_[p] = merge(group_[p], features_[p]);
+      chunks_[p] = merge(group_[p], rows);
       group_[p] = {};
-      features_[p] = {};
     }
   }
 
@@ -332,7 +327,6 @@ class LayerTrainer {
   const float* costs_;
   const Training& training_;
   std::vector<std::vector<std::vector<Weight>>> group_;
-  std::vector<std::vector<int32_t>> features_;
   std::vector<Chunk> chunks_;
   std::vector<std::atomic<int64_t>> left_;
 };

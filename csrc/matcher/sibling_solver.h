@@ -50,11 +50,8 @@ struct SiblingStats {
 
 /// The loops of the solver. `lanes` is sibling_lanes(labels).
 struct SiblingSolverTable {
-  /// weights [columns][lanes] and state [rows][lanes]: 0 and `initial` on entry, or those of a warm start; order [rows]: scratch.
+  /// weights [columns][lanes] and state [rows][lanes]: 0 and `initial` on entry; order [rows]: scratch.
   void (*solve)(const SiblingProblem& problem, float* weights, float* state, int32_t* order, SiblingStats* stats);
-  /// The state that belongs to known weights: of squared hinge and hinge the dual variable, of logistic its logit. Makes `weights` the ones
-  /// that the state stands for, sum_i y_i a_i x_i. `columns` of them.
-  void (*warm_start)(const SiblingProblem& problem, int64_t columns, float* weights, float* state);
   /// The state before the first sweep.
   float (*initial)(LinearLoss loss);
 };

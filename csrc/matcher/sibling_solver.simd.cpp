@@ -221,39 +221,10 @@ void solve(const SiblingProblem& p, float* weights, float* state, int32_t* order
   }
 }
 
-template <int kLanes>
-void warm(const SiblingProblem& p, int64_t columns, float* weights, float* state) {
-  using F = Float<kLanes>;
-  const Mask<kLanes> real = lanes_of<kLanes>((1u << p.labels) - 1);
-  const auto sign = [&](int64_t row) { return lanes_of<kLanes>(p.positive[row]) ? F{} + 1.0f : F{} - 1.0f; };
-  for (int64_t row = 0; row < p.rows; ++row) {
-    const F margin = sign(row) * products<kLanes>(p, row, weights), cost = costs<kLanes>(p, row, lanes_of<kLanes>(p.positive[row]));
-    const F value = p.loss == LinearLoss::SquaredHinge ? 2.0f * cost * larger(1.0f - margin, F{}) // what it is at the optimum
-                    : p.loss == LinearLoss::Hinge      ? (margin < 1.0f ? cost : F{})
-                                                       : smaller(larger(-margin, F{} - kLogit), F{} + kLogit);
-    write(state + row * kLanes, real ? value : F{});
-  }
-  for (int64_t i = 0; i < columns * kLanes; ++i) {
-    weights[i] = 0.0f;
-  }
-  for (int64_t row = 0; row < p.rows; ++row) {
-    const F a = read<F>(state + row * kLanes), cost = costs<kLanes>(p, row, lanes_of<kLanes>(p.positive[row]));
-    add_row<kLanes>(p, row, real ? sign(row) * (p.loss == LinearLoss::Logistic ? logistic_weight<kLanes>(a, cost) : a) : F{}, weights);
-  }
-}
-
-void warm_start(const SiblingProblem& p, int64_t columns, float* weights, float* state) {
-  switch (sibling_lanes(p.labels)) {
-    case 4: return warm<4>(p, columns, weights, state);
-    case 8: return warm<8>(p, columns, weights, state);
-    default: return warm<kSiblingLanes>(p, columns, weights, state);
-  }
-}
-
 float initial(LinearLoss loss) { return loss == LinearLoss::Logistic ? -kLogit : 0.0f; }
 
 } // namespace
 
-extern const SiblingSolverTable sibling_solver{solve, warm_start, initial};
+extern const SiblingSolverTable sibling_solver{solve, initial};
 
 } // namespace xsoftmax::XS_ISA
