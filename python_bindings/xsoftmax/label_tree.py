@@ -243,8 +243,9 @@ def _sparse_rows(vectors: Union[Tensor, "scipy.sparse.csr_matrix"]) -> Tuple[Ten
     if isinstance(vectors, Tensor):
         if vectors.dim() != 2:
             raise ValueError(f"LabelTree.from_vectors: expected vectors of shape [N, D], got {list(vectors.shape)}")
-        rows = vectors.detach().to("cpu", torch.float32).to_sparse_csr()
-        return rows.crow_indices(), rows.col_indices().to(torch.int32), rows.values()
+        rows = vectors.detach().to("cpu", torch.float32)
+        there = rows != 0
+        return torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]), there.nonzero()[:, 1].to(torch.int32), rows[there]
     if getattr(vectors, "format", None) != "csr":
         raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor or a scipy CSR matrix, got {type(vectors).__name__}")
     parts = (vectors.indptr.astype("int64"), vectors.indices.astype("int32"), vectors.data.astype("float32"))
