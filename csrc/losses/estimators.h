@@ -41,6 +41,7 @@ struct Estimator {
   /// Hits are removed where the caller says so: else they always stay. Among distinct candidates, and among independent draws.
   bool drops_distinct_hits, drops_drawn_hits;
   bool smooths;         ///< there is a form with label smoothing
+  bool has_noise;       ///< independent draws stand for what the other candidates leave out: it wants some of both
   at::Tensor (*loss)(const CandidateBatch&);
   EstimatorGradient (*gradient)(const CandidateBatch&);
   RowLoss row_loss; ///< the loop over one query on CPU

@@ -118,7 +118,7 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   auto suited = head.numel() > 0 ? given_sampler->excluding(head) : given_sampler;
   const auto other = suited->for_table(in_features, options.bias);
   sampler = register_module("sampler", other ? other : suited);
-  const bool against = sampling.estimator == "cane" || sampling.estimator == "cane_log_of_mean"; // candidates against noise
+  const bool against = find_estimator("SampledSoftmaxLoss", sampling.estimator).has_noise;
   shared_ = sampling.shared.value_or(!against && sampler->shared_by_default());
   sampler->check_num_samples(sampling.num_samples, shared_);
   const auto [distinct, independent] = sampler->draws_by_kind(sampling.num_samples, shared_);

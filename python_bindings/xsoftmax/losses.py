@@ -282,7 +282,7 @@ class SampledSoftmaxLoss(LinearLoss):
             raise ValueError(f"SampledSoftmaxLoss: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
         self.sampler = sampler.for_table(in_features, bias)
         self.num_samples = num_samples
-        against = estimator in ("cane", "cane_log_of_mean")  # candidates, the head or distinct draws, against independent draws, the noise
+        against = estimator != "complementary_sum" and torch.ops.xsoftmax.estimator_has_noise(estimator)
         own = estimator == "complementary_sum" or (against and shared is None)
         self.shared = not own and bool(sampler.shared_by_default if shared is None else shared)
         if shared and isinstance(sampler, UnionSampler):
