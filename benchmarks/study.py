@@ -106,6 +106,10 @@ class Study:
         Of each method: its name, its best learning rate, and the figures of the long run with that. Short runs choose up to --finalists
         rates, those within a tenth of the best, their long runs the best: what is best for a short run is often too high for a long one.
         """
+        rates = tuple(self.args.rates or rates)
+        if len(rates) == 1:
+            runs = self.map([(name, method, rates[0], self.args.epochs) for name, method in methods.items()])
+            return [(name, rates[0], run) for name, run in zip(methods, runs)]
         grid = [(name, method, lr, self.args.search_epochs) for name, method in methods.items() for lr in rates]
         costs = {(name, lr): self.cost(run) for (name, _, lr, _), run in zip(grid, self.map(grid))}
         finals = []
@@ -196,6 +200,7 @@ def make_parser(description: str, example: str, epochs: int, search_epochs: int)
     parser.add_argument("--epochs", type=float, default=epochs, help="of the table's runs (default: %(default)s)")
     parser.add_argument("--search-epochs", type=float, default=search_epochs,
                         help="of a learning rate's trial, and of a curve's run (default: %(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", help="learning rates of the table, instead of the study's own; one: no search")
     parser.add_argument("--finalists", type=int, default=2, help="learning rates with a long run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", help="methods of the table, beside the exact loss")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once (default: %(default)s)")

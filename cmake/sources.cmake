@@ -25,8 +25,11 @@ set(XSOFTMAX_SOURCES
   csrc/losses/modules.cpp
   csrc/losses/sampled_softmax_loss.cpp
   csrc/matcher/linear_beam.cpp
+  csrc/matcher/linear_layer.cpp
   csrc/matcher/linear_layer_train.cpp
+  csrc/matcher/sparse_row_sums.cpp
   csrc/matcher/xr_linear.cpp
+  csrc/matcher/xr_linear_file.cpp
   csrc/optim/clip_grad.cpp
   csrc/optim/optimizers.cpp
   csrc/optim/row_adagrad.cpp
@@ -90,6 +93,7 @@ set(XSOFTMAX_SOURCES
 set(XSOFTMAX_SIMD_SOURCES
   csrc/losses/estimator_rows.simd.cpp
   csrc/losses/softmax_rows.simd.cpp
+  csrc/matcher/linear_chunk.simd.cpp
   csrc/matcher/score_rows.simd.cpp
   csrc/matcher/sibling_solver.simd.cpp
   csrc/optim/row_updates.simd.cpp

@@ -1,5 +1,7 @@
 #include "matcher/linear_beam.h"
 
+#include "core/simd.h"
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -7,83 +9,61 @@
 
 namespace xsoftmax {
 
-BeamLayer::BeamLayer(const Views& views, int32_t bias_feature) : views_(views) {
-  const int64_t parents = this->parents();
-  slots_begin_.resize(parents + 1);
-  shift_.resize(parents);
-  int64_t total = 0;
-  for (int64_t p = 0; p < parents; ++p) {
-    slots_begin_[p] = total;
-    const int64_t rows = views.chunk[p + 1] - views.chunk[p];
-    int bits = 1;
-    while ((int64_t(1) << bits) * 2 < rows * 3) { // at most two thirds full
-      ++bits;
+BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature) : view_(view), chunks_(parents()) {
+  const auto bits = [&](int64_t p) { // at most two thirds full
+    const int64_t rows = view.chunk[p + 1] - view.chunk[p];
+    int found = 1;
+    for (; (int64_t(1) << found) * 2 < rows * 3; ++found) {
     }
-    shift_[p] = uint8_t(32 - bits);
-    total += int64_t(1) << bits;
+    return found;
+  };
+  std::vector<int64_t> slots_begin(parents() + 1, 0);
+  for (int64_t p = 0; p < parents(); ++p) {
+    slots_begin[p + 1] = slots_begin[p] + (int64_t(1) << bits(p));
   }
-  slots_begin_[parents] = total;
-  slots_.assign(total, {-1, -1});
-  for (int64_t p = 0; p < parents; ++p) {
-    Slot* slots = slots_.data() + slots_begin_[p];
-    const uint64_t mask = uint64_t(slots_begin_[p + 1] - slots_begin_[p]) - 1;
-    for (int64_t row = views.chunk[p]; row < views.chunk[p + 1]; ++row) {
-      if (views.feature[row] == bias_feature) {
-        continue; // the last of the parent's rows, where it has one
+  slots_.assign(slots_begin.back(), {-1, 0, 0});
+  const size_t child_size = view.wide ? sizeof(int32_t) : sizeof(uint8_t), value_size = view.half ? sizeof(F16) : sizeof(float);
+  int64_t entry = 0;
+  for (int64_t p = 0; p < parents(); ++p) {
+    FeatureSlot* slots = slots_.data() + slots_begin[p];
+    Chunk& chunk = chunks_[p];
+    chunk.weights = {slots, uint32_t(slots_begin[p + 1] - slots_begin[p] - 1), 32 - bits(p), static_cast<const char*>(view.child) + entry * child_size,
+                     static_cast<const char*>(view.value) + entry * value_size, view.wide, view.half};
+    chunk.bias_entries = 0;
+    int64_t begin = 0;
+    for (int64_t row = view.chunk[p]; row < view.chunk[p + 1]; ++row) {
+      const int64_t count = view.weights(row);
+      if (view.feature[row] == bias_feature) { // the last of the parent's features, where it has one
+        chunk.bias_entries = count;
+      } else {
+        uint32_t at = first_slot(view.feature[row], chunk.weights.shift);
+        while (slots[at].feature >= 0) {
+          at = (at + 1) & chunk.weights.mask;
+        }
+        slots[at] = {view.feature[row], uint32_t(begin), uint32_t(count)};
       }
-      uint64_t at = slot(p, views.feature[row]);
-      while (slots[at].feature >= 0) {
-        at = (at + 1) & mask;
-      }
-      slots[at] = {views.feature[row], int32_t(row - views.chunk[p])};
+      begin += count;
     }
-  }
-  bias_row_.resize(parents);
-  for (int64_t p = 0; p < parents; ++p) {
-    const int64_t last = views.chunk[p + 1] - 1;
-    bias_row_[p] = last >= views.chunk[p] && views.feature[last] == bias_feature ? last : -1;
-  }
-}
-
-void BeamLayer::add_row(int64_t row, float x, float* scores) const {
-  const int64_t begin = views_.entry[row], end = views_.entry[row + 1];
-  const float* value = views_.value.data();
-  if (!views_.child.empty()) {
-    const uint8_t* child = views_.child.data();
-    for (int64_t e = begin; e < end; ++e) {
-      scores[child[e]] += x * value[e];
-    }
-  } else {
-    const int32_t* child = views_.wide_child.data();
-    for (int64_t e = begin; e < end; ++e) {
-      scores[child[e]] += x * value[e];
-    }
+    chunk.entries = begin;
+    entry += begin;
   }
 }
 
 void BeamLayer::score(int64_t parent, const Queries& queries, int64_t query, float bias, float* scores) const {
+  const LinearChunkTable& loops = linear_chunk();
+  const Chunk& chunk = chunks_[parent];
   std::fill_n(scores, children(parent), 0.0f);
-  if (bias_row_[parent] >= 0) {
-    add_row(bias_row_[parent], bias, scores);
-  }
-  const Slot* slots = slots_.data() + slots_begin_[parent];
-  const uint64_t mask = uint64_t(slots_begin_[parent + 1] - slots_begin_[parent]) - 1;
-  const int64_t first = views_.chunk[parent];
-  for (int64_t t = queries.offset[query]; t < queries.offset[query + 1]; ++t) {
-    const int32_t feature = queries.feature[t];
-    for (uint64_t at = slot(parent, feature); slots[at].feature >= 0; at = (at + 1) & mask) {
-      if (slots[at].feature == feature) {
-        add_row(first + slots[at].row, queries.value[t], scores);
-        break;
-      }
-    }
-  }
+  int64_t end = chunk.entries - chunk.bias_entries;
+  loops.add_weights(chunk.weights, end, chunk.bias_entries, bias, scores);
+  const int64_t begin = queries.offset[query];
+  loops.add(chunk.weights, queries.feature + begin, queries.value + begin, queries.offset[query + 1] - begin, scores);
   if (queries.dense != nullptr) { // its features are the last of the parent's, but for the bias
     const float* dense = queries.dense + query * queries.dense_width;
-    const auto all = views_.feature.subspan(first, views_.chunk[parent + 1] - first);
-    for (int64_t row = first + (std::lower_bound(all.begin(), all.end(), queries.dense_begin) - all.begin());
-         row < views_.chunk[parent + 1] && row != bias_row_[parent]; ++row) {
-      add_row(row, dense[views_.feature[row] - queries.dense_begin], scores);
+    const int64_t last = view_.chunk[parent + 1] - (chunk.bias_entries > 0);
+    for (int64_t row = last - 1; row >= view_.chunk[parent] && view_.feature[row] >= queries.dense_begin; --row) {
+      const int64_t count = view_.weights(row);
+      end -= count;
+      loops.add_weights(chunk.weights, end, count, dense[view_.feature[row] - queries.dense_begin], scores);
     }
   }
 }

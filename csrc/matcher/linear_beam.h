@@ -1,5 +1,6 @@
 #pragma once
 
+#include "matcher/linear_chunk.h"
 #include "matcher/score_rows.h"
 
 #include <cstdint>
@@ -26,41 +27,43 @@ struct Queries {
   }
 };
 
-/// One layer, as linear_layer.h has it, over memory that someone else holds; and, of its own, where to find a feature among a parent's.
+/// One layer as linear_layer.h has it, over memory that someone else holds; `wide`: more and child are int32; `half`: value is float16.
+struct LinearLayerView {
+  std::span<const int64_t> first_child, chunk;
+  std::span<const int32_t> feature;
+  const void *more, *child, *value;
+  bool wide, half;
+
+  /// How many weights a feature has.
+  int64_t weights(int64_t row) const {
+    return 1 + (wide ? int64_t(static_cast<const int32_t*>(more)[row]) : int64_t(static_cast<const uint8_t*>(more)[row]));
+  }
+};
+
+/// One layer, and where to find a feature among a parent's.
 class BeamLayer {
  public:
-  struct Views {
-    std::span<const int64_t> first_child, chunk, entry;
-    std::span<const int32_t> feature;
-    std::span<const uint8_t> child;       ///< or
-    std::span<const int32_t> wide_child;  ///< one of them is empty
-    std::span<const float> value;
-  };
+  /// The view has been checked. bias_feature: the feature that stands for the bias.
+  BeamLayer(const LinearLayerView& view, int32_t bias_feature);
+  BeamLayer(BeamLayer&&) = default; // a copy would look into the slots of the first
 
-  /// The views have been checked. bias_feature: the feature that stands for the bias.
-  BeamLayer(const Views& views, int32_t bias_feature);
-
-  int64_t parents() const { return int64_t(views_.first_child.size()) - 1; }
-  int64_t children() const { return views_.first_child.back(); }
-  int64_t first_child(int64_t parent) const { return views_.first_child[parent]; }
-  int64_t children(int64_t parent) const { return views_.first_child[parent + 1] - views_.first_child[parent]; }
+  int64_t parents() const { return int64_t(view_.first_child.size()) - 1; }
+  int64_t children() const { return view_.first_child.back(); }
+  int64_t first_child(int64_t parent) const { return view_.first_child[parent]; }
+  int64_t children(int64_t parent) const { return view_.first_child[parent + 1] - view_.first_child[parent]; }
 
   /// scores [children(parent)] = w.x for one of the queries, and bias times the bias's weights.
   void score(int64_t parent, const Queries& queries, int64_t query, float bias, float* scores) const;
 
  private:
-  struct Slot {
-    int32_t feature; ///< -1: free
-    int32_t row;     ///< among the parent's
+  struct Chunk {
+    LinearChunk weights;
+    int64_t entries, bias_entries; // of the latter, the last ones
   };
 
-  uint64_t slot(int64_t parent, int32_t feature) const { return (uint32_t(feature) * uint32_t(0x9E3779B1)) >> shift_[parent]; }
-  void add_row(int64_t row, float x, float* scores) const;
-
-  Views views_;
-  std::vector<int64_t> slots_begin_, bias_row_; // the latter -1 where there is none
-  std::vector<uint8_t> shift_;
-  std::vector<Slot> slots_; // a power of two for each parent
+  LinearLayerView view_;
+  std::vector<FeatureSlot> slots_; // a power of two for each parent
+  std::vector<Chunk> chunks_;
 };
 
 struct BeamOptions {
@@ -69,7 +72,6 @@ struct BeamOptions {
   int power; ///< of a hinge
   ScoreCombiner combiner;
 };
-
 
 /// What a search needs beside the model; kept for the next one.
 class BeamWorkspace {

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 namespace xsoftmax {
@@ -45,6 +46,49 @@ struct Training {
   float threshold;
   int64_t max_weights;
   uint64_t seed;
+};
+
+/// Where to begin.
+struct InitialLayer {
+  LinearLayerView view;
+  std::vector<int64_t> entry; // where the weights of each parent begin
+
+  explicit InitialLayer(const LinearLayerView& layer) : view(layer), entry{0} {
+    for (size_t p = 0; p + 1 < view.chunk.size(); ++p) {
+      int64_t end = entry.back();
+      for (int64_t row = view.chunk[p]; row < view.chunk[p + 1]; ++row) {
+        end += view.weights(row);
+      }
+      entry.push_back(end);
+    }
+  }
+
+  int64_t child(int64_t e) const {
+    return view.wide ? int64_t(static_cast<const int32_t*>(view.child)[e]) : int64_t(static_cast<const uint8_t*>(view.child)[e]);
+  }
+  float value(int64_t e) const { return view.half ? float(static_cast<const at::Half*>(view.value)[e]) : static_cast<const float*>(view.value)[e]; }
+};
+
+/// Written while the op runs, by whoever finishes something.
+class Progress {
+ public:
+  Progress(int64_t* numbers, int64_t total) : numbers_(numbers) {
+    if (numbers_ != nullptr) {
+      std::atomic_ref<int64_t>{numbers_[0]} = 0;
+      std::atomic_ref<int64_t>{numbers_[1]} = total;
+    }
+  }
+
+  void add(int64_t done) const {
+    if (numbers_ != nullptr) {
+      std::atomic_ref<int64_t>{numbers_[0]} += done;
+    }
+  }
+  bool stopped() const { return numbers_ != nullptr && std::atomic_ref<int64_t>{numbers_[2]} != 0; }
+  const int64_t* stop() const { return numbers_ == nullptr ? nullptr : numbers_ + 2; }
+
+ private:
+  int64_t* numbers_;
 };
 
 /// A weight that is kept: `column` is one of the parent's own, `child` counts from its first.
@@ -133,6 +177,7 @@ class ParentRows {
 
   void fill(SiblingProblem& problem) const {
     problem.rows = count_;
+    problem.columns = columns();
     problem.start = start_.data();
     problem.column = column_.data();
     problem.value = value_.data();
@@ -152,10 +197,11 @@ class ParentRows {
 /// What one thread needs to train groups of siblings.
 class GroupTrainer {
  public:
-  GroupTrainer(const Training& training, const Lists& labels, const float* costs) : training_(training), labels_(labels), costs_(costs) {}
+  GroupTrainer(const Training& training, const Lists& labels, const float* costs, const InitialLayer* initial, const int64_t* stop)
+      : training_(training), labels_(labels), costs_(costs), initial_(initial), stop_(stop) {}
 
   /// The labels first .. first + count - 1, which are the children from `child` on of a parent; their weights, column after column.
-  void train(const ParentRows& rows, int64_t first, int64_t child, int64_t count, std::vector<Weight>& weights, Stats& stats) {
+  void train(const ParentRows& rows, int64_t parent, int64_t first, int64_t child, int64_t count, std::vector<Weight>& weights, Stats& stats) {
     const int64_t lanes = sibling_lanes(count), n = rows.count(), columns = rows.columns();
     SiblingProblem problem{};
     rows.fill(problem);
@@ -183,7 +229,9 @@ class GroupTrainer {
     problem.seed = philox(training_.seed, uint64_t(first), 0).low();
     const SiblingSolverTable& solver = sibling_solver();
     weight_.assign(columns * lanes, 0.0f);
-    state_.assign(n * lanes, solver.initial(training_.loss));
+    problem.warm = initial_ != nullptr && begin_from(rows, parent, child, count);
+    problem.stop = stop_;
+    state_.resize(n * lanes);
     order_.resize(n);
     SiblingStats made;
     solver.solve(problem, weight_.data(), state_.data(), order_.data(), &made);
@@ -217,9 +265,33 @@ class GroupTrainer {
     }
   }
 
+  // Whether there are any weights to begin from.
+  bool begin_from(const ParentRows& rows, int64_t parent, int64_t child, int64_t count) {
+    const LinearLayerView& view = initial_->view;
+    const int64_t lanes = sibling_lanes(count);
+    int64_t column = 0, entry = initial_->entry[parent];
+    bool any = false;
+    for (int64_t row = view.chunk[parent]; row < view.chunk[parent + 1]; ++row) {
+      const int64_t end = entry + view.weights(row);
+      for (; column < rows.columns() && rows.feature(column) < view.feature[row]; ++column) {
+      }
+      const bool here = column < rows.columns() && rows.feature(column) == view.feature[row];
+      for (; entry < end; ++entry) {
+        const int64_t c = initial_->child(entry) - child;
+        if (here && c >= 0 && c < count) {
+          weight_[column * lanes + c] = initial_->value(entry);
+          any = true;
+        }
+      }
+    }
+    return any;
+  }
+
   const Training& training_;
   const Lists& labels_;
   const float* costs_;
+  const InitialLayer* initial_;
+  const int64_t* stop_;
   std::vector<uint16_t> positive_;
   std::vector<float> cost_, weight_, state_, size_;
   std::vector<int32_t> order_;
@@ -227,8 +299,7 @@ class GroupTrainer {
 
 /// The weights of one parent's children.
 struct Chunk {
-  std::vector<int32_t> feature, child;
-  std::vector<int64_t> ends; // of the weights of each feature
+  std::vector<int32_t> feature, more, child;
   std::vector<float> value;
 };
 
@@ -252,7 +323,7 @@ Chunk merge(const std::vector<std::vector<Weight>>& groups, const ParentRows& ro
     }
     if (chunk.value.size() > before) {
       chunk.feature.push_back(rows.feature(j));
-      chunk.ends.push_back(int64_t(chunk.value.size()));
+      chunk.more.push_back(int32_t(chunk.value.size() - before - 1));
     }
   }
   return chunk;
@@ -266,9 +337,9 @@ struct Task {
 class LayerTrainer {
  public:
   LayerTrainer(const Examples& examples, const int64_t* first_child, const Lists& parents, const Lists& labels, const float* costs,
-               const Training& training)
+               const Training& training, const InitialLayer* initial, int64_t* progress)
       : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training),
-        group_(parents.count), chunks_(parents.count), left_(parents.count) {}
+        initial_(initial), progress_(progress, total_work()), group_(parents.count), chunks_(parents.count), left_(parents.count) {}
 
   std::vector<Chunk> train(Stats& stats) {
     const int64_t threads = at::get_num_threads();
@@ -288,20 +359,28 @@ class LayerTrainer {
     std::mutex adding;
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
       ParentRows rows(examples_);
-      GroupTrainer trainer(training_, labels_, costs_);
+      GroupTrainer trainer(training_, labels_, costs_, initial_, progress_.stop());
       Stats own;
       int64_t held = -1;
-      for (size_t t = next++; t < tasks.size(); t = next++) {
+      for (size_t t = next++; t < tasks.size() && !progress_.stopped(); t = next++) {
         run(tasks[t], rows, held, trainer, own);
       }
       const std::lock_guard lock(adding);
       stats += own;
     });
+    TORCH_CHECK(!progress_.stopped(), kOp, ": stopped");
     return std::move(chunks_);
   }
 
  private:
   int64_t children(int64_t parent) const { return first_child_[parent + 1] - first_child_[parent]; }
+  int64_t total_work() const {
+    int64_t total = 0;
+    for (int64_t p = 0; p < parents_.count; ++p) {
+      total += parents_.size(p) * children(p);
+    }
+    return total;
+  }
   int64_t work(const Task& task) const { return parents_.size(task.parent) * (task.last_group - task.first_group); }
 
   void run(const Task& task, ParentRows& rows, int64_t& held, GroupTrainer& trainer, Stats& stats) {
@@ -312,7 +391,9 @@ class LayerTrainer {
     }
     for (int64_t g = task.first_group; g < task.last_group; ++g) {
       const int64_t child = g * kSiblingLanes;
-      trainer.train(rows, first_child_[p] + child, child, std::min(kSiblingLanes, children(p) - child), group_[p][g], stats);
+      const int64_t count = std::min(kSiblingLanes, children(p) - child);
+      trainer.train(rows, p, first_child_[p] + child, child, count, group_[p][g], stats);
+      progress_.add(parents_.size(p) * count);
     }
     const int64_t done = task.last_group - task.first_group;
     if (left_[p].fetch_sub(done) == done) { // the last of its groups
@@ -326,6 +407,8 @@ class LayerTrainer {
   const Lists &parents_, &labels_;
   const float* costs_;
   const Training& training_;
+  const InitialLayer* initial_;
+  Progress progress_;
   std::vector<std::vector<std::vector<Weight>>> group_;
   std::vector<Chunk> chunks_;
   std::vector<std::atomic<int64_t>> left_;
@@ -378,8 +461,9 @@ void check_options(int64_t loss, double bias, double positive_cost, double negat
   TORCH_CHECK_VALUE(max_weights >= 0, kOp, ": expected max_weights of at least 0, got ", max_weights);
 }
 
-/// The chunks one after the other.
-LinearLayer lay_out(const std::vector<Chunk>& chunks, bool wide, const Stats& stats) {
+/// The chunks one after the other. Narrow: a byte for the children and their number.
+template <typename Narrow>
+LinearLayer lay_out(const std::vector<Chunk>& chunks, const Stats& stats) {
   const int64_t parents = int64_t(chunks.size());
   const auto longs = at::TensorOptions(at::kLong), ints = at::TensorOptions(at::kInt);
   const Tensor chunk = at::empty({parents + 1}, longs);
@@ -390,25 +474,19 @@ LinearLayer lay_out(const std::vector<Chunk>& chunks, bool wide, const Stats& st
     begin[p + 1] = begin[p] + int64_t(chunks[p].feature.size());
     first_entry[p + 1] = first_entry[p] + int64_t(chunks[p].value.size());
   }
-  const Tensor feature = at::empty({begin[parents]}, ints), entry = at::empty({begin[parents] + 1}, longs);
-  const Tensor child = at::empty({first_entry[parents]}, wide ? ints : ints.dtype(at::kByte));
-  const Tensor value = at::empty({first_entry[parents]}, ints.dtype(at::kFloat));
-  int64_t* ends = entry.mutable_data_ptr<int64_t>();
-  ends[0] = 0;
+  const auto narrow = ints.dtype(c10::CppTypeToScalarType<Narrow>());
+  const Tensor feature = at::empty({begin[parents]}, ints), more = at::empty({begin[parents]}, narrow);
+  const Tensor child = at::empty({first_entry[parents]}, narrow), value = at::empty({first_entry[parents]}, ints.dtype(at::kFloat));
   at::parallel_for(0, parents, 1, [&](int64_t first, int64_t last) {
     for (int64_t p = first; p < last; ++p) {
       const Chunk& from = chunks[p];
       std::copy(from.feature.begin(), from.feature.end(), feature.mutable_data_ptr<int32_t>() + begin[p]);
-      std::transform(from.ends.begin(), from.ends.end(), ends + begin[p] + 1, [&](int64_t end) { return first_entry[p] + end; });
+      std::copy(from.more.begin(), from.more.end(), more.mutable_data_ptr<Narrow>() + begin[p]);
+      std::copy(from.child.begin(), from.child.end(), child.mutable_data_ptr<Narrow>() + first_entry[p]);
       std::copy(from.value.begin(), from.value.end(), value.mutable_data_ptr<float>() + first_entry[p]);
-      if (wide) {
-        std::copy(from.child.begin(), from.child.end(), child.mutable_data_ptr<int32_t>() + first_entry[p]);
-      } else {
-        std::copy(from.child.begin(), from.child.end(), child.mutable_data_ptr<uint8_t>() + first_entry[p]);
-      }
     }
   });
-  return {chunk, feature, entry, child, value, at::tensor({double(stats.sweeps), double(stats.unconverged), double(stats.weights)}, at::kDouble)};
+  return {chunk, feature, more, child, value, at::tensor({double(stats.sweeps), double(stats.unconverged), double(stats.weights)}, at::kDouble)};
 }
 
 } // namespace
@@ -416,7 +494,8 @@ LinearLayer lay_out(const std::vector<Chunk>& chunks, bool wide, const Stats& st
 LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features, const Tensor& first_child,
                                const Tensor& parent_offsets, const Tensor& parent_rows, const Tensor& label_offsets, const Tensor& label_rows,
                                const OptionalTensor& label_costs, int64_t loss, double bias, double positive_cost, double negative_cost,
-                               double tolerance, int64_t sweeps, double threshold, int64_t max_weights, int64_t seed) {
+                               double tolerance, int64_t sweeps, double threshold, int64_t max_weights, int64_t seed, const std::vector<Tensor>& initial,
+                               const OptionalTensor& progress) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   TORCH_CHECK_VALUE(features >= 0 && features < kMost, kOp, ": expected features in [0, ", kMost, "), got ", features);
   const Tensor x_offsets = offsets.contiguous(), x_columns = columns.contiguous(), x_values = values.contiguous();
@@ -439,6 +518,24 @@ LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, con
   }
   check_options(loss, bias, positive_cost, negative_cost, tolerance, sweeps, threshold, max_weights);
 
+  std::vector<Tensor> initial_parts;
+  std::optional<InitialLayer> begin;
+  if (!initial.empty()) {
+    TORCH_CHECK_VALUE(initial.size() == kLinearLayerParts && initial[0].equal(children), kOp,
+                      ": expected initial as the parts of a layer with this first_child, got another one");
+    for (const Tensor& part : initial) {
+      initial_parts.push_back(part.contiguous());
+    }
+    begin.emplace(linear_layer_view(kOp, parents, features, initial_parts));
+  }
+  int64_t* numbers = nullptr;
+  if (given(progress)) {
+    check::dim(kOp, "progress", *progress, 1);
+    check::int64(kOp, "progress", *progress);
+    check::size(kOp, "progress", *progress, 0, 3, "done, total, stop");
+    numbers = progress->mutable_data_ptr<int64_t>();
+  }
+
   const int64_t* first = children.const_data_ptr<int64_t>();
   const auto lists = [](const Tensor& offset, const Tensor& row) {
     return Lists{offset.size(0) - 1, offset.const_data_ptr<int64_t>(), row.const_data_ptr<int32_t>()};
@@ -452,15 +549,18 @@ LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, con
     most = std::max(most, first[p + 1] - first[p]);
   }
   Stats stats;
-  LayerTrainer trainer(examples, first, of_parents, of_labels, l_costs.defined() ? l_costs.const_data_ptr<float>() : nullptr, training);
-  return lay_out(trainer.train(stats), most > 256, stats);
+  LayerTrainer trainer(examples, first, of_parents, of_labels, l_costs.defined() ? l_costs.const_data_ptr<float>() : nullptr, training,
+                       begin.has_value() ? &*begin : nullptr, numbers);
+  const std::vector<Chunk> chunks = trainer.train(stats);
+  return most > kMostNarrowChildren ? lay_out<int32_t>(chunks, stats) : lay_out<uint8_t>(chunks, stats);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("linear_layer_train(Tensor offsets, Tensor columns, Tensor values, int features, Tensor first_child, Tensor parent_offsets, "
         "Tensor parent_rows, Tensor label_offsets, Tensor label_rows, Tensor? label_costs, int loss, float bias, float positive_cost, "
-        "float negative_cost, float tolerance, int sweeps, float threshold, int max_weights, int seed) -> "
-        "(Tensor chunk, Tensor feature, Tensor entry, Tensor child, Tensor value, Tensor stats)");
+        "float negative_cost, float tolerance, int sweeps, float threshold, int max_weights, int seed, Tensor[] initial, "
+        "Tensor(a!)? progress) -> "
+        "(Tensor chunk, Tensor feature, Tensor more, Tensor child, Tensor value, Tensor stats)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("linear_layer_train", linear_layer_train); }

@@ -19,6 +19,9 @@ namespace xsoftmax {
 // A label is done when the largest and the least projected gradient of a sweep over all rows differ by at most `tolerance` (logistic: the
 // largest violation). Rows at the bound of every label still at work, and above the last sweep's largest gradient, are left out until the
 // others have converged ("shrinking"). A label's result depends on its group, not on threads.
+//
+// Warm: from weights w that are near the best, the dual variables that would belong to them if they were the best, a_i = -C_i loss'(y_i w.x_i),
+// are where the descent begins, and so does w = sum_i a_i y_i x_i.
 
 enum class LinearLoss : int { SquaredHinge = 0, Hinge = 1, Logistic = 2 };
 
@@ -30,6 +33,7 @@ constexpr int64_t sibling_lanes(int64_t labels) { return labels <= 4 ? 4 : label
 struct SiblingProblem {
   int64_t rows;
   const int64_t* start;  ///< [rows + 1]
+  int64_t columns;
   const int32_t* column; ///< of each entry; no column twice in a row
   const float* value;
   const float* square;      ///< [rows] |x_i|^2
@@ -41,6 +45,8 @@ struct SiblingProblem {
   float tolerance;          ///< above 0
   int64_t sweeps;           ///< at most
   uint64_t seed;
+  bool warm;                ///< `weights` holds what to begin from
+  const int64_t* stop;      ///< where it is not 0, no other sweep begins; null: no matter
 };
 
 struct SiblingStats {
@@ -50,10 +56,8 @@ struct SiblingStats {
 
 /// The loops of the solver. `lanes` is sibling_lanes(labels).
 struct SiblingSolverTable {
-  /// weights [columns][lanes] and state [rows][lanes]: 0 and `initial` on entry; order [rows]: scratch.
+  /// weights [columns][lanes]: 0 on entry, unless warm; state [rows][lanes] and order [rows]: scratch.
   void (*solve)(const SiblingProblem& problem, float* weights, float* state, int32_t* order, SiblingStats* stats);
-  /// The state before the first sweep.
-  float (*initial)(LinearLoss loss);
 };
 
 XS_DECLARE_ISA_TABLE(SiblingSolverTable, sibling_solver)

@@ -158,6 +158,37 @@ static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Flo
   }
 }
 
+// The state in which the dual variable is 0.
+template <LinearLoss kLoss> constexpr float kInitialState = kLoss == LinearLoss::Logistic ? -kLogit : 0.0f;
+
+// The dual variables that belong to given weights, and their weights.
+template <int kLanes, LinearLoss kLoss>
+void warm_up(const SiblingProblem& p, float* weights, float* state) {
+  using F = Float<kLanes>;
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
+    const F margin = (positive ? F{} + 1.0f : F{} - 1.0f) * products<kLanes>(p, row, weights), cost = costs<kLanes>(p, row, positive);
+    F begin;
+    if constexpr (kLoss == LinearLoss::Logistic) {
+      begin = smaller(larger(-margin, F{} - kLogit), F{} + kLogit);
+    } else if constexpr (kLoss == LinearLoss::SquaredHinge) {
+      begin = 2.0f * cost * larger(1.0f - margin, F{});
+    } else {
+      begin = margin < 1.0f ? cost : F{};
+    }
+    write(state + row * kLanes, begin);
+  }
+  __builtin_memset(weights, 0, uint64_t(p.columns) * kLanes * sizeof(float));
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
+    F dual = read<F>(state + row * kLanes);
+    if constexpr (kLoss == LinearLoss::Logistic) {
+      dual = logistic_weight<kLanes>(dual, costs<kLanes>(p, row, positive));
+    }
+    add_row<kLanes>(p, row, positive ? dual : -dual, weights);
+  }
+}
+
 template <int kLanes, LinearLoss kLoss>
 void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, SiblingStats* stats) {
   using F = Float<kLanes>;
@@ -166,10 +197,17 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
   for (int64_t i = 0; i < p.rows; ++i) {
     order[i] = int32_t(i);
   }
+  if (p.warm) {
+    warm_up<kLanes, kLoss>(p, weights, state);
+  } else {
+    for (int64_t i = 0; i < p.rows * kLanes; ++i) {
+      state[i] = kInitialState<kLoss>;
+    }
+  }
   F bound = F{} + kInfinity; // of the gradient, above which a row is left out
   Mask<kLanes> work = lanes_of<kLanes>((1u << p.labels) - 1);
   stats->sweeps = 0;
-  while (stats->sweeps < p.sweeps && any(work)) {
+  while (stats->sweeps < p.sweeps && any(work) && (p.stop == nullptr || __atomic_load_n(p.stop, __ATOMIC_RELAXED) == 0)) {
     ++stats->sweeps;
     F most = F{} - kInfinity, least = F{} + kInfinity;
     shuffle(order, active, random);
@@ -221,10 +259,8 @@ void solve(const SiblingProblem& p, float* weights, float* state, int32_t* order
   }
 }
 
-float initial(LinearLoss loss) { return loss == LinearLoss::Logistic ? -kLogit : 0.0f; }
-
 } // namespace
 
-extern const SiblingSolverTable sibling_solver{solve, initial};
+extern const SiblingSolverTable sibling_solver{solve};
 
 } // namespace xsoftmax::XS_ISA

@@ -2,7 +2,7 @@
 
 #include "core/checks.h"
 #include "core/optional.h"
-#include "matcher/linear_beam.h"
+#include "matcher/linear_layer.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -29,53 +29,6 @@ void check_numbers(const char* name, const Tensor& tensor, at::ScalarType dtype)
 template <typename T>
 std::span<const T> span(const Tensor& tensor) {
   return {tensor.const_data_ptr<T>(), size_t(tensor.numel())};
-}
-
-template <typename T>
-void check_children(const BeamLayer::Views& views, std::span<const T> child) {
-  for (size_t p = 0; p + 1 < views.first_child.size(); ++p) {
-    const int64_t children = views.first_child[p + 1] - views.first_child[p];
-    for (int64_t e = views.entry[views.chunk[p]]; e < views.entry[views.chunk[p + 1]]; ++e) {
-      TORCH_CHECK_INDEX(int64_t(child[e]) >= 0 && int64_t(child[e]) < children, kName, ": expected child in [0, ", children, "), got ",
-                        int64_t(child[e]), " at [", e, "]");
-    }
-  }
-}
-
-/// A layer below `parents` nodes, checked.
-BeamLayer::Views layer_views(int64_t parents, int64_t features, const Tensor& first_child, const Tensor& chunk, const Tensor& feature,
-                             const Tensor& entry, const Tensor& child, const Tensor& value) {
-  check_numbers("first_child", first_child, at::kLong);
-  check_numbers("chunk", chunk, at::kLong);
-  check_numbers("feature", feature, at::kInt);
-  check_numbers("entry", entry, at::kLong);
-  check_numbers("child", child, child.scalar_type() == at::kInt ? at::kInt : at::kByte);
-  check_numbers("value", value, at::kFloat);
-  check::size(kName, "first_child", first_child, 0, parents + 1, "the nodes of the layer above, and one");
-  check::size(kName, "chunk", chunk, 0, parents + 1, "the nodes of the layer above, and one");
-  check::size(kName, "entry", entry, 0, feature.size(0) + 1, "the features, and one");
-  check::size(kName, "child", child, 0, value.size(0), "the size of value");
-  check::offsets(kName, "first_child", first_child, first_child[parents].item<int64_t>());
-  check::offsets(kName, "chunk", chunk, feature.size(0));
-  check::offsets(kName, "entry", entry, value.size(0));
-  const bool wide = child.scalar_type() == at::kInt;
-  const BeamLayer::Views views{span<int64_t>(first_child), span<int64_t>(chunk), span<int64_t>(entry), span<int32_t>(feature),
-                               wide ? std::span<const uint8_t>() : span<uint8_t>(child), wide ? span<int32_t>(child) : std::span<const int32_t>(),
-                               span<float>(value)};
-  for (int64_t p = 0; p < parents; ++p) {
-    int64_t before = -1;
-    for (int64_t row = views.chunk[p]; row < views.chunk[p + 1]; ++row) {
-      TORCH_CHECK_VALUE(views.feature[row] > before && views.feature[row] <= features, kName,
-                        ": expected feature to rise in a chunk and to be at most ", features, ", got ", views.feature[row], " after ", before,
-                        " at [", row, "]");
-      before = views.feature[row];
-    }
-  }
-  wide ? check_children(views, views.wide_child) : check_children(views, views.child);
-  for (size_t e = 0; e < views.value.size(); ++e) {
-    TORCH_CHECK_VALUE(std::isfinite(views.value[e]), kName, ": expected value with finite numbers, got ", views.value[e], " at [", e, "]");
-  }
-  return views;
 }
 
 struct Transform {
@@ -117,12 +70,12 @@ struct QueryTensors {
 
 QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
                       int64_t features) {
-  check_numbers("offsets", offsets, at::kLong);
+  check_numbers("offsets", offsets, offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
   check_numbers("columns", columns, columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
   check_numbers("values", values, at::kFloat);
   check::size(kName, "values", values, 0, columns.size(0), "the size of columns");
   TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName, ": expected offsets with a number for each query and one, got none");
-  QueryTensors queries{offsets.contiguous(), columns.to(at::kInt).contiguous(), values.contiguous(), {}, {}};
+  QueryTensors queries{offsets.to(at::kLong).contiguous(), columns.to(at::kInt).contiguous(), values.contiguous(), {}, {}};
   check::offsets(kName, "offsets", queries.offset, columns.size(0));
   const int64_t most = given(dense) ? dense_begin : features;
   if (given(dense)) {
@@ -151,30 +104,30 @@ BeamWorkspace& own_workspace() {
 
 } // namespace
 
-XRLinear::XRLinear(int64_t features, double bias, Tensor labels, std::vector<Tensor> first_child, std::vector<Tensor> chunk,
-                   std::vector<Tensor> feature, std::vector<Tensor> entry, std::vector<Tensor> child, std::vector<Tensor> value)
-    : features_(features), bias_(bias), labels_(labels.contiguous()) {
+XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, Tensor labels, std::vector<std::vector<Tensor>> layers)
+    : features_(features), bias_(bias), transform_(transform), labels_(labels.contiguous()), parts_(std::move(layers)) {
   TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kName, ": expected features in [0, 2^31 - 1), got ", features);
   TORCH_CHECK_VALUE(std::isfinite(bias), kName, ": expected bias as a finite number, got ", bias);
+  transform_named(transform);
   check_numbers("labels", labels, at::kLong);
-  const size_t depth = value.size();
-  TORCH_CHECK_VALUE(depth >= 1, kName, ": expected at least one layer, got none");
-  for (const auto* parts : {&first_child, &chunk, &feature, &entry, &child}) {
-    TORCH_CHECK_VALUE(parts->size() == depth, kName, ": expected every part of ", depth, " layers, got ", parts->size());
-  }
+  TORCH_CHECK_VALUE(!parts_.empty(), kName, ": expected at least one layer, got none");
   int64_t nodes = 1;
-  layers_.reserve(depth);
-  for (size_t i = 0; i < depth; ++i) {
-    first_child_.push_back(first_child[i].contiguous());
-    chunk_.push_back(chunk[i].contiguous());
-    feature_.push_back(feature[i].contiguous());
-    entry_.push_back(entry[i].contiguous());
-    child_.push_back(child[i].contiguous());
-    value_.push_back(value[i].contiguous());
-    layers_.emplace_back(layer_views(nodes, features, first_child_[i], chunk_[i], feature_[i], entry_[i], child_[i], value_[i]), int32_t(features));
+  layers_.reserve(parts_.size());
+  for (auto& parts : parts_) {
+    TORCH_CHECK_VALUE(parts.size() == kLinearLayerParts, kName, ": expected ", kLinearLayerParts, " parts of a layer, got ", parts.size());
+    for (Tensor& part : parts) {
+      part = part.contiguous();
+    }
+    layers_.emplace_back(linear_layer_view(kName, nodes, features, parts), int32_t(features));
     nodes = layers_.back().children();
   }
   check::size(kName, "labels", labels_, 0, nodes, "the nodes of the last layer");
+  std::vector<bool> named(nodes, false);
+  check::class_ids(kName, "labels", labels_, nodes);
+  for (const int64_t label : span<int64_t>(labels_)) {
+    TORCH_CHECK_VALUE(!named[label], kName, ": expected different labels, got ", label, " twice");
+    named[label] = true;
+  }
 }
 
 XRLinear::~XRLinear() = default;
@@ -184,7 +137,7 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
                                         const OptionalTensor& only) const {
   TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
   TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
-  const auto [kind, power] = transform_named(transform);
+  const auto [kind, power] = transform_named(transform.empty() ? transform_ : transform);
   const QueryTensors queries = check_queries(offsets, columns, values, dense, dense_begin, features_);
   const int64_t n = queries.views.count, k = std::min(topk, num_labels());
   const BeamOptions options{beam, k, kind, power, combiner_named(combiner)};
@@ -250,13 +203,12 @@ std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const
 
 std::vector<Tensor> XRLinear::layer(int64_t depth) const {
   TORCH_CHECK_INDEX(depth >= 0 && depth < this->depth(), kName, ": expected a layer in [0, ", this->depth(), "), got ", depth);
-  return {first_child_[depth], chunk_[depth], feature_[depth], entry_[depth], child_[depth], value_[depth]};
+  return parts_[depth];
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.class_<XRLinear>("XRLinear")
-      .def(torch::init<int64_t, double, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>,
-                       std::vector<Tensor>, std::vector<Tensor>>())
+      .def(torch::init<int64_t, double, const std::string&, Tensor, std::vector<std::vector<Tensor>>>())
       .def("predict", [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& offsets, const Tensor& columns, const Tensor& values,
                          const OptionalTensor& dense, int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform,
                          const std::string& combiner, const OptionalTensor& only) {
@@ -268,25 +220,22 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       .def("bias", &XRLinear::bias)
       .def("num_labels", &XRLinear::num_labels)
       .def("depth", &XRLinear::depth)
+      .def("transform", &XRLinear::transform)
+      .def("save", &XRLinear::save)
       .def_pickle(
           [](const c10::intrusive_ptr<XRLinear>& self) {
             std::vector<std::vector<Tensor>> layers;
             for (int64_t i = 0; i < self->depth(); ++i) {
               layers.push_back(self->layer(i));
             }
-            return std::make_tuple(self->features(), self->bias(), self->labels(), layers);
+            return std::make_tuple(std::make_tuple(self->features(), self->bias(), self->transform()), self->labels(), layers);
           },
-          [](std::tuple<int64_t, double, Tensor, std::vector<std::vector<Tensor>>> state) {
-            const auto& [features, bias, labels, layers] = state;
-            std::vector<std::vector<Tensor>> parts(6);
-            for (const auto& layer : layers) {
-              TORCH_CHECK_VALUE(layer.size() == parts.size(), kName, ": expected ", parts.size(), " parts of a layer, got ", layer.size());
-              for (size_t i = 0; i < parts.size(); ++i) {
-                parts[i].push_back(layer[i]);
-              }
-            }
-            return c10::make_intrusive<XRLinear>(features, bias, labels, parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]);
+          [](std::tuple<std::tuple<int64_t, double, std::string>, Tensor, std::vector<std::vector<Tensor>>> state) {
+            const auto& [numbers, labels, layers] = state;
+            const auto& [features, bias, transform] = numbers;
+            return c10::make_intrusive<XRLinear>(features, bias, transform, labels, layers);
           });
+  m.def("xr_linear_load(str path) -> __torch__.torch.classes.xsoftmax.XRLinear", [](const std::string& path) { return XRLinear::load(path); });
 }
 
 } // namespace xsoftmax

@@ -8,12 +8,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <optional>
 #include <vector>
 
 namespace xsoftmax {
@@ -28,27 +26,6 @@ struct Vectors {
   const int64_t* offset;
   const int32_t* column;
   const float* value;
-};
-
-/// Their transpose: rows rise in a column.
-struct Columns {
-  std::vector<int64_t> offset;
-  std::vector<int32_t> row;
-  std::vector<float> value;
-
-  explicit Columns(const Vectors& vectors) : offset(vectors.features + 1, 0), row(vectors.offset[vectors.count]), value(row.size()) {
-    for (size_t t = 0; t < row.size(); ++t) {
-      ++offset[vectors.column[t] + 1];
-    }
-    std::partial_sum(offset.begin(), offset.end(), offset.begin());
-    std::vector<int64_t> at(offset.begin(), offset.end() - 1);
-    for (int64_t i = 0; i < vectors.count; ++i) {
-      for (int64_t t = vectors.offset[i]; t < vectors.offset[i + 1]; ++t) {
-        row[at[vectors.column[t]]] = int32_t(i);
-        value[at[vectors.column[t]]++] = vectors.value[t];
-      }
-    }
-  }
 };
 
 /// An inner node: its classes are order[begin .. end), in `leaves` clusters, and its children the nodes first .. last - 1, or, of a cluster,
@@ -85,139 +62,163 @@ std::vector<Node> shape(int64_t classes, int64_t arity, int64_t max_leaf_size) {
   return nodes;
 }
 
-/// Cuts a part in two.
+constexpr int64_t kSumBlocks = 8; // of a sum over many rows: each its own, whichever thread makes it, then one after the other
+
+/// Cuts a part in two. Threads share the work, unless it runs on one of several already.
 class Bisection {
  public:
   Bisection(const Vectors& vectors, uint64_t seed, int64_t iterations, bool spherical)
-      : vectors_(vectors), seed_(seed), iterations_(iterations), spherical_(spherical), sum_(2 * vectors.features, 0.0),
-        direction_(vectors.features, 0.0f) {}
+      : vectors_(vectors), seed_(seed), iterations_(iterations), spherical_(spherical), total_(vectors.features, 0.0),
+        sum_(vectors.features, 0.0), direction_(vectors.features, 0.0f), seen_(vectors.features, false) {}
 
-  /// rows [size], rising: the first `left` go to the first half on return, both halves rising. columns: given, threads share the work.
-  void cut(int32_t* rows, int64_t size, int64_t left, uint64_t key, const Columns* columns) {
+  /// rows [size], rising: the first `left` go to the first half on return, both halves rising.
+  void cut(int32_t* rows, int64_t size, int64_t left, uint64_t key) {
     if (left == 0 || left == size) {
       return;
     }
-    side_.assign(size, -1);
+    side_.assign(size, 1);
     score_.resize(size);
     order_.resize(size);
+    for (int64_t i = 0; i < size; ++i) {
+      for (int64_t t = vectors_.offset[rows[i]]; t < vectors_.offset[rows[i] + 1]; ++t) {
+        if (!seen_[vectors_.column[t]]) {
+          seen_[vectors_.column[t]] = true;
+          touched_.push_back(vectors_.column[t]);
+        }
+      }
+    }
+    changes_.clear();
+    for (int64_t i = 0; i < size; ++i) {
+      changes_.push_back({rows[i], 1});
+    }
+    add_changes(total_);
     // The first centres: two rows.
     const PhiloxBlock block = philox(seed_, key, uint64_t(size));
     const int64_t one = int64_t(multiply_shift(block.low(), uint64_t(size)));
     const int64_t other = (one + 1 + int64_t(multiply_shift(block.high(), uint64_t(size - 1)))) % size;
-    add(rows[one], 0);
-    add(rows[other], 1);
+    add_direction(rows[one], 1.0);
+    add_direction(rows[other], -1.0);
     for (int64_t iteration = 0; iteration < iterations_; ++iteration) {
-      make_direction();
-      score(rows, size, columns != nullptr);
-      clear();
-      if (!assign(size, left)) {
+      if (iteration > 0) {
+        make_direction(left, size);
+      }
+      score(rows, size);
+      assign(rows, size, left);
+      if (changes_.empty()) {
         break;
       }
       if (iteration + 1 < iterations_) {
-        columns != nullptr ? sum_columns(rows, size, *columns) : sum_rows(rows, size);
-        scale_ = {left, size - left};
+        add_changes(sum_);
       }
     }
-    clear();
-    scale_ = {1, 1};
+    for (const int32_t j : touched_) {
+      total_[j] = sum_[j] = 0;
+      direction_[j] = 0;
+      seen_[j] = false;
+    }
+    touched_.clear();
     move(rows, size);
   }
 
  private:
-  void add(int32_t row, int half) {
-    for (int64_t t = vectors_.offset[row]; t < vectors_.offset[row + 1]; ++t) {
-      const int64_t j = vectors_.column[t];
-      if (sum_[2 * j] == 0 && sum_[2 * j + 1] == 0) {
-        touched_.push_back(int32_t(j));
+  struct Change {
+    int32_t row;
+    int32_t sign; // whether it joins the first half or leaves it
+  };
+
+  void add_rows(int64_t begin, int64_t end, double* sum) const {
+    for (int64_t i = begin; i < end; ++i) {
+      const double sign = changes_[i].sign;
+      for (int64_t t = vectors_.offset[changes_[i].row]; t < vectors_.offset[changes_[i].row + 1]; ++t) {
+        sum[vectors_.column[t]] += sign * vectors_.value[t];
       }
-      sum_[2 * j + half] += vectors_.value[t];
     }
   }
 
-  void sum_rows(const int32_t* rows, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) {
-      add(rows[i], side_[i]);
+  void add_changes(std::vector<double>& sum) {
+    const int64_t count = int64_t(changes_.size());
+    int64_t numbers = 0;
+    for (const Change& change : changes_) {
+      numbers += vectors_.offset[change.row + 1] - vectors_.offset[change.row];
     }
-  }
-
-  // The same sums, a column at a time.
-  void sum_columns(const int32_t* rows, int64_t size, const Columns& columns) {
-    half_.assign(vectors_.count, -1);
-    for (int64_t i = 0; i < size; ++i) {
-      half_[rows[i]] = side_[i];
+    if (numbers < 4 * kSumBlocks * vectors_.features) { // blocks would cost more than they save
+      add_rows(0, count, sum.data());
+      return;
     }
-    at::parallel_for(0, vectors_.features, 256, [&](int64_t begin, int64_t end) {
-      for (int64_t j = begin; j < end; ++j) {
-        double sum[2] = {0, 0};
-        for (int64_t t = columns.offset[j]; t < columns.offset[j + 1]; ++t) {
-          if (half_[columns.row[t]] >= 0) {
-            sum[half_[columns.row[t]]] += columns.value[t];
-          }
-        }
-        sum_[2 * j] = sum[0];
-        sum_[2 * j + 1] = sum[1];
+    blocks_.resize(kSumBlocks);
+    at::parallel_for(0, kSumBlocks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        blocks_[b].assign(vectors_.features, 0.0);
+        add_rows(count * b / kSumBlocks, count * (b + 1) / kSumBlocks, blocks_[b].data());
       }
     });
-    for (int64_t j = 0; j < vectors_.features; ++j) {
-      if (sum_[2 * j] != 0 || sum_[2 * j + 1] != 0) {
-        touched_.push_back(int32_t(j));
+    for (const auto& block : blocks_) {
+      for (int64_t j = 0; j < vectors_.features; ++j) {
+        sum[j] += block[j];
       }
     }
   }
 
-  // From the second centre to the first one.
-  void make_direction() {
-    std::sort(touched_.begin(), touched_.end()); // so that norms are summed in one order
-    touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
-    double scale[2] = {1.0 / double(scale_[0]), 1.0 / double(scale_[1])};
+  void add_direction(int32_t row, double sign) {
+    double square = 0;
+    for (int64_t t = vectors_.offset[row]; t < vectors_.offset[row + 1]; ++t) {
+      square += double(vectors_.value[t]) * vectors_.value[t];
+    }
+    const double scale = !spherical_ ? sign : square > 0 ? sign / std::sqrt(square) : 0.0;
+    for (int64_t t = vectors_.offset[row]; t < vectors_.offset[row + 1]; ++t) {
+      direction_[vectors_.column[t]] += float(scale * vectors_.value[t]);
+    }
+  }
+
+  // From the centre of the second half to that of the first.
+  void make_direction(int64_t left, int64_t size) {
+    double scale[2] = {1.0 / double(left), 1.0 / double(size - left)};
     if (spherical_) {
       double square[2] = {0, 0};
       for (const int32_t j : touched_) {
-        square[0] += sum_[2 * j] * sum_[2 * j];
-        square[1] += sum_[2 * j + 1] * sum_[2 * j + 1];
+        square[0] += sum_[j] * sum_[j];
+        square[1] += (total_[j] - sum_[j]) * (total_[j] - sum_[j]);
       }
       for (int half = 0; half < 2; ++half) {
         scale[half] = square[half] > 0 ? 1.0 / std::sqrt(square[half]) : 0.0;
       }
     }
     for (const int32_t j : touched_) {
-      direction_[j] = float(scale[0] * sum_[2 * j] - scale[1] * sum_[2 * j + 1]);
+      direction_[j] = float(scale[0] * sum_[j] - scale[1] * (total_[j] - sum_[j]));
     }
   }
 
-  void score(const int32_t* rows, int64_t size, bool parallel) {
-    const auto some = [&](int64_t begin, int64_t end) {
+  void score(const int32_t* rows, int64_t size) {
+    at::parallel_for(0, size, 1024, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        float sum = 0;
-        for (int64_t t = vectors_.offset[rows[i]]; t < vectors_.offset[rows[i] + 1]; ++t) {
-          sum += vectors_.value[t] * direction_[vectors_.column[t]];
+        float even = 0, odd = 0;
+        int64_t t = vectors_.offset[rows[i]];
+        const int64_t last = vectors_.offset[rows[i] + 1];
+        for (; t + 1 < last; t += 2) {
+          even += vectors_.value[t] * direction_[vectors_.column[t]];
+          odd += vectors_.value[t + 1] * direction_[vectors_.column[t + 1]];
         }
-        score_[i] = sum;
+        score_[i] = even + odd + (t < last ? vectors_.value[t] * direction_[vectors_.column[t]] : 0.0f);
       }
-    };
-    parallel ? at::parallel_for(0, size, 256, some) : some(0, size);
+    });
   }
 
-  // The `left` rows of the highest scores are the first half, earlier ones first where scores are equal. Whether any row changed sides.
-  bool assign(int64_t size, int64_t left) {
+  // The `left` rows of the highest scores are the first half, earlier ones first where scores are equal; `changes_` are those that moved.
+  void assign(const int32_t* rows, int64_t size, int64_t left) {
     std::iota(order_.begin(), order_.end(), int32_t(0));
     std::nth_element(order_.begin(), order_.begin() + left, order_.end(),
                      [&](int32_t a, int32_t b) { return score_[a] > score_[b] || (score_[a] == score_[b] && a < b); });
-    bool changed = false;
-    for (int64_t k = 0; k < size; ++k) {
-      const int8_t side = k < left ? 0 : 1;
-      changed |= side_[order_[k]] != side;
-      side_[order_[k]] = side;
+    next_side_.assign(size, 1);
+    for (int64_t k = 0; k < left; ++k) {
+      next_side_[order_[k]] = 0;
     }
-    return changed;
-  }
-
-  void clear() {
-    for (const int32_t j : touched_) {
-      sum_[2 * j] = sum_[2 * j + 1] = 0;
-      direction_[j] = 0;
+    changes_.clear();
+    for (int64_t i = 0; i < size; ++i) {
+      if (next_side_[i] != side_[i]) {
+        changes_.push_back({rows[i], next_side_[i] == 0 ? 1 : -1});
+      }
     }
-    touched_.clear();
+    side_.swap(next_side_);
   }
 
   void move(int32_t* rows, int64_t size) {
@@ -237,11 +238,13 @@ class Bisection {
   uint64_t seed_;
   int64_t iterations_;
   bool spherical_;
-  std::array<int64_t, 2> scale_{1, 1}; // rows in each sum
-  std::vector<double> sum_;            // of the rows of each half, feature after feature
+  std::vector<double> total_, sum_; // of all rows and of the first half, by feature: changed by the rows that move
   std::vector<float> direction_, score_;
-  std::vector<int32_t> touched_, order_, moved_;
-  std::vector<int8_t> side_, half_;
+  std::vector<bool> seen_;
+  std::vector<int32_t> touched_, order_, moved_; // the features of the part
+  std::vector<int8_t> side_, next_side_;
+  std::vector<Change> changes_;
+  std::vector<std::vector<double>> blocks_;
 };
 
 /// Children low .. high - 1 of a node, whose classes are to be told apart.
@@ -262,27 +265,23 @@ std::vector<int32_t> lay_out(const Vectors& vectors, const std::vector<Node>& no
     }
   };
   descend(open, {nodes[0].first, nodes[0].last});
-  std::optional<Columns> columns;
-  const auto cut = [&](Bisection& bisection, const Segment& segment, const Columns* shared) {
+  const auto cut = [&](Bisection& bisection, const Segment& segment) {
     const int64_t begin = nodes[segment.low].begin, middle = nodes[(segment.low + segment.high) / 2].begin, end = nodes[segment.high - 1].end;
-    bisection.cut(order.data() + begin, end - begin, middle - begin, uint64_t(begin), shared);
+    bisection.cut(order.data() + begin, end - begin, middle - begin, uint64_t(begin));
   };
   while (!open.empty()) {
     const int64_t threads = at::get_num_threads();
     if (int64_t(open.size()) < threads) {
-      if (!columns.has_value()) {
-        columns.emplace(vectors);
-      }
       Bisection bisection(vectors, seed, iterations, spherical);
       for (const Segment& segment : open) {
-        cut(bisection, segment, &*columns);
+        cut(bisection, segment);
       }
     } else {
       std::atomic<size_t> at = 0;
       at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
         Bisection bisection(vectors, seed, iterations, spherical);
         for (size_t i = at++; i < open.size(); i = at++) {
-          cut(bisection, open[i], nullptr);
+          cut(bisection, open[i]);
         }
       });
     }

@@ -12,8 +12,7 @@ namespace xsoftmax {
 // little as the counts allow, by halves, each by 2-means whose halves have their sizes: rows are ordered by how much nearer they are to the
 // first centre (spherical: by the cosine) and cut where the first half is full. At most `iterations` of each; fewer where nothing moves.
 //
-// The same for any number of threads: the first cuts are parallel inside, and when there are parts enough, each is a task of its own. Sums
-// over rows are taken in the order of the rows by both.
+// The same for any number of threads: the first cuts are parallel inside, and when there are parts enough, each is a task of its own.
 LabelTreeNodes label_tree_clusters(const at::Tensor& seed, const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
                                    int64_t features, int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical);
 

@@ -19,11 +19,11 @@ class BeamLayer;
 /// number of threads may ask it at once.
 class XRLinear : public torch::CustomClassHolder {
  public:
-  /// first_child, chunk, feature, entry, child, value: those of each layer, from the top (csrc/matcher/linear_layer.h). labels int64 [L]:
-  /// the label of each node of the last layer. features: of a query. bias: the value of the column that every query has beside them.
-  /// Checked: throws ValueError, TypeError or IndexError where the parts do not fit together.
-  XRLinear(int64_t features, double bias, at::Tensor labels, std::vector<at::Tensor> first_child, std::vector<at::Tensor> chunk,
-           std::vector<at::Tensor> feature, std::vector<at::Tensor> entry, std::vector<at::Tensor> child, std::vector<at::Tensor> value);
+  /// layers: of each, from the top, first_child, chunk, feature, more, child and value (csrc/matcher/linear_layer.h). labels int64 [L]: the
+  /// label of each node of the last layer. features: of a query. bias: the value of the column that every query has beside them. transform:
+  /// what predict() uses where it is not told otherwise. Checked: throws ValueError, TypeError or IndexError where the parts do not fit
+  /// together.
+  XRLinear(int64_t features, double bias, const std::string& transform, at::Tensor labels, std::vector<std::vector<at::Tensor>> layers);
   ~XRLinear() override;
 
   using Predictions = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -31,22 +31,29 @@ class XRLinear : public torch::CustomClassHolder {
   /// The topk labels of each query by beam search: offsets int64 [n + 1], labels int64 and scores float32, best first in each row, equal
   /// scores in the order of the last layer.
   ///
-  /// Queries are sparse rows: offsets int64 [n + 1], columns int32 or int64, values float32; or a dense block, float32 [n, d], which are the
+  /// Queries are sparse rows: offsets [n + 1] and columns int32 or int64, values float32; or a dense block, float32 [n, d], which are the
   /// features from dense_begin on; or both.
   ///
   /// beam: nodes of a layer that are looked below. transform: "l1-hinge" .. "l6-hinge", e^-max(0, 1 - z)^p of a score z; "sigmoid";
-  /// "identity"; "log-" before the first two for their logs. combiner: what a node's score makes of its parent's: "multiply", "add", or
+  /// "identity"; "log-" before the first two for their logs; empty: the model's own. combiner: what a node's score makes of its parent's: "multiply", "add", or
   /// "last", itself alone. only: int64, the labels among which the best are wanted; none: all.
   Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
                       const std::optional<at::Tensor>& dense = std::nullopt, int64_t dense_begin = 0, int64_t topk = 10, int64_t beam = 10,
-                      const std::string& transform = "l3-hinge", const std::string& combiner = "multiply",
+                      const std::string& transform = "", const std::string& combiner = "multiply",
                       const std::optional<at::Tensor>& only = std::nullopt) const;
+
+  /// Writes the model to the folder `path`, as a whole or not at all: a folder that load() would read is replaced, and goes on to serve who
+  /// reads it; any other is left alone. notes: goes beside it as notes.json, for people; empty: none.
+  void save(const std::string& path, const std::string& notes = "") const;
+  /// What save() wrote, checked. Weights are mapped into memory, read-only: processes share them.
+  static c10::intrusive_ptr<XRLinear> load(const std::string& path);
 
   int64_t features() const { return features_; }
   double bias() const { return bias_; }
+  const std::string& transform() const { return transform_; }
   int64_t num_labels() const { return labels_.size(0); }
-  int64_t depth() const { return int64_t(value_.size()); }
-  /// The parts of a layer: first_child, chunk, feature, entry, child, value.
+  int64_t depth() const { return int64_t(parts_.size()); }
+  /// The parts of a layer: first_child, chunk, feature, more, child, value.
   std::vector<at::Tensor> layer(int64_t depth) const;
   at::Tensor labels() const { return labels_; }
 
@@ -56,8 +63,9 @@ class XRLinear : public torch::CustomClassHolder {
 
   int64_t features_;
   double bias_;
+  std::string transform_;
   at::Tensor labels_;
-  std::vector<at::Tensor> first_child_, chunk_, feature_, entry_, child_, value_;
+  std::vector<std::vector<at::Tensor>> parts_; // of each layer
   std::vector<BeamLayer> layers_;
 };
 

@@ -1,7 +1,7 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
 from . import _library
-from . import metrics, optim, samplers
+from . import label_vectors, metrics, optim, samplers
 from .cane import CaneLoss
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
@@ -10,6 +10,7 @@ from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
+from .xr_linear import XRLinear
 
 __version__ = "0.1.0"
 
@@ -22,10 +23,12 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearLoss",
     "SampledSoftmaxLoss",
+    "XRLinear",
     "clip_grad_norm_",
     "cmake_prefix_path",
     "cpu_capability",
     "diagnose",
+    "label_vectors",
     "metrics",
     "optim",
     "proposal_log_prob",

@@ -9,7 +9,7 @@ import xsoftmax  # noqa: F401: the ops
 
 ops = torch.ops.xsoftmax
 LOSSES = {"squared hinge": 0, "hinge": 1, "logistic": 2}
-OPTIONS = dict(loss=0, bias=1.0, positive_cost=1.0, negative_cost=1.0, tolerance=1e-4, sweeps=2000, threshold=0.0, max_weights=0, seed=0)
+OPTIONS = dict(loss=0, bias=1.0, positive_cost=1.0, negative_cost=1.0, tolerance=1e-4, sweeps=2000, threshold=0.0, max_weights=0, seed=0, initial=[], progress=None)
 
 
 def problem(rows=60, features=40, parents=3, children=7, seed=0, density=0.2):
@@ -37,7 +37,8 @@ def train(x, of_parent, of_child, first_child, costs=None, **options):
 
 def dense(layer, first_child, features):
     """[C, features + 1], the bias last."""
-    chunk, feature, entry, child, value, _ = layer
+    chunk, feature, more, child, value, _ = layer
+    entry = torch.cat([torch.zeros(1, dtype=torch.int64), (more.long() + 1).cumsum(0)])
     weight = torch.zeros(int(first_child[-1]), features + 1)
     for p in range(len(first_child) - 1):
         for row in range(int(chunk[p]), int(chunk[p + 1])):
@@ -125,8 +126,7 @@ def test_more_than_256_children():
 
 
 def model(x, layers, labels, bias=1.0):
-    parts = list(zip(*[(first, *layer[:5]) for first, layer in layers]))
-    return torch.classes.xsoftmax.XRLinear(x.shape[1], bias, labels, *[list(part) for part in parts])
+    return torch.classes.xsoftmax.XRLinear(x.shape[1], bias, "l3-hinge", labels, [[first, *layer[:5]] for first, layer in layers])
 
 
 TRANSFORMS = {"identity": lambda z: z, "sigmoid": torch.sigmoid, "l3-hinge": lambda z: (-(1 - z).clamp(min=0) ** 3).exp(),
@@ -235,7 +235,7 @@ def test_a_broken_model_is_refused():
     x, layers, labels = two_layers()
     with pytest.raises((ValueError, IndexError), match="labels with size 24"):
         model(x, layers, labels[1:])
-    for part, change, message in ((1, lambda t: t + 1, "chunk"), (2, lambda t: t.flip(0), "feature to rise"), (3, lambda t: t.flip(0), "entry"),
+    for part, change, message in ((1, lambda t: t + 1, "chunk"), (2, lambda t: t.flip(0), "feature to rise"), (3, lambda t: t + 1, "more"),
                                   (4, lambda t: t + 200, "child in"), (5, lambda t: t * float("inf"), "value with finite")):
         broken = [layers[0], (layers[1][0], tuple(change(t) if i == part - 1 else t for i, t in enumerate(layers[1][1])))]
         with pytest.raises((ValueError, IndexError), match=message):

@@ -1,0 +1,151 @@
+#include "matcher/sparse_row_sums.h"
+
+#include "core/checks.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "sparse_row_sums";
+constexpr int64_t kListsAtOnce = 64;
+
+/// Sums of some lists, one after the other.
+struct Sums {
+  std::vector<int32_t> column;
+  std::vector<float> value;
+};
+
+class Adder {
+ public:
+  Adder(const int64_t* offset, const int32_t* column, const float* value, int64_t features)
+      : offset_(offset), column_(column), value_(value), sum_(features, 0.0), seen_((features + 63) / 64, 0) {}
+
+  void add(const int32_t* rows, int64_t count, Sums& to) {
+    touched_.clear();
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t t = offset_[rows[i]]; t < offset_[rows[i] + 1]; ++t) {
+        const int32_t j = column_[t];
+        uint64_t& word = seen_[j / 64];
+        if (const uint64_t bit = uint64_t(1) << (j % 64); !(word & bit)) {
+          word |= bit;
+          touched_.push_back(j);
+        }
+        sum_[j] += value_[t];
+      }
+    }
+    sort();
+    double square = 0;
+    for (const int32_t j : touched_) {
+      square += sum_[j] * sum_[j];
+    }
+    const double scale = square > 0 ? 1.0 / std::sqrt(square) : 1.0;
+    for (const int32_t j : touched_) {
+      to.column.push_back(j);
+      to.value.push_back(float(scale * sum_[j]));
+      sum_[j] = 0;
+      seen_[j / 64] = 0;
+    }
+  }
+
+ private:
+  void sort() {
+    if (touched_.size() * 8 < seen_.size()) {
+      std::sort(touched_.begin(), touched_.end());
+      return;
+    }
+    touched_.clear(); // many: read off the bits
+    for (size_t i = 0; i < seen_.size(); ++i) {
+      for (uint64_t word = seen_[i]; word != 0; word &= word - 1) {
+        touched_.push_back(int32_t(i * 64 + size_t(std::countr_zero(word))));
+      }
+    }
+  }
+
+  const int64_t* offset_;
+  const int32_t* column_;
+  const float* value_;
+  std::vector<double> sum_;
+  std::vector<uint64_t> seen_;
+  std::vector<int32_t> touched_;
+};
+
+void check_rows(const char* offsets_name, const Tensor& offsets, const char* name, const Tensor& numbers, int64_t limit) {
+  check::dim(kOp, offsets_name, offsets, 1);
+  check::int64(kOp, offsets_name, offsets);
+  check::dim(kOp, name, numbers, 1);
+  check::dtype(kOp, name, numbers, at::kInt);
+  TORCH_CHECK_VALUE(offsets.size(0) >= 1, kOp, ": expected ", offsets_name, " with a number for each row and one, got none");
+  check::offsets(kOp, offsets_name, offsets, numbers.size(0));
+  const int32_t* number = numbers.const_data_ptr<int32_t>();
+  for (int64_t t = 0; t < numbers.size(0); ++t) {
+    TORCH_CHECK_INDEX(number[t] >= 0 && number[t] < limit, kOp, ": expected ", name, " in [0, ", limit, "), got ", number[t], " at [", t, "]");
+  }
+}
+
+} // namespace
+
+SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features, const Tensor& list_offsets,
+                           const Tensor& list_rows) {
+  TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), kOp, ": expected features in [0, 2^31), got ", features);
+  const Tensor row_offsets = offsets.contiguous(), row_columns = columns.contiguous(), row_values = values.contiguous();
+  const Tensor lists = list_offsets.contiguous(), rows = list_rows.contiguous();
+  check_rows("offsets", row_offsets, "columns", row_columns, features);
+  check::dim(kOp, "values", row_values, 1);
+  check::dtype(kOp, "values", row_values, at::kFloat);
+  check::size(kOp, "values", row_values, 0, row_columns.size(0), "the size of columns");
+  check_rows("list_offsets", lists, "list_rows", rows, row_offsets.size(0) - 1);
+
+  const int64_t count = lists.size(0) - 1, blocks = (count + kListsAtOnce - 1) / kListsAtOnce;
+  const int64_t* list = lists.const_data_ptr<int64_t>();
+  const int32_t* row = rows.const_data_ptr<int32_t>();
+  const Tensor ends = at::empty({count + 1}, at::kLong);
+  int64_t* end = ends.mutable_data_ptr<int64_t>();
+  end[0] = 0;
+  std::vector<Sums> sums(blocks);
+  std::atomic<int64_t> next = 0;
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
+    Adder adder(row_offsets.const_data_ptr<int64_t>(), row_columns.const_data_ptr<int32_t>(), row_values.const_data_ptr<float>(), features);
+    for (int64_t b = next++; b < blocks; b = next++) {
+      for (int64_t i = b * kListsAtOnce; i < std::min((b + 1) * kListsAtOnce, count); ++i) {
+        adder.add(row + list[i], list[i + 1] - list[i], sums[b]);
+        end[i + 1] = int64_t(sums[b].column.size()); // within the block, as yet
+      }
+    }
+  });
+  std::vector<int64_t> begin(blocks + 1, 0);
+  for (int64_t b = 0; b < blocks; ++b) {
+    begin[b + 1] = begin[b] + int64_t(sums[b].column.size());
+    for (int64_t i = b * kListsAtOnce; i < std::min((b + 1) * kListsAtOnce, count); ++i) {
+      end[i + 1] += begin[b];
+    }
+  }
+  const Tensor column = at::empty({begin[blocks]}, at::kInt), value = at::empty({begin[blocks]}, at::kFloat);
+  at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+    for (int64_t b = first; b < last; ++b) {
+      std::copy(sums[b].column.begin(), sums[b].column.end(), column.mutable_data_ptr<int32_t>() + begin[b]);
+      std::copy(sums[b].value.begin(), sums[b].value.end(), value.mutable_data_ptr<float>() + begin[b]);
+      sums[b] = {};
+    }
+  });
+  return {ends, column, value};
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("sparse_row_sums(Tensor offsets, Tensor columns, Tensor values, int features, Tensor list_offsets, Tensor list_rows) -> "
+        "(Tensor offsets, Tensor columns, Tensor values)",
+        sparse_row_sums);
+}
+
+} // namespace xsoftmax

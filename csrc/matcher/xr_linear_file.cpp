@@ -1,0 +1,270 @@
+#include "xsoftmax/matcher.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <span>
+
+#include <fcntl.h>
+#include <stdio.h> // renameat2
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+// A model's folder holds model.bin: a header, a table of sections, then the tensors as they lie in memory, each at a multiple of 64 bytes:
+// the labels, then the parts of each layer. All little-endian.
+
+namespace xsoftmax {
+namespace {
+
+static_assert(std::endian::native == std::endian::little);
+
+namespace fs = std::filesystem;
+using at::Tensor;
+
+constexpr const char* kFile = "model.bin";
+constexpr const char* kNotes = "notes.json";
+constexpr std::array<char, 8> kMagic{'x', 's', 'X', 'R', 'L', 'i', 'n', '\n'};
+constexpr uint32_t kVersion = 1, kMostDepth = 64;
+constexpr uint64_t kAlignment = 64, kLayerParts = 6;
+constexpr std::array kDtypes{at::kLong, at::kInt, at::kByte, at::kFloat, at::kHalf}; // a file's numbers for them
+
+struct Header {
+  std::array<char, 8> magic;
+  uint32_t version, depth;
+  int64_t features;
+  double bias;
+  std::array<char, 16> transform; // zeros behind it
+  uint64_t bytes;                 // of the file
+  uint64_t checksum;              // of the header, this being 0, and of the sections' checksum
+};
+static_assert(sizeof(Header) == 64);
+
+struct Section {
+  uint64_t begin, bytes;
+  uint64_t dtype;
+  uint64_t checksum;
+};
+
+/// Of 8-byte words, the last one filled up with zeros: any change of one of them changes it.
+uint64_t checksum(const void* from, uint64_t bytes) {
+  std::array<uint64_t, 4> lanes{1, 2, 3, 4}; // four chains of products, so that none waits for another
+  const char* at = static_cast<const char*>(from);
+  const auto mix = [](uint64_t lane, uint64_t word) {
+    lane = (lane ^ word) * 0x9E3779B97F4A7C15u; // odd: one to one
+    return lane ^ (lane >> 29);
+  };
+  uint64_t i = 0;
+  for (; i + 32 <= bytes; i += 32) {
+    for (int lane = 0; lane < 4; ++lane) {
+      uint64_t word;
+      std::memcpy(&word, at + i + 8 * lane, 8);
+      lanes[lane] = mix(lanes[lane], word);
+    }
+  }
+  uint64_t all = bytes;
+  for (const uint64_t lane : lanes) {
+    all = mix(all, lane);
+  }
+  for (; i < bytes; i += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, at + i, std::min<uint64_t>(8, bytes - i));
+    all = mix(all, word);
+  }
+  return all;
+}
+
+uint64_t header_checksum(Header header, std::span<const Section> sections) {
+  header.checksum = checksum(sections.data(), sections.size_bytes());
+  return checksum(&header, sizeof(header));
+}
+
+/// The system's word for what went wrong.
+std::string reason() { return std::strerror(errno); }
+
+class File {
+ public:
+  File(const fs::path& path, int flags) : path_(path), handle_(open(path.c_str(), flags | O_CLOEXEC, 0666)) {
+    TORCH_CHECK(handle_ >= 0, "XRLinear: cannot open ", path, ": ", reason());
+  }
+  ~File() { close(handle_); }
+  File(const File&) = delete;
+
+  int handle() const { return handle_; }
+
+  uint64_t size() const {
+    struct stat found;
+    TORCH_CHECK(fstat(handle_, &found) == 0, "XRLinear: cannot read ", path_, ": ", reason());
+    TORCH_CHECK_VALUE(S_ISREG(found.st_mode), "XRLinear: expected ", path_, " as a file, got something else");
+    return uint64_t(found.st_size);
+  }
+
+  void write(const void* from, uint64_t bytes) {
+    for (const char* at = static_cast<const char*>(from); bytes > 0;) {
+      const ssize_t done = ::write(handle_, at, std::min<uint64_t>(bytes, uint64_t(1) << 30));
+      TORCH_CHECK(done > 0 || errno == EINTR, "XRLinear: cannot write ", path_, ": ", reason());
+      at += std::max<ssize_t>(done, 0);
+      bytes -= uint64_t(std::max<ssize_t>(done, 0));
+    }
+  }
+
+  void flush() { TORCH_CHECK(fsync(handle_) == 0, "XRLinear: cannot write ", path_, ": ", reason()); }
+
+ private:
+  fs::path path_;
+  int handle_;
+};
+
+/// A file in memory, read-only, for as long as someone holds it.
+class Mapping {
+ public:
+  explicit Mapping(const fs::path& path) {
+    const File file(path, O_RDONLY);
+    bytes_ = file.size();
+    if (bytes_ > 0) {
+      begin_ = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file.handle(), 0);
+      TORCH_CHECK(begin_ != MAP_FAILED, "XRLinear: cannot map ", path, ": ", reason());
+    }
+  }
+  ~Mapping() {
+    if (bytes_ > 0) {
+      munmap(begin_, bytes_);
+    }
+  }
+  Mapping(const Mapping&) = delete;
+
+  const char* begin() const { return static_cast<const char*>(begin_); }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  void* begin_ = nullptr;
+  uint64_t bytes_;
+};
+
+bool holds_model(const fs::path& folder) { return fs::is_regular_file(folder / kFile); }
+
+/// A folder to write into, gone when it does not take the place of another.
+class Draft {
+ public:
+  explicit Draft(const fs::path& target) : target_(target), path_(target.string() + ".XXXXXX") {
+    TORCH_CHECK(mkdtemp(path_.data()) != nullptr, "XRLinear: cannot make a folder beside ", target, ": ", reason());
+    const mode_t mask = umask(0); // mkdtemp lets nobody else in
+    umask(mask);
+    fs::permissions(path_, fs::perms(0777 & ~mask));
+  }
+  ~Draft() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+
+  fs::path path() const { return path_; }
+
+  /// Becomes the target; a folder of that name changes places with it, and goes.
+  void publish() {
+    const unsigned how = fs::exists(target_) ? RENAME_EXCHANGE : RENAME_NOREPLACE;
+    TORCH_CHECK(renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), how) == 0, "XRLinear: cannot rename ", path_, " to ", target_, ": ",
+                reason());
+    const fs::path parent = fs::absolute(target_).parent_path();
+    File(parent, O_RDONLY | O_DIRECTORY).flush();
+  }
+
+ private:
+  fs::path target_;
+  std::string path_;
+};
+
+} // namespace
+
+void XRLinear::save(const std::string& path, const std::string& notes) const {
+  fs::path target = fs::path(path);
+  target = target.has_filename() ? target : target.parent_path(); // "model/"
+  TORCH_CHECK_VALUE(!target.empty(), "XRLinear: expected path as the name of a folder, got \"", path, "\"");
+  TORCH_CHECK_VALUE(!fs::exists(target) || holds_model(target), "XRLinear: expected path as a new folder or one with a model, got ", target,
+                    ", which is something else");
+  std::vector<Tensor> tensors{labels_};
+  for (const auto& parts : parts_) {
+    tensors.insert(tensors.end(), parts.begin(), parts.end());
+  }
+  std::vector<Section> sections(tensors.size());
+  const auto aligned = [](uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
+  uint64_t end = aligned(sizeof(Header) + sections.size() * sizeof(Section));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto dtype = std::find(kDtypes.begin(), kDtypes.end(), tensors[i].scalar_type()) - kDtypes.begin();
+    sections[i] = {end, uint64_t(tensors[i].nbytes()), uint64_t(dtype), checksum(tensors[i].const_data_ptr(), tensors[i].nbytes())};
+    end = aligned(end + sections[i].bytes);
+  }
+  Header header{kMagic, kVersion, uint32_t(depth()), features_, bias_, {}, end, 0};
+  std::copy(transform_.begin(), transform_.end(), header.transform.begin());
+  header.checksum = header_checksum(header, sections);
+
+  Draft draft(target);
+  {
+    File file(draft.path() / kFile, O_WRONLY | O_CREAT | O_EXCL);
+    const std::vector<char> zeros(kAlignment, 0);
+    uint64_t at = 0;
+    const auto write = [&](const void* from, uint64_t bytes) {
+      file.write(from, bytes);
+      file.write(zeros.data(), aligned(at + bytes) - (at + bytes));
+      at = aligned(at + bytes);
+    };
+    file.write(&header, sizeof(header));
+    at = sizeof(header);
+    write(sections.data(), sections.size() * sizeof(Section));
+    for (const Tensor& tensor : tensors) {
+      write(tensor.const_data_ptr(), tensor.nbytes());
+    }
+    file.flush();
+  }
+  if (!notes.empty()) {
+    File file(draft.path() / kNotes, O_WRONLY | O_CREAT | O_EXCL);
+    file.write(notes.data(), notes.size());
+    file.flush();
+  }
+  draft.publish();
+}
+
+c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
+  const fs::path file = fs::path(path) / kFile;
+  const auto mapping = std::make_shared<Mapping>(file);
+  const auto sound = [&](bool true_of_it, const auto&... what) { TORCH_CHECK_VALUE(true_of_it, "XRLinear: ", file, " is damaged: ", what...); };
+  Header header;
+  TORCH_CHECK_VALUE(mapping->bytes() >= sizeof(header) && std::memcmp(mapping->begin(), kMagic.data(), kMagic.size()) == 0,
+                    "XRLinear: expected ", file, " as the file of a model, got another one");
+  std::memcpy(&header, mapping->begin(), sizeof(header));
+  TORCH_CHECK_VALUE(header.version == kVersion, "XRLinear: expected ", file, " in version ", kVersion, " of the format, got ", header.version);
+  sound(header.bytes == mapping->bytes(), "expected ", header.bytes, " bytes, got ", mapping->bytes());
+  sound(header.depth >= 1 && header.depth <= kMostDepth, "expected 1 to ", kMostDepth, " layers, got ", header.depth);
+  std::vector<Section> sections(1 + header.depth * kLayerParts);
+  sound(sizeof(header) + sections.size() * sizeof(Section) <= mapping->bytes(), "no room for ", sections.size(), " sections");
+  std::memcpy(sections.data(), mapping->begin() + sizeof(header), sections.size() * sizeof(Section));
+  sound(header.checksum == header_checksum(header, sections), "wrong checksum of the header");
+
+  std::vector<Tensor> tensors;
+  for (const Section& section : sections) {
+    sound(section.begin % kAlignment == 0 && section.begin <= mapping->bytes() && section.bytes <= mapping->bytes() - section.begin, "a section of ",
+          section.bytes, " bytes at ", section.begin);
+    sound(section.dtype < kDtypes.size(), "a section of dtype ", section.dtype);
+    const at::ScalarType dtype = kDtypes[section.dtype];
+    sound(section.bytes % c10::elementSize(dtype) == 0, "a section of ", section.bytes, " bytes of ", dtype);
+    const char* from = mapping->begin() + section.begin;
+    sound(section.checksum == checksum(from, section.bytes), "wrong checksum of section ", tensors.size());
+    // Nobody writes to them: the pages are read-only.
+    tensors.push_back(at::from_blob(const_cast<char*>(from), {int64_t(section.bytes / c10::elementSize(dtype))}, [mapping](void*) {},
+                                    at::TensorOptions(dtype)));
+  }
+  std::vector<std::vector<Tensor>> layers;
+  for (size_t i = 1; i < tensors.size(); i += kLayerParts) {
+    layers.emplace_back(tensors.begin() + int64_t(i), tensors.begin() + int64_t(i + kLayerParts));
+  }
+  const std::string transform(header.transform.begin(), std::find(header.transform.begin(), header.transform.end(), '\0'));
+  return c10::make_intrusive<XRLinear>(header.features, header.bias, transform, tensors[0], layers);
+}
+
+} // namespace xsoftmax

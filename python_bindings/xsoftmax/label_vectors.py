@@ -1,0 +1,107 @@
+r"""Vectors of labels, for :meth:`xsoftmax.LabelTree.from_vectors`: labels with near vectors share a branch of the tree (PECOS paper, section 2.2).
+
+Where X [n, D] are the examples and Y [n, L] says which labels each has, both scipy sparse matrices::
+
+    pii(Y)            = normalize(Y.T)                            each label by the examples that have it (positive instance indices)
+    pifa(X, Y)        = normalize(Y.T @ X)                        by the sum of their features (positive instance feature aggregation)
+    pifa_lf(X, Y, Z)  = [(1 - w) pifa(X, Y) | w normalize(Z)]     beside features Z [L, F] of the label itself; or their sum, where F = D
+    spectral(Y, dim)  = normalize(V)                              the right singular vectors of Y, its rows and columns scaled
+
+Rows are normalised to length 1; those of labels without an example stay 0. All are float32; the first three are CSR, the last is dense.
+"""
+
+from typing import Union
+
+import numpy as np
+import torch
+
+__all__ = ["pifa", "pifa_lf", "pii", "spectral"]
+
+
+def pii(Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
+    """``normalize(Y.T)`` [L, n]; see :mod:`xsoftmax.label_vectors`."""
+    return _normalize(_labels("pii", Y).T.tocsr())
+
+
+def pifa(X, Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
+    """``normalize(Y.T @ X)`` [L, D]; see :mod:`xsoftmax.label_vectors`. Rows of X should be of length 1."""
+    import scipy.sparse as sp
+
+    X, Y = _features("pifa", "X", X), _labels("pifa", Y)
+    if X.shape[0] != Y.shape[0]:
+        raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
+    lists = Y.tocsc()
+    offsets, columns, values = torch.ops.xsoftmax.sparse_row_sums(
+        torch.from_numpy(X.indptr.astype(np.int64)), torch.from_numpy(X.indices.astype(np.int32, copy=False)), torch.from_numpy(X.data), X.shape[1],
+        torch.from_numpy(lists.indptr.astype(np.int64)), torch.from_numpy(lists.indices.astype(np.int32, copy=False)))
+    return sp.csr_matrix((values.numpy(), columns.numpy(), offsets.numpy()), shape=(Y.shape[1], X.shape[1]), copy=False)
+
+
+def pifa_lf(X, Y, Z, weight: float = 0.5, concatenate: bool = True) -> "scipy.sparse.csr_matrix":  # noqa: F821
+    """:func:`pifa` beside features of the labels themselves; see :mod:`xsoftmax.label_vectors`.
+
+    Args:
+        Z: [L, F], such as tf-idf of the labels' titles.
+        weight: of Z, in [0, 1].
+        concatenate: [L, D + F]; False: the weighted sum, which wants F = D.
+    """
+    import scipy.sparse as sp
+
+    if not 0 <= weight <= 1:
+        raise ValueError(f"pifa_lf: expected weight in [0, 1], got {weight}")
+    of_examples, of_labels = pifa(X, Y), _normalize(_features("pifa_lf", "Z", Z))
+    if of_labels.shape[0] != of_examples.shape[0]:
+        raise ValueError(f"pifa_lf: expected Z with a row for each of {of_examples.shape[0]} labels, got {of_labels.shape[0]}")
+    parts = np.float32(1 - weight) * of_examples, np.float32(weight) * of_labels
+    if concatenate:
+        return _normalize(sp.hstack(parts, format="csr"))
+    if parts[0].shape != parts[1].shape:
+        raise ValueError(f"pifa_lf: expected Z of shape {list(parts[0].shape)} for a sum, got {list(parts[1].shape)}")
+    return _normalize((parts[0] + parts[1]).tocsr())
+
+
+def spectral(Y, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarray:
+    """Of labels as nodes of a graph beside the examples [L, dim]: the co-clustering of Dhillon (KDD 2001), by scipy's sparse SVD; see
+    :mod:`xsoftmax.label_vectors`.
+
+    Args:
+        dim: below the numbers of examples and labels.
+    """
+    from scipy.sparse import diags
+    from scipy.sparse.linalg import svds
+
+    Y = _labels("spectral", Y)
+    if not 1 <= dim < min(Y.shape):
+        raise ValueError(f"spectral: expected dim in [1, {min(Y.shape)}), got {dim}")
+    scale = [1 / np.sqrt(np.maximum(np.asarray(Y.sum(axis)).ravel(), 1)) for axis in (1, 0)]
+    _, _, vectors = svds((diags(scale[0]) @ Y @ diags(scale[1])).astype(np.float64), k=dim, random_state=seed)
+    vectors = (vectors[::-1] * scale[1]).T
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.ascontiguousarray(vectors / np.where(lengths > 0, lengths, 1), dtype=np.float32)
+
+
+def _features(name: str, argument: str, matrix):
+    import scipy.sparse as sp
+
+    if not sp.issparse(matrix):
+        raise TypeError(f"{name}: expected {argument} as a scipy sparse matrix, got {type(matrix).__name__}")
+    return matrix.tocsr().astype(np.float32, copy=False)
+
+
+def _labels(name: str, Y):
+    labels = _features(name, "Y", Y)
+    labels = labels.copy() if labels is Y else labels
+    labels.sum_duplicates()
+    labels.eliminate_zeros()
+    labels.data[:] = 1
+    return labels
+
+
+def _normalize(rows):
+    rows = rows.astype(np.float32, copy=False)
+    rows.sort_indices()
+    counts = np.diff(rows.indptr)
+    squares = np.add.reduceat(np.append(np.square(rows.data, dtype=np.float64), 0), np.minimum(rows.indptr[:-1], rows.nnz)) * (counts > 0)
+    lengths = np.sqrt(squares)
+    rows.data /= np.repeat(np.where(lengths > 0, lengths, 1), counts).astype(np.float32)
+    return rows

@@ -1,0 +1,431 @@
+"""Extreme multi-label classification by sparse linear classifiers down a tree of labels."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import label_vectors
+from .label_tree import LabelTree
+
+Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
+Progress = Callable[[int, int, int, int], None]
+
+_LOSSES = {"squared_hinge": 0, "hinge": 1, "logistic": 2}
+_NEGATIVES = ("tfn", "man", "user")
+
+
+class XRLinear:
+    r"""A tree of labels with a sparse linear classifier for each of its nodes (PECOS paper, section 3: XR-Linear).
+
+    A query x is looked up by beam search. A node c below p, at which x arrives with the score s_p, has
+
+        s_c = s_p * e^{-max(0, 1 - w_c.x - b_c)^3}
+
+    and on each layer the ``beam`` best nodes go on. Any transform of w.x and any combination with the parent's score can be asked for.
+
+    Made by :meth:`train` or :meth:`load`. ``model`` is the torch class ``torch.classes.xsoftmax.XRLinear``: an attribute of a module that is
+    scripted, and in C++ ``xsoftmax::XRLinear``. ``stats``: of each layer, what training it took.
+    """
+
+    def __init__(self, model: torch.ScriptObject, stats: Sequence[Dict[str, float]] = ()):
+        self.model, self.stats = model, list(stats)
+        self.num_features, self.num_labels, self.depth = model.features(), model.num_labels(), model.depth()
+        self.bias, self.transform = model.bias(), model.transform()
+
+    @staticmethod
+    def train(X: Matrix, Y: Matrix, *, tree: Optional[LabelTree] = None, arity: int = 16, max_leaf_size: int = 100,
+              negatives: Union[str, Sequence[str]] = "tfn", user_negatives: Optional[Matrix] = None, beam: int = 10,
+              loss: str = "squared_hinge", positive_cost: float = 1.0, negative_cost: float = 1.0, relevance: Optional[Matrix] = None,
+              tolerance: float = 0.1, sweeps: int = 100, bias: float = 1.0, threshold: float = 0.1, max_weights: Optional[int] = None,
+              initial: Optional["XRLinear"] = None, dtype: Optional[torch.dtype] = None, generator: Optional[torch.Generator] = None,
+              progress: Union[bool, Progress] = False) -> "XRLinear":
+        r"""For each node c below p, over the rows that are p's::
+
+            min_w  |w|^2 / 2 + sum_i C_i loss(y_i w.x_i)        y_i = 1 where a label below c is right, else -1
+
+        by dual coordinate descent (Hsieh et al., ICML 2008); layer after layer from the top. The same for any number of threads.
+
+        Args:
+            X: [n, D], scipy sparse: an example a row. Rows of length 1 suit the defaults.
+            Y: [n, L], scipy sparse: the labels of each example are its non-zeros.
+            tree: over the L labels, all on its last layer. None: ``LabelTree.from_vectors(label_vectors.pifa(X, Y), arity,
+                max_leaf_size=max_leaf_size)``.
+            negatives: which rows are p's. ``"tfn"`` (teacher forcing): those with a label below p. ``"man"`` (matcher aware): those whose
+                beam, with the layers trained so far, reaches p. ``"user"``: those that ``user_negatives`` [n, L] pairs with a label below
+                p. Or several joined by ``+``, such as ``"tfn+man"``. One for all layers, or a list with one for each layer; the first layer
+                has all rows.
+            beam: of the search for ``"man"``.
+            loss: ``"squared_hinge"``, ``max(0, 1 - m)^2``; ``"hinge"``, ``max(0, 1 - m)``; ``"logistic"``, ``log(1 + e^-m)``, whose model
+                has the transform ``"sigmoid"``, the others ``"l3-hinge"``.
+            positive_cost, negative_cost: C_i where y_i is 1 or -1.
+            relevance: [n, L], non-negative, a number for each pair of Y: multiplies positive_cost. Of an inner node: the largest of the
+                labels below it.
+            tolerance: a classifier is done when the projected gradients of a sweep differ by no more. sweeps: at most.
+            bias: the value of a feature that every row and query has beside its own; 0: none.
+            threshold: weights nearer to 0 are dropped. max_weights: then all but so many of each classifier. None: none is.
+            initial: a model with the same tree and features, whose weights training begins from: to go on with more examples.
+            dtype: of the weights that are kept: torch.float16 or torch.float32. None: float16, unless a weight is too small or too large
+                for it. Training is in float32.
+            generator: for the tree and the orders in which rows are visited.
+            progress: True: a bar by tqdm. Or called with (layer, layers, done, total).
+
+        Raises:
+            TypeError, ValueError: what does not fit is named.
+        """
+        X, Y = _examples("train", X), _pairs("train", "Y", Y)
+        if X.shape[0] != Y.shape[0]:
+            raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
+        if loss not in _LOSSES:
+            raise ValueError(f"XRLinear.train: expected loss as one of {sorted(_LOSSES)}, got {loss!r}")
+        if dtype not in (None, torch.float16, torch.float32):
+            raise ValueError(f"XRLinear.train: expected dtype as torch.float16, torch.float32 or None, got {dtype}")
+        if relevance is not None:
+            relevance = _relevance(relevance, Y)
+        if tree is None:
+            tree = LabelTree.from_vectors(label_vectors.pifa(X, Y), arity, generator=generator, max_leaf_size=max_leaf_size)
+        elif tree.num_classes != Y.shape[1]:
+            raise ValueError(f"XRLinear.train: expected a tree of {Y.shape[1]} labels, as Y has, got one of {tree.num_classes}")
+        layers = _Layers(tree)
+        schemes = _schemes(negatives, len(layers.first_child), user_negatives)
+        if user_negatives is not None:
+            user_negatives = _pairs("train", "user_negatives", user_negatives, Y.shape)
+        transform = "sigmoid" if loss == "logistic" else "l3-hinge"
+        rows = _tensors(X)
+        begin = [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1])
+        seed = int(torch.randint(0, 2**63 - 1, (), generator=generator))
+
+        parts: List[List[Tensor]] = []
+        stats = []
+        lists = None
+        with _Watch(progress, len(schemes)) as watch:
+            for depth, scheme in enumerate(schemes):
+                started = time.perf_counter()
+                if depth == 0:
+                    parents = torch.tensor([0, X.shape[0]]), torch.arange(X.shape[0], dtype=torch.int32)
+                else:
+                    found = [lists] if "tfn" in scheme else []
+                    if "man" in scheme:
+                        found.append(_mined(parts, X, bias, transform, beam))
+                    if "user" in scheme:
+                        found.append(layers.lists(depth - 1, user_negatives)[:2])
+                    parents = _united(found, X.shape[0])
+                *lists, costs = layers.lists(depth, Y, relevance)
+                matched = time.perf_counter()
+                *made, figures = watch.run(depth, lambda progress: torch.ops.xsoftmax.linear_layer_train(
+                    *rows, X.shape[1], layers.first_child[depth], *parents, *lists, costs, _LOSSES[loss], bias, positive_cost, negative_cost,
+                    tolerance, sweeps, threshold, _max_weights(max_weights), seed, begin[depth], progress))
+                made[-1] = _narrow(made[-1], dtype)
+                parts.append([layers.first_child[depth], *made])
+                children, (swept, unconverged, before) = len(lists[0]) - 1, figures.tolist()
+                stats.append({"nodes": children, "rows": len(parents[1]), "weights": len(made[-1]), "weights before the threshold": int(before),
+                              "sweeps": int(swept), "unconverged": int(unconverged), "seconds of matching": matched - started,
+                              "seconds": time.perf_counter() - matched})
+        return XRLinear(torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, layers.labels, parts), stats)
+
+    def predict(self, X: Union[Matrix, Tensor, np.ndarray], topk: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
+                only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None, combiner: str = "multiply") -> Matrix:
+        """The ``topk`` best labels of each row, as a CSR matrix [n, L] of their scores: the entries of a row stand best first.
+
+        Args:
+            X: [n, D], scipy sparse; or dense.
+            beam: nodes of a layer that are looked below.
+            dense: [n, d], beside a sparse X of D - d features: the last d.
+            only: the labels among which the best are wanted. None: all.
+            transform: of w.x: ``"l1-hinge"`` .. ``"l6-hinge"``, ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; ``"log-"`` before
+                the first two: their logs. None: the model's own.
+            combiner: of that and the parent's score: ``"multiply"``, ``"add"``, or ``"last"``, no regard to the parent's.
+        """
+        import scipy.sparse as sp
+
+        offsets, labels, scores = self._predict(X, topk, beam, dense, only, transform, combiner)
+        return _csr(sp, scores.numpy(), labels.numpy(), offsets.numpy(), self.num_labels)
+
+    def topk(self, X: Union[Matrix, Tensor, np.ndarray], k: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
+             only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None,
+             combiner: str = "multiply") -> Tuple[Tensor, Tensor]:
+        """:meth:`predict` as tensors: (scores float32 [n, k], labels int64 [n, k]), 0 and -1 where the beam has found fewer."""
+        offsets, labels, scores = self._predict(X, k, beam, dense, only, transform, combiner)
+        counts = offsets.diff()
+        there = torch.arange(k) < counts.unsqueeze(1)
+        return (torch.zeros(len(counts), k).masked_scatter_(there, scores),
+                torch.full((len(counts), k), -1, dtype=torch.int64).masked_scatter_(there, labels))
+
+    def _predict(self, X, topk, beam, dense, only, transform, combiner) -> Tuple[Tensor, Tensor, Tensor]:
+        if getattr(X, "format", None) is not None:
+            X = X if X.format == "csr" else X.tocsr()
+            width = X.shape[1]
+            parts = torch.from_numpy(X.indptr), torch.from_numpy(X.indices), torch.from_numpy(_float32("predict", "X", X.data))
+            block = None if dense is None else _block(dense, X.shape[0])
+        else:
+            if dense is not None:
+                raise TypeError(f"XRLinear.predict: expected X as a scipy sparse matrix beside dense, got {type(X).__name__}")
+            block, width = _block(X, None), 0
+            parts = torch.zeros(len(block) + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int32), torch.empty(0)
+        if width + (0 if block is None else block.shape[1]) != self.num_features:
+            raise ValueError(f"XRLinear.predict: expected {self.num_features} features, got {width}"
+                             + ("" if block is None else f" and {block.shape[1]} dense ones"))
+        if only is not None:
+            only = torch.as_tensor(only, dtype=torch.int64)
+        return self.model.predict(*parts, block, width, topk, beam, transform or "", combiner, only)
+
+    def save(self, path: Union[str, PathLike]) -> None:
+        """For :meth:`load`: a folder, which takes the place of an older model as a whole or not at all."""
+        self.model.save(fspath(path), json.dumps({"xsoftmax": "XRLinear", "features": self.num_features, "labels": self.num_labels,
+                                                  "layers": self.stats}, indent=1))
+
+    @staticmethod
+    def load(path: Union[str, PathLike]) -> "XRLinear":
+        """What :meth:`save` wrote, checked. The weights stay in the file, mapped into memory: processes that load it share them.
+
+        Raises:
+            FileNotFoundError: no model there. ValueError: not one, or a damaged one, or of another version.
+        """
+        if not (Path(path) / "model.bin").is_file():
+            raise FileNotFoundError(f"XRLinear.load: expected the folder of a model, found no model.bin: {path}")
+        model = torch.ops.xsoftmax.xr_linear_load(fspath(path))
+        try:
+            stats = json.loads((Path(path) / "notes.json").read_text())["layers"]
+        except (OSError, ValueError, KeyError):
+            stats = []  # for people; the model does without
+        return XRLinear(model, stats)
+
+    def __repr__(self) -> str:
+        weights = sum(len(self.model.layer(i)[-1]) for i in range(self.depth))
+        return f"XRLinear(num_features={self.num_features}, num_labels={self.num_labels}, depth={self.depth}, weights={weights})"
+
+    def _parts_for(self, layers: "_Layers", features: int) -> List[List[Tensor]]:
+        parts = [self.model.layer(i) for i in range(self.depth)]
+        same = (len(parts) == len(layers.first_child) and features == self.num_features and torch.equal(self.model.labels(), layers.labels)
+                and all(torch.equal(part[0], first) for part, first in zip(parts, layers.first_child)))
+        if not same:
+            raise ValueError("XRLinear.train: expected initial with the features of X and the same tree, got a model of others")
+        return parts
+
+
+class _Layers:
+    """The layers of a tree: ``first_child`` of each, where the children of a node of the layer above begin, and ``above``, the node on each
+    layer that a label is below."""
+
+    def __init__(self, tree: LabelTree):
+        sizes = tree.layer_sizes or [1]  # a tree of one node: one label, below a root of its own
+        ends = np.cumsum([1, *sizes])
+        self.first_child, self.above = [], []
+        if not tree.layer_sizes:
+            self.first_child, self.above, self.labels = [torch.tensor([0, 1])], [np.zeros(1, np.int32)], torch.zeros(1, dtype=torch.int64)
+            return
+        for depth in range(len(sizes)):
+            begin, end = (ends[depth - 1], ends[depth]) if depth > 0 else (0, 1)
+            self.first_child.append(tree.first_child[begin : end + 1] - end)
+        inner = tree.node_class[: ends[-2]]
+        if (inner >= 0).any():
+            raise ValueError(f"XRLinear.train: expected a tree with all labels on its last layer, as LabelTree.from_vectors makes with "
+                             f"max_leaf_size, got label {int(inner[inner >= 0][0])} above it")
+        self.labels = tree.node_class[ends[-2] :].clone()
+        node = tree.class_node
+        for depth in reversed(range(len(sizes))):
+            self.above.insert(0, (node - ends[depth]).to(torch.int32).numpy())
+            node = tree.parent[node]
+
+    def lists(self, depth: int, pairs: Matrix, weights: Optional[np.ndarray] = None) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+        """Of each node of a layer the rows with a label below it, and the largest of their weights."""
+        import scipy.sparse as sp
+
+        nodes = len(self.labels) if depth + 1 == len(self.first_child) else len(self.first_child[depth + 1]) - 1
+        data = np.ones(pairs.nnz, np.float32) if weights is None else weights
+        columns = sp.csr_matrix((data, self.above[depth][pairs.indices], pairs.indptr), shape=(pairs.shape[0], nodes)).tocsc()
+        rows, offsets, data = columns.indices, columns.indptr.astype(np.int64), columns.data
+        first = np.ones(len(rows), bool)  # a row once a node: equal ones stand together
+        first[1:] = rows[1:] != rows[:-1]
+        first[offsets[:-1][offsets[:-1] < len(rows)]] = True
+        if not first.all():
+            starts = np.flatnonzero(first)
+            data = data if weights is None else np.maximum.reduceat(data, starts)
+            offsets = np.concatenate([[0], np.cumsum(first)])[offsets]
+            rows = rows[starts]
+        costs = None if weights is None else torch.from_numpy(data.astype(np.float32))
+        return torch.from_numpy(offsets), torch.from_numpy(rows.astype(np.int32, copy=False)), costs
+
+
+class _Watch:
+    """Runs an op that counts its progress while someone looks on, and stops it when the user interrupts."""
+
+    def __init__(self, progress: Union[bool, Progress], layers: int):
+        self.progress, self.layers, self.bar = progress, layers, None
+
+    def __enter__(self) -> "_Watch":
+        if self.progress is True:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=100 * self.layers, unit="%", bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}")
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def show(self, layer: int, done: int, total: int) -> None:
+        if self.bar is not None:
+            self.bar.set_description(f"layer {layer + 1} of {self.layers}", refresh=False)
+            self.bar.n = 100 * layer + 100 * done // max(total, 1)
+            self.bar.refresh()
+        elif callable(self.progress):
+            self.progress(layer, self.layers, done, total)
+
+    def run(self, layer: int, op: Callable[[Tensor], Tuple[Tensor, ...]]) -> Tuple[Tensor, ...]:
+        counts = torch.zeros(3, dtype=torch.int64)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(op, counts)
+            try:
+                while True:
+                    try:
+                        found = running.result(timeout=0.1)
+                        break
+                    except FutureTimeout:
+                        self.show(layer, int(counts[0]), int(counts[1]))
+            except BaseException:
+                counts[2] = 1
+                raise
+        self.show(layer, int(counts[1]), int(counts[1]))
+        return found
+
+
+def _examples(name: str, X: Matrix) -> Matrix:
+    """CSR, float32, sorted; the caller's own is left as it is."""
+    import scipy.sparse as sp
+
+    if not sp.issparse(X):
+        raise TypeError(f"XRLinear.{name}: expected X as a scipy sparse matrix, got {type(X).__name__}")
+    given, X = X, X.tocsr()
+    if not X.has_canonical_format:
+        X = X.copy() if X is given else X
+        X.sum_duplicates()
+    if not np.isfinite(X.data).all():
+        row, column = _place(X, np.flatnonzero(~np.isfinite(X.data))[0])
+        raise ValueError(f"XRLinear.{name}: expected X with finite numbers, got {X[row, column]} in row {row}, column {column}")
+    return X if X.dtype == np.float32 else X.astype(np.float32)
+
+
+def _pairs(name: str, argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None) -> Matrix:
+    """CSR, without stored zeros; the caller's own is left as it is."""
+    import scipy.sparse as sp
+
+    if not sp.issparse(Y):
+        raise TypeError(f"XRLinear.{name}: expected {argument} as a scipy sparse matrix, got {type(Y).__name__}")
+    if shape is not None and Y.shape != shape:
+        raise ValueError(f"XRLinear.{name}: expected {argument} of shape {list(shape)}, as Y, got {list(Y.shape)}")
+    if Y.shape[1] == 0:
+        raise ValueError(f"XRLinear.{name}: expected {argument} with at least one label, got none")
+    given, Y = Y, Y.tocsr()
+    if not Y.has_canonical_format or (Y.data == 0).any():
+        Y = Y.copy() if Y is given else Y
+        Y.sum_duplicates()
+        Y.eliminate_zeros()
+    return Y
+
+
+def _place(matrix: Matrix, at: int) -> Tuple[int, int]:
+    return int(np.searchsorted(matrix.indptr, at, side="right")) - 1, int(matrix.indices[at])
+
+
+def _relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
+    """The relevance of each pair of Y, in its order."""
+    relevance = _pairs("train", "relevance", relevance, Y.shape)
+    if (relevance.data < 0).any() or not np.isfinite(relevance.data).all():
+        bad = relevance.data[(relevance.data < 0) | ~np.isfinite(relevance.data)][0]
+        raise ValueError(f"XRLinear.train: expected relevance that is finite and at least 0, got {bad}")
+    if relevance.nnz != Y.nnz or (relevance.indptr != Y.indptr).any() or (relevance.indices != Y.indices).any():
+        raise ValueError(f"XRLinear.train: expected relevance for the {Y.nnz} pairs of Y and no others, got {relevance.nnz}")
+    return relevance.data.astype(np.float32)
+
+
+def _schemes(negatives: Union[str, Sequence[str]], depth: int, user_negatives: Optional[Matrix]) -> List[List[str]]:
+    each = [negatives] * depth if isinstance(negatives, str) else list(negatives)
+    if len(each) != depth:
+        raise ValueError(f"XRLinear.train: expected negatives for {depth} layers, as the tree has, got {len(each)}")
+    schemes = [str(scheme).split("+") for scheme in each]
+    for scheme, said in zip(schemes, each):
+        if not set(scheme) <= set(_NEGATIVES):
+            raise ValueError(f"XRLinear.train: expected negatives as \"tfn\", \"man\", \"user\" or several joined by +, got {said!r}")
+        if "user" in scheme and user_negatives is None:
+            raise ValueError(f"XRLinear.train: expected user_negatives beside negatives={said!r}, got none")
+    if user_negatives is not None and not any("user" in scheme for scheme in schemes):
+        raise ValueError("XRLinear.train: expected negatives with \"user\" beside user_negatives, got " + repr(negatives))
+    return schemes
+
+
+def _max_weights(max_weights: Optional[int]) -> int:
+    if max_weights is not None and max_weights < 1:
+        raise ValueError(f"XRLinear.train: expected max_weights of at least 1 or None, got {max_weights}")
+    return max_weights or 0
+
+
+def _tensors(X: Matrix) -> Tuple[Tensor, Tensor, Tensor]:
+    return (torch.from_numpy(X.indptr.astype(np.int64)), torch.from_numpy(X.indices.astype(np.int32, copy=False)), torch.from_numpy(X.data))
+
+
+def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int) -> Tuple[Tensor, Tensor]:
+    """Of each node of the last layer so far the rows whose beam reaches it."""
+    import scipy.sparse as sp
+
+    nodes = int(parts[-1][0][-1])
+    model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes), parts)
+    offsets, found, _ = model.predict(*_tensors(X), None, 0, beam, beam, "", "multiply", None)
+    columns = sp.csr_matrix((np.ones(len(found), np.int8), found.numpy(), offsets.numpy()), shape=(X.shape[0], nodes)).tocsc()
+    return torch.from_numpy(columns.indptr.astype(np.int64)), torch.from_numpy(columns.indices.astype(np.int32))
+
+
+def _united(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tensor]:
+    """Of each node the rows of any of the lists."""
+    import scipy.sparse as sp
+
+    if len(lists) == 1:
+        return lists[0][0], lists[0][1]
+    nodes = len(lists[0][0]) - 1
+    columns = sum(sp.csc_matrix((np.ones(len(of), np.int8), of.numpy(), offsets.numpy()), shape=(rows, nodes)) for offsets, of in lists)
+    columns.sort_indices()
+    return torch.from_numpy(columns.indptr.astype(np.int64)), torch.from_numpy(columns.indices.astype(np.int32))
+
+
+def _narrow(values: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
+    if dtype == torch.float32:
+        return values
+    limits = torch.finfo(torch.float16)
+    sizes = values.abs()
+    fits = values.numel() == 0 or (sizes.max() <= limits.max and sizes.min() >= limits.smallest_normal)
+    if fits:
+        return values.to(torch.float16)
+    if dtype == torch.float16:
+        raise ValueError(f"XRLinear.train: expected weights in [{limits.smallest_normal:.2g}, {limits.max:.0f}] for dtype float16, "
+                         f"got {float(sizes.min()):.2g} to {float(sizes.max()):.2g}")
+    return values
+
+
+def _float32(name: str, argument: str, data: np.ndarray) -> np.ndarray:
+    if data.dtype == np.float32:
+        return data
+    if data.dtype.kind not in "fiub":
+        raise TypeError(f"XRLinear.{name}: expected {argument} of numbers, got dtype {data.dtype}")
+    return data.astype(np.float32)
+
+
+def _block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:
+    if not isinstance(dense, (Tensor, np.ndarray)):
+        raise TypeError(f"XRLinear.predict: expected X as a scipy sparse matrix, a tensor or an array, got {type(dense).__name__}")
+    block = torch.as_tensor(dense).detach().to("cpu", torch.float32)
+    if block.dim() != 2 or (rows is not None and len(block) != rows):
+        raise ValueError(f"XRLinear.predict: expected dense features of shape [{'n' if rows is None else rows}, d], got {list(block.shape)}")
+    if not block.isfinite().all():
+        raise ValueError(f"XRLinear.predict: expected dense features that are finite, got {float(block[~block.isfinite()][0])}")
+    return block
+
+
+def _csr(sp, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, labels: int) -> Matrix:
+    return sp.csr_matrix((data, indices, indptr), shape=(len(indptr) - 1, labels), copy=False)

@@ -1,0 +1,71 @@
+"""Vectors of labels against their dense definitions."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from xsoftmax import label_vectors
+
+X = sp.random(80, 300, 0.1, format="csr", dtype=np.float32, random_state=1)
+Y = sp.random(80, 150, 0.05, format="csr", random_state=2)
+Z = sp.random(150, 300, 0.1, format="csr", random_state=3)
+HAS = (Y.toarray() != 0).astype(float)
+
+
+def normalized(rows):
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+
+
+def test_definitions():
+    assert (HAS.sum(0) == 0).any()  # labels without an example stay 0
+    pifa = normalized(HAS.T @ X.toarray())
+    np.testing.assert_allclose(label_vectors.pii(Y).toarray(), normalized(HAS.T), atol=1e-6)
+    np.testing.assert_allclose(label_vectors.pifa(X, Y).toarray(), pifa, atol=1e-6)
+    np.testing.assert_allclose(label_vectors.pifa_lf(X, Y, Z, 0.25).toarray(),
+                               normalized(np.hstack([0.75 * pifa, 0.25 * normalized(Z.toarray())])), atol=1e-6)
+    np.testing.assert_allclose(label_vectors.pifa_lf(X, Y, Z, concatenate=False).toarray(), normalized(pifa + normalized(Z.toarray())), atol=1e-6)
+    found = label_vectors.spectral(Y, 6)
+    scale = [1 / np.sqrt(np.maximum(HAS.sum(axis), 1)) for axis in (1, 0)]
+    _, _, vectors = np.linalg.svd(scale[0][:, None] * HAS * scale[1])
+    want = normalized((vectors[:6] * scale[1]).T)
+    np.testing.assert_allclose(abs(found), abs(want), atol=1e-4)  # signs are free
+    assert all(part.dtype == np.float32 and part.has_canonical_format for part in (label_vectors.pii(Y), label_vectors.pifa(X, Y)))
+
+
+def test_sums_of_rows_of_any_number_and_threads():
+    """Few features and many; lists that repeat a row; the same for any number of threads."""
+    op, threads = torch.ops.xsoftmax.sparse_row_sums, torch.get_num_threads()
+    rows = [torch.from_numpy(X.indptr).long(), torch.from_numpy(X.indices), torch.from_numpy(X.data)]
+    lists = [[3, 3, 7], [], [79], list(range(80))] * 50
+    offsets = torch.tensor([0, *np.cumsum([len(part) for part in lists])])
+    chosen = torch.tensor([row for part in lists for row in part], dtype=torch.int32)
+    found = []
+    try:
+        for n, width in ((1, 300), (4, 300), (2, 10**6)):
+            torch.set_num_threads(n)
+            found.append(op(*rows, width, offsets, chosen))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other))
+    want = normalized(np.stack([X.toarray()[part].sum(0) for part in lists]))
+    np.testing.assert_allclose(sp.csr_matrix(tuple(part.numpy() for part in (found[0][2], found[0][1], found[0][0])), shape=(200, 300)).toarray(),
+                               want, atol=1e-6)
+    for changed, message in (((rows[0], rows[1], rows[2], 299, offsets, chosen), r"columns in \[0, 299\)"),
+                             ((*rows, 300, offsets, chosen + 1), r"list_rows in \[0, 80\)"), ((*rows, 300, offsets + 1, chosen), "list_offsets")):
+        with pytest.raises((ValueError, IndexError), match=message):
+            op(*changed)
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda: label_vectors.pifa(X.toarray(), Y), TypeError, "pifa: expected X as a scipy sparse matrix, got ndarray"),
+    (lambda: label_vectors.pifa(X, Y[:70]), ValueError, "as many rows, got 80 and 70"),
+    (lambda: label_vectors.pifa_lf(X, Y, Z, 1.5), ValueError, r"weight in \[0, 1\]"),
+    (lambda: label_vectors.pifa_lf(X, Y, Z[:9]), ValueError, "each of 150 labels, got 9"),
+    (lambda: label_vectors.pifa_lf(X, Y, Z[:, :9], concatenate=False), ValueError, r"Z of shape \[150, 300\]"),
+    (lambda: label_vectors.spectral(Y, 80), ValueError, r"dim in \[1, 80\)"),
+])
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
