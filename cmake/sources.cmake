@@ -27,6 +27,7 @@ set(XSOFTMAX_SOURCES
   csrc/matcher/linear_beam.cpp
   csrc/matcher/linear_layer.cpp
   csrc/matcher/linear_layer_train.cpp
+  csrc/matcher/read_examples.cpp
   csrc/matcher/sparse_row_sums.cpp
   csrc/matcher/xr_linear.cpp
   csrc/matcher/xr_linear_file.cpp

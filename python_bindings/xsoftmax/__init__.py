@@ -1,11 +1,12 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
 from . import _library
-from . import label_vectors, metrics, optim, samplers
+from . import datasets, label_vectors, metrics, optim, samplers
 from .cane import CaneLoss
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
 from .diagnose import Diagnosis, diagnose, proposal_log_prob
+from .ensemble import combine_predictions
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
@@ -26,7 +27,9 @@ __all__ = [
     "XRLinear",
     "clip_grad_norm_",
     "cmake_prefix_path",
+    "combine_predictions",
     "cpu_capability",
+    "datasets",
     "diagnose",
     "label_vectors",
     "metrics",

@@ -1,7 +1,8 @@
-r"""Figures of a ranking: precision, recall and normalised discounted cumulative gain of the first k predictions.
+r"""Figures of a ranking: precision, recall, normalised discounted cumulative gain and propensity-scored precision of the first k predictions.
 
-All take `predictions` int64 [Q, at least k], the classes predicted for each query, best first and each at most once, -1 where there is
-none; and `truth`, the classes that are right, in one of three forms:
+All take `predictions`: int64 [Q, at least k], the classes predicted for each query, best first and each at most once, -1 where there is
+none; or a scipy CSR matrix or array [Q, N] of their scores, such as XRLinear.predict gives. And `truth`, the classes that are right, in one
+of three forms:
 
 - an int64 tensor [Q]: one class for each query;
 - a list of Q sequences or 1-D tensors of class ids, empty where nothing is right;
@@ -13,41 +14,86 @@ and T the number of right classes of a query::
     precision_at_k = sum_{i <= k} hit_i / k
     recall_at_k    = sum_{i <= k} hit_i / T
     ndcg_at_k      = sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)
+
+and with p_i the propensity of the i-th prediction, how likely it is to be said where it is right, a ratio of sums over all queries::
+
+    psp_at_k       = sum_q sum_{i <= k} hit_i / p_i  /  sum_q of the k largest 1 / p of its right classes
 """
 
-from typing import Sequence, Union
+import math
+from typing import NamedTuple, Sequence, Tuple, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .ensemble import ranks
+
+Predictions = Union[Tensor, "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
 Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
 
-__all__ = ["coverage", "ndcg_at_k", "precision_at_k", "recall_at_k"]
+__all__ = ["coverage", "ndcg_at_k", "precision_at_k", "propensity", "psp_at_k", "recall_at_k"]
 
 
-def precision_at_k(predictions: Tensor, truth: Truth, k: int) -> float:
+def precision_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
     """The share of the first k predictions that are right, `sum_{i <= k} hit_i / k`, the mean over queries; see :mod:`xsoftmax.metrics`.
 
     A missing prediction (-1) is a wrong one.
     """
-    hits, _ = _hits("precision_at_k", predictions, truth, k)
+    hits, _, _ = _hits("precision_at_k", predictions, truth, k)
     return (hits.sum(1) / k).mean().item()
 
 
-def recall_at_k(predictions: Tensor, truth: Truth, k: int) -> float:
+def recall_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
     """The share of the right classes that are among the first k predictions, `sum_{i <= k} hit_i / T`, the mean over queries; see
     :mod:`xsoftmax.metrics`."""
-    hits, sizes = _hits("recall_at_k", predictions, truth, k)
+    hits, sizes, _ = _hits("recall_at_k", predictions, truth, k)
     return (hits.sum(1) / sizes).mean().item()
 
 
-def ndcg_at_k(predictions: Tensor, truth: Truth, k: int) -> float:
+def ndcg_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
     """How high the right classes stand, 1 where they are all on top:
     `sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)`, the mean over queries; see :mod:`xsoftmax.metrics`."""
-    hits, sizes = _hits("ndcg_at_k", predictions, truth, k)
+    hits, sizes, _ = _hits("ndcg_at_k", predictions, truth, k)
     discount = 1.0 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
     ideal = discount.cumsum(0)[sizes.clamp(max=k) - 1]
     return (hits @ discount / ideal).mean().item()
+
+
+def psp_at_k(predictions: Predictions, truth: Truth, k: int, propensity: Tensor) -> float:
+    """Precision that counts a right class by how rarely it is said, 1 where the rarest are on top; see :mod:`xsoftmax.metrics` (Jain, Prabhu
+    and Varma, KDD 2016).
+
+    Args:
+        propensity: [N], in (0, 1], of each class: :func:`propensity`.
+    """
+    hits, _, right = _hits("psp_at_k", predictions, truth, k)
+    gains = 1 / _propensity(propensity, int(max(right.ids.max(), right.predicted.max())) + 1)
+    found = (hits * gains[right.predicted.clamp_min(0)]).sum()
+    of_right = gains[right.ids]
+    order = torch.argsort(of_right, descending=True, stable=True)
+    order = order[torch.argsort(right.queries[order], stable=True)]  # by query, the largest gain first
+    queries, sorted_gains = right.queries[order], of_right[order]
+    first = torch.searchsorted(queries, queries)
+    best = sorted_gains[torch.arange(len(queries), device=queries.device) - first < k].sum()
+    return (found / best).item()
+
+
+def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: float = 0.55, b: float = 1.5) -> Tensor:
+    """How likely each class is said where it is right, by how often it is: ``1 / (1 + C (counts + b)^-a)``, C = (log n - 1) (b + 1)^a
+    (Jain, Prabhu and Varma, KDD 2016): float64 [N].
+
+    Args:
+        counts: [N], the examples of each class in training.
+        num_examples: n, of all of training.
+    """
+    counts = torch.as_tensor(counts, dtype=torch.float64)
+    if num_examples < 3:
+        raise ValueError(f"propensity: expected num_examples of at least 3, got {num_examples}")
+    if counts.dim() != 1 or not ((counts >= 0) & counts.isfinite()).all():
+        raise ValueError(f"propensity: expected counts of shape [N], each at least 0, got shape {list(counts.shape)}")
+    c = (math.log(num_examples) - 1) * (b + 1) ** a
+    return 1 / (1 + c * (counts + b) ** -a)
 
 
 def coverage(candidates: Tensor, target: Tensor) -> float:
@@ -70,9 +116,19 @@ def coverage(candidates: Tensor, target: Tensor) -> float:
     return (candidates == target.unsqueeze(1)).any(1)[counted].double().mean().item()
 
 
-def _hits(name: str, predictions: Tensor, truth: Truth, k: int) -> tuple[Tensor, Tensor]:
-    """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), and how many classes are
-    (int64 [Q])."""
+class _Right(NamedTuple):
+    """The right classes as pairs, and the predictions of the queries that have any."""
+
+    queries: Tensor
+    ids: Tensor
+    predicted: Tensor
+
+
+def _hits(name: str, predictions: Predictions, truth: Truth, k: int) -> Tuple[Tensor, Tensor, _Right]:
+    """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), how many classes are (int64
+    [Q]), and what these are."""
+    if getattr(predictions, "format", None) == "csr":
+        predictions = _best(predictions, k)
     if not isinstance(predictions, Tensor):
         raise TypeError(f"{name}: expected predictions as a tensor, got {type(predictions).__name__}")
     if predictions.dtype != torch.int64:
@@ -107,10 +163,29 @@ def _hits(name: str, predictions: Tensor, truth: Truth, k: int) -> tuple[Tensor,
     some = sizes > 0
     if not some.any():
         raise ValueError(f"{name}: expected a query for which a class is right, got none of {len(predictions)}")
-    return torch.isin(keys[some], right).double(), sizes[some]
+    return torch.isin(keys[some], right).double(), sizes[some], _Right(right // span, right % span, predictions[some])
 
 
-def _pairs(name: str, truth: Truth, num_queries: int) -> tuple[Tensor, Tensor]:
+def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:  # noqa: F821
+    """The classes of the k best scores of each row, -1 behind them."""
+    rank, counts = ranks(scores), np.diff(scores.indptr)
+    row, kept = np.repeat(np.arange(len(counts)), counts), rank < k
+    ids = np.full((len(counts), max(k, 0) if isinstance(k, int) else 0), -1)
+    ids[row[kept], rank[kept]] = scores.indices[kept]
+    return torch.from_numpy(ids)
+
+
+def _propensity(propensity: Tensor, least: int) -> Tensor:
+    if not isinstance(propensity, Tensor) or not propensity.is_floating_point():
+        raise TypeError(f"psp_at_k: expected propensity as a floating tensor, got {getattr(propensity, 'dtype', type(propensity).__name__)}")
+    if propensity.dim() != 1 or len(propensity) < least:
+        raise ValueError(f"psp_at_k: expected propensity of shape [{least} or more], got {list(propensity.shape)}")
+    if not ((propensity > 0) & (propensity <= 1)).all():
+        raise ValueError("psp_at_k: expected propensity in (0, 1], got " + str(propensity[~((propensity > 0) & (propensity <= 1))][0].item()))
+    return propensity.double()
+
+
+def _pairs(name: str, truth: Truth, num_queries: int) -> Tuple[Tensor, Tensor]:
     """The right classes as pairs: queries int64 [P], class ids int64 [P]."""
     if isinstance(truth, Tensor):
         if truth.dim() != 1:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -32,11 +32,12 @@ class XRLinear:
     and on each layer the ``beam`` best nodes go on. Any transform of w.x and any combination with the parent's score can be asked for.
 
     Made by :meth:`train` or :meth:`load`. ``model`` is the torch class ``torch.classes.xsoftmax.XRLinear``: an attribute of a module that is
-    scripted, and in C++ ``xsoftmax::XRLinear``. ``stats``: of each layer, what training it took.
+    scripted, and in C++ ``xsoftmax::XRLinear``. ``stats``: of each layer, what training it took. ``notes``: anything that JSON has, kept with
+    a saved model.
     """
 
-    def __init__(self, model: torch.ScriptObject, stats: Sequence[Dict[str, float]] = ()):
-        self.model, self.stats = model, list(stats)
+    def __init__(self, model: torch.ScriptObject, stats: Sequence[Dict[str, float]] = (), notes: Optional[Dict[str, Any]] = None):
+        self.model, self.stats, self.notes = model, list(stats), dict(notes or {})
         self.num_features, self.num_labels, self.depth = model.features(), model.num_labels(), model.depth()
         self.bias, self.transform = model.bias(), model.transform()
 
@@ -179,7 +180,7 @@ class XRLinear:
     def save(self, path: Union[str, PathLike]) -> None:
         """For :meth:`load`: a folder, which takes the place of an older model as a whole or not at all."""
         self.model.save(fspath(path), json.dumps({"xsoftmax": "XRLinear", "features": self.num_features, "labels": self.num_labels,
-                                                  "layers": self.stats}, indent=1))
+                                                  "layers": self.stats, "notes": self.notes}, indent=1))
 
     @staticmethod
     def load(path: Union[str, PathLike]) -> "XRLinear":
@@ -192,10 +193,12 @@ class XRLinear:
             raise FileNotFoundError(f"XRLinear.load: expected the folder of a model, found no model.bin: {path}")
         model = torch.ops.xsoftmax.xr_linear_load(fspath(path))
         try:
-            stats = json.loads((Path(path) / "notes.json").read_text())["layers"]
-        except (OSError, ValueError, KeyError):
-            stats = []  # for people; the model does without
-        return XRLinear(model, stats)
+            notes = json.loads((Path(path) / "notes.json").read_text())
+            return XRLinear(model, notes["layers"], notes["notes"])
+        except FileNotFoundError:  # a model that C++ has saved
+            return XRLinear(model)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"XRLinear.load: expected {path}/notes.json as save() writes it, got another file ({error!r})") from error
 
     def __repr__(self) -> str:
         weights = sum(len(self.model.layer(i)[-1]) for i in range(self.depth))

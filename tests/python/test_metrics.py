@@ -119,3 +119,36 @@ def test_errors_name_what_was_expected(metric, arguments, error, message):
     with pytest.raises(error, match=message) as caught:
         metric(*arguments)
     assert str(caught.value).startswith(metric.__name__ + ": ")
+
+
+def test_scores_are_predictions_too():
+    scores = scipy_sparse.csr_matrix(([0.1, 0.9, 0.5, 0.3], [4, 2, 0, 1], [0, 3, 4, 4]), shape=(3, 5))
+    truth = [[2, 4], [0], [1]]
+    ids = torch.tensor([[2, 0, 4], [1, -1, -1], [-1, -1, -1]])
+    for metric in METRICS:
+        for k in (1, 2, 3):
+            assert metric(scores, truth, k) == metric(ids, truth, k)
+
+
+def test_propensities():
+    """By hand, and 1 where the rarest right classes are on top."""
+    counts = torch.tensor([1000, 100, 3, 0])
+    found = xs.metrics.propensity(counts, 5000)
+    c = (math.log(5000) - 1) * 2.5**0.55
+    torch.testing.assert_close(found, torch.tensor([1 / (1 + c * (n + 1.5) ** -0.55) for n in (1000, 100, 3, 0)], dtype=torch.float64))
+    gain = 1 / found
+    truth = [[0, 2], [1], [3, 1, 0], []]
+    predictions = torch.tensor([[2, 1], [0, 1], [3, 0], [0, 1]])
+    right = gain[2] + gain[1] + gain[3] + gain[0]
+    best = gain[2] + gain[0] + gain[1] + gain[3] + gain[1]
+    assert xs.metrics.psp_at_k(predictions, truth, 2, found) == pytest.approx(float(right / best))
+    assert xs.metrics.psp_at_k(predictions, truth, 1, found) == pytest.approx(float((gain[2] + gain[3]) / (gain[2] + gain[1] + gain[3])))
+    assert xs.metrics.psp_at_k(torch.tensor([[2, 0], [1, 0], [3, 1], [0, 1]]), truth, 2, found) == pytest.approx(1)
+    same = torch.ones(4, dtype=torch.float64)
+    assert xs.metrics.psp_at_k(predictions, truth, 1, same) == xs.metrics.precision_at_k(predictions, truth, 1)
+    for bad, error, message in (((torch.ones(3)), ValueError, "shape"), (torch.zeros(4), ValueError, r"in \(0, 1\], got 0"), ([1.0], TypeError, "list")):
+        with pytest.raises(error, match=message):
+            xs.metrics.psp_at_k(predictions, truth, 1, bad)
+    for arguments in ((counts, 2), (-counts, 5000), (counts.view(2, 2), 5000)):
+        with pytest.raises(ValueError, match="propensity: expected"):
+            xs.metrics.propensity(*arguments)

@@ -1,0 +1,142 @@
+"""``xsoftmax train|predict|evaluate``: extreme multi-label classification of files."""
+
+import argparse
+import sys
+from typing import List, Optional
+
+import torch
+
+from . import metrics
+from .datasets import read_examples, read_sparse
+from .ensemble import METHODS, combine_predictions
+from .label_tree import LabelTree
+from .label_vectors import pifa, pifa_lf
+from .xr_linear import XRLinear
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    args = make_parser().parse_args(arguments)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    try:
+        args.run(args)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        print(f"xsoftmax {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"xsoftmax {args.command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="xsoftmax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run, about: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub.set_defaults(run=run)
+        return sub
+
+    def data(sub: argparse.ArgumentParser, about: str) -> None:
+        sub.add_argument("data", help=f"{about}: text with a header \"examples features labels\", or .npz of scipy.sparse with --labels")
+        sub.add_argument("--labels", help="the labels of a .npz, as another")
+
+    train = command("train", run_train, "trains a hierarchical linear model")
+    data(train, "examples")
+    train.add_argument("model", help="the folder to write")
+    train.add_argument("--normalize", action="store_true", help="scale rows to length 1, in prediction, too")
+    train.add_argument("--arity", type=int, default=16, help="of the tree of labels")
+    train.add_argument("--max-leaf-size", type=int, default=100, help="labels below one node")
+    train.add_argument("--label-features", help=".npz [labels, F]: beside what the examples say of a label, for the tree")
+    train.add_argument("--negatives", default="tfn", help="tfn, man, or tfn+man")
+    train.add_argument("--beam", type=int, default=10, help="of the search for man")
+    train.add_argument("--loss", default="squared_hinge", choices=["squared_hinge", "hinge", "logistic"])
+    train.add_argument("--positive-cost", type=float, default=1.0)
+    train.add_argument("--negative-cost", type=float, default=1.0)
+    train.add_argument("--tolerance", type=float, default=0.1, help="of the solver")
+    train.add_argument("--sweeps", type=int, default=100, help="of the solver, at most")
+    train.add_argument("--bias", type=float, default=1.0, help="a feature that all have; 0: none")
+    train.add_argument("--threshold", type=float, default=0.1, help="weights nearer to 0 are dropped")
+    train.add_argument("--max-weights", type=int, help="of a label (default: all)")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--quiet", action="store_true", help="no bar")
+
+    predict = command("predict", run_predict, "finds the best labels of each example")
+    data(predict, "queries; their labels are not looked at")
+    predict.add_argument("predictions", help=".npz to write: the scores, scipy.sparse CSR")
+    predict.add_argument("models", nargs="+", help="folders of models; several: their predictions are combined")
+    predict.add_argument("--topk", type=int, default=10, help="labels of an example")
+    predict.add_argument("--beam", type=int, default=10, help="nodes that are looked below")
+    predict.add_argument("--transform", help="of a classifier's score (default: the model's own)")
+    predict.add_argument("--combiner", default="multiply", choices=["multiply", "add", "last"], help="of that and the parent's")
+    predict.add_argument("--ensemble", default="average", choices=METHODS, help="of several models")
+
+    evaluate = command("evaluate", run_evaluate, "precision, recall, nDCG and propensity-scored precision of predictions")
+    data(evaluate, "examples with the right labels")
+    evaluate.add_argument("predictions", help=".npz that predict wrote")
+    evaluate.add_argument("-k", type=int, nargs="+", default=[1, 3, 5])
+    evaluate.add_argument("--train", help="what the model was trained on, for propensities; text, or the labels as .npz")
+    evaluate.add_argument("-a", type=float, default=0.55, help="of propensities")
+    evaluate.add_argument("-b", type=float, default=1.5, help="of propensities")
+
+    for sub in (train, predict, evaluate):
+        sub.add_argument("--threads", type=int, help="(default: all cores)")
+    return parser
+
+
+def run_train(args: argparse.Namespace) -> None:
+    X, Y = read_examples(args.data, args.labels)
+    X = normalized(X) if args.normalize else X
+    generator = torch.Generator().manual_seed(args.seed)
+    vectors = pifa(X, Y) if args.label_features is None else pifa_lf(X, Y, read_sparse(args.label_features))
+    tree = LabelTree.from_vectors(vectors, args.arity, generator=generator, max_leaf_size=args.max_leaf_size)
+    model = XRLinear.train(X, Y, tree=tree, negatives=args.negatives, beam=args.beam, loss=args.loss, positive_cost=args.positive_cost,
+                           negative_cost=args.negative_cost, tolerance=args.tolerance, sweeps=args.sweeps, bias=args.bias, threshold=args.threshold,
+                           max_weights=args.max_weights, generator=generator, progress=not args.quiet)
+    model.notes["normalize"] = args.normalize
+    model.save(args.model)
+    print(model)
+
+
+def run_predict(args: argparse.Namespace) -> None:
+    import scipy.sparse as sp
+
+    if not args.predictions.endswith(".npz"):
+        raise ValueError(f"expected the name of a .npz for the predictions, got {args.predictions}")
+    X = read_sparse(args.data) if args.data.endswith(".npz") else read_examples(args.data)[0]
+    found = []
+    for path in args.models:
+        model = XRLinear.load(path)
+        found.append(model.predict(normalized(X) if model.notes.get("normalize") else X, args.topk, args.beam, transform=args.transform,
+                                   combiner=args.combiner))
+    sp.save_npz(args.predictions, found[0] if len(found) == 1 else combine_predictions(found, args.ensemble, args.topk))
+    print(f"{args.predictions}: {X.shape[0]} examples, up to {args.topk} labels each")
+
+
+def run_evaluate(args: argparse.Namespace) -> None:
+    truth = read_sparse(args.labels) if args.labels else read_examples(args.data)[1]
+    predictions = read_sparse(args.predictions)
+    if predictions.shape != truth.shape:
+        raise ValueError(f"expected predictions of shape {list(truth.shape)}, as the examples have, got {list(predictions.shape)}")
+    columns = {"precision": metrics.precision_at_k, "recall": metrics.recall_at_k, "nDCG": metrics.ndcg_at_k}
+    if args.train:
+        known = read_sparse(args.train) if args.train.endswith(".npz") else read_examples(args.train)[1]
+        propensity = metrics.propensity(torch.from_numpy(known.getnnz(0)), known.shape[0], args.a, args.b)
+        columns["PSP"] = lambda *which: metrics.psp_at_k(*which, propensity)
+    print("   k" + "".join(f"{name:>11}" for name in columns))
+    for k in args.k:
+        print(f"{k:4}" + "".join(f"{100 * figure(predictions, truth, k):11.2f}" for figure in columns.values()))
+
+
+def normalized(X):
+    """Rows of length 1; those of zeros stay."""
+    import numpy as np
+    import scipy.sparse as sp
+
+    lengths = np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())
+    return (sp.diags(1 / np.where(lengths > 0, lengths, 1)) @ X).tocsr().astype(np.float32)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

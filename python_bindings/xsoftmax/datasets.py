@@ -1,0 +1,58 @@
+"""Files of examples for extreme multi-label classification."""
+
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Optional, Tuple, Union
+
+import torch
+
+__all__ = ["read_examples", "read_sparse"]
+
+PathName = Union[str, PathLike]
+
+
+def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["scipy.sparse.csr_matrix", "scipy.sparse.csr_matrix"]:  # noqa: F821
+    """Examples and their labels as CSR matrices (X float32 [n, D], Y float32 [n, L] of ones).
+
+    Args:
+        path: a text file in the format of the extreme classification repository: a header ``examples features labels``, then a line for each
+            example, its labels joined by commas, a space and ``feature:value`` pairs, all ids from 0, features rising. Or, where it ends in
+            ``.npz``, X as scipy.sparse.save_npz writes it.
+        labels: Y, beside an X in ``.npz``.
+
+    Raises:
+        FileNotFoundError: there is no such file. ValueError: file, line and text of what is wrong.
+    """
+    import scipy.sparse as sp
+
+    if str(path).endswith(".npz"):
+        if labels is None:
+            raise ValueError(f"read_examples: expected labels beside {path}, got None")
+        X, Y = read_sparse(path), read_sparse(labels)
+        if X.shape[0] != Y.shape[0]:
+            raise ValueError(f"read_examples: expected as many rows in {path} and {labels}, got {X.shape[0]} and {Y.shape[0]}")
+        return X, Y
+    if labels is not None:
+        raise ValueError(f"read_examples: expected labels beside a .npz file alone, got {labels} beside {path}")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"read_examples: there is no file {path}")
+    offsets, features, values, label_offsets, ids, num_features, num_labels = torch.ops.xsoftmax.read_examples(fspath(path))
+    n = len(offsets) - 1
+    return (sp.csr_matrix((values.numpy(), features.numpy(), offsets.numpy()), shape=(n, num_features)),
+            sp.csr_matrix((torch.ones(len(ids)).numpy(), ids.numpy(), label_offsets.numpy()), shape=(n, num_labels)))
+
+
+def read_sparse(path: PathName) -> "scipy.sparse.csr_matrix":  # noqa: F821
+    """What scipy.sparse.save_npz wrote, as CSR.
+
+    Raises:
+        FileNotFoundError: there is no such file. ValueError: it holds something else.
+    """
+    import scipy.sparse as sp
+
+    try:
+        return sp.load_npz(path).tocsr()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"read_sparse: there is no file {path}") from None
+    except Exception as error:  # zip's, numpy's and scipy's own
+        raise ValueError(f"read_sparse: expected {path} as scipy.sparse.save_npz writes it, got another file ({error})") from error

@@ -1,0 +1,100 @@
+"""Predictions of several models as one."""
+
+from typing import Optional, Sequence
+
+import numpy as np
+
+__all__ = ["combine_predictions"]
+
+METHODS = ("average", "rank", "softmax", "round_robin")
+
+
+def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method: str = "average", topk: int = 10,  # noqa: F821
+                        weights: Optional[Sequence[float]] = None) -> "scipy.sparse.csr_matrix":  # noqa: F821
+    """The ``topk`` best labels of each row by several predictions [n, L], such as :meth:`XRLinear.predict` gives; entries stand best first,
+    equal ones by label (PECOS paper, section 2.5).
+
+    Args:
+        predictions: of any models, a row of scores a query. A label that one of them does not name has the score 0 from it.
+        method: ``"average"``: the mean of the scores, for models whose scores mean the same. ``"softmax"``: the mean of their softmax over
+            each row. ``"rank"``: the mean of ``(T - r) / T``, r = 0, 1, .. the rank in the row, T the length of the longest of the query's
+            rows. ``"round_robin"``: one label from each in turn, those that are named already left out; the scores fall from 1.
+        weights: of the models in a mean. None: equal.
+    """
+    import scipy.sparse as sp
+
+    predictions = [_checked(i, part) for i, part in enumerate(predictions)]
+    if not predictions:
+        raise ValueError("combine_predictions: expected at least one prediction, got none")
+    shape = predictions[0].shape
+    for i, part in enumerate(predictions):
+        if part.shape != shape:
+            raise ValueError(f"combine_predictions: expected predictions of one shape, got {list(shape)} and {list(part.shape)} at [{i}]")
+    if method not in METHODS:
+        raise ValueError(f"combine_predictions: expected method as one of {METHODS}, got {method!r}")
+    if topk < 1:
+        raise ValueError(f"combine_predictions: expected topk of at least 1, got {topk}")
+    if weights is not None and (method == "round_robin" or len(weights) != len(predictions)):
+        raise ValueError(f"combine_predictions: expected weights for {len(predictions)} predictions and a mean, got {len(weights)} and {method!r}")
+    shares = np.ones(len(predictions)) if weights is None else np.asarray(weights, float)
+    if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
+        raise ValueError(f"combine_predictions: expected weights of at least 0 that are not all 0, got {list(weights)}")
+    shares = shares / shares.sum()
+
+    rows, labels, scores = [], [], []
+    longest = np.maximum(np.max([np.diff(part.indptr) for part in predictions], axis=0), 1)
+    for model, part in enumerate(predictions):
+        row = np.repeat(np.arange(shape[0]), np.diff(part.indptr))
+        rank = ranks(part)
+        if method == "average":
+            score = shares[model] * part.data
+        elif method == "softmax":
+            score = shares[model] * _softmax(part, row)
+        elif method == "rank":
+            score = shares[model] * (longest[row] - rank) / longest[row]
+        else:
+            turns = longest * len(predictions)
+            score = 1 - (rank * len(predictions) + model) / turns[row]
+        rows.append(row)
+        labels.append(part.indices)
+        scores.append(score)
+    rows, labels, scores = np.concatenate(rows), np.concatenate(labels), np.concatenate(scores).astype(np.float64)
+    order = np.lexsort((labels, rows))
+    rows, labels, scores = rows[order], labels[order], scores[order]
+    starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]) | (labels[1:] != labels[:-1])]) if len(rows) else np.zeros(0, int)
+    if len(rows):
+        scores = (np.maximum if method == "round_robin" else np.add).reduceat(scores, starts)
+    rows, labels = rows[starts], labels[starts]
+    order = np.lexsort((labels, -scores, rows))
+    rows, labels, scores = rows[order], labels[order], scores[order]
+    first = np.searchsorted(rows, np.arange(shape[0]))
+    kept = np.arange(len(rows)) - first[rows] < topk
+    counts = np.bincount(rows[kept], minlength=shape[0])
+    return sp.csr_matrix((scores[kept].astype(np.float32), labels[kept], np.r_[0, np.cumsum(counts)]), shape=shape)
+
+
+def ranks(predictions: "scipy.sparse.csr_matrix") -> np.ndarray:  # noqa: F821
+    """Of each entry its rank in its row by score, from 0; equal scores in the order in which they stand."""
+    counts = np.diff(predictions.indptr)
+    row = np.repeat(np.arange(len(counts)), counts)
+    order = np.lexsort((-predictions.data, row))
+    rank = np.empty(len(row), np.int64)
+    rank[order] = np.arange(len(row)) - predictions.indptr[row]
+    return rank
+
+
+def _softmax(part, row: np.ndarray) -> np.ndarray:
+    most = np.full(part.shape[0], -np.inf)
+    np.maximum.at(most, row, part.data)
+    raised = np.exp(part.data - most[row])
+    total = np.bincount(row, raised, minlength=part.shape[0])
+    return raised / total[row]
+
+
+def _checked(at: int, part):
+    if getattr(part, "format", None) is None:
+        raise TypeError(f"combine_predictions: expected predictions as scipy sparse matrices, got {type(part).__name__} at [{at}]")
+    part = part.tocsr()
+    if not np.isfinite(part.data).all():
+        raise ValueError(f"combine_predictions: expected finite scores, got {part.data[~np.isfinite(part.data)][0]} at [{at}]")
+    return part

@@ -1,0 +1,74 @@
+"""The command line, end to end on files."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+import xsoftmax as xs
+from xsoftmax.cli import main
+from xsoftmax.datasets import read_sparse
+
+
+@pytest.fixture()
+def files(tmp_path):
+    random = np.random.default_rng(0)
+    Y = np.zeros((400, 30), bool)
+    for i in range(400):
+        Y[i, random.choice(30, 2, replace=False)] = True
+    X = sp.csr_matrix((Y @ sp.random(30, 50, 0.2, random_state=1).toarray()).astype(np.float32) * 3)
+    Y = sp.csr_matrix(Y.astype(np.float32))
+    for name, rows in (("train", slice(0, 300)), ("test", slice(300, 400))):
+        lines = [f"{rows.stop - rows.start} 50 30"]
+        for i in range(rows.start, rows.stop):
+            lines.append(",".join(map(str, Y[i].indices)) + "".join(f" {j}:{v:.9g}" for j, v in zip(X[i].indices, X[i].data)))
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines) + "\n")
+        sp.save_npz(tmp_path / f"{name}.x.npz", X[rows])
+        sp.save_npz(tmp_path / f"{name}.y.npz", Y[rows])
+    return tmp_path, X, Y
+
+
+def test_train_predict_evaluate(files, capsys):
+    path, X, Y = files
+    train = ["--normalize", "--arity", "4", "--max-leaf-size", "6", "--quiet"]
+    assert main(["train", f"{path}/train.txt", f"{path}/one", *train]) == 0
+    assert main(["train", f"{path}/train.x.npz", "--labels", f"{path}/train.y.npz", f"{path}/two", *train, "--seed", "1", "--negatives", "tfn+man"]) == 0
+    assert main(["predict", f"{path}/test.txt", f"{path}/found.npz", f"{path}/one", "--topk", "4"]) == 0
+    assert main(["predict", f"{path}/test.x.npz", f"{path}/both.npz", f"{path}/one", f"{path}/two", "--topk", "4", "--ensemble", "rank"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", f"{path}/test.txt", f"{path}/found.npz", "--train", f"{path}/train.txt", "-k", "1", "2"]) == 0
+    table = capsys.readouterr().out.split("\n")
+    assert table[0].split() == ["k", "precision", "recall", "nDCG", "PSP"]
+    queries = X[300:].multiply(1 / np.sqrt(X[300:].multiply(X[300:]).sum(1))).tocsr().astype(np.float32)
+    model = xs.XRLinear.load(path / "one")
+    assert model.notes == {"normalize": True}
+    want = model.predict(queries, topk=4)
+    np.testing.assert_allclose(read_sparse(path / "found.npz").toarray(), want.toarray(), atol=1e-5)
+    assert abs(float(table[1].split()[1]) - 100 * xs.metrics.precision_at_k(want, Y[300:], 1)) < 0.006
+    assert float(table[1].split()[1]) > 80
+    assert read_sparse(path / "both.npz").shape == (100, 30)
+    assert main(["evaluate", f"{path}/test.x.npz", "--labels", f"{path}/test.y.npz", f"{path}/both.npz", "--train", f"{path}/train.y.npz"]) == 0
+
+
+@pytest.mark.parametrize("command, message", [
+    (["train", "{path}/none.txt", "{path}/m"], "train: read_examples: there is no file"),
+    (["train", "{path}/train.x.npz", "{path}/m"], "train: read_examples: expected labels beside"),
+    (["train", "{path}/train.txt", "{path}"], "expected path as a new folder or one with a model"),
+    (["train", "{path}/train.txt", "{path}/m", "--negatives", "hard"], "expected negatives as"),
+    (["predict", "{path}/test.txt", "{path}/found.txt", "{path}/m"], "name of a .npz"),
+    (["predict", "{path}/test.txt", "{path}/found.npz", "{path}/m"], "found no model.bin"),
+    (["evaluate", "{path}/test.txt", "{path}/train.y.npz"], r"predictions of shape [100, 30]"),
+])
+def test_errors_are_one_line(files, capsys, command, message):
+    assert main([part.format(path=files[0]) for part in command] + (["--quiet"] if command[0] == "train" else [])) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("xsoftmax ")
+
+
+def test_threads(files):
+    before = torch.get_num_threads()
+    try:
+        assert main(["train", f"{files[0]}/train.txt", f"{files[0]}/m", "--threads", "1", "--quiet"]) == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
