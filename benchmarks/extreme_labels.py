@@ -1,0 +1,103 @@
+"""XR-Linear beside libpecos and omikuji: training, trees, latency, size and precision on the same sets.
+
+    python benchmarks/extreme_labels.py --out out/extreme --pecos-python PYTHON [--omikuji-python PYTHON] [--threads 2] [--repeats 3] \
+        [--delicious delicious.arff] [--gowalla FOLDER] [--novels novels.tar.xz] [--generated] [--json]
+
+Each run is a process of its own (extreme_side.py), the libraries in turn; medians over --repeats, batch and single queries within them. Training:
+label vectors (PIFA), tree and layers; default options of both, which are the same. omikuji: one tree, the time of reading its text included;
+its Python has no batch.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import extreme_data
+from timing import machine, print_table
+
+SIDE = Path(__file__).parent / "extreme_side.py"
+
+
+def run(python: str, side: str, args: argparse.Namespace, name: str, *options: str, threads: int | None = None) -> dict:
+    threads = threads or args.threads
+    command = [python, str(SIDE), side, str(args.out), name, "--threads", str(threads), *options]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+    return json.loads(found.stdout.strip().splitlines()[-1])
+
+
+def median(runs: list[dict]) -> dict:
+    """Of each number, and of those below."""
+    return {key: median([one[key] for one in runs]) if isinstance(value, dict) else statistics.median(one[key] for one in runs)
+            for key, value in runs[0].items()}
+
+
+def measure(args: argparse.Namespace, name: str) -> dict[str, dict]:
+    pythons = {"xsoftmax": sys.executable, "libpecos": args.pecos_python, "omikuji": args.omikuji_python}
+    runs: dict[str, list[dict]] = {}
+    for _ in range(args.repeats):
+        for side, python in pythons.items():
+            if python:
+                runs.setdefault(side, []).append(run(python, side, args, name))
+        for side, python in pythons.items():
+            if python and side != "omikuji":
+                runs.setdefault(f"{side} tfn+man", []).append(run(python, side, args, name, "--negatives", "tfn+man"))
+        runs.setdefault("tree 1 thread", []).append(run(sys.executable, "xsoftmax", args, name, "--tree-only", threads=1))
+    return {key: median(found) for key, found in runs.items()}
+
+
+def figures(name: str, found: dict[str, dict]) -> list[dict]:
+    ours, theirs = found["xsoftmax"], found["libpecos"]
+    man, their_man = found["xsoftmax tfn+man"], found["libpecos tfn+man"]
+    rows = [("training / libpecos", ours["seconds"]["train"] / theirs["seconds"]["train"], 0.4),
+            ("training, TFN+MAN / libpecos", man["seconds"]["train"] / their_man["seconds"]["train"], 0.25),
+            ("single query / libpecos", ours["single"] / theirs["single"], 0.4), ("batch / libpecos", ours["batch"] / theirs["batch"], 0.5),
+            ("tree, threads / 1 thread", ours["seconds"]["tree"] / found["tree 1 thread"]["seconds"]["tree"], 0.58),
+            ("tree / libpecos", ours["seconds"]["tree"] / theirs["seconds"]["tree"], 0.67), ("size / libpecos", ours["bytes"] / theirs["bytes"], 0.7)]
+    rows += [(f"libpecos's P@{k} - ours, points", theirs[f"P@{k}"] - ours[f"P@{k}"], 0.2) for k in (1, 3, 5)]
+    return [{"figure": f"{name}: {figure}", "value": value, "target": target} for figure, value, target in rows]
+
+
+def row(name: str, side: str, one: dict) -> dict:
+    return {"set": name, "library": side, "train": f"{one['seconds']['train']:.2f} s", "tree": f"{one['seconds'].get('tree', 0):.2f} s",
+            "batch": f"{1e6 * one['batch']:.1f} us", "single": f"{1e6 * one['single']:.0f} us", "size": f"{one['bytes'] / 1e6:.1f} MB",
+            "P@1/3/5": "/".join(f"{one[f'P@{k}']:.2f}" for k in (1, 3, 5))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the sets")
+    parser.add_argument("--pecos-python", required=True, help="an interpreter with libpecos")
+    parser.add_argument("--omikuji-python", help="an interpreter with omikuji")
+    for name in ("delicious", "gowalla", "novels"):
+        parser.add_argument(f"--{name}", help="where the set is")
+    parser.add_argument("--generated", nargs="*", help=f"sets out of {sorted(extreme_data.SHAPES)}; nothing: all")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    sets = {name: getattr(args, name) for name in ("delicious", "gowalla", "novels") if getattr(args, name)}
+    sets |= dict.fromkeys(args.generated or extreme_data.SHAPES) if args.generated is not None else {}
+    if not set(sets) <= {"delicious", "gowalla", "novels", *extreme_data.SHAPES}:
+        parser.error(f"--generated: expected sets out of {sorted(extreme_data.SHAPES)}, got {args.generated}")
+    results, found_figures = {}, []
+    for name, source in sets.items():
+        extreme_data.make(name, source, args.out)
+        results[name] = measure(args, name)
+        found_figures += figures(name, results[name])
+    if args.json:
+        print(json.dumps({"machine": machine(), "results": results, "figures": found_figures}, indent=1))
+        return
+    print(", ".join(f"{key} {value}" for key, value in machine().items()) + "\n")
+    print_table([row(name, side, one) for name, result in results.items() for side, one in result.items() if "P@1" in one],
+                ["set", "library", "train", "tree", "batch", "single", "size", "P@1/3/5"])
+    print()
+    print_table([{"figure": f["figure"], "value": f"{f['value']:.3g}", "at most": f["target"], "": "ok" if f["value"] <= f["target"] else "MISSED"}
+                 for f in found_figures], ["figure", "value", "at most", ""])
+
+
+if __name__ == "__main__":
+    main()
