@@ -1,5 +1,6 @@
+#include "xsoftmax/matcher.h"
+
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -14,9 +15,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-
-// Examples in the text format of the extreme classification repository: a header "examples features labels", then a line for each example, its
-// labels joined by commas, a space, and feature:value pairs; all ids from 0. A line without labels begins with the space.
 
 namespace xsoftmax {
 namespace {
@@ -213,9 +211,9 @@ Tensor joined_offsets(const std::vector<Part>& parts, std::vector<int64_t> Part:
   return all;
 }
 
-// -> (offsets [n + 1], features int32, values float32, label_offsets [n + 1], labels int32, number of features, number of labels). Errors name
-// the file, the line and the text.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> read_examples(const std::string& path) {
+} // namespace
+
+Examples read_examples(const std::string& path) {
   const std::string whole = whole_file(path);
   const size_t first_end = std::min(whole.find('\n'), whole.size());
   const Header header = read_header(path, std::string_view(whole).substr(0, first_end));
@@ -246,12 +244,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> read_exampl
           joined<int32_t>(parts, &Part::labels, at::kInt), header.features, header.labels};
 }
 
-} // namespace
-
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("read_examples(str path) -> (Tensor offsets, Tensor features, Tensor values, Tensor label_offsets, Tensor labels, int num_features, "
         "int num_labels)",
-        read_examples);
+        [](const std::string& path) {
+          auto [offsets, features, values, label_offsets, labels, num_features, num_labels] = read_examples(path);
+          return std::make_tuple(offsets, features, values, label_offsets, labels, num_features, num_labels);
+        });
 }
 
 } // namespace xsoftmax

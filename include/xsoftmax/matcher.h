@@ -69,4 +69,15 @@ class XRLinear : public torch::CustomClassHolder {
   std::vector<BeamLayer> layers_;
 };
 
+/// Examples as sparse rows, and the labels of each.
+struct Examples {
+  at::Tensor offsets, features, values; ///< int64 [n + 1], int32, float32
+  at::Tensor label_offsets, labels;     ///< int64 [n + 1], int32
+  int64_t num_features, num_labels;
+};
+
+/// Of a text file in the format of the extreme classification repository: a header "examples features labels", then a line for each example,
+/// its labels joined by commas, a space and feature:value pairs; all ids from 0, features rising. Throws ValueError with file, line and text.
+Examples read_examples(const std::string& path);
+
 } // namespace xsoftmax

@@ -1,6 +1,7 @@
 #pragma once
 
-// Everything: operators, samplers, losses, optimizers.
+// Everything: operators, samplers, losses, optimizers, matchers.
+#include <xsoftmax/matcher.h>
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
 #include <xsoftmax/optim.h>
