@@ -28,6 +28,7 @@ set(XSOFTMAX_SOURCES
   csrc/matcher/linear_layer.cpp
   csrc/matcher/linear_layer_train.cpp
   csrc/matcher/read_examples.cpp
+  csrc/matcher/shortlist.cpp
   csrc/matcher/sparse_row_sums.cpp
   csrc/matcher/xr_linear.cpp
   csrc/matcher/xr_linear_file.cpp
@@ -75,6 +76,7 @@ set(XSOFTMAX_SOURCES
   csrc/scores/ragged_scores.cpp
   csrc/scores/ragged_scores_cpu.cpp
   csrc/scores/row_gradient.cpp
+  csrc/scores/transform_names.cpp
   csrc/trees/beam_search.cpp
   csrc/trees/beam_search_cpu.cpp
   csrc/trees/edge_tables.cpp

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/optional.h"
 #include "matcher/linear_layer.h"
+#include "scores/transform_names.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -29,26 +30,6 @@ void check_numbers(const char* name, const Tensor& tensor, at::ScalarType dtype)
 template <typename T>
 std::span<const T> span(const Tensor& tensor) {
   return {tensor.const_data_ptr<T>(), size_t(tensor.numel())};
-}
-
-struct Transform {
-  ScoreTransform transform;
-  int power;
-};
-
-Transform transform_named(const std::string& name) {
-  const bool log = name.rfind("log-", 0) == 0;
-  const std::string rest = log ? name.substr(4) : name;
-  if (rest == "sigmoid") {
-    return {log ? ScoreTransform::LogSigmoid : ScoreTransform::Sigmoid, 1};
-  }
-  if (rest.size() == 8 && rest[0] == 'l' && rest[1] >= '1' && rest[1] <= '6' && rest.substr(2) == "-hinge") {
-    return {log ? ScoreTransform::LogHinge : ScoreTransform::Hinge, rest[1] - '0'};
-  }
-  TORCH_CHECK_VALUE(name == "identity", kName,
-                    ": expected transform as \"l1-hinge\" .. \"l6-hinge\", \"sigmoid\", \"log-l1-hinge\" .. \"log-l6-hinge\", \"log-sigmoid\" or "
-                    "\"identity\", got \"", name, "\"");
-  return {ScoreTransform::Identity, 1};
 }
 
 ScoreCombiner combiner_named(const std::string& name) {
@@ -108,7 +89,7 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
     : features_(features), bias_(bias), transform_(transform), labels_(labels.contiguous()), parts_(std::move(layers)) {
   TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kName, ": expected features in [0, 2^31 - 1), got ", features);
   TORCH_CHECK_VALUE(std::isfinite(bias), kName, ": expected bias as a finite number, got ", bias);
-  transform_named(transform);
+  transform_named(kName, transform);
   check_numbers("labels", labels, at::kLong);
   TORCH_CHECK_VALUE(!parts_.empty(), kName, ": expected at least one layer, got none");
   int64_t nodes = 1;
@@ -137,7 +118,7 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
                                         const OptionalTensor& only) const {
   TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
   TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
-  const auto [kind, power] = transform_named(transform.empty() ? transform_ : transform);
+  const auto [kind, power] = transform_named(kName, transform.empty() ? transform_ : transform);
   const QueryTensors queries = check_queries(offsets, columns, values, dense, dense_begin, features_);
   const int64_t n = queries.views.count, k = std::min(topk, num_labels());
   const BeamOptions options{beam, k, kind, power, combiner_named(combiner)};

@@ -4,6 +4,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "scores/transform_names.h"
 #include "trees/tree_scores.h"
 
 #include <ATen/TensorOperators.h>
@@ -28,24 +29,24 @@ constexpr const char* kOp = "beam_search";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 BeamSearchResult beam_search_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                  const Tensor& node_class, c10::SymInt width) {
-  check_beam_search(input, weight, bias, first_child, node_class, width);
+                                  const Tensor& node_class, c10::SymInt width, std::string_view transform) {
+  check_beam_search(input, weight, bias, first_child, node_class, width, transform);
   const auto options = input.options();
   return {at::empty_symint({input.sym_size(0), width}, options.dtype(opmath_dtype(input.scalar_type()))),
           at::empty_symint({input.sym_size(0), width}, options.dtype(at::kLong))};
 }
 
 BeamSearchResult beam_search_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                      const Tensor& node_class, c10::SymInt width) {
+                                      const Tensor& node_class, c10::SymInt width, std::string_view transform) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return beam_search(input, weight, bias, first_child, node_class, width);
+  return beam_search(input, weight, bias, first_child, node_class, width, transform);
 }
 
 BeamSearchResult beam_search_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                      const Tensor& node_class, c10::SymInt width) {
+                                      const Tensor& node_class, c10::SymInt width, std::string_view transform) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
-  return beam_search(input.to(weight.scalar_type()), weight, same, first_child, node_class, width);
+  return beam_search(input.to(weight.scalar_type()), weight, same, first_child, node_class, width, transform);
 }
 
 // The scores of all nodes [Q, V], layer by layer.
@@ -65,24 +66,25 @@ Tensor node_scores(const Tensor& edges, const Tensor& first_child, const Tensor&
 } // namespace
 
 BeamSearchResult beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                             const Tensor& node_class, c10::SymInt width) {
+                             const Tensor& node_class, c10::SymInt width, std::string_view transform) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::beam_search", "").typed<decltype(beam_search_reference)>();
-  return op.call(input, weight, bias, first_child, node_class, width);
+  return op.call(input, weight, bias, first_child, node_class, width, transform);
 }
 
 void check_beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                       const Tensor& node_class, const c10::SymInt& width) {
+                       const Tensor& node_class, const c10::SymInt& width, std::string_view transform) {
   check::linear(kOp, input, weight, bias);
   check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
   check_nodes(kOp, "node_class", node_class, input, weight.sym_size(0) + 1);
   TORCH_CHECK_VALUE(width >= 1, kOp, ": expected width of at least 1, got ", width);
+  additive_transform_named(kOp, transform);
 }
 
 BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                       const Tensor& node_class, c10::SymInt width) {
-  check_beam_search(input, weight, bias, first_child, node_class, width);
-  const Tensor edges = all_edge_scores(input, weight, bias);
+                                       const Tensor& node_class, c10::SymInt width, std::string_view transform) {
+  check_beam_search(input, weight, bias, first_child, node_class, width, transform);
+  const Tensor edges = additive_transform_named(kOp, transform)(all_edge_scores(input, weight, bias));
   const int64_t nodes = node_class.size(0), beam = width.expect_int();
   const Tensor children = first_child.diff(), leaf = children.eq(0);
   const Tensor parent = at::cat({at::zeros({1}, children.options()), at::arange(nodes, children.options()).repeat_interleave(children)});
@@ -107,7 +109,7 @@ BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("beam_search(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor node_class, SymInt width) -> "
+  m.def("beam_search(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor node_class, SymInt width, str transform=\"identity\") -> "
         "(Tensor scores, Tensor classes)");
 }
 

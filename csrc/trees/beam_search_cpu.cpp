@@ -5,6 +5,7 @@
 #include "core/optional.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
+#include "scores/transform_names.h"
 #include "trees/edge_rows.h"
 
 #include <ATen/Parallel.h>
@@ -87,7 +88,8 @@ class Search {
  public:
   using A = opmath<T>;
 
-  Search(const Tree& tree, const EdgeRows<T>& table, int64_t width, int64_t dense) : tree_(tree), table_(table), width_(width), dense_(dense) {}
+  Search(const Tree& tree, const EdgeRows<T>& table, int64_t width, int64_t dense, NamedTransform transform)
+      : tree_(tree), table_(table), width_(width), dense_(dense), transform_(transform) {}
 
   /// dense_scores: of the edges that are known. Leaves the leaves that it found, best first.
   const std::vector<Node<A>>& run(const T* input, const A* dense_scores) {
@@ -117,7 +119,7 @@ class Search {
       any = true;
       for (int64_t child = begin; child < end; ++child) {
         if (child <= dense_) {
-          next_.push_back({node.score + dense_scores[child - 1], child});
+          next_.push_back({node.score + transform_(dense_scores[child - 1]), child});
         } else {
           edges_.push_back(child - 1);
           above_.push_back(node.score);
@@ -126,7 +128,7 @@ class Search {
     }
     table_.score(scores_, input, edges_);
     for (size_t i = 0; i < edges_.size(); ++i) {
-      next_.push_back({above_[i] + scores_[i], edges_[i] + 1});
+      next_.push_back({above_[i] + transform_(scores_[i]), edges_[i] + 1});
     }
     above_.clear();
     std::swap(beam_, next_);
@@ -136,17 +138,19 @@ class Search {
   const Tree& tree_;
   const EdgeRows<T> table_;
   const int64_t width_, dense_;
+  const NamedTransform transform_;
   std::vector<Node<A>> beam_, next_;
   std::vector<int64_t> edges_;
   std::vector<A> above_, scores_;
 };
 
 BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                 const Tensor& node_class, c10::SymInt width) {
-  check_beam_search(input, weight, bias, first_child, node_class, width);
+                                 const Tensor& node_class, c10::SymInt width, std::string_view transform) {
+  check_beam_search(input, weight, bias, first_child, node_class, width, transform);
   if (use_reference()) {
-    return beam_search_reference(input, weight, bias, first_child, node_class, width);
+    return beam_search_reference(input, weight, bias, first_child, node_class, width, transform);
   }
+  const NamedTransform named = additive_transform_named(kOp, transform);
   const auto dtype = opmath_dtype(input.scalar_type());
   const int64_t queries = input.size(0), features = input.size(1), beam = width.expect_int();
   const Tensor x = input.contiguous(), table = with_unit_column_stride(weight), offsets = first_child.contiguous();
@@ -162,7 +166,7 @@ BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight, cons
     using A = opmath<T>;
     at::parallel_for(0, (queries + kBlock - 1) / kBlock, 1, [&](int64_t first, int64_t last) {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      Search<T> search(tree, EdgeRows<T>(table, bias_row), beam, dense);
+      Search<T> search(tree, EdgeRows<T>(table, bias_row), beam, dense, named);
       for (int64_t b = first; b < last; ++b) {
         const int64_t begin = b * kBlock, end = std::min(queries, begin + kBlock);
         Tensor known = at::mm(x.narrow(0, begin, end - begin).to(dtype), top.t());

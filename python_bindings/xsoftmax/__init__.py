@@ -7,6 +7,7 @@ from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
 from .diagnose import Diagnosis, diagnose, proposal_log_prob
 from .ensemble import combine_predictions
+from .hierarchical_matcher import HierarchicalMatcher
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
@@ -19,6 +20,7 @@ __all__ = [
     "BeamTreeLoss",
     "CaneLoss",
     "Diagnosis",
+    "HierarchicalMatcher",
     "HierarchicalSoftmaxLoss",
     "LabelTree",
     "LinearCrossEntropyLoss",

@@ -1,0 +1,165 @@
+"""A hierarchical matcher under an encoder: extreme multi-label classification of what a network has read."""
+
+from typing import Optional
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .cane import check_count
+from .label_tree import LabelTree
+from .losses import _make_linear, _reduction_code, flat_queries
+
+_TRANSFORMS = {"squared_hinge": "log-l3-hinge", "logistic": "log-sigmoid"}
+
+
+@torch.library.register_fake("xsoftmax::shortlist")
+def _fake_shortlist(parents, targets, first_child, parent):
+    size = torch.library.get_ctx().new_dynamic_size()
+    return parents.new_empty(size), parents.new_empty(parents.shape[0] + 1), parents.new_empty(size, dtype=torch.float32)
+
+
+class HierarchicalMatcher(nn.Module):
+    r"""A tree of labels with a linear classifier for each node, trained layer after layer over one encoder (PECOS paper, section 4).
+
+    On the layer at work, a query's shortlist S holds the children of the ``beam`` best nodes of the layer above, and those of the nodes above
+    its right labels. With y_c = 1 where a right label is c or below it, else -1, its loss is::
+
+        sum_{c in S} max(0, 1 - y_c (w_c . input + b_c))^2         # "squared_hinge"
+        sum_{c in S} log(1 + e^{-y_c (w_c . input + b_c)})         # "logistic"
+
+    and only the rows of S have a gradient. Training begins on the first layer; :meth:`next_layer` goes on to the next one, whose rows begin
+    as those of their parents. After the last, :meth:`topk` finds the best labels by beam search.
+
+    Args:
+        in_features: D.
+        tree: of the labels, such as ``LabelTree.from_vectors(label_vectors.pifa(X, Y), 16, max_leaf_size=100)``.
+        loss: "squared_hinge" or "logistic".
+        beam: nodes of a layer that are looked below, in training and in :meth:`topk`.
+        reduction: over queries: "mean", "sum" or "none".
+        bias, sparse_grad: as in :class:`SampledSoftmaxLoss`.
+
+    The parameters are `edges.weight` [E, D] and `edges.bias`: edge e ends in node e + 1 of the tree. The buffer `layer` is the layer at work, 1
+    to `tree.depth`.
+
+    Shape: input [*, D]; target [*, T] int64, the right labels of each query in [0, L), -1 where there are fewer than T. A scalar, or [*] with
+    reduction="none".
+    """
+
+    def __init__(self, in_features: int, tree: LabelTree, *, loss: str = "squared_hinge", beam: int = 10, bias: bool = True,
+                 reduction: str = "mean", sparse_grad: bool = True, device=None, dtype=None) -> None:
+        super().__init__()
+        check_count("HierarchicalMatcher", "in_features", in_features, 0)
+        if not isinstance(tree, LabelTree):
+            raise TypeError(f"HierarchicalMatcher: expected tree to be a LabelTree, got {type(tree).__name__}")
+        if tree.depth == 0:
+            raise ValueError("HierarchicalMatcher: expected a tree of at least 2 nodes, got 1")
+        if loss not in _TRANSFORMS:
+            raise ValueError(f"HierarchicalMatcher: expected loss as one of {sorted(_TRANSFORMS)}, got {loss!r}")
+        _reduction_code(reduction)
+        self.in_features, self.num_classes = in_features, tree.num_classes
+        self.loss, self.transform, self.reduction, self.sparse_grad = loss, _TRANSFORMS[loss], reduction, sparse_grad
+        self.beam = check_count("HierarchicalMatcher", "beam", beam, 1)
+        self.tree = tree.clone().to(device)
+        self.edges = _make_linear(in_features, tree.num_edges, bias, device, dtype)
+        self.register_buffer("layer", torch.ones((), dtype=torch.int64, device=device))
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        queries = flat_queries("HierarchicalMatcher", self.in_features, input, None)
+        if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
+            raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
+                             f"{list(target.shape)}")
+        layer = int(self.layer.item())
+        nodes, offsets, right = torch.ops.xsoftmax.shortlist(self._reached(queries.detach(), layer),
+                                                             self._nodes(target.reshape(queries.size(0), target.size(-1)), layer), self.tree.first_child,
+                                                             self.tree.parent)
+        scores = torch.ops.xsoftmax.ragged_scores(queries, self.edges.weight, self.edges.bias, nodes - 1, offsets, self.sparse_grad)
+        margin = (2 * right - 1) * scores
+        if self.loss == "squared_hinge":
+            each = (1 - margin).clamp(min=0).square()
+        else:
+            each = nn.functional.softplus(-margin)
+        if self.reduction == "sum":
+            return each.sum()
+        if self.reduction == "mean":
+            return each.sum() / queries.size(0)
+        query = torch.repeat_interleave(torch.arange(queries.size(0), device=offsets.device), offsets.diff(), output_size=nodes.size(0))
+        return torch.zeros(queries.size(0), dtype=each.dtype, device=each.device).index_add(0, query, each).reshape(input.shape[:-1])
+
+    def _begin(self, layer: int) -> int:
+        """The first node of a layer; of the one below the last: the number of nodes."""
+        begin = 1
+        for size in self.tree.layer_sizes[: layer - 1]:
+            begin += size
+        return begin
+
+    def _reached(self, queries: Tensor, layer: int) -> Tensor:
+        """The nodes of the layer above that the beam reaches: [Q, beam], -1 where there are fewer."""
+        end = self._begin(layer)
+        if end == 1:
+            return torch.zeros([queries.size(0), 1], dtype=torch.int64, device=queries.device)
+        bias = self.edges.bias
+        return torch.ops.xsoftmax.beam_search(queries, self.edges.weight[: end - 1], None if bias is None else bias[: end - 1],
+                                              self.tree.first_child[: end + 1].clamp(max=end),  # the layers above are a tree, too
+                                              torch.arange(end, device=queries.device), self.beam, self.transform)[1]
+
+    def _nodes(self, target: Tensor, layer: int) -> Tensor:
+        """The nodes of a layer above the right labels, -1 where there is none."""
+        node = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), -1).reshape(target.shape)
+        begin, end = self._begin(layer), self._begin(layer + 1)
+        for _ in range(self.tree.depth - layer):
+            node = torch.where(node >= end, self.tree.parent[node.clamp_min(0)], node)
+        return torch.where((target >= 0) & (node >= begin), node, -1)
+
+    @torch.jit.unused
+    @torch.no_grad()
+    def next_layer(self) -> bool:
+        """Goes on to the next layer, each node of which begins with the weights of its parent. False, and nothing done, after the last."""
+        layer = int(self.layer)
+        if layer == self.tree.depth:
+            return False
+        begin, end = self._begin(layer + 1), self._begin(layer + 2)
+        parent = self.tree.parent[begin:end]
+        for table in self.edges.parameters():
+            above = table[(parent - 1).clamp_min(0)]
+            table[begin - 1 : end - 1] = above
+        self.layer += 1
+        return True
+
+    @torch.jit.export
+    def topk(self, input: Tensor, k: int, beam: Optional[int] = None) -> tuple[Tensor, Tensor]:
+        """The best k labels that a beam (None: the larger of k and ``beam``) finds: (scores, labels), both [*, k], best first; 0 and -1 behind the
+        last of fewer than k. A score is the product of ``e^{-max(0, 1 - z)^3}``, logistic ``1 / (1 + e^-z)``, z = w . input + b, along the path.
+
+        Raises:
+            ValueError: a layer is still to be trained.
+        """
+        if int(self.layer.item()) != self.tree.depth:
+            raise ValueError(f"HierarchicalMatcher: expected all of {self.tree.depth} layers trained, got layer {int(self.layer.item())} at work; "
+                             "see next_layer")
+        width = max(k, self.beam) if beam is None else beam
+        if k < 0 or k > self.num_classes or width < k:
+            raise ValueError(f"HierarchicalMatcher: expected k in [0, {self.num_classes}] and a beam of at least k, got {k} and {width}")
+        scores, labels = torch.ops.xsoftmax.beam_search(flat_queries("HierarchicalMatcher", self.in_features, input, None), self.edges.weight,
+                                                        self.edges.bias, self.tree.first_child, self.tree.node_class, max(width, 1),
+                                                        self.transform)
+        shape = list(input.shape[:-1]) + [k]
+        return scores[:, :k].exp().reshape(shape), labels[:, :k].reshape(shape)
+
+    @torch.jit.export
+    def predict(self, input: Tensor) -> Tensor:
+        """The best label: [*, D] -> [*]."""
+        return self.topk(input, 1, None)[1].squeeze(-1)
+
+    @staticmethod
+    def targets(Y) -> Tensor:
+        """The non-zeros of a scipy sparse matrix [n, L] as forward() takes them: int64 [n, T], -1 where a row has fewer than T."""
+        Y = Y.tocsr()
+        Y.eliminate_zeros()
+        counts = np.diff(Y.indptr)
+        padded = np.full((Y.shape[0], max(int(counts.max(initial=0)), 1)), -1, np.int64)
+        padded[np.arange(padded.shape[1]) < counts[:, None]] = Y.indices
+        return torch.from_numpy(padded)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, loss={self.loss!r}, beam={self.beam}, layer={int(self.layer)}"

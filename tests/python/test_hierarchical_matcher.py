@@ -1,0 +1,188 @@
+"""The neural hierarchical matcher against loops over its definition."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+import xsoftmax as xs
+
+ops = torch.ops.xsoftmax
+TREES = {"even": xs.LabelTree.from_vectors(torch.randn(40, 8, generator=torch.Generator().manual_seed(0)), 3, max_leaf_size=4),
+         "uneven": xs.LabelTree.from_nested([[0, [1, 2, 3]], 4, [[5, 6], [7, [8, 9]]]])}
+
+
+def naive_shortlist(tree, parents, targets):
+    children = lambda v: range(int(tree.first_child[v]), int(tree.first_child[v + 1]))  # noqa: E731
+    rows = []
+    for reached, wanted in zip(parents.tolist(), targets.tolist()):
+        above = {v for v in reached if v >= 0} | {int(tree.parent[t]) for t in wanted if t >= 0}
+        rows.append([(c, float(c in wanted)) for v in sorted(above) for c in children(v)])
+    return rows
+
+
+@pytest.mark.parametrize("impl", ["kernel", "reference"])
+@pytest.mark.parametrize("name", TREES)
+def test_shortlists(name, impl):
+    tree, random = TREES[name], torch.Generator().manual_seed(1)
+    for queries, width, count in ((70, 4, 3), (1, 1, 0), (3, 0, 2), (0, 2, 2)):
+        parents = torch.randint(-1, tree.num_nodes, (queries, width), generator=random)
+        targets = torch.randint(0, tree.num_nodes, (queries, count), generator=random)
+        targets = torch.where(targets == 0, -1, targets)
+        with xs.use_impl(impl):
+            nodes, offsets, right = ops.shortlist(parents, targets, tree.first_child, tree.parent)
+        want = naive_shortlist(tree, parents, targets)
+        assert offsets.tolist() == [0, *np.cumsum([len(row) for row in want], dtype=int).tolist()]
+        assert list(zip(nodes.tolist(), right.tolist())) == [pair for row in want for pair in row]
+
+
+def make(name="even", **options):
+    torch.manual_seed(0)
+    tree = TREES[name]
+    return xs.HierarchicalMatcher(6, tree, **options), torch.randn(20, 6), torch.randint(-1, tree.num_classes, (20, 3))
+
+
+def naive_loss(matcher, input, target, layer):
+    """Query by query, over the nodes of the layer whose parent the beam reaches or is right."""
+    tree, begin = matcher.tree, 1 + sum(matcher.tree.layer_sizes[: layer - 1])
+    end = begin + matcher.tree.layer_sizes[layer - 1]
+    z = input @ matcher.edges.weight.t() + (0 if matcher.edges.bias is None else matcher.edges.bias)
+    logs = -(1 - z).clamp(min=0) ** 3 if matcher.loss == "squared_hinge" else torch.nn.functional.logsigmoid(z)
+    paths = [[int(v) for v in row if v > 0] for row in tree.path(torch.arange(tree.num_classes))]
+    losses = []
+    for q in range(len(input)):
+        reached, layers = {0: 0.0}, 0
+        while layers < layer - 1:
+            scored = {}
+            for v, score in reached.items():
+                children = range(int(tree.first_child[v]), int(tree.first_child[v + 1]))
+                scored |= {c: score + float(logs[q, c - 1]) for c in children} if len(children) else {v: score}
+            reached = dict(sorted(scored.items(), key=lambda pair: (-pair[1], pair[0]))[: matcher.beam])
+            layers += 1
+        right = {v for label in target[q].tolist() if label >= 0 for v in paths[label] if begin <= v < end}
+        above = {v for v in reached if int(tree.first_child[v]) >= begin} | {int(tree.parent[v]) for v in right}
+        total = torch.zeros(())
+        for c in range(begin, end):
+            if int(tree.parent[c]) in above:
+                margin = (1 if c in right else -1) * z[q, c - 1]
+                total = total + ((1 - margin).clamp(min=0) ** 2 if matcher.loss == "squared_hinge" else torch.nn.functional.softplus(-margin))
+        losses.append(total)
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_loss_and_its_gradient_on_every_layer(name, loss, bias):
+    matcher, input, target = make(name, loss=loss, bias=bias, beam=2, reduction="none")
+    input.requires_grad_()
+    for layer in range(1, matcher.tree.depth + 1):
+        assert int(matcher.layer) == layer
+        got, want = matcher(input, target), naive_loss(matcher, input, target, layer)
+        torch.testing.assert_close(got, want)
+        parameters = [input, *matcher.parameters()]
+        grads, wanted = torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(want.sum(), parameters)
+        assert grads[1].is_sparse
+        for one, other in zip(grads, wanted):
+            torch.testing.assert_close(one.to_dense() if one.is_sparse else one, other, atol=1e-5, rtol=1e-4)
+        matcher.reduction = "mean"
+        torch.testing.assert_close(matcher(input, target), want.mean())
+        matcher.reduction = "sum"
+        torch.testing.assert_close(matcher(input, target), want.sum())
+        matcher.reduction = "none"
+        assert matcher.next_layer() == (layer < matcher.tree.depth)
+
+
+def test_a_layer_begins_with_the_weights_of_its_parents():
+    matcher, *_ = make()
+    before = matcher.edges.weight.detach().clone()
+    assert matcher.next_layer()
+    first, second = matcher.tree.layer_sizes[:2]
+    rows = torch.arange(first, first + second)
+    torch.testing.assert_close(matcher.edges.weight[rows], before[matcher.tree.parent[rows + 1] - 1])
+    torch.testing.assert_close(matcher.edges.bias[rows], matcher.edges.bias[matcher.tree.parent[rows + 1] - 1])
+    torch.testing.assert_close(matcher.edges.weight[first + second :], before[first + second :])
+
+
+@pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
+def test_a_wide_beam_finds_the_best_labels(loss):
+    matcher, input, _ = make(loss=loss)
+    while matcher.next_layer():
+        pass
+    torch.nn.init.normal_(matcher.edges.weight)
+    z = matcher.edges(input)
+    each = (-(1 - z).clamp(min=0) ** 3).exp() if loss == "squared_hinge" else z.sigmoid()
+    whole = torch.cat([torch.ones(20, 1), each], 1)[:, matcher.tree.path(torch.arange(40))].prod(-1)
+    scores, labels = matcher.topk(input, 5, beam=40)
+    torch.testing.assert_close(scores, whole.topk(5).values, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(whole.gather(1, labels), scores, atol=1e-6, rtol=1e-4)
+    assert torch.equal(matcher.predict(input.view(4, 5, 6)), matcher.topk(input, 1)[1].view(4, 5))
+
+
+def test_it_learns_and_is_saved(tmp_path):
+    """Labels that a linear map of the input decides, layer by layer; then a checkpoint gives the same answers."""
+    random = np.random.default_rng(0)
+    centres = random.standard_normal((30, 16)).astype(np.float32)
+    Y = sp.csr_matrix(np.stack([np.isin(np.arange(30), random.choice(30, 2, replace=False)) for _ in range(800)]).astype(np.float32))
+    X = torch.from_numpy((Y @ centres + 0.1 * random.standard_normal((800, 16))).astype(np.float32))
+    tree = xs.LabelTree.from_vectors(torch.from_numpy(centres), 4, generator=torch.Generator().manual_seed(0), max_leaf_size=4)
+    torch.manual_seed(0)
+    matcher, target = xs.HierarchicalMatcher(16, tree, beam=3), xs.HierarchicalMatcher.targets(Y)
+    assert target.shape == (800, 2)
+    while True:
+        optimizer = xs.optim.RowAdam(matcher.parameters(), lr=0.03)
+        for step in range(120):
+            rows = torch.randint(0, 700, (64,))
+            loss = matcher(X[rows], target[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if not matcher.next_layer():
+            break
+    assert xs.metrics.precision_at_k(matcher.topk(X[700:], 1)[1], Y[700:], 1) > 0.9
+    torch.save(matcher.state_dict(), tmp_path / "matcher.pt")
+    other = xs.HierarchicalMatcher(16, tree, beam=3)
+    other.load_state_dict(torch.load(tmp_path / "matcher.pt"))
+    assert torch.equal(other.topk(X, 3)[1], matcher.topk(X, 3)[1])
+
+
+def test_scripted_compiled_and_low_precision():
+    matcher, input, target = make(beam=2)
+    matcher.next_layer()
+    want = matcher(input, target)
+    torch.testing.assert_close(torch.jit.script(matcher)(input, target), want)
+    torch.testing.assert_close(torch.compile(matcher, backend="eager")(input, target), want)
+    low = make(beam=2, dtype=torch.bfloat16)[0]
+    assert low(input.bfloat16(), target).isfinite()
+
+
+def test_no_right_labels_and_no_queries():
+    matcher, input, target = make()
+    assert matcher(input, torch.full((20, 1), -1)).isfinite() and matcher(input, torch.zeros(20, 0, dtype=torch.int64)).isfinite()
+    assert matcher(input[:0], target[:0]).isnan()  # the mean of nothing, as torch.nn has it
+
+
+BAD = [
+    (lambda m, x, t: m(x[:, :5], t), ValueError, "6"),
+    (lambda m, x, t: m(x, t[:3]), ValueError, r"target of shape \[20\] and one more dimension"),
+    (lambda m, x, t: m(x, t + 40), IndexError, "40"),
+    (lambda m, x, t: m(x, t.float()), TypeError, "int64"),
+    (lambda m, x, t: m.topk(x, 3), ValueError, "all of .* layers trained, got layer 1 at work"),
+    (lambda m, x, t: xs.HierarchicalMatcher(6, "tree"), TypeError, "LabelTree, got str"),
+    (lambda m, x, t: xs.HierarchicalMatcher(6, xs.LabelTree.balanced(1)), ValueError, "at least 2 nodes"),
+    (lambda m, x, t: xs.HierarchicalMatcher(6, m.tree, loss="hinge"), ValueError, "loss as one of"),
+    (lambda m, x, t: xs.HierarchicalMatcher(6, m.tree, beam=0), ValueError, "beam"),
+    (lambda m, x, t: xs.HierarchicalMatcher(6, m.tree, reduction="max"), ValueError, "reduction"),
+    (lambda m, x, t: ops.shortlist(t, t, m.tree.first_child, m.tree.parent[1:]), ValueError, "shortlist: expected first_child"),
+    (lambda m, x, t: ops.shortlist(t + 100, t * 0 - 1, m.tree.first_child, m.tree.parent), IndexError, "parents in"),
+    (lambda m, x, t: ops.shortlist(t * 0, t * 0, m.tree.first_child, m.tree.parent), IndexError, r"targets in \[1"),
+    (lambda m, x, t: ops.shortlist(t * 0, t * 0 - 1, m.tree.first_child + 100, m.tree.parent), ValueError, "first_child to rise"),
+    (lambda m, x, t: ops.beam_search(x, m.edges.weight, None, m.tree.first_child, m.tree.node_class, 3, "sigmoid"), ValueError, "transform as"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", BAD)
+def test_bad_input(call, error, message):
+    matcher, input, target = make()
+    with pytest.raises(error, match=message):
+        call(matcher, input, target)
