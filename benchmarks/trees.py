@@ -1,6 +1,6 @@
 """Losses over a tree of classes, and CANE over a plain table, beside what they replace.
 
-    python benchmarks/trees.py [--threads 2] [--repeats 21] [--only step,predict,hierarchical,cane] [--json]
+    python benchmarks/trees.py [--threads 2] [--repeats 21] [--only step,predict,hierarchical,cane,matcher] [--json]
 
 Steps are forward, backward and, where the figure says so, RowAdam, on random queries; draws are made inside the timed region. The targets of
 the beam tree are among its candidates, so that the noises count: its dearest case; a step's share of balancing its edges is added. The naive
@@ -79,7 +79,36 @@ def bench_cane(args) -> list[dict]:
     return [figure("CANE, 60 shared candidates + 1 noise, N 1M, D 256 / naive uniform shared 61", medians, 1.2, "CANE")]
 
 
-BENCHES = {"step": bench_step, "predict": bench_predict, "hierarchical": bench_hierarchical, "cane": bench_cane}
+def matcher_step(classes: int, encoder: torch.nn.Module | None) -> Callable[[], None]:
+    """On the last layer, 16 children a node and 16 labels a leaf; 64 queries of 32 words each, or their encodings, with 5 right labels."""
+    tree = xs.LabelTree.from_vectors(torch.randn(classes, 8), 16, 3, torch.Generator().manual_seed(0), max_leaf_size=16)
+    matcher = xs.HierarchicalMatcher(WIDTH, tree)
+    while matcher.next_layer():
+        pass
+    torch.nn.init.normal_(matcher.edges.weight, std=WIDTH**-0.5)
+    input = torch.randn(64, WIDTH, requires_grad=True) if encoder is None else torch.randn(64, 32, WIDTH)
+    target = torch.randint(classes, (64, 5))
+    optimizer = xs.optim.RowAdam([*matcher.parameters(), *(encoder.parameters() if encoder else [])])
+
+    def run() -> None:
+        optimizer.zero_grad()
+        input.grad = None
+        matcher(input if encoder is None else encoder(input).mean(1), target).backward()
+        optimizer.step()
+
+    return run
+
+
+def bench_matcher(args) -> list[dict]:
+    layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True), 2, enable_nested_tensor=False)
+    figures = []
+    for name, encoder in (("under a Transformer of 2 layers", layers), ("alone", None)):
+        medians = interleave({f"N {classes:,}": matcher_step(classes, encoder) for classes in (10_000, CLASSES)}, args.repeats)
+        figures.append(figure(f"hierarchical matcher {name}, with optimizer, beam 10: N 1M / N 10,000", medians, 1.5, "N 1,000,000", "N 10,000"))
+    return figures
+
+
+BENCHES = {"step": bench_step, "predict": bench_predict, "hierarchical": bench_hierarchical, "cane": bench_cane, "matcher": bench_matcher}
 
 if __name__ == "__main__":
     run_benches(__doc__, BENCHES)

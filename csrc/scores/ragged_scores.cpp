@@ -47,7 +47,7 @@ Tensor ragged_scores_meta(const Tensor& input, const Tensor& weight, const Optio
 RowGradients ragged_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids,
                                          const Tensor& offsets, std::array<bool, 3> output_mask) {
   check_ragged_scores_backward(grad, input, weight, ids, offsets);
-  return row_gradients_meta(input, ids.sym_size(0), output_mask);
+  return row_gradients_meta(input, ids.sym_size(0).min(weight.sym_size(0)), output_mask);
 }
 
 class RaggedScores : public torch::autograd::Function<RaggedScores> {
@@ -147,7 +147,7 @@ RowGradients ragged_scores_backward_reference(const Tensor& grad, const Tensor& 
   if (want_bias) {
     bias_values = std::get<1>(sum_equal_rows(ids, grad)).to(input.scalar_type());
   }
-  return {grad_input, rows, values, bias_values};
+  return at_most_rows({grad_input, rows, values, bias_values}, weight.size(0));
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

@@ -59,8 +59,11 @@ RowGradients ragged_scores_backward_cpu(const Tensor& grad, const Tensor& input,
   if (!want_weight && !want_bias) {
     return {grad_input, ids.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
-  auto [rows, values, bias_values] = row_gradient_cpu(scores_grad, kPacked, Tensor(), input.contiguous(), checked.pairs, ids.new_empty({0}),
-                                                      Tensor(), Tensor(), want_weight, want_bias);
+  const bool fewer = weight.size(0) < ids.size(0); // some ids stand more than once
+  auto [rows, values, bias_values] =
+      fewer ? compact_row_gradient_cpu(scores_grad, kPacked, Tensor(), input.contiguous(), checked.pairs, weight.size(0), want_weight, want_bias)
+            : row_gradient_cpu(scores_grad, kPacked, Tensor(), input.contiguous(), checked.pairs, ids.new_empty({0}), Tensor(), Tensor(),
+                               want_weight, want_bias);
   return {grad_input, rows, values, bias_values};
 }
 

@@ -51,7 +51,7 @@ RowGradients ragged_scores_backward_cuda(const Tensor& grad, const Tensor& input
   }
   auto [rows, values, bias_values] = row_gradient_cuda(scores_grad, kPacked, input.contiguous(), pairs, ids.new_empty({0}), Tensor(),
                                                        Tensor(), want_weight, want_bias);
-  return {grad_input, rows, values, bias_values};
+  return at_most_rows({grad_input, rows, values, bias_values}, weight.size(0));
 }
 
 } // namespace

@@ -52,4 +52,20 @@ std::tuple<at::Tensor, at::Tensor> sum_equal_rows(const at::Tensor& rows, const 
   return {sorted, at::zeros_like(values).index_add_(0, first, values.index_select(0, order))};
 }
 
+RowGradients at_most_rows(const RowGradients& gradients, int64_t num_rows) {
+  const auto& [grad_input, rows, values, bias_values] = gradients;
+  if (rows.size(0) <= num_rows) {
+    return gradients;
+  }
+  const auto all = [&](const at::Tensor& some) {
+    if (some.size(0) == 0) { // not wanted
+      return some;
+    }
+    c10::DimVector size(some.sizes().begin(), some.sizes().end());
+    size[0] = num_rows;
+    return at::zeros(size, some.options()).index_add_(0, rows, some);
+  };
+  return {grad_input, at::arange(num_rows, rows.options()), all(values), all(bias_values)};
+}
+
 } // namespace xsoftmax

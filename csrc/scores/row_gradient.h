@@ -29,4 +29,7 @@ std::tuple<at::Tensor, at::Tensor> sum_equal_rows(const at::Tensor& rows, const 
 /// Where the values of each position go: (sorted rows [R], order [R], first [R]): position order[i] adds to row first[i].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> sort_rows(const at::Tensor& rows);
 
+/// The same gradient over at most N = `num_rows` rows, in ATen calls: where R > N, a row for each of the table's.
+RowGradients at_most_rows(const RowGradients& gradients, int64_t num_rows);
+
 } // namespace xsoftmax

@@ -38,7 +38,7 @@ at::Tensor candidate_scores(const at::Tensor& input, const at::Tensor& weight, c
 ///
 /// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; ids [T] int64 in [0, N), those of query q at offsets[q] ..
 /// offsets[q + 1] - 1; offsets [Q + 1] int64 from 0 to T, never falling. Returns [T] in float32, or float64 for float64 inputs.
-/// Backward as that of candidate_scores, with R = T rows.
+/// Backward as that of candidate_scores, with R = min(T, N) rows, rising.
 at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                          const at::Tensor& ids, const at::Tensor& offsets, bool sparse_grad = true);
 

@@ -71,7 +71,7 @@ def test_equals_candidate_scores(dtype):
     private = scores_and_gradients(ops.candidate_scores, *args[:3], args[3].view(3, 4), None)
     assert torch.equal(ragged[0], private[0].flatten()) and torch.equal(ragged[1], private[1])
     for a, b in zip(ragged[2:], private[2:]):
-        assert torch.equal(a._indices(), b._indices()) and torch.equal(a._values(), b._values())
+        assert torch.equal(a.to_dense(), b.to_dense())
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
@@ -82,25 +82,25 @@ def test_subsets_of_gradients(impl, wanted):
                 torch.float32)
     grad_input, rows, values, bias_values = ops.ragged_scores_backward(torch.ones(23), args[0], args[1], *args[3:], list(wanted))
     assert grad_input.shape == (6 if wanted[0] else 0, 7)
-    assert rows.shape == (23 if wanted[1] or wanted[2] else 0,)
-    assert values.shape == (23 if wanted[1] else 0, 7) and bias_values.shape == (23 if wanted[2] else 0,)
+    assert rows.shape == (9 if wanted[1] or wanted[2] else 0,)  # 23 ids, 9 classes
+    assert values.shape == (9 if wanted[1] else 0, 7) and bias_values.shape == (9 if wanted[2] else 0,)
 
 
 def test_row_sparse_gradient(impl):
-    """T rows whatever the ids are; sorted; a class's gradient in the first of its rows, zeros in the others."""
-    for spread in (1, 9):  # one class only, many
-        input, weight, bias, ids, offsets = problem(9, 7, dtype=torch.float64)
+    """min(T, N) rows whatever the ids are; rising; a class's gradient in the first of its rows, zeros in the others."""
+    for classes, spread in ((9, 1), (9, 9), (23, 5), (40, 40), (40, 1)):  # fewer classes than ids or more; one of them only, many
+        input, weight, bias, ids, offsets = problem(classes, 7, dtype=torch.float64)
         args = (input, weight, bias, ids % spread, offsets)
         _, _, grad, bias_grad = scores_and_gradients(ops.ragged_scores, *args)
         want = scores_and_gradients(plain, *args)
         for g, dense in ((grad, want[2]), (bias_grad, want[3])):
-            assert g.sparse_dim() == 1 and not g.is_coalesced() and g._nnz() == len(ids)
+            assert g.sparse_dim() == 1 and not g.is_coalesced() and g._nnz() == min(len(ids), classes)
             rows, values = g._indices()[0], g._values()
-            assert torch.equal(rows, args[3].sort().values)
+            assert (rows.diff() >= 0).all() and set(args[3].tolist()) <= set(rows.tolist())
             first = torch.ones(len(rows), dtype=torch.bool)
             first[1:] = rows[1:] != rows[:-1]
             torch.testing.assert_close(values[first], dense[rows[first]])
-            assert (values[~first] == 0).all() and (~first).any()
+            assert (values[~first] == 0).all()
 
 
 def test_strided(impl):
@@ -217,7 +217,7 @@ def test_sizes_past_32_bits():
     scores = ops.ragged_scores(input, weight, None, ids, offsets)
     grads = torch.autograd.grad(scores, (input, weight), torch.empty_like(scores))
     assert scores.shape == ids.shape and scores.dtype == torch.float32
-    assert grads[0].shape == input.shape and grads[1].shape == weight.shape and grads[1]._nnz() == (1 << 32) + 5
+    assert grads[0].shape == input.shape and grads[1].shape == weight.shape and grads[1]._nnz() == 1 << 27
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
