@@ -6,6 +6,7 @@
 #include "scores/transform_names.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/_sparse_csr_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -156,6 +157,14 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   return {ends, leaf.view({-1}).narrow(0, 0, to), score.view({-1}).narrow(0, 0, to)};
 }
 
+Tensor XRLinear::predict_csr(const Tensor& queries, int64_t topk, int64_t beam) const {
+  TORCH_CHECK_TYPE(queries.layout() == at::kSparseCsr, kName, ": expected queries as a sparse CSR tensor, got layout ", queries.layout());
+  check::dim(kName, "queries", queries, 2);
+  check::size(kName, "queries", queries, 1, features_, "the features of the model");
+  const auto [offsets, labels, scores] = predict(queries.crow_indices(), queries.col_indices(), queries.values(), std::nullopt, 0, topk, beam);
+  return at::_sparse_csr_tensor_unsafe(offsets, labels, scores, {queries.size(0), num_labels()}, scores.options().layout(at::kSparseCsr));
+}
+
 std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const {
   check_numbers("only", only, at::kLong);
   const Tensor wanted = only.contiguous();
@@ -194,6 +203,9 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
                          const OptionalTensor& dense, int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform,
                          const std::string& combiner, const OptionalTensor& only) {
         return self->predict(offsets, columns, values, dense, dense_begin, topk, beam, transform, combiner, only);
+      })
+      .def("predict_csr", [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& queries, int64_t topk, int64_t beam) {
+        return self->predict_csr(queries, topk, beam);
       })
       .def("layer", &XRLinear::layer)
       .def("labels", &XRLinear::labels)

@@ -42,6 +42,9 @@ class XRLinear : public torch::CustomClassHolder {
                       const std::string& transform = "", const std::string& combiner = "multiply",
                       const std::optional<at::Tensor>& only = std::nullopt) const;
 
+  /// predict() of a sparse CSR tensor [n, features], as one [n, L] of the scores, the entries of a row best first.
+  at::Tensor predict_csr(const at::Tensor& queries, int64_t topk = 10, int64_t beam = 10) const;
+
   /// Writes the model to the folder `path`, as a whole or not at all: a folder that load() would read is replaced, and goes on to serve who
   /// reads it; any other is left alone. notes: goes beside it as notes.json, for people; empty: none.
   void save(const std::string& path, const std::string& notes = "") const;

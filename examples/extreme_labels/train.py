@@ -1,0 +1,220 @@
+"""
+Labels texts with names out of thousands: a hierarchical linear model on tf-idf, a neural hierarchical matcher, a linear model on both, and the
+ensemble of these; their precision, and how long a query takes.
+
+    python examples/extreme_labels/train.py
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import xsoftmax as xs
+from common.arguments import fraction, positive, report_errors
+from common.errors import UsageError
+from common.report import write_text
+
+import data
+import report
+from model import BagOfWords, Transformer
+
+TOPK, BEAM, SINGLES = 10, 10, 500
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", metavar="PATH", help="a folder with train.txt and test.txt, or the start of the names of four .npz; see data.py "
+                        "(default: the functions of Python's standard library)")
+    parser.add_argument("--max-examples", type=positive(int), help="to train")
+    tree = parser.add_argument_group("tree and linear model")
+    tree.add_argument("--arity", type=positive(int), default=16, help="default: %(default)s")
+    tree.add_argument("--max-leaf-size", type=positive(int), default=100, help="labels below one node (default: %(default)s)")
+    tree.add_argument("--negatives", default="tfn", help="tfn, man or tfn+man (default: %(default)s)")
+    neural = parser.add_argument_group("neural matcher")
+    neural.add_argument("--encoder", choices=["bag", "transformer", "none"], default="bag", help="none: linear alone (default: %(default)s)")
+    neural.add_argument("--width", type=positive(int), default=128, help="default: %(default)s")
+    neural.add_argument("--dropout", type=fraction, default=0.3, help="default: %(default)s")
+    neural.add_argument("--loss", choices=["squared_hinge", "logistic"], default="squared_hinge", help="default: %(default)s")
+    neural.add_argument("--epochs", type=positive(float), default=4, help="on each layer; twice on the last one (default: %(default)s)")
+    neural.add_argument("--batch-size", type=positive(int), default=64, help="default: %(default)s")
+    neural.add_argument("--lr", type=positive(float), default=1e-3, help="falls along a cosine on each layer (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("out/extreme_labels"), help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+class Neural:
+    """An encoder and a matcher, and what of a part of the data they read."""
+
+    def __init__(self, args: argparse.Namespace, dataset: data.Dataset, tree: xs.LabelTree):
+        torch.manual_seed(args.seed)
+        self.args = args
+        if args.encoder == "transformer":
+            if dataset.train.texts is None:
+                raise UsageError("--encoder transformer: expected texts, got data of features alone; use --encoder bag")
+            counts: dict[str, int] = {}
+            for text in dataset.train.texts:
+                for word in data.words(text):
+                    counts[word] = counts.get(word, 0) + 1
+            self.ids = {word: i for i, word in enumerate((w for w, count in counts.items() if count >= 2), 1)}
+            self.encoder = Transformer(len(self.ids), args.width, args.dropout)
+        else:
+            self.encoder = BagOfWords(dataset.train.X.shape[1], args.width, args.dropout)
+        self.matcher = xs.HierarchicalMatcher(args.width, tree, loss=args.loss, beam=BEAM)
+
+    def read(self, part: data.Part) -> Tensor | sp.csr_matrix:
+        if isinstance(self.encoder, BagOfWords):
+            return part.X
+        found = torch.zeros(len(part.texts), self.encoder.length, dtype=torch.int64)
+        for i, text in enumerate(part.texts):
+            ids = [self.ids[word] for word in data.words(text) if word in self.ids][: self.encoder.length]
+            found[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        return found
+
+    def encode(self, rows: Tensor | sp.csr_matrix) -> Tensor:
+        if isinstance(rows, Tensor):
+            return self.encoder(rows[:, : max(int((rows != 0).sum(1).max()), 1)])
+        return self.encoder(torch.from_numpy(rows.indices).long(), torch.from_numpy(rows.indptr[:-1]).long(), torch.from_numpy(rows.data))
+
+    def train(self, part: data.Part) -> None:
+        args, input, target = self.args, self.read(part), xs.HierarchicalMatcher.targets(part.Y)
+        parameters = [*self.encoder.parameters(), *self.matcher.parameters()]
+        order = np.random.default_rng(args.seed)
+        depth = self.matcher.tree.depth
+        for layer in range(1, depth + 1):
+            epoch_steps = -(-len(target) // args.batch_size)
+            steps = max(1, round(epoch_steps * args.epochs * (2 if layer == depth else 1)))
+            optimizer = xs.optim.RowAdam(parameters, lr=args.lr)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+            self.encoder.train()
+            recent = 0.0
+            bar = tqdm(range(steps), desc=f"layer {layer} of {depth}", mininterval=1, disable=not sys.stderr.isatty())
+            for step in bar:
+                if step % epoch_steps == 0:
+                    rows = order.permutation(len(target))
+                some = rows[step % epoch_steps * args.batch_size :][: args.batch_size]
+                loss = self.matcher(self.encode(input[some]), target[some])
+                optimizer.zero_grad()
+                loss.backward()
+                xs.clip_grad_norm_(parameters, 10.0)
+                optimizer.step()
+                schedule.step()
+                recent += (loss.item() - recent) * max(0.01, 1 / (step + 1))
+                bar.set_postfix(loss=f"{recent:.3f}", refresh=False)
+            print(f"layer {layer} of {depth}: {steps} steps, loss {recent:.3f}", flush=True)
+            self.matcher.next_layer()
+
+    @torch.no_grad()
+    def embed(self, part: data.Part) -> Tensor:
+        """Rows of length 1."""
+        self.encoder.eval()
+        input = self.read(part)
+        found = [self.encode(input[i : i + 512]) for i in range(0, part.Y.shape[0], 512)]
+        return torch.nn.functional.normalize(torch.cat(found))
+
+    @torch.no_grad()
+    def predict(self, part: data.Part) -> sp.csr_matrix:
+        self.encoder.eval()
+        input, found = self.read(part), []
+        for i in range(0, part.Y.shape[0], 512):
+            scores, labels = self.matcher.topk(self.encode(input[i : i + 512]), min(TOPK, part.Y.shape[1]), BEAM)
+            found.append((scores, labels))
+        scores, labels = (torch.cat(half) for half in zip(*found))
+        there = labels >= 0
+        ends = np.r_[0, there.sum(1).cumsum(0).numpy()]
+        return sp.csr_matrix((scores[there].numpy(), labels[there].numpy(), ends), shape=part.Y.shape)
+
+
+def part_of(part: data.Part, i: int) -> data.Part:
+    return data.Part(part.X[i], part.Y[i], None if part.texts is None else [part.texts[i]])
+
+
+class Table:
+    """Models as they come, each with its figures."""
+
+    def __init__(self, dataset: data.Dataset):
+        self.dataset, self.rows, self.predictions = dataset, [], {}
+        self.propensity = xs.metrics.propensity(torch.from_numpy(dataset.train.Y.getnnz(0)), dataset.train.Y.shape[0])
+
+    def add(self, model: str, seconds: float, predict: Callable[[data.Part], sp.csr_matrix], singles: bool = True) -> None:
+        test = self.dataset.test
+        started = time.perf_counter()
+        found = predict(test)
+        batch = (time.perf_counter() - started) / test.Y.shape[0]
+        latencies = []
+        for i in range(min(SINGLES, test.Y.shape[0]) if singles else 0):
+            one = part_of(test, i)
+            started = time.perf_counter()
+            predict(one)
+            latencies.append(time.perf_counter() - started)
+        self.predictions[model] = found
+        self.rows.append({"model": model, "seconds": seconds, "batch": batch, "latencies": latencies,
+                          "precision": {k: xs.metrics.precision_at_k(found, test.Y, k) for k in (1, 3, 5)},
+                          "psp": xs.metrics.psp_at_k(found, test.Y, 5, self.propensity)})
+        row = self.rows[-1]
+        print(f"{model}: {seconds:.1f} s, P@1 {100 * row['precision'][1]:.2f} %"
+              + (f", {1e6 * statistics.median(latencies):.0f} us a query" if latencies else ""), flush=True)
+
+
+def timed(run: Callable):
+    started = time.perf_counter()
+    made = run()
+    return made, time.perf_counter() - started
+
+
+def train(args: argparse.Namespace) -> int:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    dataset = data.load_dataset(args.data, args.max_examples)
+    X, Y = dataset.train.X, dataset.train.Y
+    print(f"{dataset.name}: {Y.shape[1]:,} labels, {X.shape[1]:,} features, {X.shape[0]:,} examples to train, {dataset.test.Y.shape[0]:,} to test, "
+          f"{Y.nnz / max(Y.shape[0], 1):.1f} labels each", flush=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    tree = xs.LabelTree.from_vectors(xs.label_vectors.pifa(X, Y), args.arity, generator=generator, max_leaf_size=args.max_leaf_size)
+    args.output.mkdir(parents=True, exist_ok=True)
+    table = Table(dataset)
+
+    linear, seconds = timed(lambda: xs.XRLinear.train(X, Y, tree=tree, negatives=args.negatives, generator=generator))
+    linear.save(args.output / "linear")
+    table.add("linear", seconds, lambda part: linear.predict(part.X, TOPK, BEAM))
+    if args.encoder != "none":
+        neural = Neural(args, dataset, tree)
+        _, seconds = timed(lambda: neural.train(dataset.train))
+        torch.save({"encoder": neural.encoder.state_dict(), "matcher": neural.matcher.state_dict()}, args.output / "neural.pt")
+        table.add(f"neural, {args.encoder}", seconds, neural.predict)
+        both = sp.hstack([X, sp.csr_matrix(neural.embed(dataset.train).numpy())], format="csr")
+        wide, more = timed(lambda: xs.XRLinear.train(both, Y, tree=tree, negatives=args.negatives, generator=generator))
+        wide.save(args.output / "linear_on_both")
+        table.add("linear on [tf-idf, embedding]", seconds + more,
+                  lambda part: wide.predict(part.X, TOPK, BEAM, dense=neural.embed(part)))
+        parts = list(table.predictions.values())
+        table.add("ensemble of the three", sum(row["seconds"] for row in table.rows) - seconds,
+                  lambda part: xs.combine_predictions(parts, "average", TOPK), singles=False)
+
+    rows = table.rows
+    write_text(args.output / "history.json", json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "dataset": dataset.name,
+                                                         "models": rows}, indent=1))
+    rows = json.loads((args.output / "history.json").read_text())["models"]
+    write_text(args.output / "table.md", report.table(rows))
+    report.plot(rows, args.output / "latency.png")
+    print(f"\n{report.table(rows)}\n{args.output}: table.md, latency.png, history.json, models")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return report_errors(train, parse_arguments(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

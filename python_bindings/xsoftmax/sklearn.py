@@ -1,0 +1,74 @@
+"""A scikit-learn estimator. Needs scikit-learn."""
+
+from typing import Optional
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_array, check_is_fitted
+
+from .label_tree import LabelTree
+from .label_vectors import pifa
+from .xr_linear import XRLinear
+
+__all__ = ["XRLinearClassifier"]
+
+
+class XRLinearClassifier(ClassifierMixin, BaseEstimator):
+    """:class:`xsoftmax.XRLinear` as scikit-learn has classifiers: ``fit(X, y)``, ``predict(X)``, in pipelines and searches.
+
+    y is an indicator matrix [n, L], sparse or dense (several labels a row), or a class for each row [n]. ``predict`` gives the same: a sparse
+    indicator matrix of the labels that score at least ``min_score``, or the best class of each row. ``predict_scores`` gives the scores of the ``topk``
+    best, CSR [n, L]. The fitted model is ``model_``; the other arguments are those of :meth:`xsoftmax.XRLinear.train`.
+    """
+
+    def __init__(self, *, arity: int = 16, max_leaf_size: int = 100, negatives: str = "tfn", loss: str = "squared_hinge",
+                 positive_cost: float = 1.0, negative_cost: float = 1.0, tolerance: float = 0.1, sweeps: int = 100, bias: float = 1.0,
+                 threshold: float = 0.1, max_weights: Optional[int] = None, beam: int = 10, topk: int = 10, min_score: float = 0.5,
+                 random_state: int = 0):
+        self.arity, self.max_leaf_size, self.negatives, self.loss = arity, max_leaf_size, negatives, loss
+        self.positive_cost, self.negative_cost, self.tolerance, self.sweeps = positive_cost, negative_cost, tolerance, sweeps
+        self.bias, self.threshold, self.max_weights = bias, threshold, max_weights
+        self.beam, self.topk, self.min_score, self.random_state = beam, topk, min_score, random_state
+
+    def fit(self, X, y) -> "XRLinearClassifier":
+        X = check_array(X, accept_sparse="csr", dtype=np.float32)
+        self.multilabel_ = sp.issparse(y) or np.ndim(y) == 2
+        if self.multilabel_:
+            Y = sp.csr_matrix(y, dtype=np.float32)
+            self.classes_ = np.arange(Y.shape[1])
+        else:
+            check_classification_targets(y)
+            self.classes_, ids = np.unique(y, return_inverse=True)
+            Y = sp.csr_matrix((np.ones(len(ids), np.float32), ids, np.arange(len(ids) + 1)), shape=(len(ids), len(self.classes_)))
+        if X.shape[0] != Y.shape[0]:
+            raise ValueError(f"XRLinearClassifier.fit: expected X and y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
+        X = sp.csr_matrix(X)
+        generator = torch.Generator().manual_seed(self.random_state)
+        tree = LabelTree.from_vectors(pifa(X, Y), self.arity, generator=generator, max_leaf_size=self.max_leaf_size)
+        self.model_ = XRLinear.train(X, Y, tree=tree, negatives=self.negatives, beam=self.beam, loss=self.loss, positive_cost=self.positive_cost,
+                                     negative_cost=self.negative_cost, tolerance=self.tolerance, sweeps=self.sweeps, bias=self.bias,
+                                     threshold=self.threshold, max_weights=self.max_weights, generator=generator)
+        self.n_features_in_ = X.shape[1]
+        return self
+
+    def predict_scores(self, X) -> sp.csr_matrix:
+        """The scores of the best labels; the entries of a row stand best first."""
+        check_is_fitted(self)
+        return self.model_.predict(check_array(X, accept_sparse="csr", dtype=np.float32), self.topk, self.beam)
+
+    def predict(self, X):
+        scores = self.predict_scores(X)
+        if not self.multilabel_:
+            return self.classes_[scores.indices[scores.indptr[:-1]]]
+        kept = scores.data >= self.min_score
+        ends = np.r_[0, np.cumsum(kept)][scores.indptr]
+        return sp.csr_matrix((np.ones(int(ends[-1]), np.int64), scores.indices[kept], ends), shape=scores.shape)
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.classifier_tags.multi_label = True
+        return tags

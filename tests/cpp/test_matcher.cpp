@@ -1,0 +1,102 @@
+// Hierarchical linear models without Python: made, saved, loaded, asked; files of examples.
+
+#include <xsoftmax/xsoftmax.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+
+namespace {
+
+namespace fs = std::filesystem;
+using torch::Tensor;
+
+class Folder {
+ public:
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "xsoftmax.XXXXXX").string();
+    path_ = mkdtemp(name.data());
+  }
+  ~Folder() { fs::remove_all(path_); }
+  fs::path operator/(const std::string& name) const { return path_ / name; }
+
+ private:
+  fs::path path_;
+};
+
+Tensor longs(const std::vector<int64_t>& values) { return torch::tensor(values, torch::kLong); }
+
+// Two nodes, two labels below each; feature 0 speaks for the first node, feature 1 for the second, feature 2 for the second label of each.
+c10::intrusive_ptr<xsoftmax::XRLinear> make(torch::Dtype dtype = torch::kFloat) {
+  const auto ints = [](const std::vector<int32_t>& values) { return torch::tensor(values, torch::kInt); };
+  const auto bytes = [](const std::vector<int64_t>& values) { return torch::tensor(values, torch::kLong).to(torch::kByte); };
+  const auto values = [&](const std::vector<float>& some) { return torch::tensor(some).to(dtype); };
+  const std::vector<Tensor> top{longs({0, 2}), longs({0, 2}), ints({0, 1}), bytes({0, 0}), bytes({0, 1}), values({1.0f, 1.0f})};
+  const std::vector<Tensor> low{longs({0, 2, 4}), longs({0, 2, 4}), ints({2, 3, 2, 3}), bytes({0, 0, 0, 0}), bytes({1, 0, 1, 0}),
+                                values({1.0f, 0.5f, 1.0f, 0.5f})};
+  return c10::make_intrusive<xsoftmax::XRLinear>(3, 1.0, "l1-hinge", longs({2, 0, 3, 1}), std::vector<std::vector<Tensor>>{top, low});
+}
+
+struct Query {
+  Tensor offsets, columns, values;
+};
+
+Query query() { return {longs({0, 2}), torch::tensor({1, 2}, torch::kInt), torch::tensor({1.0f, 1.0f})}; }
+
+TEST(XRLinear, FindsTheBestLabels) {
+  const auto model = make();
+  const auto [offsets, columns, values] = query();
+  const auto [ends, labels, scores] = model->predict(offsets, columns, values, std::nullopt, 0, 4, 2);
+  EXPECT_TRUE(ends.equal(longs({0, 4})));
+  // Nodes: e^-1 and 1. Labels of a node: bias 0.5 against feature 2.
+  const float half = std::exp(-0.5f), one = std::exp(-1.0f);
+  EXPECT_TRUE(torch::allclose(scores, torch::tensor({1.0f, half, one, one * half})));
+  EXPECT_TRUE(labels.equal(longs({1, 3, 0, 2})));
+  const auto alone = model->predict(offsets, columns, values, std::nullopt, 0, 4, 1);
+  EXPECT_TRUE(std::get<1>(alone).equal(longs({1, 3})));
+}
+
+TEST(XRLinear, ComesBackFromItsFile) {
+  const Folder folder;
+  for (const auto dtype : {torch::kFloat, torch::kHalf}) {
+    const auto model = make(dtype);
+    model->save((folder / "model").string()); // the second one takes the place of the first
+    const auto loaded = xsoftmax::XRLinear::load((folder / "model").string());
+    EXPECT_EQ(loaded->transform(), "l1-hinge");
+    EXPECT_EQ(loaded->features(), 3);
+    EXPECT_TRUE(loaded->labels().equal(model->labels()));
+    for (int64_t depth = 0; depth < model->depth(); ++depth) {
+      for (size_t part = 0; part < model->layer(depth).size(); ++part) {
+        EXPECT_TRUE(loaded->layer(depth)[part].equal(model->layer(depth)[part]));
+      }
+    }
+    const auto [offsets, columns, values] = query();
+    EXPECT_TRUE(std::get<2>(loaded->predict(offsets, columns, values)).equal(std::get<2>(model->predict(offsets, columns, values))));
+  }
+  fs::resize_file(folder / "model" / "model.bin", 500);
+  EXPECT_THROW(xsoftmax::XRLinear::load((folder / "model").string()), c10::ValueError);
+  EXPECT_THROW(xsoftmax::XRLinear::load((folder / "none").string()), c10::Error);
+}
+
+TEST(ReadExamples, ReadsAndNamesWhatIsWrong) {
+  const Folder folder;
+  const fs::path path = folder / "data.txt";
+  std::ofstream(path) << "2 3 4\n1,3 0:1.5 2:-1\n 1:2\n";
+  const auto examples = xsoftmax::read_examples(path.string());
+  EXPECT_TRUE(examples.offsets.equal(longs({0, 2, 3})));
+  EXPECT_TRUE(examples.values.equal(torch::tensor({1.5f, -1.0f, 2.0f})));
+  EXPECT_TRUE(examples.label_offsets.equal(longs({0, 2, 2})));
+  EXPECT_EQ(examples.num_labels, 4);
+  std::ofstream(path) << "1 3 4\n1 3:1\n";
+  try {
+    xsoftmax::read_examples(path.string());
+    FAIL() << "expected an error";
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find("data.txt:2: expected features in [0, 3), got \"3:1\""), std::string::npos) << error.what();
+  }
+}
+
+} // namespace

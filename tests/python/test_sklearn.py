@@ -1,0 +1,53 @@
+"""The scikit-learn estimator, in scikit-learn's own hands."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone  # noqa: E402: there may be none
+from sklearn.exceptions import NotFittedError  # noqa: E402
+from sklearn.model_selection import GridSearchCV  # noqa: E402
+from sklearn.pipeline import make_pipeline  # noqa: E402
+from sklearn.preprocessing import Normalizer  # noqa: E402
+
+from xsoftmax.sklearn import XRLinearClassifier  # noqa: E402
+
+
+def problem(classes=30, rows=400):
+    random = np.random.default_rng(0)
+    centres = random.random((classes, 50)) * (random.random((classes, 50)) < 0.2) + 1e-3
+    y = random.integers(classes, size=rows)
+    return centres[y] + 0.02 * random.random((rows, 50)), y
+
+
+def test_one_class_a_row():
+    X, y = problem()
+    names = np.array([f"class {i}" for i in range(30)])[y]
+    model = make_pipeline(Normalizer(), XRLinearClassifier(arity=4, max_leaf_size=5)).fit(X[:300], names[:300])
+    assert model.score(X[300:], names[300:]) > 0.9 and model.predict(sp.csr_matrix(X[300:]))[0].startswith("class ")
+
+
+def test_several_labels_a_row():
+    X, y = problem()
+    X = X[:200] + X[200:]
+    Y = np.zeros((200, 30), int)
+    Y[np.arange(200), y[:200]] = Y[np.arange(200), y[200:]] = 1
+    for form in (Y, sp.csr_matrix(Y)):
+        model = make_pipeline(Normalizer(), XRLinearClassifier(arity=4, max_leaf_size=5)).fit(X, form)
+        found = model.predict(X)
+        assert sp.issparse(found) and found.shape == (200, 30) and (found.toarray() == Y).mean() > 0.97
+    scores = model[-1].predict_scores(Normalizer().transform(X))
+    assert ((scores >= 0.5).astype(int) != found).nnz == 0
+
+
+def test_search_and_clone():
+    X, y = problem()
+    search = GridSearchCV(XRLinearClassifier(arity=4, max_leaf_size=5), {"positive_cost": [0.5, 2.0]}, cv=2).fit(X, y)
+    assert set(search.best_params_) == {"positive_cost"}
+    assert clone(XRLinearClassifier(topk=3)).topk == 3
+    with pytest.raises(NotFittedError):
+        XRLinearClassifier().predict(X)
+    with pytest.raises(ValueError, match="as many rows, got 400 and 300"):
+        XRLinearClassifier().fit(X, y[:300])
