@@ -50,4 +50,4 @@ class NativeDistribution(Distribution):
         return True  # a platform wheel, though no module is a CPython extension
 
 
-setup(install_requires=[torch_requirement()], cmdclass={"build_py": BuildNative}, distclass=NativeDistribution)
+setup(install_requires=[torch_requirement(), "numpy"], cmdclass={"build_py": BuildNative}, distclass=NativeDistribution)

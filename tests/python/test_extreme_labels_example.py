@@ -1,0 +1,69 @@
+"""The example of extreme labels, run as its README says, on few texts."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from example_modules import EXAMPLES, modules, run
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
+SMALL = ["--width", "16", "--epochs", "1", "--threads", "1", "--max-leaf-size", "20"]
+
+
+@pytest.fixture(scope="module")
+def example():
+    with modules(EXAMPLES / "extreme_labels") as found:
+        yield found
+
+
+@pytest.fixture()
+def texts(example, monkeypatch):
+    """A few functions in the place of a library's."""
+    random = np.random.default_rng(0)
+    topics = [[f"word{i}{j}" for j in "abcdef"] for i in range(40)]
+    texts, labels = [], []
+    for _ in range(600):
+        some = random.choice(40, 2, replace=False)
+        texts.append(" ".join(str(random.choice(topics[i])) for i in some for _ in range(5)))
+        labels.append([f"label{i}" for i in sorted(some)])
+    made = example["data"].from_texts("few texts", [texts[:500], texts[500:]], [labels[:500], labels[500:]])
+    monkeypatch.setattr(example["data"], "standard_library", lambda *_: made)
+    return made
+
+
+@pytest.mark.parametrize("encoder", ["bag", "transformer", "none"])
+def test_models_and_files(example, texts, encoder, tmp_path):
+    assert run(example, *SMALL, "--encoder", encoder, "--output", tmp_path / "out") == 0
+    history = json.loads((tmp_path / "out" / "history.json").read_text())
+    names = [row["model"] for row in history["models"]]
+    assert names == ["linear"] + ([f"neural, {encoder}", "linear on [tf-idf, embedding]", "ensemble of the three"] if encoder != "none" else [])
+    assert history["models"][0]["precision"]["1"] > 0.5 and (tmp_path / "out" / "latency.png").stat().st_size > 1000
+    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 2 + len(names)
+    import xsoftmax as xs
+
+    assert xs.XRLinear.load(tmp_path / "out" / "linear").num_labels == 40
+
+
+def test_functions_of_a_file(example, tmp_path):
+    (tmp_path / "some.py").write_text('def openFile(path):\n    """Opens it."""\n    return io.open(path, MODE)\n\nclass A:\n    async def f(self): pass\n')
+    assert list(example["data"].functions(tmp_path / "some.py")) == [("openFile Opens it.", ["MODE", "io", "open", "path"])]
+    assert example["data"].words("openFile HTTPServer snake_case x2") == ["open", "file", "http", "server", "snake", "case", "x", "2"]
+    (tmp_path / "bad.py").write_text("def (")
+    assert list(example["data"].functions(tmp_path / "bad.py")) == []
+
+
+def test_files_and_bad_options(example, tmp_path, capsys):
+    X, Y = sp.random(60, 30, 0.3, format="csr", dtype=np.float32, random_state=0), sp.random(60, 12, 0.2, format="csr", random_state=1)
+    for part in ("train", "test"):
+        sp.save_npz(tmp_path / f"set.{part}.x.npz", X)
+        sp.save_npz(tmp_path / f"set.{part}.y.npz", Y)
+    assert run(example, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "out") == 0
+    for options, message in ((["--data", tmp_path / "none"], "--data: read_sparse: there is no file"),
+                             (["--data", tmp_path / "set", "--encoder", "transformer"], "--encoder transformer: expected texts")):
+        assert run(example, *SMALL, *options, "--output", tmp_path / "out") == 2
+        assert message in capsys.readouterr().err
