@@ -13,6 +13,8 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 namespace xsoftmax::nn {
 
 using at::Tensor;
@@ -101,15 +103,31 @@ LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(int64_t in_features, int6
 
 Tensor LinearCrossEntropyLossImpl::forward(const Tensor& input, const Tensor& target) { return exact(input, target); }
 
+namespace {
+
+/// Whether the sampler, or one of a union, draws by the class table.
+bool follows_table(const samplers::SamplerImpl& sampler) {
+  const auto parts = sampler.children();
+  return dynamic_cast<const samplers::AdaptiveSamplerImpl*>(&sampler) != nullptr || std::any_of(parts.begin(), parts.end(), [](const auto& part) {
+           return std::dynamic_pointer_cast<samplers::AdaptiveSamplerImpl>(part) != nullptr;
+         });
+}
+
+} // namespace
+
 SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes,
                                                std::shared_ptr<samplers::SamplerImpl> given_sampler, const SamplingOptions& sampling,
                                                const LossOptions& options)
     : LinearLossImpl(in_features, num_classes, options), sampling_(sampling) {
   TORCH_CHECK_VALUE(given_sampler != nullptr, "SampledSoftmaxLoss: expected a sampler, got none");
   TORCH_CHECK_VALUE(sampling.num_samples >= 0, "SampledSoftmaxLoss: expected num_samples of at least 0, got ", sampling.num_samples);
-  TORCH_CHECK_VALUE(find_estimator("SampledSoftmaxLoss", sampling.estimator).smooths || options.label_smoothing == 0,
-                    "SampledSoftmaxLoss: expected label_smoothing of 0 with estimator \"", sampling.estimator, "\", got ",
-                    options.label_smoothing);
+  const bool automatic = sampling.estimator.empty();
+  if (automatic) {
+    sampling_.estimator = "sampled_softmax";
+  }
+  const Estimator& estimator = find_estimator("SampledSoftmaxLoss", sampling_.estimator);
+  TORCH_CHECK_VALUE(estimator.smooths || options.label_smoothing == 0, "SampledSoftmaxLoss: expected label_smoothing of 0 with estimator \"",
+                    sampling_.estimator, "\", got ", options.label_smoothing);
   TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0,
                     "SampledSoftmaxLoss: expected label_smoothing of 0 beside class weights, got ", options.label_smoothing);
   TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, "SampledSoftmaxLoss: expected a sampler of ", num_classes,
@@ -118,13 +136,16 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   auto suited = head.numel() > 0 ? given_sampler->excluding(head) : given_sampler;
   const auto other = suited->for_table(in_features, options.bias);
   sampler = register_module("sampler", other ? other : suited);
-  const bool against = find_estimator("SampledSoftmaxLoss", sampling.estimator).has_noise;
+  const bool against = estimator.has_noise;
   shared_ = sampling.shared.value_or(!against && sampler->shared_by_default());
+  if (automatic && !shared_ && follows_table(*sampler)) {
+    sampling_.estimator = "ranking";
+  }
   sampler->check_num_samples(sampling.num_samples, shared_);
   const auto [distinct, independent] = sampler->draws_by_kind(sampling.num_samples, shared_);
   TORCH_CHECK_VALUE(!against || (head.numel() + distinct > 0 && independent > 0),
                     "SampledSoftmaxLoss: expected candidates, the head or distinct draws, and independent draws as noise with estimator \"",
-                    sampling.estimator, "\", got ", head.numel(), " classes, ", distinct, " distinct draws and ", independent, " independent ones");
+                    sampling_.estimator, "\", got ", head.numel(), " classes, ", distinct, " distinct draws and ", independent, " independent ones");
   TORCH_CHECK_VALUE(!sampler->proposes_targets() || (shared_ && sampling.remove_accidental_hits),
                     "SampledSoftmaxLoss: expected shared draws and remove_accidental_hits for a sampler that proposes targets");
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._memory import advise_huge_pages, moved_table
-from .samplers import ComplementSampler, InBatchSampler, Sampler, UnionSampler, make_sampler
+from .samplers import AdaptiveSampler, ComplementSampler, InBatchSampler, Sampler, UnionSampler, make_sampler
 
 def _reduction_code(reduction: str) -> int:
     """The code that ops take."""
@@ -216,7 +216,8 @@ class SampledSoftmaxLoss(LinearLoss):
         num_samples: draws a step (shared) or a query (private). None beside a UnionSampler, which has its own, or "in_batch".
         shared: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits the sampler.
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
-            (TensorFlow's form; its gradient is the full one times about M / (M + 1)). Or one that is no estimate of the softmax loss:
+            (TensorFlow's form; its gradient is the full one times about M / (M + 1)). None: "ranking" beside private draws of a sampler that
+            follows the class table, which are few and near the softmax, else "sampled_softmax". Or one that is no estimate of the softmax loss:
             "nce", "negative_sampling", "one_vs_each", "blackout", "importance", or CANE, "cane" and "cane_log_of_mean", whose candidates
             are the head, and its noise the draws (see :class:`CaneLoss`). Their formulas stand with ``xsoftmax::candidate_loss`` in ops.h;
             none of them takes label_smoothing. Or "complementary_sum": "sampled_softmax" with all draws from the classes other than the
@@ -237,7 +238,7 @@ class SampledSoftmaxLoss(LinearLoss):
     """
 
     def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str], num_samples: Optional[int] = None,
-                 shared: Optional[bool] = None, estimator: str = "sampled_softmax", remove_accidental_hits: bool = True,
+                 shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
                  log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
                  ignore_index: int = -100, label_smoothing: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True, device=None,
                  dtype=None) -> None:
@@ -252,8 +253,9 @@ class SampledSoftmaxLoss(LinearLoss):
         if num_samples < 0:
             raise ValueError(f"SampledSoftmaxLoss: expected num_samples >= 0, got {num_samples}")
         names = [*torch.ops.xsoftmax.estimator_names(), "complementary_sum"]
-        if estimator not in names:
+        if estimator is not None and estimator not in names:
             raise ValueError(f"SampledSoftmaxLoss: expected estimator to be one of {names}, got {estimator!r}")
+        automatic, estimator = estimator is None, estimator or "sampled_softmax"
         smooths = estimator == "complementary_sum" or torch.ops.xsoftmax.estimator_smooths(estimator)
         if label_smoothing != 0.0 and not smooths:
             raise ValueError(f"SampledSoftmaxLoss: expected label_smoothing=0 with estimator={estimator!r}, got {label_smoothing}")
@@ -285,6 +287,8 @@ class SampledSoftmaxLoss(LinearLoss):
         against = estimator != "complementary_sum" and torch.ops.xsoftmax.estimator_has_noise(estimator)
         own = estimator == "complementary_sum" or (against and shared is None)
         self.shared = not own and bool(sampler.shared_by_default if shared is None else shared)
+        if automatic and not self.shared and any(isinstance(part, AdaptiveSampler) for part in self.sampler.modules()):
+            estimator = "ranking"
         if shared and isinstance(sampler, UnionSampler):
             raise ValueError("SampledSoftmaxLoss: expected shared=None or False beside a UnionSampler, whose samplers each draw as suits them, "
                              "got True")

@@ -125,4 +125,23 @@ TEST_P(Midx, BadArgumentsThrow) {
   EXPECT_THROW(UnionSampler(std::vector<xsoftmax::samplers::UnionSamplerImpl::Part>{}), c10::ValueError);
 }
 
+// Private draws that follow the table, alone or in a union: "ranking", unless another estimator is named.
+TEST(MidxLoss, TheEstimatorSuitsTheSampler) {
+  const auto value = [](const std::string& estimator, bool united, std::optional<bool> shared) {
+    torch::manual_seed(1);
+    std::shared_ptr<xsoftmax::samplers::SamplerImpl> sampler = MidxSampler(kClasses, kWidth, MidxOptions{.codewords = 6}).ptr();
+    if (united) {
+      UnigramSampler unigram(torch::arange(kClasses, 0, -1));
+      sampler = UnionSampler(std::vector<xsoftmax::samplers::UnionSamplerImpl::Part>{{unigram.ptr(), 20}, {sampler, 10}}).ptr();
+    }
+    SampledSoftmaxLoss loss(kWidth, kClasses, sampler, SamplingOptions{.num_samples = 30, .shared = shared, .estimator = estimator});
+    return loss(torch::randn({kQueries, kWidth}), torch::arange(kQueries)).item<float>();
+  };
+  for (const bool united : {false, true}) {
+    EXPECT_EQ(value("", united, std::nullopt), value("ranking", united, std::nullopt));
+    EXPECT_NE(value("", united, std::nullopt), value("sampled_softmax", united, std::nullopt));
+  }
+  EXPECT_EQ(value("", false, true), value("sampled_softmax", false, true));
+}
+
 } // namespace

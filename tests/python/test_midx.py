@@ -419,7 +419,7 @@ def test_union_estimates_the_normaliser_without_bias(distinct):
     sampler, z, weight, _ = make_sampler()
     loss = xs.SampledSoftmaxLoss(D, N, sampler=UnionSampler((UnigramSampler(torch.rand(N), distinct=distinct), 20),
                                                             (MidxSampler(N, D, codewords=K), 10)),
-                                 num_samples=0, head_classes=HEAD, reduction="none")
+                                 num_samples=0, head_classes=HEAD, reduction="none", estimator="sampled_softmax")
     assert loss.sampler.renormalises == distinct
     loss.linear.weight.data.copy_(weight)
     target = torch.randint(N, (Q,))

@@ -637,3 +637,18 @@ def test_to_empty_keeps_what_no_state_dict_restores():
     lost = loss.to("meta")
     with pytest.raises(RuntimeError, match="its tables have no values on the meta device"):
         lost.to_empty(device="cpu")
+
+
+def test_the_estimator_suits_the_sampler():
+    """Private draws that follow the table: ranking; else an estimate of the normaliser. What is named stays."""
+    counts = torch.arange(50, 0, -1)
+    midx = lambda: xs.samplers.MidxSampler(50, 8, codewords=4)  # noqa: E731
+    union = lambda: xs.samplers.UnionSampler((xs.samplers.UnigramSampler(counts), 8), (midx(), 4))  # noqa: E731
+    for options, want in ((dict(sampler="midx", num_samples=4), "ranking"), (dict(sampler="lsh", num_samples=4), "ranking"),
+                          (dict(sampler=midx(), num_samples=4, head_classes=5), "ranking"), (dict(sampler=union()), "ranking"),
+                          (dict(sampler="midx", num_samples=4, shared=True), "sampled_softmax"),
+                          (dict(sampler="uniform", num_samples=4, shared=False), "sampled_softmax"),
+                          (dict(sampler="midx", num_samples=4, estimator="sampled_softmax"), "sampled_softmax")):
+        loss = xs.SampledSoftmaxLoss(8, 50, **options)
+        assert loss.estimator == want
+        assert loss(torch.randn(3, 8), torch.tensor([1, 2, 49])).isfinite()
