@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
+from xsoftmax.label_vectors import unit_rows
+
 # Of the published sets: examples to train, to test, features, labels, labels an example, features an example; Amazon-670K a tenth of it.
 SHAPES = {"eurlex-4k-like": (15449, 3865, 186104, 3956, 5.3, 236), "wiki10-31k-like": (14146, 6616, 101938, 30938, 18.6, 673),
           "amazon-670k-like": (49045, 15302, 13591, 67009, 5.45, 75)}
@@ -32,11 +34,6 @@ def split(X, Y, seed: int) -> dict:
     order = np.random.default_rng(seed).permutation(X.shape[0])
     cut = int(0.8 * X.shape[0])
     return {"train": (X[order[:cut]], Y[order[:cut]]), "test": (X[order[cut:]], Y[order[cut:]])}
-
-
-def unit_rows(X):
-    lengths = np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())
-    return (sp.diags(1 / np.where(lengths > 0, lengths, 1)) @ X).tocsr().astype(np.float32)
 
 
 def tf_idf(counts):

@@ -11,6 +11,7 @@ import scipy.sparse as sp
 
 from common.errors import DataError
 from xsoftmax.datasets import read_examples
+from xsoftmax.label_vectors import unit_rows
 
 WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")  # also those of snake_case and CamelCase
 
@@ -100,8 +101,3 @@ def from_texts(name: str, texts: list[list[str]], labels: list[list[list[str]]],
 
 def words(text: str) -> list[str]:
     return [word.lower() for word in WORDS.findall(text)]
-
-
-def unit_rows(X):
-    lengths = np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())
-    return (sp.diags(1 / np.where(lengths > 0, lengths, 1)) @ X).tocsr().astype(np.float32)

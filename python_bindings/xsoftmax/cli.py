@@ -10,7 +10,7 @@ from . import metrics
 from .datasets import read_examples, read_sparse
 from .ensemble import METHODS, combine_predictions
 from .label_tree import LabelTree
-from .label_vectors import pifa, pifa_lf
+from .label_vectors import pifa, pifa_lf, unit_rows
 from .xr_linear import XRLinear
 
 
@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_train(args: argparse.Namespace) -> None:
     X, Y = read_examples(args.data, args.labels)
-    X = normalized(X) if args.normalize else X
+    X = unit_rows(X) if args.normalize else X
     generator = torch.Generator().manual_seed(args.seed)
     vectors = pifa(X, Y) if args.label_features is None else pifa_lf(X, Y, read_sparse(args.label_features))
     tree = LabelTree.from_vectors(vectors, args.arity, generator=generator, max_leaf_size=args.max_leaf_size)
@@ -108,7 +108,7 @@ def run_predict(args: argparse.Namespace) -> None:
     found = []
     for path in args.models:
         model = XRLinear.load(path)
-        found.append(model.predict(normalized(X) if model.notes.get("normalize") else X, args.topk, args.beam, transform=args.transform,
+        found.append(model.predict(unit_rows(X) if model.notes.get("normalize") else X, args.topk, args.beam, transform=args.transform,
                                    combiner=args.combiner))
     sp.save_npz(args.predictions, found[0] if len(found) == 1 else combine_predictions(found, args.ensemble, args.topk))
     print(f"{args.predictions}: {X.shape[0]} examples, up to {args.topk} labels each")
@@ -127,15 +127,6 @@ def run_evaluate(args: argparse.Namespace) -> None:
     print("   k" + "".join(f"{name:>11}" for name in columns))
     for k in args.k:
         print(f"{k:4}" + "".join(f"{100 * figure(predictions, truth, k):11.2f}" for figure in columns.values()))
-
-
-def normalized(X):
-    """Rows of length 1; those of zeros stay."""
-    import numpy as np
-    import scipy.sparse as sp
-
-    lengths = np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())
-    return (sp.diags(1 / np.where(lengths > 0, lengths, 1)) @ X).tocsr().astype(np.float32)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Where X [n, D] are the examples and Y [n, L] says which labels each has, both sc
     pifa_lf(X, Y, Z)  = [(1 - w) pifa(X, Y) | w normalize(Z)]     beside features Z [L, F] of the label itself; or their sum, where F = D
     spectral(Y, dim)  = normalize(V)                              the right singular vectors of Y, its rows and columns scaled
 
-Rows are normalised to length 1; those of labels without an example stay 0. All are float32; the first three are CSR, the last is dense.
+`normalize` is :func:`unit_rows`; rows of labels without an example stay 0. All are float32; the first three are CSR, the last is dense.
 """
 
 from typing import Union
@@ -15,12 +15,12 @@ from typing import Union
 import numpy as np
 import torch
 
-__all__ = ["pifa", "pifa_lf", "pii", "spectral"]
+__all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]
 
 
 def pii(Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
     """``normalize(Y.T)`` [L, n]; see :mod:`xsoftmax.label_vectors`."""
-    return _normalize(_labels("pii", Y).T.tocsr())
+    return unit_rows(_labels("pii", Y).T.tocsr())
 
 
 def pifa(X, Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
@@ -49,15 +49,15 @@ def pifa_lf(X, Y, Z, weight: float = 0.5, concatenate: bool = True) -> "scipy.sp
 
     if not 0 <= weight <= 1:
         raise ValueError(f"pifa_lf: expected weight in [0, 1], got {weight}")
-    of_examples, of_labels = pifa(X, Y), _normalize(_features("pifa_lf", "Z", Z))
+    of_examples, of_labels = pifa(X, Y), unit_rows(_features("pifa_lf", "Z", Z))
     if of_labels.shape[0] != of_examples.shape[0]:
         raise ValueError(f"pifa_lf: expected Z with a row for each of {of_examples.shape[0]} labels, got {of_labels.shape[0]}")
     parts = np.float32(1 - weight) * of_examples, np.float32(weight) * of_labels
     if concatenate:
-        return _normalize(sp.hstack(parts, format="csr"))
+        return unit_rows(sp.hstack(parts, format="csr"))
     if parts[0].shape != parts[1].shape:
         raise ValueError(f"pifa_lf: expected Z of shape {list(parts[0].shape)} for a sum, got {list(parts[1].shape)}")
-    return _normalize((parts[0] + parts[1]).tocsr())
+    return unit_rows((parts[0] + parts[1]).tocsr())
 
 
 def spectral(Y, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarray:
@@ -97,8 +97,9 @@ def _labels(name: str, Y):
     return labels
 
 
-def _normalize(rows):
-    rows = rows.astype(np.float32, copy=False)
+def unit_rows(X) -> "scipy.sparse.csr_matrix":  # noqa: F821
+    """Each row of X, scipy sparse, divided by its length; rows of zeros stay. CSR, float32, columns sorted."""
+    rows = _features("unit_rows", "X", X).copy()
     rows.sort_indices()
     counts = np.diff(rows.indptr)
     squares = np.add.reduceat(np.append(np.square(rows.data, dtype=np.float64), 0), np.minimum(rows.indptr[:-1], rows.nnz)) * (counts > 0)

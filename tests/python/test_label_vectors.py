@@ -33,6 +33,12 @@ def test_definitions():
     assert all(part.dtype == np.float32 and part.has_canonical_format for part in (label_vectors.pii(Y), label_vectors.pifa(X, Y)))
 
 
+def test_unit_rows():
+    rows = sp.csr_matrix(np.array([[3.0, 4.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, -2.0]]))
+    np.testing.assert_allclose(label_vectors.unit_rows(rows).toarray(), [[0.6, 0.8, 0], [0, 0, 0], [0, 0, -1]], rtol=1e-6)
+    assert rows[0, 0] == 3 and label_vectors.unit_rows(sp.csr_matrix((0, 4))).shape == (0, 4)  # the caller keeps his
+
+
 def test_sums_of_rows_of_any_number_and_threads():
     """Few features and many; lists that repeat a row; the same for any number of threads."""
     op, threads = torch.ops.xsoftmax.sparse_row_sums, torch.get_num_threads()
