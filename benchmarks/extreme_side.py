@@ -1,7 +1,7 @@
 """One library's part of extreme_labels.py, in a process of its own, by an interpreter that has it: trains, saves, loads and predicts on one
 set, and prints JSON. Needs numpy and scipy beside the library.
 
-    PYTHON benchmarks/extreme_side.py {xsoftmax,libpecos,omikuji} FOLDER SET [--threads 2] [--negatives tfn] [--one-thread-tree]
+    PYTHON benchmarks/extreme_side.py {xsoftmax,libpecos,omikuji} FOLDER SET [--threads 2] [--negatives tfn] [--tree-only]
 """
 
 import argparse
@@ -59,9 +59,6 @@ class Xsoftmax:
 
     single = predict
 
-    def weights(self) -> int:
-        return sum(len(self.model.model.layer(i)[-1]) for i in range(self.model.depth))
-
 
 class Libpecos:
     """Its defaults: 16 children a node, 100 labels a leaf, squared hinge, threshold 0.1."""
@@ -93,9 +90,6 @@ class Libpecos:
     def single(self, X):
         return self.model.predict(X, only_topk=TOPK, beam_size=BEAM, threads=1)
 
-    def weights(self) -> int:
-        return 0
-
 
 class Omikuji:
     """One tree, its other defaults. Trains on a text file, which it reads itself; its Python answers one query at a time."""
@@ -125,9 +119,6 @@ class Omikuji:
         ends = np.r_[0, np.cumsum([len(row) for row in found])]
         pairs = [pair for row in found for pair in row]
         return sp.csr_matrix((np.array([s for _, s in pairs], np.float32), np.array([label for label, _ in pairs]), ends))
-
-    def weights(self) -> int:
-        return 0
 
 
 def precision(scores, Y) -> dict:
@@ -166,7 +157,6 @@ def main() -> None:
         with timed("layers"):
             side.train(X, Y, tree, args.negatives)
         seconds["train"] = sum(seconds.values())
-    weights = side.weights()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model")
         side.save(path)
@@ -183,8 +173,7 @@ def main() -> None:
             start = time.perf_counter()
             found = side.predict(X_test)
             batches.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds, "single": statistics.median(singles[20:]), "batch": min(batches) / X_test.shape[0], "bytes": size,
-                      "weights": weights} | precision(found, Y_test)))
+    print(json.dumps({"seconds": seconds, "single": statistics.median(singles[20:]), "batch": min(batches) / X_test.shape[0], "bytes": size} | precision(found, Y_test)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/philox.cpp
   csrc/core/row_groups.cpp
   csrc/core/scale_gradient.cpp
+  csrc/core/sparse_rows.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/candidate_set.cpp

@@ -3,7 +3,6 @@
 #include "core/simd.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <numeric>
 

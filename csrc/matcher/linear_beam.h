@@ -3,6 +3,7 @@
 #include "matcher/linear_chunk.h"
 #include "matcher/score_rows.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -50,6 +51,9 @@ class BeamLayer {
   int64_t parents() const { return int64_t(view_.first_child.size()) - 1; }
   int64_t children() const { return view_.first_child.back(); }
   int64_t first_child(int64_t parent) const { return view_.first_child[parent]; }
+  int64_t parent(int64_t child) const {
+    return std::upper_bound(view_.first_child.begin(), view_.first_child.end(), child) - view_.first_child.begin() - 1;
+  }
   int64_t children(int64_t parent) const { return view_.first_child[parent + 1] - view_.first_child[parent]; }
 
   /// scores [children(parent)] = w.x for one of the queries, and bias times the bias's weights.

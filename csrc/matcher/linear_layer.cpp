@@ -1,6 +1,7 @@
 #include "matcher/linear_layer.h"
 
 #include "core/checks.h"
+#include "core/sparse_rows.h"
 
 #include <c10/util/Half.h>
 
@@ -11,17 +12,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-
-void check_numbers(const char* op, const char* name, const Tensor& tensor, at::ScalarType dtype) {
-  check::dim(op, name, tensor, 1);
-  check::dtype(op, name, tensor, dtype);
-  TORCH_CHECK_TYPE(tensor.is_cpu(), op, ": expected ", name, " on the CPU, got ", tensor.device());
-}
-
-template <typename T>
-std::span<const T> span(const Tensor& tensor) {
-  return {tensor.const_data_ptr<T>(), size_t(tensor.numel())};
-}
 
 template <typename T>
 void check_children(const char* op, int64_t begin, int64_t end, const void* child, int64_t children) {
@@ -44,20 +34,20 @@ void check_finite(const char* op, const Tensor& value) {
 
 LinearLayerView linear_layer_view(const char* op, int64_t parents, int64_t features, const std::vector<Tensor>& parts) {
   const auto &first_child = parts[0], &chunk = parts[1], &feature = parts[2], &more = parts[3], &child = parts[4], &value = parts[5];
-  check_numbers(op, "first_child", first_child, at::kLong);
-  check_numbers(op, "chunk", chunk, at::kLong);
-  check_numbers(op, "feature", feature, at::kInt);
+  check::numbers(op, "first_child", first_child, at::kLong);
+  check::numbers(op, "chunk", chunk, at::kLong);
+  check::numbers(op, "feature", feature, at::kInt);
   const bool wide = child.scalar_type() == at::kInt, half = value.scalar_type() == at::kHalf;
-  check_numbers(op, "child", child, wide ? at::kInt : at::kByte);
-  check_numbers(op, "more", more, child.scalar_type());
-  check_numbers(op, "value", value, half ? at::kHalf : at::kFloat);
+  check::numbers(op, "child", child, wide ? at::kInt : at::kByte);
+  check::numbers(op, "more", more, child.scalar_type());
+  check::numbers(op, "value", value, half ? at::kHalf : at::kFloat);
   check::size(op, "first_child", first_child, 0, parents + 1, "the nodes of the layer above, and one");
   check::size(op, "chunk", chunk, 0, parents + 1, "the nodes of the layer above, and one");
   check::size(op, "more", more, 0, feature.size(0), "the features");
   check::size(op, "child", child, 0, value.size(0), "the size of value");
   check::offsets(op, "first_child", first_child, first_child[parents].item<int64_t>());
   check::offsets(op, "chunk", chunk, feature.size(0));
-  const LinearLayerView view{span<int64_t>(first_child), span<int64_t>(chunk), span<int32_t>(feature), more.const_data_ptr(),
+  const LinearLayerView view{span_of<int64_t>(first_child), span_of<int64_t>(chunk), span_of<int32_t>(feature), more.const_data_ptr(),
                              child.const_data_ptr(), value.const_data_ptr(), wide, half};
   int64_t entry = 0;
   for (int64_t p = 0; p < parents; ++p) {

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/philox.h"
+#include "core/sparse_rows.h"
 #include "matcher/sibling_solver.h"
 
 #include <ATen/Parallel.h>
@@ -23,13 +24,6 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "linear_layer_train";
-
-struct Examples {
-  int64_t rows, features;
-  const int64_t* offset;
-  const int32_t* column;
-  const float* value;
-};
 
 struct Lists { // of row numbers
   int64_t count;
@@ -110,7 +104,7 @@ struct Stats {
 /// The rows of one parent, their columns numbered anew, so that the weights of siblings lie as near each other as they can.
 class ParentRows {
  public:
-  explicit ParentRows(const Examples& examples) : examples_(examples), place_(examples.features, -1) {}
+  explicit ParentRows(const SparseRowsView& examples) : examples_(examples), place_(examples.features, -1) {}
 
   void gather(const int32_t* rows, int64_t count, float bias) {
     rows_ = rows;
@@ -185,7 +179,7 @@ class ParentRows {
   }
 
  private:
-  const Examples& examples_;
+  const SparseRowsView& examples_;
   const int32_t* rows_ = nullptr;
   int64_t count_ = 0;
   std::vector<int32_t> place_; // of a feature among the columns
@@ -336,7 +330,7 @@ struct Task {
 
 class LayerTrainer {
  public:
-  LayerTrainer(const Examples& examples, const int64_t* first_child, const Lists& parents, const Lists& labels, const float* costs,
+  LayerTrainer(const SparseRowsView& examples, const int64_t* first_child, const Lists& parents, const Lists& labels, const float* costs,
                const Training& training, const InitialLayer* initial, int64_t* progress)
       : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training),
         initial_(initial), progress_(progress, total_work()), group_(parents.count), chunks_(parents.count), left_(parents.count) {}
@@ -402,7 +396,7 @@ class LayerTrainer {
     }
   }
 
-  const Examples& examples_;
+  const SparseRowsView& examples_;
   const int64_t* first_child_;
   const Lists &parents_, &labels_;
   const float* costs_;
@@ -413,40 +407,6 @@ class LayerTrainer {
   std::vector<Chunk> chunks_;
   std::vector<std::atomic<int64_t>> left_;
 };
-
-/// Lists of rising numbers in [0, limit).
-void check_lists(const char* offsets_name, const Tensor& offsets, const char* name, const Tensor& numbers, int64_t limit) {
-  check::dim(kOp, offsets_name, offsets, 1);
-  check::int64(kOp, offsets_name, offsets);
-  check::dim(kOp, name, numbers, 1);
-  check::dtype(kOp, name, numbers, at::kInt);
-  TORCH_CHECK_VALUE(offsets.size(0) >= 1, kOp, ": expected ", offsets_name, " with a number for each list and one, got none");
-  check::offsets(kOp, offsets_name, offsets, numbers.size(0));
-  const int64_t* offset = offsets.const_data_ptr<int64_t>();
-  const int32_t* number = numbers.const_data_ptr<int32_t>();
-  at::parallel_for(0, offsets.size(0) - 1, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      int64_t before = -1;
-      for (int64_t t = offset[i]; t < offset[i + 1]; ++t) {
-        TORCH_CHECK_INDEX(number[t] < limit, kOp, ": expected ", name, " in [0, ", limit, "), got ", number[t], " at [", t, "]");
-        TORCH_CHECK_VALUE(number[t] > before, kOp, ": expected ", name, " that are at least 0 and rise in each list, got ", number[t], " after ",
-                          before, " at [", t, "]");
-        before = number[t];
-      }
-    }
-  });
-}
-
-void check_values(const char* name, const Tensor& values, int64_t size, bool positive) {
-  check::dim(kOp, name, values, 1);
-  check::dtype(kOp, name, values, at::kFloat);
-  check::size(kOp, name, values, 0, size, "one for each number of its lists");
-  const float* value = values.const_data_ptr<float>();
-  for (int64_t t = 0; t < size; ++t) {
-    TORCH_CHECK_VALUE(std::isfinite(value[t]) && !(positive && value[t] < 0), kOp, ": expected ", name, " that are finite",
-                      positive ? " and not below 0" : "", ", got ", value[t], " at [", t, "]");
-  }
-}
 
 void check_options(int64_t loss, double bias, double positive_cost, double negative_cost, double tolerance, int64_t sweeps, double threshold,
                    int64_t max_weights) {
@@ -499,22 +459,24 @@ LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, con
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   TORCH_CHECK_VALUE(features >= 0 && features < kMost, kOp, ": expected features in [0, ", kMost, "), got ", features);
   const Tensor x_offsets = offsets.contiguous(), x_columns = columns.contiguous(), x_values = values.contiguous();
-  check_lists("offsets", x_offsets, "columns", x_columns, features);
-  check_values("values", x_values, x_columns.size(0), false);
-  const int64_t rows = offsets.size(0) - 1, parents = first_child.numel() - 1;
-  TORCH_CHECK_VALUE(rows < kMost, kOp, ": expected fewer than ", kMost, " examples, got ", rows);
+  const SparseRowsView examples = check::sparse_rows(kOp, x_offsets, x_columns, x_values, features, /*rising=*/true);
+  const int64_t parents = first_child.numel() - 1;
+  TORCH_CHECK_VALUE(examples.count < kMost, kOp, ": expected fewer than ", kMost, " examples, got ", examples.count);
   check::dim(kOp, "first_child", first_child, 1);
   check::int64(kOp, "first_child", first_child);
   const Tensor p_offsets = parent_offsets.contiguous(), p_rows = parent_rows.contiguous();
-  check_lists("parent_offsets", p_offsets, "parent_rows", p_rows, rows);
+  check::lists(kOp, "parent_offsets", p_offsets, "parent_rows", p_rows, examples.count, /*rising=*/true);
   check::size(kOp, "parent_offsets", p_offsets, 0, first_child.size(0), "one for each parent, and one");
   const Tensor l_offsets = label_offsets.contiguous(), l_rows = label_rows.contiguous();
-  check_lists("label_offsets", l_offsets, "label_rows", l_rows, rows);
+  check::lists(kOp, "label_offsets", l_offsets, "label_rows", l_rows, examples.count, /*rising=*/true);
   const Tensor children = first_child.contiguous();
   check::offsets(kOp, "first_child", children, l_offsets.size(0) - 1);
   const Tensor l_costs = given(label_costs) ? label_costs->contiguous() : Tensor();
   if (l_costs.defined()) {
-    check_values("label_costs", l_costs, l_rows.size(0), true);
+    check::finite_values(kOp, "label_costs", l_costs, l_rows.size(0));
+    for (const float cost : span_of<float>(l_costs)) {
+      TORCH_CHECK_VALUE(cost >= 0, kOp, ": expected label_costs that are finite and not below 0, got ", cost);
+    }
   }
   check_options(loss, bias, positive_cost, negative_cost, tolerance, sweeps, threshold, max_weights);
 
@@ -540,7 +502,6 @@ LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, con
   const auto lists = [](const Tensor& offset, const Tensor& row) {
     return Lists{offset.size(0) - 1, offset.const_data_ptr<int64_t>(), row.const_data_ptr<int32_t>()};
   };
-  const Examples examples{rows, features, x_offsets.const_data_ptr<int64_t>(), x_columns.const_data_ptr<int32_t>(), x_values.const_data_ptr<float>()};
   const Lists of_parents = lists(p_offsets, p_rows), of_labels = lists(l_offsets, l_rows);
   const Training training{LinearLoss(loss), float(bias), float(positive_cost), float(negative_cost), float(tolerance), sweeps, float(threshold),
                           max_weights, uint64_t(seed)};

@@ -1,6 +1,6 @@
 #include "matcher/sparse_row_sums.h"
 
-#include "core/checks.h"
+#include "core/sparse_rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -29,20 +29,19 @@ struct Sums {
 
 class Adder {
  public:
-  Adder(const int64_t* offset, const int32_t* column, const float* value, int64_t features)
-      : offset_(offset), column_(column), value_(value), sum_(features, 0.0), seen_((features + 63) / 64, 0) {}
+  explicit Adder(const SparseRowsView& rows) : rows_(rows), sum_(rows.features, 0.0), seen_((rows.features + 63) / 64, 0) {}
 
-  void add(const int32_t* rows, int64_t count, Sums& to) {
+  void add(const int32_t* list, int64_t count, Sums& to) {
     touched_.clear();
     for (int64_t i = 0; i < count; ++i) {
-      for (int64_t t = offset_[rows[i]]; t < offset_[rows[i] + 1]; ++t) {
-        const int32_t j = column_[t];
+      for (int64_t t = rows_.offset[list[i]]; t < rows_.offset[list[i] + 1]; ++t) {
+        const int32_t j = rows_.column[t];
         uint64_t& word = seen_[j / 64];
         if (const uint64_t bit = uint64_t(1) << (j % 64); !(word & bit)) {
           word |= bit;
           touched_.push_back(j);
         }
-        sum_[j] += value_[t];
+        sum_[j] += rows_.value[t];
       }
     }
     sort();
@@ -73,26 +72,11 @@ class Adder {
     }
   }
 
-  const int64_t* offset_;
-  const int32_t* column_;
-  const float* value_;
+  const SparseRowsView rows_;
   std::vector<double> sum_;
   std::vector<uint64_t> seen_;
   std::vector<int32_t> touched_;
 };
-
-void check_rows(const char* offsets_name, const Tensor& offsets, const char* name, const Tensor& numbers, int64_t limit) {
-  check::dim(kOp, offsets_name, offsets, 1);
-  check::int64(kOp, offsets_name, offsets);
-  check::dim(kOp, name, numbers, 1);
-  check::dtype(kOp, name, numbers, at::kInt);
-  TORCH_CHECK_VALUE(offsets.size(0) >= 1, kOp, ": expected ", offsets_name, " with a number for each row and one, got none");
-  check::offsets(kOp, offsets_name, offsets, numbers.size(0));
-  const int32_t* number = numbers.const_data_ptr<int32_t>();
-  for (int64_t t = 0; t < numbers.size(0); ++t) {
-    TORCH_CHECK_INDEX(number[t] >= 0 && number[t] < limit, kOp, ": expected ", name, " in [0, ", limit, "), got ", number[t], " at [", t, "]");
-  }
-}
 
 } // namespace
 
@@ -101,11 +85,8 @@ SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const T
   TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), kOp, ": expected features in [0, 2^31), got ", features);
   const Tensor row_offsets = offsets.contiguous(), row_columns = columns.contiguous(), row_values = values.contiguous();
   const Tensor lists = list_offsets.contiguous(), rows = list_rows.contiguous();
-  check_rows("offsets", row_offsets, "columns", row_columns, features);
-  check::dim(kOp, "values", row_values, 1);
-  check::dtype(kOp, "values", row_values, at::kFloat);
-  check::size(kOp, "values", row_values, 0, row_columns.size(0), "the size of columns");
-  check_rows("list_offsets", lists, "list_rows", rows, row_offsets.size(0) - 1);
+  const SparseRowsView view = check::sparse_rows(kOp, row_offsets, row_columns, row_values, features, /*rising=*/false);
+  check::lists(kOp, "list_offsets", lists, "list_rows", rows, view.count, /*rising=*/false);
 
   const int64_t count = lists.size(0) - 1, blocks = (count + kListsAtOnce - 1) / kListsAtOnce;
   const int64_t* list = lists.const_data_ptr<int64_t>();
@@ -116,7 +97,7 @@ SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const T
   std::vector<Sums> sums(blocks);
   std::atomic<int64_t> next = 0;
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
-    Adder adder(row_offsets.const_data_ptr<int64_t>(), row_columns.const_data_ptr<int32_t>(), row_values.const_data_ptr<float>(), features);
+    Adder adder(view);
     for (int64_t b = next++; b < blocks; b = next++) {
       for (int64_t i = b * kListsAtOnce; i < std::min((b + 1) * kListsAtOnce, count); ++i) {
         adder.add(row + list[i], list[i + 1] - list[i], sums[b]);

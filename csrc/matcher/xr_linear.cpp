@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/optional.h"
+#include "core/sparse_rows.h"
 #include "matcher/linear_layer.h"
 #include "scores/transform_names.h"
 
@@ -22,17 +23,6 @@ using at::Tensor;
 constexpr const char* kName = "XRLinear";
 constexpr int64_t kBlock = 128; // queries that are looked up together
 
-void check_numbers(const char* name, const Tensor& tensor, at::ScalarType dtype) {
-  check::dim(kName, name, tensor, 1);
-  check::dtype(kName, name, tensor, dtype);
-  TORCH_CHECK_TYPE(tensor.is_cpu(), kName, ": expected ", name, " on the CPU, got ", tensor.device());
-}
-
-template <typename T>
-std::span<const T> span(const Tensor& tensor) {
-  return {tensor.const_data_ptr<T>(), size_t(tensor.numel())};
-}
-
 ScoreCombiner combiner_named(const std::string& name) {
   if (name == "multiply") {
     return ScoreCombiner::Multiply;
@@ -52,9 +42,9 @@ struct QueryTensors {
 
 QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
                       int64_t features) {
-  check_numbers("offsets", offsets, offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
-  check_numbers("columns", columns, columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
-  check_numbers("values", values, at::kFloat);
+  check::numbers(kName, "offsets", offsets, offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
+  check::numbers(kName, "columns", columns, columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
+  check::numbers(kName, "values", values, at::kFloat);
   check::size(kName, "values", values, 0, columns.size(0), "the size of columns");
   TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName, ": expected offsets with a number for each query and one, got none");
   QueryTensors queries{offsets.to(at::kLong).contiguous(), columns.to(at::kInt).contiguous(), values.contiguous(), {}, {}};
@@ -68,8 +58,8 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
                       ": expected dense_begin and the width of dense to add up to ", features, ", got ", dense_begin, " and ", dense->size(1));
     queries.dense = dense->contiguous();
   }
-  const auto feature = span<int32_t>(queries.feature);
-  const auto value = span<float>(queries.value);
+  const auto feature = span_of<int32_t>(queries.feature);
+  const auto value = span_of<float>(queries.value);
   for (size_t t = 0; t < feature.size(); ++t) {
     TORCH_CHECK_INDEX(feature[t] >= 0 && feature[t] < most, kName, ": expected columns in [0, ", most, "), got ", feature[t], " at [", t, "]");
     TORCH_CHECK_VALUE(std::isfinite(value[t]), kName, ": expected values with finite numbers, got ", value[t], " at [", t, "]");
@@ -91,7 +81,7 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
   TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kName, ": expected features in [0, 2^31 - 1), got ", features);
   TORCH_CHECK_VALUE(std::isfinite(bias), kName, ": expected bias as a finite number, got ", bias);
   transform_named(kName, transform);
-  check_numbers("labels", labels, at::kLong);
+  check::numbers(kName, "labels", labels, at::kLong);
   TORCH_CHECK_VALUE(!parts_.empty(), kName, ": expected at least one layer, got none");
   int64_t nodes = 1;
   layers_.reserve(parts_.size());
@@ -104,11 +94,12 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
     nodes = layers_.back().children();
   }
   check::size(kName, "labels", labels_, 0, nodes, "the nodes of the last layer");
-  std::vector<bool> named(nodes, false);
   check::class_ids(kName, "labels", labels_, nodes);
-  for (const int64_t label : span<int64_t>(labels_)) {
-    TORCH_CHECK_VALUE(!named[label], kName, ": expected different labels, got ", label, " twice");
-    named[label] = true;
+  leaf_.assign(nodes, -1);
+  const auto label = span_of<int64_t>(labels_);
+  for (int64_t i = 0; i < nodes; ++i) {
+    TORCH_CHECK_VALUE(leaf_[label[i]] < 0, kName, ": expected different labels, got ", label[i], " twice");
+    leaf_[label[i]] = i;
   }
 }
 
@@ -166,26 +157,17 @@ Tensor XRLinear::predict_csr(const Tensor& queries, int64_t topk, int64_t beam) 
 }
 
 std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const {
-  check_numbers("only", only, at::kLong);
+  check::numbers(kName, "only", only, at::kLong);
   const Tensor wanted = only.contiguous();
   check::class_ids(kName, "only", wanted, num_labels());
-  std::vector<bool> named(num_labels(), false);
-  for (const int64_t label : span<int64_t>(wanted)) {
-    named[label] = true;
+  std::vector<std::vector<bool>> allowed;
+  for (const BeamLayer& layer : layers_) {
+    allowed.emplace_back(layer.children(), false);
   }
-  std::vector<std::vector<bool>> allowed(layers_.size());
-  const auto label = span<int64_t>(labels_);
-  allowed.back().resize(num_labels());
-  for (int64_t i = 0; i < num_labels(); ++i) {
-    allowed.back()[i] = named[label[i]];
-  }
-  for (size_t depth = layers_.size() - 1; depth-- > 0;) {
-    const BeamLayer& below = layers_[depth + 1];
-    allowed[depth].assign(below.parents(), false);
-    for (int64_t p = 0; p < below.parents(); ++p) {
-      for (int64_t c = below.first_child(p); c < below.first_child(p) + below.children(p) && !allowed[depth][p]; ++c) {
-        allowed[depth][p] = allowed[depth + 1][c];
-      }
+  for (const int64_t label : span_of<int64_t>(wanted)) {
+    int64_t node = leaf_[label];
+    for (size_t depth = layers_.size(); depth-- > 0 && !allowed[depth][node]; node = layers_[depth].parent(node)) {
+      allowed[depth][node] = true;
     }
   }
   return allowed;

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/philox.h"
+#include "core/sparse_rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -20,13 +21,6 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "label_tree_clusters";
-
-struct Vectors {
-  int64_t count, features;
-  const int64_t* offset;
-  const int32_t* column;
-  const float* value;
-};
 
 /// An inner node: its classes are order[begin .. end), in `leaves` clusters, and its children the nodes first .. last - 1, or, of a cluster,
 /// the classes.
@@ -67,7 +61,7 @@ constexpr int64_t kSumBlocks = 8; // of a sum over many rows: each its own, whic
 /// Cuts a part in two. Threads share the work, unless it runs on one of several already.
 class Bisection {
  public:
-  Bisection(const Vectors& vectors, uint64_t seed, int64_t iterations, bool spherical)
+  Bisection(const SparseRowsView& vectors, uint64_t seed, int64_t iterations, bool spherical)
       : vectors_(vectors), seed_(seed), iterations_(iterations), spherical_(spherical), total_(vectors.features, 0.0),
         sum_(vectors.features, 0.0), direction_(vectors.features, 0.0f), seen_(vectors.features, false) {}
 
@@ -234,7 +228,7 @@ class Bisection {
     std::copy(moved_.begin(), moved_.end(), rows + to);
   }
 
-  const Vectors& vectors_;
+  const SparseRowsView& vectors_;
   uint64_t seed_;
   int64_t iterations_;
   bool spherical_;
@@ -253,7 +247,7 @@ struct Segment {
 };
 
 /// Lays the classes out under the nodes.
-std::vector<int32_t> lay_out(const Vectors& vectors, const std::vector<Node>& nodes, uint64_t seed, int64_t iterations, bool spherical) {
+std::vector<int32_t> lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, uint64_t seed, int64_t iterations, bool spherical) {
   std::vector<int32_t> order(vectors.count);
   std::iota(order.begin(), order.end(), int32_t(0));
   std::vector<Segment> open, next;
@@ -302,28 +296,14 @@ LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, co
                                    int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical) {
   check::dim(kOp, "seed", seed, 0);
   check::int64(kOp, "seed", seed);
-  check::dim(kOp, "offsets", offsets, 1);
-  check::int64(kOp, "offsets", offsets);
-  check::dim(kOp, "columns", columns, 1);
-  check::dtype(kOp, "columns", columns, at::kInt);
-  check::dim(kOp, "values", values, 1);
-  check::dtype(kOp, "values", values, at::kFloat);
-  check::size(kOp, "values", values, 0, columns.size(0), "the size of columns");
-  TORCH_CHECK_VALUE(offsets.size(0) >= 2 && offsets.size(0) <= std::numeric_limits<int32_t>::max(), kOp,
-                    ": expected vectors of 1 to 2^31 - 2 classes, got ", offsets.size(0) - 1);
   TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), kOp, ": expected features in [0, 2^31), got ", features);
   TORCH_CHECK_VALUE(arity >= 2, kOp, ": expected arity of at least 2, got ", arity);
   TORCH_CHECK_VALUE(max_leaf_size >= 1, kOp, ": expected max_leaf_size of at least 1, got ", max_leaf_size);
   TORCH_CHECK_VALUE(iterations >= 1, kOp, ": expected iterations of at least 1, got ", iterations);
   const Tensor offset = offsets.contiguous(), column = columns.contiguous(), value = values.contiguous();
-  check::offsets(kOp, "offsets", offset, column.size(0));
-  const Vectors vectors{offset.size(0) - 1, features, offset.const_data_ptr<int64_t>(), column.const_data_ptr<int32_t>(),
-                        value.const_data_ptr<float>()};
-  for (int64_t t = 0; t < column.size(0); ++t) {
-    TORCH_CHECK_INDEX(vectors.column[t] >= 0 && vectors.column[t] < features, kOp, ": expected columns in [0, ", features, "), got ",
-                      vectors.column[t], " at [", t, "]");
-    TORCH_CHECK_VALUE(std::isfinite(vectors.value[t]), kOp, ": expected values that are finite, got ", vectors.value[t], " at [", t, "]");
-  }
+  const SparseRowsView vectors = check::sparse_rows(kOp, offset, column, value, features, /*rising=*/false);
+  TORCH_CHECK_VALUE(vectors.count >= 1 && vectors.count < std::numeric_limits<int32_t>::max(), kOp,
+                    ": expected vectors of 1 to 2^31 - 2 classes, got ", vectors.count);
 
   const std::vector<Node> nodes = shape(vectors.count, arity, max_leaf_size);
   const std::vector<int32_t> order = lay_out(vectors, nodes, uint64_t(seed.item<int64_t>()), iterations, spherical);

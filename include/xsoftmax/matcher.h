@@ -68,6 +68,7 @@ class XRLinear : public torch::CustomClassHolder {
   double bias_;
   std::string transform_;
   at::Tensor labels_;
+  std::vector<int64_t> leaf_; // of each label, its node on the last layer
   std::vector<std::vector<at::Tensor>> parts_; // of each layer
   std::vector<BeamLayer> layers_;
 };

@@ -6,6 +6,8 @@ from typing import Optional, Tuple, Union
 
 import torch
 
+from ._sparse import csr_matrix
+
 __all__ = ["read_examples", "read_sparse"]
 
 PathName = Union[str, PathLike]
@@ -23,8 +25,6 @@ def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["s
     Raises:
         FileNotFoundError: there is no such file. ValueError: file, line and text of what is wrong.
     """
-    import scipy.sparse as sp
-
     if str(path).endswith(".npz"):
         if labels is None:
             raise ValueError(f"read_examples: expected labels beside {path}, got None")
@@ -38,8 +38,7 @@ def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["s
         raise FileNotFoundError(f"read_examples: there is no file {path}")
     offsets, features, values, label_offsets, ids, num_features, num_labels = torch.ops.xsoftmax.read_examples(fspath(path))
     n = len(offsets) - 1
-    return (sp.csr_matrix((values.numpy(), features.numpy(), offsets.numpy()), shape=(n, num_features)),
-            sp.csr_matrix((torch.ones(len(ids)).numpy(), ids.numpy(), label_offsets.numpy()), shape=(n, num_labels)))
+    return csr_matrix(offsets, features, values, (n, num_features)), csr_matrix(label_offsets, ids, torch.ones(len(ids)), (n, num_labels))
 
 
 def read_sparse(path: PathName) -> "scipy.sparse.csr_matrix":  # noqa: F821

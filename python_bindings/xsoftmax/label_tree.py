@@ -6,6 +6,8 @@ from typing import List, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 
+from ._sparse import sparse_tensors
+
 Nested = Sequence[Union[int, "Nested"]]
 
 
@@ -248,8 +250,7 @@ def _sparse_rows(vectors: Union[Tensor, "scipy.sparse.csr_matrix"]) -> Tuple[Ten
         return torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]), there.nonzero()[:, 1].to(torch.int32), rows[there]
     if getattr(vectors, "format", None) != "csr":
         raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor or a scipy CSR matrix, got {type(vectors).__name__}")
-    parts = (vectors.indptr.astype("int64"), vectors.indices.astype("int32"), vectors.data.astype("float32"))
-    return torch.from_numpy(parts[0]), torch.from_numpy(parts[1]), torch.from_numpy(parts[2])
+    return sparse_tensors(vectors)
 
 
 def _arity(name: str, arity: int) -> int:

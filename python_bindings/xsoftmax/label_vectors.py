@@ -15,6 +15,8 @@ from typing import Union
 import numpy as np
 import torch
 
+from ._sparse import csr_matrix, index_tensors, sparse_tensors
+
 __all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]
 
 
@@ -25,16 +27,11 @@ def pii(Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
 
 def pifa(X, Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
     """``normalize(Y.T @ X)`` [L, D]; see :mod:`xsoftmax.label_vectors`. Rows of X should be of length 1."""
-    import scipy.sparse as sp
-
     X, Y = _features("pifa", "X", X), _labels("pifa", Y)
     if X.shape[0] != Y.shape[0]:
         raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
-    lists = Y.tocsc()
-    offsets, columns, values = torch.ops.xsoftmax.sparse_row_sums(
-        torch.from_numpy(X.indptr.astype(np.int64)), torch.from_numpy(X.indices.astype(np.int32, copy=False)), torch.from_numpy(X.data), X.shape[1],
-        torch.from_numpy(lists.indptr.astype(np.int64)), torch.from_numpy(lists.indices.astype(np.int32, copy=False)))
-    return sp.csr_matrix((values.numpy(), columns.numpy(), offsets.numpy()), shape=(Y.shape[1], X.shape[1]), copy=False)
+    sums = torch.ops.xsoftmax.sparse_row_sums(*sparse_tensors(X), X.shape[1], *index_tensors(Y.tocsc()))
+    return csr_matrix(*sums, (Y.shape[1], X.shape[1]))
 
 
 def pifa_lf(X, Y, Z, weight: float = 0.5, concatenate: bool = True) -> "scipy.sparse.csr_matrix":  # noqa: F821

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import label_vectors
+from ._sparse import csr_matrix, index_tensors, sparse_tensors
 from .label_tree import LabelTree
 
 Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
@@ -99,7 +100,7 @@ class XRLinear:
         if user_negatives is not None:
             user_negatives = _pairs("train", "user_negatives", user_negatives, Y.shape)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
-        rows = _tensors(X)
+        rows = sparse_tensors(X)
         begin = [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1])
         seed = int(torch.randint(0, 2**63 - 1, (), generator=generator))
 
@@ -144,10 +145,8 @@ class XRLinear:
                 the first two: their logs. None: the model's own.
             combiner: of that and the parent's score: ``"multiply"``, ``"add"``, or ``"last"``, no regard to the parent's.
         """
-        import scipy.sparse as sp
-
-        offsets, labels, scores = self._predict(X, topk, beam, dense, only, transform, combiner)
-        return _csr(sp, scores.numpy(), labels.numpy(), offsets.numpy(), self.num_labels)
+        found = self._predict(X, topk, beam, dense, only, transform, combiner)
+        return csr_matrix(*found, (len(found[0]) - 1, self.num_labels))
 
     def topk(self, X: Union[Matrix, Tensor, np.ndarray], k: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
              only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None,
@@ -370,19 +369,15 @@ def _max_weights(max_weights: Optional[int]) -> int:
     return max_weights or 0
 
 
-def _tensors(X: Matrix) -> Tuple[Tensor, Tensor, Tensor]:
-    return (torch.from_numpy(X.indptr.astype(np.int64)), torch.from_numpy(X.indices.astype(np.int32, copy=False)), torch.from_numpy(X.data))
-
-
 def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int) -> Tuple[Tensor, Tensor]:
     """Of each node of the last layer so far the rows whose beam reaches it."""
     import scipy.sparse as sp
 
     nodes = int(parts[-1][0][-1])
     model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes), parts)
-    offsets, found, _ = model.predict(*_tensors(X), None, 0, beam, beam, "", "multiply", None)
+    offsets, found, _ = model.predict(*sparse_tensors(X), None, 0, beam, beam, "", "multiply", None)
     columns = sp.csr_matrix((np.ones(len(found), np.int8), found.numpy(), offsets.numpy()), shape=(X.shape[0], nodes)).tocsc()
-    return torch.from_numpy(columns.indptr.astype(np.int64)), torch.from_numpy(columns.indices.astype(np.int32))
+    return index_tensors(columns)
 
 
 def _united(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tensor]:
@@ -394,7 +389,7 @@ def _united(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tens
     nodes = len(lists[0][0]) - 1
     columns = sum(sp.csc_matrix((np.ones(len(of), np.int8), of.numpy(), offsets.numpy()), shape=(rows, nodes)) for offsets, of in lists)
     columns.sort_indices()
-    return torch.from_numpy(columns.indptr.astype(np.int64)), torch.from_numpy(columns.indices.astype(np.int32))
+    return index_tensors(columns)
 
 
 def _narrow(values: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
@@ -428,7 +423,3 @@ def _block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:
     if not block.isfinite().all():
         raise ValueError(f"XRLinear.predict: expected dense features that are finite, got {float(block[~block.isfinite()][0])}")
     return block
-
-
-def _csr(sp, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, labels: int) -> Matrix:
-    return sp.csr_matrix((data, indices, indptr), shape=(len(indptr) - 1, labels), copy=False)

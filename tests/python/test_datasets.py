@@ -72,7 +72,7 @@ def test_bad_files(tmp_path, text, message):
         read_examples(path)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_change_of_a_file_is_read_or_named(tmp_path_factory, data):
     """Never a crash, never ids outside the header's."""

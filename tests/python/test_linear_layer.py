@@ -220,7 +220,8 @@ def test_bad_tensors():
     call()
     for change, error, message in (
         (dict(features=30), IndexError, r"columns in \[0, 30\), got"), (dict(rows=(offsets[:-1], columns, values)), ValueError, "offsets that end"),
-        (dict(rows=(offsets, columns.flip(0), values)), ValueError, "columns that are at least 0 and rise"),
+        (dict(rows=(offsets, columns.flip(0), values)), ValueError, "columns that rise in each list"),
+        (dict(rows=(offsets, columns - 1, values)), IndexError, r"columns in \[0, 40\), got -1"),
         (dict(rows=(offsets, columns.long(), values)), TypeError, "columns of dtype int32"),
         (dict(rows=(offsets, columns, values * float("nan"))), ValueError, "values that are finite, got nan"),
         (dict(first=FIRST[:-1]), ValueError, "parent_offsets with size 3"), (dict(first=FIRST + 1), ValueError, r"first_child\[0\] to be 0"),

@@ -63,7 +63,7 @@ def rankings(draw):
 
 
 @given(rankings())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_agrees_with_a_loop_in_every_form_of_truth(case):
     predictions, truth, k, classes = case
     expected = naive(predictions, truth, k)
