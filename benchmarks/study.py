@@ -19,12 +19,13 @@ sys.path.insert(0, str(EXAMPLES))
 from common.errors import DIVERGED  # noqa: E402: needs the path
 
 EXACT = ["--loss", "exact"]
+PLAIN = ("--estimator", "sampled_softmax")
 RANKING = ("--estimator", "ranking")
 MIDX = ("--codewords", "256", "--refresh-every", "100")  # cheap beside an encoder; the draws are nearer the softmax than with 64 and 500
 
 
 def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
-    options = [*more, *(MIDX if "midx" in sampler else ())]
+    options = [*(() if "--estimator" in more else PLAIN), *more, *(MIDX if "midx" in sampler else ())]
     return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *options]
 
 

@@ -47,7 +47,8 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
                       help="steps after which a sampler looks at the weights again (default: %(default)s)")
     loss.add_argument("--head", type=int, default=head,
                       help=f"most frequent {classes}, always scored (default: %(default)s; in_batch has none)")
-    loss.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(), default="sampled_softmax", help="default: %(default)s")
+    loss.add_argument("--estimator", choices=[*torch.ops.xsoftmax.estimator_names(), "complementary_sum"],
+                      help="default: ranking beside draws by midx, lsh, sphere or rff, else sampled_softmax")
 
 
 def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str, sources: tuple[str, ...], candidates: int):

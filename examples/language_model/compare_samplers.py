@@ -37,7 +37,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
     parser.add_argument("--distinct", action="store_true", help="midx draws no word twice for a query")
     parser.add_argument("--head", type=int, default=0, help="most frequent words, always scored (default: %(default)s)")
-    parser.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(), default="sampled_softmax", help="default: %(default)s")
+    parser.add_argument("--estimator", choices=torch.ops.xsoftmax.estimator_names(), default="sampled_softmax", help="of all (default: %(default)s)")
     parser.add_argument("--draws", type=positive(int), default=32, help="times that each sampler draws (default: %(default)s)")
     parser.add_argument("--batches", type=positive(int), default=1, help="of validation text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
