@@ -1,6 +1,7 @@
 # Every source of the library, by hand: a file that is not here is not built.
 set(XSOFTMAX_SOURCES
   csrc/clusters/kmeans.cpp
+  csrc/clusters/nearest.cpp
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
@@ -95,6 +96,7 @@ set(XSOFTMAX_SOURCES
 
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).
 set(XSOFTMAX_SIMD_SOURCES
+  csrc/clusters/nearest_rows.simd.cpp
   csrc/losses/estimator_rows.simd.cpp
   csrc/losses/softmax_rows.simd.cpp
   csrc/matcher/linear_chunk.simd.cpp
@@ -102,7 +104,6 @@ set(XSOFTMAX_SIMD_SOURCES
   csrc/matcher/sibling_solver.simd.cpp
   csrc/optim/row_updates.simd.cpp
   csrc/samplers/midx_query_rows.simd.cpp
-  csrc/samplers/midx_rows.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )
 

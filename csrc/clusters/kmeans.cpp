@@ -1,12 +1,12 @@
 #include "clusters/kmeans.h"
 
+#include "clusters/nearest.h"
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/permutation.h"
 #include "core/impl.h"
 #include "core/optional.h"
 #include "core/row_groups.h"
-#include "samplers/midx_index_cpu.h"
 #include "scores/row_kernels.h"
 
 #include <ATen/Parallel.h>

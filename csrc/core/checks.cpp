@@ -112,7 +112,11 @@ void offsets(const char* op, const char* arg, const at::Tensor& offsets, int64_t
   const int64_t* offset = flat.const_data_ptr<int64_t>();
   const int64_t count = flat.numel();
   TORCH_CHECK_VALUE(offset[0] == 0, op, ": expected ", arg, "[0] to be 0, got ", offset[0]);
+  bool falls = false; // most are well: one pass without branches, and another to name what is not
   for (int64_t i = 1; i < count; ++i) {
+    falls |= offset[i] < offset[i - 1];
+  }
+  for (int64_t i = 1; falls && i < count; ++i) {
     TORCH_CHECK_VALUE(offset[i] >= offset[i - 1], op, ": expected ", arg, " that never fall, got ", offset[i], " after ",
                       offset[i - 1], " at [", i, "]");
   }

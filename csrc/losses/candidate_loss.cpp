@@ -49,7 +49,11 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
   const bool remove_distinct_hits = args.remove_accidental_hits && estimator.drops_distinct_hits;
   const Tensor removable = at::where(drawn, remove_drawn_hits, remove_distinct_hits);
   const Tensor equal = ids.eq(args.target.unsqueeze(1)), hit = equal.logical_and(removable);
-  const Tensor out = hit.logical_or(counts.eq(kInfinity)); // takes no part
+  const Tensor covered = equal.logical_and(drawn.logical_not()).logical_and(counts.ne(kInfinity)).any(1);
+  Tensor out = hit.logical_or(counts.eq(kInfinity)); // takes no part
+  if (estimator.takes_a_draw && args.fixed_private + args.fixed_shared > 0) {
+    out = out.logical_or(drawn.logical_and(drawn.cumsum(0).eq(1)).logical_and(covered.logical_not().unsqueeze(1)));
+  }
   Tensor log_weight = at::where(out, -kInfinity, estimator.weighs ? -counts : at::zeros_like(counts));
   const bool renormalize = remove_drawn_hits && estimator.renormalizes && given(args.target_log_count);
   if (renormalize && own_draws + all_draws > 0) {
@@ -64,7 +68,6 @@ CandidateBatch make_batch(const CandidateLossArgs& args, const Estimator& estima
     target = target - at::where(log_count.eq(-kInfinity), 0.0, log_count); // a target that no draw can give owes no correction
   }
   const Tensor adjusted = at::where(log_weight.eq(-kInfinity), -kInfinity, score + log_weight);
-  const Tensor covered = equal.logical_and(drawn.logical_not()).logical_and(counts.ne(kInfinity)).any(1);
   const Tensor target_log_count = given(args.target_log_count) ? args.target_log_count->to(args.scores.scalar_type()) : Tensor();
   return {target, score, log_weight, adjusted, drawn, own_draws + all_draws, covered, target_log_count, args.label_smoothing};
 }

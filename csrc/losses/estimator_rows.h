@@ -20,6 +20,7 @@ struct LossRows {
   int64_t fixed_private, fixed_shared;
   bool remove_distinct_hits, remove_drawn_hits; ///< among the fixed columns, and among the others
   bool renormalize, correct_target, weigh;
+  bool take_a_draw; ///< a target that is no fixed column takes the place of the first other one
   T label_smoothing;
   T* loss;                         ///< [Q]: wanted where it is there
   T* grad_scores;                  ///< [Q, 1 + P + S]: likewise

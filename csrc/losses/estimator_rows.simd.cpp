@@ -135,6 +135,12 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // a
   const bool corrected = rows.correct_target && rows.target_log_count[q] != -kInfinity<T>;
   const T correction = corrected ? rows.target_log_count[q] : T(0);
   T *log_weight = buffer + (p + s), *score_copy = log_weight + (p + s);
+  const Row<T> row{scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.fixed_private, p, rows.fixed_shared,
+                   rows.private_ids + q * p, rows.shared_ids, private_log_count, shared_log_count, target,
+                   rows.target_log_count ? rows.target_log_count[q] : T(0)};
+  if (rows.take_a_draw && draws > 0 && !row.covered()) {
+    buffer[row.first_draw()] = -kInfinity<T>;
+  }
   if (apart) {
     set_log_weight(log_weight, buffer, private_log_count, factor, rows.fixed_private, p);
     set_log_weight(log_weight + p, buffer + p, shared_log_count, factor, rows.fixed_shared, s);
@@ -142,9 +148,7 @@ Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // a
       score_copy[j] = score[j]; // the gradient may take the scores' place
     }
   }
-  return {scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.fixed_private, p, rows.fixed_shared,
-          rows.private_ids + q * p, rows.shared_ids, private_log_count, shared_log_count, target,
-          rows.target_log_count ? rows.target_log_count[q] : T(0)};
+  return row;
 }
 
 template <typename T>

@@ -189,17 +189,18 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
 
 // An estimator that lowers the target's score, too, tells a target from draws that could all have been it: the classes of a set are told
 // apart by their p / c exactly where a class stands once for the target and once for each draw that gave it. A distinct set holds it once.
+// Beside a head the set must hold as many other classes whether the target is in the head or not: else it tells them apart by its size.
 constexpr std::array<Estimator, 9> kEstimators{{
-    // corrects_target, needs_target_count, renormalizes, weighs, drops_distinct_hits, drops_drawn_hits, smooths, has_noise
-    {"sampled_softmax", false, false, true, true, true, true, true, false, softmax_loss, softmax_gradient, RowLoss::Softmax},
-    {"ranking", true, true, false, true, true, false, true, false, softmax_loss, softmax_gradient, RowLoss::Softmax},
-    {"nce", true, true, false, true, true, false, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
-    {"negative_sampling", false, false, false, false, true, true, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
-    {"one_vs_each", false, false, true, true, true, true, false, false, one_vs_each_loss, one_vs_each_gradient, RowLoss::OneVsEach},
-    {"blackout", true, true, false, true, true, true, false, false, blackout_loss, blackout_gradient, RowLoss::BlackOut},
-    {"importance", false, false, false, true, false, false, false, false, importance_loss, importance_gradient, RowLoss::Importance},
-    {"cane", false, true, false, true, true, false, false, true, cane_loss<true>, cane_gradient<true>, RowLoss::Cane},
-    {"cane_log_of_mean", false, true, false, true, true, false, false, true, cane_loss<false>, cane_gradient<false>, RowLoss::CaneLogOfMean},
+    // corrects_target, needs_target_count, renormalizes, weighs, drops_distinct_hits, drops_drawn_hits, takes_a_draw, smooths, has_noise
+    {"sampled_softmax", false, false, true, true, true, true, false, true, false, softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"ranking", true, true, false, true, true, false, true, true, false, softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"nce", true, true, false, true, true, false, false, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
+    {"negative_sampling", false, false, false, false, true, true, false, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
+    {"one_vs_each", false, false, true, true, true, true, false, false, false, one_vs_each_loss, one_vs_each_gradient, RowLoss::OneVsEach},
+    {"blackout", true, true, false, true, true, true, false, false, false, blackout_loss, blackout_gradient, RowLoss::BlackOut},
+    {"importance", false, false, false, true, false, false, false, false, false, importance_loss, importance_gradient, RowLoss::Importance},
+    {"cane", false, true, false, true, true, false, false, false, true, cane_loss<true>, cane_gradient<true>, RowLoss::Cane},
+    {"cane_log_of_mean", false, true, false, true, true, false, false, false, true, cane_loss<false>, cane_gradient<false>, RowLoss::CaneLogOfMean},
 }};
 
 } // namespace

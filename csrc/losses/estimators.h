@@ -40,6 +40,7 @@ struct Estimator {
   bool weighs;          ///< candidates weigh 1 / expected count, not 1
   /// Hits are removed where the caller says so: else they always stay. Among distinct candidates, and among independent draws.
   bool drops_distinct_hits, drops_drawn_hits;
+  bool takes_a_draw;    ///< beside distinct candidates: a target that is none of them takes the place of the first independent draw
   bool smooths;         ///< there is a form with label smoothing
   bool has_noise;       ///< independent draws stand for what the other candidates leave out: it wants some of both
   at::Tensor (*loss)(const CandidateBatch&);

@@ -46,6 +46,7 @@ struct LossOperands {
     rows.remove_drawn_hits = args.remove_accidental_hits && estimator.drops_drawn_hits;
     rows.renormalize = estimator.renormalizes;
     rows.correct_target = estimator.corrects_target;
+    rows.take_a_draw = estimator.takes_a_draw && args.fixed_private + args.fixed_shared > 0;
     rows.weigh = estimator.weighs;
     rows.label_smoothing = T(args.label_smoothing);
     return rows;

@@ -138,11 +138,12 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   sampler = register_module("sampler", other ? other : suited);
   const bool against = estimator.has_noise;
   shared_ = sampling.shared.value_or(!against && sampler->shared_by_default());
-  if (automatic && !shared_ && follows_table(*sampler)) {
-    sampling_.estimator = "ranking";
-  }
   sampler->check_num_samples(sampling.num_samples, shared_);
   const auto [distinct, independent] = sampler->draws_by_kind(sampling.num_samples, shared_);
+  adaptive_ = follows_table(*sampler);
+  if (automatic && adaptive_ && !shared_ && distinct == 0) {
+    sampling_.estimator = "ranking";
+  }
   TORCH_CHECK_VALUE(!against || (head.numel() + distinct > 0 && independent > 0),
                     "SampledSoftmaxLoss: expected candidates, the head or distinct draws, and independent draws as noise with estimator \"",
                     sampling_.estimator, "\", got ", head.numel(), " classes, ", distinct, " distinct draws and ", independent, " independent ones");
@@ -178,8 +179,11 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
   if (!is_training()) {
     return exact(input, target);
   }
-  const Tensor query = flatten(input, target).detach();
   const Tensor flat = target.reshape({-1});
+  Tensor query = flatten(input, target).detach();
+  if (adaptive_) { // ignored queries may hold anything
+    query = at::where(flat.ne(options_.ignore_index).unsqueeze(1), query, at::zeros({}, query.options()));
+  }
   const Tensor counted = at::where(flat.eq(options_.ignore_index), sampler->proposes_targets() ? -1 : 0, flat);
   sampler->prepare(linear->weight, optional(linear->bias), generator);
   const auto proposal = sampler->sample(query, sampling_.num_samples, shared_, counted, generator);
@@ -219,10 +223,7 @@ Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target
   if (!sampler->learns()) {
     return loss;
   }
-  const Tensor counts = flat.ne(options_.ignore_index).unsqueeze(1);
-  const Tensor auxiliary =
-      sampler->auxiliary_loss(at::where(counts, query, at::zeros({}, query.options())), linear->weight, optional(linear->bias), generator);
-  return with_gradient_of(loss, auxiliary);
+  return with_gradient_of(loss, sampler->auxiliary_loss(query, linear->weight, optional(linear->bias), generator));
 }
 
 } // namespace xsoftmax::nn

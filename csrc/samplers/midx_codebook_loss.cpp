@@ -14,22 +14,26 @@
 namespace xsoftmax {
 namespace {
 
-// midx_codebook_loss(codewords1, codewords2, rows, bias, input) -> scalar: what learnable codebooks minimise (MIDX paper, section 6.2.3),
-// over a sample of classes.
+// midx_codebook_loss(codewords1, codewords2, rows, bias, input) -> scalar: what learnable codebooks minimise (after section 6.2.3 of the MIDX
+// paper), over a sample of classes.
 //
-//     w1 = softmax(rows1 @ codewords1.T) @ codewords1                      # each class by its codewords, softly
-//     w2 = softmax(rows2 @ codewords2.T) @ codewords2
+//     w1 = codewords1[nearest(rows1, codewords1)], w2 = codewords2[nearest(rows2, codewords2)]
 //     product: rows1, rows2 are the halves of rows, w = cat(w1, w2); residual: rows1 = rows, rows2 = rows - w1, w = w1 + w2
 //     loss = (rows - w).square().sum(1).mean() + log sum_i p_i p_i / q_i, meaned over input
 //            where p = softmax(input @ rows.T + bias), q = softmax(input @ w.T + bias)
 //
-// The second term is the log of the chi-square-like divergence that bounds the bias of the gradient (Theorem 6). The paper sums the first
-// term over classes; here it is a mean, so that it does not grow with the sample. rows [S, D], bias [S] or none, input [Q, D]: floating, of
-// the codewords' dtype. Differentiable in all of them.
+// The second term is the log of the chi-square-like divergence that bounds the bias of the gradient (Theorem 6). The paper codes a row by a
+// mean of all codewords, weighed by softmax(row @ codewords.T), and sums the first term over classes. The index codes it by the nearest one, so
+// that what is learnt here is what classes are drawn by: codewords learnt for the paper's means end up further from the rows than 0 is, and
+// drive q away from p. The first term is a mean, so that it does not grow with the sample. rows [S, D], bias [S] or none, input [Q, D]:
+// floating, of the codewords' dtype. Differentiable in all of them; which codeword is the nearest has no gradient.
 
 using at::Tensor;
 
-Tensor soft_code(const Tensor& rows, const Tensor& codewords) { return at::mm(at::mm(rows, codewords.t()).softmax(1), codewords); }
+Tensor nearest_codewords(const Tensor& rows, const Tensor& codewords) {
+  const Tensor fixed = codewords.detach();
+  return codewords.index_select(0, (at::mm(rows.detach(), fixed.t()) - 0.5 * fixed.square().sum(1)).argmax(1));
+}
 
 Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, const Tensor& rows, const OptionalTensor& bias,
                           const Tensor& input) {
@@ -44,8 +48,8 @@ Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, co
     check::size(op, "bias", *bias, 0, rows.sym_size(0), "the rows of rows");
   }
   const int64_t width1 = codewords1.size(1), width2 = codewords2.size(1);
-  const Tensor first = soft_code(residual ? rows : rows.narrow(1, 0, width1), codewords1);
-  const Tensor second = soft_code(residual ? rows - first : rows.narrow(1, width1, width2), codewords2);
+  const Tensor first = nearest_codewords(residual ? rows : rows.narrow(1, 0, width1), codewords1);
+  const Tensor second = nearest_codewords(residual ? rows - first : rows.narrow(1, width1, width2), codewords2);
   const Tensor coded = residual ? first + second : at::cat({first, second}, 1);
   const Tensor log_p = at::log_softmax(at::linear(input, rows, bias), 1), log_q = at::log_softmax(at::linear(input, coded, bias), 1);
   const auto mean = [](const Tensor& values) { return values.sum() / at::Scalar(values.sym_numel().max(1)); };

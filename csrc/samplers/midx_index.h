@@ -23,7 +23,7 @@
 //
 //     q(i | z) = w_i e^{z1.c1[k1] + z2.c2[k2]} / Z,    Z = sum_{k1, k2} mass[k1, k2] e^{z1.c1[k1] + z2.c2[k2]}           (Theorem 2)
 //
-// where a codeword's score counts as no less than the best one's of its codebook less 200: so no class has probability 0. This is exact
+// where a codeword's score counts as no less than the best one's of its codebook less kMidxRange: so no class has probability 0. This is exact
 // for what is drawn whatever the class table has become since.
 
 namespace xsoftmax {

@@ -1,14 +1,14 @@
+#include "clusters/nearest.h"
+#include "clusters/nearest_rows.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/memory.h"
 #include "core/optional.h"
 #include "samplers/midx_index_cpu.h"
-#include "samplers/midx_rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -22,35 +22,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-
-constexpr int64_t kProductElements = 1 << 17; // of a block of rows, with all codewords: half a megabyte
-
-// Calls task(begin, block) with blocks of `rows` in float32, on several threads. A function of the shape alone cuts them, and each
-// product runs on one thread, so that rounding does not depend on how many there are.
-template <typename Task>
-void for_row_blocks(const Tensor& rows, int64_t columns, const Task& task) {
-  const int64_t block = std::clamp<int64_t>(kProductElements / std::max<int64_t>(1, columns), 128, 1024);
-  const int64_t blocks = (rows.size(0) + block - 1) / block;
-  const auto run = [&](int64_t i) {
-    const int64_t begin = i * block;
-    task(begin, rows.narrow(0, begin, std::min(block, rows.size(0) - begin)).to(at::kFloat).contiguous());
-  };
-  if (blocks == 1) {
-    at::parallel_for(0, 2, 1, [&](int64_t first, int64_t) { // in a parallel region as the others: on one thread
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      if (first == 0) {
-        run(0);
-      }
-    });
-    return;
-  }
-  at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    for (int64_t i = first; i < last; ++i) {
-      run(i);
-    }
-  });
-}
 
 MidxCodes midx_encode_cpu(const Tensor& rows, const Tensor& codewords1, const Tensor& codewords2) {
   check::dim("midx_encode", "rows", rows, 2);
@@ -82,7 +53,7 @@ MidxCodes midx_encode_cpu(const Tensor& rows, const Tensor& codewords1, const Te
       at::mm_out(right, x.narrow(1, width1, features - width1), second);
     }
     const float *p = product.const_data_ptr<float>(), *row = x.const_data_ptr<float>();
-    const MidxRowTable& kernels = midx_rows();
+    const NearestRowTable& kernels = nearest_rows();
     for (int64_t i = 0; i < x.size(0); ++i) {
       float near1, near2;
       const int64_t k1 = kernels.best(p + i * 2 * k, fine1, k, &near1);
@@ -108,24 +79,6 @@ MidxCells midx_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, i
 }
 
 } // namespace
-
-std::tuple<Tensor, Tensor> nearest_codeword_cpu(const Tensor& rows, const Tensor& codewords) {
-  const int64_t k = codewords.size(0), features = rows.size(1);
-  const Tensor index = at::empty({rows.size(0)}, rows.options().dtype(at::kLong)), distance = at::empty({rows.size(0)}, rows.options());
-  const Tensor half = (0.5 * codewords.square().sum(1)).contiguous(), columns = codewords.t().contiguous();
-  int64_t* indices = index.mutable_data_ptr<int64_t>();
-  float* distances = distance.mutable_data_ptr<float>();
-  for_row_blocks(rows, k, [&](int64_t begin, const Tensor& x) {
-    const Tensor product = at::mm(x, columns);
-    const MidxRowTable& kernels = midx_rows();
-    for (int64_t i = 0; i < x.size(0); ++i) {
-      float near;
-      indices[begin + i] = kernels.best(product.const_data_ptr<float>() + i * k, half.const_data_ptr<float>(), k, &near);
-      distances[begin + i] = std::max(0.0f, kernels.square_sum(x.const_data_ptr<float>() + i * features, features) - 2 * near);
-    }
-  });
-  return {index, distance};
-}
 
 // A stable counting sort by cell: chunks of classes are counted, then laid down, each by one thread.
 void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const MidxCells& made) {

@@ -64,6 +64,8 @@ MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOpt
   TORCH_CHECK_VALUE(!(options.exact && options.distinct.value_or(false)), kName,
                     ": expected distinct to be false or none where exact is set, whose draws are independent");
   TORCH_CHECK_VALUE(!(options.exact && options.spread), kName, ": expected spread to be false where exact is set, which needs none");
+  TORCH_CHECK_VALUE(!(options.exact && options.learnable), kName,
+                    ": expected learnable to be false where exact is set, whose q does not depend on the codewords");
 
   // An index that knows nothing yet: all classes in one cell.
   const Tensor ids = excluded_ids(kName, options.exclude_below, options.exclude, num_classes);
@@ -107,7 +109,8 @@ Proposal MidxSamplerImpl::sample(const Tensor& input, int64_t num_samples, bool 
   const bool distinct = draws_distinct(shared);
   if (query_square.defined() && is_training() && input.size(0) > 0) {
     const at::NoGradGuard guard;
-    const Tensor square = input.detach().to(at::kDouble).square().sum(1).mean();
+    const Tensor squares = input.detach().to(at::kDouble).square().sum(1);
+    const Tensor square = squares.sum() / squares.ne(0).sum().clamp_min(1); // a loss makes ignored queries 0
     const Tensor mean = query_square.lerp(square, step.to(at::kDouble).clamp(1, 100).reciprocal());
     query_square.copy_(at::where(mean.isfinite(), mean, query_square));
   }

@@ -46,7 +46,11 @@ struct CheckedMidxIndex {
               weighted ? prefix.const_data_ptr<double>() : nullptr, weighted ? heaviest.const_data_ptr<double>() : nullptr};
     // They come from a state dict, which may be anybody's.
     check::offsets(op, "start", start, tables.classes);
+    bool counts = true; // without a branch a cell, since every call comes here
     for (int64_t c = 0; c < cells; ++c) {
+      counts &= tables.mass[c] == double(tables.start[c + 1] - tables.start[c]);
+    }
+    for (int64_t c = 0; (weighted || !counts) && c < cells; ++c) {
       const int64_t size = tables.size(c);
       if (!weighted || size == 0) {
         TORCH_CHECK_VALUE(tables.mass[c] == double(size), op, ": expected mass to be the number of classes, got ", tables.mass[c], " for ",

@@ -32,6 +32,8 @@ int64_t common_classes(const std::vector<UnionSamplerImpl::Part>& parts) {
     TORCH_CHECK_VALUE(sampler->shared_by_default() || !sampler->draws_distinct(false), kName,
                       ": expected private draws to be independent, got distinct ones");
   }
+  TORCH_CHECK_VALUE(std::any_of(parts.begin(), parts.end(), [](const auto& part) { return part.second > 0; }), kName,
+                    ": expected at least one draw, got none");
   return parts[0].first->num_classes();
 }
 

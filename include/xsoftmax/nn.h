@@ -35,7 +35,8 @@ struct SamplingOptions {
   int64_t num_samples = 0;                    ///< draws for the batch (shared) or for each query
   std::optional<bool> shared = std::nullopt;  ///< none: as suits the sampler
   std::string estimator = "";                 ///< "sampled_softmax", "ranking", "nce", ...: see xsoftmax::candidate_loss. Empty: "ranking"
-                                              ///< beside private draws of a sampler that follows the table, else "sampled_softmax"
+                                              ///< where a sampler follows the table and all draws are private and independent, else
+                                              ///< "sampled_softmax"
   bool remove_accidental_hits = true;
   int64_t head_classes = 0;                   ///< so many of the first ids are always scored; the sampler draws from the rest
   torch::Tensor head = {};                    ///< or these ids, int64 [H]
@@ -101,7 +102,7 @@ class SampledSoftmaxLossImpl : public LinearLossImpl {
 
  private:
   SamplingOptions sampling_;
-  bool shared_;
+  bool shared_, adaptive_; // adaptive_: the sampler, or one of a union, looks at the queries
 };
 TORCH_MODULE(SampledSoftmaxLoss);
 

@@ -1,5 +1,7 @@
 """Memory for class tables and what stands beside them."""
 
+from typing import Union
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,12 @@ def table_empty(*size: int, dtype: torch.dtype, device=None) -> Tensor:
     table = torch.empty(*size, dtype=dtype, device=device)
     advise_huge_pages(table)
     return table
+
+
+def device_of_values(device: Union[torch.device, str, None]) -> torch.device:
+    """That device, or the default one; the CPU in the place of meta, on which only class tables are left unmade."""
+    found = torch.get_default_device() if device is None else torch.device(device)
+    return torch.device("cpu") if found.type == "meta" else found
 
 
 def moved_table(owner: str, table: Tensor, moved: Tensor) -> Tensor:

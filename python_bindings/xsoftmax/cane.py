@@ -6,8 +6,9 @@ from typing import List, Optional, Union
 import torch
 from torch import Tensor
 
+from ._memory import device_of_values
 from .losses import LinearLoss, _reduction_code, different_ids, with_gradient_of
-from .samplers import ComplementSampler, Sampler, UnionSampler, make_sampler
+from .samplers import ADAPTIVE, ComplementSampler, Sampler, UnionSampler, make_sampler
 
 NOISE_REDUCTIONS = {"mean_of_logs": "cane", "log_of_mean": "cane_log_of_mean"}
 
@@ -82,8 +83,8 @@ class CaneLoss(LinearLoss):
         self.num_noises = check_count(name, "num_noises", num_noises, 0)
         self.estimator = estimator_of(name, noise_reduction)
         self.sparse_grad = sparse_grad
-        kwargs = {"dim": in_features, "bias": bias} if noise_sampler in ("midx", "lsh", "sphere", "rff") else {}
-        device = None if device is not None and torch.device(device).type == "meta" else device
+        kwargs = {"dim": in_features, "bias": bias} if noise_sampler in ADAPTIVE else {}
+        device = device_of_values(device)
         self.noise = noise_outside(name, noise_sampler, num_classes, device, **kwargs)
         self.noise.sampler = self.noise.sampler.for_table(in_features, bias)
         self.candidate_sampler: Optional[Sampler] = None

@@ -7,8 +7,8 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor, nn
 
-from ._memory import advise_huge_pages, moved_table
-from .samplers import AdaptiveSampler, ComplementSampler, InBatchSampler, Sampler, UnionSampler, make_sampler
+from ._memory import advise_huge_pages, device_of_values, moved_table
+from .samplers import ADAPTIVE, AdaptiveSampler, ComplementSampler, InBatchSampler, Sampler, UnionSampler, make_sampler
 
 def _reduction_code(reduction: str) -> int:
     """The code that ops take."""
@@ -212,12 +212,16 @@ class SampledSoftmaxLoss(LinearLoss):
         in_features: D, the width of a query.
         num_classes: N.
         sampler: a :class:`xsoftmax.samplers.Sampler`, or the name of one: "uniform", "log_uniform" (classes sorted by falling
-            frequency), "in_batch", "midx", "lsh", "sphere", "rff". It is found as `loss.sampler`.
-        num_samples: draws a step (shared) or a query (private). None beside a UnionSampler, which has its own, or "in_batch".
+            frequency), "in_batch", "midx", "lsh", "sphere", "rff". It is found as `loss.sampler`, which is another than the one given, with an
+            index yet to be built, where there is a head or the table's bias is not what it was made for.
+        num_samples: draws a step (shared) or a query (private). None: 20 of a sampler that follows the class table; beside a UnionSampler, which
+            has its own, or "in_batch", there is nothing to say.
         shared: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits the sampler.
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
-            (TensorFlow's form; its gradient is the full one times about M / (M + 1)). None: "ranking" beside private draws of a sampler that
-            follows the class table, which are few and near the softmax, else "sampled_softmax". Or one that is no estimate of the softmax loss:
+            (TensorFlow's form; near the softmax its gradient is the full one times about M / (M + 1), and its value is not that of the
+            exact loss, not even about: see it in eval()). Beside a head a target outside it takes the place of a draw. None: "ranking" where all draws are private and
+            independent and a sampler follows the class table (they are few and near the softmax, and its optimum is the softmax for any number
+            of them), else "sampled_softmax". Or one that is no estimate of the softmax loss:
             "nce", "negative_sampling", "one_vs_each", "blackout", "importance", or CANE, "cane" and "cane_log_of_mean", whose candidates
             are the head, and its noise the draws (see :class:`CaneLoss`). Their formulas stand with ``xsoftmax::candidate_loss`` in ops.h;
             none of them takes label_smoothing. Or "complementary_sum": "sampled_softmax" with all draws from the classes other than the
@@ -248,6 +252,8 @@ class SampledSoftmaxLoss(LinearLoss):
             num_samples = sum(sampler.counts) if isinstance(sampler, UnionSampler) else 0
         elif num_samples is None and sampler == "in_batch":
             num_samples = 0
+        elif num_samples is None and (sampler in ADAPTIVE or isinstance(sampler, AdaptiveSampler)):
+            num_samples = 20
         if isinstance(num_samples, bool) or not isinstance(num_samples, int):
             raise TypeError(f"SampledSoftmaxLoss: expected num_samples of type int, got {type(num_samples).__name__}")
         if num_samples < 0:
@@ -262,8 +268,7 @@ class SampledSoftmaxLoss(LinearLoss):
         if weight is not None and label_smoothing != 0.0:
             raise ValueError("SampledSoftmaxLoss: expected label_smoothing=0 beside class weights: their weighted mean over all classes "
                              f"cannot be had from a sample; got {label_smoothing}")
-        # On the meta device only the table is unmade: what the sampler knows is small, and needed.
-        device = None if device is not None and torch.device(device).type == "meta" else device
+        device = device_of_values(device)
         head = different_ids("SampledSoftmaxLoss", "head_classes", head_classes, num_classes, device)
         self.register_buffer("head", head, persistent=False)
         self.head: Tensor
@@ -273,7 +278,7 @@ class SampledSoftmaxLoss(LinearLoss):
             if sampler == "in_batch" and exclude is not None:
                 raise TypeError("SampledSoftmaxLoss: expected head_classes=0 with sampler=\"in_batch\", whose candidates are the targets, "
                                 f"got {head.numel()} classes")
-            if sampler in ("midx", "lsh", "sphere", "rff"):
+            if sampler in ADAPTIVE:
                 kwargs |= {"dim": in_features, "bias": bias}
             sampler = make_sampler(sampler, num_classes, **kwargs).to(device)
         elif not isinstance(sampler, Sampler):
@@ -287,12 +292,13 @@ class SampledSoftmaxLoss(LinearLoss):
         against = estimator != "complementary_sum" and torch.ops.xsoftmax.estimator_has_noise(estimator)
         own = estimator == "complementary_sum" or (against and shared is None)
         self.shared = not own and bool(sampler.shared_by_default if shared is None else shared)
-        if automatic and not self.shared and any(isinstance(part, AdaptiveSampler) for part in self.sampler.modules()):
-            estimator = "ranking"
         if shared and isinstance(sampler, UnionSampler):
             raise ValueError("SampledSoftmaxLoss: expected shared=None or False beside a UnionSampler, whose samplers each draw as suits them, "
                              "got True")
         distinct, independent = self.sampler.draws_by_kind(num_samples, self.shared)
+        self._adaptive = any(isinstance(part, AdaptiveSampler) for part in self.sampler.modules())
+        if automatic and self._adaptive and not self.shared and distinct == 0:
+            estimator = "ranking"
         if against and (head.numel() + distinct == 0 or independent == 0):
             raise ValueError(f"SampledSoftmaxLoss: expected candidates, the head or distinct draws, and independent draws as noise with "
                              f"estimator={estimator!r}, got {head.numel()} classes, {distinct} distinct draws and {independent} independent ones: "
@@ -337,20 +343,19 @@ class SampledSoftmaxLoss(LinearLoss):
             return self.exact(input, target)
         weight, bias = self.linear.weight, self.linear.bias
         self.sampler.prepare(weight, bias, generator)
-        queries = self._queries(input, target)
+        queries = self._drawn_for(input, target)
         counted = self._counted(target)
         drawn = self.candidates(queries, counted, generator)
         self._note(drawn, counted)
         loss = self._loss(input, target, drawn)
         if self.sampler.learns:
-            counts = (target != self.ignore_index).reshape(-1, 1)
-            loss = with_gradient_of(loss, self.sampler.auxiliary_loss(torch.where(counts, queries, 0.0), weight, bias, generator))
+            loss = with_gradient_of(loss, self.sampler.auxiliary_loss(queries, weight, bias, generator))
         return loss
 
     @torch.jit.export
     def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         """The sampled loss, also in eval(), from the sampler as it is: no refresh, and nothing counts as a step."""
-        return self._loss(input, target, self.candidates(self._queries(input, target), self._counted(target), generator))
+        return self._loss(input, target, self.candidates(self._drawn_for(input, target), self._counted(target), generator))
 
     @torch.jit.export
     def candidates(self, queries: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Candidates:
@@ -387,6 +392,11 @@ class SampledSoftmaxLoss(LinearLoss):
                 target_log_count = None
         return Candidates(private_ids, private_log_count, shared_ids, shared_log_count, target_log_count, fixed_private,
                           self.head.shape[0] + beside_distinct)
+
+    def _drawn_for(self, input: Tensor, target: Tensor) -> Tensor:
+        """The queries as a sampler takes them, [Q, D]: ignored ones, which may hold anything, as zeros."""
+        queries = self._queries(input, target).detach()
+        return torch.where((target != self.ignore_index).reshape(-1, 1), queries, 0.0) if self._adaptive else queries
 
     def _counted(self, target: Tensor) -> Tensor:
         """The targets as a sampler takes them, [Q]."""

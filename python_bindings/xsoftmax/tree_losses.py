@@ -6,6 +6,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor, nn
 
+from ._memory import device_of_values
 from .cane import check_count, estimator_of, noise_outside
 from .label_tree import LabelTree
 from .losses import _make_linear, _reduction_code, flat_queries, reduced_loss
@@ -34,7 +35,7 @@ class TreeLoss(nn.Module):
         self.ignore_index = ignore_index
         self.sparse_grad = sparse_grad
         # Its own: a checkpoint that is loaded changes no other loss.
-        self.tree = tree.clone().to(None if device is not None and torch.device(device).type == "meta" else device)
+        self.tree = tree.clone().to(device_of_values(device))
         self.edges = _make_linear(in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("weight", weight)
         self.weight: Optional[Tensor]
@@ -103,7 +104,7 @@ class BeamTreeLoss(TreeLoss):
         if self.num_candidates == tree.num_classes:
             self.num_noises = 0  # nothing is outside
         self.estimator = estimator_of(name, noise_reduction)
-        device = None if device is not None and torch.device(device).type == "meta" else device
+        device = device_of_values(device)
         self.noise = noise_outside(name, noise_sampler, tree.num_classes, device)
         if isinstance(self.noise.sampler, AdaptiveSampler):
             raise ValueError(f"{name}: expected a noise_sampler that follows no class table, which a tree has none of, "

@@ -15,19 +15,6 @@ from score_checks import DTYPES, ROUNDING, opmath, scores_and_gradients
 ops = torch.ops.xsoftmax
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def impl(request):
-    with xs.use_impl(request.param):
-        yield request.param
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def problem(Q, N, D, P, S, dtype=torch.float32, bias=True, seed=0):
     """P, S None: no such ids."""
     g = torch.Generator().manual_seed(seed)

@@ -19,12 +19,6 @@ INF = math.inf
 LARGER = [name for name in TREES if name != "one class"]
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def impl(request):
-    with xs.use_impl(request.param):
-        yield request.param
-
-
 def plain(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad=False):
     """In double: differentiable by autograd."""
     edges = input.double() @ weight.double().T

@@ -53,20 +53,6 @@ def assert_same(got, want, dtype=torch.float32, scale=1.0):
             torch.testing.assert_close(a, b, rtol=rtol, atol=limit, equal_nan=True)
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def impl(request):
-    ops.set_impl(request.param)
-    yield request.param
-    ops.set_impl("kernel")
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("class_weight", [False, True])

@@ -5,7 +5,6 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-import xsoftmax  # noqa: F401: the ops
 
 ops = torch.ops.xsoftmax
 LOSSES = {"squared hinge": 0, "hinge": 1, "logistic": 2}

@@ -21,13 +21,6 @@ def expected(input, weight, bias, k):
     return values[:, :k], indices[:, :k]
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def impl(request):
-    ops.set_impl(request.param)
-    yield request.param
-    ops.set_impl("kernel")
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape, k", [((1, 1, 1), 1), ((5, 3, 63), 63), ((5, 3, 65), 7), ((3, 8, 20000), 100), ((700, 16, 9000), 5),
                                       ((2000, 4, 1000), 150), ((2, 3, 9), 0), ((0, 3, 9), 2), ((4, 0, 9), 3)])

@@ -640,15 +640,63 @@ def test_to_empty_keeps_what_no_state_dict_restores():
 
 
 def test_the_estimator_suits_the_sampler():
-    """Private draws that follow the table: ranking; else an estimate of the normaliser. What is named stays."""
+    """Private independent draws that follow the table: ranking, whose optimum is then the softmax; else an estimate of the normaliser. What is
+    named stays."""
     counts = torch.arange(50, 0, -1)
-    midx = lambda: xs.samplers.MidxSampler(50, 8, codewords=4)  # noqa: E731
+    midx = lambda **options: xs.samplers.MidxSampler(50, 8, codewords=4, **options)  # noqa: E731
     union = lambda: xs.samplers.UnionSampler((xs.samplers.UnigramSampler(counts), 8), (midx(), 4))  # noqa: E731
     for options, want in ((dict(sampler="midx", num_samples=4), "ranking"), (dict(sampler="lsh", num_samples=4), "ranking"),
-                          (dict(sampler=midx(), num_samples=4, head_classes=5), "ranking"), (dict(sampler=union()), "ranking"),
+                          (dict(sampler=midx(), num_samples=4, head_classes=5), "ranking"), (dict(sampler="sphere"), "ranking"),
+                          (dict(sampler=union()), "sampled_softmax"), (dict(sampler=midx(distinct=True), num_samples=4), "sampled_softmax"),
                           (dict(sampler="midx", num_samples=4, shared=True), "sampled_softmax"),
                           (dict(sampler="uniform", num_samples=4, shared=False), "sampled_softmax"),
                           (dict(sampler="midx", num_samples=4, estimator="sampled_softmax"), "sampled_softmax")):
         loss = xs.SampledSoftmaxLoss(8, 50, **options)
         assert loss.estimator == want
         assert loss(torch.randn(3, 8), torch.tensor([1, 2, 49])).isfinite()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("sampler", ["midx", "lsh", "sphere", "rff", "learnable", "spread", "union"])
+def test_ignored_queries_say_nothing_to_a_sampler(sampler, shared):
+    """They are padding, and may hold anything: draws and index are those beside zeros."""
+    if shared and sampler in ("lsh", "sphere", "rff", "union"):
+        pytest.skip("draws for each query")
+
+    def made():
+        torch.manual_seed(0)
+        if sampler == "union":
+            return xs.samplers.UnionSampler((xs.samplers.UniformSampler(50), 5), (xs.samplers.MidxSampler(50, 8, codewords=4), 4))
+        if sampler in ("learnable", "spread"):
+            return xs.samplers.MidxSampler(50, 8, codewords=4, **{sampler: True})
+        return sampler
+
+    results = []
+    for padding in (0.0, 1e4, float("nan"), float("inf")):
+        loss = xs.SampledSoftmaxLoss(8, 50, sampler=made(), num_samples=None if sampler == "union" else 6, shared=shared or None)
+        torch.nn.init.normal_(loss.linear.weight, generator=torch.Generator().manual_seed(1))
+        input, target = torch.randn(9, 8, generator=torch.Generator().manual_seed(2)), torch.arange(9)
+        input[::3], target[::3] = padding, -100
+        input.requires_grad_()
+        torch.manual_seed(3)
+        for _ in range(2):
+            value = loss(input, target)
+        value.backward()
+        results.append([value.detach(), input.grad[1::3], *(b for b in loss.sampler.buffers())])
+    for other in results[1:]:
+        assert value.isfinite() and all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+@pytest.mark.parametrize("sampler", ["midx", "lsh", "sphere", "rff"])
+def test_samplers_that_follow_the_table_under_the_meta_device(sampler):
+    """Only the table is left unmade, as with device="meta"."""
+    with torch.device("meta"):
+        loss = xs.SampledSoftmaxLoss(8, 30, sampler=sampler, num_samples=5, head_classes=3)
+    assert loss.linear.weight.is_meta
+    loss.to_empty(device="cpu")
+    torch.nn.init.normal_(loss.linear.weight)
+    assert loss(torch.randn(4, 8), torch.randint(30, (4,))).isfinite()
+    # What a sampler says of queries is a constant.
+    queries = torch.randn(4, 8, requires_grad=True)
+    assert not loss.sampler.log_prob(queries, torch.arange(30)).requires_grad
+    assert not loss.sampler.sample(queries, 3, False).log_count.requires_grad

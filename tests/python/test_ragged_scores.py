@@ -5,23 +5,9 @@ import itertools
 import pytest
 import torch
 
-import xsoftmax as xs
 from score_checks import DTYPES, assert_same, opmath, scores_and_gradients
 
 ops = torch.ops.xsoftmax
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def impl(request):
-    with xs.use_impl(request.param):
-        yield request.param
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 COUNTS = (3, 0, 7, 1, 0, 12)  # ids of each query: none for one in the middle, many for the last

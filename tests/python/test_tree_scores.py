@@ -15,12 +15,6 @@ from xsoftmax import LabelTree
 ops = torch.ops.xsoftmax
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def impl(request):
-    with xs.use_impl(request.param):
-        yield request.param
-
-
 def problem(tree, Q=7, P=4, D=5, dtype=torch.float64, bias=True, seed=0):
     """Nodes of any kind, the root and the same one twice among them."""
     nodes = torch.randint(tree.num_nodes, (Q, P), generator=torch.Generator().manual_seed(seed))

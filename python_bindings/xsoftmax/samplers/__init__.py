@@ -13,7 +13,7 @@ from .union import UnionSampler
 __all__ = ["AdaptiveSampler", "ComplementSampler", "InBatchSampler", "KernelSampler", "LogUniformSampler", "LshSampler", "MidxSampler", "Proposal",
            "RffSampler", "Sampler", "SphereSampler", "StaticSampler", "UniformSampler", "UnigramSampler", "UnionSampler", "make_sampler"]
 
-_OF_THE_TABLE = {"midx": MidxSampler, "lsh": LshSampler, "sphere": SphereSampler, "rff": RffSampler}
+ADAPTIVE = {"midx": MidxSampler, "lsh": LshSampler, "sphere": SphereSampler, "rff": RffSampler}
 _OF_NUMBERS = {"uniform": UniformSampler, "log_uniform": LogUniformSampler, "in_batch": InBatchSampler}
 
 
@@ -25,10 +25,10 @@ def make_sampler(name: str, num_classes: int, **kwargs) -> Sampler:
     """
     if name in _OF_NUMBERS:
         return _OF_NUMBERS[name](num_classes, **kwargs)
-    if name in _OF_THE_TABLE:
+    if name in ADAPTIVE:
         if "dim" not in kwargs:
             raise ValueError(f"make_sampler: expected dim for \"{name}\", got none")
-        return _OF_THE_TABLE[name](num_classes, **kwargs)
+        return ADAPTIVE[name](num_classes, **kwargs)
     if name == "unigram":
         counts = kwargs.pop("counts", None)
         if counts is None:
@@ -37,5 +37,5 @@ def make_sampler(name: str, num_classes: int, **kwargs) -> Sampler:
         if sampler.num_classes != num_classes:
             raise ValueError(f"make_sampler: expected counts of {num_classes} classes, got {sampler.num_classes}")
         return sampler
-    names = ", ".join(f'"{known}"' for known in (*_OF_NUMBERS, "unigram", *_OF_THE_TABLE))
+    names = ", ".join(f'"{known}"' for known in (*_OF_NUMBERS, "unigram", *ADAPTIVE))
     raise ValueError(f"make_sampler: expected one of {names}, got {name!r}")

@@ -6,6 +6,7 @@ from typing import Any, Dict, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
+from .._memory import device_of_values
 from .sampler import Proposal, Sampler, one_set
 from .static import Exclude, _check_exclude, _check_num_classes, _log_of_count
 
@@ -36,12 +37,14 @@ class AdaptiveSampler(Sampler):
         self.dim = dim
         self.refresh_every = refresh_every
         self._has_bias = bias
-        self.register_buffer("step", torch.zeros([], dtype=torch.int64))
+        with device_of_values(None):
+            self.register_buffer("step", torch.zeros([], dtype=torch.int64))
 
     def _begin(self, exclude: Exclude) -> None:
         """The last line of a constructor."""
         low, ids = _check_exclude(type(self).__name__, exclude, self.num_classes)
-        self._make_index(torch.arange(low) if ids is None else ids.cpu())
+        with device_of_values(None):
+            self._make_index(torch.arange(low) if ids is None else ids.cpu())
 
     def _make_index(self, excluded: Tensor) -> None:
         """Registers the buffers of an index that knows nothing of the table yet."""
@@ -81,9 +84,11 @@ class AdaptiveSampler(Sampler):
             raise ValueError(f"{type(self).__name__}: expected shared=False, got True: it draws for each query")
         super().check_num_samples(num_samples, shared)
 
-    def _check_input(self, input: Tensor) -> None:
+    def _checked(self, input: Tensor) -> Tensor:
+        """Queries, without their gradient: what a sampler says of them is a constant."""
         if input.dim() != 2 or input.size(1) != self.dim:
             raise ValueError(f"{self._kind}: expected input of shape [Q, {self.dim}], got {list(input.shape)}")
+        return input.detach()
 
     def _check_table(self, weight: Tensor, bias: Optional[Tensor]) -> None:
         if weight.dim() != 2 or weight.size(0) != self.num_classes or weight.size(1) != self.dim:

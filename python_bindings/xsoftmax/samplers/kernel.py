@@ -54,9 +54,9 @@ class KernelSampler(AdaptiveSampler):
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:
         """See :meth:`Sampler.sample`; private draws only."""
-        self._check_input(input)
+        input = self._checked(input)
         if shared:
-            raise ValueError("KernelSampler: expected shared=False, got True: the kernel looks at the query")
+            raise ValueError(f"{self._kind}: expected shared=False, got True: the kernel looks at the query")
         return _proposal(torch.ops.xsoftmax.kernel_sample(
             draw_seed(input, generator), input, self.directions, self.rows, self.sums, self.order, self.place, self._scale, num_samples,
             _target_or_first(target, input)), target, False)
@@ -64,7 +64,7 @@ class KernelSampler(AdaptiveSampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
-        self._check_input(input)
+        input = self._checked(input)
         return torch.ops.xsoftmax.kernel_log_prob(input, self.directions, self.rows, self.sums, self.order, self.place, self._scale, ids)
 
 

@@ -76,7 +76,7 @@ class LshSampler(AdaptiveSampler):
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:
         """See :meth:`Sampler.sample`; private draws only."""
-        self._check_input(input)
+        input = self._checked(input)
         if shared:
             raise ValueError("LshSampler: expected shared=False, got True: buckets are those of a query")
         return _proposal(torch.ops.xsoftmax.lsh_sample(
@@ -86,7 +86,7 @@ class LshSampler(AdaptiveSampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
-        self._check_input(input)
+        input = self._checked(input)
         return torch.ops.xsoftmax.lsh_log_prob(input, self.planes, self.code, self.order, self.start, self.uniform, ids)
 
     def extra_repr(self) -> str:

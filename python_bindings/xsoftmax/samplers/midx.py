@@ -29,7 +29,7 @@ class MidxSampler(AdaptiveSampler):
     is distinct unless ``distinct=False``. See :class:`Proposal`.
 
     In train() a loss brings the index up to date by itself, before it draws: a *refresh* (new codebooks from the present ones by K-means on
-    ``train_points`` rows, every class coded again) at step 0, ``refresh_every`` / 32, / 16, ..., and then every ``refresh_every`` steps; between
+    ``train_points`` rows, every class coded again: O((N + iterations train_points) K D)) at step 0, ``refresh_every`` / 32, / 16, ..., and then every ``refresh_every`` steps; between
     those, every ``update_every`` steps, the classes scored since are coded again under the same codebooks.
 
     Args:
@@ -43,11 +43,11 @@ class MidxSampler(AdaptiveSampler):
         spread: weigh each class by e^{|r|^2 |z|^2 / 2D} as well, r being what the codewords leave of its row, |z|^2 a running mean over the
             queries that were drawn for in train(): the mean of e^{z.r} were r Gaussian. Classes that the codewords describe badly are drawn
             more often. Weights change with the next refresh or update, so not at all where neither is due.
-        exact: Theorem 1: cells weigh what quantisation leaves out as well, and q is the softmax itself, at O(N D) a query: for study. Draws are
-            private and independent, from a copy of the table that each training step renews.
-        learnable: the codewords are parameters. In train() a loss adds the gradient of ``midx_codebook_loss`` (section 6.2.3: how far
-            soft codes are from the rows, and q from the softmax) to that of its own value, which does not change; a refresh then codes the
-            classes anew under the learnt codewords. Give ``loss.parameters()`` to the optimizer.
+        exact: Theorem 1: cells weigh what quantisation leaves out as well, and q is the softmax itself, in float32, at O(N D) a query: for
+            study. Draws are private and independent, from a copy of the table that each training step renews.
+        learnable: the codewords are parameters. In train() a loss adds the gradient of ``midx_codebook_loss`` (after section 6.2.3:
+            how far the codes are from the rows, and q from the softmax) to that of its own value, which does not change; a refresh then
+            codes the classes anew under the learnt codewords. Give ``loss.parameters()`` to the optimizer.
         learn_rows: so many classes, drawn anew each step, are what learnable codebooks look at.
         mixture: a shared set is drawn from the "mean" of the queries' q, or from its root mean square, "rms", which minimises the variance.
         refresh_every: steps between two refreshes; 0: none after the one that builds the index at step 0.
@@ -209,12 +209,13 @@ class MidxSampler(AdaptiveSampler):
     def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
                generator: Optional[torch.Generator] = None) -> Proposal:
         """See :meth:`Sampler.sample`."""
-        self._check_input(input)
+        input = self._checked(input)
         distinct = self.draws_distinct(shared)
         query_square = self.query_square
         if query_square is not None and self.training and input.size(0) > 0:
             with torch.no_grad():
-                square = input.detach().to(torch.float64).square().sum(1).mean()
+                squares = input.detach().to(torch.float64).square().sum(1)
+                square = squares.sum() / (squares != 0).sum().clamp_min(1)  # a loss makes ignored queries 0
                 mean = torch.lerp(query_square, square, self.step.to(torch.float64).clamp(1.0, 100.0).reciprocal())
                 query_square.copy_(torch.where(mean.isfinite(), mean, query_square))
         seed = draw_seed(input, generator)
@@ -252,7 +253,7 @@ class MidxSampler(AdaptiveSampler):
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` for every query, ``[Q, S]``, or of ``ids [Q, P]``, ``[Q, P]``; float32, -inf for a class never drawn."""
-        self._check_input(input)
+        input = self._checked(input)
         table = self.table
         if table is not None:
             return torch.ops.xsoftmax.midx_exact_log_prob(input, *self._index(), table, self.table_bias, ids)
@@ -261,7 +262,7 @@ class MidxSampler(AdaptiveSampler):
     @torch.jit.export
     def mixture_log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
         """``log q`` of ``ids [S]`` in the mixture from which a shared set is drawn: float32 ``[S]``."""
-        self._check_input(input)
+        input = self._checked(input)
         return torch.ops.xsoftmax.midx_mixture_log_prob(input, *self._index(), self.rms, ids)
 
     def extra_repr(self) -> str:

@@ -26,12 +26,15 @@ class UnionSampler(Sampler):
         if not parts:
             raise ValueError("UnionSampler: expected at least one pair (sampler, number of draws), got none")
         for part in parts:
-            if not (isinstance(part, (tuple, list)) and len(part) == 2 and isinstance(part[0], Sampler) and isinstance(part[1], int)):
+            if not (isinstance(part, (tuple, list)) and len(part) == 2 and isinstance(part[0], Sampler) and isinstance(part[1], int)
+                    and not isinstance(part[1], bool)):
                 raise TypeError(f"UnionSampler: expected pairs (sampler, number of draws), got {part!r}")
             if part[1] < 0:
                 raise ValueError(f"UnionSampler: expected a number of draws of at least 0, got {part[1]}")
             if part[0].proposes_targets or isinstance(part[0], UnionSampler):
                 raise TypeError(f"UnionSampler: expected samplers of independent or distinct draws, got {type(part[0]).__name__}")
+        if not any(count for _, count in parts):
+            raise ValueError("UnionSampler: expected at least one draw, got none")
         sizes = {sampler.num_classes for sampler, _ in parts}
         if len(sizes) > 1:
             raise ValueError(f"UnionSampler: expected samplers of one number of classes, got {sorted(sizes)}")

@@ -1,4 +1,4 @@
-#include "samplers/midx_rows.h"
+#include "clusters/nearest_rows.h"
 
 #include "core/simd.h"
 
@@ -31,6 +31,6 @@ float square_sum(const float* x, int64_t n) {
 
 } // namespace
 
-extern const MidxRowTable midx_rows{best, square_sum};
+extern const NearestRowTable nearest_rows{best, square_sum};
 
 } // namespace xsoftmax::XS_ISA
