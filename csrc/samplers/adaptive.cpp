@@ -83,10 +83,10 @@ void check_query_ids(const char* op, const Tensor& input, const Tensor& ids) {
 }
 
 void check_draws(const char* op, const Tensor& seed, const Tensor& input, const c10::SymInt& num_samples, bool shared,
-                 const Tensor& target) {
+                 const Tensor& target, int64_t target_dim) {
   check_sampling(op, seed, std::nullopt, num_samples);
   check::same_device(op, "seed", seed, "input", input);
-  check::dim(op, "target", target, 1);
+  check::dim(op, "target", target, target_dim);
   check::int64(op, "target", target);
   if (!shared) {
     check::size(op, "target", target, 0, input.sym_size(0), "the rows of input");

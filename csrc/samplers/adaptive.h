@@ -29,10 +29,11 @@ void check_finite_bias(const char* op, const OptionalTensor& bias);
 void check_query_ids(const char* op, const at::Tensor& input, const at::Tensor& ids);
 
 /// seed, num_samples and target of an op that draws by its input; target [Q], or, beside a set for all queries, of any length.
+/// target_dim: of target.
 void check_draws(const char* op, const at::Tensor& seed, const at::Tensor& input, const c10::SymInt& num_samples, bool shared,
-                 const at::Tensor& target);
+                 const at::Tensor& target, int64_t target_dim = 1);
 
-/// ids int64 [Q, M], log_count float32 [Q, M], target_log_count float32 [Q], empty.
+/// ids int64 [Q, M], log_count float32 [Q, M], target_log_count float32 of target's shape, empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_private_draws(const at::Tensor& input, const c10::SymInt& num_samples,
                                                                    const at::Tensor& target);
 

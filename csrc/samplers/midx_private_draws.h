@@ -17,6 +17,7 @@ class MidxPrivateDraws {
         tables_(checked.tables),
         k_(checked.codewords),
         samples_(samples),
+        log_samples_(std::log(double(samples))),
         distinct_(distinct),
         set_(tables_, samples),
         sum_(k_),
@@ -25,18 +26,20 @@ class MidxPrivateDraws {
         draw_(samples),
         block_(samples) {}
 
-  /// Of queries begin, begin + 1, ...: ids and log_count [Q, M], and the counts [Q] of the classes target [Q].
-  void run(uint64_t seed, int64_t begin, const MidxQueries& queries, const int64_t* target, int64_t* ids, float* log_count,
+  /// Of queries begin, begin + 1, ...: ids and log_count [Q, M], and the counts [Q, width] of the classes target [Q, width].
+  void run(uint64_t seed, int64_t begin, const MidxQueries& queries, int64_t width, const int64_t* target, int64_t* ids, float* log_count,
            float* target_log_count) {
     const int64_t n = queries.log_z.size(0);
-    for (int64_t q = 0; q < n; ++q) {
-      __builtin_prefetch(checked_.cell.const_data_ptr<int32_t>() + target[q]);
+    for (int64_t t = 0; t < n * width; ++t) {
+      __builtin_prefetch(checked_.cell.const_data_ptr<int32_t>() + target[t]);
     }
     for (int64_t q = 0; q < n; ++q) {
       const MidxQueryRow row(queries, q, k_);
-      number_ = std::isfinite(row.log_z);
+      finite_ = std::isfinite(row.log_z);
       draw(seed, uint64_t(begin + q), row, ids + q * samples_, log_count + q * samples_);
-      target_log_count[q] = log_count_of(row, target[q]);
+      for (int64_t t = q * width; t < (q + 1) * width; ++t) {
+        target_log_count[t] = log_count_of(row, target[t]);
+      }
       // Which classes the slots hold is read a query later: they are on their way from memory.
       if (q > 0) {
         read_classes(ids + (q - 1) * samples_, log_count + (q - 1) * samples_);
@@ -49,7 +52,7 @@ class MidxPrivateDraws {
 
  private:
   void draw(uint64_t seed, uint64_t query, const MidxQueryRow& row, int64_t* slots, float* log_count) {
-    if (!number_) { // its loss will say so: any classes do
+    if (!finite_) { // its loss will say so: any classes do
       for (int64_t j = 0; j < samples_; ++j) {
         slots[j] = distinct_ ? j : int64_t(multiply_shift(philox(seed, query, j).low(), uint64_t(tables_.classes)));
         log_count[j] = std::numeric_limits<float>::quiet_NaN();
@@ -74,7 +77,7 @@ class MidxPrivateDraws {
 
   // Of a class that may not have been drawn, for the query of the last draw.
   float log_count_of(const MidxQueryRow& row, int64_t id) const {
-    if (!number_) {
+    if (!finite_) {
       return std::numeric_limits<float>::quiet_NaN();
     }
     const int64_t cell = checked_.cell_of(id);
@@ -82,7 +85,7 @@ class MidxPrivateDraws {
       return -std::numeric_limits<float>::infinity();
     }
     const double log_weight = checked_.log_weight_of(id), log_q = row.log_density(cell, k_) + log_weight;
-    return float(distinct_ ? set_.log_count_by_weight(std::exp(log_weight), cell, log_q) : std::log(double(samples_)) + log_q);
+    return float(distinct_ ? set_.log_count_by_weight(std::exp(log_weight), cell, log_q) : log_samples_ + log_q);
   }
 
   // The first k whose running sum exceeds `aim`.
@@ -115,7 +118,7 @@ class MidxPrivateDraws {
     for (int64_t j = 0; j < samples_; ++j) {
       draw_[heads_[first_[j]]++] = j;
     }
-    const double offset = std::log(double(samples_)) - row.log_z;
+    const double offset = log_samples_ - row.log_z;
     for (int64_t at = 0; at < samples_;) {
       const int64_t k1 = first_[draw_[at]], end = heads_[k1];
       const double* mass = tables_.mass + k1 * k_;
@@ -155,8 +158,9 @@ class MidxPrivateDraws {
   const CheckedMidxIndex& checked_;
   const MidxCellTables& tables_;
   const int64_t k_, samples_;
+  const double log_samples_;
   const bool distinct_;
-  bool number_ = false; // whether the query of the last draw is one
+  bool finite_ = false; // whether the query of the last draw is one
   MidxSystematicSet set_;
   std::vector<double> sum_;
   std::vector<int64_t> heads_, first_, draw_;

@@ -131,7 +131,10 @@ struct MidxQueryRow {
         first_probability(queries.first_probability.const_data_ptr<double>() + q * k),
         log_z(queries.log_z.const_data_ptr<double>()[q]) {}
 
-  double log_density(int64_t cell, int64_t k) const { return first[cell / k] + second[cell % k] - log_z; }
+  double log_density(int64_t cell, int64_t k) const { // at most 2^20 cells: 32-bit division is several times faster
+    const uint32_t c = uint32_t(cell), width = uint32_t(k);
+    return first[c / width] + second[c % width] - log_z;
+  }
 };
 
 } // namespace xsoftmax

@@ -118,7 +118,7 @@ Tensor midx_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, const 
 void check_midx_sample(const char* op, const Tensor& seed, const Tensor& input, const MidxIndex& index, const c10::SymInt& num_samples,
                        bool shared, bool distinct, const Tensor& target) {
   check_midx(op, input, index);
-  check_draws(op, seed, input, num_samples, shared, target);
+  check_draws(op, seed, input, num_samples, shared, target, !shared && target.dim() == 2 ? 2 : 1);
   TORCH_CHECK_VALUE(!distinct || num_samples <= index.order.sym_size(0), op, ": expected num_samples of at most ",
                     index.order.sym_size(0), " (the classes, of which each is drawn once), got ", num_samples);
 }

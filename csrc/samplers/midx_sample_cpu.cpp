@@ -30,10 +30,11 @@ MidxDraws midx_sample_cpu(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(), *target_count = target_log_count.mutable_data_ptr<float>();
   const uint64_t key = seed_value(seed);
+  const int64_t width = target.dim() == 2 ? target.size(1) : 1;
   for_midx_blocks(input, checked, 1, [&](int64_t begin, const MidxQueries& queries) {
     MidxPrivateDraws(checked, num_samples, distinct)
-        .run(key, begin, queries, targets.const_data_ptr<int64_t>() + begin, id + begin * num_samples, count + begin * num_samples,
-             target_count + begin);
+        .run(key, begin, queries, width, targets.const_data_ptr<int64_t>() + begin * width, id + begin * num_samples,
+             count + begin * num_samples, target_count + begin * width);
   });
   return {ids, log_count, target_log_count};
 }

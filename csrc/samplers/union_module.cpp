@@ -40,9 +40,13 @@ int64_t common_classes(const std::vector<UnionSamplerImpl::Part>& parts) {
 } // namespace
 
 UnionSamplerImpl::UnionSamplerImpl(std::vector<Part> parts) : SamplerImpl(common_classes(parts)), parts_(std::move(parts)) {
-  // Distinct shared draws first: an estimator renormalises the columns behind them.
-  std::stable_partition(parts_.begin(), parts_.end(),
-                        [](const Part& part) { return part.first->draws_distinct(part.first->shared_by_default()); });
+  // Distinct shared draws first: an estimator renormalises the columns behind them. Samplers that count what stands before them last.
+  std::stable_sort(parts_.begin(), parts_.end(), [](const Part& one, const Part& other) {
+    const auto place = [](const Part& part) {
+      return std::pair(!part.first->draws_distinct(part.first->shared_by_default()), part.first->counts_beside());
+    };
+    return place(one) < place(other);
+  });
   for (size_t i = 0; i < parts_.size(); ++i) {
     register_module("part" + std::to_string(i), parts_[i].first);
   }
@@ -51,20 +55,41 @@ UnionSamplerImpl::UnionSamplerImpl(std::vector<Part> parts) : SamplerImpl(common
 Proposal UnionSamplerImpl::sample(const Tensor& input, int64_t, bool, const std::optional<Tensor>& target,
                                   std::optional<at::Generator> generator) {
   const int64_t queries = input.size(0);
-  std::vector<Tensor> private_ids{at::zeros({queries, 0}, input.options().dtype(at::kLong))}, shared_ids, shared_counts;
+  const auto longs = input.options().dtype(at::kLong);
+  // A sampler that looks at the query says what it would have drawn of the others' ids while it draws.
+  std::vector<Proposal> proposals;
+  std::vector<Tensor> beside, before; // its counts of the ids of the parts before it
+  for (const auto& [part, count] : parts_) {
+    const bool shared = part->shared_by_default(), asks = part->counts_beside() && !before.empty();
+    std::vector<Tensor> classes{(given(target) ? *target : at::zeros({queries}, longs)).unsqueeze(1)};
+    classes.insert(classes.end(), before.begin(), before.end());
+    Proposal own = asks ? part->sample(input, count, shared, at::cat(classes, 1), generator) : part->sample(input, count, shared, target, generator);
+    beside.push_back(asks ? own.target_log_count.narrow(1, 1, own.target_log_count.size(1) - 1) : Tensor());
+    if (asks) {
+      own.target_log_count = given(target) ? own.target_log_count.select(1, 0) : Tensor();
+    }
+    before.push_back(own.ids.expand({queries, own.ids.size(-1)}));
+    proposals.push_back(own);
+  }
+
+  std::vector<Tensor> private_ids{at::zeros({queries, 0}, longs)}, shared_ids, shared_counts;
   std::vector<Tensor> private_counts{at::zeros({queries, 0}, input.options().dtype(at::kFloat))};
   Proposal all;
   bool by_query = false;
+  int64_t begin = 0;
   for (size_t i = 0; i < parts_.size(); ++i) {
-    const auto& [part, count] = parts_[i];
-    const bool shared = part->shared_by_default();
-    const Proposal own = part->sample(input, count, shared, target, generator);
+    const Proposal& own = proposals[i];
+    const bool shared = parts_[i].first->shared_by_default();
+    const int64_t width = own.ids.size(-1);
     Tensor log_count = own.log_count;
     for (size_t j = 0; j < parts_.size(); ++j) {
-      if (const auto& [other, other_count] = parts_[j]; j != i) {
+      if (i < j && beside[j].defined()) {
+        log_count = at::logaddexp(log_count, beside[j].narrow(1, begin, width));
+      } else if (const auto& [other, other_count] = parts_[j]; j != i) {
         log_count = at::logaddexp(log_count, other->log_count(input, other_count, other->shared_by_default(), own.ids));
       }
     }
+    begin += width;
     (shared ? shared_ids : private_ids).push_back(own.ids);
     (shared ? shared_counts : private_counts).push_back(log_count);
     by_query = by_query || (shared && log_count.dim() == 2);

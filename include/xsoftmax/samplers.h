@@ -90,6 +90,8 @@ class SamplerImpl : public torch::nn::Module {
   /// Whether the candidates are the targets themselves: `sample` then takes -1 for a target that does not count, and gives it a log
   /// count of +inf: no candidate.
   virtual bool proposes_targets() const { return false; }
+  /// Whether `sample` takes target [Q, T] where draws are private, several classes for each query, and counts them all.
+  virtual bool counts_beside() const { return false; }
   /// A sampler like this one that never draws the classes `ids` (int64 [K]). Throws TypeError where that cannot be.
   virtual std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids);
   /// A sampler like this one for a class table of width `dim`, with or without a bias; null: this one does.
@@ -283,6 +285,7 @@ class MidxSamplerImpl : public AdaptiveSamplerImpl {
   torch::Tensor auxiliary_loss(const torch::Tensor& input, const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
                                std::optional<at::Generator> generator = std::nullopt) override;
   bool learns() const override { return options_.learnable; }
+  bool counts_beside() const override { return !options_.exact; }
   void note(const torch::Tensor& ids) override;
   bool draws_distinct(bool shared) const override { return options_.distinct.value_or(shared); }
   torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;

@@ -98,6 +98,7 @@ class MidxSampler(AdaptiveSampler):
         if exact and learnable:
             raise ValueError(f"{name}: expected learnable=False beside exact=True, whose q does not depend on the codewords, got True")
         self.exact = exact
+        self.counts_beside = not exact
         self.learnable = self.learns = learnable
         self.learn_rows = learn_rows
         self._has_spread = spread

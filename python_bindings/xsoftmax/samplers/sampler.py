@@ -63,6 +63,7 @@ class Sampler(nn.Module):
     num_classes: int
     shared_by_default: bool
     proposes_targets: bool
+    counts_beside: bool
     learns: bool
     renormalises: bool
 
@@ -71,6 +72,7 @@ class Sampler(nn.Module):
         self.num_classes = num_classes
         self.shared_by_default = True
         self.proposes_targets = False
+        self.counts_beside = False
         self.learns = False
         self.renormalises = True
 
@@ -84,7 +86,8 @@ class Sampler(nn.Module):
 
         Args:
             input: queries ``[Q, D]``.
-            target: int64 ``[Q]``, valid ids only. Given, the proposal holds their expected counts as well.
+            target: int64 ``[Q]``, valid ids only. Given, the proposal holds their expected counts as well. Where ``counts_beside``, and draws
+                are private, also ``[Q, T]``, several for each query; then ``target_log_count`` is of that shape.
             generator: on ``input``'s device. None: torch's default one, which ``torch.manual_seed`` governs. One int64 is drawn a call.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define sample")

@@ -5,7 +5,7 @@ from typing import Dict, List, Optional, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from .sampler import Proposal, Sampler
+from .sampler import Proposal, Sampler, one_set
 
 
 class UnionSampler(Sampler):
@@ -42,8 +42,8 @@ class UnionSampler(Sampler):
             if not sampler.shared_by_default and sampler.draws_distinct(False):
                 raise ValueError(f"UnionSampler: expected private draws to be independent, got distinct ones of {type(sampler).__name__}")
         super().__init__(parts[0][0].num_classes)
-        # Distinct shared draws first: an estimator renormalises the columns behind them.
-        parts = sorted(parts, key=lambda part: not part[0].draws_distinct(part[0].shared_by_default))
+        # Distinct shared draws first: an estimator renormalises the columns behind them. Samplers that count what stands before them last.
+        parts = sorted(parts, key=lambda part: (not part[0].draws_distinct(part[0].shared_by_default), part[0].counts_beside))
         self.parts = nn.ModuleList(sampler for sampler, _ in parts)
         self.counts: List[int] = [count for _, count in parts]
         self.learns = any(sampler.learns for sampler, _ in parts)
@@ -102,20 +102,46 @@ class UnionSampler(Sampler):
         Private draws stand in ``ids [Q, P]``, shared ones in ``shared_ids [S]``, whose counts are ``[Q, S]`` where a sampler looks at the query.
         """
         queries = input.size(0)
+        # A sampler that looks at the query says what it would have drawn of the others' ids while it draws.
+        proposals: List[Proposal] = []
+        beside: List[Optional[Tensor]] = []  # its counts of the ids of the parts before it
+        before: List[Tensor] = []
+        for i, part in enumerate(self.parts):
+            if part.counts_beside and len(before) > 0:
+                first = torch.zeros([queries], dtype=torch.int64, device=input.device) if target is None else target
+                own = part.sample(input, self.counts[i], part.shared_by_default, torch.cat([first.unsqueeze(1)] + before, 1), generator)
+                counts = own.target_log_count
+                assert counts is not None
+                beside.append(counts[:, 1:])
+                of_target: Optional[Tensor] = None
+                if target is not None:
+                    of_target = counts[:, 0]
+                proposals.append(one_set(own.ids, own.log_count, of_target, own.distinct))
+            else:
+                beside.append(None)
+                proposals.append(part.sample(input, self.counts[i], part.shared_by_default, target, generator))
+            ids = proposals[i].ids
+            before.append(ids.expand(queries, ids.size(-1)))
+
         private_ids: List[Tensor] = []
         private_counts: List[Tensor] = []
         shared_ids: List[Tensor] = []
         shared_counts: List[Tensor] = []
-        shared_distinct = 0
+        shared_distinct, begin = 0, 0
         by_query = False
         total: Optional[Tensor] = None
         draws: Optional[Tensor] = None
         for i, part in enumerate(self.parts):
-            proposal = part.sample(input, self.counts[i], part.shared_by_default, target, generator)
+            proposal = proposals[i]
             log_count = proposal.log_count
+            end = begin + proposal.ids.size(-1)
             for j, other in enumerate(self.parts):
-                if i != j:
+                known = beside[j]
+                if i < j and known is not None:
+                    log_count = torch.logaddexp(log_count, known[:, begin:end])
+                elif i != j:
                     log_count = torch.logaddexp(log_count, other.log_count(input, self.counts[j], other.shared_by_default, proposal.ids))
+            begin = end
             if part.shared_by_default:
                 shared_ids.append(proposal.ids)
                 shared_counts.append(log_count)
@@ -125,11 +151,11 @@ class UnionSampler(Sampler):
             else:
                 private_ids.append(proposal.ids)
                 private_counts.append(log_count)
-            of_target = proposal.target_log_count
-            if of_target is not None:
-                total = of_target if total is None else torch.logaddexp(total, of_target)
+            count = proposal.target_log_count
+            if count is not None:
+                total = count if total is None else torch.logaddexp(total, count)
                 if not proposal.distinct:
-                    draws = of_target if draws is None else torch.logaddexp(draws, of_target)
+                    draws = count if draws is None else torch.logaddexp(draws, count)
         if total is not None and draws is None:
             draws = torch.full_like(total, float("-inf"))
         ids = torch.cat(private_ids, 1) if len(private_ids) > 0 else torch.zeros([queries, 0], dtype=torch.int64, device=input.device)
