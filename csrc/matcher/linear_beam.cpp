@@ -24,6 +24,7 @@ BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature) : view_(
   const size_t child_size = view.wide ? sizeof(int32_t) : sizeof(uint8_t), value_size = view.half ? sizeof(F16) : sizeof(float);
   int64_t entry = 0;
   for (int64_t p = 0; p < parents(); ++p) {
+    most_children_ = std::max(most_children_, children(p));
     FeatureSlot* slots = slots_.data() + slots_begin[p];
     Chunk& chunk = chunks_[p];
     chunk.weights = {slots, uint32_t(slots_begin[p + 1] - slots_begin[p] - 1), 32 - bits(p), static_cast<const char*>(view.child) + entry * child_size,
@@ -118,6 +119,9 @@ void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& querie
     float* scores = scores_.data() + pair.at;
     layer.score(pair.parent, queries, pair.query, bias, scores);
     rows.combine(scores, layer.children(pair.parent), pair.score, options.transform, options.power, options.combiner);
+    for (int64_t c = 0; c < layer.children(pair.parent); ++c) { // -infinity says that a node is not asked for; a NaN would have no place
+      scores[c] = scores[c] > std::numeric_limits<float>::lowest() ? scores[c] : std::numeric_limits<float>::lowest();
+    }
   }
   if (!allowed.empty()) {
     const std::vector<bool>& may = allowed[depth];

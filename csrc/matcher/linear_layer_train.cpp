@@ -237,7 +237,9 @@ class GroupTrainer {
  private:
   void keep(int64_t columns, int64_t lanes, int64_t count, int64_t child, std::vector<Weight>& weights, Stats& stats) {
     float least[kSiblingLanes];
+    int64_t equals[kSiblingLanes]; // how many of that size may stay
     for (int64_t c = 0; c < count; ++c) {
+      equals[c] = columns;
       least[c] = std::max(training_.threshold, std::numeric_limits<float>::min());
       if (training_.max_weights > 0 && training_.max_weights < columns) {
         size_.resize(columns);
@@ -245,14 +247,19 @@ class GroupTrainer {
           size_[j] = std::abs(weight_[j * lanes + c]);
         }
         std::nth_element(size_.begin(), size_.begin() + training_.max_weights - 1, size_.end(), std::greater<>());
-        least[c] = std::max(least[c], size_[training_.max_weights - 1]);
+        const float last = size_[training_.max_weights - 1];
+        if (last >= least[c]) {
+          least[c] = last;
+          equals[c] = std::count(size_.begin(), size_.begin() + training_.max_weights, last);
+        }
       }
     }
     for (int64_t j = 0; j < columns; ++j) {
       const float* w = weight_.data() + j * lanes;
       for (int64_t c = 0; c < count; ++c) {
         stats.weights += w[c] != 0.0f;
-        if (std::abs(w[c]) >= least[c]) {
+        const float size = std::abs(w[c]);
+        if (size > least[c] || (size == least[c] && equals[c]-- > 0)) {
           weights.push_back({int32_t(j), int32_t(child + c), w[c]});
         }
       }

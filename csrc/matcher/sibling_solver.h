@@ -16,8 +16,8 @@ namespace xsoftmax {
 // each sweep, w.x_i is read and w moved along x_i. The labels of a group are lanes of a vector register: one reading of a row, and of the
 // weights of its columns [columns][lanes], serves them all, where one label at a time would gather single numbers.
 //
-// A label is done when the largest and the least projected gradient of a sweep over all rows differ by at most `tolerance` (logistic: the
-// largest violation). Rows at the bound of every label still at work, and above the last sweep's largest gradient, are left out until the
+// A label is done when the projected gradients of a sweep over all rows are at most `tolerance` from 0 and from each other (logistic: from 0).
+// Rows at a bound of every label still at work, with a gradient beyond the last sweep's largest or least, are left out until the
 // others have converged ("shrinking"). A label's result depends on its group, not on threads.
 //
 // Warm: from weights w that are near the best, the dual variables that would belong to them if they were the best, a_i = -C_i loss'(y_i w.x_i),

@@ -116,7 +116,8 @@ static inline Float<kLanes> logistic_weight(Float<kLanes> logit, Float<kLanes> c
 template <int kLanes>
 static inline Float<kLanes> logistic_logit(Float<kLanes> logit, Float<kLanes> a, Float<kLanes> margin, float square, Float<kLanes> cost) {
   using F = Float<kLanes>;
-  F low = -margin - square * (cost - a), high = -margin + square * a, u = smaller(larger(logit, low), high);
+  const auto clamped = [](F x) { return smaller(larger(x, F{} - kLogit), F{} + kLogit); };
+  F low = clamped(-margin - square * (cost - a)), high = clamped(-margin + square * a), u = smaller(larger(logit, low), high);
   for (int step = 0; step < 8; ++step) {
     const F z = logistic_weight<kLanes>(u, cost), value = square * (z - a) + margin + u;
     low = value < 0 ? u : low;
@@ -124,13 +125,13 @@ static inline Float<kLanes> logistic_logit(Float<kLanes> logit, Float<kLanes> a,
     const F moved = u - value / (1.0f + square * z * (1.0f - z / cost));
     u = (moved >= low) & (moved <= high) ? moved : 0.5f * (low + high);
   }
-  return smaller(larger(u, F{} - kLogit), F{} + kLogit);
+  return u;
 }
 
 /// What one row does to the labels at work.
 template <int kLanes>
 struct Visit {
-  Float<kLanes> violation; ///< the projected gradient; of logistic the gradient
+  Float<kLanes> violation; ///< the projected gradient
   Float<kLanes> state;     ///< after it
   Float<kLanes> change;    ///< of the dual variable
   Mask<kLanes> out;        ///< the row may be left out
@@ -138,13 +139,15 @@ struct Visit {
 
 template <int kLanes, LinearLoss kLoss>
 static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Float<kLanes> cost, float square, Mask<kLanes> work,
-                                  Float<kLanes> bound) {
+                                  Float<kLanes> above, Float<kLanes> below) {
   using F = Float<kLanes>;
   const Mask<kLanes> costly = cost > 0;
   if constexpr (kLoss == LinearLoss::Logistic) {
     const F before = logistic_weight<kLanes>(state, cost);
     const F after = work & costly ? logistic_logit<kLanes>(state, before, margin, square, cost) : state;
-    return {costly ? margin + state : F{}, after, logistic_weight<kLanes>(after, cost) - before, Mask<kLanes>{}};
+    const F gradient = margin + state; // beyond +-kLogit, where the dual variable is at its bound, a margin owes nothing
+    const F violation = state <= -kLogit ? smaller(gradient, F{}) : state >= kLogit ? larger(gradient, F{}) : gradient;
+    return {costly ? violation : F{}, after, logistic_weight<kLanes>(after, cost) - before, Mask<kLanes>{}};
   } else {
     constexpr bool kSquared = kLoss == LinearLoss::SquaredHinge;
     const F ridge = kSquared ? 0.5f / cost : F{}, limit = kSquared ? F{} + kInfinity : cost;
@@ -154,7 +157,7 @@ static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Flo
     const F whole = square + ridge;
     const F free = whole > 0 ? state - gradient / whole : (gradient < 0 ? limit : F{});
     const F after = work & costly ? smaller(larger(free, F{}), limit) : state;
-    return {costly ? violation : F{}, after, after - state, (low & (gradient > bound)) | (high & (gradient < -bound)) | ~costly};
+    return {costly ? violation : F{}, after, after - state, (low & (gradient > above)) | (high & (gradient < below)) | ~costly};
   }
 }
 
@@ -204,7 +207,7 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
       state[i] = kInitialState<kLoss>;
     }
   }
-  F bound = F{} + kInfinity; // of the gradient, above which a row is left out
+  F above = F{} + kInfinity, below = F{} - kInfinity; // of the gradient, beyond which a row at a bound is left out
   Mask<kLanes> work = lanes_of<kLanes>((1u << p.labels) - 1);
   stats->sweeps = 0;
   while (stats->sweeps < p.sweeps && any(work) && (p.stop == nullptr || __atomic_load_n(p.stop, __ATOMIC_RELAXED) == 0)) {
@@ -216,7 +219,7 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
       const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
       const F y = positive ? F{} + 1.0f : F{} - 1.0f;
       const Visit<kLanes> now = visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights),
-                                                     costs<kLanes>(p, row, positive), p.square[row], work, bound);
+                                                     costs<kLanes>(p, row, positive), p.square[row], work, above, below);
       most = work ? larger(most, now.violation) : most;
       least = work ? smaller(least, now.violation) : least;
       if (any(now.change != 0)) {
@@ -227,13 +230,16 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
         exchange(order, at--, --active);
       }
     }
-    const F range = kLoss == LinearLoss::Logistic ? larger(most, -least) : most - least;
+    // The largest violation, too: at an optimum the gradients are 0, not only alike.
+    const F worst = larger(most, -least), range = kLoss == LinearLoss::Logistic ? worst : larger(most - least, worst);
     const Mask<kLanes> open = work & ~(range <= p.tolerance);
-    bound = most > 0 ? most : F{} + kInfinity;
+    above = most > 0 ? most : F{} + kInfinity;
+    below = least < 0 ? least : F{} - kInfinity;
     work = active == p.rows ? open : work;
     if (!any(open)) { // as far as the rows at hand tell: all of them once more
       active = p.rows;
-      bound = F{} + kInfinity;
+      above = F{} + kInfinity;
+      below = F{} - kInfinity;
     }
   }
   stats->unconverged = 0;

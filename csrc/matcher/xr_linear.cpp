@@ -14,6 +14,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
+#include <utility>
 
 namespace xsoftmax {
 namespace {
@@ -23,7 +25,10 @@ using at::Tensor;
 constexpr const char* kName = "XRLinear";
 constexpr int64_t kBlock = 128; // queries that are looked up together
 
-ScoreCombiner combiner_named(const std::string& name) {
+ScoreCombiner combiner_named(const std::string& name, const std::string& transform) {
+  if (name.empty()) { // logs are added where the others are multiplied
+    return transform.starts_with("log-") ? ScoreCombiner::Add : ScoreCombiner::Multiply;
+  }
   if (name == "multiply") {
     return ScoreCombiner::Multiply;
   }
@@ -53,10 +58,14 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   if (given(dense)) {
     check::dim(kName, "dense", *dense, 2);
     check::dtype(kName, "dense", *dense, at::kFloat);
+    TORCH_CHECK_TYPE(dense->is_cpu(), kName, ": expected dense on the CPU, got ", dense->device());
     check::size(kName, "dense", *dense, 0, offsets.size(0) - 1, "the queries");
     TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName,
                       ": expected dense_begin and the width of dense to add up to ", features, ", got ", dense_begin, " and ", dense->size(1));
     queries.dense = dense->contiguous();
+    for (const float value : span_of<float>(queries.dense)) {
+      TORCH_CHECK_VALUE(std::isfinite(value), kName, ": expected dense with finite numbers, got ", value);
+    }
   }
   const auto feature = span_of<int32_t>(queries.feature);
   const auto value = span_of<float>(queries.value);
@@ -110,10 +119,12 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
                                         const OptionalTensor& only) const {
   TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
   TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
-  const auto [kind, power] = transform_named(kName, transform.empty() ? transform_ : transform);
+  const std::string& used = transform.empty() ? transform_ : transform;
+  const auto [kind, power] = transform_named(kName, used);
   const QueryTensors queries = check_queries(offsets, columns, values, dense, dense_begin, features_);
-  const int64_t n = queries.views.count, k = std::min(topk, num_labels());
-  const BeamOptions options{beam, k, kind, power, combiner_named(combiner)};
+  const int64_t n = queries.views.count, most = layers_.back().most_children(); // so many labels at most below a node of the beam
+  const int64_t k = std::min({topk, num_labels(), beam > num_labels() / most ? num_labels() : beam * most});
+  const BeamOptions options{beam, k, kind, power, combiner_named(combiner, used)};
   const std::vector<std::vector<bool>> allowed = given(only) ? allowed_nodes(*only) : std::vector<std::vector<bool>>();
 
   const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat), ends = at::empty({n + 1}, at::kLong);
@@ -153,6 +164,21 @@ Tensor XRLinear::predict_csr(const Tensor& queries, int64_t topk, int64_t beam) 
   check::dim(kName, "queries", queries, 2);
   check::size(kName, "queries", queries, 1, features_, "the features of the model");
   const auto [offsets, labels, scores] = predict(queries.crow_indices(), queries.col_indices(), queries.values(), std::nullopt, 0, topk, beam);
+  // Columns of such a tensor rise.
+  const auto end = span_of<int64_t>(offsets);
+  int64_t* label = labels.mutable_data_ptr<int64_t>();
+  float* score = scores.mutable_data_ptr<float>();
+  std::vector<std::pair<int64_t, float>> row;
+  for (int64_t q = 0; q < queries.size(0); ++q) {
+    row.clear();
+    for (int64_t t = end[q]; t < end[q + 1]; ++t) {
+      row.emplace_back(label[t], score[t]);
+    }
+    std::sort(row.begin(), row.end());
+    for (int64_t t = end[q]; t < end[q + 1]; ++t) {
+      std::tie(label[t], score[t]) = row[t - end[q]];
+    }
+  }
   return at::_sparse_csr_tensor_unsafe(offsets, labels, scores, {queries.size(0), num_labels()}, scores.options().layout(at::kSparseCsr));
 }
 
@@ -175,12 +201,32 @@ std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const
 
 std::vector<Tensor> XRLinear::layer(int64_t depth) const {
   TORCH_CHECK_INDEX(depth >= 0 && depth < this->depth(), kName, ": expected a layer in [0, ", this->depth(), "), got ", depth);
-  return parts_[depth];
+  std::vector<Tensor> parts; // copies: the model's own have been checked, and may be read-only
+  for (const Tensor& part : parts_[depth]) {
+    parts.push_back(part.clone());
+  }
+  return parts;
+}
+
+int64_t XRLinear::num_weights() const {
+  int64_t sum = 0;
+  for (const auto& parts : parts_) {
+    sum += parts.back().size(0);
+  }
+  return sum;
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.class_<XRLinear>("XRLinear")
-      .def(torch::init<int64_t, double, const std::string&, Tensor, std::vector<std::vector<Tensor>>>())
+      .def(torch::init([](int64_t features, double bias, const std::string& transform, const Tensor& labels,
+                          std::vector<std::vector<Tensor>> layers) {
+        for (auto& parts : layers) {
+          for (Tensor& part : parts) {
+            part = part.clone(); // what is checked now must not change
+          }
+        }
+        return c10::make_intrusive<XRLinear>(features, bias, transform, labels.clone(), std::move(layers));
+      }))
       .def("predict", [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& offsets, const Tensor& columns, const Tensor& values,
                          const OptionalTensor& dense, int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform,
                          const std::string& combiner, const OptionalTensor& only) {
@@ -191,6 +237,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       })
       .def("layer", &XRLinear::layer)
       .def("labels", &XRLinear::labels)
+      .def("num_weights", &XRLinear::num_weights)
       .def("features", &XRLinear::features)
       .def("bias", &XRLinear::bias)
       .def("num_labels", &XRLinear::num_labels)

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <span>
 
@@ -148,16 +149,30 @@ class Mapping {
   uint64_t bytes_;
 };
 
-bool holds_model(const fs::path& folder) { return fs::is_regular_file(folder / kFile); }
+/// Throws unless `target` is not there, or a folder with a model and nothing else.
+void check_target(const fs::path& target) {
+  if (!fs::exists(fs::symlink_status(target))) {
+    return;
+  }
+  TORCH_CHECK_VALUE(fs::is_directory(fs::symlink_status(target)), "XRLinear: expected path as a new folder or one with a model, got ", target,
+                    ", which is something else");
+  std::array<char, kMagic.size()> magic{};
+  std::ifstream(target / kFile, std::ios::binary).read(magic.data(), magic.size());
+  TORCH_CHECK_VALUE(magic == kMagic, "XRLinear: expected path as a new folder or one with a model, got ", target, ", which holds none");
+  for (const auto& entry : fs::directory_iterator(target)) {
+    const fs::path name = entry.path().filename();
+    TORCH_CHECK_VALUE(name == kFile || name == kNotes, "XRLinear: expected path as a new folder or one with a model alone, got ", target,
+                      ", which holds ", name, " as well");
+  }
+}
 
 /// A folder to write into, gone when it does not take the place of another.
 class Draft {
  public:
   explicit Draft(const fs::path& target) : target_(target), path_(target.string() + ".XXXXXX") {
     TORCH_CHECK(mkdtemp(path_.data()) != nullptr, "XRLinear: cannot make a folder beside ", target, ": ", reason());
-    const mode_t mask = umask(0); // mkdtemp lets nobody else in
-    umask(mask);
-    fs::permissions(path_, fs::perms(0777 & ~mask));
+    fs::remove(path_); // mkdtemp lets nobody else in: the name is free, and the folder made as others are
+    TORCH_CHECK(mkdir(path_.c_str(), 0777) == 0, "XRLinear: cannot make a folder beside ", target, ": ", reason());
   }
   ~Draft() {
     std::error_code ignored;
@@ -168,9 +183,23 @@ class Draft {
 
   /// Becomes the target; a folder of that name changes places with it, and goes.
   void publish() {
-    const unsigned how = fs::exists(target_) ? RENAME_EXCHANGE : RENAME_NOREPLACE;
-    TORCH_CHECK(renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), how) == 0, "XRLinear: cannot rename ", path_, " to ", target_, ": ",
-                reason());
+    File(path_, O_RDONLY | O_DIRECTORY).flush();
+    const bool there = fs::exists(target_);
+    const unsigned how = there ? RENAME_EXCHANGE : RENAME_NOREPLACE;
+    bool done = renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), how) == 0;
+    if (!done && (errno == EINVAL || errno == ENOSYS)) { // a file system that knows no flags: for a moment there is no folder of that name
+      const std::string old = path_ + ".old";
+      if (!there || rename(target_.c_str(), old.c_str()) == 0) {
+        done = rename(path_.c_str(), target_.c_str()) == 0;
+        const int why = errno;
+        if (there && !done) {
+          rename(old.c_str(), target_.c_str());
+        }
+        path_ = there && done ? old : path_;
+        errno = why;
+      }
+    }
+    TORCH_CHECK(done, "XRLinear: cannot rename ", path_, " to ", target_, ": ", reason());
     const fs::path parent = fs::absolute(target_).parent_path();
     File(parent, O_RDONLY | O_DIRECTORY).flush();
   }
@@ -186,8 +215,7 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
   fs::path target = fs::path(path);
   target = target.has_filename() ? target : target.parent_path(); // "model/"
   TORCH_CHECK_VALUE(!target.empty(), "XRLinear: expected path as the name of a folder, got \"", path, "\"");
-  TORCH_CHECK_VALUE(!fs::exists(target) || holds_model(target), "XRLinear: expected path as a new folder or one with a model, got ", target,
-                    ", which is something else");
+  check_target(target);
   std::vector<Tensor> tensors{labels_};
   for (const auto& parts : parts_) {
     tensors.insert(tensors.end(), parts.begin(), parts.end());

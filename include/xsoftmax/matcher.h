@@ -36,17 +36,17 @@ class XRLinear : public torch::CustomClassHolder {
   ///
   /// beam: nodes of a layer that are looked below. transform: "l1-hinge" .. "l6-hinge", e^-max(0, 1 - z)^p of a score z; "sigmoid";
   /// "identity"; "log-" before the first two for their logs; empty: the model's own. combiner: what a node's score makes of its parent's: "multiply", "add", or
-  /// "last", itself alone. only: int64, the labels among which the best are wanted; none: all.
+  /// "last", itself alone; empty: "add" beside a transform to logs, else "multiply". only: int64, the labels among which the best are wanted; none: all.
   Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
                       const std::optional<at::Tensor>& dense = std::nullopt, int64_t dense_begin = 0, int64_t topk = 10, int64_t beam = 10,
-                      const std::string& transform = "", const std::string& combiner = "multiply",
+                      const std::string& transform = "", const std::string& combiner = "",
                       const std::optional<at::Tensor>& only = std::nullopt) const;
 
-  /// predict() of a sparse CSR tensor [n, features], as one [n, L] of the scores, the entries of a row best first.
+  /// predict() of a sparse CSR tensor [n, features], as one [n, L] of the scores, the entries of a row by label.
   at::Tensor predict_csr(const at::Tensor& queries, int64_t topk = 10, int64_t beam = 10) const;
 
-  /// Writes the model to the folder `path`, as a whole or not at all: a folder that load() would read is replaced, and goes on to serve who
-  /// reads it; any other is left alone. notes: goes beside it as notes.json, for people; empty: none.
+  /// Writes the model to the folder `path`, as a whole or not at all: a folder that holds a model and nothing else is replaced, and goes on
+  /// to serve who reads it; any other is left alone. notes: goes beside it as notes.json, for people; empty: none.
   void save(const std::string& path, const std::string& notes = "") const;
   /// What save() wrote, checked. Weights are mapped into memory, read-only: processes share them.
   static c10::intrusive_ptr<XRLinear> load(const std::string& path);
@@ -56,9 +56,10 @@ class XRLinear : public torch::CustomClassHolder {
   const std::string& transform() const { return transform_; }
   int64_t num_labels() const { return labels_.size(0); }
   int64_t depth() const { return int64_t(parts_.size()); }
-  /// The parts of a layer: first_child, chunk, feature, more, child, value.
+  /// Copies of the parts of a layer: first_child, chunk, feature, more, child, value.
   std::vector<at::Tensor> layer(int64_t depth) const;
-  at::Tensor labels() const { return labels_; }
+  at::Tensor labels() const { return labels_.clone(); }
+  int64_t num_weights() const;
 
  private:
   /// Of each layer the nodes above some label of `only`.

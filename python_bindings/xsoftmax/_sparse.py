@@ -7,6 +7,27 @@ import torch
 from torch import Tensor
 
 
+def checked(owner: str, argument: str, matrix):
+    """A scipy sparse matrix as CSR whose indices are sound: operators and scipy's own routines read memory by them."""
+    import scipy.sparse as sp
+
+    if not sp.issparse(matrix):
+        raise TypeError(f"{owner}: expected {argument} as a scipy sparse matrix, got {type(matrix).__name__}")
+    if matrix.dtype.kind not in "fiub":
+        raise TypeError(f"{owner}: expected {argument} of numbers, got dtype {matrix.dtype}")
+    if matrix.format in ("csr", "csc", "bsr"):
+        try:
+            matrix.check_format(full_check=True)
+        except ValueError as error:
+            raise ValueError(f"{owner}: expected {argument} as a sound sparse matrix, got one whose parts contradict each other ({error})") from error
+    rows = matrix.tocsr()
+    if rows.dtype.kind == "f" and not np.isfinite(rows.data).all():
+        at = int(np.flatnonzero(~np.isfinite(rows.data))[0])
+        row = int(np.searchsorted(rows.indptr, at, side="right")) - 1
+        raise ValueError(f"{owner}: expected {argument} with finite numbers, got {rows.data[at]} in row {row}, column {int(rows.indices[at])}")
+    return rows
+
+
 def index_tensors(matrix) -> Tuple[Tensor, Tensor]:
     """Of CSR or CSC: where each row or column begins (int64), and the indices (int32)."""
     return torch.from_numpy(matrix.indptr.astype(np.int64, copy=False)), torch.from_numpy(matrix.indices.astype(np.int32, copy=False))

@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import List, Optional
 
+import numpy as np
 import torch
 
 from . import metrics
@@ -15,12 +17,17 @@ from .xr_linear import XRLinear
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
-    args = make_parser().parse_args(arguments)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads: expected at least 1, got {args.threads}")
+    if not 0 <= getattr(args, "seed", 0) < 2**63:
+        parser.error(f"--seed: expected a number in [0, 2^63), got {args.seed}")
     try:
+        if args.threads is not None:
+            torch.set_num_threads(args.threads)
         args.run(args)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, IndexError, RuntimeError) as error:
         print(f"xsoftmax {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -69,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     predict.add_argument("--topk", type=int, default=10, help="labels of an example")
     predict.add_argument("--beam", type=int, default=10, help="nodes that are looked below")
     predict.add_argument("--transform", help="of a classifier's score (default: the model's own)")
-    predict.add_argument("--combiner", default="multiply", choices=["multiply", "add", "last"], help="of that and the parent's")
+    predict.add_argument("--combiner", choices=["multiply", "add", "last"], help="of that and the parent's (default: add for logs, else multiply)")
     predict.add_argument("--ensemble", default="average", choices=METHODS, help="of several models")
 
     evaluate = command("evaluate", run_evaluate, "precision, recall, nDCG and propensity-scored precision of predictions")
@@ -86,6 +93,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_train(args: argparse.Namespace) -> None:
+    target = Path(args.model)
+    check_parent(target)
+    if target.exists() and not (target / "model.bin").is_file():
+        raise ValueError(f"expected path as a new folder or one with a model, got {target}, which is something else")
     X, Y = read_examples(args.data, args.labels)
     X = unit_rows(X) if args.normalize else X
     generator = torch.Generator().manual_seed(args.seed)
@@ -97,6 +108,16 @@ def run_train(args: argparse.Namespace) -> None:
     model.notes["normalize"] = args.normalize
     model.save(args.model)
     print(model)
+    lengths = np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())
+    if len(lengths) and not 0.9 < np.median(lengths) < 1.1:
+        print(f"the rows of {args.data} are of length {np.median(lengths):.3g} (median): the defaults suit rows of length 1, see --normalize",
+              file=sys.stderr)
+
+
+def check_parent(path: Path) -> None:
+    """Before hours of work whose result has no place."""
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.absolute().parent} for {path.name}")
 
 
 def run_predict(args: argparse.Namespace) -> None:
@@ -104,6 +125,7 @@ def run_predict(args: argparse.Namespace) -> None:
 
     if not args.predictions.endswith(".npz"):
         raise ValueError(f"expected the name of a .npz for the predictions, got {args.predictions}")
+    check_parent(Path(args.predictions))
     X = read_sparse(args.data) if args.data.endswith(".npz") else read_examples(args.data)[0]
     found = []
     for path in args.models:

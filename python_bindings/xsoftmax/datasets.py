@@ -6,7 +6,7 @@ from typing import Optional, Tuple, Union
 
 import torch
 
-from ._sparse import csr_matrix
+from ._sparse import checked, csr_matrix
 
 __all__ = ["read_examples", "read_sparse"]
 
@@ -28,7 +28,9 @@ def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["s
     if str(path).endswith(".npz"):
         if labels is None:
             raise ValueError(f"read_examples: expected labels beside {path}, got None")
-        X, Y = read_sparse(path), read_sparse(labels)
+        X, Y = read_sparse(path).astype("float32", copy=False), read_sparse(labels).astype("float32", copy=False)
+        Y.eliminate_zeros()
+        Y.data[:] = 1
         if X.shape[0] != Y.shape[0]:
             raise ValueError(f"read_examples: expected as many rows in {path} and {labels}, got {X.shape[0]} and {Y.shape[0]}")
         return X, Y
@@ -50,8 +52,9 @@ def read_sparse(path: PathName) -> "scipy.sparse.csr_matrix":  # noqa: F821
     import scipy.sparse as sp
 
     try:
-        return sp.load_npz(path).tocsr()
+        matrix = sp.load_npz(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"read_sparse: there is no file {path}") from None
     except Exception as error:  # zip's, numpy's and scipy's own
         raise ValueError(f"read_sparse: expected {path} as scipy.sparse.save_npz writes it, got another file ({error})") from error
+    return checked("read_sparse", str(path), matrix)

@@ -16,7 +16,7 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
 
     Args:
         predictions: of any models, a row of scores a query. A label that one of them does not name has the score 0 from it.
-        method: ``"average"``: the mean of the scores, for models whose scores mean the same. ``"softmax"``: the mean of their softmax over
+        method: ``"average"``: the mean of the scores, for models whose scores mean the same, none below 0. ``"softmax"``: the mean of their softmax over
             each row. ``"rank"``: the mean of ``(T - r) / T``, r = 0, 1, .. the rank in the row, T the length of the longest of the query's
             rows. ``"round_robin"``: one label from each in turn, those that are named already left out; the scores fall from 1.
         weights: of the models in a mean. None: equal.
@@ -47,6 +47,9 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
         row = np.repeat(np.arange(shape[0]), np.diff(part.indptr))
         rank = ranks(part)
         if method == "average":
+            if (part.data < 0).any():
+                raise ValueError(f"combine_predictions: expected scores of at least 0 for \"average\", since a label that a model does not name has 0, "
+                                 f"got {part.data.min()} at [{model}]; see \"softmax\" and \"rank\"")
             score = shares[model] * part.data
         elif method == "softmax":
             score = shares[model] * _softmax(part, row)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._sparse import checked
 from .cane import check_count
 from .label_tree import LabelTree
 from .losses import _make_linear, _reduction_code, flat_queries
@@ -154,7 +155,7 @@ class HierarchicalMatcher(nn.Module):
     @staticmethod
     def targets(Y) -> Tensor:
         """The non-zeros of a scipy sparse matrix [n, L] as forward() takes them: int64 [n, T], -1 where a row has fewer than T."""
-        Y = Y.tocsr()
+        Y = checked("HierarchicalMatcher.targets", "Y", Y).copy()
         Y.eliminate_zeros()
         counts = np.diff(Y.indptr)
         padded = np.full((Y.shape[0], max(int(counts.max(initial=0)), 1)), -1, np.int64)

@@ -3,10 +3,11 @@
 from os import PathLike
 from typing import List, Optional, Sequence, Tuple, Union
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._sparse import sparse_tensors
+from ._sparse import checked, sparse_tensors
 
 Nested = Sequence[Union[int, "Nested"]]
 
@@ -242,6 +243,8 @@ class LabelTree(nn.Module):
 
 def _sparse_rows(vectors: Union[Tensor, "scipy.sparse.csr_matrix"]) -> Tuple[Tensor, Tensor, Tensor]:  # noqa: F821
     """Offsets int64, columns int32 and values float32 of the rows."""
+    if isinstance(vectors, np.ndarray):
+        vectors = torch.from_numpy(vectors)
     if isinstance(vectors, Tensor):
         if vectors.dim() != 2:
             raise ValueError(f"LabelTree.from_vectors: expected vectors of shape [N, D], got {list(vectors.shape)}")
@@ -249,8 +252,8 @@ def _sparse_rows(vectors: Union[Tensor, "scipy.sparse.csr_matrix"]) -> Tuple[Ten
         there = rows != 0
         return torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]), there.nonzero()[:, 1].to(torch.int32), rows[there]
     if getattr(vectors, "format", None) != "csr":
-        raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor or a scipy CSR matrix, got {type(vectors).__name__}")
-    return sparse_tensors(vectors)
+        raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor, an array or a scipy CSR matrix, got {type(vectors).__name__}")
+    return sparse_tensors(checked("LabelTree.from_vectors", "vectors", vectors))
 
 
 def _arity(name: str, arity: int) -> int:

@@ -5,7 +5,7 @@ Where X [n, D] are the examples and Y [n, L] says which labels each has, both sc
     pii(Y)            = normalize(Y.T)                            each label by the examples that have it (positive instance indices)
     pifa(X, Y)        = normalize(Y.T @ X)                        by the sum of their features (positive instance feature aggregation)
     pifa_lf(X, Y, Z)  = [(1 - w) pifa(X, Y) | w normalize(Z)]     beside features Z [L, F] of the label itself; or their sum, where F = D
-    spectral(Y, dim)  = normalize(V)                              the right singular vectors of Y, its rows and columns scaled
+    spectral(Y, dim)  = normalize(V)                              the right singular vectors of Y, scaled, after the first (Dhillon, Eq. 12)
 
 `normalize` is :func:`unit_rows`; rows of labels without an example stay 0. All are float32; the first three are CSR, the last is dense.
 """
@@ -15,7 +15,7 @@ from typing import Union
 import numpy as np
 import torch
 
-from ._sparse import csr_matrix, index_tensors, sparse_tensors
+from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 
 __all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]
 
@@ -62,27 +62,25 @@ def spectral(Y, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarray:
     :mod:`xsoftmax.label_vectors`.
 
     Args:
-        dim: below the numbers of examples and labels.
+        dim: below the numbers of examples and labels, less 1.
     """
     from scipy.sparse import diags
     from scipy.sparse.linalg import svds
 
     Y = _labels("spectral", Y)
-    if not 1 <= dim < min(Y.shape):
-        raise ValueError(f"spectral: expected dim in [1, {min(Y.shape)}), got {dim}")
+    if not 1 <= dim < min(Y.shape) - 1:
+        raise ValueError(f"spectral: expected dim in [1, {min(Y.shape) - 1}), got {dim}")
+    if Y.nnz == 0:
+        raise ValueError("spectral: expected Y with at least one label of an example, got none")
     scale = [1 / np.sqrt(np.maximum(np.asarray(Y.sum(axis)).ravel(), 1)) for axis in (1, 0)]
-    _, _, vectors = svds((diags(scale[0]) @ Y @ diags(scale[1])).astype(np.float64), k=dim, random_state=seed)
-    vectors = (vectors[::-1] * scale[1]).T
+    _, _, vectors = svds((diags(scale[0]) @ Y @ diags(scale[1])).astype(np.float64), k=dim + 1, random_state=seed)
+    vectors = (vectors[::-1][1:] * scale[1]).T  # the first says only that all belong together
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.ascontiguousarray(vectors / np.where(lengths > 0, lengths, 1), dtype=np.float32)
 
 
 def _features(name: str, argument: str, matrix):
-    import scipy.sparse as sp
-
-    if not sp.issparse(matrix):
-        raise TypeError(f"{name}: expected {argument} as a scipy sparse matrix, got {type(matrix).__name__}")
-    return matrix.tocsr().astype(np.float32, copy=False)
+    return checked(name, argument, matrix).astype(np.float32, copy=False)
 
 
 def _labels(name: str, Y):
@@ -97,7 +95,7 @@ def _labels(name: str, Y):
 def unit_rows(X) -> "scipy.sparse.csr_matrix":  # noqa: F821
     """Each row of X, scipy sparse, divided by its length; rows of zeros stay. CSR, float32, columns sorted."""
     rows = _features("unit_rows", "X", X).copy()
-    rows.sort_indices()
+    rows.sum_duplicates()
     counts = np.diff(rows.indptr)
     squares = np.add.reduceat(np.append(np.square(rows.data, dtype=np.float64), 0), np.minimum(rows.indptr[:-1], rows.nnz)) * (counts > 0)
     lengths = np.sqrt(squares)

@@ -127,16 +127,21 @@ class _Right(NamedTuple):
 def _hits(name: str, predictions: Predictions, truth: Truth, k: int) -> Tuple[Tensor, Tensor, _Right]:
     """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), how many classes are (int64
     [Q]), and what these are."""
-    if getattr(predictions, "format", None) == "csr":
-        predictions = _best(predictions, k)
-    if not isinstance(predictions, Tensor):
-        raise TypeError(f"{name}: expected predictions as a tensor, got {type(predictions).__name__}")
-    if predictions.dtype != torch.int64:
-        raise TypeError(f"{name}: expected predictions of dtype int64, got {predictions.dtype}")
-    if isinstance(k, bool) or not isinstance(k, int):
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
         raise TypeError(f"{name}: expected k of type int, got {type(k).__name__}")
+    k = int(k)
     if k < 1:
         raise ValueError(f"{name}: expected k >= 1, got {k}")
+    if getattr(predictions, "format", None) == "csr":
+        if getattr(truth, "format", None) == "csr" and predictions.shape != truth.shape:
+            raise ValueError(f"{name}: expected predictions and truth of one shape, got {list(predictions.shape)} and {list(truth.shape)}")
+        if np.isnan(predictions.data).any():
+            raise ValueError(f"{name}: expected predictions with scores that are numbers, got nan")
+        predictions = _best(predictions, k)
+    if not isinstance(predictions, Tensor):
+        raise TypeError(f"{name}: expected predictions as a tensor or a scipy CSR matrix, got {type(predictions).__name__}")
+    if predictions.dtype != torch.int64:
+        raise TypeError(f"{name}: expected predictions of dtype int64, got {predictions.dtype}")
     if predictions.dim() != 2 or predictions.shape[1] < k:
         raise ValueError(f"{name}: expected predictions of shape [Q, {k} or more], got {list(predictions.shape)}")
     predictions = predictions[:, :k]
@@ -170,7 +175,7 @@ def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:  # noqa: F821
     """The classes of the k best scores of each row, -1 behind them."""
     rank, counts = ranks(scores), np.diff(scores.indptr)
     row, kept = np.repeat(np.arange(len(counts)), counts), rank < k
-    ids = np.full((len(counts), max(k, 0) if isinstance(k, int) else 0), -1)
+    ids = np.full((len(counts), k), -1)
     ids[row[kept], rank[kept]] = scores.indices[kept]
     return torch.from_numpy(ids)
 

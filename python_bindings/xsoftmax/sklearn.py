@@ -6,8 +6,9 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_array, check_is_fitted
+from sklearn.utils.validation import check_array, check_is_fitted, column_or_1d
 
 from .label_tree import LabelTree
 from .label_vectors import pifa
@@ -27,7 +28,7 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
     def __init__(self, *, arity: int = 16, max_leaf_size: int = 100, negatives: str = "tfn", loss: str = "squared_hinge",
                  positive_cost: float = 1.0, negative_cost: float = 1.0, tolerance: float = 0.1, sweeps: int = 100, bias: float = 1.0,
                  threshold: float = 0.1, max_weights: Optional[int] = None, beam: int = 10, topk: int = 10, min_score: float = 0.5,
-                 random_state: int = 0):
+                 random_state=0):
         self.arity, self.max_leaf_size, self.negatives, self.loss = arity, max_leaf_size, negatives, loss
         self.positive_cost, self.negative_cost, self.tolerance, self.sweeps = positive_cost, negative_cost, tolerance, sweeps
         self.bias, self.threshold, self.max_weights = bias, threshold, max_weights
@@ -35,9 +36,14 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
 
     def fit(self, X, y) -> "XRLinearClassifier":
         X = check_array(X, accept_sparse="csr", dtype=np.float32)
+        if not sp.issparse(y) and np.ndim(y) == 2 and np.shape(y)[1] == 1:
+            y = column_or_1d(y, warn=True)
         self.multilabel_ = sp.issparse(y) or np.ndim(y) == 2
         if self.multilabel_:
-            Y = sp.csr_matrix(y, dtype=np.float32)
+            Y = check_array(y, accept_sparse="csr", dtype=np.float32, input_name="y")
+            Y = sp.csr_matrix(Y)
+            if not np.isin(Y.data, (0, 1)).all():
+                raise ValueError(f"XRLinearClassifier.fit: expected y of several labels as zeros and ones, got {Y.data[~np.isin(Y.data, (0, 1))][0]}")
             self.classes_ = np.arange(Y.shape[1])
         else:
             check_classification_targets(y)
@@ -46,7 +52,7 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         if X.shape[0] != Y.shape[0]:
             raise ValueError(f"XRLinearClassifier.fit: expected X and y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
         X = sp.csr_matrix(X)
-        generator = torch.Generator().manual_seed(self.random_state)
+        generator = torch.Generator().manual_seed(int(check_random_state(self.random_state).randint(2**31 - 1)))
         tree = LabelTree.from_vectors(pifa(X, Y), self.arity, generator=generator, max_leaf_size=self.max_leaf_size)
         self.model_ = XRLinear.train(X, Y, tree=tree, negatives=self.negatives, beam=self.beam, loss=self.loss, positive_cost=self.positive_cost,
                                      negative_cost=self.negative_cost, tolerance=self.tolerance, sweeps=self.sweeps, bias=self.bias,

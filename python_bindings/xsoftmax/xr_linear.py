@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import label_vectors
-from ._sparse import csr_matrix, index_tensors, sparse_tensors
+from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 from .label_tree import LabelTree
 
 Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
@@ -133,24 +133,25 @@ class XRLinear:
         return XRLinear(torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, layers.labels, parts), stats)
 
     def predict(self, X: Union[Matrix, Tensor, np.ndarray], topk: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
-                only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None, combiner: str = "multiply") -> Matrix:
+                only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None, combiner: Optional[str] = None) -> Matrix:
         """The ``topk`` best labels of each row, as a CSR matrix [n, L] of their scores: the entries of a row stand best first.
 
         Args:
             X: [n, D], scipy sparse; or dense.
             beam: nodes of a layer that are looked below.
             dense: [n, d], beside a sparse X of D - d features: the last d.
-            only: the labels among which the best are wanted. None: all.
+            only: the labels among which the best are wanted, their ids or a mask [L] of bool. None: all.
             transform: of w.x: ``"l1-hinge"`` .. ``"l6-hinge"``, ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; ``"log-"`` before
                 the first two: their logs. None: the model's own.
-            combiner: of that and the parent's score: ``"multiply"``, ``"add"``, or ``"last"``, no regard to the parent's.
+            combiner: of that and the parent's score: ``"multiply"``, ``"add"``, or ``"last"``, no regard to the parent's. None: ``"add"`` for
+                logs, else ``"multiply"``.
         """
         found = self._predict(X, topk, beam, dense, only, transform, combiner)
         return csr_matrix(*found, (len(found[0]) - 1, self.num_labels))
 
     def topk(self, X: Union[Matrix, Tensor, np.ndarray], k: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
              only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None,
-             combiner: str = "multiply") -> Tuple[Tensor, Tensor]:
+             combiner: Optional[str] = None) -> Tuple[Tensor, Tensor]:
         """:meth:`predict` as tensors: (scores float32 [n, k], labels int64 [n, k]), 0 and -1 where the beam has found fewer."""
         offsets, labels, scores = self._predict(X, k, beam, dense, only, transform, combiner)
         counts = offsets.diff()
@@ -173,8 +174,8 @@ class XRLinear:
             raise ValueError(f"XRLinear.predict: expected {self.num_features} features, got {width}"
                              + ("" if block is None else f" and {block.shape[1]} dense ones"))
         if only is not None:
-            only = torch.as_tensor(only, dtype=torch.int64)
-        return self.model.predict(*parts, block, width, topk, beam, transform or "", combiner, only)
+            only = _chosen(only, self.num_labels)
+        return self.model.predict(*parts, block, width, topk, beam, transform or "", combiner or "", only)
 
     def save(self, path: Union[str, PathLike]) -> None:
         """For :meth:`load`: a folder, which takes the place of an older model as a whole or not at all."""
@@ -200,8 +201,8 @@ class XRLinear:
             raise ValueError(f"XRLinear.load: expected {path}/notes.json as save() writes it, got another file ({error!r})") from error
 
     def __repr__(self) -> str:
-        weights = sum(len(self.model.layer(i)[-1]) for i in range(self.depth))
-        return f"XRLinear(num_features={self.num_features}, num_labels={self.num_labels}, depth={self.depth}, weights={weights})"
+        return (f"XRLinear(num_features={self.num_features}, num_labels={self.num_labels}, depth={self.depth}, "
+                f"weights={self.model.num_weights()})")
 
     def _parts_for(self, layers: "_Layers", features: int) -> List[List[Tensor]]:
         parts = [self.model.layer(i) for i in range(self.depth)]
@@ -301,48 +302,35 @@ class _Watch:
 
 def _examples(name: str, X: Matrix) -> Matrix:
     """CSR, float32, sorted; the caller's own is left as it is."""
-    import scipy.sparse as sp
-
-    if not sp.issparse(X):
-        raise TypeError(f"XRLinear.{name}: expected X as a scipy sparse matrix, got {type(X).__name__}")
-    given, X = X, X.tocsr()
+    given, X = X, checked(f"XRLinear.{name}", "X", X)
     if not X.has_canonical_format:
         X = X.copy() if X is given else X
         X.sum_duplicates()
-    if not np.isfinite(X.data).all():
-        row, column = _place(X, np.flatnonzero(~np.isfinite(X.data))[0])
-        raise ValueError(f"XRLinear.{name}: expected X with finite numbers, got {X[row, column]} in row {row}, column {column}")
-    return X if X.dtype == np.float32 else X.astype(np.float32)
+    with np.errstate(over="ignore"):
+        narrow = X if X.dtype == np.float32 else X.astype(np.float32)
+    return narrow if X is narrow else checked(f"XRLinear.{name}", "X in float32", narrow)
 
 
-def _pairs(name: str, argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None) -> Matrix:
-    """CSR, without stored zeros; the caller's own is left as it is."""
-    import scipy.sparse as sp
-
-    if not sp.issparse(Y):
-        raise TypeError(f"XRLinear.{name}: expected {argument} as a scipy sparse matrix, got {type(Y).__name__}")
+def _pairs(name: str, argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None, zeros: bool = False) -> Matrix:
+    """CSR, without stored zeros unless they count; the caller's own is left as it is."""
+    given, Y = Y, checked(f"XRLinear.{name}", argument, Y)
     if shape is not None and Y.shape != shape:
         raise ValueError(f"XRLinear.{name}: expected {argument} of shape {list(shape)}, as Y, got {list(Y.shape)}")
     if Y.shape[1] == 0:
         raise ValueError(f"XRLinear.{name}: expected {argument} with at least one label, got none")
-    given, Y = Y, Y.tocsr()
     if not Y.has_canonical_format or (Y.data == 0).any():
         Y = Y.copy() if Y is given else Y
         Y.sum_duplicates()
-        Y.eliminate_zeros()
+        if not zeros:
+            Y.eliminate_zeros()
     return Y
-
-
-def _place(matrix: Matrix, at: int) -> Tuple[int, int]:
-    return int(np.searchsorted(matrix.indptr, at, side="right")) - 1, int(matrix.indices[at])
 
 
 def _relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
     """The relevance of each pair of Y, in its order."""
-    relevance = _pairs("train", "relevance", relevance, Y.shape)
-    if (relevance.data < 0).any() or not np.isfinite(relevance.data).all():
-        bad = relevance.data[(relevance.data < 0) | ~np.isfinite(relevance.data)][0]
-        raise ValueError(f"XRLinear.train: expected relevance that is finite and at least 0, got {bad}")
+    relevance = _pairs("train", "relevance", relevance, Y.shape, zeros=True)
+    if (relevance.data < 0).any():
+        raise ValueError(f"XRLinear.train: expected relevance of at least 0, got {relevance.data[relevance.data < 0][0]}")
     if relevance.nnz != Y.nnz or (relevance.indptr != Y.indptr).any() or (relevance.indices != Y.indices).any():
         raise ValueError(f"XRLinear.train: expected relevance for the {Y.nnz} pairs of Y and no others, got {relevance.nnz}")
     return relevance.data.astype(np.float32)
@@ -375,7 +363,7 @@ def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, be
 
     nodes = int(parts[-1][0][-1])
     model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes), parts)
-    offsets, found, _ = model.predict(*sparse_tensors(X), None, 0, beam, beam, "", "multiply", None)
+    offsets, found, _ = model.predict(*sparse_tensors(X), None, 0, beam, beam, "", "", None)
     columns = sp.csr_matrix((np.ones(len(found), np.int8), found.numpy(), offsets.numpy()), shape=(X.shape[0], nodes)).tocsc()
     return index_tensors(columns)
 
@@ -412,6 +400,17 @@ def _float32(name: str, argument: str, data: np.ndarray) -> np.ndarray:
     if data.dtype.kind not in "fiub":
         raise TypeError(f"XRLinear.{name}: expected {argument} of numbers, got dtype {data.dtype}")
     return data.astype(np.float32)
+
+
+def _chosen(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tensor:
+    wanted = torch.as_tensor(only if isinstance(only, (Tensor, np.ndarray)) else list(only))
+    if wanted.dtype == torch.bool:
+        if wanted.shape != (labels,):
+            raise ValueError(f"XRLinear.predict: expected only as a mask of shape [{labels}], got {list(wanted.shape)}")
+        return wanted.nonzero().squeeze(1)
+    if wanted.numel() > 0 and (wanted.is_floating_point() or wanted.is_complex()):
+        raise TypeError(f"XRLinear.predict: expected only as ids of labels or a mask, got dtype {str(wanted.dtype).removeprefix('torch.')}")
+    return wanted.to("cpu", torch.int64)
 
 
 def _block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:

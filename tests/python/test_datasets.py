@@ -103,7 +103,7 @@ def test_npz(tmp_path):
     for name, part in (("x.npz", X), ("y.npz", Y), ("short.npz", Y.tocsr()[:5])):
         sp.save_npz(tmp_path / name, part)
     found = read_examples(tmp_path / "x.npz", tmp_path / "y.npz")
-    assert found[0].format == "csr" and (found[0] != X).nnz == 0 and (found[1] != Y).nnz == 0
+    assert found[0].format == "csr" and (found[0] != X.astype(np.float32)).nnz == 0 and (found[1] != (Y != 0)).nnz == 0
     (tmp_path / "bad.npz").write_bytes(b"PK nothing")
     np.savez(tmp_path / "other.npz", a=np.ones(3))
     for call, error, message in ((lambda: read_examples(tmp_path / "x.npz"), ValueError, "expected labels beside"),
@@ -115,3 +115,18 @@ def test_npz(tmp_path):
                                  (lambda: read_sparse(tmp_path / "other.npz"), ValueError, "got another file")):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_npz_of_wrong_numbers(tmp_path):
+    sound = sp.csr_matrix(np.eye(3))
+    sp.save_npz(tmp_path / "sound.npz", sound)
+    for name, change, message in (("far", lambda m: m.indices.__setitem__(1, 77), "contradict each other"),
+                                  ("nan", lambda m: m.data.__setitem__(0, np.nan), "got nan in row 0, column 0")):
+        broken = sound.copy()
+        change(broken)
+        sp.save_npz(tmp_path / f"{name}.npz", broken)
+        for pair in ((name, "sound"), ("sound", name)):
+            with pytest.raises(ValueError, match=message):
+                read_examples(*(tmp_path / f"{part}.npz" for part in pair))
+    X, Y = read_examples(tmp_path / "sound.npz", tmp_path / "sound.npz")
+    assert X.dtype == Y.dtype == np.float32 and (Y.data == 1).all()

@@ -80,3 +80,11 @@ def test_one_model_is_itself():
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_an_average_of_scores_below_zero_is_refused():
+    """A label that a model does not name would be the best of all."""
+    logs = sp.csr_matrix(np.array([[-1.0, -2.0, 0.0]]))
+    with pytest.raises(ValueError, match='at least 0 for "average"'):
+        xs.combine_predictions([logs, logs], "average")
+    assert xs.combine_predictions([logs, logs], "softmax", 1).indices.tolist() == [0]

@@ -186,3 +186,12 @@ def test_bad_input(call, error, message):
     matcher, input, target = make()
     with pytest.raises(error, match=message):
         call(matcher, input, target)
+
+
+def test_targets_leave_the_matrix_as_it_is():
+    import scipy.sparse as sp
+
+    Y = sp.csr_matrix((np.array([1, 0, 1.0]), np.array([2, 0, 1]), np.array([0, 2, 3])), shape=(2, 4))
+    assert xs.HierarchicalMatcher.targets(Y).tolist() == [[2], [1]] and Y.nnz == 3
+    with pytest.raises(TypeError, match="expected Y as a scipy sparse matrix, got ndarray"):
+        xs.HierarchicalMatcher.targets(np.eye(3))

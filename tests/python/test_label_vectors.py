@@ -5,6 +5,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 
+import xsoftmax as xs
 from xsoftmax import label_vectors
 
 X = sp.random(80, 300, 0.1, format="csr", dtype=np.float32, random_state=1)
@@ -28,7 +29,7 @@ def test_definitions():
     found = label_vectors.spectral(Y, 6)
     scale = [1 / np.sqrt(np.maximum(HAS.sum(axis), 1)) for axis in (1, 0)]
     _, _, vectors = np.linalg.svd(scale[0][:, None] * HAS * scale[1])
-    want = normalized((vectors[:6] * scale[1]).T)
+    want = normalized((vectors[1:7] * scale[1]).T)  # the first says only that all belong together
     np.testing.assert_allclose(abs(found), abs(want), atol=1e-4)  # signs are free
     assert all(part.dtype == np.float32 and part.has_canonical_format for part in (label_vectors.pii(Y), label_vectors.pifa(X, Y)))
 
@@ -70,8 +71,19 @@ def test_sums_of_rows_of_any_number_and_threads():
     (lambda: label_vectors.pifa_lf(X, Y, Z, 1.5), ValueError, r"weight in \[0, 1\]"),
     (lambda: label_vectors.pifa_lf(X, Y, Z[:9]), ValueError, "each of 150 labels, got 9"),
     (lambda: label_vectors.pifa_lf(X, Y, Z[:, :9], concatenate=False), ValueError, r"Z of shape \[150, 300\]"),
-    (lambda: label_vectors.spectral(Y, 80), ValueError, r"dim in \[1, 80\)"),
+    (lambda: label_vectors.spectral(Y, 80), ValueError, r"dim in \[1, 79\)"),
 ])
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_spectral_vectors_make_a_tree():
+    tree = xs.LabelTree.from_vectors(label_vectors.spectral(Y, 5), 4, max_leaf_size=10)
+    assert tree.num_classes == 150
+
+
+def test_unit_rows_of_entries_in_parts():
+    parts = sp.csr_matrix((np.full(2, 0.5, np.float32), np.zeros(2, int), [0, 2]), shape=(1, 3))
+    np.testing.assert_allclose(label_vectors.unit_rows(parts).toarray(), [[1, 0, 0]])
+    assert parts.nnz == 2

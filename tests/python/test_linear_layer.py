@@ -106,6 +106,39 @@ def test_small_weights_are_dropped():
     torch.testing.assert_close(few.abs().sum(1), whole.abs().topk(5).values.sum(1))
 
 
+def test_no_more_weights_than_asked_for_where_many_are_equal():
+    x, of_parent, of_child, first_child = problem(density=0.3)
+    x = sp.hstack([x, x, x], format="csr")
+    x.sort_indices()
+    free = dense(train(x, of_parent, of_child, first_child), first_child, x.shape[1])
+    kept = dense(train(x, of_parent, of_child, first_child, max_weights=7), first_child, x.shape[1])
+    assert ((kept != 0).sum(1) == 7).all()
+    for whole, some in zip(free, kept):
+        assert torch.equal(some[some != 0], whole[some != 0]) and some[some != 0].abs().min() >= whole[some == 0].abs().max()
+
+
+def test_logistic_classifiers_of_large_margins_converge():
+    x, of_parent, of_child, first_child = problem(rows=30, density=0.5)
+    layer = train(x * np.float32(60), of_parent, of_child, first_child, loss=2, positive_cost=10.0, negative_cost=10.0, tolerance=0.01)
+    assert layer[5][1] == 0
+    weight = dense(layer, first_child, x.shape[1])
+    whole = torch.cat([torch.from_numpy(x.toarray()) * 60, torch.ones(30, 1)], 1)
+    assert (whole @ weight.T).abs().max() > 18
+
+
+def test_gradients_that_are_alike_are_not_yet_zero():
+    """A sweep whose gradients are all near -1 is no end: a hub row that each of a hundred others meets once."""
+    x = sp.csr_matrix(np.hstack([np.ones((101, 1)), np.vstack([np.zeros((1, 100)), 30 * np.eye(100)])]).astype(np.float32))
+    for seed in range(40):
+        layer = train(x, [np.arange(101)], [np.arange(101)], torch.tensor([0, 1]), bias=0.0, tolerance=0.1, seed=seed)
+        weight = dense(layer, torch.tensor([0, 1]), x.shape[1])[0, :-1].requires_grad_()
+        assert layer[5][1] == 0
+        value = objective(weight, torch.from_numpy(x.toarray()), torch.ones(101), 1.0, 0)
+        best = train(x, [np.arange(101)], [np.arange(101)], torch.tensor([0, 1]), bias=0.0, tolerance=1e-5, seed=seed)
+        least = objective(dense(best, torch.tensor([0, 1]), x.shape[1])[0, :-1], torch.from_numpy(x.toarray()), torch.ones(101), 1.0, 0)
+        assert value < 1.05 * least
+
+
 def test_empty_parents_children_and_rows():
     x, *_ = problem()
     empty = np.zeros(0, int)

@@ -93,7 +93,7 @@ def test_stored_zeros_are_not_right():
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (([[0]], [[0]], 1), TypeError, "predictions as a tensor, got list"),
+        (([[0]], [[0]], 1), TypeError, "predictions as a tensor or a scipy CSR matrix, got list"),
         ((torch.zeros(1, 1), [[0]], 1), TypeError, "int64, got torch.float32"),
         ((torch.tensor([[0]]), [[0]], 0), ValueError, "k >= 1, got 0"),
         ((torch.tensor([[0]]), [[0]], 1.0), TypeError, "k of type int, got float"),

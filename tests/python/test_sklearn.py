@@ -51,3 +51,17 @@ def test_search_and_clone():
         XRLinearClassifier().predict(X)
     with pytest.raises(ValueError, match="as many rows, got 400 and 300"):
         XRLinearClassifier().fit(X, y[:300])
+
+
+@pytest.mark.parametrize("random_state", [None, 3, np.random.RandomState(0)])
+def test_random_states_of_scikit_learn(random_state):
+    model = XRLinearClassifier(random_state=random_state, max_leaf_size=4).fit(np.eye(6, dtype=np.float32), np.arange(6))
+    assert model.predict(np.eye(6, dtype=np.float32)).shape == (6,)
+
+
+def test_y_of_other_shapes():
+    with pytest.warns(UserWarning, match="column-vector"):
+        model = XRLinearClassifier(max_leaf_size=4).fit(np.eye(6, dtype=np.float32), np.arange(6)[:, None])
+    assert model.classes_.tolist() == list(range(6))
+    with pytest.raises(ValueError, match="zeros and ones, got 5"):
+        XRLinearClassifier().fit(np.eye(2, dtype=np.float32), np.array([[0, 5], [1, 0]]))

@@ -200,6 +200,8 @@ def test_sparse_tensors_in_torchscript(tmp_path):
     torch.jit.save(torch.jit.script(Labels(model.model)), tmp_path / "labels.pt")
     found = torch.jit.load(tmp_path / "labels.pt")(queries)
     want = model.predict(X, 3)
+    want.sort_indices()
+    torch.sparse_csr_tensor(found.crow_indices(), found.col_indices(), found.values(), found.shape, check_invariants=True)
     assert found.shape == (300, 40) and found.col_indices().tolist() == want.indices.tolist()
     assert found.values().tolist() == want.data.tolist() and found.crow_indices().tolist() == want.indptr.tolist()
     with pytest.raises(TypeError, match="sparse CSR tensor, got layout Strided"):
@@ -331,9 +333,21 @@ def test_nothing_else_is_replaced(saved):
     _, model, path = saved
     (path.parent / "mine").mkdir()
     (path.parent / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(ValueError, match="new folder or one with a model"):
-        model.save(path.parent / "mine")
-    assert (path.parent / "mine" / "letter.txt").read_text() == "dear"
+    for name in ("", "model.bin"):  # another program's, too
+        if name:
+            (path.parent / "mine" / name).write_text("another model")
+        with pytest.raises(ValueError, match="new folder or one with a model"):
+            model.save(path.parent / "mine")
+        assert (path.parent / "mine" / "letter.txt").read_text() == "dear"
+    (path / "tokens.txt").write_text("a b")
+    with pytest.raises(ValueError, match='which holds "tokens.txt" as well'):
+        model.save(path)
+    assert (path / "tokens.txt").read_text() == "a b" and same(parts(xs.XRLinear.load(path)), parts(model))
+    (path / "tokens.txt").unlink()
+    (path.parent / "link").symlink_to(path)
+    with pytest.raises(ValueError, match="something else"):
+        model.save(path.parent / "link")
+    (path.parent / "mine" / "model.bin").unlink()
     with pytest.raises(RuntimeError, match="cannot make a folder beside"):
         model.save(path.parent / "nowhere" / "model")
     with pytest.raises(FileNotFoundError, match="no model.bin"):
@@ -408,3 +422,80 @@ def test_hostile_files(saved):
             seal(lie)
         with pytest.raises(ValueError, match=message):
             xs.XRLinear.load(path)
+
+
+def test_parts_are_copies(saved):
+    """What has been checked, or lies in a file, cannot be changed."""
+    X, model, path = saved
+    for one in (model, xs.XRLinear.load(path)):
+        want = one.topk(X, 3)
+        for depth in range(one.depth):
+            for part in one.model.layer(depth):
+                part.fill_(127)
+        one.model.labels().fill_(0)
+        assert same(one.topk(X, 3), want)
+    layers = [model.model.layer(depth) for depth in range(model.depth)]
+    labels = model.model.labels()
+    made = torch.classes.xsoftmax.XRLinear(model.num_features, model.bias, model.transform, labels, layers)
+    want = made.predict(*(torch.from_numpy(part) for part in (X.indptr, X.indices, X.data)), None, 0, 3, 10, "", "", None)
+    labels.fill_(0)
+    layers[-1][4].fill_(255)
+    assert same(want, made.predict(*(torch.from_numpy(part) for part in (X.indptr, X.indices, X.data)), None, 0, 3, 10, "", "", None))
+
+
+def test_only_some_labels_by_mask_or_ids():
+    X, Y = problem()
+    model = small(X, Y)
+    mask = np.zeros(40, bool)
+    mask[[7, 9, 31]] = True
+    want = model.topk(X, 2, 40, only=[7, 9, 31])
+    for only in (mask, torch.from_numpy(mask), {7, 9, 31}, np.array([31, 7, 9], np.int32)):
+        assert same(model.topk(X, 2, 40, only=only), want)
+    assert set(want[1].unique().tolist()) <= {7, 9, 31}
+    for only, error, message in ((mask[:9], ValueError, r"a mask of shape \[40\], got \[9\]"), ([7.9], TypeError, "ids of labels or a mask"),
+                                 ([40], IndexError, "only")):
+        with pytest.raises(error, match=message):
+            model.predict(X, 2, only=only)
+
+
+def test_logs_are_added():
+    X, Y = problem()
+    model = small(X, Y)
+    scores, labels = model.topk(X, 5, 40)
+    logs, same_labels = model.topk(X, 5, 40, transform="log-l3-hinge")
+    near = (scores[:, :-1] - scores[:, 1:]).min(1).values > 1e-5
+    assert torch.equal(labels[near], same_labels[near])
+    torch.testing.assert_close(logs.exp(), scores, rtol=1e-4, atol=1e-6)
+    assert same((logs, same_labels), model.topk(X, 5, 40, transform="log-l3-hinge", combiner="add"))
+
+
+def test_scores_beyond_all_numbers_are_the_lowest():
+    """Not left out, and no NaN that has no place in an order."""
+    X, Y = problem()
+    model = small(X, Y)
+    for transform, combiner in (("log-l3-hinge", "add"), ("log-sigmoid", "multiply"), ("identity", "add")):
+        found = model.predict(X * np.float32(1e30), 10, 40, transform=transform, combiner=combiner)
+        assert (np.diff(found.indptr) == 10).all() and np.isfinite(found.data).all()
+
+
+def test_more_labels_asked_for_than_a_beam_reaches():
+    X, Y = problem()
+    model = small(X, Y)
+    found = model.predict(X, 40, 1)
+    assert (np.diff(found.indptr) <= 5).all() and same(model.topk(X, 5, 1), [part[:, :5] for part in model.topk(X, 40, 1)])
+
+
+def test_unsound_matrices_are_named():
+    X, Y = problem()
+    broken = Y.copy()
+    broken.indices[3] = 10**6
+    missing, negative = Y.copy(), X.astype(np.float64)
+    missing.data[0] = np.nan
+    negative.data[0] = 1e300
+    for args, message in (((X, broken), "parts contradict each other"), ((X, missing), r"Y with finite numbers, got nan in row 0"),
+                          ((negative, Y), "X in float32 with finite numbers, got inf in row 0")):
+        with pytest.raises(ValueError, match=message):
+            xs.XRLinear.train(*args)
+    relevance = Y.copy()
+    relevance.data[5] = 0
+    xs.XRLinear.train(X, Y, relevance=relevance)  # a pair that does not count
