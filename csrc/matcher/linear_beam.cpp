@@ -63,7 +63,9 @@ void BeamLayer::score(int64_t parent, const Queries& queries, int64_t query, flo
     for (int64_t row = last - 1; row >= view_.chunk[parent] && view_.feature[row] >= queries.dense_begin; --row) {
       const int64_t count = view_.weights(row);
       end -= count;
-      loops.add_weights(chunk.weights, end, count, dense[view_.feature[row] - queries.dense_begin], scores);
+      if (const float value = dense[view_.feature[row] - queries.dense_begin]; value != 0) { // rows of a dense block are often sparse all the same
+        loops.add_weights(chunk.weights, end, count, value, scores);
+      }
     }
   }
 }

@@ -125,8 +125,12 @@ class LineReader {
       if (feature <= before) {
         return bad("features that rise, after " + std::to_string(before), pair);
       }
-      float value;
-      if (!whole_number(pair.substr(colon + 1), value) || !std::isfinite(value)) {
+      std::string_view number = pair.substr(colon + 1);
+      number.remove_prefix(number.size() > 1 && number[0] == '+' && number[1] != '-');
+      double wide = 0; // what is too small for a float becomes 0
+      const bool whole = whole_number(number, wide);
+      const float value = float(wide);
+      if (!whole || !std::isfinite(value)) {
         return bad("a finite value", pair);
       }
       part_.features.push_back(int32_t(feature));

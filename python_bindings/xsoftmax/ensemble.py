@@ -21,8 +21,6 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
             rows. ``"round_robin"``: one label from each in turn, those that are named already left out; the scores fall from 1.
         weights: of the models in a mean. None: equal.
     """
-    import scipy.sparse as sp
-
     predictions = [_checked(i, part) for i, part in enumerate(predictions)]
     if not predictions:
         raise ValueError("combine_predictions: expected at least one prediction, got none")
@@ -39,34 +37,45 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
     shares = np.ones(len(predictions)) if weights is None else np.asarray(weights, float)
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
         raise ValueError(f"combine_predictions: expected weights of at least 0 that are not all 0, got {list(weights)}")
-    shares = shares / shares.sum()
 
-    rows, labels, scores = [], [], []
-    longest = np.maximum(np.max([np.diff(part.indptr) for part in predictions], axis=0), 1)
-    for model, part in enumerate(predictions):
-        row = np.repeat(np.arange(shape[0]), np.diff(part.indptr))
-        rank = ranks(part)
+    votes = _round_robin(predictions) if method == "round_robin" else _weighed(predictions, method, shares / shares.sum())
+    rows = np.concatenate([np.repeat(np.arange(shape[0]), np.diff(part.indptr)) for part in predictions])
+    labels = np.concatenate([part.indices for part in predictions])
+    return _best(rows, labels, np.concatenate(votes).astype(np.float64), np.maximum if method == "round_robin" else np.add, topk, shape)
+
+
+def _round_robin(predictions) -> list:
+    """Of each model, for each entry: earlier turns score more."""
+    longest = _longest(predictions)
+    turns = longest * len(predictions)
+    return [1 - (ranks(part) * len(predictions) + model) / turns[_rows(part)] for model, part in enumerate(predictions)]
+
+
+def _weighed(predictions, method: str, shares: np.ndarray) -> list:
+    """Of each model, for each entry: its part of the mean."""
+    longest, votes = _longest(predictions), []
+    for model, (part, share) in enumerate(zip(predictions, shares)):
+        row = _rows(part)
         if method == "average":
             if (part.data < 0).any():
                 raise ValueError(f"combine_predictions: expected scores of at least 0 for \"average\", since a label that a model does not name has 0, "
                                  f"got {part.data.min()} at [{model}]; see \"softmax\" and \"rank\"")
-            score = shares[model] * part.data
+            votes.append(share * part.data)
         elif method == "softmax":
-            score = shares[model] * _softmax(part, row)
-        elif method == "rank":
-            score = shares[model] * (longest[row] - rank) / longest[row]
+            votes.append(share * _softmax(part, row))
         else:
-            turns = longest * len(predictions)
-            score = 1 - (rank * len(predictions) + model) / turns[row]
-        rows.append(row)
-        labels.append(part.indices)
-        scores.append(score)
-    rows, labels, scores = np.concatenate(rows), np.concatenate(labels), np.concatenate(scores).astype(np.float64)
+            votes.append(share * (longest[row] - ranks(part)) / longest[row])
+    return votes
+
+
+def _best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, together, topk: int, shape) -> "scipy.sparse.csr_matrix":  # noqa: F821
+    """The ``topk`` best labels of each row; ``together``: what makes one number of the votes for one label."""
+    import scipy.sparse as sp
+
     order = np.lexsort((labels, rows))
-    rows, labels, scores = rows[order], labels[order], scores[order]
+    rows, labels, votes = rows[order], labels[order], votes[order]
     starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]) | (labels[1:] != labels[:-1])]) if len(rows) else np.zeros(0, int)
-    if len(rows):
-        scores = (np.maximum if method == "round_robin" else np.add).reduceat(scores, starts)
+    scores = together.reduceat(votes, starts) if len(rows) else votes
     rows, labels = rows[starts], labels[starts]
     order = np.lexsort((labels, -scores, rows))
     rows, labels, scores = rows[order], labels[order], scores[order]
@@ -76,10 +85,19 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
     return sp.csr_matrix((scores[kept].astype(np.float32), labels[kept], np.r_[0, np.cumsum(counts)]), shape=shape)
 
 
+def _rows(part) -> np.ndarray:
+    """Of each entry its row."""
+    return np.repeat(np.arange(part.shape[0]), np.diff(part.indptr))
+
+
+def _longest(predictions) -> np.ndarray:
+    """Of each row how many labels a model names at most, at least 1."""
+    return np.maximum(np.max([np.diff(part.indptr) for part in predictions], axis=0), 1)
+
+
 def ranks(predictions: "scipy.sparse.csr_matrix") -> np.ndarray:  # noqa: F821
     """Of each entry its rank in its row by score, from 0; equal scores in the order in which they stand."""
-    counts = np.diff(predictions.indptr)
-    row = np.repeat(np.arange(len(counts)), counts)
+    row = _rows(predictions)
     order = np.lexsort((-predictions.data, row))
     rank = np.empty(len(row), np.int64)
     rank[order] = np.arange(len(row)) - predictions.indptr[row]

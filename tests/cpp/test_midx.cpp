@@ -137,11 +137,34 @@ TEST(MidxLoss, TheEstimatorSuitsTheSampler) {
     SampledSoftmaxLoss loss(kWidth, kClasses, sampler, SamplingOptions{.num_samples = 30, .shared = shared, .estimator = estimator});
     return loss(torch::randn({kQueries, kWidth}), torch::arange(kQueries)).item<float>();
   };
-  for (const bool united : {false, true}) {
-    EXPECT_EQ(value("", united, std::nullopt), value("ranking", united, std::nullopt));
-    EXPECT_NE(value("", united, std::nullopt), value("sampled_softmax", united, std::nullopt));
-  }
+  EXPECT_EQ(value("", false, std::nullopt), value("ranking", false, std::nullopt));
+  EXPECT_NE(value("", false, std::nullopt), value("sampled_softmax", false, std::nullopt));
+  EXPECT_EQ(value("", true, std::nullopt), value("sampled_softmax", true, std::nullopt)); // some draws are distinct
+  EXPECT_NE(value("", true, std::nullopt), value("ranking", true, std::nullopt));
   EXPECT_EQ(value("", false, true), value("sampled_softmax", false, true));
+}
+
+TEST(MidxLoss, IgnoredQueriesSayNothing) {
+  for (const bool shared : {false, true}) {
+    const auto value = [&](double padding) {
+      torch::manual_seed(1);
+      SampledSoftmaxLoss loss(kWidth, kClasses, MidxSampler(kClasses, kWidth, MidxOptions{.codewords = 6}).ptr(),
+                              SamplingOptions{.num_samples = 20, .shared = shared});
+      auto input = torch::randn({kQueries, kWidth});
+      auto target = torch::arange(kQueries);
+      input[0].fill_(padding);
+      target[0] = -100;
+      return loss(input, target).item<float>();
+    };
+    EXPECT_TRUE(std::isfinite(value(0)));
+    EXPECT_EQ(value(0), value(std::nan("")));
+  }
+}
+
+TEST(MidxSampler, OptionsThatContradictEachOther) {
+  EXPECT_THROW(MidxSampler(kClasses, kWidth, MidxOptions{.exact = true, .learnable = true}), c10::ValueError);
+  EXPECT_THROW(MidxSampler(kClasses, kWidth, MidxOptions{.distinct = true, .exact = true}), c10::ValueError);
+  EXPECT_THROW(UnionSampler(std::vector<xsoftmax::samplers::UnionSamplerImpl::Part>{{MidxSampler(kClasses, kWidth).ptr(), 0}}), c10::ValueError);
 }
 
 } // namespace

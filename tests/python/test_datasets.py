@@ -60,6 +60,7 @@ def test_a_large_file_is_read_in_parts(tmp_path):
     ("1 5 4\n0 2:1 2:1\n", r":2: expected features that rise, after 2, got \"2:1\""),
     ("1 5 4\n0 2:nan\n", r":2: expected a finite value, got \"2:nan\""),
     ("1 5 4\n0 2:inf\n", r":2: expected a finite value"),
+    ("1 5 4\n0 2:+-1\n", r":2: expected a finite value"),
     ("1 5 4\n0 2:\n", r":2: expected a finite value, got \"2:\""),
     ("1 5 4\n0 2:1e999\n", r":2: expected a finite value"),
     ("1 5 4\n0 2\n", r":2: expected a pair as feature:value, got \"2\""),
@@ -70,6 +71,12 @@ def test_bad_files(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{path}{message}"):
         read_examples(path)
+
+
+def test_numbers_as_programs_write_them(tmp_path):
+    (tmp_path / "data.txt").write_text("1 6 2\n0 0:+0.5 1:1e-50 2:-2.5E+1 3:.25 4:7\n")
+    X, _ = read_examples(tmp_path / "data.txt")
+    assert X.toarray().tolist() == [[0.5, 0.0, -25.0, 0.25, 7.0, 0.0]]
 
 
 @settings(max_examples=300)

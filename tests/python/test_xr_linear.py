@@ -9,6 +9,7 @@ import scipy.sparse as sp
 import torch
 
 import xsoftmax as xs
+from xsoftmax.xr_linear import _Layers
 
 
 def problem(rows=300, features=60, labels=40, seed=0):
@@ -126,13 +127,25 @@ def test_negatives():
 
 
 def test_relevance_and_costs():
-    """A relevance of c for all is a positive cost of c; one row's own relevance moves its labels' scores alone."""
+    """A relevance of c for all is a positive cost of c."""
     X, Y = problem()
     twice = Y.copy()
     twice.data[:] = 2
     assert same(parts(small(X, Y, relevance=twice)), parts(small(X, Y, positive_cost=2.0)))
     assert not same(parts(small(X, Y, positive_cost=2.0)), parts(small(X, Y)))
     assert not same(parts(small(X, Y, negative_cost=0.5)), parts(small(X, Y)))
+
+
+def test_relevance_of_an_inner_node_is_the_largest_below():
+    layers = _Layers(xs.LabelTree.balanced(8, 2))
+    pairs = sp.random(30, 8, 0.5, format="csr", random_state=0)
+    for depth in range(3):
+        want = {}
+        for row, label, relevance in zip(*pairs.nonzero(), pairs.data.astype(np.float32)):
+            key = int(layers.above[depth][label]), int(row)
+            want[key] = max(want.get(key, 0), relevance)
+        offsets, rows, costs = layers.lists(depth, pairs, pairs.data)
+        assert want == {(node, int(rows[t])): costs[t].item() for node in range(len(offsets) - 1) for t in range(offsets[node], offsets[node + 1])}
 
 
 @pytest.mark.parametrize("loss", ["squared_hinge", "hinge", "logistic"])
