@@ -3,6 +3,7 @@
 #include "core/simd.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 
@@ -77,8 +78,8 @@ void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& 
   begin_.resize(queries.count + 1);
   std::iota(begin_.begin(), begin_.end(), int64_t(0));
   for (size_t depth = 0; depth < layers.size(); ++depth) {
-    score_children(layers[depth], queries, bias, options, allowed, depth);
-    select(layers[depth], queries.count, depth + 1 == layers.size() ? options.topk : options.beam);
+    score_children(layers[depth], queries, bias, options);
+    select(layers[depth], queries.count, depth + 1 == layers.size() ? options.topk : options.beam, allowed.empty() ? nullptr : &allowed[depth]);
   }
   for (int64_t q = 0; q < queries.count; ++q) {
     found[q] = begin_[q + 1] - begin_[q];
@@ -91,8 +92,7 @@ void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& 
 }
 
 // Parent after parent, so that its weights are read once for all the queries that are there.
-void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& queries, float bias, const BeamOptions& options,
-                                   std::span<const std::vector<bool>> allowed, size_t depth) {
+void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& queries, float bias, const BeamOptions& options) {
   pairs_.clear();
   int64_t total = 0;
   for (int64_t q = 0; q < queries.count; ++q) {
@@ -121,24 +121,11 @@ void BeamWorkspace::score_children(const BeamLayer& layer, const Queries& querie
     float* scores = scores_.data() + pair.at;
     layer.score(pair.parent, queries, pair.query, bias, scores);
     rows.combine(scores, layer.children(pair.parent), pair.score, options.transform, options.power, options.combiner);
-    for (int64_t c = 0; c < layer.children(pair.parent); ++c) { // -infinity says that a node is not asked for; a NaN would have no place
-      scores[c] = scores[c] > std::numeric_limits<float>::lowest() ? scores[c] : std::numeric_limits<float>::lowest();
-    }
-  }
-  if (!allowed.empty()) {
-    const std::vector<bool>& may = allowed[depth];
-    for (const Pair& pair : pairs_) {
-      for (int64_t c = 0; c < layer.children(pair.parent); ++c) {
-        if (!may[layer.first_child(pair.parent) + c]) {
-          scores_[pair.at + c] = -std::numeric_limits<float>::infinity();
-        }
-      }
-    }
   }
 }
 
-// The best `keep` children of each query, best first.
-void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep) {
+// The best `keep` children of each query that may be entered, best first.
+void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep, const std::vector<bool>* allowed) {
   const auto better = [](const Node& a, const Node& b) { return a.score > b.score || (a.score == b.score && a.node < b.node); };
   next_.clear();
   next_begin_.resize(queries + 1);
@@ -150,12 +137,13 @@ void BeamWorkspace::select(const BeamLayer& layer, int64_t queries, int64_t keep
       const float* scores = scores_.data() + pairs_[pair].at;
       const int64_t first = layer.first_child(pairs_[pair].parent), count = layer.children(pairs_[pair].parent);
       for (int64_t c = 0; c < count; ++c) {
-        const Node node{first + c, scores[c]};
+        if (allowed != nullptr && !(*allowed)[first + c]) {
+          continue;
+        }
+        const Node node{first + c, std::fmax(scores[c], std::numeric_limits<float>::lowest())}; // a NaN would have no place in an order
         if (int64_t(next_.size()) - begin < keep) {
-          if (scores[c] != -std::numeric_limits<float>::infinity()) {
-            next_.push_back(node);
-            std::push_heap(next_.begin() + begin, next_.end(), better); // the worst on top
-          }
+          next_.push_back(node);
+          std::push_heap(next_.begin() + begin, next_.end(), better); // the worst on top
         } else if (keep > 0 && better(node, next_[begin])) {
           std::pop_heap(next_.begin() + begin, next_.end(), better);
           next_.back() = node;

@@ -97,9 +97,8 @@ class BeamWorkspace {
     float score;
   };
 
-  void score_children(const BeamLayer& layer, const Queries& queries, float bias, const BeamOptions& options,
-                      std::span<const std::vector<bool>> allowed, size_t depth);
-  void select(const BeamLayer& layer, int64_t queries, int64_t keep);
+  void score_children(const BeamLayer& layer, const Queries& queries, float bias, const BeamOptions& options);
+  void select(const BeamLayer& layer, int64_t queries, int64_t keep, const std::vector<bool>* allowed);
 
   std::vector<Node> beam_, next_;       // of all queries, one after the other
   std::vector<int64_t> begin_, next_begin_;

@@ -257,6 +257,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
             const auto& [features, bias, transform] = numbers;
             return c10::make_intrusive<XRLinear>(features, bias, transform, labels, layers);
           });
+  m.def("xr_linear_check_target(str path) -> ()", &XRLinear::check_target);
   m.def("xr_linear_load(str path) -> __torch__.torch.classes.xsoftmax.XRLinear", [](const std::string& path) { return XRLinear::load(path); });
 }
 

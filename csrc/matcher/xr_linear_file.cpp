@@ -149,10 +149,13 @@ class Mapping {
   uint64_t bytes_;
 };
 
-/// Throws unless `target` is not there, or a folder with a model and nothing else.
-void check_target(const fs::path& target) {
+/// Throws unless nothing is there, or a folder with a model and nothing else.
+fs::path checked_target(const std::string& path) {
+  fs::path target = fs::path(path);
+  target = target.has_filename() ? target : target.parent_path(); // "model/"
+  TORCH_CHECK_VALUE(!target.empty(), "XRLinear: expected path as the name of a folder, got \"", path, "\"");
   if (!fs::exists(fs::symlink_status(target))) {
-    return;
+    return target;
   }
   TORCH_CHECK_VALUE(fs::is_directory(fs::symlink_status(target)), "XRLinear: expected path as a new folder or one with a model, got ", target,
                     ", which is something else");
@@ -164,15 +167,20 @@ void check_target(const fs::path& target) {
     TORCH_CHECK_VALUE(name == kFile || name == kNotes, "XRLinear: expected path as a new folder or one with a model alone, got ", target,
                       ", which holds ", name, " as well");
   }
+  return target;
 }
 
 /// A folder to write into, gone when it does not take the place of another.
 class Draft {
  public:
-  explicit Draft(const fs::path& target) : target_(target), path_(target.string() + ".XXXXXX") {
-    TORCH_CHECK(mkdtemp(path_.data()) != nullptr, "XRLinear: cannot make a folder beside ", target, ": ", reason());
-    fs::remove(path_); // mkdtemp lets nobody else in: the name is free, and the folder made as others are
-    TORCH_CHECK(mkdir(path_.c_str(), 0777) == 0, "XRLinear: cannot make a folder beside ", target, ": ", reason());
+  explicit Draft(const fs::path& target) : target_(target) {
+    const auto make = [&](int count) { // not mkdtemp: that lets nobody but its owner in
+      path_ = target.string() + "." + std::to_string(getpid()) + "." + std::to_string(count);
+      return mkdir(path_.c_str(), 0777) == 0;
+    };
+    for (int count = 0; !make(count); ++count) {
+      TORCH_CHECK(errno == EEXIST, "XRLinear: cannot make a folder beside ", target, ": ", reason());
+    }
   }
   ~Draft() {
     std::error_code ignored;
@@ -211,11 +219,10 @@ class Draft {
 
 } // namespace
 
+void XRLinear::check_target(const std::string& path) { checked_target(path); }
+
 void XRLinear::save(const std::string& path, const std::string& notes) const {
-  fs::path target = fs::path(path);
-  target = target.has_filename() ? target : target.parent_path(); // "model/"
-  TORCH_CHECK_VALUE(!target.empty(), "XRLinear: expected path as the name of a folder, got \"", path, "\"");
-  check_target(target);
+  const fs::path target = checked_target(path);
   std::vector<Tensor> tensors{labels_};
   for (const auto& parts : parts_) {
     tensors.insert(tensors.end(), parts.begin(), parts.end());

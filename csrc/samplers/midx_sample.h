@@ -9,8 +9,9 @@ namespace xsoftmax {
 // float64 (products of 16-bit and float32 queries in float32). target int64 [Q].
 //
 // midx_sample(seed, input, INDEX, num_samples, distinct, target) -> (ids int64 [Q, M], log_count float32 [Q, M], target_log_count float32
-// [Q]): private draws, and the counts of target; or, of target [Q, T], of several classes for each query, [Q, T]. Independent: log_count = log(M q). Distinct: systematic, log pi_i = min(0, log c + log q(i | z)) with c such
-// that the pi sum to M: exact inclusion probabilities. Query q reads Philox blocks (q, 0 ...).
+// [Q]): private draws, and the counts of target; or, of target [Q, T], of several classes for each query, [Q, T]. Independent: log_count =
+// log(M q). Distinct: systematic, log pi_i = min(0, log c + log q(i | z)) with c such that the pi sum to M: exact inclusion probabilities.
+// Query q reads Philox blocks (q, 0 ...).
 //
 // midx_sample_shared(seed, input, INDEX, num_samples, distinct, rms, target) -> (ids int64 [M], log_count [M], target_log_count [T]): one
 // set for the batch and counts of any classes target [T], drawn from the mixture q(i) = mean_z q(i | z), or with `rms` from q(i) ~

@@ -35,8 +35,9 @@ class XRLinear : public torch::CustomClassHolder {
   /// features from dense_begin on; or both.
   ///
   /// beam: nodes of a layer that are looked below. transform: "l1-hinge" .. "l6-hinge", e^-max(0, 1 - z)^p of a score z; "sigmoid";
-  /// "identity"; "log-" before the first two for their logs; empty: the model's own. combiner: what a node's score makes of its parent's: "multiply", "add", or
-  /// "last", itself alone; empty: "add" beside a transform to logs, else "multiply". only: int64, the labels among which the best are wanted; none: all.
+  /// "identity"; "log-" before the first two for their logs; empty: the model's own. combiner: what a node's score makes of its parent's:
+  /// "multiply", "add", or "last", itself alone; empty: "add" beside a transform to logs, else "multiply". only: int64, the labels among which
+  /// the best are wanted; none: all.
   Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
                       const std::optional<at::Tensor>& dense = std::nullopt, int64_t dense_begin = 0, int64_t topk = 10, int64_t beam = 10,
                       const std::string& transform = "", const std::string& combiner = "",
@@ -48,6 +49,8 @@ class XRLinear : public torch::CustomClassHolder {
   /// Writes the model to the folder `path`, as a whole or not at all: a folder that holds a model and nothing else is replaced, and goes on
   /// to serve who reads it; any other is left alone. notes: goes beside it as notes.json, for people; empty: none.
   void save(const std::string& path, const std::string& notes = "") const;
+  /// Throws what save(path) would say of what stands there: before hours of training.
+  static void check_target(const std::string& path);
   /// What save() wrote, checked. Weights are mapped into memory, read-only: processes share them.
   static c10::intrusive_ptr<XRLinear> load(const std::string& path);
 

@@ -93,10 +93,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    target = Path(args.model)
-    check_parent(target)
-    if target.exists() and not (target / "model.bin").is_file():
-        raise ValueError(f"expected path as a new folder or one with a model, got {target}, which is something else")
+    check_parent(Path(args.model))
+    torch.ops.xsoftmax.xr_linear_check_target(args.model)
     X, Y = read_examples(args.data, args.labels)
     X = unit_rows(X) if args.normalize else X
     generator = torch.Generator().manual_seed(args.seed)

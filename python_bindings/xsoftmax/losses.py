@@ -219,9 +219,9 @@ class SampledSoftmaxLoss(LinearLoss):
         shared: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits the sampler.
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
             (TensorFlow's form; near the softmax its gradient is the full one times about M / (M + 1), and its value is not that of the
-            exact loss, not even about: see it in eval()). Beside a head a target outside it takes the place of a draw. None: "ranking" where all draws are private and
-            independent and a sampler follows the class table (they are few and near the softmax, and its optimum is the softmax for any number
-            of them), else "sampled_softmax". Or one that is no estimate of the softmax loss:
+            exact loss, not even about: see it in eval()). Beside a head a target outside it takes the place of a draw. None: "ranking" where
+            all draws are private and independent and a sampler follows the class table (they are few and near the softmax, and its optimum
+            is the softmax for any number of them), else "sampled_softmax". Or one that is no estimate of the softmax loss:
             "nce", "negative_sampling", "one_vs_each", "blackout", "importance", or CANE, "cane" and "cane_log_of_mean", whose candidates
             are the head, and its noise the draws (see :class:`CaneLoss`). Their formulas stand with ``xsoftmax::candidate_loss`` in ops.h;
             none of them takes label_smoothing. Or "complementary_sum": "sampled_softmax" with all draws from the classes other than the

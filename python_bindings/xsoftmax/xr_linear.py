@@ -70,7 +70,8 @@ class XRLinear:
             positive_cost, negative_cost: C_i where y_i is 1 or -1.
             relevance: [n, L], non-negative, a number for each pair of Y: multiplies positive_cost. Of an inner node: the largest of the
                 labels below it.
-            tolerance: a classifier is done when the projected gradients of a sweep differ by no more. sweeps: at most.
+            tolerance: a classifier is done when the projected gradients of a sweep are no further from each other and from 0. sweeps: at
+                most.
             bias: the value of a feature that every row and query has beside its own; 0: none.
             threshold: weights nearer to 0 are dropped. max_weights: then all but so many of each classifier. None: none is.
             initial: a model with the same tree and features, whose weights training begins from: to go on with more examples.
@@ -419,6 +420,4 @@ def _block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:
     block = torch.as_tensor(dense).detach().to("cpu", torch.float32)
     if block.dim() != 2 or (rows is not None and len(block) != rows):
         raise ValueError(f"XRLinear.predict: expected dense features of shape [{'n' if rows is None else rows}, d], got {list(block.shape)}")
-    if not block.isfinite().all():
-        raise ValueError(f"XRLinear.predict: expected dense features that are finite, got {float(block[~block.isfinite()][0])}")
     return block

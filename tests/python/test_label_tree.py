@@ -336,8 +336,8 @@ def test_clusters_are_those_of_the_vectors():
     vectors = (centre + random.normal(size=(240, 20)) * 0.3).astype(np.float32)
     import scipy.sparse as sp
 
-    for given in (torch.from_numpy(vectors), sp.csr_matrix(vectors)):
-        tree = LabelTree.from_vectors(given, 8, iterations=20, generator=torch.Generator().manual_seed(0), max_leaf_size=30)
+    for form in (torch.from_numpy(vectors), sp.csr_matrix(vectors)):
+        tree = LabelTree.from_vectors(form, 8, iterations=20, generator=torch.Generator().manual_seed(0), max_leaf_size=30)
         cluster = tree.parent[tree.class_node]
         pure = sum(len(set((torch.arange(240)[cluster == v] // 30).tolist())) == 1 for v in cluster.unique())
         assert tree.layer_sizes == [8, 240] and pure >= 6  # 2-means may cut one direction in two

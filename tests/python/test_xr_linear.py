@@ -303,7 +303,7 @@ def test_bad_queries():
     model = small(X, Y)
     for argument, options, message in ((X[:, :59], {}, "expected 60 features, got 59"), (X, dict(dense=np.zeros((300, 2))), "60 and 2 dense"),
                                        (X, dict(beam=0), "beam of at least 1"), (X, dict(only=[40]), r"only in \[0, 40\)"),
-                                       (X, dict(transform="l9-hinge"), "transform as"), (np.full((2, 60), np.inf), {}, "finite, got inf"),
+                                       (X, dict(transform="l9-hinge"), "transform as"), (np.full((2, 60), np.inf), {}, "finite numbers, got inf"),
                                        (X[:, :50], dict(dense=np.zeros((3, 10))), r"shape \[300, d\]")):
         with pytest.raises((ValueError, IndexError), match=message):
             model.predict(argument, **options)

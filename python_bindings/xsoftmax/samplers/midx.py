@@ -29,8 +29,9 @@ class MidxSampler(AdaptiveSampler):
     is distinct unless ``distinct=False``. See :class:`Proposal`.
 
     In train() a loss brings the index up to date by itself, before it draws: a *refresh* (new codebooks from the present ones by K-means on
-    ``train_points`` rows, every class coded again: O((N + iterations train_points) K D)) at step 0, ``refresh_every`` / 32, / 16, ..., and then every ``refresh_every`` steps; between
-    those, every ``update_every`` steps, the classes scored since are coded again under the same codebooks.
+    ``train_points`` rows, every class coded again: O((N + iterations train_points) K D)) at step 0, ``refresh_every`` / 32, / 16, ..., and
+    then every ``refresh_every`` steps; between those, every ``update_every`` steps, the classes scored since are coded again under the
+    same codebooks.
 
     Args:
         num_classes: N >= 1.
