@@ -1,4 +1,4 @@
-// Arguments of the form --name value, with defaults. Anything unknown or ill-formed is an error that names the argument.
+// Arguments of the form --name value, with defaults, and flags without one. Anything unknown or ill-formed is an error that names the argument.
 #pragma once
 
 #include <charconv>
@@ -16,13 +16,15 @@ struct UsageError : std::runtime_error {
 
 class Arguments {
  public:
-  Arguments(int argc, char** argv) {
+  Arguments(int argc, char** argv, const std::set<std::string>& flags = {}) {
     for (int i = 1; i < argc; ++i) {
       std::string word = argv[i];
       if (word.rfind("--", 0) != 0) {
         positional.push_back(word);
       } else if (word == "--help") {
         help = true;
+      } else if (flags.count(word.substr(2)) != 0) {
+        given_.insert(word.substr(2));
       } else if (i + 1 == argc) {
         throw UsageError(word + " needs a value");
       } else {
@@ -52,6 +54,8 @@ class Arguments {
     return value;
   }
 
+  bool flag(const std::string& name) const { return given_.count(name) != 0; }
+
   // To be called once every argument has been asked for: what is left over was mistyped.
   void check_all_known() const {
     for (const auto& [name, value] : values_) {
@@ -66,5 +70,5 @@ class Arguments {
 
  private:
   std::map<std::string, std::string> values_;
-  std::set<std::string> known_;
+  std::set<std::string> known_, given_;
 };

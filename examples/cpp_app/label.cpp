@@ -14,10 +14,11 @@
 namespace {
 
 constexpr const char* kUsage =
-    "usage: label MODEL QUERIES.txt [--topk 5] [--beam 10] [--limit 1000]\n"
+    "usage: label MODEL QUERIES.txt [--topk 5] [--beam 10] [--limit 1000] [--normalize]\n"
     "  MODEL    a folder that `xsoftmax train` or XRLinear.save has written\n"
     "  QUERIES  a header \"examples features labels\", then lines of labels and feature:value pairs\n"
-    "  --limit  how many of the queries to answer\n";
+    "  --limit  how many of the queries to answer\n"
+    "  --normalize  scale queries to length 1: for a model that was trained with --normalize\n";
 
 struct Answers {
   std::vector<double> microseconds; // of each query
@@ -52,6 +53,14 @@ Answers answer(const xsoftmax::XRLinear& model, const xsoftmax::Examples& querie
   return answers;
 }
 
+void normalize(xsoftmax::Examples& queries) {
+  const auto ends = queries.offsets.accessor<int64_t, 1>();
+  for (int64_t q = 0; q + 1 < ends.size(0); ++q) {
+    torch::Tensor row = queries.values.narrow(0, ends[q], ends[q + 1] - ends[q]);
+    row.div_(row.norm().clamp_min(1e-30));
+  }
+}
+
 void print(Answers& answers) {
   auto& times = answers.microseconds;
   std::sort(times.begin(), times.end());
@@ -72,9 +81,12 @@ int run(Arguments& arguments) {
   }
   at::set_num_threads(1);
   const auto model = xsoftmax::XRLinear::load(arguments.positional[0]);
-  const xsoftmax::Examples queries = xsoftmax::read_examples(arguments.positional[1]);
+  xsoftmax::Examples queries = xsoftmax::read_examples(arguments.positional[1]);
   if (queries.num_features != model->features()) {
     throw UsageError("expected queries of " + std::to_string(model->features()) + " features, got " + std::to_string(queries.num_features));
+  }
+  if (arguments.flag("normalize")) {
+    normalize(queries);
   }
   std::printf("%lld labels, %lld features, %lld layers\n", static_cast<long long>(model->num_labels()), static_cast<long long>(model->features()),
               static_cast<long long>(model->depth()));
@@ -91,7 +103,7 @@ int run(Arguments& arguments) {
 int main(int argc, char** argv) {
   try {
     xsoftmax::init();
-    Arguments arguments(argc, argv);
+    Arguments arguments(argc, argv, {"normalize"});
     if (arguments.help) {
       std::cout << kUsage;
       return 0;
