@@ -26,7 +26,7 @@ from model import VGG16
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(untied=True)  # there is no embedding
-    learning_rates = LEARNING_RATES | {"adam": 1e-3}
+    learning_rates = LEARNING_RATES | {"adam": 3e-4}
 
     images = parser.add_argument_group("images")
     images.add_argument("--data", metavar="PATH", help="a folder in which each folder that holds images is a class (default: glyphs of the "
@@ -40,7 +40,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--width", type=positive(int), default=16,
                        help="channels of the first layers; 64 is VGG-16, whose time is 16 times that of 16 (default: %(default)s)")
     model.add_argument("--no-batch-norm", action="store_true", help="plain VGG-16, which takes longer to learn")
-    model.add_argument("--dropout", type=fraction, default=0.5, help="default: %(default)s")
+    model.add_argument("--dropout", type=fraction, default=0.2, help="VGG-16 has 0.5 (default: %(default)s)")
 
     add_loss_arguments(parser, classes="classes", query="image", head=0, losses=("exact", "sampled", "cane", "hierarchical"), default="exact")
     add_cane_arguments(parser, classes="classes", query="image", sources=("beam", "head", "midx"), candidates=9)
