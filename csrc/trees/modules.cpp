@@ -98,6 +98,9 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   TORCH_CHECK_VALUE(!beam.routed || (tree->depth() == 2 && tree->parent.index_select(0, tree->class_node).gt(0).all().item<bool>()), name_,
                     ": expected a tree of one layer of subsets beside routed");
   beam_.num_candidates = std::min(beam.num_candidates, tree->num_classes());
+  beam_.beam = std::min(beam.beam.value_or(beam_.num_candidates), tree->num_classes());
+  TORCH_CHECK_VALUE(*beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ",
+                    *beam_.beam);
   beam_.num_noises = beam_.num_candidates == tree->num_classes() ? 0 : beam.num_noises; // or nothing is outside
   noise_sampler = register_module("noise", noise_or_uniform(name_, beam.noise_sampler, tree->num_classes()));
   TORCH_CHECK_VALUE(dynamic_cast<samplers::AdaptiveSamplerImpl*>(noise_sampler.get()) == nullptr, name_,
@@ -151,7 +154,8 @@ Tensor BeamTreeLossImpl::candidates(const Tensor& input, std::optional<at::Gener
     found = tree_routed_candidates(samplers::draw_seed(queries, generator), at::linear(queries, weight, optional(bias)), tree->first_child,
                                    tree->node_class, beam_.num_candidates);
   } else {
-    found = std::get<1>(beam_search(queries, edges->weight, optional(edges->bias), tree->first_child, tree->node_class, beam_.num_candidates));
+    found = std::get<1>(beam_search(queries, edges->weight, optional(edges->bias), tree->first_child, tree->node_class, *beam_.beam))
+                .narrow(1, 0, beam_.num_candidates);
   }
   return found.reshape(with_last(input, beam_.num_candidates));
 }
@@ -180,7 +184,7 @@ Tensor BeamTreeLossImpl::log_prob(const Tensor& input) { return at::log_softmax(
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k) const {
   TORCH_CHECK_VALUE(k >= 0 && k <= tree->num_classes(), name_, ": expected k in [0, ", tree->num_classes(), "], got ", k);
   const auto [values, classes] = beam_search(rows(input), edges->weight, optional(edges->bias), tree->first_child, tree->node_class,
-                                             std::max(k, beam_.num_candidates));
+                                             std::max(k, *beam_.beam));
   const auto shape = with_last(input, k);
   return {values.narrow(1, 0, k).reshape(shape), classes.narrow(1, 0, k).reshape(shape)};
 }

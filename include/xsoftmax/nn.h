@@ -180,8 +180,9 @@ class HierarchicalSoftmaxLossImpl : public TreeLossImpl {
 TORCH_MODULE(HierarchicalSoftmaxLoss);
 
 struct BeamTreeOptions {
-  int64_t num_candidates = 0;   ///< the width of the beam
+  int64_t num_candidates = 0;   ///< the best of what the beam finds
   int64_t num_noises = 0;       ///< for each query, from outside the candidates
+  std::optional<int64_t> beam = std::nullopt; ///< the width of the search; none: num_candidates
   std::shared_ptr<samplers::SamplerImpl> noise_sampler = nullptr; ///< none: uniform
   std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
   bool routed = false;          ///< candidates drawn from the best subset of a tree of one layer of subsets
@@ -198,7 +199,7 @@ class BeamTreeLossImpl : public TreeLossImpl {
   /// Of all classes: [*, N].
   torch::Tensor scores(const torch::Tensor& input);
   torch::Tensor log_prob(const torch::Tensor& input) override;
-  /// What a beam of the larger of k and num_candidates finds; scores, not normalised.
+  /// What a beam of the larger of k and BeamTreeOptions::beam finds; scores, not normalised.
   std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
   /// What a step takes as candidates: [*, D] -> int64 [*, num_candidates], -1 where there are fewer.
   torch::Tensor candidates(const torch::Tensor& input, std::optional<at::Generator> generator = std::nullopt) const;

@@ -72,7 +72,9 @@ class BeamTreeLoss(TreeLoss):
     Args:
         in_features: D.
         tree: of the classes; 10 children a node is a good size.
-        num_candidates: Nc >= 1, the width of the beam.
+        num_candidates: Nc >= 1.
+        beam: the width of the search, in `topk` and `predict`, too: the best Nc of what it finds are the candidates. None: Nc, as in the paper.
+            Twice or four times that finds more of the best classes, where the tree fits them loosely.
         num_noises: Nn >= 0, noises a query.
         noise_sampler: a Sampler over all classes, or its name; restricted to what is outside the candidates.
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
@@ -92,7 +94,7 @@ class BeamTreeLoss(TreeLoss):
     a query that is not finite finds classes that mean nothing.
     """
 
-    def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int,
+    def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int, beam: Optional[int] = None,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
                  balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
                  ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
@@ -103,6 +105,9 @@ class BeamTreeLoss(TreeLoss):
         self.num_noises = check_count(name, "num_noises", num_noises, 0)
         if self.num_candidates == tree.num_classes:
             self.num_noises = 0  # nothing is outside
+        self.beam = self.num_candidates if beam is None else min(check_count(name, "beam", beam, 1), tree.num_classes)
+        if self.beam < self.num_candidates:
+            raise ValueError(f"{name}: expected beam of at least num_candidates, {self.num_candidates}, got {beam}")
         self.estimator = estimator_of(name, noise_reduction)
         device = device_of_values(device)
         self.noise = noise_outside(name, noise_sampler, tree.num_classes, device)
@@ -155,8 +160,8 @@ class BeamTreeLoss(TreeLoss):
         """[Q, Nc], -1 where there are fewer."""
         first_child, node_class = self.tree.first_child, self.tree.node_class
         if not self.routed:
-            return torch.ops.xsoftmax.beam_search(queries, self.edges.weight, self.edges.bias, first_child, node_class,
-                                                  self.num_candidates)[1]
+            found = torch.ops.xsoftmax.beam_search(queries, self.edges.weight, self.edges.bias, first_child, node_class, self.beam)[1]
+            return found[:, : self.num_candidates]
         subsets, bias = self.tree.layer_sizes[0], self.edges.bias
         scores = queries.detach() @ self.edges.weight.detach()[:subsets].t()
         if bias is not None:
@@ -231,25 +236,26 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, width: Optional[int] = None) -> tuple[Tensor, Tensor]:
-        """The best k classes that a beam of `width` (None: the larger of k and Nc) finds: (scores, class ids), both [*, k], best first; -inf
+        """The best k classes that a beam of `width` (None: the larger of k and `beam`) finds: (scores, class ids), both [*, k], best first; -inf
         and -1 behind the last of fewer than k. The scores are not normalised: that would take all classes."""
         if k < 0 or k > self.num_classes:
             raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
-        beam = max(k, self.num_candidates) if width is None else width
-        if beam < k:
-            raise ValueError(f"{self._name}: expected width of at least k={k}, got {beam}")
+        width = max(k, self.beam) if width is None else width
+        if width < k:
+            raise ValueError(f"{self._name}: expected width of at least k={k}, got {width}")
         scores, classes = torch.ops.xsoftmax.beam_search(self._queries(input, None), self.edges.weight, self.edges.bias,
-                                                         self.tree.first_child, self.tree.node_class, beam)
+                                                         self.tree.first_child, self.tree.node_class, width)
         shape = list(input.shape[:-1]) + [k]
         return scores[:, :k].reshape(shape), classes[:, :k].reshape(shape)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
-        """The best class that a beam of Nc finds: [*, D] -> [*]."""
+        """The best class that the beam finds: [*, D] -> [*]."""
         return self.topk(input, 1, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", num_candidates={self.num_candidates}, num_noises={self.num_noises}"
+        text += f", beam={self.beam}" if self.beam != self.num_candidates else ""
         text += ", noise_reduction='log_of_mean'" if self.estimator == "cane_log_of_mean" else ""
         return text + (", routed=True" if self.routed else "") + f", balance_every={self.balance_every}"
 

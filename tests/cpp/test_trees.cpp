@@ -92,6 +92,12 @@ TEST_F(Trees, BeamTreeWithAllClassesIsExact) {
   EXPECT_TRUE(torch::equal(loss->predict(input), loss->log_prob(input).argmax(1)));
 }
 
+TEST_F(Trees, AWiderBeamFindsTheBestCandidates) {
+  BeamTreeLoss loss(kWidth, tree, BeamTreeOptions{.num_candidates = 4, .num_noises = 1, .beam = kClasses});
+  EXPECT_TRUE(torch::equal(loss->candidates(input), std::get<1>(loss->scores(input).topk(4))));
+  EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 4, .num_noises = 1, .beam = 3}), c10::ValueError);
+}
+
 TEST_F(Trees, BalanceChangesNoScore) {
   BeamTreeLoss loss(kWidth, tree, BeamTreeOptions{.num_candidates = 3, .num_noises = 1, .balance_every = 2}, LossOptions{.bias = true});
   const Tensor want = loss->scores(input).detach(), before = loss->edges->weight.detach().clone();

@@ -352,6 +352,23 @@ def test_beam_as_wide_as_the_tree_is_the_exact_loss():
     torch.testing.assert_close(loss.eval()(input, target), loss.exact(input, target))
 
 
+def test_candidates_of_a_wider_beam():
+    """The best of all classes once the beam is as wide as the tree; topk and predict look as far."""
+    input = torch.randn(50, 5, dtype=torch.float64)
+    loss = make_tree_loss(num_candidates=4, beam=1000)
+    assert loss.beam == 40 and "beam=40" in repr(loss)
+    want = loss.scores(input).topk(4).indices
+    assert torch.equal(loss.candidates(input), want)
+    assert torch.equal(loss.topk(input, 2)[1], want[:, :2]) and torch.equal(loss.predict(input), want[:, 0])
+    narrow = make_tree_loss(num_candidates=4)
+    assert not torch.equal(narrow.candidates(input), want)
+    assert torch.equal(make_tree_loss(num_candidates=4, beam=4).candidates(input), narrow.candidates(input))
+    assert torch.equal(torch.jit.script(loss).candidates(input), want)
+    for beam in (3, 0):
+        with pytest.raises(ValueError, match="BeamTreeLoss: expected beam of at least"):
+            make_tree_loss(num_candidates=4, beam=beam)
+
+
 @pytest.mark.parametrize("tree", TREES)
 def test_scores_exact_and_topk(tree):
     tree = TREES[tree]
