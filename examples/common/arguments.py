@@ -60,6 +60,8 @@ def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str
                "head": f"the most frequent {classes}", "midx": "midx draws"}
     cane.add_argument("--candidates-from", choices=sources, default=sources[0],
                       help="; ".join(f"{source}: {meaning[source]}" for source in sources) + " (default: %(default)s)")
+    if "beam" in sources:
+        cane.add_argument("--beam", type=positive(int), help="width of the search, at least --candidates (default: --candidates)")
     if "routed" in sources:
         cane.add_argument("--subsets", type=positive(int), default=100, help="default: %(default)s")
     cane.add_argument("--noises", type=positive(int), default=1, help=f"drawn from the other {classes} (default: %(default)s)")

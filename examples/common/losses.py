@@ -60,7 +60,7 @@ def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool, t
     noise = build_sampler(args, args.noise, counts, dim)
     options = {"num_noises": args.noises, "noise_sampler": noise, "noise_reduction": args.noise_reduction, "bias": bias}
     if args.candidates_from == "beam":
-        return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, **options)
+        return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, beam=args.beam, **options)
     if args.candidates_from == "routed":
         tree = xs.LabelTree.from_frequencies(counts.clamp(min=1), args.subsets)
         balance = None if args.untied else 0  # of rows that are those of an embedding, too
