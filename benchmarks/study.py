@@ -45,6 +45,7 @@ CURVES = {
     "private midx": lambda m: sampled("midx", str(m)),
     "private midx, ranking": lambda m: sampled("midx", str(m), 0, *RANKING),
     "head + private midx": lambda m: sampled("midx", str(m - m // 2), m // 2),
+    "head + private midx, ranking": lambda m: sampled("midx", str(m - m // 2), m // 2, *RANKING),
     "head + shared unigram + private midx": lambda m: sampled("unigram midx", f"{m * 2 // 5} {m - m * 4 // 5}", m * 2 // 5),
 }
 
