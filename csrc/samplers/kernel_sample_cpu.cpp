@@ -6,7 +6,9 @@
 #include "scores/row_kernels.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -65,25 +67,19 @@ struct Tree {
 /// One query in the tree; what it has computed of inner nodes is kept until the next.
 class Descent {
  public:
-  explicit Descent(const Tree& tree)
-      : tree_(tree), kernels_(row_kernels().of(static_cast<const float*>(nullptr))), pairs_(tree.sphere ? tree.features : 0),
-        first_(tree.leaves), second_(tree.leaves), seen_(tree.leaves, -1), index_(tree.largest_leaf), product_(tree.largest_leaf),
-        value_(tree.largest_leaf) {
+  /// known: of how many nodes, from the first, start() is told the sums.
+  Descent(const Tree& tree, int64_t known)
+      : tree_(tree), kernels_(row_kernels().of(static_cast<const float*>(nullptr))), known_(known), first_(tree.leaves),
+        second_(tree.leaves), seen_(tree.leaves, -1), index_(tree.largest_leaf), product_(tree.largest_leaf), value_(tree.largest_leaf) {
     std::iota(index_.begin(), index_.end(), int64_t(0));
   }
 
-  void start(int64_t query, const float* x) {
+  /// x [width], its features [features], their products with the sums of the known nodes [known].
+  void start(int64_t query, const float* x, const float* features, const float* known_sums) {
     query_ = query;
-    x_ = features_ = x;
-    if (tree_.sphere) {
-      float* pair = pairs_.data();
-      for (int64_t i = 0; i < tree_.width; ++i) {
-        for (int64_t j = i; j < tree_.width; ++j) {
-          *pair++ = x[i] * x[j];
-        }
-      }
-      features_ = pairs_.data();
-    }
+    x_ = x;
+    features_ = features;
+    known_sums_ = known_sums;
   }
 
   /// The row drawn, and log q.
@@ -136,9 +132,13 @@ class Descent {
   /// Masses of the children of an inner node over the leaves [low, high).
   std::pair<double, double> children(int64_t node, int64_t low, int64_t high) {
     if (seen_[node] != query_) {
-      float sum[2];
       const int64_t child[2] = {2 * node, 2 * node + 1}, middle = tree_.leaf_begin((low + high) / 2);
-      kernels_.dot_rows(sum, features_, tree_.sums, tree_.features, child, 2, 2, tree_.features);
+      float sum[2];
+      if (child[1] < known_) {
+        std::copy_n(known_sums_ + child[0], 2, sum);
+      } else {
+        kernels_.dot_rows(sum, features_, tree_.sums, tree_.features, child, 2, 2, tree_.features);
+      }
       first_[node] = tree_.mass(sum[0], middle - tree_.leaf_begin(low));
       second_[node] = tree_.mass(sum[1], tree_.leaf_begin(high) - middle);
       seen_[node] = query_;
@@ -158,24 +158,55 @@ class Descent {
 
   const Tree& tree_;
   const RowKernels<float>& kernels_;
-  std::vector<float> pairs_;
+  int64_t known_;
   std::vector<double> first_, second_; // of inner nodes, valid where seen_ is the query
   std::vector<int64_t> seen_, index_;
   std::vector<float> product_;
   std::vector<double> value_;
   int64_t query_ = -1;
-  const float *x_ = nullptr, *features_ = nullptr;
+  const float *x_ = nullptr, *features_ = nullptr, *known_sums_ = nullptr;
 };
 
-// visit(query, descent) for each query, started.
+// The products of two elements of each row of x [n, E], in the order of sums [n, E (E + 1) / 2].
+void write_pairs(const Tensor& x, const Tensor& pairs) {
+  const int64_t width = x.size(1);
+  float* pair = pairs.mutable_data_ptr<float>();
+  for (int64_t q = 0; q < x.size(0); ++q) {
+    const float* row = x.const_data_ptr<float>() + q * width;
+    for (int64_t i = 0; i < width; ++i) {
+      pair = std::transform(row + i, row + width, pair, [&](float other) { return row[i] * other; });
+    }
+  }
+}
+
+// visit(query, descent) for each query, started; each has about `paths` paths to go. The upper nodes lie on many paths: their products
+// with a block of queries are one matrix product, which reads a node once a block. Blocks do not depend on the number of threads.
 template <typename Visit>
-void for_queries(const Tensor& input, const KernelIndex& index, const Tree& tree, const Visit& visit) {
-  const Tensor rows = kernel_rows(input, std::nullopt, index).contiguous();
-  at::parallel_for(0, input.size(0), 1, [&](int64_t begin, int64_t end) {
-    Descent descent(tree);
-    for (int64_t q = begin; q < end; ++q) {
-      descent.start(q, rows.const_data_ptr<float>() + q * tree.width);
-      visit(q, descent);
+void for_queries(const Tensor& input, const KernelIndex& index, const Tree& tree, int64_t paths, const Visit& visit) {
+  constexpr int64_t kBlock = 64, kNodesPerPath = 16; // a node in a matrix product costs about a tenth of one that is visited
+  int64_t known = 2;
+  while (known < std::min(2 * tree.leaves, kNodesPerPath * paths)) {
+    known *= 2;
+  }
+  const Tensor rows = kernel_rows(input, std::nullopt, index).contiguous(), top = index.sums.narrow(0, 0, known).t();
+  const int64_t queries = input.size(0);
+  at::parallel_for(0, (queries + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView guard; // thread-local
+    Descent descent(tree, known);
+    const Tensor pairs = tree.sphere ? at::empty({kBlock, tree.features}, rows.options()) : Tensor();
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * kBlock, size = std::min(kBlock, queries - first);
+      const Tensor x = rows.narrow(0, first, size);
+      const Tensor features = tree.sphere ? pairs.narrow(0, 0, size) : x;
+      if (tree.sphere) {
+        write_pairs(x, features);
+      }
+      const Tensor sums = at::mm(features, top);
+      for (int64_t i = 0; i < size; ++i) {
+        descent.start(first + i, x.const_data_ptr<float>() + i * tree.width, features.const_data_ptr<float>() + i * tree.features,
+                      sums.const_data_ptr<float>() + i * known);
+        visit(first + i, descent);
+      }
     }
   });
 }
@@ -194,7 +225,7 @@ Draws kernel_sample_cpu(const Tensor& seed, const Tensor& input, XS_KERNEL_INDEX
   float *count = log_count.mutable_data_ptr<float>(), *of_target = target_log_count.mutable_data_ptr<float>();
   const double log_samples = std::log(double(num_samples));
   const uint64_t key = seed_value(seed);
-  for_queries(input, index, tree, [&](int64_t q, Descent& descent) {
+  for_queries(input, index, tree, num_samples + 1, [&](int64_t q, Descent& descent) {
     for (int64_t j = 0; j < num_samples; ++j) {
       const auto [row, log_q] = descent.draw(philox(key, q, j));
       id[q * num_samples + j] = tree.class_at(row);
@@ -218,7 +249,7 @@ Tensor kernel_log_prob_cpu(const Tensor& input, XS_KERNEL_INDEX_PARAMS, double s
   const Tensor flat = ids.contiguous();
   const int64_t width = ids.size(-1);
   const Tensor log_q = at::empty({input.size(0), width}, flat.options().dtype(at::kFloat));
-  for_queries(input, index, tree, [&](int64_t q, Descent& descent) {
+  for_queries(input, index, tree, width, [&](int64_t q, Descent& descent) {
     const int64_t* id = flat.const_data_ptr<int64_t>() + (ids.dim() == 2 ? q * width : 0);
     for (int64_t j = 0; j < width; ++j) {
       log_q.mutable_data_ptr<float>()[q * width + j] = float(descent.log_q(tree.row_of(id[j])));

@@ -32,7 +32,7 @@ class VGG16(nn.Module):
         self.classifier = nn.Sequential(nn.Linear(8 * width * side * side, self.num_features), nn.ReLU(inplace=True), nn.Dropout(dropout),
                                         nn.Linear(self.num_features, self.num_features), nn.ReLU(inplace=True), nn.Dropout(dropout))
         for module in self.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):  # the two linear layers, too: as nn.Linear starts, they shrink features sixfold each
+            if isinstance(module, (nn.Conv2d, nn.Linear)):  # the two linear layers, too: as nn.Linear starts, each leaves a sixth of the mean square
                 nn.init.kaiming_normal_(module.weight, mode="fan_out" if isinstance(module, nn.Conv2d) else "fan_in", nonlinearity="relu")
                 nn.init.zeros_(module.bias)
 

@@ -39,7 +39,7 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
         raise ValueError(f"combine_predictions: expected weights of at least 0 that are not all 0, got {list(weights)}")
 
     votes = _round_robin(predictions) if method == "round_robin" else _weighed(predictions, method, shares / shares.sum())
-    rows = np.concatenate([np.repeat(np.arange(shape[0]), np.diff(part.indptr)) for part in predictions])
+    rows = np.concatenate([_rows(part) for part in predictions])
     labels = np.concatenate([part.indices for part in predictions])
     return _best(rows, labels, np.concatenate(votes).astype(np.float64), np.maximum if method == "round_robin" else np.add, topk, shape)
 

@@ -152,3 +152,19 @@ def test_propensities():
     for arguments in ((counts, 2), (-counts, 5000), (counts.view(2, 2), 5000)):
         with pytest.raises(ValueError, match="propensity: expected"):
             xs.metrics.propensity(*arguments)
+
+
+def test_coverage():
+    candidates = torch.tensor([[1, 2, -1], [3, 4, 5], [0, -1, -1], [7, 8, 9]])
+    assert xs.metrics.coverage(candidates, torch.tensor([2, 2, 0, -1])) == pytest.approx(2 / 3)
+    assert xs.metrics.coverage(torch.tensor([1, 2]), torch.tensor([2, 2, 0, 1])) == 0.75
+
+
+@pytest.mark.parametrize("candidates, target, error, message", [
+    ([1], torch.tensor([1]), TypeError, "coverage: expected candidates as an int64 tensor, got list"),
+    (torch.zeros(2, 3).long(), torch.tensor([1]), ValueError, r"got \[2, 3\] and \[1\]"),
+    (torch.zeros(3).long(), torch.tensor([-1]), ValueError, "expected a target of 0 or more, got none"),
+])
+def test_coverage_of_bad_input(candidates, target, error, message):
+    with pytest.raises(error, match=message):
+        xs.metrics.coverage(candidates, target)
