@@ -8,7 +8,7 @@ As in the CANE paper, section 7.1: only the last layer is trained. For each meth
 accuracy after --search-epochs train for --epochs, and the best of those counts. The times are those of the long runs, one after another on
 --threads threads; test time is that of finding the best class of every test row. Coverage: test targets among the candidates of the beam. "Edges as in
 the paper": never balanced (BeamTreeLoss.balance). Every run is kept in --out, and not made again. --vw-python names an interpreter that has
-vowpalwabbit and numpy, for its rivals, on the same features.
+vowpalwabbit and numpy, for its rivals, on the same features; its times include the parsing of text.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import math
 import subprocess
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
@@ -37,6 +38,9 @@ class Problem:
     classes: int
     x: dict[str, Tensor]  # of "train", "valid", "test": float32 [n, D]
     y: dict[str, Tensor]  # int64 [n]
+
+    def fingerprint(self) -> int:
+        return zlib.crc32(b"".join(tensor.numpy().tobytes() for split in sorted(self.x) for tensor in (self.x[split], self.y[split])))
 
     def means(self) -> Tensor:
         total = torch.zeros(self.classes, self.x["train"].shape[1]).index_add_(0, self.y["train"], self.x["train"])
@@ -185,7 +189,10 @@ def vowpal(problem: Problem, python: str, options: str, lr: float, epochs: int, 
         numpy.savez(file, **{f"{split}_{part}": tensor.numpy() for split in problem.x
                              for part, tensor in (("x", problem.x[split]), ("y", problem.y[split]))})
     command = [python, "-c", VOWPAL_PROGRAM, str(file), options.format(classes=problem.classes), str(lr), str(epochs)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command[:1] + command[3:])}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout)
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
@@ -225,6 +232,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     problem = gaussians(args.gaussians) if args.gaussians else delicious(args.delicious) if args.delicious else from_file(args.features)
     args.out.mkdir(parents=True, exist_ok=True)
+    about = json.dumps({"problem": problem.fingerprint(), "threads": args.threads, "vw passes": args.vw_epochs})
+    if (args.out / "problem.json").is_file() and (args.out / "problem.json").read_text() != about:
+        parser.error(f"--out: {args.out} holds runs of another problem, or with other --threads or --vw-epochs")
+    (args.out / "problem.json").write_text(about)
 
     def kept(name: str, run: Callable[[], dict]) -> dict:
         file = args.out / f"{name.replace(',', '').replace(' ', '-')}.json"

@@ -2,6 +2,7 @@
 set(XSOFTMAX_SOURCES
   csrc/clusters/kmeans.cpp
   csrc/clusters/nearest.cpp
+  csrc/core/bump_versions.cpp
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp

@@ -32,6 +32,11 @@ bool holds(const int64_t* ids, const T* log_count, int64_t n, int64_t id) {
   return equal > 0;
 }
 
+// Two ranges of columns.
+struct Ranges {
+  int64_t begin[2], end[2];
+};
+
 // One query: what an estimator works on. log_weight = -log count (+ the renormalisation); it and score are made only on request.
 // adjusted = score + log_weight, -inf where the candidate hits the target.
 template <typename T>
@@ -47,7 +52,8 @@ struct Row {
   int64_t target_id;
   T target_log_count;
 
-  bool distinct(int64_t j) const { return j < private_width ? j < fixed_private : j < private_width + fixed_shared; }
+  Ranges distinct_columns() const { return {{0, private_width}, {fixed_private, private_width + fixed_shared}}; }
+  Ranges drawn_columns() const { return {{fixed_private, private_width + fixed_shared}, {private_width, width}}; }
   int64_t draws() const { return width - fixed_private - fixed_shared; }
   /// Whether the target is one of the distinct sets.
   bool covered() const {
@@ -345,68 +351,91 @@ T importance_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restric
   return sum == 0 ? T(0) : most + logarithm(sum) - row.target;
 }
 
-// See Cane in estimators.cpp. `in` says which candidates stand beside `own`, the target as it counts there; scale: of their shares.
-template <typename T, typename In>
-T log_sum(const Row<T>& row, T own, const In& in, T scale, T* grad_target, T* __restrict grad) {
+// log(e^own + sum of e^adjusted over the ranges); see Cane in estimators.cpp. With grad: the shares in that sum, times scale, 0 elsewhere.
+template <typename T>
+T log_sum(const Row<T>& row, T own, const Ranges& in, T scale, T* grad_target, T* __restrict grad) {
   auto key = ordered(own);
-  for (int64_t j = 0; j < row.width; ++j) {
-    const auto k = ordered(in(j) ? row.adjusted[j] : -kInfinity<T>);
-    key = k > key ? k : key;
+  for (int r = 0; r < 2; ++r) {
+    for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+      const auto k = ordered(row.adjusted[j]);
+      key = k > key ? k : key;
+    }
   }
   const T most = from_ordered(key), first = exponential(own - most);
+  if (grad != nullptr) {
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] = 0;
+    }
+  }
   T sum = first;
+  for (int r = 0; r < 2; ++r) {
 #pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < row.width; ++j) {
-    sum += in(j) ? exponential(row.adjusted[j] - most) : T(0);
+    for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+      const T value = exponential(row.adjusted[j] - most);
+      sum += value;
+      if (grad != nullptr) {
+        grad[j] = value;
+      }
+    }
   }
   if (grad != nullptr) {
     *grad_target = scale * first / sum;
-    for (int64_t j = 0; j < row.width; ++j) {
-      grad[j] = in(j) ? scale / sum * exponential(row.adjusted[j] - most) : T(0);
+    for (int r = 0; r < 2; ++r) {
+      for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+        grad[j] *= scale / sum;
+      }
     }
   }
   return most + logarithm(sum);
 }
 
+// The mean of log(e^log_a + e^m) over the draws, less log_a. With grad: shares are those in log_a, of the distinct columns, and become
+// gradients; the draws get theirs.
+template <typename T>
+T mean_above(const Row<T>& row, T log_a, T grad_loss, T* grad_target, T* __restrict grad) {
+  const int64_t draws = row.draws();
+  const T n = T(draws), log_draws = draws > 0 ? logarithm(n) : T(0);
+  const Ranges drawn = row.drawn_columns(), distinct = row.distinct_columns();
+  T above = 0, share_of_draws = 0;
+  for (int r = 0; r < 2; ++r) {
+    for (int64_t j = drawn.begin[r]; j < drawn.end[r]; ++j) {
+      const T x = row.adjusted[j] + log_draws - log_a, small = exponential(-__builtin_fabs(x));
+      const T share = (x > 0 ? T(1) : small) / (1 + small) / n;
+      above += ((x > 0 ? x : T(0)) + logarithm(1 + small)) / n;
+      share_of_draws += share;
+      if (grad != nullptr) {
+        grad[j] = grad_loss * share;
+      }
+    }
+  }
+  if (grad != nullptr) {
+    const T left = grad_loss * (1 - share_of_draws);
+    *grad_target *= left;
+    for (int r = 0; r < 2; ++r) {
+      for (int64_t j = distinct.begin[r]; j < distinct.end[r]; ++j) {
+        grad[j] *= left;
+      }
+    }
+  }
+  return above;
+}
+
 template <typename T, bool kMeanOfLogs>
 T cane_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
-  const auto distinct = [&](int64_t j) { return row.distinct(j); };
-  const int64_t n = row.draws();
-  const T log_draws = n > 0 ? logarithm(T(n)) : T(0);
   const bool covered = row.covered();
   if (covered && !kMeanOfLogs) {
     return softmax_row(row, smoothing, grad_loss, grad_target, grad);
   }
   T normalizer;
-  if (!covered) {
-    const T count = row.target_log_count - (kMeanOfLogs ? log_draws : T(0));
-    const T own = row.target - (row.target_log_count == -kInfinity<T> ? T(0) : count);
-    if (kMeanOfLogs) {
-      normalizer = log_sum(row, own, distinct, grad_loss, grad_target, grad);
-    } else {
-      const int64_t first = row.first_draw();
-      normalizer = log_sum(row, own, [&](int64_t j) { return j != first; }, grad_loss, grad_target, grad);
-    }
+  if (covered) {
+    normalizer = log_sum(row, row.target, row.distinct_columns(), T(1), grad_target, grad);
+    normalizer += mean_above(row, normalizer, grad_loss, grad_target, grad);
   } else {
-    const T log_a = log_sum(row, row.target, distinct, T(0), static_cast<T*>(nullptr), static_cast<T*>(nullptr));
-    T of_noise = 0, noise_share = 0;
-    for (int64_t j = 0; n > 0 && j < row.width; ++j) {
-      if (!row.distinct(j)) {
-        const T x = row.adjusted[j] + log_draws - log_a, small = exponential(-__builtin_fabs(x));
-        of_noise += ((x > 0 ? x : T(0)) + logarithm(1 + small)) / T(n);
-        noise_share += (x > 0 ? T(1) : small) / (1 + small) / T(n);
-      }
-    }
-    if (grad != nullptr) {
-      const T left = grad_loss * (1 - noise_share);
-      *grad_target = left * exponential(row.target - log_a);
-      for (int64_t j = 0; j < row.width; ++j) {
-        const T x = row.adjusted[j] + log_draws - log_a, small = exponential(-__builtin_fabs(x));
-        const T of_draw = grad_loss * (x > 0 ? T(1) : small) / (1 + small) / T(n);
-        grad[j] = row.distinct(j) ? left * exponential(row.adjusted[j] - log_a) : of_draw;
-      }
-    }
-    normalizer = log_a + of_noise;
+    const int64_t n = row.draws(), first = row.first_draw();
+    const T count = row.target_log_count - (kMeanOfLogs && n > 0 ? logarithm(T(n)) : T(0));
+    const T own = row.target - (row.target_log_count == -kInfinity<T> ? T(0) : count);
+    const Ranges others = first < row.width ? Ranges{{0, first + 1}, {first, row.width}} : Ranges{{0, 0}, {row.width, 0}};
+    normalizer = log_sum(row, own, kMeanOfLogs ? row.distinct_columns() : others, grad_loss, grad_target, grad);
   }
   if (grad != nullptr) {
     *grad_target -= grad_loss;

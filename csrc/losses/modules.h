@@ -25,5 +25,8 @@ std::string cane_estimator(const char* name, const std::string& noise_reduction)
 /// The given sampler, checked, or a uniform one.
 std::shared_ptr<samplers::SamplerImpl> noise_or_uniform(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler,
                                                         int64_t num_classes);
+/// That the noise can be any class outside `candidates`, which are always the same, or none: one that is neither a candidate nor ever drawn
+/// would learn nothing of how it compares with the others.
+void check_draws_all(const char* name, samplers::SamplerImpl& sampler, const at::Tensor& candidates);
 
 } // namespace xsoftmax::nn

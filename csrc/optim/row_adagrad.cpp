@@ -1,5 +1,6 @@
 #include "optim/row_adagrad.h"
 
+#include "core/bump_versions.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 

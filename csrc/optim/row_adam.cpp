@@ -1,5 +1,6 @@
 #include "optim/row_adam.h"
 
+#include "core/bump_versions.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"

@@ -4,7 +4,6 @@
 #include "core/dtypes.h"
 #include "scores/row_gradient.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/ones.h>
 
 namespace xsoftmax {
@@ -43,18 +42,6 @@ void check_last_decay(const char* op, const std::optional<Tensor>& last_decay, c
   if (given(last_decay)) {
     check_row_state(op, "last_decay", *last_decay, param, false, at::kDouble);
   }
-}
-
-void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
-    const c10::AliasInfo* alias = arguments[i].alias_info();
-    if (alias != nullptr && alias->isWrite() && value.isTensor() && value.toTensor().defined()) {
-      value.toTensor().unsafeGetTensorImpl()->bump_version();
-    }
-  }
-  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
 std::tuple<Tensor, Tensor> touched_rows(const Tensor& rows, const Tensor& values) {

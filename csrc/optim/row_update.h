@@ -4,8 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <ATen/core/stack.h>
-
 #include <optional>
 #include <tuple>
 
@@ -33,10 +31,6 @@ void check_row_gradient(const char* op, const at::Tensor& param, const at::Tenso
 void check_row_state(const char* op, const char* arg, const at::Tensor& state, const at::Tensor& param, bool elements,
                      at::ScalarType dtype);
 void check_last_decay(const char* op, const std::optional<at::Tensor>& last_decay, const at::Tensor& param);
-
-/// The ADInplaceOrView kernel of the ops that change tensors and return nothing: raises the version of each tensor that the schema
-/// says is written, so that autograd notices a backward pass through a value that a step has overwritten.
-void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 // For the composites in ATen calls.
 

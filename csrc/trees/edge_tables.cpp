@@ -1,5 +1,6 @@
 #include "trees/edge_tables.h"
 
+#include "core/bump_versions.h"
 #include "core/checks.h"
 #include "core/permutation.h"
 #include "trees/tree_scores.h"
@@ -25,20 +26,42 @@ namespace xsoftmax {
 
 using at::Tensor;
 
-Tensor tree_class_scores(const Tensor& edges, const Tensor& parent, const Tensor& class_node, at::IntArrayRef layer_sizes) {
-  Tensor above = edges.new_zeros_symint({edges.sym_size(0), c10::SymInt(1)});
+namespace {
+
+void check_edge_values(const char* op, const Tensor& edges, const Tensor& parent, const Tensor& class_node, at::IntArrayRef layer_sizes,
+                       int64_t dim) {
+  check::floating(op, "edges", edges);
+  TORCH_CHECK_VALUE(dim >= 0 && dim < edges.dim(), op, ": expected edges with more than ", dim, " dimensions, got shape ", edges.sym_sizes());
+  for (const auto& [name, tensor] : {std::pair<const char*, const Tensor&>{"parent", parent}, {"class_node", class_node}}) {
+    check::dim(op, name, tensor, 1);
+    check::int64(op, name, tensor);
+    check::same_device(op, name, tensor, "edges", edges);
+  }
+  check::size(op, "parent", parent, 0, edges.sym_size(dim) + 1, "one more than the edges");
+  check_layer_sizes(op, layer_sizes, edges.sym_size(dim));
+}
+
+} // namespace
+
+Tensor tree_class_scores(const Tensor& edges, const Tensor& parent, const Tensor& class_node, at::IntArrayRef layer_sizes, int64_t dim) {
+  check_edge_values("tree_class_scores", edges, parent, class_node, layer_sizes, dim);
+  auto shape = edges.sym_sizes().vec();
+  shape[dim] = 1;
+  Tensor above = edges.new_zeros_symint(shape);
   std::vector<Tensor> nodes{above};
   int64_t before = 0, begin = 1; // of the layer above, and of this one
   for (const int64_t size : layer_sizes) {
-    above = above.index_select(1, parent.narrow(0, begin, size) - before) + edges.narrow(1, begin - 1, size);
+    above = above.index_select(dim, parent.narrow(0, begin, size) - before) + edges.narrow(dim, begin - 1, size);
     nodes.push_back(above);
     before = begin;
     begin += size;
   }
-  return at::cat(nodes, 1).index_select(1, class_node);
+  return at::cat(nodes, dim).index_select(dim, class_node);
 }
 
 Tensor hierarchical_log_prob(const Tensor& edges, const Tensor& parent, const Tensor& class_node, at::IntArrayRef layer_sizes) {
+  check::dim("hierarchical_log_prob", "edges", edges, 2);
+  check_edge_values("hierarchical_log_prob", edges, parent, class_node, layer_sizes, 1);
   Tensor above = edges.new_zeros_symint({edges.sym_size(0), c10::SymInt(1)});
   std::vector<Tensor> nodes{above};
   int64_t before = 0, begin = 1;
@@ -73,8 +96,24 @@ void check_tree_balance(const Tensor& table, const Tensor& first_child, at::IntA
   check_layer_sizes(op, layer_sizes, table.sym_size(0));
 }
 
+void check_children(const Tensor& first_child, at::IntArrayRef layer_sizes) {
+  const int64_t* first = first_child.const_data_ptr<int64_t>();
+  int64_t begin = 1, end = 1; // of the layer above, then of its children
+  for (size_t layer = 1; layer < layer_sizes.size(); ++layer) {
+    end += layer_sizes[layer - 1];
+    const int64_t last = end + layer_sizes[layer];
+    for (int64_t v = begin; v < end; ++v) {
+      const bool rises = first[v] <= first[v + 1], starts = v > begin || first[v] == end, ends = v + 1 < end || first[v + 1] == last;
+      TORCH_CHECK_VALUE(rises && starts && ends, "tree_balance_: expected the children of node ", v, " side by side in the layer [", end, ", ", last, "), got [", first[v],
+                        ", ", first[v + 1], ")");
+    }
+    begin = end;
+  }
+}
+
 void tree_balance_reference(const Tensor& table, const Tensor& first_child, at::IntArrayRef layer_sizes) {
   check_tree_balance(table, first_child, layer_sizes);
+  check_children(first_child.to(at::kCPU).contiguous(), layer_sizes);
   const at::NoGradGuard no_grad;
   int64_t begin = table.size(0) + 1;
   for (int64_t layer = int64_t(layer_sizes.size()) - 1; layer > 0; --layer) {
@@ -127,9 +166,10 @@ Tensor routed_candidates(const Tensor& given_seed, const Tensor& scores, const T
   int64_t* to = found.mutable_data_ptr<int64_t>();
   const uint64_t seed = uint64_t(given_seed.item<int64_t>());
   for (int64_t q = 0; q < scores.size(0); ++q) {
-    const int64_t begin = first[subset[q] + 1], size = first[subset[q] + 2] - begin;
-    TORCH_CHECK_VALUE(begin >= 0 && size >= 0 && begin + size <= classes.size(0), "tree_routed_candidates: expected the children of node ",
-                      subset[q] + 1, " in [0, ", classes.size(0), "], got ", begin, " .. ", begin + size - 1);
+    const int64_t begin = first[subset[q] + 1], end = first[subset[q] + 2];
+    TORCH_CHECK_VALUE(begin >= 0 && begin <= end && end <= classes.size(0), "tree_routed_candidates: expected the children of node ",
+                      subset[q] + 1, " in [0, ", classes.size(0), "), got [", begin, ", ", end, ")");
+    const int64_t size = end - begin;
     if (size == 0) {
       continue;
     }
@@ -149,7 +189,7 @@ Tensor routed_candidates_meta(const Tensor& seed, const Tensor& scores, const Te
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("tree_class_scores(Tensor edges, Tensor parent, Tensor class_node, int[] layer_sizes) -> Tensor", tree_class_scores);
+  m.def("tree_class_scores(Tensor edges, Tensor parent, Tensor class_node, int[] layer_sizes, int dim=1) -> Tensor", tree_class_scores);
   m.def("hierarchical_log_prob(Tensor edges, Tensor parent, Tensor class_node, int[] layer_sizes) -> Tensor", hierarchical_log_prob);
   m.def("tree_balance_(Tensor(a!) table, Tensor first_child, int[] layer_sizes) -> ()");
   m.def("tree_routed_candidates(Tensor seed, Tensor scores, Tensor first_child, Tensor node_class, int count) -> Tensor");
@@ -160,6 +200,11 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("tree_routed_candidates", routed_candidates);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("tree_routed_candidates", routed_candidates_meta); }
+TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) { m.impl("tree_balance_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>()); }
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("tree_balance_", check_tree_balance);
+  m.impl("tree_routed_candidates", routed_candidates_meta);
+}
 
 } // namespace xsoftmax

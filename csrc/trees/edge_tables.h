@@ -2,13 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 
-// What the modules do with whole tables of edges or with few small tensors, in ATen calls on any device; autograd and compilers see through
-// these ops. parent, first_child, node_class, class_node as in label_tree.h; layer_sizes as in tree_scores.h.
+// What the modules do with whole tables of edges or with few small tensors, on any device. Autograd and compilers see through the first two,
+// which are ATen calls. parent, first_child, node_class, class_node as in label_tree.h; layer_sizes as in tree_scores.h.
 
 namespace xsoftmax {
 
-/// Something of each edge, [Q, E], summed along the path to each class: [Q, N].
-at::Tensor tree_class_scores(const at::Tensor& edges, const at::Tensor& parent, const at::Tensor& class_node, at::IntArrayRef layer_sizes);
+/// Something of each edge, [Q, E], summed along the path to each class: [Q, N]. dim: which dimension of `edges` is theirs; any of any tensor.
+at::Tensor tree_class_scores(const at::Tensor& edges, const at::Tensor& parent, const at::Tensor& class_node, at::IntArrayRef layer_sizes,
+                             int64_t dim = 1);
 
 /// The log-probability of each class, [Q, N], for scores of edges [Q, E]: a softmax over the children of each node (see
 /// hierarchical_softmax.h).
@@ -19,6 +20,8 @@ at::Tensor hierarchical_log_prob(const at::Tensor& edges, const at::Tensor& pare
 /// sum along a path to a leaf changes.
 void tree_balance_(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
 void check_tree_balance(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
+/// That each layer but the first is the children of the layer above, in its order. first_child: contiguous, on the CPU.
+void check_children(const at::Tensor& first_child, at::IntArrayRef layer_sizes);
 void tree_balance_reference(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
 
 /// Of a tree of one layer of subsets, up to `count` classes of the subset of the best score, a uniform set of them without repeats: int64

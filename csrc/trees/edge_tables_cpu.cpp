@@ -49,9 +49,6 @@ void balance(const Tensor& table, const int64_t* first_child, int64_t nodes, at:
       std::vector<T> mean(width);
       for (int64_t v = first; v < last; ++v) {
         const int64_t children = first_child[v], next = first_child[v + 1];
-        TORCH_CHECK_VALUE(children >= end && next >= children && next <= end + layer_sizes[layer],
-                          "tree_balance_: expected the children of node ", v, " in [", end, ", ", end + layer_sizes[layer], "), got ",
-                          children, " .. ", next - 1);
         if (next > children) {
           balance_node(rows + (v - 1) * width, rows + (children - 1) * width, next - children, width, mean);
         }
@@ -67,6 +64,7 @@ void tree_balance_cpu(const Tensor& table, const Tensor& first_child, at::IntArr
     return;
   }
   const Tensor offsets = first_child.contiguous();
+  check_children(offsets, layer_sizes); // before anything is written
   const auto run = table.scalar_type() == at::kFloat ? balance<float> : balance<double>;
   run(table, offsets.const_data_ptr<int64_t>(), table.size(0) + 1, layer_sizes);
 }

@@ -101,10 +101,12 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   beam_.beam = std::min(beam.beam.value_or(beam_.num_candidates), tree->num_classes());
   TORCH_CHECK_VALUE(*beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ",
                     *beam_.beam);
-  beam_.num_noises = beam_.num_candidates == tree->num_classes() ? 0 : beam.num_noises; // or nothing is outside
+  // Nothing is outside all classes; a routed query has those of its own subset alone.
+  beam_.num_noises = beam_.num_candidates == tree->num_classes() && !beam.routed ? 0 : beam.num_noises;
   noise_sampler = register_module("noise", noise_or_uniform(name_, beam.noise_sampler, tree->num_classes()));
   TORCH_CHECK_VALUE(dynamic_cast<samplers::AdaptiveSamplerImpl*>(noise_sampler.get()) == nullptr, name_,
                     ": expected a noise_sampler that follows no class table, which a tree has none of, got ", noise_sampler->name());
+  check_draws_all(name_, *noise_sampler, Tensor());
   noise_ = std::make_shared<samplers::ComplementSampler>(noise_sampler);
   steps = register_buffer("steps", at::zeros({}, at::kLong));
   if (tree->depth() > 1) {
@@ -118,7 +120,9 @@ Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std:
     return exact(input, target);
   }
   const Tensor queries = flatten(input, target), flat = target.reshape({-1}), counts = flat.ne(options_.ignore_index);
-  if (balance_every_ > 0 && at::GradMode::is_enabled() && edges->weight.requires_grad()) {
+  const auto dtype = edges->weight.scalar_type(); // what the constructor made may have been moved to 16 bits, whose rounding moves scores
+  const bool fine = beam_.balance_every.has_value() || dtype == at::kFloat || dtype == at::kDouble;
+  if (balance_every_ > 0 && fine && at::GradMode::is_enabled() && edges->weight.requires_grad()) {
     if (steps.scalar_type() != at::kLong) { // to(dtype) converts it like any buffer
       steps.set_data(steps.to(at::kLong));
     }
@@ -168,9 +172,9 @@ Tensor BeamTreeLossImpl::exact(const Tensor& input, const Tensor& target) {
   const Tensor queries = flatten(input, target);
   const bool low = edges->weight.scalar_type() == at::kHalf || edges->weight.scalar_type() == at::kBFloat16; // sums along paths are float32
   const auto whole = [&](const Tensor& tensor) { return low ? tensor.to(at::kFloat) : tensor; };
-  const auto along = [&](const Tensor& rows) { return tree_class_scores(rows, tree->parent, tree->class_node, tree->layer_sizes); };
-  const Tensor table = along(whole(edges->weight).t()).t();
-  const Tensor bias = edges->bias.defined() ? along(whole(edges->bias).unsqueeze(0)).squeeze(0) : Tensor();
+  const auto along = [&](const Tensor& rows) { return tree_class_scores(rows, tree->parent, tree->class_node, tree->layer_sizes, 0); };
+  const Tensor table = along(whole(edges->weight));
+  const Tensor bias = edges->bias.defined() ? along(whole(edges->bias)) : Tensor();
   const int64_t reduction = reduction_code(options_.reduction);
   const Tensor loss =
       linear_cross_entropy(whole(queries), table, optional(bias), target.reshape({-1}), optional(weight), reduction, options_.ignore_index, 0.0);

@@ -18,7 +18,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <numeric>
 #include <vector>
 
 namespace xsoftmax {
@@ -118,11 +117,13 @@ void check_nodes(const char* op, const char* name, const Tensor& tensor, const T
 }
 
 void check_layer_sizes(const char* op, at::IntArrayRef layer_sizes, const c10::SymInt& edges) {
-  const int64_t sum = std::accumulate(layer_sizes.begin(), layer_sizes.end(), int64_t(0));
-  TORCH_CHECK_VALUE(edges == sum, op, ": expected layer_sizes with a sum of ", edges, ", the edges, got ", sum);
+  c10::SymInt left = edges; // no sum of sizes, which could overflow
   for (const int64_t size : layer_sizes) {
     TORCH_CHECK_VALUE(size >= 1, op, ": expected layer_sizes of at least 1, got ", size);
+    TORCH_CHECK_VALUE(left >= size, op, ": expected layer_sizes with a sum of ", edges, ", the edges, got more: ", layer_sizes);
+    left = left - size;
   }
+  TORCH_CHECK_VALUE(left == 0, op, ": expected layer_sizes with a sum of ", edges, ", the edges, got ", left, " fewer: ", layer_sizes);
 }
 
 void check_tree_scores(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,

@@ -25,19 +25,26 @@ constexpr int64_t kQueriesPerTask = 8;
 // The part of a tree that the paths of one query run through. What it holds is for reuse.
 class Paths {
  public:
-  Paths(const char* op, const int64_t* parent, int64_t layers, bool differences_only)
-      : op_(op), parent_(parent), layers_(layers), differences_only_(differences_only) {}
+  Paths(const char* op, const int64_t* parent, at::IntArrayRef layer_sizes, bool differences_only)
+      : op_(op), parent_(parent), differences_only_(differences_only), ends_{1} {
+    for (const int64_t size : layer_sizes) {
+      ends_.push_back(ends_.back() + size);
+    }
+  }
 
   /// Of `count` nodes.
   void collect(const int64_t* nodes, int64_t count) {
     nodes_.clear();
     for (int64_t p = 0; p < count; ++p) {
-      int64_t layer = 0;
-      for (int64_t v = nodes[p]; v > 0; v = up(v)) {
-        TORCH_CHECK_VALUE(++layer <= layers_, op_, ": expected paths of at most ", layers_, " edges, as many as layer_sizes, got a longer "
-                          "one to node ", nodes[p]);
+      // Each a layer above the one before: no query then has more edges in a layer than that holds.
+      size_t layer = std::upper_bound(ends_.begin(), ends_.end(), nodes[p]) - ends_.begin();
+      for (int64_t v = nodes[p]; v > 0; v = up(v), --layer) {
+        TORCH_CHECK_VALUE(layer > 0 && v >= ends_[layer - 1] && v < ends_[layer], op_, ": expected layer_sizes with node ", v,
+                          " in the layer that its path to node ", nodes[p], " puts it in, got ", at::IntArrayRef(ends_), " as the layers' ends");
         nodes_.push_back(v);
       }
+      TORCH_CHECK_VALUE(layer == 0, op_, ": expected layer_sizes with as many layers above node ", nodes[p], " as its path has, got ",
+                        at::IntArrayRef(ends_), " as the layers' ends");
     }
     std::sort(nodes_.begin(), nodes_.end());
     // Breadth-first numbers: parents stand before their children.
@@ -110,20 +117,21 @@ class Paths {
 
   const char* op_;
   const int64_t* parent_;
-  const int64_t layers_;
   const bool differences_only_;
+  std::vector<int64_t> ends_; // of the layers, the root's first
   std::vector<int64_t> nodes_, above_, edges_;
   std::vector<char> counted_;
 };
 
 struct Tree {
   Tensor parent, nodes; // contiguous
+  at::IntArrayRef layer_sizes;
   int64_t layers, paths;
   bool differences_only;
 
   Tree(const char* op, const Tensor& weight, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only)
-      : parent(parent.contiguous()), nodes(nodes.contiguous()), layers(int64_t(layer_sizes.size())), paths(nodes.size(1)),
-        differences_only(differences_only) {
+      : parent(parent.contiguous()), nodes(nodes.contiguous()), layer_sizes(layer_sizes), layers(int64_t(layer_sizes.size())),
+        paths(nodes.size(1)), differences_only(differences_only) {
     check::class_ids(op, "nodes", nodes, weight.size(0) + 1);
   }
 
@@ -131,7 +139,7 @@ struct Tree {
   template <typename Function>
   void for_queries(const char* op, Function&& each) const {
     at::parallel_for(0, nodes.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
-      Paths of_query(op, parent.const_data_ptr<int64_t>(), layers, differences_only);
+      Paths of_query(op, parent.const_data_ptr<int64_t>(), layer_sizes, differences_only);
       each(of_query, first, last);
     });
   }

@@ -1,7 +1,9 @@
 """Options that every example has, and their checks."""
 
 import argparse
+import math
 import sys
+import tempfile
 from pathlib import Path
 from typing import Callable
 
@@ -11,15 +13,23 @@ from .errors import DIVERGED, DataError, Diverged, UsageError
 from .losses import LEARNING_RATES, NOISES, OPTIMIZERS, SAMPLERS
 
 
-def positive(kind: type):
+def positive(kind: type, least: float = 0):
+    """least: 0, or what the value may be at least."""
     def parse(text: str):
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+        if not (value > 0 and value >= least and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"expected {f'at least {least}' if least else 'more than 0'}, got {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it when the text is no number
     return parse
+
+
+def seed(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"expected an integer of 64 bits, got {text}")
+    return value
 
 
 def fraction(text: str) -> float:
@@ -84,7 +94,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batc
     training.add_argument("--schedule", choices=["constant", "cosine"], default=schedule,
                           help="cosine: the learning rate falls to 0 over --epochs or --max-minutes (default: %(default)s)")
     training.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the gradient (default: %(default)s)")
-    training.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    training.add_argument("--seed", type=seed, default=1, help="default: %(default)s")
     training.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     return training
@@ -107,8 +117,17 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
         parser.error("--resume needs --checkpoint")
     if args.resume and not args.checkpoint.is_file():
         parser.error(f"--resume: there is no checkpoint at {args.checkpoint}")
-    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device: {args.device} is not there")
+    if args.checkpoint is not None:
+        folder = args.checkpoint.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(f"--checkpoint: nothing can be written to {folder}: {error.strerror}")
+    try:
+        torch.empty(0, device=args.device).to("cpu")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # no such device, or one without values
+        parser.error(f"--device: {args.device} is not there ({str(error).splitlines()[0]})")
     if len(args.samples) != len(args.sampler):
         parser.error(f"--samples: expected a number for each of the {len(args.sampler)} samplers, got {len(args.samples)}")
     if len(args.sampler) > 1 and "in_batch" in args.sampler:
@@ -117,6 +136,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
         parser.error("--private: expected one sampler, got a union, in which each draws as suits it")
     if "noise" in args and args.noise == "midx" and args.candidates_from in ("beam", "routed"):
         parser.error(f"--noise midx: expected --candidates-from head or midx, got {args.candidates_from}, whose classes have no rows of their own")
+    if getattr(args, "beam", None) is not None and args.candidates_from != "beam":
+        parser.error(f"--beam: expected --candidates-from beam, got {args.candidates_from}")
     if args.head < 0:
         parser.error(f"--head: expected 0 or more, got {args.head}")
 

@@ -37,7 +37,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                         "(default: the functions of Python's standard library)")
     parser.add_argument("--max-examples", type=positive(int), help="to train")
     tree = parser.add_argument_group("tree and linear model")
-    tree.add_argument("--arity", type=positive(int), default=16, help="default: %(default)s")
+    tree.add_argument("--arity", type=positive(int, least=2), default=16, help="default: %(default)s")
     tree.add_argument("--max-leaf-size", type=positive(int), default=100, help="labels below one node (default: %(default)s)")
     tree.add_argument("--negatives", default="tfn", help="tfn, man or tfn+man (default: %(default)s)")
     neural = parser.add_argument_group("neural matcher")

@@ -74,7 +74,8 @@ def load_dataset(path: str | None, size: int, max_classes: int | None = None, co
     for file in sorted(root.rglob("*")):
         if file.suffix.lower() in SUFFIXES and file.is_file():
             files[file.parent.relative_to(root).as_posix()].append(file)
-    classes = sorted(files)[:max_classes]
+    # By falling number of images, as a head and log-uniform draws want them, then by name.
+    classes = sorted(sorted(files)[:max_classes], key=lambda name: -len(files[name]))
     if len(classes) < 2:
         raise DataError(f"--data: expected images of at least 2 classes, a folder each, in {path}, found {len(classes)}")
     few = next((name for name in classes if len(files[name]) < 3), None)
@@ -107,7 +108,7 @@ def read(file: Path, size: int, color: bool) -> Tensor:
     try:
         with Image.open(file) as image:
             image = ImageOps.pad(image.convert("RGB" if color else "L"), (size, size))
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise DataError(f"--data: {file} is not an image ({error})") from error
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(size, size, -1).permute(2, 0, 1).contiguous()
 

@@ -44,7 +44,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
     add_loss_arguments(parser, classes="classes", query="image", head=0, losses=("exact", "sampled", "cane", "hierarchical"), default="exact")
     add_cane_arguments(parser, classes="classes", query="image", sources=("beam", "head", "midx"), candidates=9)
-    parser.add_argument("--arity", type=positive(int), default=10, help="of the tree of cane and hierarchical (default: %(default)s)")
+    parser.add_argument("--arity", type=positive(int, least=2), default=10, help="of the tree of cane and hierarchical (default: %(default)s)")
     add_training_arguments(parser, epochs=20, batch_size=64, optimizer="adam", learning_rates=learning_rates, schedule="cosine")
     add_file_arguments(parser, "out/image_classes")
 

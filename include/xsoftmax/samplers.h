@@ -219,6 +219,8 @@ TORCH_MODULE(InBatchSampler);
 class AdaptiveSamplerImpl : public SamplerImpl {
  public:
   bool shared_by_default() const override { return false; }
+  /// The classes that are never drawn, int64.
+  virtual torch::Tensor excluded() const = 0;
   int64_t num_drawable() const override { return num_classes_ - excluded().size(0); }
   torch::Tensor log_count(const torch::Tensor& input, int64_t num_samples, bool shared, const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) override;
@@ -231,8 +233,6 @@ class AdaptiveSamplerImpl : public SamplerImpl {
 
  protected:
   AdaptiveSamplerImpl(const char* name, int64_t num_classes, int64_t dim, bool bias);
-  /// The classes that are never drawn, int64.
-  virtual torch::Tensor excluded() const = 0;
   virtual std::shared_ptr<SamplerImpl> like(const torch::Tensor& excluded, bool bias) const = 0;
   /// Whether it can draw one set for the batch.
   virtual bool shares() const { return false; }

@@ -6,9 +6,10 @@ from typing import List, Optional, Union
 import torch
 from torch import Tensor
 
+from ._checks import check_count
 from ._memory import device_of_values
 from .losses import LinearLoss, _reduction_code, different_ids, with_gradient_of
-from .samplers import ADAPTIVE, ComplementSampler, Sampler, UnionSampler, make_sampler
+from .samplers import ADAPTIVE, AdaptiveSampler, ComplementSampler, Sampler, StaticSampler, UniformSampler, UnionSampler, make_sampler
 
 NOISE_REDUCTIONS = {"mean_of_logs": "cane", "log_of_mean": "cane_log_of_mean"}
 
@@ -20,23 +21,44 @@ def estimator_of(owner: str, noise_reduction: str) -> str:
     return NOISE_REDUCTIONS[noise_reduction]
 
 
-def check_count(owner: str, argument: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}: expected {argument} of type int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{owner}: expected {argument} of at least {least}, got {value}")
-    return value
-
-
-def noise_outside(owner: str, noise_sampler: Union[Sampler, str], num_classes: int, device, **kwargs) -> ComplementSampler:
-    """The noise of CANE from what its users give; what is made here is made on `device`."""
+def noise_outside(owner: str, noise_sampler: Union[Sampler, ComplementSampler, str], num_classes: int, device, candidates: Optional[Tensor] = None,
+                  **kwargs) -> ComplementSampler:
+    """The noise of CANE from what its users give; what is made here is made on `device`. candidates: where they are always the same."""
+    if isinstance(noise_sampler, ComplementSampler):
+        noise_outside(owner, noise_sampler.sampler, num_classes, device, candidates)
+        return noise_sampler
     if isinstance(noise_sampler, str):
+        if noise_sampler == "unigram" or noise_sampler in ADAPTIVE and not kwargs:
+            what = "counts" if noise_sampler == "unigram" else "a class table, which a tree has none of"
+            raise ValueError(f"{owner}: expected noise_sampler as a module or the name of one that needs nothing more, "
+                             f"got {noise_sampler!r}, which needs {what}")
         noise_sampler = make_sampler(noise_sampler, num_classes, **kwargs).to(device)
     if not isinstance(noise_sampler, Sampler):
         raise TypeError(f"{owner}: expected noise_sampler to be a Sampler or a name, got {type(noise_sampler).__name__}")
     if noise_sampler.num_classes != num_classes:
         raise ValueError(f"{owner}: expected a noise_sampler of {num_classes} classes, got one of {noise_sampler.num_classes}")
+    _check_draws_all(owner, noise_sampler, candidates)
+    if candidates is not None and candidates.numel() < num_classes and isinstance(noise_sampler, StaticSampler) \
+            and not isinstance(noise_sampler, UniformSampler):
+        noise_sampler = noise_sampler.excluding(candidates)  # its draws then are all outside
     return ComplementSampler(noise_sampler)
+
+
+def _check_draws_all(owner: str, sampler: Sampler, candidates: Optional[Tensor]) -> None:
+    """A class that is neither a candidate nor ever drawn would learn nothing of how it compares with the others."""
+    if isinstance(sampler, AdaptiveSampler):
+        never = sampler._excluded()
+    elif isinstance(sampler, StaticSampler):
+        never = sampler.log_prob(torch.zeros(0), torch.arange(sampler.num_classes)).isneginf().nonzero().squeeze(1)
+    else:
+        return
+    if never.is_meta or candidates is not None and candidates.is_meta:
+        return
+    if candidates is not None:
+        never = never[~torch.isin(never, candidates.to(never.device))]
+    if never.numel() > 0:
+        raise ValueError(f"{owner}: expected a noise_sampler that draws every class outside the candidates, got one that never draws "
+                         f"{never.numel()} of them, such as {int(never[0])}")
 
 
 class CaneLoss(LinearLoss):
@@ -61,8 +83,11 @@ class CaneLoss(LinearLoss):
             None: each call says, ``loss(input, target, candidates)``.
         num_candidates: how many draws, where a sampler gives the candidates.
         shared: where a sampler gives them, one set for the batch, or one for each query. None: as suits the sampler.
-        num_noises: n >= 0, for each query. With 0 all that is outside C counts as nothing: not consistent.
-        noise_sampler: a Sampler, or its name; restricted to what is outside C by :class:`xsoftmax.samplers.ComplementSampler`.
+        num_noises: n >= 0, for each query. With 0 all that is outside C counts as nothing, but a target there, as its own noise: not
+            consistent.
+        noise_sampler: a Sampler, or its name, which draws every class outside C; restricted to those by
+            :class:`xsoftmax.samplers.ComplementSampler` (or such a sampler with `tries` of your own). Where C is always the same the draws are
+            those of q renormalised.
         noise_reduction: "mean_of_logs", as above; or "log_of_mean": all noises in one denominator, with weights 1 / (n q_j), where a target
             outside C takes the place of the first. Less variance for n > 1, at the same cost.
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
@@ -83,10 +108,7 @@ class CaneLoss(LinearLoss):
         self.num_noises = check_count(name, "num_noises", num_noises, 0)
         self.estimator = estimator_of(name, noise_reduction)
         self.sparse_grad = sparse_grad
-        kwargs = {"dim": in_features, "bias": bias} if noise_sampler in ADAPTIVE else {}
         device = device_of_values(device)
-        self.noise = noise_outside(name, noise_sampler, num_classes, device, **kwargs)
-        self.noise.sampler = self.noise.sampler.for_table(in_features, bias)
         self.candidate_sampler: Optional[Sampler] = None
         self.shared = True
         ids: Optional[Tensor] = None
@@ -111,8 +133,11 @@ class CaneLoss(LinearLoss):
             ids = different_ids(name, "candidates", candidates, num_classes, device)
             if ids.numel() == 0:
                 raise ValueError(f"{name}: expected at least one of candidates, without which there is nothing to learn, got none")
+        kwargs = {"dim": in_features, "bias": bias} if isinstance(noise_sampler, str) and noise_sampler in ADAPTIVE else {}
+        self.noise = noise_outside(name, noise_sampler, num_classes, device, ids, **kwargs)
+        self.noise.sampler = self.noise.sampler.for_table(in_features, bias)
+        self._one_sampler = self.candidate_sampler is self.noise.sampler  # which then takes each step once
         self.register_buffer("candidates", ids, persistent=False)
-        self.candidates: Optional[Tensor]
 
     def forward(self, input: Tensor, target: Tensor, candidates: Optional[Tensor] = None,
                 generator: Optional[torch.Generator] = None) -> Tensor:
@@ -146,7 +171,7 @@ class CaneLoss(LinearLoss):
         if self.noise.sampler.learns:
             loss = with_gradient_of(loss, self.noise.sampler.auxiliary_loss(torch.where(counts, queries, 0.0), weight, bias, generator))
         sampler = self.candidate_sampler
-        if sampler is not None:
+        if sampler is not None and not self._one_sampler:
             if sampler.learns:
                 loss = with_gradient_of(loss, sampler.auxiliary_loss(torch.where(counts, queries, 0.0), weight, bias, generator))
         return loss
@@ -154,7 +179,7 @@ class CaneLoss(LinearLoss):
     def _note(self, ids: Tensor) -> None:
         self.noise.sampler.note(ids)
         sampler = self.candidate_sampler
-        if sampler is not None:
+        if sampler is not None and not self._one_sampler:
             sampler.note(ids)
 
     def _candidates(self, queries: Tensor, batch: List[int], given: Optional[Tensor], generator: Optional[torch.Generator]) -> Tensor:
@@ -163,6 +188,8 @@ class CaneLoss(LinearLoss):
         if given is not None:
             if sampler is not None or fixed is not None:
                 raise ValueError(f"{self._name}: expected candidates with the call of a loss that was built with candidates=None alone")
+            if not torch.jit.is_scripting() and not isinstance(given, Tensor):
+                raise TypeError(f"{self._name}: expected candidates as an int64 tensor, got {type(given).__name__}")
             if given.dtype != torch.int64:
                 raise TypeError(f"{self._name}: expected candidates of dtype torch.int64, got {given.dtype}")
             if given.dim() != 1 and list(given.shape[:-1]) != batch:
@@ -172,7 +199,8 @@ class CaneLoss(LinearLoss):
         if fixed is not None:
             return fixed
         if sampler is not None:
-            sampler.prepare(self.linear.weight, self.linear.bias, generator)
+            if not self._one_sampler:
+                sampler.prepare(self.linear.weight, self.linear.bias, generator)
             drawn = sampler.sample(queries.detach(), self.num_candidates, self.shared, None, generator)
             return drawn.ids if drawn.distinct else torch.ops.xsoftmax.candidate_set(drawn.ids, self.num_classes)
         raise ValueError(f"{self._name}: expected candidates, which a loss built with candidates=None takes with each call, got none")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ._sparse import checked
-from .cane import check_count
+from ._checks import check_count
 from .label_tree import LabelTree
 from .losses import _make_linear, _reduction_code, flat_queries
 

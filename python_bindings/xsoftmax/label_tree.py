@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._checks import check_count
+from ._memory import moved_table
 from ._sparse import checked, sparse_tensors
 
 Nested = Sequence[Union[int, "Nested"]]
@@ -51,6 +53,14 @@ class LabelTree(nn.Module):
         self.depth = len(sizes)
         self.arity = max(groups, default=0)
 
+    def _apply(self, fn, recurse=True):
+        # to_empty() drops the values of all tensors; those of a tree are none that training could restore.
+        tables = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, table in tables.items():
+            self._buffers[name] = moved_table("LabelTree", table, self._buffers[name])
+        return self
+
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
         tables = {name: state_dict.get(prefix + name) for name in self._buffers}
         whole = all(isinstance(table, Tensor) and table.shape == self._buffers[name].shape and table.dtype == torch.int64 and not table.is_meta
@@ -88,19 +98,22 @@ class LabelTree(nn.Module):
 
     @staticmethod
     def from_nested(nested: Nested) -> "LabelTree":
-        """Of lists in lists, whose numbers are the classes: ``from_nested([[0, 3], [1, [2, 4]]])``."""
-        parents, classes, open_ = [], [], [(nested, -1)]
+        """Of lists in lists, whose numbers are the classes: ``from_nested([[0, 3], [1, [2, 4]]])``. A list stands in one place."""
+        parents, classes, open_, seen = [], [], [(nested, -1)], set()
         for part, parent in open_:  # which grows
             node = len(parents)
             parents.append(parent)
             if isinstance(part, (list, tuple)):
                 if not part:
                     raise ValueError("LabelTree.from_nested: expected lists that hold something, got an empty one")
+                if id(part) in seen:  # within itself, where this would not end, or a class twice
+                    raise ValueError("LabelTree.from_nested: expected each list in one place, got one that is in two, or within itself")
+                seen.add(id(part))
                 classes.append(-1)
                 open_.extend((child, node) for child in part)
             elif isinstance(part, int) and not isinstance(part, bool):
-                if part < 0:
-                    raise ValueError(f"LabelTree.from_nested: expected classes of at least 0, got {part}")
+                if not 0 <= part < 2**63:
+                    raise ValueError(f"LabelTree.from_nested: expected classes in [0, 2^63), got {part}")
                 classes.append(part)
             else:
                 raise TypeError(f"LabelTree.from_nested: expected lists and ints, got {type(part).__name__}")
@@ -110,9 +123,9 @@ class LabelTree(nn.Module):
     def balanced(order: Union[Tensor, Sequence[int], int], arity: int = 10) -> "LabelTree":
         """The classes of ``order`` (a permutation, or their number) as leaves from left to right, in ceil(log_arity N) layers: every inner
         node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (CANE paper, appendix C)."""
-        if isinstance(order, int) and not isinstance(order, bool):
-            order = torch.arange(_at_least("balanced", "the number of classes", order, 1))
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(_int64("balanced", "order", order), _arity("balanced", arity)))
+        if isinstance(order, (int, np.integer)) and not isinstance(order, bool):
+            order = torch.arange(_at_least("balanced", "the number of classes", int(order), 1))
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(_int64("balanced", "order", order), _int("balanced", "arity", arity)))
 
     @staticmethod
     def random(num_classes: int, arity: int = 10, generator: Optional[torch.Generator] = None) -> "LabelTree":
@@ -134,15 +147,21 @@ class LabelTree(nn.Module):
             iterations: of each K-means.
             spherical: beside ``max_leaf_size``: centres are normalised, so that directions count; the vectors should be, too.
         """
+        arity, iterations = _int("from_vectors", "arity", arity), _at_least("from_vectors", "iterations", iterations, 1)
+        if isinstance(vectors, np.ndarray):
+            vectors = torch.from_numpy(vectors)
+        if isinstance(vectors, Tensor) and (not vectors.is_floating_point() or vectors.layout != torch.strided or vectors.dim() != 2):
+            raise TypeError(f"LabelTree.from_vectors: expected dense vectors [N, D] of a floating dtype, got {list(vectors.shape)}, "
+                            f"{str(vectors.dtype).removeprefix('torch.')}, {vectors.layout}")
         if max_leaf_size is not None:
             seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
             return LabelTree._of(torch.ops.xsoftmax.label_tree_clusters(
-                seed, *_sparse_rows(vectors), vectors.shape[1], _arity("from_vectors", arity),
-                _at_least("from_vectors", "max_leaf_size", max_leaf_size, 1), _at_least("from_vectors", "iterations", iterations, 1), spherical))
+                seed, *_sparse_rows(vectors), vectors.shape[1], arity, _at_least("from_vectors", "max_leaf_size", max_leaf_size, 1),
+                iterations, spherical))
         if not isinstance(vectors, Tensor):
             raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor, got {type(vectors).__name__}")
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, generator=generator)
-        order = torch.ops.xsoftmax.label_tree_kmeans_order(seed, vectors, _arity("from_vectors", arity), iterations)
+        order = torch.ops.xsoftmax.label_tree_kmeans_order(seed, vectors, arity, iterations)
         return LabelTree.balanced(order, arity)
 
     @staticmethod
@@ -153,12 +172,13 @@ class LabelTree(nn.Module):
         Args:
             counts: [N], of any number type, none below 0.
         """
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_equal_mass(_counts("from_frequencies", counts), subsets))
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_equal_mass(_counts("from_frequencies", counts),
+                                                                              _int("from_frequencies", "subsets", subsets)))
 
     @staticmethod
     def huffman(counts: Tensor, arity: int = 2) -> "LabelTree":
         """The tree of the least expected depth when classes come with frequencies ``counts`` [N] (Huffman, 1952)."""
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_huffman(_counts("huffman", counts), arity))
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_huffman(_counts("huffman", counts), _int("huffman", "arity", arity)))
 
     @staticmethod
     def _of(nodes: Tuple[Tensor, Tensor]) -> "LabelTree":
@@ -177,10 +197,19 @@ class LabelTree(nn.Module):
     @staticmethod
     def load(path: Union[str, PathLike]) -> "LabelTree":
         """What :meth:`save` wrote, checked."""
-        state = torch.load(path, weights_only=True)
-        if not isinstance(state, dict) or not {"parent", "node_class"} <= state.keys():
+        try:
+            state = torch.load(path, weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # whatever torch.load meets in a file that it did not write
+            raise ValueError(f"LabelTree.load: expected a file of LabelTree.save, got another one: {path} ({error})") from error
+        names = ("first_child", "parent", "node_class", "class_node")
+        if not isinstance(state, dict) or not all(isinstance(state.get(name), Tensor) for name in names):
             raise ValueError(f"LabelTree.load: expected a file of LabelTree.save, got another one: {path}")
-        return LabelTree.from_parents(state["parent"], state["node_class"])
+        tree = LabelTree.from_parents(state["parent"], state["node_class"])
+        if not all(torch.equal(state[name], getattr(tree, name)) for name in names):
+            raise ValueError(f"LabelTree.load: expected a tree, got tables that contradict each other: {path}")
+        return tree
 
     @torch.jit.export
     def path(self, ids: Tensor) -> Tensor:
@@ -243,27 +272,25 @@ class LabelTree(nn.Module):
 
 def _sparse_rows(vectors: Union[Tensor, "scipy.sparse.csr_matrix"]) -> Tuple[Tensor, Tensor, Tensor]:  # noqa: F821
     """Offsets int64, columns int32 and values float32 of the rows."""
-    if isinstance(vectors, np.ndarray):
-        vectors = torch.from_numpy(vectors)
     if isinstance(vectors, Tensor):
-        if vectors.dim() != 2:
-            raise ValueError(f"LabelTree.from_vectors: expected vectors of shape [N, D], got {list(vectors.shape)}")
         rows = vectors.detach().to("cpu", torch.float32)
         there = rows != 0
-        return torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]), there.nonzero()[:, 1].to(torch.int32), rows[there]
+        columns = torch.arange(rows.shape[1], dtype=torch.int32).expand(rows.shape)[there]
+        return torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]), columns, rows[there]
     if getattr(vectors, "format", None) != "csr":
         raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor, an array or a scipy CSR matrix, got {type(vectors).__name__}")
     return sparse_tensors(checked("LabelTree.from_vectors", "vectors", vectors))
 
 
-def _arity(name: str, arity: int) -> int:
-    if isinstance(arity, bool) or not isinstance(arity, int):
-        raise TypeError(f"LabelTree.{name}: expected arity of type int, got {type(arity).__name__}")
-    return arity
+def _int(name: str, argument: str, value: int) -> int:
+    return check_count(f"LabelTree.{name}", argument, value, None)
 
 
 def _int64(name: str, argument: str, values: Union[Tensor, Sequence[int]]) -> Tensor:
-    tensor = torch.as_tensor(values)
+    try:
+        tensor = torch.as_tensor(values)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"LabelTree.{name}: expected {argument} as int64 numbers, got {type(values).__name__} ({error})") from error
     if tensor.dtype != torch.int64 and tensor.numel() > 0:
         raise TypeError(f"LabelTree.{name}: expected {argument} of dtype int64, got {str(tensor.dtype).removeprefix('torch.')}")
     return tensor.to("cpu", torch.int64)
@@ -277,8 +304,4 @@ def _counts(name: str, counts: Union[Tensor, Sequence[float]]) -> Tensor:
 
 
 def _at_least(name: str, argument: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"LabelTree.{name}: expected {argument} of type int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"LabelTree.{name}: expected {argument} to be at least {least}, got {value}")
-    return value
+    return check_count(f"LabelTree.{name}", argument, value, least)

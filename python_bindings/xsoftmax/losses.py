@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor, nn
 
+from ._checks import check_class_weights, check_count, check_reduction
 from ._memory import advise_huge_pages, device_of_values, moved_table
 from .samplers import ADAPTIVE, AdaptiveSampler, ComplementSampler, InBatchSampler, Sampler, UnionSampler, make_sampler
 
@@ -35,6 +36,10 @@ def reduced_loss(loss: Tensor, target: Tensor, weight: Optional[Tensor], reducti
 
 def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor]) -> Tensor:
     """input [*, D] as [Q, D], after its shape and target's have been checked."""
+    if not torch.jit.is_scripting():
+        for name, tensor in (("input", input), ("target", target)):
+            if not isinstance(tensor, Tensor) and (name == "input" or tensor is not None):
+                raise TypeError(f"{owner}: expected {name} as a tensor, got {type(tensor).__name__}")
     if input.dim() < 1 or input.shape[-1] != in_features:
         raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got {list(input.shape)}")
     if target is not None:
@@ -60,26 +65,18 @@ class LinearLoss(nn.Module):
                  reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, device=None, dtype=None) -> None:
         super().__init__()
         self._name = name = type(self).__name__
-        for argument, value in (("in_features", in_features), ("num_classes", num_classes)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected {argument} of type int, got {type(value).__name__}")
-        if num_classes < 1:
-            raise ValueError(f"{name}: expected num_classes >= 1, got {num_classes}")
-        if weight is not None and weight.shape != (num_classes,):
-            raise ValueError(f"{name}: expected weight of shape ({num_classes},), got {tuple(weight.shape)}")
-        if weight is not None and not weight.is_floating_point():
-            raise TypeError(f"{name}: expected weight of a floating dtype, got {weight.dtype}")
+        check_count(name, "in_features", in_features, 0)
+        check_count(name, "num_classes", num_classes, 1)
+        check_class_weights(name, weight, num_classes)
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {label_smoothing}")
         self.in_features = in_features
         self.num_classes = num_classes
-        self.reduction = reduction
-        _reduction_code(reduction)
-        self.ignore_index = ignore_index
+        self.reduction = check_reduction(name, reduction)
+        self.ignore_index = check_count(name, "ignore_index", ignore_index, None)
         self.label_smoothing = float(label_smoothing)
         self.linear = _make_linear(in_features, num_classes, bias, device, dtype)
         self.register_buffer("weight", weight)
-        self.weight: Optional[Tensor]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **kwargs) -> "LinearLoss":
@@ -254,10 +251,7 @@ class SampledSoftmaxLoss(LinearLoss):
             num_samples = 0
         elif num_samples is None and (sampler in ADAPTIVE or isinstance(sampler, AdaptiveSampler)):
             num_samples = 20
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int):
-            raise TypeError(f"SampledSoftmaxLoss: expected num_samples of type int, got {type(num_samples).__name__}")
-        if num_samples < 0:
-            raise ValueError(f"SampledSoftmaxLoss: expected num_samples >= 0, got {num_samples}")
+        check_count(self._name, "num_samples", num_samples, 0)
         names = [*torch.ops.xsoftmax.estimator_names(), "complementary_sum"]
         if estimator is not None and estimator not in names:
             raise ValueError(f"SampledSoftmaxLoss: expected estimator to be one of {names}, got {estimator!r}")
@@ -271,7 +265,6 @@ class SampledSoftmaxLoss(LinearLoss):
         device = device_of_values(device)
         head = different_ids("SampledSoftmaxLoss", "head_classes", head_classes, num_classes, device)
         self.register_buffer("head", head, persistent=False)
-        self.head: Tensor
         exclude = None if head.numel() == 0 else (head_classes if isinstance(head_classes, int) else head)
         if isinstance(sampler, str):
             kwargs = {} if exclude is None else {"exclude": exclude}
@@ -324,13 +317,12 @@ class SampledSoftmaxLoss(LinearLoss):
 
     def _init_log_z(self, log_z: Union[float, str], device) -> None:
         learned = log_z == "learned"
-        if not learned and (isinstance(log_z, (bool, str)) or not math.isfinite(log_z)):
+        if not learned and (isinstance(log_z, bool) or not isinstance(log_z, (int, float)) or not math.isfinite(log_z)):
             raise ValueError(f"SampledSoftmaxLoss: expected log_z as a finite number or \"learned\", got {log_z!r}")
         if log_z != 0 and self.estimator != "nce":
             raise ValueError(f"SampledSoftmaxLoss: expected log_z=0 with estimator={self.estimator!r}, which knows no log Z, got {log_z!r}")
         self.fixed_log_z = 0.0 if learned else float(log_z)
         self.register_parameter("log_z", nn.Parameter(torch.zeros((), device=device)) if learned else None)
-        self.log_z: Optional[Tensor]
 
     def _apply(self, fn, recurse=True):
         head = self.head

@@ -96,24 +96,24 @@ def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: flo
     return 1 / (1 + c * (counts + b) ** -a)
 
 
-def coverage(candidates: Tensor, target: Tensor) -> float:
-    """How often the target is among the candidates, `(candidates == target[:, None]).any(1).mean()` (CANE paper, Table 3).
+def coverage(candidates: Tensor, target: Tensor, ignore_index: int = -100) -> float:
+    """How often the target is among the candidates, `(candidates == target[..., None]).any(-1).mean()` (CANE paper, Table 3).
 
     Args:
-        candidates: int64 [Q, C], -1 where there is none; or [C] for all queries.
-        target: int64 [Q], at least one; those below 0 do not count.
+        candidates: int64 [*, C], -1 where there is none; or [C] for all queries.
+        target: int64 [*], at least one that counts; those that are ignore_index or below 0 do not.
     """
     for argument, tensor in (("candidates", candidates), ("target", target)):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"coverage: expected {argument} as an int64 tensor, got {got}")
-    if target.dim() != 1 or candidates.dim() not in (1, 2) or candidates.dim() == 2 and len(candidates) != len(target):
-        raise ValueError("coverage: expected candidates of shape [C] or [Q, C] and target of shape [Q], "
+    if target.dim() < 1 or candidates.dim() != 1 and candidates.shape[:-1] != target.shape:
+        raise ValueError("coverage: expected candidates of shape [C] or [*, C] and target of shape [*], "
                          f"got {list(candidates.shape)} and {list(target.shape)}")
-    counted = target >= 0
+    counted = (target >= 0) & (target != ignore_index)
     if not counted.any():
         raise ValueError("coverage: expected a target of 0 or more, got none")
-    return (candidates == target.unsqueeze(1)).any(1)[counted].double().mean().item()
+    return (candidates == target.unsqueeze(-1)).any(-1)[counted].double().mean().item()
 
 
 class _Right(NamedTuple):

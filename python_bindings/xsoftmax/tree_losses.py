@@ -6,8 +6,9 @@ from typing import Optional, Union
 import torch
 from torch import Tensor, nn
 
+from ._checks import check_class_weights, check_count, check_reduction
 from ._memory import device_of_values
-from .cane import check_count, estimator_of, noise_outside
+from .cane import estimator_of, noise_outside
 from .label_tree import LabelTree
 from .losses import _make_linear, _reduction_code, flat_queries, reduced_loss
 from .samplers import AdaptiveSampler, Sampler
@@ -24,21 +25,16 @@ class TreeLoss(nn.Module):
         check_count(name, "in_features", in_features, 0)
         if not isinstance(tree, LabelTree):
             raise TypeError(f"{name}: expected tree to be a LabelTree, got {type(tree).__name__}")
-        if weight is not None and weight.shape != (tree.num_classes,):
-            raise ValueError(f"{name}: expected weight of shape ({tree.num_classes},), got {tuple(weight.shape)}")
-        if weight is not None and not weight.is_floating_point():
-            raise TypeError(f"{name}: expected weight of a floating dtype, got {weight.dtype}")
+        check_class_weights(name, weight, tree.num_classes)
         self.in_features = in_features
         self.num_classes = tree.num_classes
-        self.reduction = reduction
-        _reduction_code(reduction)
-        self.ignore_index = ignore_index
+        self.reduction = check_reduction(name, reduction)
+        self.ignore_index = check_count(name, "ignore_index", ignore_index, None)
         self.sparse_grad = sparse_grad
         # Its own: a checkpoint that is loaded changes no other loss.
         self.tree = tree.clone().to(device_of_values(device))
         self.edges = _make_linear(in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("weight", weight)
-        self.weight: Optional[Tensor]
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -59,6 +55,10 @@ class TreeLoss(nn.Module):
         if self.ignore_index != -100:
             text += f", ignore_index={self.ignore_index}"
         return text
+
+
+def _is_one_layer_of_subsets(tree: LabelTree) -> bool:
+    return tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())
 
 
 class BeamTreeLoss(TreeLoss):
@@ -82,8 +82,8 @@ class BeamTreeLoss(TreeLoss):
             uniformly, without repeats, from the subset of the best score, in the place of the beam search (section 5); fewer where it has
             fewer classes.
         balance_every: steps between two calls of :meth:`balance`, which does not change the loss, and lets the beam find more of what it
-            looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same; 0 for
-            16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop, and
+            looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same; never
+            with 16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop (`loss.balance()`), and
             frozen edges, calls under torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose 0 where rows of edges
             serve as something else, too, such as a tied embedding.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
@@ -103,8 +103,8 @@ class BeamTreeLoss(TreeLoss):
         name = self._name
         self.num_candidates = min(check_count(name, "num_candidates", num_candidates, 1), tree.num_classes)
         self.num_noises = check_count(name, "num_noises", num_noises, 0)
-        if self.num_candidates == tree.num_classes:
-            self.num_noises = 0  # nothing is outside
+        if self.num_candidates == tree.num_classes and not routed:
+            self.num_noises = 0  # nothing is outside; a routed query has the classes of its own subset alone
         self.beam = self.num_candidates if beam is None else min(check_count(name, "beam", beam, 1), tree.num_classes)
         if self.beam < self.num_candidates:
             raise ValueError(f"{name}: expected beam of at least num_candidates, {self.num_candidates}, got {beam}")
@@ -114,12 +114,14 @@ class BeamTreeLoss(TreeLoss):
         if isinstance(self.noise.sampler, AdaptiveSampler):
             raise ValueError(f"{name}: expected a noise_sampler that follows no class table, which a tree has none of, "
                              f"got {type(self.noise.sampler).__name__}")
+        self._balances_16_bits = True
         if balance_every is None:
-            balance_every = max(100, tree.num_edges // 500) if self.edges.weight.dtype in (torch.float32, torch.float64) else 0
+            balance_every = max(100, tree.num_edges // 500)
+            self._balances_16_bits = False
         self.balance_every = check_count(name, "balance_every", balance_every, 0)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
         self.routed = routed
-        if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
+        if routed and not _is_one_layer_of_subsets(tree):
             raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
         if not self.edges.weight.is_meta and tree.depth > 1:
             with torch.no_grad():
@@ -156,6 +158,14 @@ class BeamTreeLoss(TreeLoss):
                                                  candidates.size(1), 0, 0.0)
         return self._reduced(loss, target)
 
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        parent, leaf = (state_dict.get(f"{prefix}tree.{name}") for name in ("parent", "class_node"))
+        if self.routed and parent is not None and leaf is not None and parent.shape == self.tree.parent.shape:
+            subsets = parent == 0
+            if not bool(subsets[parent[leaf].clamp(min=0)].all()):
+                error_msgs.append(f"{self._name}: expected {prefix}tree.* to hold one layer of subsets beside routed=True, got another tree")
+
     def _candidates(self, queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
         """[Q, Nc], -1 where there are fewer."""
         first_child, node_class = self.tree.first_child, self.tree.node_class
@@ -176,8 +186,8 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
-        """`F.cross_entropy(self.scores(input), target, ...)`; what `forward` gives in eval(). Makes :meth:`class_table`, [N, D] in float32 for
-        16-bit edges, and nothing of [Q, N]."""
+        """`F.cross_entropy(self.scores(input), target, ...)`; what `forward` gives in eval(). Each call makes :meth:`class_table`, [N, D] in
+        float32 for 16-bit edges, and nothing of [Q, N]: evaluate many queries at once."""
         queries, weight, bias = self._queries(input, target), self.edges.weight, self.edges.bias
         if weight.dtype == torch.float16 or weight.dtype == torch.bfloat16:
             queries, weight = queries.float(), weight.float()
@@ -190,29 +200,31 @@ class BeamTreeLoss(TreeLoss):
 
     def _class_scores(self, queries: Tensor) -> Tensor:
         """[Q, N]"""
-        return self._along_paths(self.edges(queries))
+        return self._along_paths(self.edges(queries), 1)
 
-    def _along_paths(self, edges: Tensor) -> Tensor:
-        """Something of each edge, [Q, E], summed along the path to each class: [Q, N]."""
-        return torch.ops.xsoftmax.tree_class_scores(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
+    def _along_paths(self, edges: Tensor, dim: int) -> Tensor:
+        """Something of each edge, along `dim`, summed along the path to each class, which then are that dimension."""
+        return torch.ops.xsoftmax.tree_class_scores(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes, dim)
 
     @torch.jit.unused
     def _count_step(self) -> None:
-        if self.steps.is_meta:
+        low = self.edges.weight.dtype in (torch.float16, torch.bfloat16)
+        if self.steps.is_meta or (low and not self._balances_16_bits):
             return
         self.steps += 1
         if int(self.steps) % self.balance_every == 0:
             self.balance()
 
-    @torch.no_grad()
-    @torch.jit.unused
+    @torch.jit.export
     def balance(self) -> None:
         """Moves what the children of a node have in common to the edge above it: their mean, from the leaves up. No score changes, so the
         loss does not either; but a beam that has come to a node then sees the mean score of what is below it, and finds more of the best
         classes. O(E D). An optimizer's averages stay as they are. A loss that waits for its backward pass keeps its gradient: it depends
         on sums along whole paths alone."""
-        for table in self.edges.parameters():
-            torch.ops.xsoftmax.tree_balance_(table.data, self.tree.first_child, self.tree.layer_sizes)  # unseen by autograd: see above
+        weight, bias = self.edges.weight.data, self.edges.bias  # .data: unseen by autograd, see above
+        torch.ops.xsoftmax.tree_balance_(weight, self.tree.first_child, self.tree.layer_sizes)
+        if bias is not None:
+            torch.ops.xsoftmax.tree_balance_(bias.data, self.tree.first_child, self.tree.layer_sizes)
 
     @torch.jit.export
     def class_table(self) -> tuple[Tensor, Optional[Tensor]]:
@@ -221,8 +233,8 @@ class BeamTreeLoss(TreeLoss):
 
     def _table(self, weight: Tensor, bias: Optional[Tensor]) -> tuple[Tensor, Optional[Tensor]]:
         if bias is not None:
-            bias = self._along_paths(bias.unsqueeze(0)).squeeze(0)
-        return self._along_paths(weight.t()).t(), bias
+            bias = self._along_paths(bias, 0)
+        return self._along_paths(weight, 0), bias
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:

@@ -133,17 +133,18 @@ def test_shapes(impl):
     assert search(torch.zeros(2, 3), torch.zeros(0, 3), None, TREES["one class"], 2)[1].tolist() == [[0, -1], [0, -1]]
 
 
-def test_threads():
+@pytest.mark.parametrize("Q", [60, 300])
+def test_threads(Q):
     tree = LabelTree.balanced(5000, 10)
-    args = edge_problem(tree, Q=300, D=16, dtype=torch.float32)
+    args = edge_problem(tree, Q=Q, D=16, dtype=torch.float32)
     before, results = torch.get_num_threads(), []
     try:
-        for threads in (1, 4):
+        for threads in (1, 2, 4):
             torch.set_num_threads(threads)
             results.append(search(*args, tree, 7))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

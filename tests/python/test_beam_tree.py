@@ -58,19 +58,20 @@ def test_routed_candidates():
     tree = LabelTree.from_frequencies(1.0 / torch.arange(1, 101), 6)
     loss = make_tree_loss(tree, num_candidates=7, routed=True)
     input = torch.randn(1, 5, dtype=torch.float64).expand(9000, 5)
-    best = int((input[:1] @ loss.edges.weight[:6].T).argmax()) + 1
+    best = next(v for v in range(1, 7) if int(tree.first_child[v + 1] - tree.first_child[v]) > 20)
+    with torch.no_grad():
+        loss.edges.weight[best - 1] = 10 * input[0]
     members = tree.node_class[int(tree.first_child[best]) : int(tree.first_child[best + 1])]
     torch.manual_seed(1)
     found = loss.candidates(input)
     assert torch.isin(found[found >= 0], members).all()
     assert all(len(set(row)) == len(row) for row in ([c for c in row if c >= 0] for row in found.tolist()))
-    if len(members) > 7:
-        counts = torch.bincount(found.flatten(), minlength=100)[members].double()
-        assert (counts / 9000 - 7 / len(members)).abs().max() < 0.03
-        # Any two of them together alike often, too.
-        there = (found.unsqueeze(2) == members).any(1).double()
-        together = (there.t() @ there)[~torch.eye(len(members), dtype=torch.bool)] / 9000
-        assert (together - 7 * 6 / (len(members) * (len(members) - 1))).abs().max() < 0.03
+    counts = torch.bincount(found.flatten(), minlength=100)[members].double()
+    assert (counts / 9000 - 7 / len(members)).abs().max() < 0.03
+    # Any two of them together alike often, too.
+    there = (found.unsqueeze(2) == members).any(1).double()
+    together = (there.t() @ there)[~torch.eye(len(members), dtype=torch.bool)] / 9000
+    assert (together - 7 * 6 / (len(members) * (len(members) - 1))).abs().max() < 0.03
     small = [v for v in range(1, 7) if int(tree.first_child[v + 1] - tree.first_child[v]) < 7]
     assert small  # the most frequent classes stand in small subsets
     with torch.no_grad():
@@ -191,8 +192,9 @@ def test_the_exact_loss_of_16_bit_edges_is_summed_in_float32(dtype, reduction):
     input, target = torch.randn(30, 16, dtype=dtype), torch.randint(400, (30,))
     target[3] = -100
     got = loss(input, target)
-    weight, bias = (loss._along_paths(table).double() for table in (loss.edges.weight.double().t(), loss.edges.bias.double().unsqueeze(0)))
-    want = F.cross_entropy(input.double() @ weight + bias, target, reduction=reduction)
+    weight, bias = (torch.ops.xsoftmax.tree_class_scores(table.double(), loss.tree.parent, loss.tree.class_node, loss.tree.layer_sizes, 0)
+                    for table in (loss.edges.weight, loss.edges.bias))
+    want = F.cross_entropy(input.double() @ weight.t() + bias, target, reduction=reduction)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -254,9 +256,62 @@ def test_balance_of_edges_in_any_layout():
         low = table.bfloat16()
         torch.ops.xsoftmax.tree_balance_(low, tree.first_child, tree.layer_sizes)
         torch.testing.assert_close(low.double(), results[0], rtol=0.05, atol=0.05)
-    with pytest.raises(ValueError, match="tree_balance_: expected the children of node"):
-        torch.ops.xsoftmax.tree_balance_(torch.zeros(284, 5), torch.zeros(286, dtype=torch.int64), TREES["balanced"].layer_sizes)
-    assert BeamTreeLoss(5, TREES["balanced"], num_candidates=3, num_noises=1, dtype=torch.bfloat16).balance_every == 0
+
+
+@pytest.mark.parametrize("impl", ["kernel", "reference"])
+def test_a_table_that_cannot_be_balanced_is_left_alone(impl):
+    """Also where only the last of the children are wrong."""
+    tree = LabelTree.balanced(200, 4)
+    late = tree.first_child.clone()
+    late[tree.parent[-1]] = 0
+    table = torch.randn(tree.num_edges, 5)
+    before = table.clone()
+    for first_child in (torch.zeros_like(late), late):
+        with xs.use_impl(impl), pytest.raises(ValueError, match="tree_balance_: expected the children of node"):
+            torch.ops.xsoftmax.tree_balance_(table, first_child, tree.layer_sizes)
+    assert torch.equal(table, before)
+
+
+def test_balance_raises_the_version_and_compiles():
+    """Called on a table that a backward pass waits for it is an error; the module's own method keeps the gradient, and compiles."""
+    tree = LabelTree.balanced(40, 3)
+    table = torch.randn(tree.num_edges, 5, requires_grad=True)
+    value = table.square().sum()
+    with torch.no_grad():
+        torch.ops.xsoftmax.tree_balance_(table, tree.first_child, tree.layer_sizes)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+    eager, compiled, scripted = (make_tree_loss(bias=True) for _ in range(3))
+    eager.balance()
+    torch.compile(lambda: compiled.balance(), fullgraph=True, backend="aot_eager")()
+    torch.jit.script(scripted).balance()
+    before = make_tree_loss(bias=True)
+    for name, wanted in eager.edges.named_parameters():
+        assert not torch.allclose(wanted, getattr(before.edges, name))
+        torch.testing.assert_close(getattr(compiled.edges, name), wanted)
+        torch.testing.assert_close(getattr(scripted.edges, name), wanted)
+
+
+@pytest.mark.parametrize("every, moves", [(None, False), (1, True)])
+@pytest.mark.parametrize("late", [False, True])
+def test_16_bit_edges_are_balanced_on_request_only(late, every, moves):
+    """Also where they became so after the constructor."""
+    loss = BeamTreeLoss(5, TREES["balanced"], num_candidates=3, num_noises=1, balance_every=every, dtype=None if late else torch.bfloat16)
+    loss = loss.bfloat16()
+    before = loss.edges.weight.clone()
+    loss.steps.fill_(loss.balance_every - 1)
+    loss(torch.randn(4, 5).bfloat16(), torch.randint(200, (4,)))
+    assert torch.equal(loss.edges.weight, before) != moves
+
+
+def test_opcheck_of_what_the_module_does():
+    tree, ops, seed = LabelTree.from_frequencies(torch.arange(1, 100), 7), torch.ops.xsoftmax, torch.tensor(3)
+    E = tree.num_edges
+    torch.library.opcheck(ops.tree_balance_.default, (torch.randn(E, 5), tree.first_child, tree.layer_sizes))
+    torch.library.opcheck(ops.tree_routed_candidates.default, (seed, torch.randn(6, 7), tree.first_child, tree.node_class, 5))
+    torch.library.opcheck(ops.label_tree_nodes.default, (tree.class_node, torch.tensor([3, -100, 98]), -100))
+    for op in (ops.tree_class_scores, ops.hierarchical_log_prob):
+        torch.library.opcheck(op.default, (torch.randn(6, E, requires_grad=True), tree.parent, tree.class_node, tree.layer_sizes))
 
 
 def test_a_loss_has_a_tree_of_its_own():
@@ -321,7 +376,42 @@ def test_beam_tree_autocast():
     assert torch.equal(classes, loss.topk(input.float(), 3)[1])
 
 
+def test_routed_candidates_of_all_classes_keep_their_noise():
+    """Most classes are outside the subset, however many candidates there may be."""
+    tree = LabelTree.from_frequencies(torch.ones(20), 4)
+    loss = make_tree_loss(tree, num_candidates=20, num_noises=3, routed=True)
+    assert loss.num_noises == 3 and make_tree_loss(tree, num_candidates=20).num_noises == 0
+    assert loss.candidates(torch.randn(9, 5, dtype=torch.float64)).ge(0).sum(1).eq(5).all()
+
+
+def test_a_routed_loss_loads_its_own_kind_of_tree_alone():
+    flat, deep = LabelTree.from_nested([[0, 1], [2, 3], [4, 5]]), LabelTree.from_nested([[[0, 1], 2], [3, 4], 5])
+    assert flat.num_nodes == deep.num_nodes
+    routed, other = (BeamTreeLoss(4, tree, num_candidates=2, num_noises=1, routed=tree is flat) for tree in (flat, deep))
+    with pytest.raises(RuntimeError, match="BeamTreeLoss: expected tree.* to hold one layer of subsets beside routed=True"):
+        routed.load_state_dict(other.state_dict())
+    routed.load_state_dict(BeamTreeLoss(4, flat, num_candidates=2, num_noises=1).state_dict())
+
+
+def test_to_empty_keeps_the_tree():
+    loss = make_tree_loss()
+    moved = make_tree_loss().to_empty(device="cpu")
+    moved.edges.load_state_dict(loss.edges.state_dict())
+    input = torch.randn(6, 5, dtype=torch.float64)
+    assert torch.equal(moved.candidates(input), loss.candidates(input))
+
+
 TREE = TREES["balanced"]
+ROUTED = TREES["equal mass"]
+MOST = 2**63 - 1
+
+
+def routed_from(first_child):
+    scores = torch.zeros(1, 7)
+    return torch.ops.xsoftmax.tree_routed_candidates(torch.tensor(0), scores, torch.cat([first_child, ROUTED.first_child[len(first_child) :]]),
+                                                     ROUTED.node_class, 5)
+
+
 BAD = [
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler=MidxSampler(200, 5)), ValueError,
      "BeamTreeLoss: expected a noise_sampler that follows no class table, which a tree has none of, got MidxSampler"),
@@ -331,6 +421,20 @@ BAD = [
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1, balance_every=-1), ValueError, "expected balance_every of at least 0, got -1"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1.5), TypeError, "BeamTreeLoss: expected num_noises of type int, got float"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1, routed=True), ValueError, "expected a tree of one layer of subsets"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler="midx"), ValueError,
+     "BeamTreeLoss: expected noise_sampler as a module or the name of one that needs nothing more, got 'midx', which needs a class table"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler=UniformSampler(200, exclude=7)), ValueError,
+     "BeamTreeLoss: expected a noise_sampler that draws every class outside the candidates, got one that never draws 7 of them, such as 0"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, weight=[1.0] * 200), TypeError, "BeamTreeLoss: expected weight as a tensor, got list"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, ignore_index=None), TypeError, "expected ignore_index of type int, got NoneType"),
+    (lambda: make_tree_loss()([1.0] * 5, torch.tensor(0)), TypeError, "BeamTreeLoss: expected input as a tensor, got list"),
+    (lambda: routed_from(torch.tensor([1, 5, -(2**63)])), ValueError, r"tree_routed_candidates: expected the children of node 1 in \[0, 107\)"),
+    (lambda: torch.ops.xsoftmax.tree_balance_(torch.zeros(TREE.num_edges, 2), TREE.first_child, [MOST, MOST, TREE.num_edges + 2]), ValueError,
+     "tree_balance_: expected layer_sizes with a sum of"),
+    (lambda: torch.ops.xsoftmax.tree_class_scores(torch.zeros(3, 9), TREE.parent, TREE.class_node, TREE.layer_sizes), ValueError,
+     "tree_class_scores: expected parent with size 10"),
+    (lambda: torch.ops.xsoftmax.hierarchical_log_prob(torch.zeros(9), TREE.parent, TREE.class_node, TREE.layer_sizes), ValueError,
+     "hierarchical_log_prob: expected edges with 2 dimensions"),
     (lambda: make_tree_loss()(torch.zeros(2, 5).double(), torch.tensor([1, 40])), IndexError, r"expected target in \[0, 40\).*got 40 at \[1\]"),
     (lambda: make_tree_loss().topk(torch.zeros(2, 5).double(), 7, 3), ValueError, "BeamTreeLoss: expected width of at least k=7, got 3"),
 ]

@@ -195,14 +195,40 @@ def test_log_of_mean_has_less_variance(monkeypatch):
     assert 0 < log_of_mean < 0.9 * mean_of_logs, (log_of_mean, mean_of_logs)
 
 
+def with_samplers(source, **kwargs):
+    kwargs |= {"private midx": dict(candidates=MidxSampler(300, 6, codewords=8, distinct=True), num_candidates=20),
+               "shared unigram": dict(candidates=UnigramSampler(torch.arange(1, 301)), num_candidates=20),
+               "midx noise": dict(candidates=30, noise_sampler="midx", num_noises=4)}[source]
+    return CaneLoss(6, 300, **kwargs)
+
+
 @pytest.mark.parametrize("source", ["private midx", "shared unigram", "midx noise"])
-def test_samplers_as_sources(source):
-    """A set of each query, or of the batch; what the batch does not cover is exact in its log count all the same."""
+def test_samplers_as_sources(monkeypatch, source):
+    """The formula, for the sets and the noise that they draw."""
     torch.manual_seed(0)
-    kwargs = {"private midx": dict(candidates=MidxSampler(300, 6, codewords=8, distinct=True), num_candidates=20),
-              "shared unigram": dict(candidates=UnigramSampler(torch.arange(1, 301)), num_candidates=20),
-              "midx noise": dict(candidates=30, noise_sampler="midx", num_noises=4)}[source]
-    loss = CaneLoss(6, 300, **kwargs)
+    loss = with_samplers(source, reduction="none", dtype=torch.float64)
+    draws, sample = [], ComplementSampler.sample
+    monkeypatch.setattr(ComplementSampler, "sample", lambda *args: draws.append((args[3], sample(*args))) or draws[-1][1])
+    input, target = torch.randn(64, 6, dtype=torch.float64), torch.randint(300, (64,))
+    target[::2] = torch.randint(25, (32,))  # often among the candidates
+    got = loss(input, target)
+    ((found, noise),) = draws
+    sets = (found.expand(64, -1) if found.dim() == 1 else found).tolist()
+    assert 0.01 < sum(y in s for y, s in zip(target.tolist(), sets)) / 64 < 0.99
+    n = noise.ids.shape[1]
+    want = naive(input @ loss.linear.weight.T, target, sets, noise.ids, noise.log_count.double() - math.log(n),
+                 noise.target_log_count.double() - math.log(n), "mean_of_logs")
+    torch.testing.assert_close(got, want)
+    # The draws have the probability that they are said to have.
+    log_q = ComplementSampler(loss.noise.sampler).sample(input, 1, found, target).target_log_count
+    outside = torch.tensor([y not in s for y, s in zip(target.tolist(), sets)])
+    torch.testing.assert_close((noise.target_log_count - math.log(n))[outside], log_q[outside])
+
+
+@pytest.mark.parametrize("source", ["private midx", "shared unigram", "midx noise"])
+def test_learns_with_samplers_as_sources(source):
+    torch.manual_seed(0)
+    loss = with_samplers(source)
     optimizer = xs.optim.RowAdam(loss.parameters(), lr=0.05)
     input = torch.randn(64, 6)
     target = torch.randint(300, (64,))
@@ -213,6 +239,16 @@ def test_samplers_as_sources(source):
         optimizer.step()
     assert loss.exact(input, target) < 0.5 * first
     torch.testing.assert_close(loss.eval()(input, target), loss.exact(input, target))
+
+
+def test_one_sampler_for_both_takes_each_step_once():
+    sampler = MidxSampler(60, 6, codewords=4, learnable=True)
+    sampler.note = lambda ids, note=sampler.note: noted.append(ids) or note(ids)
+    loss, noted = CaneLoss(6, 60, candidates=sampler, num_candidates=5, noise_sampler=sampler), []
+    assert loss.candidate_sampler is loss.noise.sampler
+    for step in range(1, 4):
+        loss(torch.randn(8, 6), torch.randint(60, (8,)))
+        assert sampler.step.item() == step and len(noted) == 3 * step
 
 
 @pytest.mark.parametrize("where", ["noise", "candidates"])
@@ -256,7 +292,48 @@ def test_cane_scripted_with_samplers():
 
 
 SAMPLER = UniformSampler(10)
+
+
+def outside(candidates, N=9):
+    return ComplementSampler(UniformSampler(N)).sample(torch.zeros(2, 1), 3, torch.tensor(candidates), torch.zeros(2).long())
+
+
+def test_opcheck():
+    ops, candidates = torch.ops.xsoftmax, torch.tensor([[3, -1, 0], [-1, 7, 8]])
+    torch.library.opcheck(ops.candidate_set.default, (torch.tensor([[3, -1, 3], [-1, 7, 8]]), 9))
+    torch.library.opcheck(ops.complement_of.default, (candidates, 9))
+    held = ops.complement_of(candidates, 9)
+    torch.library.opcheck(ops.outside_uniform.default, (held, torch.rand(2, 4, dtype=torch.float64), 9))
+    torch.library.opcheck(ops.is_held.default, (held, torch.randint(9, (2, 4))))
+
+
+def test_noise_of_a_fixed_set_is_the_renormalised_sampler():
+    weights = torch.arange(1.0, 31)
+    loss = CaneLoss(4, 30, candidates=torch.tensor([29, 28, 3]), noise_sampler=StaticSampler(weights))
+    outside = torch.tensor([c for c in range(30) if c not in (29, 28, 3)])
+    torch.manual_seed(0)
+    drawn = loss.noise.sample(torch.zeros(len(outside), 4), 1, loss.candidates, outside)
+    torch.testing.assert_close(drawn.target_log_count, (weights[outside] / weights[outside].sum()).log(), rtol=1e-5, atol=1e-5)
+    assert torch.isin(drawn.ids, outside).all()
+
+
+def test_tries_of_ones_own():
+    noise = ComplementSampler(UnigramSampler(torch.arange(1, 10)), tries=7)
+    assert CaneLoss(5, 9, candidates=3, noise_sampler=noise).noise.tries == 7
+
+
 BAD = [
+    (lambda: CaneLoss(5, 9, candidates=3, noise_sampler=UnigramSampler(torch.tensor([0.0] * 5 + [1.0] * 4))), ValueError,
+     "CaneLoss: expected a noise_sampler that draws every class outside the candidates, got one that never draws 2 of them, such as 3"),
+    (lambda: CaneLoss(5, 9, candidates=3, noise_sampler="unigram"), ValueError, "expected noise_sampler as a module .* got 'unigram', which needs counts"),
+    (lambda: CaneLoss(5, 9)(torch.zeros(2, 5), torch.zeros(2).long(), [1, 2]), TypeError, "CaneLoss: expected candidates as an int64 tensor, got list"),
+    (lambda: CaneLoss(-1, 9, candidates=3), ValueError, "CaneLoss: expected in_features of at least 0, got -1"),
+    (lambda: outside([[3, 3], [1, 2]]), ValueError, "ComplementSampler: expected candidates without repeats in a set, got 3 twice in that of query 0"),
+    (lambda: outside([[3, 1], [1, 30]]), IndexError, r"ComplementSampler: expected candidates in \[0, 9\), or -1 for none, got 30 at \[1, 1\]"),
+    (lambda: outside([4, -2]), IndexError, r"ComplementSampler: expected candidates in \[0, 9\), or -1 for none, got -2"),
+    (lambda: outside([4.0, 2.0]), TypeError, "ComplementSampler: expected candidates of dtype int64, got float32"),
+    (lambda: torch.ops.xsoftmax.outside_uniform(torch.zeros(2, 3).long(), torch.zeros(4, 2), 9), ValueError,
+     "ComplementSampler: expected held with 1 row or 4, the queries, got 2"),
     (lambda: ComplementSampler(UnionSampler((UniformSampler(9), 3), (UnigramSampler(torch.ones(9), distinct=False), 2))), ValueError,
      "ComplementSampler: expected one sampler whose private draws are independent"),
     (lambda: CaneLoss(5, 9, candidates=UnionSampler((UniformSampler(9), 3), (MidxSampler(9, 5, codewords=2), 2)), num_candidates=3), ValueError,

@@ -2,8 +2,10 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
@@ -82,6 +84,16 @@ def test_glyphs(example):
     assert dataset.fingerprint == example["data"].glyphs(32, max_classes=60).fingerprint
 
 
+def test_classes_stand_by_falling_number_of_images(example, images, tmp_path):
+    """As a head of the most frequent ones and log-uniform draws want them."""
+    for name, count in (("a", 3), ("b", 9), ("c", 5), ("d", 9)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i}.png").write_bytes((images / "odd" / "class01" / f"{i}.png").read_bytes())
+    dataset = example["data"].load_dataset(str(tmp_path), 32)
+    assert dataset.classes == ["b", "d", "c", "a"] and dataset.counts.tolist() == sorted(dataset.counts.tolist(), reverse=True)
+
+
 def test_distortion_keeps_the_image(example):
     """About where it was, and never twice the same."""
     image = torch.zeros(64, 1, 32, 32)
@@ -108,6 +120,14 @@ def test_vgg_has_its_usual_layers(example):
     (["--noise", "midx"], "--noise midx: expected --candidates-from head or midx, got beam"),
     (["--width", "0"], "--width: expected more than 0, got 0"),
     (["--data", "{broken}"], "is not an image"),
+    (["--data", "{bomb}"], "is not an image"),
+    (["--arity", "1"], "--arity: expected at least 2, got 1"),
+    (["--lr", "inf"], "--lr: expected more than 0, got inf"),
+    (["--seed", "99999999999999999999"], "--seed: expected an integer of 64 bits"),
+    (["--device", "foo"], "--device: foo is not there"),
+    (["--device", "meta"], "--device: meta is not there"),
+    (["--beam", "9", "--candidates-from", "head"], "--beam: expected --candidates-from beam, got head"),
+    (["--checkpoint", "/proc/nothing/run.pt"], "--checkpoint: nothing can be written to /proc/nothing"),
     (["--data", "{few}"], "expected at least 3 images of each class, to train, to validate and to test, found 2 of b"),
 ])
 def test_errors_say_what_to_change(example, images, tmp_path, capsys, arguments, message):
@@ -118,6 +138,12 @@ def test_errors_say_what_to_change(example, images, tmp_path, capsys, arguments,
             (tmp_path / "broken" / name / f"{i}.png").write_text("not a picture")
             if i < count:
                 (tmp_path / "few" / name / f"{i}.png").write_text("not a picture")
-    places = {"images": images, "broken": tmp_path / "broken", "few": tmp_path / "few"}
+    for name in "ab":
+        (tmp_path / "bomb" / name).mkdir(parents=True)
+        for i in range(3):  # a header that claims 60,000 x 60,000 pixels
+            header = b"IHDR" + struct.pack(">IIBBBBB", 60000, 60000, 8, 0, 0, 0, 0)
+            (tmp_path / "bomb" / name / f"{i}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header
+                                                              + struct.pack(">I", zlib.crc32(header)))
+    places = {"images": images, **{name: tmp_path / name for name in ("broken", "few", "bomb")}}
     assert run(example, *(argument.format(**places) for argument in arguments), "--output", tmp_path) == 2
     assert message in capsys.readouterr().err

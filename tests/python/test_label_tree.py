@@ -194,6 +194,14 @@ def test_save_load(tmp_path):
         assert torch.equal(buffer, loaded.state_dict()[name])
     assert repr(loaded) == repr(tree) == "LabelTree(num_classes=30, num_nodes=46, depth=4, arity=3)"
     torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
+    for name, content in (("text.pt", b"some text"), ("empty.pt", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"LabelTree.load: expected a file of LabelTree.save, got another one: .*{name}"):
+            LabelTree.load(tmp_path / name)
+    torch.save(tree.state_dict() | {"first_child": tree.first_child + 1}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="LabelTree.load: expected a tree, got tables that contradict each other"):
+        LabelTree.load(tmp_path / "other.pt")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"LabelTree.load: expected a file of LabelTree.save, got another one: .*other.pt"):
         LabelTree.load(tmp_path / "other.pt")
 
@@ -239,17 +247,19 @@ def test_plot(tmp_path):
     (lambda: LabelTree.from_parents([-1, 0, 0], [-1, 0]), ValueError,
      r"expected classes with size 3 \(the nodes of parents\) in dimension 0, got shape \[2\]"),
     (lambda: LabelTree.from_nested([0, []]), ValueError, "expected lists that hold something, got an empty one"),
-    (lambda: LabelTree.from_nested([0, -1]), ValueError, "expected classes of at least 0, got -1"),
+    (lambda: LabelTree.from_nested([0, -1]), ValueError, "expected classes in"),
     (lambda: LabelTree.from_nested([0, "a"]), TypeError, "expected lists and ints, got str"),
     (lambda: LabelTree.balanced([0, 1, 1]), ValueError, "expected each class once, got class 1 twice"),
-    (lambda: LabelTree.balanced(0), ValueError, "expected the number of classes to be at least 1, got 0"),
+    (lambda: LabelTree.balanced(0), ValueError, "expected the number of classes of at least 1, got 0"),
     (lambda: LabelTree.random(10, 1), ValueError, "label_tree_balanced: expected arity of at least 2, got 1"),
     (lambda: LabelTree.huffman(torch.tensor([1.0, -1.0])), ValueError,
      "expected counts that are finite and not below 0, got -1 for class 1"),
     (lambda: LabelTree.huffman(torch.ones(0)), ValueError, "expected counts of at least one class, got none"),
     (lambda: LabelTree.from_frequencies(torch.ones(3), 4), ValueError, r"expected subsets in \[1, 3\], got 4"),
     (lambda: LabelTree.from_frequencies(torch.ones(2, 2), 1), ValueError, "counts"),
-    (lambda: LabelTree.from_vectors(torch.ones(3, dtype=torch.int64)), ValueError, "rows"),
+    (lambda: LabelTree.from_vectors(torch.ones(3, dtype=torch.int64)), TypeError, r"expected dense vectors \[N, D\] of a floating dtype, got \[3\], int64"),
+    (lambda: LabelTree.from_vectors(torch.ones(3, 2).long(), max_leaf_size=2), TypeError, r"got \[3, 2\], int64"),
+    (lambda: LabelTree.from_vectors(torch.ones(3, 2).to_sparse()), TypeError, "expected dense vectors .* got .*sparse_coo"),
     (lambda: LabelTree.from_vectors(torch.full((3, 2), float("nan"))), ValueError, "expected rows that are finite, got an infinity or NaN"),
     (lambda: LabelTree.from_vectors(torch.ones(0, 2)), ValueError, "expected rows of at least one class, got none"),
 ])
@@ -280,8 +290,20 @@ def test_a_state_dict_of_no_tree_is_refused():
         assert all(torch.equal(table, before[key]) for key, table in tree.state_dict().items())
 
 
+def cyclic():
+    nested = [0]
+    nested.append(nested)
+    return nested
+
+
 @pytest.mark.parametrize("call, error, message", [
     (lambda: LabelTree.balanced(5, 2.5), TypeError, "LabelTree.balanced: expected arity of type int, got float"),
+    (lambda: LabelTree.huffman([1, 2], 2.0), TypeError, "LabelTree.huffman: expected arity of type int, got float"),
+    (lambda: LabelTree.from_frequencies([1, 2], 1.5), TypeError, "LabelTree.from_frequencies: expected subsets of type int, got float"),
+    (lambda: LabelTree.from_parents("abc"), TypeError, "LabelTree.from_parents: expected parents as int64 numbers, got str"),
+    (lambda: LabelTree.from_parents(None), TypeError, "LabelTree.from_parents: expected parents as int64 numbers, got NoneType"),
+    (lambda: LabelTree.from_nested([0, 10**30]), ValueError, "LabelTree.from_nested: expected classes in"),
+    (lambda: LabelTree.from_nested(cyclic()), ValueError, "LabelTree.from_nested: expected each list in one place"),
     (lambda: LabelTree.random("a"), TypeError, "LabelTree.random: expected the number of classes of type int|num_classes of type int"),
     (lambda: LabelTree.from_vectors([[1.0, 2.0]]), TypeError, "LabelTree.from_vectors: expected vectors to be a tensor, got list"),
     (lambda: LabelTree.balanced(9, 3).path(torch.tensor([9])), IndexError, r"expected target in \[0, 9\)"),
@@ -349,7 +371,7 @@ def test_bad_clusters():
     vectors = sparse_vectors(20)
     for call, error, message in (
         (lambda: LabelTree.from_vectors(vectors, 1, max_leaf_size=3), ValueError, "arity of at least 2"),
-        (lambda: LabelTree.from_vectors(vectors, 4, max_leaf_size=0), ValueError, "max_leaf_size to be at least 1, got 0"),
+        (lambda: LabelTree.from_vectors(vectors, 4, max_leaf_size=0), ValueError, "max_leaf_size of at least 1, got 0"),
         (lambda: LabelTree.from_vectors(vectors.tocoo(), 4, max_leaf_size=3), TypeError, "an array or a scipy CSR matrix, got coo"),
         (lambda: LabelTree.from_vectors(vectors * np.nan, 4, max_leaf_size=3), ValueError, "with finite numbers, got nan"),
         (lambda: LabelTree.from_vectors(sp.csr_matrix((0, 4), dtype=np.float32), 4, max_leaf_size=3), ValueError, "vectors of 1 to"),

@@ -158,6 +158,7 @@ def test_coverage():
     candidates = torch.tensor([[1, 2, -1], [3, 4, 5], [0, -1, -1], [7, 8, 9]])
     assert xs.metrics.coverage(candidates, torch.tensor([2, 2, 0, -1])) == pytest.approx(2 / 3)
     assert xs.metrics.coverage(torch.tensor([1, 2]), torch.tensor([2, 2, 0, 1])) == 0.75
+    assert xs.metrics.coverage(candidates.view(2, 2, 3), torch.tensor([[2, 2], [0, 5]]), ignore_index=5) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("candidates, target, error, message", [

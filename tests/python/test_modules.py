@@ -539,7 +539,7 @@ def test_extra_repr():
 
 
 @pytest.mark.parametrize("kwargs, error, message", [
-    (dict(num_samples=-1), ValueError, "expected num_samples >= 0, got -1"),
+    (dict(num_samples=-1), ValueError, "expected num_samples of at least 0, got -1"),
     (dict(num_samples=N - 2, head_classes=3), ValueError, f"UniformSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
     (dict(num_samples=3, sampler=xs.samplers.UnigramSampler(torch.tensor([1.0, 1] + [0] * (N - 2)))), ValueError, "at most 2, .*got 3"),
     (dict(sampler=xs.samplers.UnionSampler((xs.samplers.LogUniformSampler(N), N - 2), (xs.samplers.MidxSampler(N, D), 4)), head_classes=3),
@@ -555,7 +555,7 @@ def test_extra_repr():
     (dict(estimator="nce", label_smoothing=0.1), ValueError, "expected label_smoothing=0 with estimator='nce', got 0.1"),
     (dict(estimator="complementary_sum", shared=True), ValueError, "expected private draws, head_classes=0 and label_smoothing=0"),
     (dict(estimator="complementary_sum", head_classes=3), ValueError, "expected private draws, head_classes=0 and label_smoothing=0"),
-    (dict(reduction="max"), ValueError, "expected reduction to be \"mean\", \"sum\" or \"none\", got max"),
+    (dict(reduction="max"), ValueError, "expected reduction to be \"mean\", \"sum\" or \"none\", got 'max'"),
     (dict(label_smoothing=1.1), ValueError, r"expected label_smoothing in \[0, 1\], got 1.1"),
     (dict(weight=torch.ones(N), label_smoothing=0.1), ValueError, "expected label_smoothing=0 beside class weights"),
     (dict(weight=torch.ones(N - 1)), ValueError, r"expected weight of shape \(40,\), got \(39,\)"),
@@ -598,7 +598,7 @@ def test_bad_batches(loss, input, target, error, message):
 
 
 def test_no_classes():
-    with pytest.raises(ValueError, match="expected num_classes >= 1, got 0"):
+    with pytest.raises(ValueError, match="expected num_classes of at least 1, got 0"):
         xs.LinearCrossEntropyLoss(D, 0)
 
 

@@ -127,13 +127,15 @@ def test_threads():
     args = problem(LabelTree.balanced(5000, 10), Q=300, P=9, D=16, dtype=torch.float32)
     before, results = torch.get_num_threads(), []
     try:
-        for threads in (1, 4):
+        for threads in (1, 2, 4):
             torch.set_num_threads(threads)
             results.append(scores_and_gradients(ops.tree_scores, *args))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(results[0][:2], results[1][:2]))
-    assert all(torch.equal(a._values(), b._values()) for a, b in zip(results[0][2:], results[1][2:]))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0][:2], other[:2]))
+        for a, b in zip(results[0][2:], other[2:]):
+            assert torch.equal(a._indices(), b._indices()) and torch.equal(a._values(), b._values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -182,9 +184,12 @@ BAD = [
     (dict(nodes=torch.zeros(6, 4, dtype=torch.int64)), ValueError, "tree_scores: expected nodes with size 7"),
     (dict(parent=FLAT.parent[1:]), ValueError, "tree_scores: expected parent with size 31"),
     (dict(parent=torch.arange(31)), ValueError, r"tree_scores: expected the parent of node .* in \[0,"),
-    (dict(parent=torch.arange(31) - 1, nodes=torch.full((7, 4), 5)), ValueError, "tree_scores: expected paths of at most 1 edges.*node 5"),
-    (dict(layer_sizes=[29]), ValueError, "tree_scores: expected layer_sizes with a sum of 30, the edges, got 29"),
-    (dict(layer_sizes=[31, -1]), ValueError, "tree_scores: expected layer_sizes of at least 1, got -1"),
+    (dict(parent=torch.arange(31) - 1, nodes=torch.full((7, 4), 5)), ValueError, "tree_scores: expected layer_sizes with node 4 in the layer that its path to node 5"),
+    (dict(layer_sizes=[29]), ValueError, "tree_scores: expected layer_sizes with a sum of 30, the edges, got 1 fewer"),
+    (dict(layer_sizes=[31]), ValueError, "tree_scores: expected layer_sizes with a sum of 30, the edges, got more"),
+    (dict(layer_sizes=[2**63 - 1, 2**63 - 1, 32]), ValueError, "tree_scores: expected layer_sizes with a sum of 30, the edges, got more"),
+    (dict(layer_sizes=[28, 1, 1], nodes=torch.full((7, 4), 29)), ValueError, "tree_scores: expected layer_sizes with"),
+    (dict(layer_sizes=[29, -1]), ValueError, "tree_scores: expected layer_sizes of at least 1, got -1"),
     (dict(weight=torch.zeros(30, 4)), ValueError, "tree_scores: expected"),
 ]
 

@@ -54,31 +54,31 @@ class ComplementSampler(nn.Module):
             A private :class:`Proposal` with log counts ``log(num_samples q_x)``. Where nothing is outside: log counts of +inf.
         """
         queries = input.size(0)
-        held = candidates.dim() == 2 and candidates.size(0) == queries or candidates.dim() == 1
-        if not held:
+        if candidates.dim() != 1 and (candidates.dim() != 2 or candidates.size(0) != queries):
             raise ValueError(f"ComplementSampler: expected candidates of shape [C] or [{queries}, C], got {list(candidates.shape)}")
-        inside = candidates if candidates.dim() == 2 else candidates.unsqueeze(0)
-        left = self.num_classes - (inside >= 0).sum(1, keepdim=True)  # [Q, 1] or [1, 1]
+        held = torch.ops.xsoftmax.complement_of(candidates if candidates.dim() == 2 else candidates.unsqueeze(0), self.num_classes)
+        inside = held < self.num_classes
+        left = self.num_classes - inside.sum(1, keepdim=True)  # [Q, 1] or [1, 1]
         resolution = 1 << 53
         share = torch.ops.xsoftmax.uniform_sample(draw_seed(input, generator), 0, resolution, queries, num_samples, False)
-        ids = torch.ops.xsoftmax.outside_uniform(inside, share.to(torch.float64) / resolution, self.num_classes)
+        ids = torch.ops.xsoftmax.outside_uniform(held, share.to(torch.float64) / resolution, self.num_classes)
         log_uniform = -left.to(torch.float64).log()
         scale = math.log(num_samples) if num_samples > 0 else 0.0
         if self.tries == 0:
             log_count = (log_uniform + scale).to(torch.float32)
             return one_set(ids, torch.where(left > 0, log_count, math.inf).expand(queries, num_samples), log_count.expand(queries, 1)[:, 0],
                            False)
-        each = inside.clamp(min=0)
+        each = held.clamp(max=self.num_classes - 1)
         if not self.static:
             each = each.expand(queries, -1)
-        mass = torch.where(inside >= 0, self._q(input, each), 0.0).sum(1, keepdim=True).clamp(max=1.0)
+        mass = torch.where(inside, self._q(input, each), 0.0).sum(1, keepdim=True).clamp(max=1.0)
         kept = torch.ones_like(mass)
         for _ in range(self.tries - 1):
             kept = kept * mass + 1.0
         rest = torch.where(left > 0, (log_uniform + self.tries * mass.log()).exp(), 0.0)
 
         draws = self.sampler.sample(input, num_samples * self.tries, False, None, generator).ids
-        outside = (draws.unsqueeze(2) != inside.unsqueeze(1)).all(2).view(queries, num_samples, self.tries)
+        outside = torch.ops.xsoftmax.is_held(held, draws).logical_not().view(queries, num_samples, self.tries)
         first = outside.to(torch.int8).argmax(2, keepdim=True)
         drawn = draws.view(queries, num_samples, self.tries).gather(2, first).squeeze(2)
         ids = torch.where(outside.any(2), drawn, ids)

@@ -1,0 +1,31 @@
+"""Checks of what constructors take, which name owner, argument, expected and got."""
+
+from typing import Optional
+
+from torch import Tensor
+
+
+def check_count(owner: str, argument: str, value: int, least: Optional[int]) -> int:
+    """An int, of at least that, where it is not None."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}: expected {argument} of type int, got {type(value).__name__}")
+    if least is not None and value < least:
+        raise ValueError(f"{owner}: expected {argument} of at least {least}, got {value}")
+    return value
+
+
+def check_class_weights(owner: str, weight: Optional[Tensor], num_classes: int) -> None:
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{owner}: expected weight as a tensor, got {type(weight).__name__}")
+    if weight.shape != (num_classes,):
+        raise ValueError(f"{owner}: expected weight of shape ({num_classes},), got {tuple(weight.shape)}")
+    if not weight.is_floating_point():
+        raise TypeError(f"{owner}: expected weight of a floating dtype, got {weight.dtype}")
+
+
+def check_reduction(owner: str, reduction: str) -> str:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{owner}: expected reduction to be \"mean\", \"sum\" or \"none\", got {reduction!r}")
+    return reduction
