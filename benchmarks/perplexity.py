@@ -46,7 +46,9 @@ for count in (40, 60, 80):
         f"BlackOut-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "blackout"),
     }
 CANE |= {
+    "CANE-60, routed, unigram noise": cane("routed", 60, "--noise", "unigram"),
     "CANE-60, the most frequent": cane("head", 60),
+    "CANE-60, the most frequent, unigram noise": cane("head", 60, "--noise", "unigram"),
     "CANE-60, the most frequent, midx noise": cane("head", 60, "--noise", "midx", *MIDX),
     "CANE-60, midx": cane("midx", 60, *MIDX),
 }
