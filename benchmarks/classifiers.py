@@ -90,7 +90,7 @@ def from_file(path: str) -> Problem:
     found = torch.load(path, weights_only=True)
     scale = found["train"]["x"].norm(dim=1).mean()  # rows of a norm about 1, as the others
     classes = 1 + max(int(part["y"].max()) for part in found.values())
-    return Problem(path, classes, {k: part["x"] / scale for k, part in found.items()}, {k: part["y"] for k, part in found.items()})
+    return Problem(Path(path).name, classes, {k: part["x"] / scale for k, part in found.items()}, {k: part["y"] for k, part in found.items()})
 
 
 def methods(problem: Problem) -> dict[str, Callable[[], torch.nn.Module]]:
@@ -201,13 +201,15 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    axes.set_prop_cycle(plt.cycler(linestyle=["-", "--"]) * plt.cycler(color=plt.get_cmap("tab10").colors))  # 20 lines look different
     for row in rows:
         if "curve" in row:
             axes.plot(range(1, len(row["curve"]) + 1), row["curve"], label=row["method"])
     axes.set(xlabel="epoch", ylabel="validation accuracy", title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=150)
 
 
