@@ -24,9 +24,9 @@ def estimator_of(owner: str, noise_reduction: str) -> str:
 def noise_outside(owner: str, noise_sampler: Union[Sampler, ComplementSampler, str], num_classes: int, device, candidates: Optional[Tensor] = None,
                   **kwargs) -> ComplementSampler:
     """The noise of CANE from what its users give; what is made here is made on `device`. candidates: where they are always the same."""
+    options = {}
     if isinstance(noise_sampler, ComplementSampler):
-        noise_outside(owner, noise_sampler.sampler, num_classes, device, candidates)
-        return noise_sampler
+        options["tries"], noise_sampler = max(1, noise_sampler.tries), noise_sampler.sampler
     if isinstance(noise_sampler, str):
         if noise_sampler == "unigram" or noise_sampler in ADAPTIVE and not kwargs:
             what = "counts" if noise_sampler == "unigram" else "a class table, which a tree has none of"
@@ -38,10 +38,10 @@ def noise_outside(owner: str, noise_sampler: Union[Sampler, ComplementSampler, s
     if noise_sampler.num_classes != num_classes:
         raise ValueError(f"{owner}: expected a noise_sampler of {num_classes} classes, got one of {noise_sampler.num_classes}")
     _check_draws_all(owner, noise_sampler, candidates)
-    if candidates is not None and candidates.numel() < num_classes and isinstance(noise_sampler, StaticSampler) \
-            and not isinstance(noise_sampler, UniformSampler):
+    fixed = candidates is not None and candidates.numel() < num_classes
+    if fixed and isinstance(noise_sampler, StaticSampler) and not isinstance(noise_sampler, UniformSampler):
         noise_sampler = noise_sampler.excluding(candidates)  # its draws then are all outside
-    return ComplementSampler(noise_sampler)
+    return ComplementSampler(noise_sampler, **options)
 
 
 def _check_draws_all(owner: str, sampler: Sampler, candidates: Optional[Tensor]) -> None:

@@ -57,10 +57,6 @@ class TreeLoss(nn.Module):
         return text
 
 
-def _is_one_layer_of_subsets(tree: LabelTree) -> bool:
-    return tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())
-
-
 class BeamTreeLoss(TreeLoss):
     r"""The beam tree (CANE paper, Algorithm 2): CANE whose candidates a beam search in a tree of the classes finds, at a cost of O(log N).
 
@@ -83,8 +79,8 @@ class BeamTreeLoss(TreeLoss):
             fewer classes.
         balance_every: steps between two calls of :meth:`balance`, which does not change the loss, and lets the beam find more of what it
             looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same; never
-            with 16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop (`loss.balance()`), and
-            frozen edges, calls under torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose 0 where rows of edges
+            with 16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop
+            (`loss.balance()`), and frozen edges, calls under torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose 0 where rows of edges
             serve as something else, too, such as a tied embedding.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
 
@@ -121,7 +117,7 @@ class BeamTreeLoss(TreeLoss):
         self.balance_every = check_count(name, "balance_every", balance_every, 0)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
         self.routed = routed
-        if routed and not _is_one_layer_of_subsets(tree):
+        if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
             raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
         if not self.edges.weight.is_meta and tree.depth > 1:
             with torch.no_grad():

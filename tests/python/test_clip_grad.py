@@ -4,16 +4,9 @@ import pytest
 import torch
 
 import xsoftmax
-from gradient_checks import DTYPES, TOLERANCE, opmath, random_grad, sparse
+from gradient_checks import DTYPES, TOLERANCE, opmath, random_grad, sparse, seeded  # noqa: F401 (seeded: a fixture of every test)
 
 ops = torch.ops.xsoftmax
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-    yield
-    ops.set_impl("kernel")
 
 
 @pytest.mark.parametrize("kind", ["duplicates", "padded", "unique"])

@@ -9,17 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import xsoftmax
-from gradient_checks import DTYPES, TOLERANCE, opmath, random_grad, sparse
+from gradient_checks import DTYPES, TOLERANCE, opmath, random_grad, sparse, seeded  # noqa: F401 (seeded: a fixture of every test)
 from xsoftmax.optim import RowAdagrad, RowAdam, RowSGD
 
 ops = torch.ops.xsoftmax
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-    yield
-    ops.set_impl("kernel")
 
 
 def test_steps_raise_the_version():

@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradient_checks import DTYPES, TOLERANCE, opmath, random_grad
+from gradient_checks import DTYPES, TOLERANCE, opmath, random_grad, seeded  # noqa: F401 (seeded: a fixture of every test)
 
 ops = torch.ops.xsoftmax
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-    yield
-    ops.set_impl("kernel")
 
 
 def sgd_call(momentum, decay, nesterov):
