@@ -42,6 +42,7 @@ CANE = {"exact": EXACT}
 for count in (40, 60, 80):
     CANE |= {
         f"CANE-{count}, routed": cane("routed", count),
+        f"CANE-{count}, bigram, unigram noise": cane("bigram", count, "--noise", "unigram"),
         f"NCE-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "nce"),
         f"BlackOut-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "blackout"),
     }
@@ -50,6 +51,8 @@ CANE |= {
     "CANE-60, the most frequent": cane("head", 60),
     "CANE-60, the most frequent, unigram noise": cane("head", 60, "--noise", "unigram"),
     "CANE-60, the most frequent, midx noise": cane("head", 60, "--noise", "midx", *MIDX),
+    "CANE-60, bigram": cane("bigram", 60),
+    "CANE-60, bigram, midx noise": cane("bigram", 60, "--noise", "midx", *MIDX),
     "CANE-60, midx": cane("midx", 60, *MIDX),
 }
 

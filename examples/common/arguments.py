@@ -67,7 +67,7 @@ def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str
     cane.add_argument("--candidates", type=positive(int), default=candidates,
                       help=f"{classes} found for each {query} without its target (default: %(default)s)")
     meaning = {"beam": "by a beam search in a tree", "routed": "the best of --subsets subsets of equal frequency",
-               "head": f"the most frequent {classes}", "midx": "midx draws"}
+               "head": f"the most frequent {classes}", "bigram": f"the {classes} that most often follow the last one", "midx": "midx draws"}
     cane.add_argument("--candidates-from", choices=sources, default=sources[0],
                       help="; ".join(f"{source}: {meaning[source]}" for source in sources) + " (default: %(default)s)")
     if "beam" in sources:
@@ -75,7 +75,7 @@ def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str
     if "routed" in sources:
         cane.add_argument("--subsets", type=positive(int), default=100, help="default: %(default)s")
     cane.add_argument("--noises", type=positive(int), default=1, help=f"drawn from the other {classes} (default: %(default)s)")
-    cane.add_argument("--noise", choices=NOISES, default="uniform", help="default: %(default)s; midx with candidates from head or midx only")
+    cane.add_argument("--noise", choices=NOISES, default="uniform", help="default: %(default)s; midx where the candidates are not from a tree")
     cane.add_argument("--noise-reduction", choices=["mean_of_logs", "log_of_mean"], default="mean_of_logs", help="default: %(default)s")
 
 
@@ -135,7 +135,7 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
     if args.private and len(args.sampler) > 1:
         parser.error("--private: expected one sampler, got a union, in which each draws as suits it")
     if "noise" in args and args.noise == "midx" and args.candidates_from in ("beam", "routed"):
-        parser.error(f"--noise midx: expected --candidates-from head or midx, got {args.candidates_from}, whose classes have no rows of their own")
+        parser.error(f"--noise midx: expected no --candidates-from {args.candidates_from}: in a tree classes have no rows of their own")
     if getattr(args, "beam", None) is not None and args.candidates_from != "beam":
         parser.error(f"--beam: expected --candidates-from beam, got {args.candidates_from}")
     if args.head < 0:

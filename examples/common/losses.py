@@ -67,6 +67,10 @@ def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool, t
         return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, routed=True, balance_every=balance, **options)
     if args.candidates_from == "head":
         return xs.CaneLoss(dim, len(counts), candidates=args.candidates, **options)
+    if args.candidates_from == "bigram":
+        if args.candidates > len(counts):
+            raise ValueError(f"--candidates: expected at most the {len(counts)} classes, got {args.candidates}")
+        return xs.CaneLoss(dim, len(counts), **options)  # each call gives them
     near = xs.samplers.MidxSampler(len(counts), dim, codewords=args.codewords, distinct=True, refresh_every=args.refresh_every)
     return xs.CaneLoss(dim, len(counts), candidates=near, num_candidates=args.candidates, **options)
 

@@ -20,6 +20,7 @@ from common.losses import build_loss
 from common.training import Interrupt
 
 import data
+import ngram
 import report
 from model import ENCODERS, Completer, EdgeEmbedding, script
 
@@ -43,7 +44,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--stateless", action="store_true", help="start each batch from a zero state instead of the last batch's")
 
     add_loss_arguments(parser, classes="words", query="word", head=512, losses=("sampled", "exact", "cane"))
-    add_cane_arguments(parser, classes="words", query="word", sources=("routed", "head", "midx"), candidates=60)
+    add_cane_arguments(parser, classes="words", query="word", sources=("routed", "head", "bigram", "midx"), candidates=60)
     options = add_training_arguments(parser, epochs=6, batch_size=20, optimizer="adagrad", note=", the fastest start")
     options.add_argument("--bptt", type=positive(int), default=35,
                          help="words a step reads of each of the batch's columns (default: %(default)s)")
@@ -82,6 +83,10 @@ class Run(training.Run):
         }
         self.epoch_steps = len(self.parts["train"])
         self.recurrent: list[Tensor] = []  # what the encoder carries to the next batch
+        # Of each word: its candidates for the next one.
+        self.successors: Tensor | None = None
+        if name == "cane" and args.candidates_from == "bigram":
+            self.successors = ngram.successors(corpus.train, len(corpus.words), args.candidates).to(self.device)
 
     def tie(self):
         if isinstance(self.loss, xs.LinearLoss):
@@ -104,7 +109,8 @@ class Run(training.Run):
             self.recurrent = []
         hidden, state = self.encoder(inputs, self.recurrent)
         self.recurrent = [tensor.detach() for tensor in state]
-        return self.loss(hidden, targets), count
+        candidates = [] if self.successors is None else [self.successors[inputs]]
+        return self.loss(hidden, targets, *candidates), count
 
     def perplexity(self, split: str, interrupt: Interrupt) -> dict | None:
         """Of every word of the split."""

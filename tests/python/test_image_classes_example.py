@@ -117,7 +117,7 @@ def test_vgg_has_its_usual_layers(example):
 @pytest.mark.parametrize("arguments, message", [
     (["--data", "/nowhere"], "--data: /nowhere is not a folder"),
     (["--data", "{images}/odd/class01"], "expected images of at least 2 classes, a folder each"),
-    (["--noise", "midx"], "--noise midx: expected --candidates-from head or midx, got beam"),
+    (["--noise", "midx"], "--noise midx: expected no --candidates-from beam"),
     (["--width", "0"], "--width: expected more than 0, got 0"),
     (["--data", "{broken}"], "is not an image"),
     (["--data", "{bomb}"], "is not an image"),

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,8 @@ def test_resume_is_bit_for_bit(example, text, tmp_path, model, optimizer, sample
                            "--output", tmp_path / "out", *SMALL], tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("options", [["--subsets", "9"], ["--candidates-from", "midx", "--noise", "midx", "--codewords", "4"]],
-                         ids=["routed", "midx"])
+@pytest.mark.parametrize("options", [["--subsets", "9"], ["--candidates-from", "midx", "--noise", "midx", "--codewords", "4"],
+                                     ["--candidates-from", "bigram", "--noise", "unigram"]], ids=["routed", "midx", "bigram"])
 def test_cane(example, text, tmp_path, options, monkeypatch):
     """Resumed bit for bit; the model that is written answers as the loss does, whose rows are those of the embedding."""
     arguments = ["--data", text, "--loss", "cane", "--candidates", "12", "--epochs", "2", "--output", tmp_path / "out", *SMALL, *options]
@@ -105,6 +106,31 @@ def test_cane(example, text, tmp_path, options, monkeypatch):
     rows = trained.loss.class_table()[0] if options[0] == "--subsets" else trained.loss.linear.weight
     subset = trained.loss.edges.weight[trained.loss.tree.parent[trained.loss.tree.class_node] - 1] if options[0] == "--subsets" else 0.0
     torch.testing.assert_close(trained.encoder.embedding(ids), (rows - subset)[ids])
+
+
+def test_successors_are_the_commonest(example, text):
+    corpus = example["data"].load_corpus(str(text))
+    num_words, k = len(corpus.words), 7
+    followers = [Counter() for _ in range(num_words)]
+    for word, following in zip(corpus.train.tolist(), corpus.train.tolist()[1:]):
+        followers[word][following] += 1
+    assert any(0 < len(found) < k for found in followers) and any(len(found) > k for found in followers)
+    table = example["ngram"].successors(corpus.train, num_words, k)
+    for found, row in zip(followers, table.tolist()):
+        best = sorted(found, key=lambda word: (-found[word], word))[:k]
+        assert row == best + [word for word in range(k) if word not in best][: k - len(best)]
+    whole = example["ngram"].successors(corpus.train, num_words, num_words)
+    assert torch.equal(whole.sort(1).values, torch.arange(num_words).expand(num_words, -1))
+
+
+def test_bigram_candidates_are_those_of_the_word_read(example, text, tmp_path, monkeypatch):
+    arguments = ["--data", text, "--loss", "cane", "--candidates-from", "bigram", "--candidates", "5", "--output", tmp_path, *SMALL]
+    run_ = example["train"].Run("cane", example["data"].load_corpus(str(text)), example["train"].parse_arguments([str(a) for a in arguments]))
+    seen = []
+    monkeypatch.setattr(run_.loss, "forward", lambda input, target, candidates: seen.append(candidates) or input.sum())
+    inputs = run_.parts["train"][0][0]
+    run_.train_loss()
+    assert torch.equal(seen[0], run_.successors[inputs]) and seen[0].shape == (*inputs.shape, 5)
 
 
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
