@@ -41,6 +41,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--layers", type=positive(int), default=2, help="default: %(default)s")
     model.add_argument("--dropout", type=fraction, default=0.5, help="default: %(default)s")
     model.add_argument("--untied", action="store_true", help="an output layer with rows of its own, not those of the embedding")
+    model.add_argument("--unigram-bias", action="store_true",
+                       help="the output layer's bias begins as the log of the words' frequencies, not 0: scores that sum to 1 from the start")
     model.add_argument("--stateless", action="store_true", help="start each batch from a zero state instead of the last batch's")
 
     add_loss_arguments(parser, classes="words", query="word", head=512, losses=("sampled", "exact", "cane"))
@@ -77,6 +79,11 @@ class Run(training.Run):
         encoder = build_encoder(args, len(corpus.words), sparse=name != "exact")
         loss = build_loss(args, name, corpus.counts, args.width, bias=True, classes=f"words of {corpus.name}")
         super().__init__(name, args, encoder, loss)
+        if args.unigram_bias:
+            words = slice(None) if isinstance(self.loss, xs.LinearLoss) else self.loss.tree.class_node - 1
+            counts = corpus.counts.clamp(min=1).to(self.device)
+            with torch.no_grad():
+                self.table.bias[words] = (counts / counts.sum()).log()
         self.parts = {
             split: data.Batches(getattr(corpus, split), args.batch_size, args.bptt, self.device)
             for split in ("train", "valid", "test")

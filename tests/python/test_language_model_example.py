@@ -133,6 +133,16 @@ def test_bigram_candidates_are_those_of_the_word_read(example, text, tmp_path, m
     assert torch.equal(seen[0], run_.successors[inputs]) and seen[0].shape == (*inputs.shape, 5)
 
 
+@pytest.mark.parametrize("options", [["exact"], ["sampled"], ["cane", "--subsets", "9"], ["cane", "--candidates-from", "head"]], ids="-".join)
+def test_unigram_bias(example, text, tmp_path, options):
+    """What is known of no context are the frequencies."""
+    arguments = ["--data", text, "--unigram-bias", "--candidates", "5", "--output", tmp_path, *SMALL, "--loss", *options]
+    corpus = example["data"].load_corpus(str(text))
+    start = example["train"].Run(options[0], corpus, example["train"].parse_arguments([str(argument) for argument in arguments]))
+    counts = corpus.counts.clamp(min=1)
+    torch.testing.assert_close(start.loss.log_prob(torch.zeros(1, 16))[0].exp(), counts / counts.sum())
+
+
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
 def test_scripted_model_answers_as_the_eager_one(example, text, tmp_path, model):
     data, models = example["data"], example["model"]
