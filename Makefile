@@ -56,7 +56,7 @@ $(STAMPS):
 $(READY): pyproject.toml | $(STAMPS)
 	$(PYTHON) -m venv $(VENV) || { $(APT) update && $(APT) install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
 	python -m pip install -q "$(TORCH)"
-	python -m pip install -q "setuptools>=77" wheel ninja cmake numpy scipy scikit-learn pytest hypothesis matplotlib tqdm
+	python -m pip install -q "setuptools>=77" wheel ninja cmake numpy scipy "scikit-learn>=1.6" pytest hypothesis matplotlib tqdm
 	touch $@
 
 $(INSTALLED): $(READY) $(SOURCES)

@@ -8,7 +8,7 @@ import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_array, check_is_fitted, column_or_1d
+from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
 from .label_tree import LabelTree
 from .label_vectors import pifa
@@ -20,8 +20,8 @@ __all__ = ["XRLinearClassifier"]
 class XRLinearClassifier(ClassifierMixin, BaseEstimator):
     """:class:`xsoftmax.XRLinear` as scikit-learn has classifiers: ``fit(X, y)``, ``predict(X)``, in pipelines and searches.
 
-    y is an indicator matrix [n, L], sparse or dense (several labels a row), or a class for each row [n]. ``predict`` gives the same: a sparse
-    indicator matrix of the labels that score at least ``min_score``, or the best class of each row. ``predict_scores`` gives the scores of the ``topk``
+    y is an indicator matrix [n, L], sparse or dense (several labels a row), or a class for each row [n]. ``predict`` gives the same: an
+    indicator matrix, sparse where y was, of the labels that score at least ``min_score``, or the best class of each row. ``predict_scores`` gives the scores of the ``topk``
     best, CSR [n, L]. The fitted model is ``model_``; the other arguments are those of :meth:`xsoftmax.XRLinear.train`.
     """
 
@@ -35,13 +35,17 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         self.beam, self.topk, self.min_score, self.random_state = beam, topk, min_score, random_state
 
     def fit(self, X, y) -> "XRLinearClassifier":
-        X = check_array(X, accept_sparse="csr", dtype=np.float32)
-        if not sp.issparse(y) and np.ndim(y) == 2 and np.shape(y)[1] == 1:
+        X = validate_data(self, X, accept_sparse="csr", dtype=np.float32)
+        if y is None:
+            raise ValueError("XRLinearClassifier.fit: requires y to be passed, but the target y is None")
+        y = check_array(y, accept_sparse="csr", ensure_2d=False, dtype=None, input_name="y")
+        check_consistent_length(X, y)
+        self.sparse_output_ = sp.issparse(y)
+        if not self.sparse_output_ and y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
-        self.multilabel_ = sp.issparse(y) or np.ndim(y) == 2
+        self.multilabel_ = y.ndim == 2
         if self.multilabel_:
-            Y = check_array(y, accept_sparse="csr", dtype=np.float32, input_name="y")
-            Y = sp.csr_matrix(Y)
+            Y = sp.csr_matrix(y, dtype=np.float32)
             if not np.isin(Y.data, (0, 1)).all():
                 raise ValueError(f"XRLinearClassifier.fit: expected y of several labels as zeros and ones, got {Y.data[~np.isin(Y.data, (0, 1))][0]}")
             self.classes_ = np.arange(Y.shape[1])
@@ -49,21 +53,18 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
             check_classification_targets(y)
             self.classes_, ids = np.unique(y, return_inverse=True)
             Y = sp.csr_matrix((np.ones(len(ids), np.float32), ids, np.arange(len(ids) + 1)), shape=(len(ids), len(self.classes_)))
-        if X.shape[0] != Y.shape[0]:
-            raise ValueError(f"XRLinearClassifier.fit: expected X and y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
         X = sp.csr_matrix(X)
         generator = torch.Generator().manual_seed(int(check_random_state(self.random_state).randint(2**31 - 1)))
         tree = LabelTree.from_vectors(pifa(X, Y), self.arity, generator=generator, max_leaf_size=self.max_leaf_size)
         self.model_ = XRLinear.train(X, Y, tree=tree, negatives=self.negatives, beam=self.beam, loss=self.loss, positive_cost=self.positive_cost,
                                      negative_cost=self.negative_cost, tolerance=self.tolerance, sweeps=self.sweeps, bias=self.bias,
                                      threshold=self.threshold, max_weights=self.max_weights, generator=generator)
-        self.n_features_in_ = X.shape[1]
         return self
 
     def predict_scores(self, X) -> sp.csr_matrix:
         """The scores of the best labels; the entries of a row stand best first."""
         check_is_fitted(self)
-        return self.model_.predict(check_array(X, accept_sparse="csr", dtype=np.float32), self.topk, self.beam)
+        return self.model_.predict(validate_data(self, X, accept_sparse="csr", dtype=np.float32, reset=False), self.topk, self.beam)
 
     def predict(self, X):
         scores = self.predict_scores(X)
@@ -71,7 +72,8 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
             return self.classes_[scores.indices[scores.indptr[:-1]]]
         kept = scores.data >= self.min_score
         ends = np.r_[0, np.cumsum(kept)][scores.indptr]
-        return sp.csr_matrix((np.ones(int(ends[-1]), np.int64), scores.indices[kept], ends), shape=scores.shape)
+        found = sp.csr_matrix((np.ones(int(ends[-1]), np.int64), scores.indices[kept], ends), shape=scores.shape)
+        return found if self.sparse_output_ else found.toarray()
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -11,6 +11,7 @@ from sklearn.exceptions import NotFittedError  # noqa: E402
 from sklearn.model_selection import GridSearchCV  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import Normalizer  # noqa: E402
+from sklearn.utils.estimator_checks import parametrize_with_checks  # noqa: E402
 
 from xsoftmax.sklearn import XRLinearClassifier  # noqa: E402
 
@@ -20,6 +21,11 @@ def problem(classes=30, rows=400):
     centres = random.random((classes, 50)) * (random.random((classes, 50)) < 0.2) + 1e-3
     y = random.integers(classes, size=rows)
     return centres[y] + 0.02 * random.random((rows, 50)), y
+
+
+@parametrize_with_checks([XRLinearClassifier()])
+def test_scikit_learns_own_checks(estimator, check):
+    check(estimator)
 
 
 def test_one_class_a_row():
@@ -37,7 +43,8 @@ def test_several_labels_a_row():
     for form in (Y, sp.csr_matrix(Y)):
         model = make_pipeline(Normalizer(), XRLinearClassifier(arity=4, max_leaf_size=5)).fit(X, form)
         found = model.predict(X)
-        assert sp.issparse(found) and found.shape == (200, 30) and (found.toarray() == Y).mean() > 0.97
+        assert sp.issparse(found) == sp.issparse(form) and found.shape == (200, 30)
+        assert ((found.toarray() if sp.issparse(found) else found) == Y).mean() > 0.97
     scores = model[-1].predict_scores(Normalizer().transform(X))
     assert ((scores >= 0.5).astype(int) != found).nnz == 0
 
@@ -49,7 +56,7 @@ def test_search_and_clone():
     assert clone(XRLinearClassifier(topk=3)).topk == 3
     with pytest.raises(NotFittedError):
         XRLinearClassifier().predict(X)
-    with pytest.raises(ValueError, match="as many rows, got 400 and 300"):
+    with pytest.raises(ValueError, match="inconsistent numbers of samples"):
         XRLinearClassifier().fit(X, y[:300])
 
 
