@@ -37,23 +37,22 @@ TABLE = {
     "512 shared unigram, head 512": sampled("unigram", "512", 512),
 }
 
-# CANE beside NCE and BlackOut at equal counts (CANE paper, section 7.2); routed: in one layer of subsets, as there.
+# CANE beside NCE and BlackOut at equal counts (CANE paper, section 7.2); routed: in one layer of subsets, uniform noise, as there.
 CANE = {"exact": EXACT}
 for count in (40, 60, 80):
     CANE |= {
         f"CANE-{count}, routed": cane("routed", count),
-        f"CANE-{count}, bigram, unigram noise": cane("bigram", count, "--noise", "unigram"),
+        f"CANE-{count}, the most frequent, unigram noise": cane("head", count, "--noise", "unigram"),
         f"NCE-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "nce"),
         f"BlackOut-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "blackout"),
     }
 CANE |= {
     "CANE-60, routed, unigram noise": cane("routed", 60, "--noise", "unigram"),
     "CANE-60, the most frequent": cane("head", 60),
-    "CANE-60, the most frequent, unigram noise": cane("head", 60, "--noise", "unigram"),
     "CANE-60, the most frequent, midx noise": cane("head", 60, "--noise", "midx", *MIDX),
-    "CANE-60, bigram": cane("bigram", 60),
+    "CANE-60, bigram, unigram noise": cane("bigram", 60, "--noise", "unigram"),
     "CANE-60, bigram, midx noise": cane("bigram", 60, "--noise", "midx", *MIDX),
-    "CANE-60, midx": cane("midx", 60, *MIDX),
+    "CANE-60, midx, unigram noise": cane("midx", 60, "--noise", "unigram", *MIDX),
 }
 
 

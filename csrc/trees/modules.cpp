@@ -68,6 +68,10 @@ Tensor TreeLossImpl::reduced(const Tensor& loss, const Tensor& target) const {
   return options_.reduction == "mean" ? each.sum() / share.sum() : each.sum();
 }
 
+void TreeLossImpl::check_k(int64_t k) const {
+  TORCH_CHECK_VALUE(k >= 0 && k <= tree->num_classes(), name_, ": expected k in [0, ", tree->num_classes(), "], got ", k);
+}
+
 HierarchicalSoftmaxLossImpl::HierarchicalSoftmaxLossImpl(int64_t in_features, LabelTree tree, const LossOptions& options, bool sparse_grad)
     : TreeLossImpl("HierarchicalSoftmaxLoss", in_features, std::move(tree), options, sparse_grad) {}
 
@@ -78,6 +82,7 @@ Tensor HierarchicalSoftmaxLossImpl::forward(const Tensor& input, const Tensor& t
 }
 
 std::tuple<Tensor, Tensor> HierarchicalSoftmaxLossImpl::topk(const Tensor& input, int64_t k) const {
+  check_k(k);
   const auto [values, classes] = hierarchical_topk(rows(input), edges->weight, optional(edges->bias), tree->first_child, tree->node_class, k);
   const auto shape = with_last(input, k);
   return {values.reshape(shape), classes.reshape(shape)};
@@ -186,7 +191,7 @@ Tensor BeamTreeLossImpl::scores(const Tensor& input) { return class_scores(rows(
 Tensor BeamTreeLossImpl::log_prob(const Tensor& input) { return at::log_softmax(scores(input), -1); }
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k) const {
-  TORCH_CHECK_VALUE(k >= 0 && k <= tree->num_classes(), name_, ": expected k in [0, ", tree->num_classes(), "], got ", k);
+  check_k(k);
   const auto [values, classes] = beam_search(rows(input), edges->weight, optional(edges->bias), tree->first_child, tree->node_class,
                                              std::max(k, *beam_.beam));
   const auto shape = with_last(input, k);

@@ -163,6 +163,7 @@ class TreeLossImpl : public torch::nn::Module {
   /// The leaf of each target, the root where it is ignored: [Q].
   torch::Tensor leaves(const torch::Tensor& target) const;
   torch::Tensor reduced(const torch::Tensor& loss, const torch::Tensor& target) const;
+  void check_k(int64_t k) const; // of topk
 
   const char* name_;
   LossOptions options_;

@@ -45,6 +45,10 @@ class TreeLoss(nn.Module):
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         return flat_queries(self._name, self.in_features, input, target)
 
+    def _check_k(self, k: int) -> None:
+        if k < 0 or k > self.num_classes:
+            raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
+
     def _reduced(self, loss: Tensor, target: Tensor) -> Tensor:
         return reduced_loss(loss, target, self.weight, self.reduction, self.ignore_index)
 
@@ -246,8 +250,7 @@ class BeamTreeLoss(TreeLoss):
     def topk(self, input: Tensor, k: int, width: Optional[int] = None) -> tuple[Tensor, Tensor]:
         """The best k classes that a beam of `width` (None: the larger of k and `beam`) finds: (scores, class ids), both [*, k], best first; -inf
         and -1 behind the last of fewer than k. The scores are not normalised: that would take all classes."""
-        if k < 0 or k > self.num_classes:
-            raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
+        self._check_k(k)
         width = max(k, self.beam) if width is None else width
         if width < k:
             raise ValueError(f"{self._name}: expected width of at least k={k}, got {width}")
@@ -306,7 +309,8 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     @torch.jit.export
     def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`self.log_prob(input).topk(k)`, by a best-first search that scores few of the classes: (log-probabilities, class ids), both [*, k],
-        best first; -inf and -1 behind the last of fewer than k."""
+        best first."""
+        self._check_k(k)
         values, classes = torch.ops.xsoftmax.hierarchical_topk(self._queries(input, None), self.edges.weight, self.edges.bias,
                                                                self.tree.first_child, self.tree.node_class, k)
         shape = list(input.shape[:-1]) + [k]

@@ -199,6 +199,7 @@ TEST_F(Trees, BadArguments) {
   EXPECT_THROW(told->forward(input, target, torch::zeros({2, 1, 3}, torch::kLong)), c10::ValueError);
   BeamTreeLoss beam(kWidth, tree, BeamTreeOptions{.num_candidates = 2});
   EXPECT_THROW(beam->topk(input, -1), c10::ValueError);
+  EXPECT_THROW(HierarchicalSoftmaxLoss(kWidth, tree)->topk(input, kClasses + 1), c10::ValueError);
   EXPECT_THROW(beam->forward(input, target.clone().fill_(40)), c10::IndexError);
   const xsoftmax::nn::SamplingOptions no_noise{.num_samples = 3, .shared = true, .estimator = "cane", .head_classes = 4};
   EXPECT_THROW(xsoftmax::nn::SampledSoftmaxLoss(kWidth, kClasses, samplers::UniformSampler(kClasses).ptr(), no_noise), c10::ValueError);

@@ -67,12 +67,11 @@ def test_any_tree(nodes, seed):
         with xs.use_impl(name):
             assert_same(scores_and_gradients(ops.hierarchical_softmax_loss, *args), want, torch.float64)
             loss = HierarchicalSoftmaxLoss(5, tree, dtype=torch.float64)
-            values, classes = loss.topk(args[0], 3)
             k = min(3, tree.num_classes)
+            values, classes = loss.topk(args[0], k)
             want_values, want_classes = loss.log_prob(args[0]).topk(k)
-            torch.testing.assert_close(values[:, :k], want_values)
-            torch.testing.assert_close(loss.log_prob(args[0]).gather(1, classes[:, :k]), want_values)
-            assert values[:, k:].eq(-INF).all() and classes[:, k:].eq(-1).all()
+            torch.testing.assert_close(values, want_values)
+            torch.testing.assert_close(loss.log_prob(args[0]).gather(1, classes), want_values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,13 +122,18 @@ def test_log_prob_is_normalised(tree):
 def test_topk(impl, tree, k):
     tree = TREES[tree]
     loss, input = make(tree, bias=True), torch.randn(4, 2, 5, dtype=torch.float64)
-    values, classes = loss.topk(input, k)
-    assert values.shape == classes.shape == (4, 2, k)
+    values, classes = ops.hierarchical_topk(input.flatten(0, 1), loss.edges.weight, loss.edges.bias, tree.first_child, tree.node_class, k)
+    assert values.shape == classes.shape == (8, k)
     n = min(k, tree.num_classes)
     want = loss.log_prob(input).topk(n)
-    torch.testing.assert_close(values[..., :n], want.values)
-    assert torch.equal(classes[..., :n], want.indices)
-    assert values[..., n:].eq(-INF).all() and classes[..., n:].eq(-1).all()
+    torch.testing.assert_close(values[:, :n], want.values.flatten(0, 1))
+    assert torch.equal(classes[:, :n], want.indices.flatten(0, 1))
+    assert values[:, n:].eq(-INF).all() and classes[:, n:].eq(-1).all()
+    if k > n:
+        return
+    values, classes = loss.topk(input, k)
+    torch.testing.assert_close(values, want.values)
+    assert torch.equal(classes, want.indices)
     if k == 1:
         assert torch.equal(loss.predict(input), classes.squeeze(-1))
 
@@ -243,7 +247,10 @@ BAD = [
     (lambda: make(TREE)(torch.zeros(2, 5).double(), torch.tensor([3])), ValueError, r"expected target of shape \[2\].*got \[1\]"),
     (lambda: make(TREE)(torch.zeros(2, 5).double(), torch.tensor([3.0, 1.0])), TypeError, "expected target of dtype int64, got float32"),
     (lambda: make(TREE)(torch.zeros(2, 5), torch.tensor([3, 1])), TypeError, "hierarchical_softmax_loss: expected"),
-    (lambda: make(TREE).topk(torch.zeros(2, 5).double(), -1), ValueError, "hierarchical_topk: expected k of at least 0, got -1"),
+    (lambda: make(TREE).topk(torch.zeros(2, 5).double(), -1), ValueError, r"HierarchicalSoftmaxLoss: expected k in \[0, 200\], got -1"),
+    (lambda: make(TREE).topk(torch.zeros(2, 5).double(), 201), ValueError, r"HierarchicalSoftmaxLoss: expected k in \[0, 200\], got 201"),
+    (lambda: ops.hierarchical_topk(torch.zeros(2, 5), torch.zeros(TREE.num_edges, 5), None, TREE.first_child, TREE.node_class, -1), ValueError,
+     "hierarchical_topk: expected k of at least 0, got -1"),
 ]
 
 
