@@ -62,14 +62,16 @@ CANE |= {
 def table(study: Study, methods: dict[str, list[str]]) -> list[dict]:
     rows = []
     exact = None
-    for name, lr, run in study.long_runs(methods, LEARNING_RATES):
+    runs, seconds = study.long_runs(methods, LEARNING_RATES), study.step_times(methods)
+    for name, lr, run in runs:
         if "failed" in run:
             rows.append({"method": name, "test": run["failed"]})
             continue
         test = run["test_perplexity"]
         exact = test if name == "exact" else exact
         rows.append({"method": name, "learning rate": f"{lr:g}", "valid": f"{study.cost(run):.1f}",
-                     "test": f"{test:.1f}" if test else "unfinished", "of exact": f"{test / exact:.3f}" if test and exact else ""})
+                     "test": f"{test:.1f}" if test else "unfinished", "of exact": f"{test / exact:.3f}" if test and exact else ""}
+                    | ({"step": f"{1000 * seconds[name]:.0f} ms"} if name in seconds else {}))
     return rows
 
 
