@@ -9,9 +9,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <limits>
+#include <mutex>
 #include <numeric>
 #include <vector>
 
@@ -250,43 +251,72 @@ struct Segment {
 std::vector<int32_t> lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, uint64_t seed, int64_t iterations, bool spherical) {
   std::vector<int32_t> order(vectors.count);
   std::iota(order.begin(), order.end(), int32_t(0));
-  std::vector<Segment> open, next;
-  const auto descend = [&](std::vector<Segment>& to, Segment segment) {
+  const auto size = [&](const Segment& segment) { return nodes[segment.high - 1].end - nodes[segment.low].begin; };
+  const auto smaller = [&](const Segment& a, const Segment& b) { return size(a) < size(b); };
+  std::vector<Segment> open; // a heap: the largest next, so that threads end together
+  const auto descend = [&](Segment segment) {
     for (; segment.high - segment.low == 1; segment = {nodes[segment.low].first, nodes[segment.low].last}) {
     }
     if (segment.high > segment.low) {
-      to.push_back(segment);
+      open.push_back(segment);
+      std::push_heap(open.begin(), open.end(), smaller);
     }
   };
-  descend(open, {nodes[0].first, nodes[0].last});
+  const auto take = [&] {
+    std::pop_heap(open.begin(), open.end(), smaller);
+    const Segment segment = open.back();
+    open.pop_back();
+    return segment;
+  };
   const auto cut = [&](Bisection& bisection, const Segment& segment) {
-    const int64_t begin = nodes[segment.low].begin, middle = nodes[(segment.low + segment.high) / 2].begin, end = nodes[segment.high - 1].end;
-    bisection.cut(order.data() + begin, end - begin, middle - begin, uint64_t(begin));
+    const int64_t begin = nodes[segment.low].begin, middle = nodes[(segment.low + segment.high) / 2].begin;
+    bisection.cut(order.data() + begin, size(segment), middle - begin, uint64_t(begin));
   };
-  while (!open.empty()) {
-    const int64_t threads = at::get_num_threads();
-    if (int64_t(open.size()) < threads) {
-      Bisection bisection(vectors, seed, iterations, spherical);
-      for (const Segment& segment : open) {
-        cut(bisection, segment);
-      }
-    } else {
-      std::atomic<size_t> at = 0;
-      at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-        Bisection bisection(vectors, seed, iterations, spherical);
-        for (size_t i = at++; i < open.size(); i = at++) {
-          cut(bisection, open[i]);
-        }
-      });
+  const auto go_on_below = [&](const Segment& segment) {
+    const int64_t middle = (segment.low + segment.high) / 2;
+    descend({segment.low, middle});
+    descend({middle, segment.high});
+  };
+
+  // While there are fewer parts than threads, these share the work of one; then each takes parts as they come.
+  descend({nodes[0].first, nodes[0].last});
+  const int64_t threads = at::get_num_threads();
+  {
+    Bisection bisection(vectors, seed, iterations, spherical);
+    while (!open.empty() && int64_t(open.size()) < threads) {
+      const Segment segment = take();
+      cut(bisection, segment);
+      go_on_below(segment);
     }
-    next.clear();
-    for (const Segment& segment : open) {
-      const int64_t middle = (segment.low + segment.high) / 2;
-      descend(next, {segment.low, middle});
-      descend(next, {middle, segment.high});
-    }
-    open.swap(next);
   }
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t working = 0;
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    Bisection bisection(vectors, seed, iterations, spherical);
+    std::unique_lock lock(mutex);
+    while (true) {
+      changed.wait(lock, [&] { return !open.empty() || working == 0; });
+      if (open.empty()) {
+        return;
+      }
+      const Segment segment = take();
+      ++working;
+      lock.unlock();
+      try {
+        cut(bisection, segment);
+      } catch (...) { // out of memory: the others, who wait for this part, end without it
+        lock.lock();
+        --working;
+        changed.notify_all();
+        throw;
+      }
+      lock.lock();
+      --working;
+      go_on_below(segment);
+      changed.notify_all();
+    }
+  });
   return order;
 }
 
