@@ -191,16 +191,23 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
 // apart by their p / c exactly where a class stands once for the target and once for each draw that gave it. A distinct set holds it once.
 // Beside a head the set must hold as many other classes whether the target is in the head or not: else it tells them apart by its size.
 constexpr std::array<Estimator, 9> kEstimators{{
-    // corrects_target, needs_target_count, renormalizes, weighs, drops_distinct_hits, drops_drawn_hits, takes_a_draw, smooths, has_noise
-    {"sampled_softmax", false, false, true, true, true, true, false, true, false, softmax_loss, softmax_gradient, RowLoss::Softmax},
-    {"ranking", true, true, false, true, true, false, true, true, false, softmax_loss, softmax_gradient, RowLoss::Softmax},
-    {"nce", true, true, false, true, true, false, false, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
-    {"negative_sampling", false, false, false, false, true, true, false, false, false, logistic_loss, logistic_gradient, RowLoss::Logistic},
-    {"one_vs_each", false, false, true, true, true, true, false, false, false, one_vs_each_loss, one_vs_each_gradient, RowLoss::OneVsEach},
-    {"blackout", true, true, false, true, true, true, false, false, false, blackout_loss, blackout_gradient, RowLoss::BlackOut},
-    {"importance", false, false, false, true, false, false, false, false, false, importance_loss, importance_gradient, RowLoss::Importance},
-    {"cane", false, true, false, true, true, false, false, false, true, cane_loss<true>, cane_gradient<true>, RowLoss::Cane},
-    {"cane_log_of_mean", false, true, false, true, true, false, false, false, true, cane_loss<false>, cane_gradient<false>, RowLoss::CaneLogOfMean},
+    {.name = "sampled_softmax", .renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true, .smooths = true,
+     .loss = softmax_loss, .gradient = softmax_gradient, .row_loss = RowLoss::Softmax},
+    {.name = "ranking", .corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .takes_a_draw = true,
+     .smooths = true, .loss = softmax_loss, .gradient = softmax_gradient, .row_loss = RowLoss::Softmax},
+    {.name = "nce", .corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .loss = logistic_loss,
+     .gradient = logistic_gradient, .row_loss = RowLoss::Logistic},
+    {.name = "negative_sampling", .drops_distinct_hits = true, .drops_drawn_hits = true, .loss = logistic_loss, .gradient = logistic_gradient,
+     .row_loss = RowLoss::Logistic},
+    {.name = "one_vs_each", .renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true, .loss = one_vs_each_loss,
+     .gradient = one_vs_each_gradient, .row_loss = RowLoss::OneVsEach},
+    {.name = "blackout", .corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true,
+     .loss = blackout_loss, .gradient = blackout_gradient, .row_loss = RowLoss::BlackOut},
+    {.name = "importance", .weighs = true, .loss = importance_loss, .gradient = importance_gradient, .row_loss = RowLoss::Importance},
+    {.name = "cane", .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true, .loss = cane_loss<true>,
+     .gradient = cane_gradient<true>, .row_loss = RowLoss::Cane},
+    {.name = "cane_log_of_mean", .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true, .loss = cane_loss<false>,
+     .gradient = cane_gradient<false>, .row_loss = RowLoss::CaneLogOfMean},
 }};
 
 } // namespace

@@ -34,15 +34,15 @@ struct EstimatorGradient {
 
 struct Estimator {
   const char* name;
-  bool corrects_target; ///< the target's score is lowered by its own log expected count
-  bool needs_target_count; ///< its log expected count must be given
-  bool renormalizes;    ///< where hits are removed, q is renormalised to the other classes
-  bool weighs;          ///< candidates weigh 1 / expected count, not 1
+  bool corrects_target = false;    ///< the target's score is lowered by its own log expected count
+  bool needs_target_count = false; ///< its log expected count must be given
+  bool renormalizes = false;       ///< where hits are removed, q is renormalised to the other classes
+  bool weighs = false;             ///< candidates weigh 1 / expected count, not 1
   /// Hits are removed where the caller says so: else they always stay. Among distinct candidates, and among independent draws.
-  bool drops_distinct_hits, drops_drawn_hits;
-  bool takes_a_draw;    ///< beside distinct candidates: a target that is none of them takes the place of the first independent draw
-  bool smooths;         ///< there is a form with label smoothing
-  bool has_noise;       ///< independent draws stand for what the other candidates leave out: it wants some of both
+  bool drops_distinct_hits = false, drops_drawn_hits = false;
+  bool takes_a_draw = false;       ///< beside distinct candidates: a target that is none of them takes the place of the first independent draw
+  bool smooths = false;            ///< there is a form with label smoothing
+  bool has_noise = false;          ///< independent draws stand for what the other candidates leave out: it wants some of both
   at::Tensor (*loss)(const CandidateBatch&);
   EstimatorGradient (*gradient)(const CandidateBatch&);
   RowLoss row_loss; ///< the loop over one query on CPU
