@@ -30,7 +30,8 @@ def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
 
 
 def cane(source: str, candidates: int, *more: str, noises: int = 1) -> list[str]:
-    return ["--loss", "cane", "--candidates-from", source, "--candidates", str(candidates), "--noises", str(noises), *more]
+    return ["--loss", "cane", "--candidates-from", source, "--candidates", str(candidates), "--noises", str(noises), "--noise", "uniform",
+            "--noise-reduction", "mean_of_logs", *more]
 
 
 SIZES = (20, 100, 500, 2000)

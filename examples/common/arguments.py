@@ -61,8 +61,9 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
                       help="default: ranking beside draws by midx, lsh, sphere or rff, else sampled_softmax")
 
 
-def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str, sources: tuple[str, ...], candidates: int):
-    """sources: of candidates, the default first; candidates: the default."""
+def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str, sources: tuple[str, ...], candidates: int, noises: int = 1,
+                       noise: str = "uniform", noise_reduction: str = "mean_of_logs"):
+    """sources: of candidates, the default first; the others: the defaults."""
     cane = parser.add_argument_group("--loss cane")
     cane.add_argument("--candidates", type=positive(int), default=candidates,
                       help=f"{classes} found for each {query} without its target (default: %(default)s)")
@@ -74,9 +75,9 @@ def add_cane_arguments(parser: argparse.ArgumentParser, classes: str, query: str
         cane.add_argument("--beam", type=positive(int), help="width of the search, at least --candidates (default: --candidates)")
     if "routed" in sources:
         cane.add_argument("--subsets", type=positive(int), default=100, help="default: %(default)s")
-    cane.add_argument("--noises", type=positive(int), default=1, help=f"drawn from the other {classes} (default: %(default)s)")
-    cane.add_argument("--noise", choices=NOISES, default="uniform", help="default: %(default)s; midx where the candidates are not from a tree")
-    cane.add_argument("--noise-reduction", choices=["mean_of_logs", "log_of_mean"], default="mean_of_logs", help="default: %(default)s")
+    cane.add_argument("--noises", type=positive(int), default=noises, help=f"drawn from the other {classes} (default: %(default)s)")
+    cane.add_argument("--noise", choices=NOISES, default=noise, help="default: %(default)s; midx where the candidates are not from a tree")
+    cane.add_argument("--noise-reduction", choices=["mean_of_logs", "log_of_mean"], default=noise_reduction, help="default: %(default)s")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int, optimizer: str, note: str = "",

@@ -85,8 +85,8 @@ def test_resume_is_bit_for_bit(example, text, tmp_path, model, optimizer, sample
                            "--output", tmp_path / "out", *SMALL], tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("options", [["--subsets", "9"], ["--candidates-from", "midx", "--noise", "midx", "--codewords", "4"],
-                                     ["--candidates-from", "bigram", "--noise", "unigram"]], ids=["routed", "midx", "bigram"])
+@pytest.mark.parametrize("options", [["--candidates-from", "routed", "--subsets", "9"], ["--candidates-from", "midx", "--noise", "midx", "--codewords", "4"],
+                                     ["--candidates-from", "bigram"], []], ids=["routed", "midx", "bigram", "default"])
 def test_cane(example, text, tmp_path, options, monkeypatch):
     """Resumed bit for bit; the model that is written answers as the loss does, whose rows are those of the embedding."""
     arguments = ["--data", text, "--loss", "cane", "--candidates", "12", "--epochs", "2", "--output", tmp_path / "out", *SMALL, *options]
@@ -103,8 +103,9 @@ def test_cane(example, text, tmp_path, options, monkeypatch):
     want = trained.loss.log_prob(hidden[0, -1]).topk(5)
     torch.testing.assert_close(log_prob, want.values)
     assert likely.tolist() == want.indices.tolist()
-    rows = trained.loss.class_table()[0] if options[0] == "--subsets" else trained.loss.linear.weight
-    subset = trained.loss.edges.weight[trained.loss.tree.parent[trained.loss.tree.class_node] - 1] if options[0] == "--subsets" else 0.0
+    routed = "routed" in options
+    rows = trained.loss.class_table()[0] if routed else trained.loss.linear.weight
+    subset = trained.loss.edges.weight[trained.loss.tree.parent[trained.loss.tree.class_node] - 1] if routed else 0.0
     torch.testing.assert_close(trained.encoder.embedding(ids), (rows - subset)[ids])
 
 
@@ -133,7 +134,8 @@ def test_bigram_candidates_are_those_of_the_word_read(example, text, tmp_path, m
     assert torch.equal(seen[0], run_.successors[inputs]) and seen[0].shape == (*inputs.shape, 5)
 
 
-@pytest.mark.parametrize("options", [["exact"], ["sampled"], ["cane", "--subsets", "9"], ["cane", "--candidates-from", "head"]], ids="-".join)
+@pytest.mark.parametrize("options", [["exact"], ["sampled"], ["cane", "--candidates-from", "routed", "--subsets", "9"], ["cane"]],
+                         ids=["exact", "sampled", "routed", "cane"])
 def test_unigram_bias(example, text, tmp_path, options):
     """What is known of no context are the frequencies."""
     arguments = ["--data", text, "--unigram-bias", "--candidates", "5", "--output", tmp_path, *SMALL, "--loss", *options]
