@@ -37,15 +37,21 @@ TABLE = {
     "512 shared unigram, head 512": sampled("unigram", "512", 512),
 }
 
+
+
+def one_denominator(classes: int, noises: int) -> list[str]:
+    return cane("head", classes - noises, "--noise", "unigram", "--noise-reduction", "log_of_mean", noises=noises)
+
+
 # CANE beside NCE and BlackOut at equal counts (CANE paper, section 7.2); routed: in one layer of subsets, uniform noise, as there; one noise
-# beside the candidates, but where a third of the classes are noises.
+# beside the candidates, but where more of the classes are noises.
 CANE = {"exact": EXACT}
 for count in (40, 60, 80):
     CANE |= {
         f"CANE-{count}, routed": cane("routed", count),
         f"CANE-{count}, the most frequent, unigram noise": cane("head", count, "--noise", "unigram"),
-        f"CANE-{count}, a third of them noises": cane("head", count - count // 3, "--noise", "unigram", "--noise-reduction", "log_of_mean",
-                                                      noises=count // 3),
+        f"CANE-{count}, a third of them noises": one_denominator(count, count // 3),
+        f"CANE-{count}, half of them noises": one_denominator(count, count // 2),
         f"NCE-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "nce"),
         f"BlackOut-{count}": sampled("unigram", str(count), 0, "--private", "--estimator", "blackout"),
     }

@@ -46,7 +46,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--stateless", action="store_true", help="start each batch from a zero state instead of the last batch's")
 
     add_loss_arguments(parser, classes="words", query="word", head=512, losses=("sampled", "exact", "cane"))
-    add_cane_arguments(parser, classes="words", query="word", sources=("head", "bigram", "routed", "midx"), candidates=40, noises=20,
+    add_cane_arguments(parser, classes="words", query="word", sources=("head", "bigram", "routed", "midx"), candidates=30, noises=30,
                        noise="unigram", noise_reduction="log_of_mean")
     options = add_training_arguments(parser, epochs=6, batch_size=20, optimizer="adagrad", note=", the fastest start")
     options.add_argument("--bptt", type=positive(int), default=35,
