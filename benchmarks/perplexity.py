@@ -38,9 +38,8 @@ TABLE = {
 }
 
 
-
 def one_denominator(classes: int, noises: int) -> list[str]:
-    return cane("head", classes - noises, "--noise", "unigram", "--noise-reduction", "log_of_mean", noises=noises)
+    return cane("head", classes - noises, "--noises", str(noises), "--noise", "unigram", "--noise-reduction", "log_of_mean")
 
 
 # CANE beside NCE and BlackOut at equal counts (CANE paper, section 7.2); routed: in one layer of subsets, uniform noise, as there; one noise

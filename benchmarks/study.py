@@ -29,8 +29,9 @@ def sampled(sampler: str, samples: str, head: int = 0, *more: str) -> list[str]:
     return ["--loss", "sampled", "--sampler", *sampler.split(), "--samples", *samples.split(), "--head", str(head), *options]
 
 
-def cane(source: str, candidates: int, *more: str, noises: int = 1) -> list[str]:
-    return ["--loss", "cane", "--candidates-from", source, "--candidates", str(candidates), "--noises", str(noises), "--noise", "uniform",
+def cane(source: str, candidates: int, *more: str) -> list[str]:
+    """more: in the place of one uniform noise."""
+    return ["--loss", "cane", "--candidates-from", source, "--candidates", str(candidates), "--noises", "1", "--noise", "uniform",
             "--noise-reduction", "mean_of_logs", *more]
 
 

@@ -84,8 +84,8 @@ class BeamTreeLoss(TreeLoss):
         balance_every: steps between two calls of :meth:`balance`, which does not change the loss, and lets the beam find more of what it
             looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same; never
             with 16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop
-            (`loss.balance()`), and frozen edges, calls under torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose 0 where rows of edges
-            serve as something else, too, such as a tied embedding.
+            (`loss.balance()`), and frozen edges, calls under torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose
+            0 where rows of edges serve as something else, too, such as a tied embedding.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
 
     The parameters are `edges.weight` [E, D] (and `edges.bias`): edge e ends in node e + 1 of the tree.
