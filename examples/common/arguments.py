@@ -13,12 +13,12 @@ from .errors import DIVERGED, DataError, Diverged, UsageError
 from .losses import LEARNING_RATES, NOISES, OPTIMIZERS, SAMPLERS
 
 
-def positive(kind: type, least: float = 0):
+def positive(kind: type, least: float = 0, or_zero: bool = False):
     """least: 0, or what the value may be at least."""
     def parse(text: str):
         value = kind(text)
-        if not (value > 0 and value >= least and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"expected {f'at least {least}' if least else 'more than 0'}, got {text}")
+        if not ((value > 0 or or_zero) and value >= least and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"expected {f'at least {least}' if least or or_zero else 'more than 0'}, got {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it when the text is no number

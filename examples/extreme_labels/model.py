@@ -5,13 +5,17 @@ from torch import Tensor, nn
 
 
 class BagOfWords(nn.Module):
-    """The sum of the embeddings of an example's features by their tf-idf, and a residual layer."""
+    """The sum of the embeddings of an example's features by their tf-idf, and a residual layer. begin_linear: that layer begins as nothing, so that
+    the embeddings of two texts are as far apart as their tf-idf, about."""
 
-    def __init__(self, features: int, width: int, dropout: float):
+    def __init__(self, features: int, width: int, dropout: float, begin_linear: bool = False):
         super().__init__()
         self.embedding = nn.EmbeddingBag(features, width, mode="sum", sparse=True)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.layers = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        if begin_linear:
+            nn.init.zeros_(self.layers[-1].weight)
+            nn.init.zeros_(self.layers[-1].bias)
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
 
     def forward(self, columns: Tensor, offsets: Tensor, values: Tensor) -> Tensor:

@@ -45,9 +45,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     neural.add_argument("--width", type=positive(int), default=128, help="default: %(default)s")
     neural.add_argument("--dropout", type=fraction, default=0.3, help="default: %(default)s")
     neural.add_argument("--loss", choices=["squared_hinge", "logistic"], default="squared_hinge", help="default: %(default)s")
-    neural.add_argument("--epochs", type=positive(float), default=4, help="on each layer; twice on the last one (default: %(default)s)")
+    neural.add_argument("--init", choices=["parents", "prototypes"], default="parents", help="what a layer begins as: the weights of the one above, or "
+                        "the sums of its examples, on embeddings that learn on the last layer alone (default: %(default)s)")
+    neural.add_argument("--epochs", type=positive(float, or_zero=True), default=4, help="on each layer (default: %(default)s)")
+    neural.add_argument("--last-epochs", type=positive(float, or_zero=True), help="on the last one (default: twice as many)")
     neural.add_argument("--batch-size", type=positive(int), default=64, help="default: %(default)s")
     neural.add_argument("--lr", type=positive(float), default=1e-3, help="falls along a cosine on each layer (default: %(default)s)")
+    neural.add_argument("--last-lr", type=positive(float), help="on the last layer (default: --lr)")
+    neural.add_argument("--beam", type=positive(int, least=TOPK), default=BEAM, help="of its answers (default: %(default)s)")
+    neural.add_argument("--no-both", action="store_true", help="leave out the linear model on [tf-idf, embedding]")
+    neural.add_argument("--weight", type=positive(float), default=1, help="of the neural matcher in the ensemble (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("out/extreme_labels"), help="default: %(default)s")
@@ -70,7 +77,7 @@ class Neural:
             self.ids = {word: i for i, word in enumerate((w for w, count in counts.items() if count >= 2), 1)}
             self.encoder = Transformer(len(self.ids), args.width, args.dropout)
         else:
-            self.encoder = BagOfWords(dataset.train.X.shape[1], args.width, args.dropout)
+            self.encoder = BagOfWords(dataset.train.X.shape[1], args.width, args.dropout, begin_linear=args.init == "prototypes")
         self.matcher = xs.HierarchicalMatcher(args.width, tree, loss=args.loss, beam=BEAM)
 
     def read(self, part: data.Part) -> Tensor | sp.csr_matrix:
@@ -89,14 +96,20 @@ class Neural:
 
     def train(self, part: data.Part) -> None:
         args, input, target = self.args, self.read(part), xs.HierarchicalMatcher.targets(part.Y)
-        parameters = [*self.encoder.parameters(), *self.matcher.parameters()]
         order = np.random.default_rng(args.seed)
         depth = self.matcher.tree.depth
         for layer in range(1, depth + 1):
+            last, prototypes = layer == depth, args.init == "prototypes"
+            if prototypes:
+                self.matcher.init_from_prototypes(self.embed(part), target)
+            # With prototypes the upper layers, of few nodes, would press out of the encoder what tells their labels apart.
+            parameters = [*(() if prototypes and not last else self.encoder.parameters()), *self.matcher.parameters()]
+            self.encoder.requires_grad_(last or not prototypes)
             epoch_steps = -(-len(target) // args.batch_size)
-            steps = max(1, round(epoch_steps * args.epochs * (2 if layer == depth else 1)))
-            optimizer = xs.optim.RowAdam(parameters, lr=args.lr)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+            epochs = (2 * args.epochs if args.last_epochs is None else args.last_epochs) if last else args.epochs
+            steps = round(epoch_steps * epochs)
+            optimizer = xs.optim.RowAdam(parameters, lr=args.last_lr or args.lr if last else args.lr)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
             self.encoder.train()
             recent = 0.0
             bar = tqdm(range(steps), desc=f"layer {layer} of {depth}", mininterval=1, disable=not sys.stderr.isatty())
@@ -112,23 +125,25 @@ class Neural:
                 schedule.step()
                 recent += (loss.item() - recent) * max(0.01, 1 / (step + 1))
                 bar.set_postfix(loss=f"{recent:.3f}", refresh=False)
-            print(f"layer {layer} of {depth}: {steps} steps, loss {recent:.3f}", flush=True)
+            if steps:
+                print(f"layer {layer} of {depth}: {steps} steps, loss {recent:.3f}", flush=True)
             self.matcher.next_layer()
 
     @torch.no_grad()
     def embed(self, part: data.Part) -> Tensor:
-        """Rows of length 1."""
         self.encoder.eval()
         input = self.read(part)
-        found = [self.encode(input[i : i + 512]) for i in range(0, part.Y.shape[0], 512)]
-        return torch.nn.functional.normalize(torch.cat(found))
+        return torch.cat([self.encode(input[i : i + 512]) for i in range(0, part.Y.shape[0], 512)])
+
+    def unit_rows(self, part: data.Part) -> Tensor:
+        return torch.nn.functional.normalize(self.embed(part))
 
     @torch.no_grad()
     def predict(self, part: data.Part) -> sp.csr_matrix:
         self.encoder.eval()
         input, found = self.read(part), []
         for i in range(0, part.Y.shape[0], 512):
-            scores, labels = self.matcher.topk(self.encode(input[i : i + 512]), min(TOPK, part.Y.shape[1]), BEAM)
+            scores, labels = self.matcher.topk(self.encode(input[i : i + 512]), min(TOPK, part.Y.shape[1]), self.args.beam)
             found.append((scores, labels))
         scores, labels = (torch.cat(half) for half in zip(*found))
         there = labels >= 0
@@ -193,14 +208,18 @@ def train(args: argparse.Namespace) -> int:
         _, seconds = timed(lambda: neural.train(dataset.train))
         torch.save({"encoder": neural.encoder.state_dict(), "matcher": neural.matcher.state_dict()}, args.output / "neural.pt")
         table.add(f"neural, {args.encoder}", seconds, neural.predict)
-        both = sp.hstack([X, sp.csr_matrix(neural.embed(dataset.train).numpy())], format="csr")
-        wide, more = timed(lambda: xs.XRLinear.train(both, Y, tree=tree, negatives=args.negatives, generator=generator))
-        wide.save(args.output / "linear_on_both")
-        table.add("linear on [tf-idf, embedding]", seconds + more,
-                  lambda part: wide.predict(part.X, TOPK, BEAM, dense=neural.embed(part)))
+        total = sum(row["seconds"] for row in table.rows)
+        if not args.no_both:
+            both = sp.hstack([X, sp.csr_matrix(neural.unit_rows(dataset.train).numpy())], format="csr")
+            wide, more = timed(lambda: xs.XRLinear.train(both, Y, tree=tree, negatives=args.negatives, generator=generator))
+            wide.save(args.output / "linear_on_both")
+            table.add("linear on [tf-idf, embedding]", seconds + more,
+                      lambda part: wide.predict(part.X, TOPK, BEAM, dense=neural.unit_rows(part)))
+            total += more
         parts = list(table.predictions.values())
-        table.add("ensemble of the three", sum(row["seconds"] for row in table.rows) - seconds,
-                  lambda part: xs.combine_predictions(parts, "average", TOPK), singles=False)
+        weights = [args.weight if model.startswith("neural") else 1.0 for model in table.predictions]
+        table.add("ensemble of the " + {2: "two", 3: "three"}[len(parts)], total,
+                  lambda part: xs.combine_predictions(parts, "average", TOPK, weights=weights), singles=False)
 
     rows = table.rows
     write_text(args.output / "history.json", json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "dataset": dataset.name,

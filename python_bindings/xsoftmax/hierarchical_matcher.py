@@ -30,7 +30,8 @@ class HierarchicalMatcher(nn.Module):
         sum_{c in S} log(1 + e^{-y_c (w_c . input + b_c)})         # "logistic"
 
     and only the rows of S have a gradient. Training begins on the first layer; :meth:`next_layer` goes on to the next one, whose rows begin
-    as those of their parents. After the last, :meth:`topk` finds the best labels by beam search.
+    as those of their parents, or, where labels have few examples, :meth:`init_from_prototypes`. After the last, :meth:`topk` finds the best
+    labels by beam search.
 
     Args:
         in_features: D.
@@ -71,15 +72,8 @@ class HierarchicalMatcher(nn.Module):
             raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
                              f"{list(target.shape)}")
         layer = int(self.layer.item())
-        nodes, offsets, right = torch.ops.xsoftmax.shortlist(self._reached(queries.detach(), layer),
-                                                             self._nodes(target.reshape(queries.size(0), target.size(-1)), layer), self.tree.first_child,
-                                                             self.tree.parent)
-        scores = torch.ops.xsoftmax.ragged_scores(queries, self.edges.weight, self.edges.bias, nodes - 1, offsets, self.sparse_grad)
-        margin = (2 * right - 1) * scores
-        if self.loss == "squared_hinge":
-            each = (1 - margin).clamp(min=0).square()
-        else:
-            each = nn.functional.softplus(-margin)
+        nodes, offsets, right = self._shortlist(queries.detach(), self._nodes(target.reshape(queries.size(0), target.size(-1)), layer), layer)
+        each = self._each(torch.ops.xsoftmax.ragged_scores(queries, self.edges.weight, self.edges.bias, nodes - 1, offsets, self.sparse_grad), right)
         if self.reduction == "sum":
             return each.sum()
         if self.reduction == "mean":
@@ -93,6 +87,18 @@ class HierarchicalMatcher(nn.Module):
         for size in self.tree.layer_sizes[: layer - 1]:
             begin += size
         return begin
+
+    def _shortlist(self, queries: Tensor, right: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each query: nodes of the layer [R], offsets [Q + 1], which of the nodes are right [R]."""
+        nodes, offsets, is_right = torch.ops.xsoftmax.shortlist(self._reached(queries, layer), right, self.tree.first_child, self.tree.parent)
+        return nodes, offsets, is_right
+
+    def _each(self, scores: Tensor, right: Tensor) -> Tensor:
+        """The loss of each node on the shortlists."""
+        margin = (2 * right - 1) * scores
+        if self.loss == "squared_hinge":
+            return (1 - margin).clamp(min=0).square()
+        return nn.functional.softplus(-margin)
 
     def _reached(self, queries: Tensor, layer: int) -> Tensor:
         """The nodes of the layer above that the beam reaches: [Q, beam], -1 where there are fewer."""
@@ -126,6 +132,72 @@ class HierarchicalMatcher(nn.Module):
             table[begin - 1 : end - 1] = above
         self.layer += 1
         return True
+
+    @torch.jit.unused
+    @torch.no_grad()
+    def init_from_prototypes(self, input: Tensor, target: Tensor) -> None:
+        r"""Lets the nodes of the layer at work begin as the sums of their examples, in place of their parents' weights: of the embedded examples
+        h_i (mean m), n_c of which have a right label at or below c::
+
+            w_c = scale * sum_{i of c} (h_i - m) / sqrt(n_c)
+            b_c = offset - w_c . m
+
+        ``scale`` and ``offset`` are those of the least loss on 4,096 of the examples. A node without examples has w_c = 0; without bias, m and
+        the offset are 0. Where most labels have a handful of examples this can be better than what training finds (``docs/results.md``).
+
+        Args:
+            input: [*, D], the encoder's output for the training set, in its evaluation mode.
+            target: [*, T], as in the loss.
+        """
+        queries = flat_queries("HierarchicalMatcher", self.in_features, input, None)
+        if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1] or len(queries) == 0:
+            raise ValueError("HierarchicalMatcher.init_from_prototypes: expected at least one example, input [*, D] and target [*, T], got "
+                             f"{list(input.shape)} and {list(target.shape)}")
+        layer = int(self.layer)
+        begin, end = self._begin(layer), self._begin(layer + 1)
+        weight, bias = self.edges.weight[begin - 1 : end - 1], None if self.edges.bias is None else self.edges.bias[begin - 1 : end - 1]
+        nodes = self._nodes(target.reshape(len(queries), -1), layer)
+        mean = torch.zeros_like(weight[0], dtype=torch.float32) if bias is None else queries.mean(0, dtype=torch.float32)
+
+        sums = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        counts = torch.zeros(len(weight), device=weight.device)
+        for some, right in zip(queries.split(4096), nodes.split(4096)):
+            right = right.sort(1).values  # a node above two labels of an example counts once
+            right[:, 1:][right[:, 1:] == right[:, :-1]] = -1
+            row, column = (right >= 0).nonzero(as_tuple=True)
+            at = right[row, column] - begin
+            sums.index_add_(0, at, (some.float() - mean)[row])
+            counts += torch.bincount(at, minlength=len(counts))
+        weight.copy_(sums.div_(counts.clamp(min=1).sqrt().unsqueeze(1)))
+        if bias is not None:
+            bias.copy_(-(weight.float() @ mean))
+
+        scale, offset = self._fit(queries, nodes, layer, bias is not None)
+        weight.mul_(scale)
+        if bias is not None:
+            bias.mul_(scale).add_(offset)
+
+    def _fit(self, queries: Tensor, nodes: Tensor, layer: int, with_offset: bool) -> tuple[Tensor, Tensor]:
+        """The scale of the scores and the offset, if any, that give the least loss on 4,096 queries."""
+        found, every = [], max(1, len(queries) // 4096)
+        for some, right in zip(queries[::every][:4096].split(512), nodes[::every][:4096].split(512)):
+            rows, offsets, is_right = self._shortlist(some, right, layer)
+            found.append((torch.ops.xsoftmax.ragged_scores(some, self.edges.weight, self.edges.bias, rows - 1, offsets, False).float(), is_right))
+        scores, right = (torch.cat(half) for half in zip(*found))
+        unit = scores.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+        fit = torch.zeros(2, device=scores.device, requires_grad=True)
+        optimizer = torch.optim.LBFGS([fit], max_iter=50, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = self._each(fit[0] * (scores / unit) + (fit[1] if with_offset else 0), right).mean()
+            value.backward()
+            return value
+
+        with torch.enable_grad():
+            optimizer.step(loss)
+        scale, offset = fit.detach()
+        return scale / unit, offset
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, beam: Optional[int] = None) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,27 @@ def test_models_and_files(example, texts, encoder, tmp_path):
     assert xs.XRLinear.load(tmp_path / "out" / "linear").num_labels == 40
 
 
+def test_prototypes(example, texts, tmp_path, capsys):
+    """Without a step they beat a matcher that began with its parents' weights and had none; the upper layers leave the encoder as it is."""
+    precision = {}
+    for init in ("parents", "prototypes"):
+        assert run(example, *SMALL, "--width", 64, "--init", init, "--epochs", 0, "--no-both", "--weight", 2, "--output", tmp_path / init) == 0
+        rows = json.loads((tmp_path / init / "history.json").read_text())["models"]
+        assert [row["model"] for row in rows] == ["linear", "neural, bag", "ensemble of the two"]
+        precision[init] = rows[1]["precision"]["1"]
+    assert precision["prototypes"] > 0.4 > 0.2 > precision["parents"]
+
+    import torch
+
+    def embedding(*options):
+        assert run(example, *SMALL, "--init", "prototypes", "--no-both", *options, "--output", tmp_path / "out") == 0
+        return torch.load(tmp_path / "out" / "neural.pt")["encoder"]["embedding.weight"]
+
+    upper, both = embedding("--epochs", 1, "--last-epochs", 0), embedding("--epochs", 1, "--last-epochs", 0.5, "--last-lr", 0.01)
+    assert torch.equal(upper, embedding("--epochs", 0)) and not torch.equal(upper, both)
+    assert "steps, loss" in capsys.readouterr().out
+
+
 def test_functions_of_a_file(example, tmp_path):
     (tmp_path / "some.py").write_text('def openFile(path):\n    """Opens it."""\n    return io.open(path, MODE)\n\nclass A:\n    async def f(self): pass\n')
     assert list(example["data"].functions(tmp_path / "some.py")) == [("openFile Opens it.", ["MODE", "io", "open", "path"])]

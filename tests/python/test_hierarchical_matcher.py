@@ -104,6 +104,71 @@ def test_a_layer_begins_with_the_weights_of_its_parents():
     torch.testing.assert_close(matcher.edges.weight[first + second :], before[first + second :])
 
 
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_begins_as_prototypes(name, loss, bias):
+    """Rows and biases node by node, up to the scale and the offset, for which no step to any side lowers the loss; other layers stay."""
+    matcher, input, target = make(name, loss=loss, bias=bias, beam=100)
+    for layer in range(1, matcher.tree.depth + 1):
+        tree, before = matcher.tree, matcher.edges.weight.detach().clone()
+        begin = 1 + sum(tree.layer_sizes[: layer - 1])
+        end = begin + tree.layer_sizes[layer - 1]
+        matcher.init_from_prototypes(input, target)
+        mean = input.mean(0) if bias else torch.zeros(6)
+        above = [{int(v) for label in row.tolist() if label >= 0 for v in tree.path(torch.tensor([label]))[0]} for row in target]
+        want = torch.zeros(end - begin, 6)
+        for c in range(begin, end):
+            own = [h - mean for h, nodes in zip(input, above) if c in nodes]
+            if own:
+                want[c - begin] = torch.stack(own).sum(0) / len(own) ** 0.5
+        got = matcher.edges.weight.detach()[begin - 1 : end - 1]
+        scale = (got * want).sum() / want.square().sum()
+        torch.testing.assert_close(got, scale * want)
+        if bias:
+            offset = matcher.edges.bias.detach()[begin - 1 : end - 1] + got @ mean
+            torch.testing.assert_close(offset, offset[:1].expand_as(offset), atol=1e-5, rtol=1e-4)
+        assert torch.equal(before[end - 1 :], matcher.edges.weight[end - 1 :]) and torch.equal(before[: begin - 1], matcher.edges.weight[: begin - 1])
+
+        least = matcher(input, target).item()
+        rows = slice(begin - 1, end - 1)
+        with torch.no_grad():
+            for factor, shift in ((1.1, 0), (0.9, 0), *([(1, 0.1), (1, -0.1)] if bias else [])):
+                state = {key: value.clone() for key, value in matcher.state_dict().items()}
+                matcher.edges.weight[rows] *= factor
+                if bias:
+                    matcher.edges.bias[rows] = (matcher.edges.bias[rows] - offset[0]) * factor + offset[0] + shift
+                assert matcher(input, target) > least
+                matcher.load_state_dict(state)
+        matcher.next_layer()
+
+
+def test_prototypes_answer_where_labels_have_few_examples():
+    """Two examples a label, each the label's direction and noise: right without a step of training."""
+    torch.manual_seed(0)
+    directions = torch.nn.functional.normalize(torch.randn(60, 64))
+    tree = xs.LabelTree.from_vectors(directions, 8, generator=torch.Generator().manual_seed(0), max_leaf_size=8)
+    matcher = xs.HierarchicalMatcher(64, tree, loss="logistic")
+    labels = torch.arange(60).repeat(2)
+    input = directions[labels] + 0.03 * torch.randn(120, 64)
+    while True:
+        matcher.init_from_prototypes(input.view(2, 60, 64), labels.view(2, 60, 1))
+        if not matcher.next_layer():
+            break
+    assert (matcher.predict(directions + 0.03 * torch.randn(60, 64)) == torch.arange(60)).float().mean() > 0.9
+
+
+def test_prototypes_of_nothing_and_of_the_wrong_shape():
+    matcher, input, target = make(dtype=torch.bfloat16)
+    matcher.init_from_prototypes(input.bfloat16(), target)
+    assert matcher(input.bfloat16(), target).isfinite()
+    matcher.init_from_prototypes(input.bfloat16(), torch.full_like(target, -1))  # no right labels
+    assert matcher(input.bfloat16(), target).isfinite()
+    for one, other in ((input[:0], target[:0]), (input, target[:3]), (input, target[:, 0])):
+        with pytest.raises(ValueError, match=r"init_from_prototypes: expected at least one example, input \[\*, D\]"):
+            matcher.init_from_prototypes(one, other)
+
+
 @pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
 def test_a_wide_beam_finds_the_best_labels(loss):
     matcher, input, _ = make(loss=loss)
