@@ -1,5 +1,7 @@
 """Compressed sparse matrices of scipy as the tensors that operators take, and back."""
 
+import copy
+from functools import lru_cache
 from typing import Tuple
 
 import numpy as np
@@ -41,4 +43,16 @@ def sparse_tensors(matrix) -> Tuple[Tensor, Tensor, Tensor]:
 def csr_matrix(offsets: Tensor, columns: Tensor, values: Tensor, shape: Tuple[int, int]) -> "scipy.sparse.csr_matrix":  # noqa: F821
     import scipy.sparse as sp
 
-    return sp.csr_matrix((values.numpy(), columns.numpy(), offsets.numpy()), shape=shape, copy=False)
+    if shape[0] != 1:
+        return sp.csr_matrix((values.numpy(), columns.numpy(), offsets.numpy()), shape=shape, copy=False)
+    # The answer to one query: scipy's constructor takes as long to look at its parts as the search for them.
+    matrix = copy.copy(_empty_row(shape[1]))
+    matrix.indptr, matrix.indices, matrix.data = offsets.numpy().astype(np.int32), columns.numpy().astype(np.int32), values.numpy()
+    return matrix
+
+
+@lru_cache(maxsize=16)
+def _empty_row(columns: int) -> "scipy.sparse.csr_matrix":  # noqa: F821
+    import scipy.sparse as sp
+
+    return sp.csr_matrix((1, columns), dtype=np.float32)

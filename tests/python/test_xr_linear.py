@@ -198,6 +198,24 @@ def test_queries_of_any_form():
     assert (sp.vstack(one) != want[:5]).nnz == 0
 
 
+def test_the_answer_to_one_query_is_a_matrix_of_its_own():
+    X, Y = problem()
+    model = small(X, Y)
+    whole = model.predict(X[:3], 5, 5)
+    first = model.predict(X[0], 5, 5)
+    assert first.shape == (1, 40) and first.dtype == np.float32 and first.indices.dtype == whole.indices.dtype
+    best_first = first.indices.copy()
+    first.sort_indices()
+    first.data[:] = 7
+    for i in range(3):
+        one = model.predict(X[i], 5, 5)
+        assert not one.has_sorted_indices or (np.diff(one.indices) > 0).all()
+        one.check_format(full_check=True)
+        np.testing.assert_array_equal(one.toarray(), whole[i].toarray())
+        np.testing.assert_array_equal((one + one).toarray(), 2 * whole[i].toarray())
+    np.testing.assert_array_equal(model.predict(X[0], 5, 5).indices, best_first)
+
+
 def test_sparse_tensors_in_torchscript(tmp_path):
     class Labels(torch.nn.Module):
         def __init__(self, model):
