@@ -415,17 +415,30 @@ class LayerTrainer {
   std::vector<std::atomic<int64_t>> left_;
 };
 
+/// Of the numbers as training has them, in float.
 void check_options(int64_t loss, double bias, double positive_cost, double negative_cost, double tolerance, int64_t sweeps, double threshold,
                    int64_t max_weights) {
   TORCH_CHECK_VALUE(loss >= 0 && loss <= 2, kOp, ": expected loss as 0 (squared hinge), 1 (hinge) or 2 (logistic), got ", loss);
-  TORCH_CHECK_VALUE(std::isfinite(bias), kOp, ": expected bias as a finite number, got ", bias);
+  TORCH_CHECK_VALUE(std::isfinite(float(bias)), kOp, ": expected bias as a finite number, got ", bias);
   for (const auto& [name, value] : {std::pair<const char*, double>{"positive_cost", positive_cost}, {"negative_cost", negative_cost},
                                     {"tolerance", tolerance}}) {
-    TORCH_CHECK_VALUE(value > 0 && std::isfinite(value), kOp, ": expected ", name, " as a finite number above 0, got ", value);
+    TORCH_CHECK_VALUE(float(value) > 0 && std::isfinite(float(value)), kOp, ": expected ", name, " as a finite number above 0, got ", value);
   }
   TORCH_CHECK_VALUE(sweeps >= 1, kOp, ": expected sweeps of at least 1, got ", sweeps);
-  TORCH_CHECK_VALUE(threshold >= 0 && std::isfinite(threshold), kOp, ": expected threshold as a finite number of at least 0, got ", threshold);
+  TORCH_CHECK_VALUE(threshold >= 0 && std::isfinite(float(threshold)), kOp, ": expected threshold as a finite number of at least 0, got ", threshold);
   TORCH_CHECK_VALUE(max_weights >= 0, kOp, ": expected max_weights of at least 0, got ", max_weights);
+}
+
+/// Steps are divided by the square of a row's length, and margins are products of such numbers.
+void check_lengths(const SparseRowsView& examples, float bias) {
+  constexpr float kMost = 1e18F;
+  for (int64_t i = 0; i < examples.count; ++i) {
+    float square = bias * bias;
+    for (int64_t t = examples.offset[i]; t < examples.offset[i + 1]; ++t) {
+      square += examples.value[t] * examples.value[t];
+    }
+    TORCH_CHECK_VALUE(square <= kMost, kOp, ": expected rows whose squares and that of bias add up to ", kMost, " at most, got ", square, " in row ", i);
+  }
 }
 
 /// The chunks one after the other. Narrow: a byte for the children and their number.
@@ -486,6 +499,8 @@ LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, con
     }
   }
   check_options(loss, bias, positive_cost, negative_cost, tolerance, sweeps, threshold, max_weights);
+
+  check_lengths(examples, float(bias));
 
   std::vector<Tensor> initial_parts;
   std::optional<InitialLayer> begin;

@@ -9,6 +9,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <numeric>
@@ -147,6 +148,7 @@ class LineReader {
 };
 
 std::string whole_file(const std::string& path) {
+  TORCH_CHECK(!std::filesystem::is_directory(path), "read_examples: expected a file, got the folder ", path);
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   TORCH_CHECK(file.is_open(), "read_examples: cannot open ", path, ": ", std::strerror(errno));
   std::string text(size_t(std::max<std::streamoff>(file.tellg(), 0)), '\0');

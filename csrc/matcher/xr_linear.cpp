@@ -45,6 +45,10 @@ struct QueryTensors {
   Queries views;
 };
 
+void check_column(int64_t column, int64_t most, size_t at) {
+  TORCH_CHECK_INDEX(column >= 0 && column < most, kName, ": expected columns in [0, ", most, "), got ", column, " at [", at, "]");
+}
+
 QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
                       int64_t features) {
   check::numbers(kName, "offsets", offsets, offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
@@ -55,6 +59,13 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   QueryTensors queries{offsets.to(at::kLong).contiguous(), columns.to(at::kInt).contiguous(), values.contiguous(), {}, {}};
   check::offsets(kName, "offsets", queries.offset, columns.size(0));
   const int64_t most = given(dense) ? dense_begin : features;
+  if (columns.scalar_type() == at::kLong) { // what does not fit is not to be cut off to something that does
+    const Tensor wide = columns.contiguous();
+    const auto column = span_of<int64_t>(wide);
+    for (size_t t = 0; t < column.size(); ++t) {
+      check_column(column[t], most, t);
+    }
+  }
   if (given(dense)) {
     check::dim(kName, "dense", *dense, 2);
     check::dtype(kName, "dense", *dense, at::kFloat);
@@ -70,7 +81,7 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   const auto feature = span_of<int32_t>(queries.feature);
   const auto value = span_of<float>(queries.value);
   for (size_t t = 0; t < feature.size(); ++t) {
-    TORCH_CHECK_INDEX(feature[t] >= 0 && feature[t] < most, kName, ": expected columns in [0, ", most, "), got ", feature[t], " at [", t, "]");
+    check_column(feature[t], most, t);
     TORCH_CHECK_VALUE(std::isfinite(value[t]), kName, ": expected values with finite numbers, got ", value[t], " at [", t, "]");
   }
   queries.views = {offsets.size(0) - 1, queries.offset.const_data_ptr<int64_t>(), feature.data(), value.data(),

@@ -192,6 +192,7 @@ class Draft {
   /// Becomes the target; a folder of that name changes places with it, and goes.
   void publish() {
     File(path_, O_RDONLY | O_DIRECTORY).flush();
+    checked_target(target_.string()); // much can be put there while gigabytes are written
     const bool there = fs::exists(target_);
     const unsigned how = there ? RENAME_EXCHANGE : RENAME_NOREPLACE;
     bool done = renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), how) == 0;

@@ -46,7 +46,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     neural.add_argument("--dropout", type=fraction, default=0.3, help="default: %(default)s")
     neural.add_argument("--loss", choices=["squared_hinge", "logistic"], default="squared_hinge", help="default: %(default)s")
     neural.add_argument("--init", choices=["parents", "prototypes"], default="parents", help="what a layer begins as: the weights of the one above, or "
-                        "the sums of its examples, on embeddings that learn on the last layer alone (default: %(default)s)")
+                        "the sums of its examples, on embeddings that learn on the last layer alone; with bag (default: %(default)s)")
     neural.add_argument("--epochs", type=positive(float, or_zero=True), default=4, help="on each layer (default: %(default)s)")
     neural.add_argument("--last-epochs", type=positive(float, or_zero=True), help="on the last one (default: twice as many)")
     neural.add_argument("--batch-size", type=positive(int), default=64, help="default: %(default)s")
@@ -68,6 +68,8 @@ class Neural:
         torch.manual_seed(args.seed)
         self.args = args
         if args.encoder == "transformer":
+            if args.init == "prototypes":
+                raise UsageError("--encoder transformer --init prototypes: expected an encoder that tells texts apart before it is trained; use --encoder bag")
             if dataset.train.texts is None:
                 raise UsageError("--encoder transformer: expected texts, got data of features alone; use --encoder bag")
             counts: dict[str, int] = {}
@@ -195,6 +197,11 @@ def train(args: argparse.Namespace) -> int:
     X, Y = dataset.train.X, dataset.train.Y
     print(f"{dataset.name}: {Y.shape[1]:,} labels, {X.shape[1]:,} features, {X.shape[0]:,} examples to train, {dataset.test.Y.shape[0]:,} to test, "
           f"{Y.nnz / max(Y.shape[0], 1):.1f} labels each", flush=True)
+    for name in ("linear", "linear_on_both"):  # before all the training, not after it
+        try:
+            torch.ops.xsoftmax.xr_linear_check_target(str(args.output / name))
+        except ValueError as error:
+            raise UsageError(f"--output: {error}") from None
     generator = torch.Generator().manual_seed(args.seed)
     tree = xs.LabelTree.from_vectors(xs.label_vectors.pifa(X, Y), args.arity, generator=generator, max_leaf_size=args.max_leaf_size)
     args.output.mkdir(parents=True, exist_ok=True)

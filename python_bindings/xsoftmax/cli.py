@@ -135,6 +135,8 @@ def run_predict(args: argparse.Namespace) -> None:
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
+    if not Path(args.data).is_file():
+        raise FileNotFoundError(f"there is no file {args.data}")
     truth = read_sparse(args.labels) if args.labels else read_examples(args.data)[1]
     predictions = read_sparse(args.predictions)
     if predictions.shape != truth.shape:
@@ -142,6 +144,9 @@ def run_evaluate(args: argparse.Namespace) -> None:
     columns = {"precision": metrics.precision_at_k, "recall": metrics.recall_at_k, "nDCG": metrics.ndcg_at_k}
     if args.train:
         known = read_sparse(args.train) if args.train.endswith(".npz") else read_examples(args.train)[1]
+        if known.shape[1] != truth.shape[1]:
+            raise ValueError(f"expected --train with {truth.shape[1]} labels, as the examples have, got {known.shape[1]}")
+        known.eliminate_zeros()
         propensity = metrics.propensity(torch.from_numpy(known.getnnz(0)), known.shape[0], args.a, args.b)
         columns["PSP"] = lambda *which: metrics.psp_at_k(*which, propensity)
     print("   k" + "".join(f"{name:>11}" for name in columns))

@@ -67,10 +67,7 @@ class HierarchicalMatcher(nn.Module):
         self.register_buffer("layer", torch.ones((), dtype=torch.int64, device=device))
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        queries = flat_queries("HierarchicalMatcher", self.in_features, input, None)
-        if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
-            raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
-                             f"{list(target.shape)}")
+        queries = self._queries(input, target)
         layer = int(self.layer.item())
         nodes, offsets, right = self._shortlist(queries.detach(), self._nodes(target.reshape(queries.size(0), target.size(-1)), layer), layer)
         each = self._each(torch.ops.xsoftmax.ragged_scores(queries, self.edges.weight, self.edges.bias, nodes - 1, offsets, self.sparse_grad), right)
@@ -80,6 +77,13 @@ class HierarchicalMatcher(nn.Module):
             return each.sum() / queries.size(0)
         query = torch.repeat_interleave(torch.arange(queries.size(0), device=offsets.device), offsets.diff(), output_size=nodes.size(0))
         return torch.zeros(queries.size(0), dtype=each.dtype, device=each.device).index_add(0, query, each).reshape(input.shape[:-1])
+
+    def _queries(self, input: Tensor, target: Tensor) -> Tensor:
+        queries = flat_queries("HierarchicalMatcher", self.in_features, input, None)
+        if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
+            raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
+                             f"{list(target.shape)}")
+        return queries
 
     def _begin(self, layer: int) -> int:
         """The first node of a layer; of the one below the last: the number of nodes."""
@@ -118,6 +122,25 @@ class HierarchicalMatcher(nn.Module):
             node = torch.where(node >= end, self.tree.parent[node.clamp_min(0)], node)
         return torch.where((target >= 0) & (node >= begin), node, -1)
 
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+        layer = state_dict.get(prefix + "layer")
+        if isinstance(layer, Tensor) and layer.numel() == 1 and not layer.is_meta:
+            depth = self._depth_of(state_dict.get(prefix + "tree.parent"))
+            if not 1 <= int(layer) <= depth:
+                error_msgs.append(f"HierarchicalMatcher: expected {prefix}layer in [1, {depth}], got {int(layer)}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _depth_of(self, parent: Optional[Tensor]) -> int:
+        """Of a tree that is to be loaded, if it is one: the tree checks that itself."""
+        if not isinstance(parent, Tensor) or parent.shape != self.tree.parent.shape or parent.is_meta:
+            return self.tree.depth
+        parents, depth = parent.tolist(), 0
+        node = len(parents) - 1  # none is deeper
+        while 0 < node and 0 <= parents[node] < node:
+            node, depth = parents[node], depth + 1
+        return depth
+
     @torch.jit.unused
     @torch.no_grad()
     def next_layer(self) -> bool:
@@ -142,62 +165,81 @@ class HierarchicalMatcher(nn.Module):
             w_c = scale * sum_{i of c} (h_i - m) / sqrt(n_c)
             b_c = offset - w_c . m
 
-        ``scale`` and ``offset`` are those of the least loss on 4,096 of the examples. A node without examples has w_c = 0; without bias, m and
-        the offset are 0. Where most labels have a handful of examples this can be better than what training finds (``docs/results.md``).
+        ``scale`` and ``offset`` are those of the least loss on (at most) 4,096 of the examples, which are also part of the sums: scores are more
+        certain than they should be. A node without examples has w_c = 0; without bias, m and the offset are 0. Where most labels have a handful
+        of examples this can be better than what training finds (``docs/results.md``).
+
+        The layers above are left as they are, and go stale where the encoder is trained after them, as with :meth:`next_layer`.
 
         Args:
             input: [*, D], the encoder's output for the training set, in its evaluation mode.
             target: [*, T], as in the loss.
-        """
-        queries = flat_queries("HierarchicalMatcher", self.in_features, input, None)
-        if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1] or len(queries) == 0:
-            raise ValueError("HierarchicalMatcher.init_from_prototypes: expected at least one example, input [*, D] and target [*, T], got "
-                             f"{list(input.shape)} and {list(target.shape)}")
-        layer = int(self.layer)
-        begin, end = self._begin(layer), self._begin(layer + 1)
-        weight, bias = self.edges.weight[begin - 1 : end - 1], None if self.edges.bias is None else self.edges.bias[begin - 1 : end - 1]
-        nodes = self._nodes(target.reshape(len(queries), -1), layer)
-        mean = torch.zeros_like(weight[0], dtype=torch.float32) if bias is None else queries.mean(0, dtype=torch.float32)
 
-        sums = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        counts = torch.zeros(len(weight), device=weight.device)
+        Raises:
+            ValueError: no example, another shape, or input that is not finite. TypeError: input of another dtype than the weights. Nothing has
+                changed then.
+        """
+        queries, table = self._queries(input, target), self.edges.weight
+        if len(queries) == 0:
+            raise ValueError("HierarchicalMatcher.init_from_prototypes: expected at least one example, got none")
+        if queries.dtype != table.dtype:
+            raise TypeError(f"HierarchicalMatcher.init_from_prototypes: expected input of the weights' dtype, {table.dtype}, got {queries.dtype}")
+        if not bool(queries.isfinite().all()):
+            raise ValueError("HierarchicalMatcher.init_from_prototypes: expected input of finite numbers, got others")
+        layer = int(self.layer)
+        nodes = self._nodes(target.reshape(len(queries), -1), layer)
+        rows, shift = self._prototypes(queries, nodes, layer)
+        scale, offset = self._fit(queries, nodes, layer, rows, shift)
+
+        edges = slice(self._begin(layer) - 1, self._begin(layer + 1) - 1)
+        table[edges] = (rows * scale).to(table.dtype)
+        if self.edges.bias is not None:
+            self.edges.bias[edges] = (shift * scale + offset).to(table.dtype)
+
+    def _prototypes(self, queries: Tensor, nodes: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Of each node of the layer: sum_{i of c} (h_i - m) / sqrt(n_c), and its product with -m; in float32 at least."""
+        begin, count = self._begin(layer), self._begin(layer + 1) - self._begin(layer)
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        mean = queries.mean(0, dtype=dtype) if self.edges.bias is not None else queries.new_zeros(queries.size(1), dtype=dtype)
+        sums, counts = queries.new_zeros(count, queries.size(1), dtype=dtype), queries.new_zeros(count, dtype=dtype)
         for some, right in zip(queries.split(4096), nodes.split(4096)):
             right = right.sort(1).values  # a node above two labels of an example counts once
             right[:, 1:][right[:, 1:] == right[:, :-1]] = -1
             row, column = (right >= 0).nonzero(as_tuple=True)
             at = right[row, column] - begin
-            sums.index_add_(0, at, (some.float() - mean)[row])
-            counts += torch.bincount(at, minlength=len(counts))
-        weight.copy_(sums.div_(counts.clamp(min=1).sqrt().unsqueeze(1)))
-        if bias is not None:
-            bias.copy_(-(weight.float() @ mean))
+            of = torch.sparse_coo_tensor(torch.stack([at, row]), torch.ones(len(at), dtype=dtype, device=at.device), (count, len(some)),
+                                         check_invariants=False)
+            sums += of @ (some.to(dtype) - mean)
+            counts += torch.bincount(at, minlength=count)
+        sums /= counts.clamp(min=1).sqrt().unsqueeze(1)
+        return sums, -(sums @ mean)
 
-        scale, offset = self._fit(queries, nodes, layer, bias is not None)
-        weight.mul_(scale)
-        if bias is not None:
-            bias.mul_(scale).add_(offset)
-
-    def _fit(self, queries: Tensor, nodes: Tensor, layer: int, with_offset: bool) -> tuple[Tensor, Tensor]:
-        """The scale of the scores and the offset, if any, that give the least loss on 4,096 queries."""
-        found, every = [], max(1, len(queries) // 4096)
-        for some, right in zip(queries[::every][:4096].split(512), nodes[::every][:4096].split(512)):
-            rows, offsets, is_right = self._shortlist(some, right, layer)
-            found.append((torch.ops.xsoftmax.ragged_scores(some, self.edges.weight, self.edges.bias, rows - 1, offsets, False).float(), is_right))
-        scores, right = (torch.cat(half) for half in zip(*found))
-        unit = scores.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-        fit = torch.zeros(2, device=scores.device, requires_grad=True)
-        optimizer = torch.optim.LBFGS([fit], max_iter=50, line_search_fn="strong_wolfe")
+    def _fit(self, queries: Tensor, nodes: Tensor, layer: int, rows: Tensor, shift: Tensor) -> tuple[float, float]:
+        """scale and offset (0 without bias) with which the scores ``scale * (rows @ h + shift) + offset`` have the least loss."""
+        some = torch.linspace(0, len(queries) - 1, min(len(queries), 4096), device=queries.device).long()
+        begin, scores, right = self._begin(layer), [], []
+        for part in some.split(512):
+            on_list, offsets, is_right = self._shortlist(queries[part], nodes[part], layer)
+            scores.append(torch.ops.xsoftmax.ragged_scores(queries[part].to(rows.dtype), rows, shift, on_list - begin, offsets, False).double())
+            right.append(is_right.double())
+        score, is_right = torch.cat(scores), torch.cat(right)
+        unit = score.square().mean().sqrt() if len(score) else score.new_zeros(())
+        if not unit > 0:
+            return 1.0, 0.0
+        score /= unit
+        fit = score.new_zeros(2).requires_grad_()
+        optimizer = torch.optim.LBFGS([fit], max_iter=100, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
             optimizer.zero_grad()
-            value = self._each(fit[0] * (scores / unit) + (fit[1] if with_offset else 0), right).mean()
+            value = self._each(fit[0] * score + (fit[1] if self.edges.bias is not None else 0), is_right).mean()
             value.backward()
             return value
 
         with torch.enable_grad():
             optimizer.step(loss)
-        scale, offset = fit.detach()
-        return scale / unit, offset
+        scale, offset = fit.tolist()
+        return scale / unit.item(), offset
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, beam: Optional[int] = None) -> tuple[Tensor, Tensor]:

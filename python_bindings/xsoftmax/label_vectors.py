@@ -96,6 +96,8 @@ def unit_rows(X) -> "scipy.sparse.csr_matrix":  # noqa: F821
     """Each row of X, scipy sparse, divided by its length; rows of zeros stay. CSR, float32, columns sorted."""
     rows = _features("unit_rows", "X", X).copy()
     rows.sum_duplicates()
+    if not np.isfinite(rows.data).all():
+        raise ValueError("unit_rows: expected X of numbers that float32 has, got larger ones")
     counts = np.diff(rows.indptr)
     squares = np.add.reduceat(np.append(np.square(rows.data, dtype=np.float64), 0), np.minimum(rows.indptr[:-1], rows.nnz)) * (counts > 0)
     lengths = np.sqrt(squares)

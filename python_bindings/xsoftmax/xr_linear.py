@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import label_vectors
+from ._checks import check_count
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 from .label_tree import LabelTree
 
@@ -96,6 +97,8 @@ class XRLinear:
             tree = LabelTree.from_vectors(label_vectors.pifa(X, Y), arity, generator=generator, max_leaf_size=max_leaf_size)
         elif tree.num_classes != Y.shape[1]:
             raise ValueError(f"XRLinear.train: expected a tree of {Y.shape[1]} labels, as Y has, got one of {tree.num_classes}")
+        sweeps, beam = _count("sweeps", sweeps), _count("beam", beam)
+        most_weights = 0 if max_weights is None else _count("max_weights", max_weights)
         layers = _Layers(tree)
         schemes = _schemes(negatives, len(layers.first_child), user_negatives)
         if user_negatives is not None:
@@ -124,7 +127,7 @@ class XRLinear:
                 matched = time.perf_counter()
                 *made, figures = watch.run(depth, lambda progress: torch.ops.xsoftmax.linear_layer_train(
                     *rows, X.shape[1], layers.first_child[depth], *parents, *lists, costs, _LOSSES[loss], bias, positive_cost, negative_cost,
-                    tolerance, sweeps, threshold, _max_weights(max_weights), seed, begin[depth], progress))
+                    tolerance, sweeps, threshold, most_weights, seed, begin[depth], progress))
                 made[-1] = _narrow(made[-1], dtype)
                 parts.append([layers.first_child[depth], *made])
                 children, (swept, unconverged, before) = len(lists[0]) - 1, figures.tolist()
@@ -198,7 +201,7 @@ class XRLinear:
             return XRLinear(model, notes["layers"], notes["notes"])
         except FileNotFoundError:  # a model that C++ has saved
             return XRLinear(model)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"XRLinear.load: expected {path}/notes.json as save() writes it, got another file ({error!r})") from error
 
     def __repr__(self) -> str:
@@ -352,10 +355,9 @@ def _schemes(negatives: Union[str, Sequence[str]], depth: int, user_negatives: O
     return schemes
 
 
-def _max_weights(max_weights: Optional[int]) -> int:
-    if max_weights is not None and max_weights < 1:
-        raise ValueError(f"XRLinear.train: expected max_weights of at least 1 or None, got {max_weights}")
-    return max_weights or 0
+def _count(argument: str, value: int) -> int:
+    """numpy's integers are as good as Python's."""
+    return check_count("XRLinear.train", argument, int(value) if isinstance(value, np.integer) else value, 1)
 
 
 def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int) -> Tuple[Tensor, Tensor]:

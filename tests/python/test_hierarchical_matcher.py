@@ -110,6 +110,8 @@ def test_a_layer_begins_with_the_weights_of_its_parents():
 def test_a_layer_begins_as_prototypes(name, loss, bias):
     """Rows and biases node by node, up to the scale and the offset, for which no step to any side lowers the loss; other layers stay."""
     matcher, input, target = make(name, loss=loss, bias=bias, beam=100)
+    directions = torch.nn.functional.normalize(torch.randn(matcher.num_classes, 6))
+    input = input + 2 * directions[target].sum(1)
     for layer in range(1, matcher.tree.depth + 1):
         tree, before = matcher.tree, matcher.edges.weight.detach().clone()
         begin = 1 + sum(tree.layer_sizes[: layer - 1])
@@ -158,15 +160,92 @@ def test_prototypes_answer_where_labels_have_few_examples():
     assert (matcher.predict(directions + 0.03 * torch.randn(60, 64)) == torch.arange(60)).float().mean() > 0.9
 
 
-def test_prototypes_of_nothing_and_of_the_wrong_shape():
-    matcher, input, target = make(dtype=torch.bfloat16)
-    matcher.init_from_prototypes(input.bfloat16(), target)
-    assert matcher(input.bfloat16(), target).isfinite()
-    matcher.init_from_prototypes(input.bfloat16(), torch.full_like(target, -1))  # no right labels
-    assert matcher(input.bfloat16(), target).isfinite()
-    for one, other in ((input[:0], target[:0]), (input, target[:3]), (input, target[:, 0])):
-        with pytest.raises(ValueError, match=r"init_from_prototypes: expected at least one example, input \[\*, D\]"):
+def test_scale_and_offset_see_all_of_a_sorted_set():
+    """More examples than they are fitted on, the noisy ones last: the fit lowers the loss of all."""
+    torch.manual_seed(0)
+    labels = torch.arange(40).repeat(250)
+    noise = torch.where(torch.arange(10_000) < 4_500, 0.01, 2.0)
+    input = torch.nn.functional.normalize(torch.randn(40, 16))[labels] + noise.unsqueeze(1) * torch.randn(10_000, 16)
+    matcher = xs.HierarchicalMatcher(16, TREES["even"], loss="logistic", beam=100)
+    matcher.init_from_prototypes(input, labels.unsqueeze(1))
+    least = matcher(input, labels.unsqueeze(1)).item()
+    for factor in (0.5, 2):
+        other = xs.HierarchicalMatcher(16, TREES["even"], loss="logistic", beam=100)
+        other.load_state_dict(matcher.state_dict())
+        with torch.no_grad():
+            other.edges.weight *= factor
+            other.edges.bias *= factor
+        assert other(input, labels.unsqueeze(1)) > least
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
+def test_prototypes_of_inputs_of_very_different_lengths(seed, loss):
+    """A fit that stalls at its beginning leaves a scale of about 0."""
+    torch.manual_seed(seed)
+    directions, labels = torch.nn.functional.normalize(torch.randn(40, 32)), torch.arange(40).repeat(16)
+    input = (directions[labels] + 0.1 * torch.randn(640, 32)) * torch.exp(2.5 * torch.randn(640, 1))
+    matcher = xs.HierarchicalMatcher(32, TREES["even"], loss=loss)
+    with torch.no_grad():
+        matcher.edges.weight.zero_()
+        matcher.edges.bias.zero_()
+    nothing = matcher(input, labels.unsqueeze(1))
+    matcher.init_from_prototypes(input, labels.unsqueeze(1))
+    fitted = matcher(input, labels.unsqueeze(1))
+    assert fitted < nothing
+    with torch.no_grad():
+        for factor in (0.5, 2):
+            matcher.edges.weight *= factor
+            matcher.edges.bias *= factor
+            assert matcher(input, labels.unsqueeze(1)) >= fitted
+            matcher.edges.weight /= factor
+            matcher.edges.bias /= factor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_prototypes_of_other_dtypes_and_of_nothing(dtype):
+    matcher, input, target = make(dtype=dtype)
+    matcher.init_from_prototypes(input.to(dtype), target)
+    assert matcher(input.to(dtype), target).isfinite()
+    matcher.init_from_prototypes(input.to(dtype), torch.full_like(target, -1))  # no right labels
+    assert matcher(input.to(dtype), target).isfinite()
+    matcher = xs.HierarchicalMatcher(6, xs.LabelTree.from_nested([0, [1, 2]]), beam=1, dtype=dtype)
+    with torch.no_grad():
+        matcher.edges.bias[0] += 100
+    matcher.next_layer()
+    matcher.init_from_prototypes(input.to(dtype), torch.zeros_like(target))  # the beam ends in a leaf: the layer has no shortlist
+    assert torch.equal(matcher.edges.weight[2:], torch.zeros(2, 6, dtype=dtype))
+
+
+def test_prototypes_refuse_what_does_not_fit_and_change_nothing():
+    matcher, input, target = make()
+    before = matcher.edges.weight.detach().clone()
+    broken = input.clone()
+    broken[3, 2] = float("nan")
+    for one, other, error, message in ((input[:0], target[:0], ValueError, "expected at least one example, got none"),
+                                       (input, target[:3], ValueError, r"expected target of shape \[20\] and one more dimension"),
+                                       (input, target[:, 0], ValueError, r"expected target of shape \[20\] and one more dimension"),
+                                       (input.bfloat16(), target, TypeError, "expected input of the weights' dtype, torch.float32, got torch.bfloat16"),
+                                       (broken, target, ValueError, "expected input of finite numbers"),
+                                       (input, target + 40, IndexError, "class|label|target")):
+        with pytest.raises(error, match=message):
             matcher.init_from_prototypes(one, other)
+    assert torch.equal(matcher.edges.weight, before)
+
+
+def test_a_checkpoint_at_no_layer_is_refused():
+    matcher, *_ = make()
+    for layer in (0, matcher.tree.depth + 1):
+        state = matcher.state_dict() | {"layer": torch.tensor(layer)}
+        with pytest.raises(RuntimeError, match=rf"expected layer in \[1, {matcher.tree.depth}\], got {layer}"):
+            matcher.load_state_dict(state)
+    assert int(matcher.layer) == 1
+    deeper, flat = (xs.HierarchicalMatcher(6, xs.LabelTree.from_nested(nested)) for nested in ([[0, [1, 2]]], [[0], [1], 2]))
+    assert deeper.tree.num_nodes == flat.tree.num_nodes and deeper.tree.depth > flat.tree.depth
+    while deeper.next_layer():
+        pass
+    flat.load_state_dict(deeper.state_dict())  # its tree comes along
+    assert int(flat.layer) == flat.tree.depth == deeper.tree.depth
 
 
 @pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])

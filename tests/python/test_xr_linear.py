@@ -316,6 +316,30 @@ def test_bad_numbers():
         small(X, Y)
 
 
+def test_magnitudes_that_float32_lacks_and_counts_that_are_none():
+    X, Y = problem(rows=30)
+    for options, error, message in (({"bias": 1e300}, ValueError, "bias as a finite number"), ({"bias": 1e20}, ValueError, "rows whose squares"),
+                                    ({"threshold": 1e300}, ValueError, "threshold as a finite"), ({"positive_cost": 1e-50}, ValueError, "above 0"),
+                                    ({"max_weights": 2.5}, TypeError, "max_weights of type int"), ({"sweeps": 0}, ValueError, "sweeps of at least 1"),
+                                    ({"beam": -5}, ValueError, "beam of at least 1"), ({"beam": None}, TypeError, "beam of type int")):
+        with pytest.raises(error, match=message):
+            small(X, Y, **options)
+    with pytest.raises(ValueError, match="rows whose squares .* in row 0"):
+        small(X * np.float32(1e20), Y)
+    assert same(parts(small(X, Y, sweeps=np.int64(7))), parts(small(X, Y, sweeps=7)))
+
+
+def test_a_wide_column_is_not_cut_off():
+    X, Y = problem()
+    model = small(X, Y)
+    for column in (2**32 + 3, -(2**32) + 3, 60):
+        with pytest.raises(IndexError, match=rf"columns in \[0, 60\), got {column} at \[1\]"):
+            model.model.predict(torch.tensor([0, 2]), torch.tensor([0, column]), torch.ones(2), None, 60, 5, 5, "", "", None)
+    narrow, wide = (model.model.predict(torch.tensor([0, 2]), torch.tensor([0, 3], dtype=dtype), torch.ones(2), None, 60, 5, 5, "", "", None)
+                    for dtype in (torch.int32, torch.int64))
+    assert same(narrow, wide)
+
+
 def test_bad_queries():
     X, Y = problem()
     model = small(X, Y)
@@ -414,32 +438,66 @@ def test_damaged_files(saved):
     assert turned > 0.9 * len(used)
 
 
-def test_hostile_files(saved):
-    """With right checksums, too, sizes and places are checked: made by writing sections that lie, through the checksum's own code."""
-    _, _, path = saved
-    file = path / "model.bin"
-    whole = bytearray(file.read_bytes())
-
+def file_checksum(data):
+    """The format's, as its description has it."""
     def mix(lane, word):
         lane = ((lane ^ word) * 0x9E3779B97F4A7C15) % 2**64
         return lane ^ (lane >> 29)
 
-    def checksum(data):
-        lanes, words = [1, 2, 3, 4], [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
-        body = len(data) // 32 * 4
-        for i in range(body):
-            lanes[i % 4] = mix(lanes[i % 4], words[i])
-        total = len(data)
-        for word in lanes + words[body:]:
-            total = mix(total, word)
-        return total
+    lanes, words = [1, 2, 3, 4], [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    body = len(data) // 32 * 4
+    for i in range(body):
+        lanes[i % 4] = mix(lanes[i % 4], words[i])
+    total = len(data)
+    for word in lanes + words[body:]:
+        total = mix(total, word)
+    return total
 
-    def seal(data):
-        data[56:64] = checksum(data[64 : 64 + 32 * (1 + 6 * int.from_bytes(data[12:16], "little"))]).to_bytes(8, "little")
-        data[56:64] = checksum(data[:64]).to_bytes(8, "little")
-        file.write_bytes(data)
 
-    seal(bytearray(whole))
+def sections_of(data):
+    """Where each entry of the table of sections stands, where the section begins, and its bytes."""
+    count = 1 + 6 * int.from_bytes(data[12:16], "little")
+    numbers = lambda at: (int.from_bytes(data[i : i + 8], "little") for i in (at, at + 8))  # noqa: E731
+    return [(at, *numbers(at)) for at in range(64, 64 + 32 * count, 32)]
+
+
+def seal(data, file):
+    data[56:64] = file_checksum(data[64 : 64 + 32 * (1 + 6 * int.from_bytes(data[12:16], "little"))]).to_bytes(8, "little")
+    data[56:64] = file_checksum(data[:64]).to_bytes(8, "little")
+    file.write_bytes(data)
+
+
+def test_contents_that_lie(saved):
+    """Bytes of sections changed and checksummed anew: refused, or a model that answers with sound numbers."""
+    X, _, path = saved
+    file = path / "model.bin"
+    whole = bytearray(file.read_bytes())
+    random = np.random.default_rng(0)
+    refused = answered = 0
+    for entry, begin, size in sections_of(whole):
+        for at in random.integers(begin, begin + size, 25):
+            lie = bytearray(whole)
+            lie[at] ^= 1 << int(random.integers(8))
+            lie[entry + 24 : entry + 32] = file_checksum(lie[begin : begin + size]).to_bytes(8, "little")
+            seal(lie, file)
+            try:
+                model = xs.XRLinear.load(path)
+            except (ValueError, IndexError) as error:
+                assert "checksum" not in str(error) and "damaged" not in str(error)
+                refused += 1
+                continue
+            scores, labels = model.topk(X, 5, 5)
+            assert not scores.isnan().any() and labels.max() < model.num_labels
+            answered += 1
+    assert refused > 100 and answered > 50
+
+
+def test_hostile_files(saved):
+    """With right checksums, too, sizes and places are checked: made by writing sections that lie."""
+    _, _, path = saved
+    file = path / "model.bin"
+    whole = bytearray(file.read_bytes())
+    seal(bytearray(whole), file)
     xs.XRLinear.load(path)  # the seal is right
     for at, value, message in ((64, 2**63, "a section of"), (64, 1, "a section of"), (72, 2**62, "a section of"), (72, 3, "a section of 3 bytes"),
                                (80, 77, "dtype 77"), (8, 2, "version 1 of the format, got 2"), (16, 2**62, "features in"), (24, 0x7FF0 << 48, "bias as"),
@@ -450,7 +508,7 @@ def test_hostile_files(saved):
         if at == 12:
             file.write_bytes(lie)
         else:
-            seal(lie)
+            seal(lie, file)
         with pytest.raises(ValueError, match=message):
             xs.XRLinear.load(path)
 
