@@ -58,6 +58,8 @@ def test_train_predict_evaluate(files, capsys):
     (["predict", "{path}/test.txt", "{path}/found.txt", "{path}/m"], "name of a .npz"),
     (["predict", "{path}/test.txt", "{path}/found.npz", "{path}/m"], "found no model.bin"),
     (["evaluate", "{path}/test.txt", "{path}/train.y.npz"], r"predictions of shape [100, 30]"),
+    (["evaluate", "{path}/none.npz", "--labels", "{path}/test.y.npz", "{path}/test.y.npz"], "there is no file"),
+    (["evaluate", "{path}/test.txt", "{path}/test.y.npz", "--train", "{path}/train.x.npz"], "--train with 30 labels"),
 ])
 def test_errors_are_one_line(files, capsys, command, message):
     assert main([part.format(path=files[0]) for part in command] + (["--quiet"] if command[0] == "train" else [])) == 1

@@ -85,6 +85,12 @@ def test_files_and_bad_options(example, tmp_path, capsys):
         sp.save_npz(tmp_path / f"set.{part}.y.npz", Y)
     assert run(example, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "out") == 0
     for options, message in ((["--data", tmp_path / "none"], "--data: read_sparse: there is no file"),
-                             (["--data", tmp_path / "set", "--encoder", "transformer"], "--encoder transformer: expected texts")):
+                             (["--data", tmp_path / "set", "--encoder", "transformer"], "--encoder transformer: expected texts"),
+                             (["--data", tmp_path / "set", "--encoder", "transformer", "--init", "prototypes"], "that tells texts apart")):
         assert run(example, *SMALL, *options, "--output", tmp_path / "out") == 2
         assert message in capsys.readouterr().err
+    (tmp_path / "taken" / "linear_on_both").mkdir(parents=True)
+    (tmp_path / "taken" / "linear_on_both" / "mine").touch()
+    assert run(example, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "taken") == 2
+    said = capsys.readouterr()
+    assert "--output: XRLinear: expected path as a new folder or one with a model" in said.err and "P@1" not in said.out
