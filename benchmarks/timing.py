@@ -17,16 +17,13 @@ import xsoftmax as xs
 
 def machine() -> dict:
     """What a figure needs beside it: CPU, threads, versions."""
-    name = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set()
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                name = value.strip()
-            elif key.strip() == "flags":
-                flags = set(value.split())
+    cpuinfo, first = Path("/proc/cpuinfo"), {}
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []:
+        key, _, value = line.partition(":")
+        first.setdefault(key.strip(), value.strip())
+    name, flags = first.get("model name", platform.processor()), set(first.get("flags", "").split())
+    if "cpu family" in first:  # one name serves several generations
+        name += f" (family {first['cpu family']}, model {first.get('model')})"
     units = "amx_bf16" if "amx_bf16" in flags else "avx512_bf16" if "avx512_bf16" in flags else "none"
     return {"cpu": name, "bfloat16_units": units, "torch_capability": torch.backends.cpu.get_cpu_capability(),
             "xsoftmax_capability": xs.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__}
