@@ -66,7 +66,7 @@ class Neural:
 
     def __init__(self, args: argparse.Namespace, dataset: data.Dataset, tree: xs.LabelTree):
         torch.manual_seed(args.seed)
-        self.args = args
+        self.args, self.order = args, np.random.default_rng(args.seed)
         if args.encoder == "transformer":
             if args.init == "prototypes":
                 raise UsageError("--encoder transformer --init prototypes: expected an encoder that tells texts apart before it is trained; use --encoder bag")
@@ -97,39 +97,49 @@ class Neural:
         return self.encoder(torch.from_numpy(rows.indices).long(), torch.from_numpy(rows.indptr[:-1]).long(), torch.from_numpy(rows.data))
 
     def train(self, part: data.Part) -> None:
-        args, input, target = self.args, self.read(part), xs.HierarchicalMatcher.targets(part.Y)
-        order = np.random.default_rng(args.seed)
-        depth = self.matcher.tree.depth
+        """Layer after layer. With --init prototypes the encoder learns on the last one alone: upper layers, of few nodes, would press out of it
+        what tells their labels apart. Then they are trained again for the encoder as it has become."""
+        args, matcher, target = self.args, self.matcher, xs.HierarchicalMatcher.targets(part.Y)
+        depth, prototypes = matcher.tree.depth, args.init == "prototypes"
+        last_epochs = 2 * args.epochs if args.last_epochs is None else args.last_epochs
         for layer in range(1, depth + 1):
-            last, prototypes = layer == depth, args.init == "prototypes"
+            last = layer == depth
             if prototypes:
-                self.matcher.init_from_prototypes(self.embed(part), target)
-            # With prototypes the upper layers, of few nodes, would press out of the encoder what tells their labels apart.
-            parameters = [*(() if prototypes and not last else self.encoder.parameters()), *self.matcher.parameters()]
-            self.encoder.requires_grad_(last or not prototypes)
-            epoch_steps = -(-len(target) // args.batch_size)
-            epochs = (2 * args.epochs if args.last_epochs is None else args.last_epochs) if last else args.epochs
-            steps = round(epoch_steps * epochs)
-            optimizer = xs.optim.RowAdam(parameters, lr=args.last_lr or args.lr if last else args.lr)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
-            self.encoder.train()
-            recent = 0.0
-            bar = tqdm(range(steps), desc=f"layer {layer} of {depth}", mininterval=1, disable=not sys.stderr.isatty())
-            for step in bar:
-                if step % epoch_steps == 0:
-                    rows = order.permutation(len(target))
-                some = rows[step % epoch_steps * args.batch_size :][: args.batch_size]
-                loss = self.matcher(self.encode(input[some]), target[some])
-                optimizer.zero_grad()
-                loss.backward()
-                xs.clip_grad_norm_(parameters, 10.0)
-                optimizer.step()
-                schedule.step()
-                recent += (loss.item() - recent) * max(0.01, 1 / (step + 1))
-                bar.set_postfix(loss=f"{recent:.3f}", refresh=False)
-            if steps:
-                print(f"layer {layer} of {depth}: {steps} steps, loss {recent:.3f}", flush=True)
-            self.matcher.next_layer()
+                matcher.init_from_prototypes(self.embed(part), target)
+            self.train_layer(part, target, last_epochs if last else args.epochs, args.last_lr or args.lr if last else args.lr, last or not prototypes)
+            matcher.next_layer()
+        if prototypes and last_epochs > 0:
+            for layer in range(1, depth):
+                matcher.layer.fill_(layer)
+                matcher.init_from_prototypes(self.embed(part), target)
+                self.train_layer(part, target, args.epochs, args.lr, False)
+            matcher.layer.fill_(depth)
+
+    def train_layer(self, part: data.Part, target: Tensor, epochs: float, lr: float, with_encoder: bool) -> None:
+        args, input = self.args, self.read(part)
+        parameters = [*(self.encoder.parameters() if with_encoder else ()), *self.matcher.parameters()]
+        self.encoder.requires_grad_(with_encoder).train()
+        epoch_steps = -(-len(target) // args.batch_size)
+        steps = round(epoch_steps * epochs)
+        if steps == 0:
+            return
+        optimizer = xs.optim.RowAdam(parameters, lr=lr)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        recent, layer = 0.0, f"layer {int(self.matcher.layer)} of {self.matcher.tree.depth}"
+        bar = tqdm(range(steps), desc=layer, mininterval=1, disable=not sys.stderr.isatty())
+        for step in bar:
+            if step % epoch_steps == 0:
+                rows = self.order.permutation(len(target))
+            some = rows[step % epoch_steps * args.batch_size :][: args.batch_size]
+            loss = self.matcher(self.encode(input[some]), target[some])
+            optimizer.zero_grad()
+            loss.backward()
+            xs.clip_grad_norm_(parameters, 10.0)
+            optimizer.step()
+            schedule.step()
+            recent += (loss.item() - recent) * max(0.01, 1 / (step + 1))
+            bar.set_postfix(loss=f"{recent:.3f}", refresh=False)
+        print(f"{layer}: {steps} steps, loss {recent:.3f}", flush=True)
 
     @torch.no_grad()
     def embed(self, part: data.Part) -> Tensor:
