@@ -42,7 +42,7 @@ class HierarchicalMatcher(nn.Module):
         bias, sparse_grad: as in :class:`SampledSoftmaxLoss`.
 
     The parameters are `edges.weight` [E, D] and `edges.bias`: edge e ends in node e + 1 of the tree. The buffer `layer` is the layer at work, 1
-    to `tree.depth`.
+    to `tree.depth`; ``layer.fill_(1)`` goes back to the first, with the rows that it has, to train it again for an encoder that has moved on.
 
     Shape: input [*, D]; target [*, T] int64, the right labels of each query in [0, L), -1 where there are fewer than T. A scalar, or [*] with
     reduction="none".
@@ -169,7 +169,7 @@ class HierarchicalMatcher(nn.Module):
         certain than they should be. A node without examples has w_c = 0; without bias, m and the offset are 0. Where most labels have a handful
         of examples this can be better than what training finds (``docs/results.md``).
 
-        The layers above are left as they are, and go stale where the encoder is trained after them, as with :meth:`next_layer`.
+        The layers above are left as they are, and go stale where the encoder is trained after them: go back to them then (`layer`).
 
         Args:
             input: [*, D], the encoder's output for the training set, in its evaluation mode.
