@@ -26,8 +26,8 @@ constexpr const char* kName = "XRLinear";
 constexpr int64_t kBlock = 128; // queries that are looked up together
 
 ScoreCombiner combiner_named(const std::string& name, const std::string& transform) {
-  if (name.empty()) { // logs are added where the others are multiplied
-    return transform.starts_with("log-") ? ScoreCombiner::Add : ScoreCombiner::Multiply;
+  if (name.empty()) { // a product of what can be negative is no score
+    return transform.starts_with("log-") || transform == "identity" ? ScoreCombiner::Add : ScoreCombiner::Multiply;
   }
   if (name == "multiply") {
     return ScoreCombiner::Multiply;
@@ -254,6 +254,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       .def("num_labels", &XRLinear::num_labels)
       .def("depth", &XRLinear::depth)
       .def("transform", &XRLinear::transform)
+      .def("notes", &XRLinear::notes)
       .def("save", &XRLinear::save)
       .def_pickle(
           [](const c10::intrusive_ptr<XRLinear>& self) {

@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 // A model's folder holds model.bin: a header, a table of sections, then the tensors as they lie in memory, each at a multiple of 64 bytes:
-// the labels, then the parts of each layer. All little-endian.
+// the labels, the parts of each layer, and the notes as bytes. All little-endian. notes.json beside it is a copy of the notes for people.
 
 namespace xsoftmax {
 namespace {
@@ -33,7 +33,7 @@ using at::Tensor;
 constexpr const char* kFile = "model.bin";
 constexpr const char* kNotes = "notes.json";
 constexpr std::array<char, 8> kMagic{'x', 's', 'X', 'R', 'L', 'i', 'n', '\n'};
-constexpr uint32_t kVersion = 1, kMostDepth = 64;
+constexpr uint32_t kVersion = 2, kMostDepth = 64;
 constexpr uint64_t kAlignment = 64, kLayerParts = 6;
 constexpr std::array kDtypes{at::kLong, at::kInt, at::kByte, at::kFloat, at::kHalf}; // a file's numbers for them
 
@@ -228,6 +228,8 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
   for (const auto& parts : parts_) {
     tensors.insert(tensors.end(), parts.begin(), parts.end());
   }
+  const std::string& kept = notes.empty() ? notes_ : notes;
+  tensors.push_back(at::from_blob(const_cast<char*>(kept.data()), {int64_t(kept.size())}, at::TensorOptions(at::kByte)));
   std::vector<Section> sections(tensors.size());
   const auto aligned = [](uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
   uint64_t end = aligned(sizeof(Header) + sections.size() * sizeof(Section));
@@ -258,9 +260,9 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
     }
     file.flush();
   }
-  if (!notes.empty()) {
+  if (!kept.empty()) {
     File file(draft.path() / kNotes, O_WRONLY | O_CREAT | O_EXCL);
-    file.write(notes.data(), notes.size());
+    file.write(kept.data(), kept.size());
     file.flush();
   }
   draft.publish();
@@ -277,7 +279,7 @@ c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
   TORCH_CHECK_VALUE(header.version == kVersion, "XRLinear: expected ", file, " in version ", kVersion, " of the format, got ", header.version);
   sound(header.bytes == mapping->bytes(), "expected ", header.bytes, " bytes, got ", mapping->bytes());
   sound(header.depth >= 1 && header.depth <= kMostDepth, "expected 1 to ", kMostDepth, " layers, got ", header.depth);
-  std::vector<Section> sections(1 + header.depth * kLayerParts);
+  std::vector<Section> sections(2 + header.depth * kLayerParts);
   sound(sizeof(header) + sections.size() * sizeof(Section) <= mapping->bytes(), "no room for ", sections.size(), " sections");
   std::memcpy(sections.data(), mapping->begin() + sizeof(header), sections.size() * sizeof(Section));
   sound(header.checksum == header_checksum(header, sections), "wrong checksum of the header");
@@ -296,11 +298,15 @@ c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
                                     at::TensorOptions(dtype)));
   }
   std::vector<std::vector<Tensor>> layers;
-  for (size_t i = 1; i < tensors.size(); i += kLayerParts) {
+  for (size_t i = 1; i + 1 < tensors.size(); i += kLayerParts) {
     layers.emplace_back(tensors.begin() + int64_t(i), tensors.begin() + int64_t(i + kLayerParts));
   }
   const std::string transform(header.transform.begin(), std::find(header.transform.begin(), header.transform.end(), '\0'));
-  return c10::make_intrusive<XRLinear>(header.features, header.bias, transform, tensors[0], layers);
+  sound(tensors.back().scalar_type() == at::kByte, "notes of dtype ", tensors.back().scalar_type());
+  auto model = c10::make_intrusive<XRLinear>(header.features, header.bias, transform, tensors[0], layers);
+  const auto notes = static_cast<const char*>(tensors.back().const_data_ptr());
+  model->notes_.assign(notes, notes + tensors.back().numel());
+  return model;
 }
 
 } // namespace xsoftmax

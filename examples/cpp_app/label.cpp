@@ -18,7 +18,7 @@ constexpr const char* kUsage =
     "  MODEL    a folder that `xsoftmax train` or XRLinear.save has written\n"
     "  QUERIES  a header \"examples features labels\", then lines of labels and feature:value pairs\n"
     "  --limit  how many of the queries to answer\n"
-    "  --normalize  scale queries to length 1: for a model that was trained with --normalize\n";
+    "  --normalize  scale queries to length 1, as is done for a model that `xsoftmax train --normalize` has made\n";
 
 struct Answers {
   std::vector<double> microseconds; // of each query
@@ -85,7 +85,7 @@ int run(Arguments& arguments) {
   if (queries.num_features != model->features()) {
     throw UsageError("expected queries of " + std::to_string(model->features()) + " features, got " + std::to_string(queries.num_features));
   }
-  if (arguments.flag("normalize")) {
+  if (arguments.flag("normalize") || model->notes().find("\"normalize\": true") != std::string::npos) { // JSON, as Python writes it
     normalize(queries);
   }
   std::printf("%lld labels, %lld features, %lld layers\n", static_cast<long long>(model->num_labels()), static_cast<long long>(model->features()),

@@ -46,6 +46,10 @@ def load_dataset(path: str | None, max_examples: int | None = None, seed: int = 
             parts = {part: read_examples(f"{path}.{part}.x.npz", f"{path}.{part}.y.npz") for part in ("train", "test")}
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"--data: {error}") from error
+    (X, Y), (queries, truth) = parts["train"], parts["test"]
+    if X.shape[1] != queries.shape[1] or Y.shape[1] != truth.shape[1] or min(X.shape[0], queries.shape[0], Y.nnz) == 0:
+        raise DataError(f"--data: expected examples to train and to test of as many features and labels, got matrices {list(X.shape)}, {list(Y.shape)} and "
+                        f"{list(queries.shape)}, {list(truth.shape)}")
     made = {part: Part(unit_rows(X[:max_examples] if part == "train" else X), Y[:max_examples] if part == "train" else Y, None)
             for part, (X, Y) in parts.items()}
     return Dataset(path, made["train"], made["test"])

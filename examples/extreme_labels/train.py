@@ -39,7 +39,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     tree = parser.add_argument_group("tree and linear model")
     tree.add_argument("--arity", type=positive(int, least=2), default=16, help="default: %(default)s")
     tree.add_argument("--max-leaf-size", type=positive(int), default=100, help="labels below one node (default: %(default)s)")
-    tree.add_argument("--negatives", default="tfn", help="tfn, man or tfn+man (default: %(default)s)")
+    tree.add_argument("--negatives", default="tfn", choices=["tfn", "man", "tfn+man"], help="default: %(default)s")
     neural = parser.add_argument_group("neural matcher")
     neural.add_argument("--encoder", choices=["bag", "transformer", "none"], default="bag", help="none: linear alone (default: %(default)s)")
     neural.add_argument("--width", type=positive(int), default=128, help="default: %(default)s")
@@ -55,7 +55,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     neural.add_argument("--beam", type=positive(int, least=TOPK), default=BEAM, help="of its answers (default: %(default)s)")
     neural.add_argument("--no-both", action="store_true", help="leave out the linear model on [tf-idf, embedding]")
     neural.add_argument("--weight", type=positive(float), default=1, help="of the neural matcher in the ensemble (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--seed", type=positive(int, or_zero=True), default=1, help="default: %(default)s")
     parser.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("out/extreme_labels"), help="default: %(default)s")
     return parser.parse_args(argv)
@@ -68,10 +68,6 @@ class Neural:
         torch.manual_seed(args.seed)
         self.args, self.order = args, np.random.default_rng(args.seed)
         if args.encoder == "transformer":
-            if args.init == "prototypes":
-                raise UsageError("--encoder transformer --init prototypes: expected an encoder that tells texts apart before it is trained; use --encoder bag")
-            if dataset.train.texts is None:
-                raise UsageError("--encoder transformer: expected texts, got data of features alone; use --encoder bag")
             counts: dict[str, int] = {}
             for text in dataset.train.texts:
                 for word in data.words(text):
@@ -139,6 +135,7 @@ class Neural:
             schedule.step()
             recent += (loss.item() - recent) * max(0.01, 1 / (step + 1))
             bar.set_postfix(loss=f"{recent:.3f}", refresh=False)
+        optimizer.flush()  # what it owes rows that the last steps left out
         print(f"{layer}: {steps} steps, loss {recent:.3f}", flush=True)
 
     @torch.no_grad()
@@ -203,7 +200,11 @@ def timed(run: Callable):
 def train(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.encoder == "transformer" and args.init == "prototypes":
+        raise UsageError("--encoder transformer --init prototypes: expected an encoder that tells texts apart before it is trained; use --encoder bag")
     dataset = data.load_dataset(args.data, args.max_examples)
+    if args.encoder == "transformer" and dataset.train.texts is None:
+        raise UsageError("--encoder transformer: expected texts, got data of features alone; use --encoder bag")
     X, Y = dataset.train.X, dataset.train.Y
     print(f"{dataset.name}: {Y.shape[1]:,} labels, {X.shape[1]:,} features, {X.shape[0]:,} examples to train, {dataset.test.Y.shape[0]:,} to test, "
           f"{Y.nnz / max(Y.shape[0], 1):.1f} labels each", flush=True)

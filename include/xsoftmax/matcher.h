@@ -36,7 +36,7 @@ class XRLinear : public torch::CustomClassHolder {
   ///
   /// beam: nodes of a layer that are looked below. transform: "l1-hinge" .. "l6-hinge", e^-max(0, 1 - z)^p of a score z; "sigmoid";
   /// "identity"; "log-" before the first two for their logs; empty: the model's own. combiner: what a node's score makes of its parent's:
-  /// "multiply", "add", or "last", itself alone; empty: "add" beside a transform to logs, else "multiply". only: int64, the labels among which
+  /// "multiply", "add", or "last", itself alone; empty: "add" beside a transform to logs and "identity", else "multiply". only: int64, the labels among which
   /// the best are wanted; none: all.
   Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
                       const std::optional<at::Tensor>& dense = std::nullopt, int64_t dense_begin = 0, int64_t topk = 10, int64_t beam = 10,
@@ -47,7 +47,7 @@ class XRLinear : public torch::CustomClassHolder {
   at::Tensor predict_csr(const at::Tensor& queries, int64_t topk = 10, int64_t beam = 10) const;
 
   /// Writes the model to the folder `path`, as a whole or not at all: a folder that holds a model and nothing else is replaced, and goes on
-  /// to serve who reads it; any other is left alone. notes: goes beside it as notes.json, for people; empty: none.
+  /// to serve who reads it; any other is left alone. notes: any text, kept with the model, and beside it as notes.json, for people; empty: notes().
   void save(const std::string& path, const std::string& notes = "") const;
   /// Throws what save(path) would say of what stands there: before hours of training.
   static void check_target(const std::string& path);
@@ -58,6 +58,8 @@ class XRLinear : public torch::CustomClassHolder {
   double bias() const { return bias_; }
   const std::string& transform() const { return transform_; }
   int64_t num_labels() const { return labels_.size(0); }
+  /// What save() was given with the model that load() has read.
+  const std::string& notes() const { return notes_; }
   int64_t depth() const { return int64_t(parts_.size()); }
   /// Copies of the parts of a layer: first_child, chunk, feature, more, child, value.
   std::vector<at::Tensor> layer(int64_t depth) const;
@@ -70,7 +72,7 @@ class XRLinear : public torch::CustomClassHolder {
 
   int64_t features_;
   double bias_;
-  std::string transform_;
+  std::string transform_, notes_;
   at::Tensor labels_;
   std::vector<int64_t> leaf_; // of each label, its node on the last layer
   std::vector<std::vector<at::Tensor>> parts_; // of each layer

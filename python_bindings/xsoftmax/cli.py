@@ -30,6 +30,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
     except (OSError, ValueError, TypeError, IndexError, RuntimeError) as error:
         print(f"xsoftmax {args.command}: {error}", file=sys.stderr)
         return 1
+    except MemoryError as error:
+        print(f"xsoftmax {args.command}: not enough memory: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"xsoftmax {args.command}: interrupted", file=sys.stderr)
         return 130

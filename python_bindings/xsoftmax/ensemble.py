@@ -18,7 +18,7 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
         predictions: of any models, a row of scores a query. A label that one of them does not name has the score 0 from it.
         method: ``"average"``: the mean of the scores, for models whose scores mean the same, none below 0. ``"softmax"``: the mean of their softmax over
             each row. ``"rank"``: the mean of ``(T - r) / T``, r = 0, 1, .. the rank in the row, T the length of the longest of the query's
-            rows. ``"round_robin"``: one label from each in turn, those that are named already left out; the scores fall from 1.
+            rows. ``"round_robin"``: the best of each, the second best of each and so on, each label once; the scores fall from 1.
         weights: of the models in a mean. None: equal.
     """
     predictions = [_checked(i, part) for i, part in enumerate(predictions)]

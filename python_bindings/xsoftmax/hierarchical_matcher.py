@@ -176,7 +176,7 @@ class HierarchicalMatcher(nn.Module):
             target: [*, T], as in the loss.
 
         Raises:
-            ValueError: no example, another shape, or input that is not finite. TypeError: input of another dtype than the weights. Nothing has
+            ValueError: no example, another shape, or input, sums or scores that are not finite. TypeError: input of another dtype than the weights. Nothing has
                 changed then.
         """
         queries, table = self._queries(input, target), self.edges.weight
@@ -191,10 +191,13 @@ class HierarchicalMatcher(nn.Module):
         rows, shift = self._prototypes(queries, nodes, layer)
         scale, offset = self._fit(queries, nodes, layer, rows, shift)
 
+        rows, shift = (rows * scale).to(table.dtype), (shift * scale + offset).to(table.dtype)
+        if not bool(rows.isfinite().all() & shift.isfinite().all()):
+            raise ValueError("HierarchicalMatcher.init_from_prototypes: expected input whose sums and scores are finite, got larger numbers")
         edges = slice(self._begin(layer) - 1, self._begin(layer + 1) - 1)
-        table[edges] = (rows * scale).to(table.dtype)
+        table[edges] = rows
         if self.edges.bias is not None:
-            self.edges.bias[edges] = (shift * scale + offset).to(table.dtype)
+            self.edges.bias[edges] = shift
 
     def _prototypes(self, queries: Tensor, nodes: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Of each node of the layer: sum_{i of c} (h_i - m) / sqrt(n_c), and its product with -m; in float32 at least."""

@@ -39,7 +39,7 @@ def pifa_lf(X, Y, Z, weight: float = 0.5, concatenate: bool = True) -> "scipy.sp
 
     Args:
         Z: [L, F], such as tf-idf of the labels' titles.
-        weight: of Z, in [0, 1].
+        weight: of Z, in [0, 1]; the rows of the result are of length 1 again.
         concatenate: [L, D + F]; False: the weighted sum, which wants F = D.
     """
     import scipy.sparse as sp

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from os import PathLike, fspath
@@ -74,8 +75,9 @@ class XRLinear:
             tolerance: a classifier is done when the projected gradients of a sweep are no further from each other and from 0. sweeps: at
                 most.
             bias: the value of a feature that every row and query has beside its own; 0: none.
-            threshold: weights nearer to 0 are dropped. max_weights: then all but so many of each classifier. None: none is.
-            initial: a model with the same tree and features, whose weights training begins from: to go on with more examples.
+            threshold: weights nearer to 0 are dropped: those of rows much longer than 1 are small. max_weights: then all but so many of each classifier. None: none is.
+            initial: a model with the same tree and features, whose weights training begins from. It takes fewer sweeps where those are nearly
+                the answer, of training to a smaller tolerance with threshold=0 and dtype=torch.float32; else more than without.
             dtype: of the weights that are kept: torch.float16 or torch.float32. None: float16, unless a weight is too small or too large
                 for it. Training is in float32.
             generator: for the tree and the orders in which rows are visited.
@@ -134,6 +136,11 @@ class XRLinear:
                 stats.append({"nodes": children, "rows": len(parents[1]), "weights": len(made[-1]), "weights before the threshold": int(before),
                               "sweeps": int(swept), "unconverged": int(unconverged), "seconds of matching": matched - started,
                               "seconds": time.perf_counter() - matched})
+        for depth, one in enumerate(stats):
+            if one["weights"] < one["nodes"] <= one["weights before the threshold"]:
+                length = float(np.median(np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())))
+                warnings.warn(f"XRLinear.train: threshold={threshold} leaves the {one['nodes']} classifiers of layer {depth + 1} {one['weights']} weights; "
+                              f"rows are of length {length:.3g} (median), and the default suits a length of 1: see label_vectors.unit_rows", stacklevel=2)
         return XRLinear(torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, layers.labels, parts), stats)
 
     def predict(self, X: Union[Matrix, Tensor, np.ndarray], topk: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
@@ -141,14 +148,14 @@ class XRLinear:
         """The ``topk`` best labels of each row, as a CSR matrix [n, L] of their scores: the entries of a row stand best first.
 
         Args:
-            X: [n, D], scipy sparse; or dense.
+            X: [n, D], scipy sparse, or a tensor of layout torch.sparse_csr; or dense.
             beam: nodes of a layer that are looked below.
             dense: [n, d], beside a sparse X of D - d features: the last d.
             only: the labels among which the best are wanted, their ids or a mask [L] of bool. None: all.
             transform: of w.x: ``"l1-hinge"`` .. ``"l6-hinge"``, ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; ``"log-"`` before
                 the first two: their logs. None: the model's own.
             combiner: of that and the parent's score: ``"multiply"``, ``"add"``, or ``"last"``, no regard to the parent's. None: ``"add"`` for
-                logs, else ``"multiply"``.
+                logs and ``"identity"``, else ``"multiply"``.
         """
         found = self._predict(X, topk, beam, dense, only, transform, combiner)
         return csr_matrix(*found, (len(found[0]) - 1, self.num_labels))
@@ -169,6 +176,10 @@ class XRLinear:
             width = X.shape[1]
             parts = torch.from_numpy(X.indptr), torch.from_numpy(X.indices), torch.from_numpy(_float32("predict", "X", X.data))
             block = None if dense is None else _block(dense, X.shape[0])
+        elif isinstance(X, Tensor) and X.layout == torch.sparse_csr:
+            width = X.shape[1]
+            parts = X.crow_indices(), X.col_indices(), X.values().to(torch.float32)
+            block = None if dense is None else _block(dense, X.shape[0])
         else:
             if dense is not None:
                 raise TypeError(f"XRLinear.predict: expected X as a scipy sparse matrix beside dense, got {type(X).__name__}")
@@ -179,6 +190,9 @@ class XRLinear:
                              + ("" if block is None else f" and {block.shape[1]} dense ones"))
         if only is not None:
             only = _chosen(only, self.num_labels)
+        for argument, value in (("topk", topk), ("beam", beam)):
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+                raise TypeError(f"XRLinear.predict: expected {argument} of type int, got {type(value).__name__}")
         return self.model.predict(*parts, block, width, topk, beam, transform or "", combiner or "", only)
 
     def save(self, path: Union[str, PathLike]) -> None:
@@ -196,13 +210,12 @@ class XRLinear:
         if not (Path(path) / "model.bin").is_file():
             raise FileNotFoundError(f"XRLinear.load: expected the folder of a model, found no model.bin: {path}")
         model = torch.ops.xsoftmax.xr_linear_load(fspath(path))
+        text = model.notes()
         try:
-            notes = json.loads((Path(path) / "notes.json").read_text())
+            notes = json.loads(text)
             return XRLinear(model, notes["layers"], notes["notes"])
-        except FileNotFoundError:  # a model that C++ has saved
-            return XRLinear(model)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"XRLinear.load: expected {path}/notes.json as save() writes it, got another file ({error!r})") from error
+        except (ValueError, KeyError, TypeError, RecursionError):  # a model that C++ has saved
+            return XRLinear(model, notes={"text": text} if text else None)
 
     def __repr__(self) -> str:
         return (f"XRLinear(num_features={self.num_features}, num_labels={self.num_labels}, depth={self.depth}, "
@@ -411,6 +424,8 @@ def _chosen(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tens
         if wanted.shape != (labels,):
             raise ValueError(f"XRLinear.predict: expected only as a mask of shape [{labels}], got {list(wanted.shape)}")
         return wanted.nonzero().squeeze(1)
+    if wanted.dtype == torch.uint8:
+        raise TypeError("XRLinear.predict: expected only as ids of labels or a mask of bool, got uint8, which may be either")
     if wanted.numel() > 0 and (wanted.is_floating_point() or wanted.is_complex()):
         raise TypeError(f"XRLinear.predict: expected only as ids of labels or a mask, got dtype {str(wanted.dtype).removeprefix('torch.')}")
     return wanted.to("cpu", torch.int64)

@@ -113,6 +113,12 @@ TEST(XRLinear, ComesBackFromItsFile) {
     model->save((folder / "model").string()); // the second one takes the place of the first
     const auto loaded = xsoftmax::XRLinear::load((folder / "model").string());
     EXPECT_EQ(loaded->transform(), "l1-hinge");
+    EXPECT_EQ(loaded->notes(), "");
+    loaded->save((folder / "noted").string(), "of May");
+    const auto noted = xsoftmax::XRLinear::load((folder / "noted").string());
+    EXPECT_EQ(noted->notes(), "of May");
+    noted->save((folder / "noted").string());
+    EXPECT_EQ(xsoftmax::XRLinear::load((folder / "noted").string())->notes(), "of May");
     EXPECT_EQ(loaded->features(), 3);
     EXPECT_TRUE(loaded->labels().equal(model->labels()));
     for (int64_t depth = 0; depth < model->depth(); ++depth) {

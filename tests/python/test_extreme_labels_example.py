@@ -94,3 +94,6 @@ def test_files_and_bad_options(example, tmp_path, capsys):
     assert run(example, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "taken") == 2
     said = capsys.readouterr()
     assert "--output: XRLinear: expected path as a new folder or one with a model" in said.err and "P@1" not in said.out
+    sp.save_npz(tmp_path / "set.test.y.npz", Y[:, :5])
+    assert run(example, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "out") == 2
+    assert "of as many features and labels" in capsys.readouterr().err

@@ -227,6 +227,7 @@ def test_prototypes_refuse_what_does_not_fit_and_change_nothing():
                                        (input, target[:, 0], ValueError, r"expected target of shape \[20\] and one more dimension"),
                                        (input.bfloat16(), target, TypeError, "expected input of the weights' dtype, torch.float32, got torch.bfloat16"),
                                        (broken, target, ValueError, "expected input of finite numbers"),
+                                       (input * 1e38, target, ValueError, "expected input .*finite"),
                                        (input, target + 40, IndexError, "class|label|target")):
         with pytest.raises(error, match=message):
             matcher.init_from_prototypes(one, other)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -216,6 +217,29 @@ def test_the_answer_to_one_query_is_a_matrix_of_its_own():
     np.testing.assert_array_equal(model.predict(X[0], 5, 5).indices, best_first)
 
 
+def test_sparse_tensors_and_types_that_do_not_fit():
+    X, Y = problem()
+    model = small(X, Y)
+    for index in (torch.int32, torch.int64):
+        queries = torch.sparse_csr_tensor(torch.from_numpy(X.indptr).to(index), torch.from_numpy(X.indices).to(index), torch.from_numpy(X.data), X.shape)
+        np.testing.assert_array_equal(model.predict(queries).toarray(), model.predict(X).toarray())
+    for options, message in (({"topk": 5.0}, "topk of type int, got float"), ({"beam": "5"}, "beam of type int, got str"), ({"topk": None}, "topk of type int"),
+                             ({"only": np.ones(40, np.uint8)}, "uint8, which may be either")):
+        with pytest.raises(TypeError, match=message):
+            model.predict(X, **options)
+    assert same(model.topk(X, np.int64(3)), model.topk(X, 3))
+
+
+def test_margins_are_added_by_default():
+    """Their product would make a good score of two bad ones."""
+    X, Y = problem()
+    model = small(X, Y)
+    assert same(model.topk(X, 5, 40, transform="identity"), model.topk(X, 5, 40, transform="identity", combiner="add"))
+    scores = [model.topk(X, 1, 40, transform="identity", combiner=combiner)[1] for combiner in (None, "multiply")]
+    right = [sum(Y[i, int(best)] for i, best in enumerate(found)) for found in scores]
+    assert right[0] > right[1]
+
+
 def test_sparse_tensors_in_torchscript(tmp_path):
     class Labels(torch.nn.Module):
         def __init__(self, model):
@@ -423,7 +447,7 @@ def test_damaged_files(saved):
     file.write_bytes(whole + b"\0")
     with pytest.raises(ValueError, match="expected .* bytes, got"):
         xs.XRLinear.load(path)
-    sections = 64 + 32 * (1 + 6 * 3)
+    sections = 64 + 32 * (2 + 6 * 3)
     used = [*range(sections), *random.integers(sections, len(whole), 300)]
     turned = 0
     for at in used:
@@ -456,13 +480,13 @@ def file_checksum(data):
 
 def sections_of(data):
     """Where each entry of the table of sections stands, where the section begins, and its bytes."""
-    count = 1 + 6 * int.from_bytes(data[12:16], "little")
+    count = 2 + 6 * int.from_bytes(data[12:16], "little")
     numbers = lambda at: (int.from_bytes(data[i : i + 8], "little") for i in (at, at + 8))  # noqa: E731
     return [(at, *numbers(at)) for at in range(64, 64 + 32 * count, 32)]
 
 
 def seal(data, file):
-    data[56:64] = file_checksum(data[64 : 64 + 32 * (1 + 6 * int.from_bytes(data[12:16], "little"))]).to_bytes(8, "little")
+    data[56:64] = file_checksum(data[64 : 64 + 32 * (2 + 6 * int.from_bytes(data[12:16], "little"))]).to_bytes(8, "little")
     data[56:64] = file_checksum(data[:64]).to_bytes(8, "little")
     file.write_bytes(data)
 
@@ -500,7 +524,7 @@ def test_hostile_files(saved):
     seal(bytearray(whole), file)
     xs.XRLinear.load(path)  # the seal is right
     for at, value, message in ((64, 2**63, "a section of"), (64, 1, "a section of"), (72, 2**62, "a section of"), (72, 3, "a section of 3 bytes"),
-                               (80, 77, "dtype 77"), (8, 2, "version 1 of the format, got 2"), (16, 2**62, "features in"), (24, 0x7FF0 << 48, "bias as"),
+                               (80, 77, "dtype 77"), (8, 3, "version 2 of the format, got 3"), (16, 2**62, "features in"), (24, 0x7FF0 << 48, "bias as"),
                                (32, int.from_bytes(b"l9-hinge", "little"), "transform as"), (12, 10**6, "1 to 64 layers"), (12, 0, "1 to 64 layers")):
         lie = bytearray(whole)
         size = 4 if at in (8, 12) else 8
@@ -511,6 +535,31 @@ def test_hostile_files(saved):
             seal(lie, file)
         with pytest.raises(ValueError, match=message):
             xs.XRLinear.load(path)
+
+
+def test_notes_are_part_of_the_model(saved):
+    """What stands beside it is a copy for people: without it, or with another in its place, the model is the same."""
+    _, model, path = saved
+    model.notes["normalize"] = True
+    model.save(path)
+    for spoil in (lambda: (path / "notes.json").write_text("[[["), lambda: (path / "notes.json").unlink()):
+        spoil()
+        loaded = xs.XRLinear.load(path)
+        assert loaded.notes == model.notes and loaded.stats == model.stats
+    loaded.model.save(str(path), "")  # as C++ does
+    assert xs.XRLinear.load(path).notes == model.notes
+    loaded.model.save(str(path), "of the second of May")
+    assert xs.XRLinear.load(path).notes == {"text": "of the second of May"} == {"text": (path / "notes.json").read_text()}
+
+
+def test_weights_that_all_fall_below_the_threshold_are_told():
+    X, Y = problem()
+    with pytest.warns(UserWarning, match=r"threshold=0.1 leaves the 40 classifiers of layer \d 0 weights; rows are of length 1e\+03"):
+        small(X * np.float32(1000), Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small(X, Y)
+        small(X * np.float32(1000), Y, threshold=0.0)
 
 
 def test_parts_are_copies(saved):
