@@ -499,7 +499,6 @@ LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, con
     }
   }
   check_options(loss, bias, positive_cost, negative_cost, tolerance, sweeps, threshold, max_weights);
-
   check_lengths(examples, float(bias));
 
   std::vector<Tensor> initial_parts;

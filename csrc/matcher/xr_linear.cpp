@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -45,8 +46,11 @@ struct QueryTensors {
   Queries views;
 };
 
-void check_column(int64_t column, int64_t most, size_t at) {
-  TORCH_CHECK_INDEX(column >= 0 && column < most, kName, ": expected columns in [0, ", most, "), got ", column, " at [", at, "]");
+template <typename T>
+void check_columns(std::span<const T> column, int64_t most) {
+  for (size_t t = 0; t < column.size(); ++t) {
+    TORCH_CHECK_INDEX(column[t] >= 0 && column[t] < most, kName, ": expected columns in [0, ", most, "), got ", column[t], " at [", t, "]");
+  }
 }
 
 QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
@@ -56,16 +60,15 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   check::numbers(kName, "values", values, at::kFloat);
   check::size(kName, "values", values, 0, columns.size(0), "the size of columns");
   TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName, ": expected offsets with a number for each query and one, got none");
-  QueryTensors queries{offsets.to(at::kLong).contiguous(), columns.to(at::kInt).contiguous(), values.contiguous(), {}, {}};
-  check::offsets(kName, "offsets", queries.offset, columns.size(0));
+  const Tensor column = columns.contiguous();
   const int64_t most = given(dense) ? dense_begin : features;
-  if (columns.scalar_type() == at::kLong) { // what does not fit is not to be cut off to something that does
-    const Tensor wide = columns.contiguous();
-    const auto column = span_of<int64_t>(wide);
-    for (size_t t = 0; t < column.size(); ++t) {
-      check_column(column[t], most, t);
-    }
+  if (column.scalar_type() == at::kLong) { // before they are narrowed: what does not fit is not to be cut off to something that does
+    check_columns(span_of<int64_t>(column), most);
+  } else {
+    check_columns(span_of<int32_t>(column), most);
   }
+  QueryTensors queries{offsets.to(at::kLong).contiguous(), column.to(at::kInt), values.contiguous(), {}, {}};
+  check::offsets(kName, "offsets", queries.offset, columns.size(0));
   if (given(dense)) {
     check::dim(kName, "dense", *dense, 2);
     check::dtype(kName, "dense", *dense, at::kFloat);
@@ -81,7 +84,6 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   const auto feature = span_of<int32_t>(queries.feature);
   const auto value = span_of<float>(queries.value);
   for (size_t t = 0; t < feature.size(); ++t) {
-    check_column(feature[t], most, t);
     TORCH_CHECK_VALUE(std::isfinite(value[t]), kName, ": expected values with finite numbers, got ", value[t], " at [", t, "]");
   }
   queries.views = {offsets.size(0) - 1, queries.offset.const_data_ptr<int64_t>(), feature.data(), value.data(),

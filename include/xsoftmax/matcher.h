@@ -36,8 +36,8 @@ class XRLinear : public torch::CustomClassHolder {
   ///
   /// beam: nodes of a layer that are looked below. transform: "l1-hinge" .. "l6-hinge", e^-max(0, 1 - z)^p of a score z; "sigmoid";
   /// "identity"; "log-" before the first two for their logs; empty: the model's own. combiner: what a node's score makes of its parent's:
-  /// "multiply", "add", or "last", itself alone; empty: "add" beside a transform to logs and "identity", else "multiply". only: int64, the labels among which
-  /// the best are wanted; none: all.
+  /// "multiply", "add", or "last", itself alone; empty: "add" beside a transform to logs and "identity", else "multiply". only: int64,
+  /// the labels among which the best are wanted; none: all.
   Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
                       const std::optional<at::Tensor>& dense = std::nullopt, int64_t dense_begin = 0, int64_t topk = 10, int64_t beam = 10,
                       const std::string& transform = "", const std::string& combiner = "",
@@ -47,7 +47,8 @@ class XRLinear : public torch::CustomClassHolder {
   at::Tensor predict_csr(const at::Tensor& queries, int64_t topk = 10, int64_t beam = 10) const;
 
   /// Writes the model to the folder `path`, as a whole or not at all: a folder that holds a model and nothing else is replaced, and goes on
-  /// to serve who reads it; any other is left alone. notes: any text, kept with the model, and beside it as notes.json, for people; empty: notes().
+  /// to serve who reads it; any other is left alone. notes: any text, kept with the model, and beside it as
+  /// notes.json, for people; empty: notes().
   void save(const std::string& path, const std::string& notes = "") const;
   /// Throws what save(path) would say of what stands there: before hours of training.
   static void check_target(const std::string& path);

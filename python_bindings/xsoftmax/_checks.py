@@ -2,16 +2,17 @@
 
 from typing import Optional
 
+import numpy as np
 from torch import Tensor
 
 
 def check_count(owner: str, argument: str, value: int, least: Optional[int]) -> int:
-    """An int, of at least that, where it is not None."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """An int, numpy's or Python's, of at least that, where it is not None."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{owner}: expected {argument} of type int, got {type(value).__name__}")
     if least is not None and value < least:
         raise ValueError(f"{owner}: expected {argument} of at least {least}, got {value}")
-    return value
+    return int(value)
 
 
 def check_class_weights(owner: str, weight: Optional[Tensor], num_classes: int) -> None:

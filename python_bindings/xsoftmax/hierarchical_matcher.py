@@ -94,8 +94,7 @@ class HierarchicalMatcher(nn.Module):
 
     def _shortlist(self, queries: Tensor, right: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each query: nodes of the layer [R], offsets [Q + 1], which of the nodes are right [R]."""
-        nodes, offsets, is_right = torch.ops.xsoftmax.shortlist(self._reached(queries, layer), right, self.tree.first_child, self.tree.parent)
-        return nodes, offsets, is_right
+        return torch.ops.xsoftmax.shortlist(self._reached(queries, layer), right, self.tree.first_child, self.tree.parent)
 
     def _each(self, scores: Tensor, right: Tensor) -> Tensor:
         """The loss of each node on the shortlists."""
@@ -176,8 +175,8 @@ class HierarchicalMatcher(nn.Module):
             target: [*, T], as in the loss.
 
         Raises:
-            ValueError: no example, another shape, or input, sums or scores that are not finite. TypeError: input of another dtype than the weights. Nothing has
-                changed then.
+            ValueError: no example, another shape, or input, sums or scores that are not finite. TypeError: input of another dtype than the
+                weights. Nothing has changed then.
         """
         queries, table = self._queries(input, target), self.edges.weight
         if len(queries) == 0:
@@ -209,11 +208,11 @@ class HierarchicalMatcher(nn.Module):
             right = right.sort(1).values  # a node above two labels of an example counts once
             right[:, 1:][right[:, 1:] == right[:, :-1]] = -1
             row, column = (right >= 0).nonzero(as_tuple=True)
-            at = right[row, column] - begin
-            of = torch.sparse_coo_tensor(torch.stack([at, row]), torch.ones(len(at), dtype=dtype, device=at.device), (count, len(some)),
+            found, at = (right[row, column] - begin).unique(return_inverse=True)  # a block meets some of the nodes: the others cost nothing
+            of = torch.sparse_coo_tensor(torch.stack([at, row]), torch.ones(len(at), dtype=dtype, device=at.device), (len(found), len(some)),
                                          check_invariants=False)
-            sums += of @ (some.to(dtype) - mean)
-            counts += torch.bincount(at, minlength=count)
+            sums.index_add_(0, found, of @ (some.to(dtype) - mean))
+            counts.index_add_(0, found, torch.bincount(at, minlength=len(found)).to(dtype))
         sums /= counts.clamp(min=1).sqrt().unsqueeze(1)
         return sums, -(sums @ mean)
 

@@ -21,9 +21,10 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
     """:class:`xsoftmax.XRLinear` as scikit-learn has classifiers: ``fit(X, y)``, ``predict(X)``, in pipelines and searches.
 
     y is an indicator matrix [n, L], sparse or dense (several labels a row), or a class for each row [n]. ``predict`` gives the same: an
-    indicator matrix, sparse where y was, of those of the ``topk`` best labels that score at least ``min_score``, or the best class of each row: where
-    rows have more than ten labels, ask for more. ``predict_scores`` gives the scores of the ``topk`` best, CSR [n, L]. Rows of length 1 (``TfidfVectorizer``, ``Normalizer``)
-    suit the defaults; others want a smaller ``threshold``. The fitted model is ``model_``; the other arguments are those of :meth:`xsoftmax.XRLinear.train`.
+    indicator matrix, sparse where y was, of those of the ``topk`` best labels that score at least ``min_score``, or the best class of
+    each row: where rows have more than ten labels, ask for more. ``predict_scores`` gives the scores of the ``topk`` best, CSR [n, L]. Rows of
+    length 1 (``TfidfVectorizer``, ``Normalizer``) suit the defaults; others want a smaller ``threshold``. The fitted model is ``model_``; the
+    other arguments are those of :meth:`xsoftmax.XRLinear.train`.
     """
 
     def __init__(self, *, arity: int = 16, max_leaf_size: int = 100, negatives: str = "tfn", loss: str = "squared_hinge",

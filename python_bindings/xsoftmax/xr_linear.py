@@ -75,7 +75,8 @@ class XRLinear:
             tolerance: a classifier is done when the projected gradients of a sweep are no further from each other and from 0. sweeps: at
                 most.
             bias: the value of a feature that every row and query has beside its own; 0: none.
-            threshold: weights nearer to 0 are dropped: those of rows much longer than 1 are small. max_weights: then all but so many of each classifier. None: none is.
+            threshold: weights nearer to 0 are dropped: those of rows much longer than 1 are small. max_weights: then all but so many of each
+                classifier. None: none is.
             initial: a model with the same tree and features, whose weights training begins from. It takes fewer sweeps where those are nearly
                 the answer, of training to a smaller tolerance with threshold=0 and dtype=torch.float32; else more than without.
             dtype: of the weights that are kept: torch.float16 or torch.float32. None: float16, unless a weight is too small or too large
@@ -99,8 +100,8 @@ class XRLinear:
             tree = LabelTree.from_vectors(label_vectors.pifa(X, Y), arity, generator=generator, max_leaf_size=max_leaf_size)
         elif tree.num_classes != Y.shape[1]:
             raise ValueError(f"XRLinear.train: expected a tree of {Y.shape[1]} labels, as Y has, got one of {tree.num_classes}")
-        sweeps, beam = _count("sweeps", sweeps), _count("beam", beam)
-        most_weights = 0 if max_weights is None else _count("max_weights", max_weights)
+        sweeps, beam = check_count("XRLinear.train", "sweeps", sweeps, 1), check_count("XRLinear.train", "beam", beam, 1)
+        most_weights = 0 if max_weights is None else check_count("XRLinear.train", "max_weights", max_weights, 1)
         layers = _Layers(tree)
         schemes = _schemes(negatives, len(layers.first_child), user_negatives)
         if user_negatives is not None:
@@ -139,8 +140,9 @@ class XRLinear:
         for depth, one in enumerate(stats):
             if one["weights"] < one["nodes"] <= one["weights before the threshold"]:
                 length = float(np.median(np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())))
-                warnings.warn(f"XRLinear.train: threshold={threshold} leaves the {one['nodes']} classifiers of layer {depth + 1} {one['weights']} weights; "
-                              f"rows are of length {length:.3g} (median), and the default suits a length of 1: see label_vectors.unit_rows", stacklevel=2)
+                warnings.warn(f"XRLinear.train: threshold={threshold} leaves the {one['nodes']} classifiers of layer {depth + 1} "
+                              f"{one['weights']} weights; rows are of length {length:.3g} (median), and the default suits a length of 1: see "
+                              "label_vectors.unit_rows", stacklevel=2)
         return XRLinear(torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, layers.labels, parts), stats)
 
     def predict(self, X: Union[Matrix, Tensor, np.ndarray], topk: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
@@ -190,9 +192,7 @@ class XRLinear:
                              + ("" if block is None else f" and {block.shape[1]} dense ones"))
         if only is not None:
             only = _chosen(only, self.num_labels)
-        for argument, value in (("topk", topk), ("beam", beam)):
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-                raise TypeError(f"XRLinear.predict: expected {argument} of type int, got {type(value).__name__}")
+        topk, beam = check_count("XRLinear.predict", "topk", topk, None), check_count("XRLinear.predict", "beam", beam, None)
         return self.model.predict(*parts, block, width, topk, beam, transform or "", combiner or "", only)
 
     def save(self, path: Union[str, PathLike]) -> None:
@@ -366,11 +366,6 @@ def _schemes(negatives: Union[str, Sequence[str]], depth: int, user_negatives: O
     if user_negatives is not None and not any("user" in scheme for scheme in schemes):
         raise ValueError("XRLinear.train: expected negatives with \"user\" beside user_negatives, got " + repr(negatives))
     return schemes
-
-
-def _count(argument: str, value: int) -> int:
-    """numpy's integers are as good as Python's."""
-    return check_count("XRLinear.train", argument, int(value) if isinstance(value, np.integer) else value, 1)
 
 
 def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int) -> Tuple[Tensor, Tensor]:
