@@ -60,14 +60,7 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   check::numbers(kName, "values", values, at::kFloat);
   check::size(kName, "values", values, 0, columns.size(0), "the size of columns");
   TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName, ": expected offsets with a number for each query and one, got none");
-  const Tensor column = columns.contiguous();
-  const int64_t most = given(dense) ? dense_begin : features;
-  if (column.scalar_type() == at::kLong) { // before they are narrowed: what does not fit is not to be cut off to something that does
-    check_columns(span_of<int64_t>(column), most);
-  } else {
-    check_columns(span_of<int32_t>(column), most);
-  }
-  QueryTensors queries{offsets.to(at::kLong).contiguous(), column.to(at::kInt), values.contiguous(), {}, {}};
+  QueryTensors queries{offsets.to(at::kLong).contiguous(), columns.contiguous(), values.contiguous(), {}, {}};
   check::offsets(kName, "offsets", queries.offset, columns.size(0));
   if (given(dense)) {
     check::dim(kName, "dense", *dense, 2);
@@ -80,6 +73,13 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
     for (const float value : span_of<float>(queries.dense)) {
       TORCH_CHECK_VALUE(std::isfinite(value), kName, ": expected dense with finite numbers, got ", value);
     }
+  }
+  const int64_t most = given(dense) ? dense_begin : features;
+  if (queries.feature.scalar_type() == at::kLong) { // before they are narrowed: what does not fit is not to be cut off to something that does
+    check_columns(span_of<int64_t>(queries.feature), most);
+    queries.feature = queries.feature.to(at::kInt);
+  } else {
+    check_columns(span_of<int32_t>(queries.feature), most);
   }
   const auto feature = span_of<int32_t>(queries.feature);
   const auto value = span_of<float>(queries.value);
