@@ -27,6 +27,12 @@ std::string position(const at::Tensor& tensor, int64_t flat) {
 
 } // namespace
 
+void strided(const char* op, const char* arg, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": expected ", arg, " as a dense (strided) tensor, got layout ", tensor.layout());
+  TORCH_CHECK_TYPE(!tensor.is_quantized() && !tensor.is_nested(), op, ": expected ", arg, " as a dense (strided) tensor, got a ",
+                   tensor.is_nested() ? "nested" : "quantized", " one");
+}
+
 void dim(const char* op, const char* arg, const at::Tensor& tensor, int64_t dim) {
   TORCH_CHECK_VALUE(tensor.dim() == dim, op, ": expected ", arg, " with ", dim, " dimension", dim == 1 ? "" : "s", ", got shape ",
                     tensor.sym_sizes());

@@ -10,6 +10,8 @@
 
 namespace xsoftmax::check {
 
+/// `arg` is plain memory: neither sparse nor quantized nor nested. Operators are given no other (csrc/core/guards.cpp); methods of classes may be.
+void strided(const char* op, const char* arg, const at::Tensor& tensor);
 /// `arg` has `dim` dimensions.
 void dim(const char* op, const char* arg, const at::Tensor& tensor, int64_t dim);
 /// Dimension `axis` of `arg` has `size` elements; `why` names what the size comes from.

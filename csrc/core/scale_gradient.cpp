@@ -1,5 +1,7 @@
 #include "core/scale_gradient.h"
 
+#include "core/checks.h"
+
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -8,7 +10,11 @@
 namespace xsoftmax {
 namespace {
 
-at::Tensor product(const at::Tensor& gradient, const at::Tensor& factor, const at::Tensor&) { return gradient * factor; }
+at::Tensor product(const at::Tensor& gradient, const at::Tensor& factor, const at::Tensor&) {
+  check::floating("scale_gradient", "gradient", gradient);
+  check::floating("scale_gradient", "factor", factor);
+  return gradient * factor;
+}
 
 } // namespace
 

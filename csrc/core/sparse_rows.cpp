@@ -11,6 +11,7 @@ namespace xsoftmax::check {
 using at::Tensor;
 
 void numbers(const char* op, const char* arg, const Tensor& tensor, at::ScalarType type) {
+  strided(op, arg, tensor);
   dim(op, arg, tensor, 1);
   dtype(op, arg, tensor, type);
   TORCH_CHECK_TYPE(tensor.is_cpu(), op, ": expected ", arg, " on the CPU, got ", tensor.device());

@@ -1,0 +1,122 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+// Options of an operator: a documented struct with defaults, given to the operator as one text "lr=0.001,nesterov=true". A struct names
+// its fields once, in a visitor that serves reading and printing alike:
+//
+//     struct RowAdamOptions {
+//       double lr = 1e-3;            ///< learning rate
+//       bool maximize = false;
+//       template <typename Visitor> void visit(Visitor& v) { v("lr", lr); v("maximize", maximize); }
+//     };
+//
+// Fields are bool ("true", "false", "True", "False"), int64_t, double (shortest text that reads back as the same number; inf and nan as such)
+// and std::string (any text without ',' and '='), or std::optional of one of these ("none": no value). A key that is left out keeps its default. An unknown key, a key that stands twice and a
+// value that does not read as its field's type raise ValueError.
+
+namespace xsoftmax {
+
+namespace detail {
+
+/// The value of one key, read into the field of that name. 64 fields at most.
+class OptionReader {
+ public:
+  OptionReader(const char* op, std::string_view key, std::string_view value) : op_(op), key_(key), value_(value) {}
+
+  template <typename Field>
+  void operator()(const char* name, Field& field) {
+    if (found_ < 0 && key_ == name) {
+      found_ = index_;
+      read(field);
+    }
+    ++index_;
+  }
+  /// Position of the field that was read, -1: none has the name.
+  int found() const { return found_; }
+
+ private:
+  void read(bool& field) const;
+  void read(int64_t& field) const;
+  void read(double& field) const;
+  void read(std::string& field) const;
+  template <typename Field>
+  void read(std::optional<Field>& field) const {
+    field.reset();
+    if (value_ != "none") {
+      read(field.emplace());
+    }
+  }
+  [[noreturn]] void refuse(const char* expected) const;
+
+  const char* op_;
+  std::string_view key_, value_;
+  int index_ = 0, found_ = -1;
+};
+
+class OptionPrinter {
+ public:
+  void operator()(const char* name, bool field);
+  void operator()(const char* name, int64_t field);
+  void operator()(const char* name, double field);
+  void operator()(const char* name, const std::string& field);
+  template <typename Field>
+  void operator()(const char* name, const std::optional<Field>& field) {
+    field.has_value() ? (*this)(name, *field) : add(name, "none");
+  }
+  std::string text;
+
+ private:
+  void add(const char* name, std::string_view value);
+};
+
+struct OptionNames {
+  template <typename Field>
+  void operator()(const char* name, Field&) {
+    names.append(names.empty() ? "" : ", ").append(name);
+  }
+  std::string names;
+};
+
+/// Cuts "key=value," from the front of `text`. False: nothing is left.
+bool next_option(const char* op, std::string_view& text, std::string_view& key, std::string_view& value);
+[[noreturn]] void unknown_option(const char* op, std::string_view key, const std::string& known);
+[[noreturn]] void repeated_option(const char* op, std::string_view key);
+
+} // namespace detail
+
+/// The options that `text` spells; `op` is named in errors.
+template <typename Options>
+Options parse_options(const char* op, std::string_view text) {
+  Options options;
+  uint64_t seen = 0;
+  std::string_view key, value;
+  while (detail::next_option(op, text, key, value)) {
+    detail::OptionReader reader(op, key, value);
+    options.visit(reader);
+    if (reader.found() < 0) {
+      detail::OptionNames known;
+      options.visit(known);
+      detail::unknown_option(op, key, known.names);
+    }
+    const uint64_t bit = uint64_t(1) << reader.found();
+    if (seen & bit) {
+      detail::repeated_option(op, key);
+    }
+    seen |= bit;
+  }
+  return options;
+}
+
+/// All fields as text, which parse_options reads back exactly.
+template <typename Options>
+std::string print_options(Options options) {
+  detail::OptionPrinter printer;
+  options.visit(printer);
+  return printer.text;
+}
+
+} // namespace xsoftmax

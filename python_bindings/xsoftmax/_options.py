@@ -1,0 +1,30 @@
+"""The text in which operators take their options."""
+
+import operator
+
+import torch
+
+
+def _value_text(name, value):
+    if type(value) is float:
+        return repr(value)
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        if "," in value or "=" in value:
+            raise ValueError(f"expected {name} without ',' and '=', got {value!r}")
+        return value
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"expected {name} as a number, got a tensor")
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # numpy's are no subclass
+        return "true" if value else "false"
+    try:
+        return repr(operator.index(value))
+    except TypeError:
+        return repr(float(value))
+
+
+def option_text(**values):
+    """ "lr=0.001,nesterov=true": what csrc/core/options.h reads, number by number exactly. Values are None, numbers (numpy's as well),
+    bools and strings without ',' and '='."""
+    return ",".join([f"{name}={_value_text(name, value)}" for name, value in values.items()])
