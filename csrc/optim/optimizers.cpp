@@ -1,10 +1,5 @@
-#include "core/checks.h"
-#include "core/dtypes.h"
-#include "core/memory.h"
-#include "core/optional.h"
-#include "optim/row_adagrad.h"
-#include "optim/row_adam.h"
-#include "optim/row_sgd.h"
+#include "core/options.h"
+#include "optim/settle.h"
 #include "optim/sparse_gradient.h"
 
 #include <torch/torch.h>
@@ -13,167 +8,146 @@
 #include <cmath>
 
 namespace xsoftmax::optim {
-namespace {
 
 using at::Tensor;
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
+using AnyOptions = torch::optim::OptimizerOptions;
 
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
+struct RowRule {
+  const char *name, *op;                 // its operators are op_state, op_step_, op_flush_
+  std::vector<const char*> state;        // names of the state tensors, in the operators' order
+  void (*check)(const AnyOptions&);
+  std::string (*text)(const AnyOptions&);
+  void (*save)(OutputArchive&, const torch::optim::Optimizer&);
+  void (*load)(InputArchive&, torch::optim::Optimizer&);
 
-OptionalTensor tensor_of(const RowParamState& state, const char* name) {
-  const auto found = state.tensors.find(name);
-  return found == state.tensors.end() ? OptionalTensor() : OptionalTensor(found->second);
-}
-
-const Tensor& zeros_once(RowParamState& state, const char* name, at::IntArrayRef shape, const at::TensorOptions& options) {
-  Tensor& tensor = state.tensors[name];
-  if (!tensor.defined()) {
-    tensor = table_zeros(shape, options);
+  template <typename Signature>
+  auto find(const char* suffix) const {
+    return c10::Dispatcher::singleton().findSchemaOrThrow((std::string("xsoftmax::") + op + suffix).c_str(), "").typed<Signature>();
   }
-  return tensor;
+};
+
+namespace {
+
+template <typename Options>
+RowRule make_rule(const char* name, const char* op, std::vector<const char*> state) {
+  return {name,
+          op,
+          std::move(state),
+          [](const AnyOptions& options) { static_cast<const Options&>(options).check(); },
+          [](const AnyOptions& options) { return print_options(static_cast<const Options&>(options)); },
+          [](OutputArchive& archive, const torch::optim::Optimizer& optimizer) {
+            torch::optim::serialize<RowParamState, Options>(archive, optimizer);
+          },
+          [](InputArchive& archive, torch::optim::Optimizer& optimizer) {
+            torch::optim::serialize<RowParamState, Options>(archive, optimizer);
+          }};
 }
 
-// State of a table's shape in the dtype of its sums.
-const Tensor& moments_once(RowParamState& state, const char* name, const Tensor& param) {
-  return zeros_once(state, name, param.sizes(), param.options().dtype(opmath_dtype(param.scalar_type())).requires_grad(false));
-}
+const RowRule sgd = make_rule<RowSGDOptions>("RowSGD", "row_sgd", {"step", "momentum_buffer", "last_step", "owed"});
+const RowRule adagrad = make_rule<RowAdagradOptions>("RowAdagrad", "row_adagrad", {"step", "sum"});
+const RowRule adam = make_rule<RowAdamOptions>("RowAdam", "row_adam", {"step", "exp_avg", "exp_avg_sq", "last_step", "owed"});
 
-const Tensor& counts_once(RowParamState& state, const char* name, const Tensor& param, at::ScalarType dtype) {
-  return zeros_once(state, name, {param.size(0)}, param.options().dtype(dtype).requires_grad(false));
-}
-
-void add_decay(const char* name, const Tensor& param, RowParamState& state, double lr, double weight_decay) {
-  if (weight_decay != 0) {
-    TORCH_CHECK_VALUE(lr * weight_decay < 1, name, ": expected lr * weight_decay below 1, got ", lr, " * ", weight_decay);
-    counts_once(state, "last_decay", param, at::kDouble);
-    state.decay += std::log1p(-lr * weight_decay);
+// In the operators' order; dense state has the first of them alone.
+std::vector<Tensor> tensors_of(const RowRule& rule, const torch::optim::OptimizerParamState& state) {
+  const auto& named = static_cast<const RowParamState&>(state).tensors;
+  std::vector<Tensor> tensors;
+  for (const char* name : rule.state) {
+    if (const auto found = named.find(name); found != named.end()) {
+      tensors.push_back(found->second);
+    }
   }
+  return tensors;
 }
 
 void at_least_zero(const char* name, const char* option, double value) {
   TORCH_CHECK_VALUE(value >= 0, name, ": expected ", option, " of at least 0, got ", value);
 }
 
-void check_options(const RowSGDOptions& options) {
-  at_least_zero("RowSGD", "lr", options.lr());
-  at_least_zero("RowSGD", "momentum", options.momentum());
-  at_least_zero("RowSGD", "weight_decay", options.weight_decay());
-  TORCH_CHECK_VALUE(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
-                    "RowSGD: expected a momentum and no dampening for nesterov, got momentum ", options.momentum(),
-                    " and dampening ", options.dampening());
+void check_rates(const char* name, double lr, double weight_decay) {
+  TORCH_CHECK_VALUE(lr >= 0 && std::isfinite(lr), name, ": expected lr as a finite number of at least 0, got ", lr);
+  at_least_zero(name, "weight_decay", weight_decay);
 }
 
-void check_options(const RowAdagradOptions& options) {
-  at_least_zero("RowAdagrad", "lr", options.lr());
-  at_least_zero("RowAdagrad", "lr_decay", options.lr_decay());
-  at_least_zero("RowAdagrad", "weight_decay", options.weight_decay());
-  at_least_zero("RowAdagrad", "initial_accumulator_value", options.initial_accumulator_value());
-  at_least_zero("RowAdagrad", "eps", options.eps());
+template <typename Options>
+void read_options(Options& options, InputArchive& archive) {
+  c10::IValue text;
+  archive.read("options", text);
+  options = parse_options<Options>("load", text.toStringRef());
 }
 
-void check_options(const RowAdamOptions& options) {
-  at_least_zero("RowAdam", "lr", options.lr());
-  at_least_zero("RowAdam", "weight_decay", options.weight_decay());
-  at_least_zero("RowAdam", "eps", options.eps());
-  const auto [beta1, beta2] = options.betas();
+template <typename Options>
+void write_options(const Options& options, OutputArchive& archive) {
+  archive.write("options", c10::IValue(print_options(options)));
+}
+
+} // namespace
+
+void RowSGDOptions::check() const {
+  check_rates("RowSGD", lr(), weight_decay());
+  at_least_zero("RowSGD", "momentum", momentum());
+  TORCH_CHECK_VALUE(!nesterov() || (momentum() > 0 && dampening() == 0),
+                    "RowSGD: expected a momentum and no dampening for nesterov, got momentum ", momentum(), " and dampening ", dampening());
+}
+
+void RowAdagradOptions::check() const {
+  check_rates("RowAdagrad", lr(), weight_decay());
+  at_least_zero("RowAdagrad", "lr_decay", lr_decay());
+  at_least_zero("RowAdagrad", "initial_accumulator_value", initial_accumulator_value());
+  at_least_zero("RowAdagrad", "eps", eps());
+}
+
+void RowAdamOptions::check() const {
+  check_rates("RowAdam", lr(), weight_decay());
+  at_least_zero("RowAdam", "eps", eps());
+  const auto [beta1, beta2] = betas();
   TORCH_CHECK_VALUE(beta1 >= 0 && beta1 < 1, "RowAdam: expected betas[0] in [0, 1), got ", beta1);
   TORCH_CHECK_VALUE(beta2 >= 0 && beta2 < 1, "RowAdam: expected betas[1] in [0, 1), got ", beta2);
   TORCH_CHECK_VALUE(beta1 == 0 || beta1 * beta1 < beta2, "RowAdam: expected betas[0]^2 < betas[1], got ", beta1, " and ", beta2);
 }
 
-template <typename Options>
-void check_groups(const Options& defaults, const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  check_options(defaults);
-  for (const auto& group : groups) {
-    check_options(static_cast<const Options&>(group.options()));
-  }
-}
-
-} // namespace
-
-RowSGDOptions::RowSGDOptions(double lr) : lr_(lr) {}
-RowAdagradOptions::RowAdagradOptions(double lr) : lr_(lr) {}
-RowAdamOptions::RowAdamOptions(double lr) : lr_(lr) {}
-
-void RowSGDOptions::serialize(OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(dampening);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(nesterov);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(maximize);
-}
-
-void RowSGDOptions::serialize(InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, momentum);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, dampening);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, nesterov);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, maximize);
-}
-
-void RowAdagradOptions::serialize(OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(initial_accumulator_value);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(row_wise);
-}
-
-void RowAdagradOptions::serialize(InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr_decay);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, initial_accumulator_value);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, row_wise);
-}
-
-void RowAdamOptions::serialize(OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-}
-
-void RowAdamOptions::serialize(InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(Betas, betas);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-}
+void RowSGDOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
+void RowSGDOptions::serialize(InputArchive& archive) { read_options(*this, archive); }
+void RowAdagradOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
+void RowAdagradOptions::serialize(InputArchive& archive) { read_options(*this, archive); }
+void RowAdamOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
+void RowAdamOptions::serialize(InputArchive& archive) { read_options(*this, archive); }
 
 void RowParamState::serialize(OutputArchive& archive) const {
-  archive.write("rows", c10::IValue(rows));
-  archive.write("step", c10::IValue(step));
-  archive.write("decay", c10::IValue(decay));
-  OutputArchive named(archive.compilation_unit());
   for (const auto& [name, tensor] : tensors) {
-    named.write(name, tensor);
+    archive.write(name, tensor, /*is_buffer=*/true);
   }
-  archive.write("tensors", named);
 }
 
 void RowParamState::serialize(InputArchive& archive) {
-  c10::IValue value;
-  archive.read("rows", value);
-  rows = value.toBool();
-  archive.read("step", value);
-  step = value.toInt();
-  archive.read("decay", value);
-  decay = value.toDouble();
-  InputArchive named;
-  archive.read("tensors", named);
-  for (const std::string& name : named.keys()) {
-    named.read(name, tensors[name]);
+  for (const std::string& name : archive.keys()) {
+    archive.read(name, tensors[name], /*is_buffer=*/true);
   }
 }
+
+RowOptimizer::RowOptimizer(const RowRule& rule, const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                           std::unique_ptr<AnyOptions> defaults)
+    : Optimizer(param_groups, std::move(defaults)), rule_(rule) {
+  rule_.check(*defaults_);
+  for (const auto& group : param_groups_) {
+    rule_.check(group.options());
+  }
+}
+
+RowOptimizer::~RowOptimizer() {
+  try {
+    flush();
+  } catch (const c10::Error&) { // a table that has moved elsewhere
+  }
+}
+
+RowSGD::RowSGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowSGDOptions defaults)
+    : RowOptimizer(sgd, param_groups, std::make_unique<RowSGDOptions>(defaults)) {}
+RowAdagrad::RowAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdagradOptions defaults)
+    : RowOptimizer(adagrad, param_groups, std::make_unique<RowAdagradOptions>(defaults)) {}
+RowAdam::RowAdam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdamOptions defaults)
+    : RowOptimizer(adam, param_groups, std::make_unique<RowAdamOptions>(defaults)) {}
 
 Tensor RowOptimizer::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
@@ -182,178 +156,83 @@ Tensor RowOptimizer::step(LossClosure closure) {
     const at::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  for (auto& group : param_groups_) {
+  std::vector<Tensor> params, values, state;
+  c10::List<std::optional<Tensor>> rows;
+  c10::List<std::string> options;
+  std::vector<int64_t> counts;
+  std::vector<std::pair<void*, std::unique_ptr<RowParamState>>> fresh; // joins the optimizer when the step has passed all checks
+  const auto make_state = rule_.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state");
+  for (const auto& group : param_groups_) {
+    const std::string text = rule_.text(group.options());
+    options.push_back(text);
+    counts.push_back(0);
     for (const Tensor& param : group.params()) {
-      if (param.grad().defined()) {
-        step_param(group.options(), param);
+      if (!param.grad().defined()) {
+        continue;
       }
+      ++counts.back();
+      params.push_back(param);
+      const bool is_sparse = param.grad().layout() != at::kStrided;
+      const auto gradient = is_sparse ? sparse_gradient(rule_.name, param.grad()) : std::pair(Tensor(), param.grad());
+      rows.push_back(is_sparse ? std::optional(gradient.first) : std::nullopt);
+      values.push_back(gradient.second);
+      const auto found = state_.find(param.unsafeGetTensorImpl());
+      std::vector<Tensor> tensors;
+      if (found != state_.end()) {
+        tensors = tensors_of(rule_, *found->second);
+      } else {
+        tensors = make_state.call(param, is_sparse, text);
+        fresh.emplace_back(param.unsafeGetTensorImpl(), std::make_unique<RowParamState>());
+        for (size_t i = 0; i < tensors.size(); ++i) {
+          fresh.back().second->tensors[rule_.state[i]] = tensors[i];
+        }
+      }
+      state.insert(state.end(), tensors.begin(), tensors.end());
     }
+  }
+  rule_
+      .find<void(at::TensorList, const c10::List<std::optional<Tensor>>&, at::TensorList, at::TensorList, const c10::List<std::string>&,
+                 at::IntArrayRef)>("_step_")
+      .call(params, rows, values, state, options, counts);
+  for (auto& [param, made] : fresh) {
+    state_[param] = std::move(made);
   }
   return loss;
 }
 
-void RowOptimizer::step_param(const Options& options, const Tensor& param) {
-  const Tensor grad = param.grad();
-  const bool is_sparse = grad.layout() != at::kStrided;
-  Tensor rows, values;
-  if (is_sparse) {
-    std::tie(rows, values) = sparse_gradient(name(), grad);
-  }
-  auto& slot = state_[param.unsafeGetTensorImpl()];
-  if (slot == nullptr) {
-    auto fresh = std::make_unique<RowParamState>();
-    fresh->rows = is_sparse;
-    slot = std::move(fresh);
-  }
-  auto& state = static_cast<RowParamState&>(*slot);
-  ++state.step;
-  if (!state.rows) {
-    step_dense(options, param, state, (is_sparse ? grad.to_dense() : grad).contiguous());
-  } else {
-    step_rows(options, param, state, is_sparse ? rows : torch::arange(param.size(0), param.options().dtype(at::kLong)),
-              is_sparse ? values : grad);
-  }
-}
-
-void RowOptimizer::flush() {
+void RowOptimizer::flush() const {
   const torch::NoGradGuard no_grad;
-  for (auto& group : param_groups_) {
+  const auto flush = rule_.find<void(const Tensor&, at::TensorList)>("_flush_");
+  for (const auto& group : param_groups_) {
     for (const Tensor& param : group.params()) {
-      const auto found = state_.find(param.unsafeGetTensorImpl());
-      if (found != state_.end() && static_cast<RowParamState&>(*found->second).rows) {
-        flush_rows(group.options(), param, static_cast<RowParamState&>(*found->second));
+      if (const auto found = state_.find(param.unsafeGetTensorImpl()); found != state_.end()) {
+        flush.call(param, tensors_of(rule_, *found->second));
       }
     }
   }
 }
 
-void RowOptimizer::flush_rows(const Options&, const Tensor& param, RowParamState& state) {
-  if (const auto last_decay = tensor_of(state, "last_decay")) {
-    op<decltype(row_decay_reference)>("xsoftmax::row_decay_").call(param, *last_decay, state.decay);
-  }
+void RowOptimizer::save(OutputArchive& archive) const {
+  flush();
+  rule_.save(archive, *this);
 }
 
-RowSGD::RowSGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowSGDOptions defaults)
-    : RowOptimizer(param_groups, std::make_unique<RowSGDOptions>(defaults)) {
-  check_groups(defaults, param_groups_);
-}
-
-void RowSGD::step_rows(const Options& base, const Tensor& param, RowParamState& state, const Tensor& rows, const Tensor& values) {
-  const auto& options = static_cast<const RowSGDOptions&>(base);
-  const bool first = options.momentum() != 0 && !tensor_of(state, "momentum_buffer").has_value();
-  if (first) {
-    moments_once(state, "momentum_buffer", param);
-    counts_once(state, "last_step", param, at::kInt);
+void RowOptimizer::load(InputArchive& archive) {
+  for (const auto& [param, old] : state_) {
+    forget_debt(tensors_of(rule_, *old));
   }
-  add_decay(name(), param, state, options.lr(), options.weight_decay());
-  op<decltype(row_sgd_reference)>("xsoftmax::row_sgd_")
-      .call(param, rows, values, tensor_of(state, "momentum_buffer"), tensor_of(state, "last_step"), tensor_of(state, "last_decay"),
-            state.step, options.lr(), options.momentum(), first ? 0 : options.dampening(), options.nesterov(), options.maximize(),
-            state.decay);
-}
-
-void RowSGD::step_dense(const Options& base, const Tensor& param, RowParamState& state, const Tensor& grad) {
-  const auto& options = static_cast<const RowSGDOptions&>(base);
-  Tensor direction = options.maximize() ? grad.neg() : grad;
-  if (options.weight_decay() != 0) {
-    direction = direction.add(param, options.weight_decay());
-  }
-  if (options.momentum() != 0) {
-    Tensor& buffer = state.tensors["momentum_buffer"];
-    if (buffer.defined()) {
-      buffer.mul_(options.momentum()).add_(direction, 1 - options.dampening());
-    } else {
-      buffer = direction.clone();
+  state_.clear();
+  rule_.load(archive, *this);
+  const auto register_debt = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::register_debt", "")
+                                 .typed<void(const Tensor&, at::TensorList, std::string_view)>();
+  for (const auto& group : param_groups_) {
+    for (const Tensor& param : group.params()) {
+      const auto found = state_.find(param.unsafeGetTensorImpl());
+      if (found != state_.end() && static_cast<const RowParamState&>(*found->second).tensors.contains("owed")) {
+        register_debt.call(param, tensors_of(rule_, *found->second), rule_.op);
+      }
     }
-    direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
-  }
-  param.add_(direction, -options.lr());
-}
-
-void RowSGD::flush_rows(const Options& base, const Tensor& param, RowParamState& state) {
-  const auto& options = static_cast<const RowSGDOptions&>(base);
-  const auto buffer = tensor_of(state, "momentum_buffer");
-  if (!buffer.has_value()) {
-    return RowOptimizer::flush_rows(base, param, state);
-  }
-  op<decltype(row_sgd_flush_reference)>("xsoftmax::row_sgd_flush_")
-      .call(param, *buffer, *tensor_of(state, "last_step"), tensor_of(state, "last_decay"), state.step, options.lr(),
-            options.momentum(), options.nesterov(), state.decay);
-}
-
-RowAdagrad::RowAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdagradOptions defaults)
-    : RowOptimizer(param_groups, std::make_unique<RowAdagradOptions>(defaults)) {
-  check_groups(defaults, param_groups_);
-}
-
-void RowAdagrad::step_rows(const Options& base, const Tensor& param, RowParamState& state, const Tensor& rows,
-                           const Tensor& values) {
-  const auto& options = static_cast<const RowAdagradOptions&>(base);
-  Tensor& sum = state.tensors["sum"];
-  if (!sum.defined()) {
-    sum = table_empty(options.row_wise() ? param.sizes().slice(0, 1) : param.sizes(),
-                      param.options().dtype(opmath_dtype(param.scalar_type())).requires_grad(false))
-              .fill_(options.initial_accumulator_value());
-  }
-  op<decltype(row_adagrad_reference)>("xsoftmax::row_adagrad_")
-      .call(param, rows, values, sum, options.lr() / (1 + double(state.step - 1) * options.lr_decay()), options.weight_decay(),
-            options.eps());
-}
-
-void RowAdagrad::step_dense(const Options& base, const Tensor& param, RowParamState& state, const Tensor& grad) {
-  const auto& options = static_cast<const RowAdagradOptions&>(base);
-  Tensor& sum = state.tensors["sum"];
-  if (!sum.defined()) {
-    sum = torch::full(param.sizes(), options.initial_accumulator_value(), grad.options());
-  }
-  const Tensor gradient = options.weight_decay() != 0 ? grad.add(param, options.weight_decay()) : grad;
-  sum.addcmul_(gradient, gradient);
-  const double lr = options.lr() / (1 + double(state.step - 1) * options.lr_decay());
-  param.addcdiv_(gradient, sum.sqrt().add_(options.eps()), -lr);
-}
-
-RowAdam::RowAdam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdamOptions defaults)
-    : RowOptimizer(param_groups, std::make_unique<RowAdamOptions>(defaults)) {
-  check_groups(defaults, param_groups_);
-}
-
-void RowAdam::step_rows(const Options& base, const Tensor& param, RowParamState& state, const Tensor& rows, const Tensor& values) {
-  const auto& options = static_cast<const RowAdamOptions&>(base);
-  add_decay(name(), param, state, options.lr(), options.weight_decay());
-  const auto [beta1, beta2] = options.betas();
-  op<decltype(row_adam_reference)>("xsoftmax::row_adam_")
-      .call(param, rows, values, moments_once(state, "exp_avg", param), moments_once(state, "exp_avg_sq", param),
-            counts_once(state, "last_step", param, at::kInt), tensor_of(state, "last_decay"), state.step, options.lr(), beta1, beta2,
-            options.eps(), state.decay);
-}
-
-void RowAdam::flush_rows(const Options& base, const Tensor& param, RowParamState& state) {
-  const auto& options = static_cast<const RowAdamOptions&>(base);
-  const auto [beta1, beta2] = options.betas();
-  op<decltype(row_adam_flush_reference)>("xsoftmax::row_adam_flush_")
-      .call(param, *tensor_of(state, "exp_avg"), *tensor_of(state, "exp_avg_sq"), *tensor_of(state, "last_step"),
-            tensor_of(state, "last_decay"), state.step, options.lr(), beta1, beta2, options.eps(), state.decay);
-}
-
-void RowAdam::step_dense(const Options& base, const Tensor& param, RowParamState& state, const Tensor& grad) {
-  const auto& options = static_cast<const RowAdamOptions&>(base);
-  const Tensor first = zeros_once(state, "exp_avg", param.sizes(), grad.options());
-  const Tensor second = zeros_once(state, "exp_avg_sq", param.sizes(), grad.options());
-  const Tensor steps = torch::full({}, double(state.step), grad.options().dtype(at::kFloat));
-  const auto [beta1, beta2] = options.betas();
-  const Tensor target = param.contiguous(); // the fused kernel walks the memory of its tensors
-  at::_fused_adamw_({target}, {grad}, {first}, {second}, {}, {steps}, options.lr(), beta1, beta2, options.weight_decay(),
-                    options.eps(), /*amsgrad=*/false, /*maximize=*/false);
-  if (!target.is_same(param)) {
-    param.copy_(target);
   }
 }
-
-void RowSGD::save(OutputArchive& archive) const { torch::optim::serialize<RowParamState, RowSGDOptions>(archive, *this); }
-void RowSGD::load(InputArchive& archive) { torch::optim::serialize<RowParamState, RowSGDOptions>(archive, *this); }
-void RowAdagrad::save(OutputArchive& archive) const { torch::optim::serialize<RowParamState, RowAdagradOptions>(archive, *this); }
-void RowAdagrad::load(InputArchive& archive) { torch::optim::serialize<RowParamState, RowAdagradOptions>(archive, *this); }
-void RowAdam::save(OutputArchive& archive) const { torch::optim::serialize<RowParamState, RowAdamOptions>(archive, *this); }
-void RowAdam::load(InputArchive& archive) { torch::optim::serialize<RowParamState, RowAdamOptions>(archive, *this); }
 
 } // namespace xsoftmax::optim

@@ -1,53 +1,114 @@
 #include "optim/row_adagrad.h"
 
-#include "core/bump_versions.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/impl.h"
+#include "core/memory.h"
+#include "optim/row_step.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_fused_adagrad.h>
+#include <ATen/ops/full_like.h>
 #include <torch/library.h>
 
 namespace xsoftmax {
+namespace {
 
 using at::Tensor;
+using at::TensorList;
 
-void check_row_adagrad(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& sum) {
-  constexpr const char* op = "row_adagrad_";
-  check_row_gradient(op, param, rows, values);
-  TORCH_CHECK_VALUE(sum.dim() == 1 || sum.dim() == param.dim(), op, ": expected sum of param's shape or [N], got shape ",
-                    sum.sym_sizes());
-  check_row_state(op, "sum", sum, param, sum.dim() == param.dim(), opmath_dtype(param.scalar_type()));
-}
+enum State { kCount, kSum };
 
-void row_adagrad_reference(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& sum, double lr,
-                           double weight_decay, double eps) {
-  check_row_adagrad(param, rows, values, sum);
+struct AdagradRule {
+  using Options = optim::RowAdagradOptions;
+  static constexpr const char *kStep = "row_adagrad_step_", *kState = "row_adagrad_state", *kFlush = "row_adagrad_flush_";
+  static constexpr size_t kRowState = 2, kDenseState = 2;
+
+  static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
+    if (!rows) {
+      return {at::full_like(param, options.initial_accumulator_value())};
+    }
+    return {table_empty(options.row_wise() ? param.sizes().slice(0, 1) : param.sizes(),
+                        param.options().dtype(opmath_dtype(param.scalar_type())))
+                .fill_(options.initial_accumulator_value())};
+  }
+
+  static void check_rows(const char* op, const Tensor& param, TensorList state) {
+    const Tensor& sum = state[kSum];
+    TORCH_CHECK_VALUE(sum.dim() == 1 || sum.dim() == param.dim(), op, ": expected sum of param's shape or [N], got shape ",
+                      sum.sym_sizes());
+    check_row_state(op, "sum", sum, param, sum.dim() == param.dim(), opmath_dtype(param.scalar_type()));
+  }
+
+  static void check_dense(const char* op, const Tensor& param, TensorList state) { check_dense_state(op, "sum", state[kSum], param); }
+  static void check_step(const Options&) {}
+
+  static double rate(const Options& options, double step) { return options.lr() / (1 + (step - 1) * options.lr_decay()); }
+
+  static void step_rows(const ParamStep<Options>& item) {
+    const Options& options = *item.options;
+    const Tensor& sum = item.state[kSum];
+    int64_t& step = *item.state[kCount].mutable_data_ptr<int64_t>();
+    const bool kernel = item.param.is_cpu() && !use_reference() && has_row_view(item.param) && has_row_view(sum);
+    (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)(
+        {item.param, sum, rate(options, double(step + 1)), options.weight_decay(), options.eps()}, *item.rows, item.values);
+    ++step;
+  }
+
+  static void flush(const Tensor&, TensorList) {}
+
+  // Torch fuses Adagrad for the CPU in all releases that this library supports, elsewhere in a few.
+  static bool can_fuse(const Tensor& param) { return param.is_cpu(); }
+
+  static void step_dense(const std::vector<ParamStep<Options>>& items, bool fused) {
+    const Options& options = *items[0].options;
+    const std::vector<Tensor> steps = state_of(items, kCount);
+    at::_foreach_add_(steps, 1);
+    if (fused) {
+      at::_fused_adagrad_(params_of(items), values_of(items), state_of(items, kSum), steps, options.lr(), options.lr_decay(),
+                          options.weight_decay(), options.eps(), /*maximize=*/false);
+      return;
+    }
+    for (const auto& item : items) {
+      const Tensor g = options.weight_decay() != 0 ? item.values.add(item.param, options.weight_decay()) : item.values;
+      item.state[kSum].addcmul_(g, g);
+      item.param.addcdiv_(g, item.state[kSum].sqrt().add_(options.eps()), -rate(options, item.state[kCount].item<double>()));
+    }
+  }
+};
+
+} // namespace
+
+void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, const Tensor& values) {
   auto [ids, g] = touched_rows(rows, values);
-  const Tensor old = param.index_select(0, ids).to(g.scalar_type());
-  if (weight_decay != 0) {
-    g = g + old.mul(weight_decay);
+  const Tensor old = u.param.index_select(0, ids).to(g.scalar_type());
+  if (u.weight_decay != 0) {
+    g = g + old.mul(u.weight_decay);
   }
   const Tensor squares = g.square();
-  const Tensor next = sum.index_select(0, ids) + (sum.dim() < param.dim() ? squares.mean(1) : squares);
-  sum.index_copy_(0, ids, next);
-  const Tensor root = next.sqrt().add(eps);
-  param.index_copy_(0, ids, (old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(lr)).to(param.scalar_type()));
-}
-
-static void row_adagrad_meta(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& sum, double, double,
-                             double) {
-  check_row_adagrad(param, rows, values, sum);
+  const Tensor next = u.sum.index_select(0, ids) + (u.sum.dim() < u.param.dim() ? squares.mean(1) : squares);
+  u.sum.index_copy_(0, ids, next);
+  const Tensor root = next.sqrt().add(u.eps);
+  u.param.index_copy_(0, ids, (old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(u.lr)).to(u.param.scalar_type()));
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("row_adagrad_(Tensor(a!) param, Tensor rows, Tensor values, Tensor(b!) sum, *, float lr, float weight_decay=0., "
-        "float eps=1e-10) -> ()");
+  m.def("row_adagrad_state(Tensor param, bool rows, str options) -> Tensor[]");
+  m.def("row_adagrad_step_(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()");
+  m.def("row_adagrad_flush_(Tensor(a!) param, Tensor(b!)[] state) -> ()");
 }
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("row_adagrad_", row_adagrad_reference); }
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("row_adagrad_", row_adagrad_meta); }
 
-TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) {
-  m.impl("row_adagrad_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("row_adagrad_state", row_state<AdagradRule>);
+  m.impl("row_adagrad_step_", row_step<AdagradRule>);
+  m.impl("row_adagrad_flush_", row_flush<AdagradRule>);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("row_adagrad_state", row_state<AdagradRule>);
+  m.impl("row_adagrad_step_", row_step_meta<AdagradRule>);
+  m.impl("row_adagrad_flush_", row_flush_meta<AdagradRule>);
 }
 
 } // namespace xsoftmax

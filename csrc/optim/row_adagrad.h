@@ -4,19 +4,24 @@
 
 namespace xsoftmax {
 
-// row_adagrad_: Adagrad (Duchi, Hazan and Singer 2011) on the rows that have a gradient (optim/row_update.h), as
-// torch.optim.Adagrad:
+// row_adagrad_step_, row_adagrad_state, row_adagrad_flush_ (optim/row_step.h; options: RowAdagradOptions): Adagrad (Duchi, Hazan and Singer
+// 2011) on the rows that have a gradient, at step t, as torch.optim.Adagrad:
 //
 //     g += weight_decay param
-//     sum += g^2                     sum of param's shape; or, one number a row: sum [N] += mean(g^2)
-//     param -= lr g / (sqrt(sum) + eps)
+//     sum += g^2                                     row_wise: one number a row, sum [N] += mean(g^2)
+//     param -= lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps)
 //
-// `sum` is in opmath dtype. Its shape says which form is meant ([N] parameters have one). lr is that of the step: a decay of it
-// over the steps, lr / (1 + (t - 1) lr_decay), is the caller's. Weight decay acts in the steps in which a row has a gradient.
+// Weight decay acts in the steps in which a row has a gradient. Rows owe nothing.
+//
+// State for rows: step int64 [], sum of param's shape or [N] in opmath dtype. Dense: step float32 [], sum.
 
-void check_row_adagrad(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values, const at::Tensor& sum);
+struct RowAdagradUpdate {
+  at::Tensor param, sum;
+  double lr; ///< of this step
+  double weight_decay, eps;
+};
 
-void row_adagrad_reference(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values, const at::Tensor& sum,
-                           double lr, double weight_decay, double eps);
+void row_adagrad_rows_reference(const RowAdagradUpdate& update, const at::Tensor& rows, const at::Tensor& values);
+void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const at::Tensor& rows, const at::Tensor& values);
 
 } // namespace xsoftmax

@@ -1,205 +1,193 @@
 #include "optim/row_adam.h"
 
-#include "core/bump_versions.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
-#include "core/optional.h"
+#include "core/impl.h"
+#include "core/memory.h"
+#include "optim/row_step.h"
+#include "optim/settle.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/pow.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <cmath>
 
 namespace xsoftmax {
 namespace {
 
 using at::Tensor;
+using at::TensorList;
 
-constexpr const char* kOp = "row_adam_";
-constexpr const char* kFlush = "row_adam_flush_";
+enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kOwed };
 
-void row_adam_meta(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-                   const Tensor& last_step, const OptionalTensor& last_decay, int64_t, double, double beta1, double beta2, double,
-                   double) {
-  check_row_adam(param, rows, values, exp_avg, exp_avg_sq, last_step, last_decay, beta1, beta2);
+double ratio_of(const OwedSteps::Coefficients& c) { return c[0] == 0 ? 0.0 : c[0] / std::sqrt(c[1]); }
+double power(double beta, int64_t step) { return std::pow(beta, double(step)); }
+
+bool has_kernel(const Tensor& param, TensorList state) {
+  return param.is_cpu() && !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) && has_row_view(state[kExpAvgSq]);
 }
 
-void row_adam_flush_meta(const Tensor& param, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& last_step,
-                         const OptionalTensor& last_decay, int64_t, double, double beta1, double beta2, double, double) {
-  check_row_adam_flush(param, exp_avg, exp_avg_sq, last_step, last_decay, beta1, beta2);
-}
-
-void check_moments(const char* op, const Tensor& param, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& last_step,
-                   const OptionalTensor& last_decay, double beta1, double beta2) {
-  check_row_state(op, "exp_avg", exp_avg, param, true, opmath_dtype(param.scalar_type()));
-  check_row_state(op, "exp_avg_sq", exp_avg_sq, param, true, opmath_dtype(param.scalar_type()));
-  check_row_state(op, "last_step", last_step, param, false, at::kInt);
-  check_last_decay(op, last_decay, param);
-  TORCH_CHECK_VALUE(beta1 >= 0 && beta2 >= 0 && beta2 < 1 && (beta1 == 0 || beta1 * beta1 < beta2), op,
-                    ": expected betas in [0, 1) with beta1^2 < beta2, got ", beta1, " and ", beta2);
-}
-
-// m / (sqrt(v) + eps), 0 where a row has no moments.
+// m / root, 0 where a row has no moments.
 Tensor over_root(const Tensor& first, const Tensor& root) { return at::where(root.eq(0), 0.0, first / root); }
 
-void row_decay_meta(const Tensor& param, const Tensor& last_decay, double) { check_row_decay(param, last_decay); }
+struct AdamRule {
+  using Options = optim::RowAdamOptions;
+  static constexpr const char *kStep = "row_adam_step_", *kState = "row_adam_state", *kFlush = "row_adam_flush_";
+  static constexpr size_t kRowState = 5, kDenseState = 3;
+
+  static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options&) {
+    if (!rows) {
+      return {at::zeros_like(param), at::zeros_like(param)};
+    }
+    const auto options = param.options().dtype(opmath_dtype(param.scalar_type()));
+    return {table_zeros(param.sizes(), options), table_zeros(param.sizes(), options), table_zeros({param.size(0)}, options.dtype(at::kInt)),
+            OwedSteps::make(param.size(0), host_of(param))};
+  }
+
+  static void check_rows(const char* op, const Tensor& param, TensorList state) { check_row_adam_state(op, param, state); }
+
+  static void check_dense(const char* op, const Tensor& param, TensorList state) {
+    check_dense_state(op, "exp_avg", state[kExpAvg], param);
+    check_dense_state(op, "exp_avg_sq", state[kExpAvgSq], param);
+  }
+
+  static void check_step(const Options& options) {
+    TORCH_CHECK_VALUE(options.lr() * options.weight_decay() < 1, "RowAdam: expected lr * weight_decay below 1, got ", options.lr(), " * ",
+                      options.weight_decay());
+  }
+
+  static void step_rows(const ParamStep<Options>& item) {
+    const TensorList state = item.state;
+    const Options& options = *item.options;
+    int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
+    const auto [beta1, beta2] = options.betas();
+    const OwedSteps::Coefficients coefficients{beta1, beta2, options.eps()};
+    if (OwedSteps::coefficients(state[kOwed]) != coefficients) {
+      make_up(item.param, state, coefficients, /*rebase=*/true);
+    } else if (OwedSteps::full(state[kOwed], step)) {
+      flush(item.param, state);
+    }
+    OwedSteps owed(state[kOwed], step, ratio_of(coefficients));
+    const RowAdamUpdate next{item.param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step + 1, beta1, beta2, options.eps(),
+                             options.lr(), 1 - options.lr() * options.weight_decay()};
+    (has_kernel(item.param, state) ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows, item.values);
+    ++step;
+    owed.add(options.lr() * std::sqrt(1 - power(beta2, step)) / (1 - power(beta1, step)), std::log1p(-options.lr() * options.weight_decay()));
+    record_debt(item.param, state, flush_row_adam);
+  }
+
+  static void flush(const Tensor& param, TensorList state) { make_up(param, state, OwedSteps::coefficients(state[kOwed]), false); }
+
+  // next: of the steps to come.
+  static void make_up(const Tensor& param, TensorList state, const OwedSteps::Coefficients& next, bool rebase) {
+    const int64_t step = state[kCount].const_data_ptr<int64_t>()[0];
+    const auto past = OwedSteps::coefficients(state[kOwed]);
+    OwedSteps owed(state[kOwed], step, ratio_of(past));
+    if (!owed.empty() || (rebase && step > 0)) {
+      (has_kernel(param, state) ? row_adam_flush_cpu : row_adam_flush_reference)({param, state[kExpAvg], state[kExpAvgSq], state[kLastStep],
+                                                                                 owed, step, past[0], past[1], past[2], 0, 1, rebase});
+    }
+    owed.settle(step, next);
+  }
+
+  static bool can_fuse(const Tensor&) { return true; }
+
+  static void step_dense(const std::vector<ParamStep<Options>>& items, bool fused) {
+    const Options& options = *items[0].options;
+    const auto [beta1, beta2] = options.betas();
+    const std::vector<Tensor> steps = state_of(items, kCount);
+    at::_foreach_add_(steps, 1);
+    if (fused) {
+      at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg), state_of(items, kExpAvgSq), {}, steps, options.lr(),
+                        beta1, beta2, options.weight_decay(), options.eps(), /*amsgrad=*/false, /*maximize=*/false);
+      return;
+    }
+    for (const auto& item : items) {
+      const double step = item.state[kCount].item<double>();
+      const Tensor &first = item.state[kExpAvg], &second = item.state[kExpAvgSq];
+      item.param.mul_(1 - options.lr() * options.weight_decay());
+      first.lerp_(item.values, 1 - beta1);
+      second.mul_(beta2).addcmul_(item.values, item.values, 1 - beta2);
+      const Tensor root = second.sqrt().div_(std::sqrt(1 - std::pow(beta2, step))).add_(options.eps());
+      item.param.addcdiv_(first, root, -options.lr() / (1 - std::pow(beta1, step)));
+    }
+  }
+};
 
 } // namespace
 
-void check_row_adam(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-                    const Tensor& last_step, const OptionalTensor& last_decay, double beta1, double beta2) {
-  check_row_gradient(kOp, param, rows, values);
-  check_moments(kOp, param, exp_avg, exp_avg_sq, last_step, last_decay, beta1, beta2);
-}
-
-void check_row_adam_flush(const Tensor& param, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& last_step,
-                          const OptionalTensor& last_decay, double beta1, double beta2) {
-  check::floating(kFlush, "param", param);
-  TORCH_CHECK_VALUE(param.dim() == 1 || param.dim() == 2, kFlush, ": expected param with 1 or 2 dimensions, got shape ",
-                    param.sym_sizes());
-  check_moments(kFlush, param, exp_avg, exp_avg_sq, last_step, last_decay, beta1, beta2);
-}
-
-void check_row_decay(const Tensor& param, const Tensor& last_decay) {
-  constexpr const char* op = "row_decay_";
-  check::floating(op, "param", param);
-  TORCH_CHECK_VALUE(param.dim() == 1 || param.dim() == 2, op, ": expected param with 1 or 2 dimensions, got shape ",
-                    param.sym_sizes());
-  check_last_decay(op, last_decay, param);
-}
-
-AdamMovementOwed::AdamMovementOwed(int64_t now, double beta1, double beta2)
-    : now_(now), beta1_(beta1), beta2_(beta2), r_(beta1 == 0 ? 0.0 : beta1 / std::sqrt(beta2)) {
-  if (r_ == 0) {
-    return;
+void check_row_adam_state(const char* op, const Tensor& param, TensorList state) {
+  if (state.size() != AdamRule::kRowState) {
+    wrong_state(op, 0, AdamRule::kRowState, state.size());
   }
-  // owed(s) = r (correction(s + 1) + owed(s + 1)), from where it is 0 or too long ago to matter.
-  const int64_t early = int64_t(20 / (1 - r_)), first = std::clamp<int64_t>(now, 0, early + int64_t(40 / (1 - r_)));
-  early_.resize(std::min(early, first) + 1);
-  std::vector<double> corrections(first); // of steps 1 ... first, by running products: powers would cost more than the rows
-  double power1 = 1, power2 = 1;
-  for (double& value : corrections) {
-    power1 *= beta1_;
-    power2 *= beta2_;
-    value = std::sqrt(1 - power2) / (1 - power1);
-  }
-  double owed = 0;
-  for (int64_t s = first - 1; s >= 0; --s) {
-    owed = r_ * (corrections[s] + owed);
-    if (s < int64_t(early_.size())) {
-      early_[s] = owed;
-    }
-  }
+  check_row_step(op, state[kCount]);
+  check_row_state(op, "exp_avg", state[kExpAvg], param, true, opmath_dtype(param.scalar_type()));
+  check_row_state(op, "exp_avg_sq", state[kExpAvgSq], param, true, opmath_dtype(param.scalar_type()));
+  check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
+  OwedSteps::check(op, state[kOwed]);
 }
 
-double AdamMovementOwed::correction(double step) const { return std::sqrt(1 - std::pow(beta2_, step)) / (1 - std::pow(beta1_, step)); }
-
-double AdamMovementOwed::operator()(int64_t s) const {
-  const double n = double(now_ - s);
-  if (r_ == 0 || s <= 0 || n <= 0) {
-    return 0;
-  }
-  if (s < int64_t(early_.size())) {
-    return early_[s];
-  }
-  const double last = std::pow(r_, n), sum = r_ * (1 - last) / (1 - r_);
-  const double mean = r_ * (1 - (n + 1) * last + n * last * r_) / ((1 - r_) * (1 - r_)) / sum; // of i under the weights r^i
-  return sum * correction(double(s) + mean);
+void flush_row_adam(const Tensor& param, TensorList state) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::row_adam_flush_", "").typed<decltype(flush_row_adam)>();
+  op.call(param, state);
 }
 
-Tensor AdamMovementOwed::operator()(const Tensor& s) const {
-  if (r_ == 0) {
-    return at::zeros(s.sizes(), s.options().dtype(at::kDouble));
-  }
-  const Tensor at = s.to(at::kDouble), n = at.neg().add(double(now_)).clamp_min(1), last = at::pow(at::Scalar(r_), n);
-  const Tensor sum = (1 - last) * (r_ / (1 - r_));
-  const Tensor mean = (1 - (n + 1) * last + n * last * r_) * (r_ / ((1 - r_) * (1 - r_))) / sum;
-  const auto power = [&](double beta) { return 1 - at::pow(at::Scalar(beta), at + mean); };
-  const Tensor late = sum * power(beta2_).sqrt() / power(beta1_);
-  const Tensor table = at::tensor(early_, at::TensorOptions(at::kDouble)).to(s.device());
-  const Tensor early = table.index_select(0, s.to(at::kLong).clamp(0, table.size(0) - 1));
-  const Tensor owed = at::where(s.lt(table.size(0)), early, late);
-  return at::where(s.le(0).logical_or(s.ge(now_)), 0.0, owed);
+// What rows owe that are made up to s; their moments are left as they were after step s.
+static Tensor owed_movement(const RowAdamUpdate& u, const Tensor& s, const Tensor& movement, const Tensor& first, const Tensor& second) {
+  const Tensor scale = (1 - at::pow(at::Scalar(u.beta2), s.to(at::kDouble))).sqrt() * u.eps;
+  return over_root(first, second.sqrt() + per_row(scale, first)) * per_row(movement, first);
 }
 
-// What rows owe for the steps after s = last_step up to `now`; their moments are left as they were after step s.
-static Tensor movement_owed(const Tensor& s, const Tensor& first, const Tensor& second, int64_t now, double lr, double beta1, double beta2,
-                            double eps) {
-  const Tensor scale = (1 - at::pow(at::Scalar(beta2), s.to(at::kDouble))).sqrt() * eps;
-  return over_root(first, second.sqrt() + per_row(scale, first)) * per_row(AdamMovementOwed(now, beta1, beta2)(s) * lr, first);
-}
-
-void row_adam_reference(const Tensor& param, const Tensor& rows, const Tensor& values, const Tensor& exp_avg,
-                        const Tensor& exp_avg_sq, const Tensor& last_step, const OptionalTensor& last_decay, int64_t step, double lr,
-                        double beta1, double beta2, double eps, double decay) {
-  check_row_adam(param, rows, values, exp_avg, exp_avg_sq, last_step, last_decay, beta1, beta2);
+void row_adam_rows_reference(const RowAdamUpdate& u, const Tensor& rows, const Tensor& values) {
   const auto [ids, g] = touched_rows(rows, values);
-  const Tensor s = last_step.index_select(0, ids), count = s.neg().add(step).to(at::kDouble);
-  last_step.index_fill_(0, ids, step);
-  const Tensor old_first = exp_avg.index_select(0, ids), old_second = exp_avg_sq.index_select(0, ids);
-  const Tensor owed = movement_owed(s, old_first, old_second, step - 1, lr, beta1, beta2, eps);
+  const Tensor s = u.last_step.index_select(0, ids), count = s.neg().add(u.step).to(at::kDouble);
+  const auto [movement, decay] = u.owed(s);
+  u.last_step.index_fill_(0, ids, u.step);
+  const Tensor old_first = u.exp_avg.index_select(0, ids), old_second = u.exp_avg_sq.index_select(0, ids);
+  const Tensor owed = owed_movement(u, s, movement * u.decay, old_first, old_second);
   const auto kept = [&, g = g](const Tensor& moment, double beta) { return moment * per_row(at::pow(at::Scalar(beta), count), g); };
-  const Tensor first = kept(old_first, beta1) + g.mul(1 - beta1);
-  const Tensor second = kept(old_second, beta2) + g.square().mul(1 - beta2);
-  exp_avg.index_copy_(0, ids, first);
-  exp_avg_sq.index_copy_(0, ids, second);
-  const double scale = std::sqrt(1 - std::pow(beta2, double(step)));
-  const Tensor movement = over_root(first, second.sqrt() / scale + eps) * (lr / (1 - std::pow(beta1, double(step))));
-  const Tensor old = param.index_select(0, ids).to(g.scalar_type()).mul(per_row(take_decay(ids, last_decay, decay), g));
-  param.index_copy_(0, ids, (old - owed - movement).to(param.scalar_type()));
+  const Tensor first = kept(old_first, u.beta1) + g.mul(1 - u.beta1);
+  const Tensor second = kept(old_second, u.beta2) + g.square().mul(1 - u.beta2);
+  u.exp_avg.index_copy_(0, ids, first);
+  u.exp_avg_sq.index_copy_(0, ids, second);
+  const Tensor moved = over_root(first, second.sqrt() / std::sqrt(1 - power(u.beta2, u.step)) + u.eps) * (u.lr / (1 - power(u.beta1, u.step)));
+  const Tensor old = u.param.index_select(0, ids).to(g.scalar_type()).mul(per_row(decay * u.decay, g));
+  u.param.index_copy_(0, ids, (old - owed - moved).to(u.param.scalar_type()));
 }
 
-void row_adam_flush_reference(const Tensor& param, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& last_step,
-                              const OptionalTensor& last_decay, int64_t step, double lr, double beta1, double beta2, double eps,
-                              double decay) {
-  check_row_adam_flush(param, exp_avg, exp_avg_sq, last_step, last_decay, beta1, beta2);
-  const Tensor ids = at::arange(param.size(0), last_step.options().dtype(at::kLong));
-  const Tensor owed = movement_owed(last_step, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps);
-  param.copy_(param.to(exp_avg.scalar_type()).mul(per_row(take_decay(ids, last_decay, decay), exp_avg)) - owed);
-  const Tensor count = last_step.neg().add(step).to(at::kDouble);
-  exp_avg.mul_(per_row(at::pow(at::Scalar(beta1), count), exp_avg));
-  exp_avg_sq.mul_(per_row(at::pow(at::Scalar(beta2), count), exp_avg_sq));
-  last_step.copy_(at::where(last_step.eq(0), last_step, step));
-}
-
-void row_decay_reference(const Tensor& param, const Tensor& last_decay, double decay) {
-  check_row_decay(param, last_decay);
-  const auto dtype = opmath_dtype(param.scalar_type());
-  const Tensor factor = last_decay.neg().add(decay).exp().to(dtype);
-  param.copy_(param.to(dtype).mul(param.dim() == 2 ? factor.unsqueeze(1) : factor));
-  last_decay.fill_(decay);
+void row_adam_flush_reference(const RowAdamUpdate& u) {
+  const auto [movement, decay] = u.owed(u.last_step);
+  const Tensor owed = owed_movement(u, u.last_step, movement, u.exp_avg, u.exp_avg_sq);
+  u.param.copy_(u.param.to(u.exp_avg.scalar_type()).mul(per_row(decay, u.exp_avg)) - owed);
+  if (u.rebase) {
+    const Tensor count = u.last_step.neg().add(u.step).to(at::kDouble);
+    u.exp_avg.mul_(per_row(at::pow(at::Scalar(u.beta1), count), u.exp_avg));
+    u.exp_avg_sq.mul_(per_row(at::pow(at::Scalar(u.beta2), count), u.exp_avg_sq));
+    u.last_step.copy_(at::where(u.last_step.eq(0), u.last_step, u.step));
+  }
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("row_adam_(Tensor(a!) param, Tensor rows, Tensor values, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) last_step, "
-        "Tensor(e!)? last_decay=None, *, int step, float lr, float beta1=0.9, float beta2=0.999, float eps=1e-8, float decay=0.) -> ()");
-  m.def("row_adam_flush_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) last_step, Tensor(e!)? last_decay=None, "
-        "*, int step, float lr, float beta1=0.9, float beta2=0.999, float eps=1e-8, float decay=0.) -> ()");
-  m.def("row_decay_(Tensor(a!) param, Tensor(b!) last_decay, float decay) -> ()");
+  m.def("row_adam_state(Tensor param, bool rows, str options) -> Tensor[]");
+  m.def("row_adam_step_(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()");
+  m.def("row_adam_flush_(Tensor(a!) param, Tensor(b!)[] state) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("row_adam_", row_adam_reference);
-  m.impl("row_adam_flush_", row_adam_flush_reference);
-  m.impl("row_decay_", row_decay_reference);
+  m.impl("row_adam_state", row_state<AdamRule>);
+  m.impl("row_adam_step_", row_step<AdamRule>);
+  m.impl("row_adam_flush_", row_flush<AdamRule>);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("row_adam_", row_adam_meta);
-  m.impl("row_adam_flush_", row_adam_flush_meta);
-  m.impl("row_decay_", row_decay_meta);
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) {
-  m.impl("row_adam_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
-  m.impl("row_adam_flush_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
-  m.impl("row_decay_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+  m.impl("row_adam_state", row_state<AdamRule>);
+  m.impl("row_adam_step_", row_step_meta<AdamRule>);
+  m.impl("row_adam_flush_", row_flush_meta<AdamRule>);
 }
 
 } // namespace xsoftmax

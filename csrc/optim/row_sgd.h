@@ -1,57 +1,45 @@
 #pragma once
 
+#include "optim/owed_steps.h"
 #include "optim/row_update.h"
-
-#include <cmath>
 
 namespace xsoftmax {
 
-// row_sgd_: stochastic gradient descent on the rows that have a gradient (optim/row_update.h). In dense terms, at step t:
+// row_sgd_step_, row_sgd_state, row_sgd_flush_ (optim/row_step.h; options: RowSGDOptions): stochastic gradient descent on the rows that have
+// a gradient. In dense terms, at step t:
 //
-//     param *= 1 - lr weight_decay                  through `decay` and last_decay, where given
-//     buffer = momentum buffer + (1 - dampening) g
+//     param *= 1 - lr weight_decay
+//     buffer = momentum buffer + (1 - dampening) g                     no dampening at a parameter's first step
 //     param -= lr (nesterov ? g + momentum buffer : buffer)
 //
-// Without momentum_buffer: param -= lr g. With it, rows without a gradient would go on moving by their momentum; that movement is
-// owed and made up, with the current lr, when the row is next touched or by row_sgd_flush_. last_step int32 [N] holds the step up
-// to which a row is made up, `step` the number of this step, from 1. So after row_sgd_flush_ every row is where dense
-// torch.optim.SGD would have it, provided that the gradients did not depend on the parameters and that lr was constant. dampening:
-// torch.optim.SGD applies none at the first step of a parameter, so a caller passes 0 there. maximize: g is negated.
+// Without momentum: param -= lr g. maximize: g is negated. A row without a gradient owes its steps (optim/owed_steps.h): with the buffer b
+// after step s, its movement in step i > s is lr_i momentum^(i-s) b (times momentum once more with nesterov). Where momentum or nesterov
+// change, all rows and their buffers are brought up to date first. Weight decay is decoupled; for dense gradients it is a term of the gradient, as in torch.optim.SGD.
 //
-// row_sgd_flush_: makes up what every row owes after `step` steps. O(N).
+// State for rows: step int64 [], momentum_buffer of param's shape in opmath dtype ([0] without momentum; a momentum that is set later
+// makes it), last_step int32 [N] (the step of a row's last gradient, after which its buffer was left; 0: it had none), owed. Dense: step float32 [], momentum_buffer.
 
-/// Shared by every kernel of the op and of row_sgd_flush_, which has no rows and values.
-void check_row_sgd(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values,
-                   const std::optional<at::Tensor>& momentum_buffer, const std::optional<at::Tensor>& last_step,
-                   const std::optional<at::Tensor>& last_decay);
-void check_row_sgd_flush(const at::Tensor& param, const at::Tensor& momentum_buffer, const at::Tensor& last_step,
-                         const std::optional<at::Tensor>& last_decay);
+void check_row_sgd_state(const char* op, const at::Tensor& param, at::TensorList state);
+/// row_sgd_flush_ by way of the dispatcher.
+void flush_row_sgd(const at::Tensor& param, at::TensorList state);
 
-void row_sgd_reference(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values,
-                       const std::optional<at::Tensor>& momentum_buffer, const std::optional<at::Tensor>& last_step,
-                       const std::optional<at::Tensor>& last_decay, int64_t step, double lr, double momentum, double dampening,
-                       bool nesterov, bool maximize, double decay);
-void row_sgd_flush_reference(const at::Tensor& param, const at::Tensor& momentum_buffer, const at::Tensor& last_step,
-                             const std::optional<at::Tensor>& last_decay, int64_t step, double lr, double momentum, bool nesterov,
-                             double decay);
-
-/// What k steps without a gradient do to a row, each of which decays it by `a`:
-/// param = a^k param - lr movement buffer, buffer *= momentum^k.
-struct OwedMomentum {
-  double movement; ///< sum_{i=1..k} a^(k-i) momentum^i, times momentum once more for Nesterov's
-  double keep;     ///< momentum^k
-
-  OwedMomentum(int64_t k, double a, double momentum, bool nesterov) : movement(0), keep(1) {
-    if (k <= 0) {
-      return;
-    }
-    keep = std::pow(momentum, double(k));
-    if (momentum > 0) {
-      const double log_ratio = std::log(momentum / a);
-      const double ratio_sum = log_ratio == 0 ? double(k) : std::expm1(double(k) * log_ratio) / std::expm1(log_ratio);
-      movement = momentum * std::pow(a, double(k - 1)) * ratio_sum * (nesterov ? momentum : 1);
-    }
-  }
+/// What a step does to rows with a gradient, and a flush to all.
+struct RowSGDUpdate {
+  at::Tensor param;
+  OptionalTensor momentum_buffer;
+  OptionalTensor last_step; ///< none: nothing is owed, nor will be by this step
+  const OwedSteps& owed;    ///< before this step
+  int64_t step;             ///< to which rows are brought: owed.step() + 1; in a flush owed.step()
+  double momentum;
+  double lr = 0, decay = 1; ///< of this step: decay = 1 - lr weight_decay
+  double take = 1;          ///< 1 - dampening
+  bool nesterov = false, maximize = false;
+  bool rebase = false;      ///< of a flush: brings the buffer up to date as well, for steps under another momentum
 };
+
+void row_sgd_rows_reference(const RowSGDUpdate& update, const at::Tensor& rows, const at::Tensor& values);
+void row_sgd_rows_cpu(const RowSGDUpdate& update, const at::Tensor& rows, const at::Tensor& values);
+void row_sgd_flush_reference(const RowSGDUpdate& update);
+void row_sgd_flush_cpu(const RowSGDUpdate& update);
 
 } // namespace xsoftmax

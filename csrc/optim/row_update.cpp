@@ -4,17 +4,19 @@
 #include "core/dtypes.h"
 #include "scores/row_gradient.h"
 
-#include <ATen/ops/ones.h>
-
 namespace xsoftmax {
 
 using at::Tensor;
 
-void check_row_gradient(const char* op, const Tensor& param, const Tensor& rows, const Tensor& values) {
+void check_row_param(const char* op, const Tensor& param, bool rows) {
   TORCH_CHECK_VALUE(param.layout() == at::kStrided, op, ": expected a dense param, got one of layout ", param.layout());
-  TORCH_CHECK_VALUE(param.dim() == 1 || param.dim() == 2, op, ": expected param with 1 or 2 dimensions, got shape ",
-                    param.sym_sizes());
   check::floating(op, "param", param);
+  TORCH_CHECK_VALUE(!rows || param.dim() == 1 || param.dim() == 2, op, ": expected param with 1 or 2 dimensions, got shape ",
+                    param.sym_sizes());
+}
+
+void check_row_gradient(const char* op, const Tensor& param, const Tensor& rows, const Tensor& values) {
+  check_row_param(op, param, true);
   check::dim(op, "rows", rows, 1);
   check::int64(op, "rows", rows);
   check::same_device(op, "rows", rows, "param", param);
@@ -24,6 +26,9 @@ void check_row_gradient(const char* op, const Tensor& param, const Tensor& rows,
   check::size(op, "values", values, 0, rows.sym_size(0), "the length of rows");
   if (param.dim() == 2) {
     check::size(op, "values", values, 1, param.sym_size(1), "the width of param");
+  }
+  if (rows.is_cpu()) {
+    check::class_ids(op, "rows", rows, param.size(0));
   }
 }
 
@@ -38,12 +43,6 @@ void check_row_state(const char* op, const char* arg, const Tensor& state, const
   check::same_device(op, arg, state, "param", param);
 }
 
-void check_last_decay(const char* op, const std::optional<Tensor>& last_decay, const Tensor& param) {
-  if (given(last_decay)) {
-    check_row_state(op, "last_decay", *last_decay, param, false, at::kDouble);
-  }
-}
-
 std::tuple<Tensor, Tensor> touched_rows(const Tensor& rows, const Tensor& values) {
   auto [sorted, sums] = sum_equal_rows(rows, values.to(opmath_dtype(values.scalar_type())));
   const Tensor differs = sums.ne(0);
@@ -54,15 +53,6 @@ std::tuple<Tensor, Tensor> touched_rows(const Tensor& rows, const Tensor& values
 Tensor per_row(const Tensor& numbers, const Tensor& like) {
   const Tensor cast = numbers.to(like.scalar_type());
   return like.dim() == 2 ? cast.unsqueeze(1) : cast;
-}
-
-Tensor take_decay(const Tensor& rows, const std::optional<Tensor>& last_decay, double decay) {
-  if (!given(last_decay)) {
-    return at::ones({rows.size(0)}, rows.options().dtype(at::kDouble));
-  }
-  const Tensor factor = last_decay->index_select(0, rows).neg().add(decay).exp();
-  last_decay->index_fill_(0, rows, decay);
-  return factor;
 }
 
 } // namespace xsoftmax

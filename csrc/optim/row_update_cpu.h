@@ -1,15 +1,15 @@
 #pragma once
 
 #include "core/dtypes.h"
-#include "core/optional.h"
 #include "core/row_groups.h"
+#include "optim/row_update.h"
 #include "optim/row_updates.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <cmath>
+#include <array>
 #include <vector>
 
 // CPU building blocks of the row-wise optimizer ops.
@@ -26,6 +26,9 @@ struct RowView {
   T* operator[](int64_t row) const { return data + row * stride; }
   // Rows lie anywhere in a table that no cache holds, and will be written.
   void prefetch(int64_t row) const {
+    if (data == nullptr) {
+      return;
+    }
     const char* bytes = reinterpret_cast<const char*>((*this)[row]);
     for (int64_t b = 0; b < width * int64_t(sizeof(T)); b += 64) {
       __builtin_prefetch(bytes + b, 1);
@@ -36,18 +39,6 @@ struct RowView {
 template <typename T>
 RowView<T> row_view(const at::Tensor& tensor) {
   return {data<T>(tensor), tensor.stride(0), tensor.dim() == 2 ? tensor.size(1) : 1};
-}
-template <typename T>
-RowView<T> row_view(const std::optional<at::Tensor>& tensor) {
-  return given(tensor) ? row_view<T>(*tensor) : RowView<T>{};
-}
-
-/// Whether a RowView fits the tensor: rows may be apart (a slice of columns), their elements not.
-inline bool has_row_view(const at::Tensor& tensor) {
-  return tensor.dim() == 1 || tensor.stride(1) == 1 || tensor.size(1) <= 1;
-}
-inline bool has_row_view(const std::optional<at::Tensor>& tensor) {
-  return !given(tensor) || has_row_view(*tensor);
 }
 
 inline int64_t rows_per_task(int64_t width) {
@@ -88,14 +79,36 @@ void update_rows(const at::Tensor& rows, const at::Tensor& values, const Prefetc
   });
 }
 
-/// exp(decay - mark), and the mark brought up to date. A row without marks owes none: 1.
-inline double take_row_decay(const RowView<double>& last_decay, int64_t row, double decay) {
-  if (last_decay.data == nullptr) {
-    return 1;
-  }
-  const double owed = decay - *last_decay[row];
-  *last_decay[row] = decay;
-  return owed == 0 ? 1 : std::exp(owed);
+/// Calls update(row) for each row of a table, each task by an `update` of its own as above.
+template <typename MakeUpdate>
+void update_all_rows(int64_t rows, int64_t width, const MakeUpdate& make_update) {
+  at::parallel_for(0, rows, rows_per_task(width), [&](int64_t first, int64_t last) {
+    auto update = make_update();
+    for (int64_t row = first; row < last; ++row) {
+      update(row);
+    }
+  });
 }
+
+/// What depends on the step alone up to which a row is made up. Most rows of a batch share a few steps, and a power costs as much as a row.
+template <typename Value>
+class ByStep {
+ public:
+  template <typename Make>
+  const Value& of(int64_t s, const Make& make) {
+    Entry& entry = entries_[uint64_t(s) % entries_.size()];
+    if (entry.s != s) {
+      entry = {s, make(s)};
+    }
+    return entry.value;
+  }
+
+ private:
+  struct Entry {
+    int64_t s = -1;
+    Value value{};
+  };
+  std::array<Entry, 256> entries_;
+};
 
 } // namespace xsoftmax

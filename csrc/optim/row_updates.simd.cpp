@@ -87,6 +87,13 @@ void adam(T* __restrict w, opmath<T>* __restrict m, opmath<T>* __restrict v, con
           const AdamStep<opmath<T>>& step, int64_t width) {
   using M = opmath<T>;
   const AdamStep<M> s = step;
+  if (g == nullptr && s.keep1 == 1 && s.keep2 == 1) {
+    for (int64_t d = 0; d < width; ++d) {
+      const M root = square_root(v[d]) + s.owed_eps;
+      store(w + d, s.decay * load(w[d]) - s.owed * (m[d] / (root == 0 ? M(1) : root)));
+    }
+    return;
+  }
   if (s.owed != 0 || g == nullptr) {
     for (int64_t d = 0; d < width; ++d) {
       const M root = square_root(v[d]) + s.owed_eps;
@@ -113,7 +120,11 @@ template <typename T>
 void drift(T* __restrict w, opmath<T>* __restrict buffer, opmath<T> decay, opmath<T> drift, opmath<T> keep, int64_t width) {
   for (int64_t d = 0; d < width; ++d) {
     store(w + d, decay * load(w[d]) - drift * buffer[d]);
-    buffer[d] *= keep;
+  }
+  if (keep != 1) {
+    for (int64_t d = 0; d < width; ++d) {
+      buffer[d] *= keep;
+    }
   }
 }
 

@@ -4,10 +4,10 @@
 #include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
-#include <limits>
+#include <functional>
 #include <map>
-#include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -18,25 +18,34 @@
 /// exactly zero is not touched. The first gradient of a parameter decides what state it keeps: for rows, or as torch::optim's for
 /// dense gradients. Parameters are float32, float64, bfloat16 or float16; state of 16-bit tables is float32.
 ///
+/// In the steps in which a row has no gradient, a dense optimizer goes on moving it by its momentum and decaying it. RowSGD and RowAdam owe
+/// the row all that, each step at the rate of that step, and make it up when the row next has a gradient, in flush(), in save(), when the optimizer is
+/// destroyed, and where the library reads the table (xsoftmax::settle).
+///
 /// Errors: ValueError for options out of range and for gradients that do not fit their parameter, IndexError for rows out of range,
-/// Error for gradients that are sparse in another way.
+/// TypeError for dtypes, Error for gradients that are sparse in another way. A step that is refused changes no parameter and no state.
 
 namespace xsoftmax::optim {
 
 struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOptions> {
-  RowSGDOptions(double lr = 1e-3);
+  RowSGDOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-3;
-  /// Rows without a gradient go on moving by their momentum; that is owed, and made up with the lr of the day at the next gradient
-  /// of the row or by flush().
   TORCH_ARG(double, momentum) = 0;
+  /// Of the gradient's share in the momentum buffer; none at a parameter's first step.
   TORCH_ARG(double, dampening) = 0;
-  /// Decoupled: param *= 1 - lr weight_decay at every step, owed alike. lr weight_decay must be below 1. For dense gradients as in
+  /// Decoupled: param *= 1 - lr weight_decay at every step. lr weight_decay must be below 1. For dense gradients as in
   /// torch::optim::SGD, a term of the gradient.
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(bool, nesterov) = false;
   TORCH_ARG(bool, maximize) = false;
 
  public:
+  template <typename Visitor>
+  void visit(Visitor& v) {
+    v("lr", lr_), v("momentum", momentum_), v("dampening", dampening_), v("weight_decay", weight_decay_), v("nesterov", nesterov_);
+    v("maximize", maximize_);
+  }
+  void check() const; ///< ValueError for what is out of range
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override { return lr(); }
@@ -44,17 +53,23 @@ struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOpti
 };
 
 struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAdagradOptions> {
-  RowAdagradOptions(double lr = 1e-2);
+  RowAdagradOptions(double lr = 1e-2) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-2;
   TORCH_ARG(double, lr_decay) = 0;
   /// A term of the gradient, in the steps in which a row has one.
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(double, initial_accumulator_value) = 0;
   TORCH_ARG(double, eps) = 1e-10;
-  /// One accumulator a row, the mean of squares: [N] instead of [N, D] memory.
+  /// One accumulator a row, the mean of squares: [N] instead of [N, D] memory. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
 
  public:
+  template <typename Visitor>
+  void visit(Visitor& v) {
+    v("lr", lr_), v("lr_decay", lr_decay_), v("weight_decay", weight_decay_);
+    v("initial_accumulator_value", initial_accumulator_value_), v("eps", eps_), v("row_wise", row_wise_);
+  }
+  void check() const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override { return lr(); }
@@ -62,71 +77,62 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
 };
 
 struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOptions> {
-  RowAdamOptions(double lr = 1e-3);
+  RowAdamOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr) = 1e-3;
   using Betas = std::tuple<double, double>;
   TORCH_ARG(Betas, betas) = std::make_tuple(0.9, 0.999);
   TORCH_ARG(double, eps) = 1e-8;
-  /// Decoupled: param *= 1 - lr weight_decay at every step; what a row owes of it is applied at its next gradient or by flush(),
-  /// exactly under any schedule. lr weight_decay must be below 1.
+  /// Decoupled: param *= 1 - lr weight_decay at every step. lr weight_decay must be below 1 for row-sparse gradients.
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
+  template <typename Visitor>
+  void visit(Visitor& v) {
+    v("lr", lr_), v("beta1", std::get<0>(betas_)), v("beta2", std::get<1>(betas_)), v("eps", eps_), v("weight_decay", weight_decay_);
+  }
+  void check() const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override { return lr(); }
   void set_lr(const double value) override { lr(value); }
 };
 
-/// State of one parameter. Tensors carry the names of the Python optimizers' state.
+/// State of one parameter, by the names of the Python optimizers' state.
 struct RowParamState : public torch::optim::OptimizerCloneableParamState<RowParamState> {
-  bool rows = false;  ///< the first gradient was sparse
-  int64_t step = 0;   ///< of the parameter, so far
-  double decay = 0;   ///< sum of log(1 - lr weight_decay) over its steps
   std::map<std::string, torch::Tensor> tensors;
 
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
+struct RowRule; // which operators an optimizer calls
+
 /// What the three have in common.
 class RowOptimizer : public torch::optim::Optimizer {
  public:
-  using Optimizer::Optimizer;
-
+  RowOptimizer(RowOptimizer&&) = default;
+  ~RowOptimizer() override; ///< calls flush(): what is owed would go with the state
   torch::Tensor step(LossClosure closure = nullptr) override;
-  /// Brings every row of every table up to date: applies what rows without a gradient still owe. O(N): for the places where the
-  /// whole table is read, before evaluating or saving weights.
-  void flush();
+  /// Brings every row of every table up to date: applies what rows without a gradient still owe. O(N).
+  void flush() const;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  using Options = torch::optim::OptimizerOptions;
-  virtual void step_rows(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& rows,
-                         const torch::Tensor& values) = 0;
-  virtual void step_dense(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& grad) = 0;
-  virtual void flush_rows(const Options& options, const torch::Tensor& param, RowParamState& state);
-  virtual const char* name() const = 0;
+  RowOptimizer(const RowRule& rule, const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+               std::unique_ptr<torch::optim::OptimizerOptions> defaults);
 
  private:
-  void step_param(const Options& options, const torch::Tensor& param);
+  const RowRule& rule_;
 };
 
-/// Stochastic gradient descent with momentum. After flush(), rows are where dense torch::optim::SGD would have them, provided that
-/// gradients did not depend on parameters and that lr was constant.
+/// Stochastic gradient descent with momentum. After flush(), rows are where dense torch::optim::SGD would have them, under any schedule,
+/// provided that gradients did not depend on the rows that owed steps. Weight decay is decoupled.
 class RowSGD : public RowOptimizer {
  public:
   explicit RowSGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowSGDOptions defaults = {});
   explicit RowSGD(std::vector<torch::Tensor> params, RowSGDOptions defaults = {})
       : RowSGD(std::vector<torch::optim::OptimizerParamGroup>{std::move(params)}, std::move(defaults)) {}
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- protected:
-  void step_rows(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& rows,
-                 const torch::Tensor& values) override;
-  void step_dense(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& grad) override;
-  void flush_rows(const Options& options, const torch::Tensor& param, RowParamState& state) override;
-  const char* name() const override { return "RowSGD"; }
 };
 
 /// Adagrad: torch::optim::Adagrad on the rows that have a gradient.
@@ -135,37 +141,25 @@ class RowAdagrad : public RowOptimizer {
   explicit RowAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdagradOptions defaults = {});
   explicit RowAdagrad(std::vector<torch::Tensor> params, RowAdagradOptions defaults = {})
       : RowAdagrad(std::vector<torch::optim::OptimizerParamGroup>{std::move(params)}, std::move(defaults)) {}
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- protected:
-  void step_rows(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& rows,
-                 const torch::Tensor& values) override;
-  void step_dense(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& grad) override;
-  const char* name() const override { return "RowAdagrad"; }
 };
 
-/// Adam with decoupled weight decay. After flush(), rows are where dense torch::optim::AdamW would have them, provided that gradients did
-/// not depend on parameters and that lr was constant.
+/// Adam with decoupled weight decay. After flush(), rows are where dense torch::optim::AdamW would have them, under any schedule, provided
+/// that gradients did not depend on the rows that owed steps, and but for eps: a movement that was owed is larger than the dense one by
+/// the factor 1 + eps / root at most, root being the bias-corrected root of exp_avg_sq in that step.
 class RowAdam : public RowOptimizer {
  public:
   explicit RowAdam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, RowAdamOptions defaults = {});
   explicit RowAdam(std::vector<torch::Tensor> params, RowAdamOptions defaults = {})
       : RowAdam(std::vector<torch::optim::OptimizerParamGroup>{std::move(params)}, std::move(defaults)) {}
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- protected:
-  void step_rows(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& rows,
-                 const torch::Tensor& values) override;
-  void step_dense(const Options& options, const torch::Tensor& param, RowParamState& state, const torch::Tensor& grad) override;
-  void flush_rows(const Options& options, const torch::Tensor& param, RowParamState& state) override;
-  const char* name() const override { return "RowAdam"; }
 };
 
 } // namespace xsoftmax::optim
 
 namespace xsoftmax {
+
+/// Brings the rows of `table` up to date if a row optimizer owes them steps; a look-up otherwise. Works on aliases of the parameter
+/// (detach(), variable_data()). The modules call it before they read a whole table.
+void settle(const torch::Tensor& table);
 
 /// torch::nn::utils::clip_grad_norm_ for dense and row-sparse gradients together: scales them in place so that their norm is at
 /// most max_norm, and returns the norm before. That of a sparse gradient is the norm of its sums over equal rows; nothing dense is

@@ -2,6 +2,7 @@
 
 from .adagrad import RowAdagrad
 from .adam import RowAdam
+from .settle import settle
 from .sgd import RowSGD
 
-__all__ = ["RowAdagrad", "RowAdam", "RowSGD"]
+__all__ = ["RowAdagrad", "RowAdam", "RowSGD", "settle"]

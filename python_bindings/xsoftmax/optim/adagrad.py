@@ -1,7 +1,4 @@
-import torch
-from torch.optim import adagrad as torch_adagrad
-
-from ._base import RowOptimizer, dense_steps
+from ._base import RowOptimizer
 
 
 class RowAdagrad(RowOptimizer):
@@ -27,7 +24,7 @@ class RowAdagrad(RowOptimizer):
         row_wise: one accumulator a row, the mean of squares: [N] instead of [N, D] memory. Read at a parameter's first gradient;
             parameters with dense gradients ignore it
 
-    State of a table: ``sum`` [N, D], or [N] with row_wise, in float32 (float64 for float64).
+    State of a table: ``step``, and ``sum`` [N, D], or [N] with row_wise, in float32 (float64 for float64).
 
     Raises:
         ValueError: an option out of range, or a gradient that does not fit its parameter
@@ -36,30 +33,10 @@ class RowAdagrad(RowOptimizer):
         RuntimeError: a gradient that is sparse in another way than in its rows
     """
 
+    _op, _state_names = "row_adagrad", ("step", "sum")
+    _option_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "row_wise")
+
     def __init__(self, params, lr=1e-2, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, *,
                  row_wise=False):
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
                                       initial_accumulator_value=initial_accumulator_value, eps=eps, row_wise=row_wise))
-
-    def _check(self, options):
-        super()._check(options)
-        for name in ("lr_decay", "initial_accumulator_value", "eps"):
-            if not options[name] >= 0:
-                raise ValueError(f"RowAdagrad: expected {name} of at least 0, got {options[name]}")
-
-    def _step_rows(self, group, param, state, rows, values):
-        state["step"] = state.get("step", 0) + 1
-        if "sum" not in state:
-            shape = param.shape[:1] if group["row_wise"] else param.shape
-            start = float(group["initial_accumulator_value"])
-            state["sum"] = self._row_state(param, shape, fill=start)
-        lr = float(group["lr"]) / (1 + (state["step"] - 1) * group["lr_decay"])
-        torch.ops.xsoftmax.row_adagrad_(param, rows, values, state["sum"], lr=lr, weight_decay=group["weight_decay"],
-                                        eps=group["eps"])
-
-    def _step_dense(self, group, params, grads, fused):
-        steps, sums = dense_steps(self, params, "sum", fill=group["initial_accumulator_value"])
-        if params[0].device.type != "cpu":
-            fused = None  # torch fuses Adagrad on CPU in all releases that this library supports, elsewhere in some
-        torch_adagrad.adagrad(params, grads, sums, steps, fused=fused, lr=float(group["lr"]), lr_decay=group["lr_decay"],
-                              weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)

@@ -1,0 +1,78 @@
+#include "optim/row_step.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <limits>
+#include <numeric>
+
+namespace xsoftmax {
+
+using at::Tensor;
+
+void check_row_step(const char* op, const Tensor& step) {
+  check::dim(op, "step", step, 0);
+  check::dtype(op, "step", step, at::kLong);
+  TORCH_CHECK_VALUE(step.is_cpu() || step.is_meta(), op, ": expected step on the CPU, got it on ", step.device());
+  if (step.is_cpu()) {
+    const int64_t count = step.const_data_ptr<int64_t>()[0];
+    TORCH_CHECK_VALUE(count >= 0 && count < std::numeric_limits<int32_t>::max(), op, ": expected step in [0, 2^31 - 1), got ", count);
+  }
+}
+
+void check_dense_step(const char* op, const Tensor& step) {
+  check::dim(op, "step", step, 0);
+  check::dtype(op, "step", step, at::kFloat);
+}
+
+void check_dense_gradient(const char* op, const Tensor& param, const Tensor& grad) {
+  TORCH_CHECK_VALUE(grad.layout() == at::kStrided, op, ": expected dense values, got some of layout ", grad.layout());
+  check::same_dtype(op, "values", grad, "param", param);
+  check::same_device(op, "values", grad, "param", param);
+  TORCH_CHECK_VALUE(grad.sym_sizes() == param.sym_sizes(), op, ": expected a gradient of shape ", param.sym_sizes(), ", got shape ",
+                    grad.sym_sizes());
+}
+
+void check_dense_state(const char* op, const char* arg, const Tensor& state, const Tensor& param) {
+  TORCH_CHECK_VALUE(state.layout() == at::kStrided && state.sym_sizes() == param.sym_sizes(), op, ": expected dense ", arg, " of shape ",
+                    param.sym_sizes(), ", got shape ", state.sym_sizes());
+  check::same_dtype(op, arg, state, "param", param);
+  check::same_device(op, arg, state, "param", param);
+}
+
+bool can_fuse_dense(const Tensor& param, at::TensorList state) {
+  const bool half = param.scalar_type() == at::kBFloat16 || param.scalar_type() == at::kHalf;
+  if (!(param.is_cpu() && !half) && !param.is_cuda()) {
+    return false;
+  }
+  return param.is_contiguous() && std::all_of(state.begin(), state.end(), [&](const Tensor& tensor) {
+    return tensor.is_contiguous() && tensor.device() == param.device();
+  });
+}
+
+Tensor dense_gradient(const Tensor& param, const OptionalTensor& rows, const Tensor& values) {
+  return given(rows) ? at::zeros_like(param, at::MemoryFormat::Contiguous).index_add_(0, *rows, values) : values.contiguous();
+}
+
+c10::Device host_of(const Tensor& param) { return param.is_meta() ? param.device() : c10::Device(c10::kCPU); }
+
+Tensor new_step(const Tensor& param, bool rows) {
+  return rows ? at::zeros({}, at::TensorOptions(host_of(param)).dtype(at::kLong)) : at::zeros({}, param.options().dtype(at::kFloat));
+}
+
+Tensor all_rows(const Tensor& param) { return at::arange(param.size(0), param.options().dtype(at::kLong)); }
+
+void check_lengths(const char* op, size_t params, size_t rows, size_t values, size_t options, at::IntArrayRef counts) {
+  TORCH_CHECK_VALUE(rows == params && values == params, op, ": expected rows and values for each of ", params, " params, got ", rows, " and ",
+                    values);
+  TORCH_CHECK_VALUE(options == counts.size() && std::all_of(counts.begin(), counts.end(), [](int64_t count) { return count >= 0; }) &&
+                        std::accumulate(counts.begin(), counts.end(), int64_t(0)) == int64_t(params),
+                    op, ": expected a count for each of ", options, " options, ", params, " in all, got ", counts);
+}
+
+void wrong_state(const char* op, size_t param, size_t expected, size_t got) {
+  TORCH_CHECK_VALUE(false, op, ": expected ", expected, " tensors of state for param ", param, ", got ", got);
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,235 @@
+#pragma once
+
+#include "core/checks.h"
+#include "core/optional.h"
+#include "core/options.h"
+#include "optim/row_update.h"
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <xsoftmax/optim.h>
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+// One operator is one step of an optimizer, over all its parameters:
+//
+//     row_adam_step_(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()
+//
+//     params     those that have a gradient, a group after the other
+//     rows       int64 [R] of a row-sparse gradient, none for a dense one
+//     values     [R, D] or [R]; a dense gradient in param's shape
+//     state      the state of each parameter on end, as row_adam_state made it; changed in place
+//     options    of each group (core/options.h; fields: RowAdamOptions in xsoftmax/optim.h), counts: its number of params
+//
+// row_sgd_step_ and row_adagrad_step_ likewise. Everything is checked before the first parameter is changed: a step that is refused changes
+// nothing. Errors as in xsoftmax/optim.h.
+//
+//     row_adam_state(Tensor param, bool rows, str options) -> Tensor[]
+//
+// makes the state of a parameter before its first step, for rows or for dense gradients. Its first tensor counts the steps: int64 [] on the CPU
+// for rows, float32 [] on param's device for dense gradients, as torch.optim has it. That tells the two kinds apart. Either kind takes
+// both kinds of gradient afterwards.
+//
+//     row_adam_flush_(Tensor(a!) param, Tensor(b!)[] state) -> ()
+//
+// makes up all that rows owe, in O(N). Training goes on as if it had not been called, up to rounding. Nothing happens for dense state, or
+// where no step was taken since the last.
+
+namespace xsoftmax {
+
+/// One parameter's part of a step.
+template <typename Options>
+struct ParamStep {
+  at::Tensor param;
+  OptionalTensor rows;
+  at::Tensor values;
+  at::TensorList state;
+  const Options* options;
+};
+
+/// What an optimizer is, by static members:
+///     Options, kStep, kState, kFlush (names of its ops), kRowState, kDenseState (numbers of state tensors)
+///     new_state(param, rows, options)            the tensors
+///     check_rows(op, param, state), check_dense  shapes and dtypes of state
+///     check_step(options)                        what row steps ask of options beyond options.check()
+///     step_rows(step), flush(param, state)       for state of rows
+///     step_dense(op, steps, fused)               of one group, device and dtype, by torch's fused kernel or one by one
+///     can_fuse(param)
+template <typename Rule>
+using StepOf = ParamStep<typename Rule::Options>;
+
+/// int64 [] on the CPU.
+inline bool keeps_rows(at::TensorList state) { return state[0].scalar_type() == at::kLong; }
+void check_row_step(const char* op, const at::Tensor& step);
+void check_dense_step(const char* op, const at::Tensor& step);
+/// A dense gradient fits its parameter.
+void check_dense_gradient(const char* op, const at::Tensor& param, const at::Tensor& grad);
+/// Dense state of param's shape and dtype.
+void check_dense_state(const char* op, const char* arg, const at::Tensor& state, const at::Tensor& param);
+/// Whether torch's fused kernels take the parameter: they walk the memory of their tensors, and in torch 2.13 that of SGD for the CPU is
+/// wrong for 16-bit parameters of 16 elements and more.
+bool can_fuse_dense(const at::Tensor& param, at::TensorList state);
+/// [R, ...] values in rows as a dense gradient of param.
+at::Tensor dense_gradient(const at::Tensor& param, const OptionalTensor& rows, const at::Tensor& values);
+/// The step counter of new state.
+at::Tensor new_step(const at::Tensor& param, bool rows);
+/// The CPU, or meta for meta tensors.
+c10::Device host_of(const at::Tensor& param);
+at::Tensor all_rows(const at::Tensor& param);
+void check_lengths(const char* op, size_t params, size_t rows, size_t values, size_t options, at::IntArrayRef counts);
+[[noreturn]] void wrong_state(const char* op, size_t param, size_t expected, size_t got);
+
+template <typename Rule>
+void check_param(const StepOf<Rule>& step) {
+  const char* op = Rule::kStep;
+  const bool rows = keeps_rows(step.state);
+  if (given(step.rows)) {
+    check_row_gradient(op, step.param, *step.rows, step.values);
+  } else {
+    check_row_param(op, step.param, rows);
+    check_dense_gradient(op, step.param, step.values);
+  }
+  if (rows) {
+    check_row_step(op, step.state[0]);
+    Rule::check_rows(op, step.param, step.state);
+    Rule::check_step(*step.options);
+  } else {
+    check_dense_step(op, step.state[0]);
+    Rule::check_dense(op, step.param, step.state);
+  }
+}
+
+/// The step, cut into its parameters and checked.
+template <typename Rule>
+std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values,
+                                    at::TensorList state, const std::vector<typename Rule::Options>& options, at::IntArrayRef counts) {
+  check_lengths(Rule::kStep, params.size(), rows.size(), values.size(), options.size(), counts);
+  std::vector<StepOf<Rule>> steps;
+  steps.reserve(params.size());
+  size_t at = 0;
+  for (size_t group = 0; group < options.size(); ++group) {
+    options[group].check();
+    for (int64_t j = 0; j < counts[group]; ++j) {
+      const size_t i = steps.size(), left = state.size() - at;
+      const size_t size = left > 0 && keeps_rows(state.slice(at)) ? Rule::kRowState : Rule::kDenseState;
+      if (size > left) {
+        wrong_state(Rule::kStep, i, size, left);
+      }
+      steps.push_back({params[i], rows.get(i), values[i], state.slice(at, size), &options[group]});
+      check_param<Rule>(steps.back());
+      at += size;
+    }
+  }
+  if (at != state.size()) {
+    wrong_state(Rule::kStep, params.size(), 0, state.size() - at);
+  }
+  return steps;
+}
+
+template <typename Rule>
+std::vector<typename Rule::Options> group_options(const c10::List<std::string>& texts) {
+  std::vector<typename Rule::Options> options;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    options.push_back(parse_options<typename Rule::Options>(Rule::kStep, texts.get(i)));
+  }
+  return options;
+}
+
+template <typename Rule>
+void row_step_meta(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,
+                   const c10::List<std::string>& options, at::IntArrayRef counts) {
+  plan_step<Rule>(params, rows, values, state, group_options<Rule>(options), counts);
+}
+
+template <typename Rule>
+void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,
+              const c10::List<std::string>& texts, at::IntArrayRef counts) {
+  const auto options = group_options<Rule>(texts);
+  const auto steps = plan_step<Rule>(params, rows, values, state, options, counts);
+  std::map<std::tuple<const void*, int, int, bool>, std::vector<StepOf<Rule>>> dense; // by group, device, dtype, whether fused
+  for (StepOf<Rule> step : steps) {
+    if (keeps_rows(step.state)) {
+      step.rows = given(step.rows) ? step.rows : all_rows(step.param);
+      Rule::step_rows(step);
+      continue;
+    }
+    const bool fused = can_fuse_dense(step.param, step.state) && Rule::can_fuse(step.param);
+    step.values = dense_gradient(step.param, step.rows, step.values);
+    dense[{step.options, int(step.param.device().type()) * 256 + step.param.device().index(), int(step.param.scalar_type()), fused}]
+        .push_back(std::move(step));
+  }
+  for (const auto& [key, items] : dense) {
+    Rule::step_dense(items, std::get<bool>(key));
+  }
+}
+
+template <typename Rule>
+std::vector<at::Tensor> row_state(const at::Tensor& param, bool rows, std::string_view text) {
+  check_row_param(Rule::kState, param, rows);
+  const auto options = parse_options<typename Rule::Options>(Rule::kState, text);
+  options.check();
+  std::vector<at::Tensor> state{new_step(param, rows)};
+  for (at::Tensor& tensor : Rule::new_state(param, rows, options)) {
+    state.push_back(std::move(tensor));
+  }
+  return state;
+}
+
+template <typename Rule>
+bool check_flush(const at::Tensor& param, at::TensorList state) {
+  check_row_param(Rule::kFlush, param, false);
+  if (state.empty()) {
+    wrong_state(Rule::kFlush, 0, Rule::kRowState, 0);
+  }
+  const bool rows = keeps_rows(state);
+  if (rows) {
+    if (state.size() != Rule::kRowState) {
+      wrong_state(Rule::kFlush, 0, Rule::kRowState, state.size());
+    }
+    check_row_param(Rule::kFlush, param, true);
+    check_row_step(Rule::kFlush, state[0]);
+    Rule::check_rows(Rule::kFlush, param, state);
+  }
+  return rows;
+}
+
+template <typename Rule>
+void row_flush(const at::Tensor& param, at::TensorList state) {
+  if (check_flush<Rule>(param, state)) {
+    Rule::flush(param, state);
+  }
+}
+
+template <typename Rule>
+void row_flush_meta(const at::Tensor& param, at::TensorList state) {
+  check_flush<Rule>(param, state);
+}
+
+/// One member of a fused kernel's list, of each parameter.
+template <typename Step, typename Member>
+std::vector<at::Tensor> column(const std::vector<Step>& steps, const Member& member) {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(steps.size());
+  for (const Step& step : steps) {
+    tensors.push_back(member(step));
+  }
+  return tensors;
+}
+template <typename Step>
+std::vector<at::Tensor> params_of(const std::vector<Step>& steps) {
+  return column(steps, [](const Step& step) { return step.param; });
+}
+template <typename Step>
+std::vector<at::Tensor> values_of(const std::vector<Step>& steps) {
+  return column(steps, [](const Step& step) { return step.values; });
+}
+template <typename Step>
+std::vector<at::Tensor> state_of(const std::vector<Step>& steps, size_t i) {
+  return column(steps, [i](const Step& step) { return step.state[i]; });
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,181 @@
+#include "optim/settle.h"
+
+#include "optim/owed_steps.h"
+#include "optim/row_adam.h"
+#include "optim/row_sgd.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <iterator>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+WeakTensor weak(const Tensor& tensor) { return WeakTensor(tensor.getIntrusivePtr()); }
+
+struct Debt {
+  WeakTensor param;
+  std::vector<WeakTensor> state;
+  FlushRows flush;
+
+  bool is(const Tensor& of, at::TensorList tensors) const {
+    return param._unsafe_get_target() == of.unsafeGetTensorImpl() && state.size() == tensors.size() &&
+        std::equal(state.begin(), state.end(), tensors.begin(),
+                   [](const WeakTensor& a, const Tensor& b) { return a._unsafe_get_target() == b.unsafeGetTensorImpl(); });
+  }
+  bool dead() const {
+    return param.expired() || std::any_of(state.begin(), state.end(), [](const WeakTensor& tensor) { return tensor.expired(); });
+  }
+};
+
+// By storage. The weak reference keeps the address from being given to another storage.
+struct Entry {
+  WeakStorage storage;
+  std::vector<Debt> debts;
+};
+
+class Debts {
+ public:
+  static Debts& all() {
+    static Debts* debts = new Debts; // outlives the tensors of other static objects
+    return *debts;
+  }
+
+  void record(const Tensor& param, at::TensorList state, FlushRows flush) {
+    const std::lock_guard lock(mutex_);
+    auto* storage = param.storage().unsafeGetStorageImpl();
+    const auto found = entries_.find(storage);
+    if (found == entries_.end()) {
+      sweep();
+    } else if (std::any_of(found->second.debts.begin(), found->second.debts.end(), [&](const Debt& debt) { return debt.is(param, state); })) {
+      return;
+    }
+    Entry& entry = found != entries_.end()
+        ? found->second
+        : entries_.emplace(storage, Entry{WeakStorage(param.storage().getWeakStorageImpl()), {}}).first->second;
+    Debt debt{weak(param), {}, flush};
+    std::transform(state.begin(), state.end(), std::back_inserter(debt.state), weak);
+    entry.debts.push_back(std::move(debt));
+  }
+
+  void forget(const Tensor& step) {
+    const std::lock_guard lock(mutex_);
+    for (auto& [storage, entry] : entries_) {
+      std::erase_if(entry.debts, [&](const Debt& debt) { return debt.state[0]._unsafe_get_target() == step.unsafeGetTensorImpl(); });
+    }
+  }
+
+  // Under the lock throughout: of two threads that read a table, the second must find it made up, not half.
+  void settle(const Tensor& table) {
+    const std::lock_guard lock(mutex_);
+    const auto found = entries_.find(table.storage().unsafeGetStorageImpl());
+    if (found == entries_.end()) {
+      return;
+    }
+    auto& debts = found->second.debts;
+    std::erase_if(debts, [](const Debt& debt) { return debt.dead(); });
+    for (const Debt& debt : debts) {
+      make_up(debt);
+    }
+    if (debts.empty()) {
+      entries_.erase(found);
+    }
+  }
+
+ private:
+  static void make_up(const Debt& debt) {
+    const auto locked = [](const WeakTensor& tensor) { return Tensor(tensor.lock()); };
+    const Tensor param = locked(debt.param);
+    std::vector<Tensor> state;
+    std::transform(debt.state.begin(), debt.state.end(), std::back_inserter(state), locked);
+    const bool alive = param.defined() && std::all_of(state.begin(), state.end(), [](const Tensor& tensor) { return tensor.defined(); });
+    if (alive && state[0].const_data_ptr<int64_t>()[0] != OwedSteps::settled(state.back())) {
+      const at::NoGradGuard no_grad;
+      debt.flush(param, state);
+    }
+  }
+
+  // Removes what is gone whenever as many entries have come as had been left.
+  void sweep() {
+    if (entries_.size() < limit_) {
+      return;
+    }
+    for (auto item = entries_.begin(); item != entries_.end();) {
+      std::erase_if(item->second.debts, [](const Debt& debt) { return debt.dead(); });
+      item = item->second.debts.empty() ? entries_.erase(item) : std::next(item);
+    }
+    limit_ = 2 * entries_.size() + 16;
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
+  size_t limit_ = 16;
+};
+
+void settle_op(const Tensor& table) { settle(table); }
+void settle_meta(const Tensor&) {}
+
+void register_debt(const Tensor& table, at::TensorList state, std::string_view optimizer) {
+  const bool adam = optimizer == "row_adam";
+  TORCH_CHECK_VALUE(adam || optimizer == "row_sgd", "register_debt: expected optimizer as row_adam or row_sgd, got ", optimizer);
+  if (adam) {
+    check_row_adam_state("register_debt", table, state);
+  } else {
+    check_row_sgd_state("register_debt", table, state);
+  }
+  record_debt(table, state, adam ? flush_row_adam : flush_row_sgd);
+}
+
+void register_debt_meta(const Tensor&, at::TensorList, std::string_view) {}
+void forget_debt_op(at::TensorList state) { forget_debt(state); }
+
+} // namespace
+
+void settle(const Tensor& table) {
+  if (table.has_storage() && table.layout() == at::kStrided) {
+    Debts::all().settle(table);
+  }
+}
+
+void record_debt(const Tensor& param, at::TensorList state, FlushRows flush) { Debts::all().record(param, state, flush); }
+
+void forget_debt(at::TensorList state) {
+  if (!state.empty()) {
+    Debts::all().forget(state[0]);
+  }
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("settle_(Tensor(a!) table) -> ()");
+  m.def("register_debt(Tensor table, Tensor[] state, str optimizer) -> ()");
+  m.def("forget_debt(Tensor[] state) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("settle_", settle_op);
+  m.impl("register_debt", register_debt);
+  m.impl("forget_debt", forget_debt_op);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("settle_", settle_meta);
+  m.impl("register_debt", register_debt_meta);
+}
+
+// A table that owes nothing is not changed, so autograd must not take it for written. Where it is changed, the flush says so.
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("settle_", torch::CppFunction::makeFallthrough()); }
+
+// The operators that make rows up raise versions; where nothing is owed a waiting backward pass goes on.
+TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) { m.impl("settle_", torch::CppFunction::makeFallthrough()); }
+
+} // namespace xsoftmax

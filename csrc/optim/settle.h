@@ -1,0 +1,27 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace xsoftmax {
+
+// settle_(Tensor(a!) table): brings every row of a class table up to date if a row optimizer owes it steps. Anything that reads a whole
+// table calls it first: eval(), exact losses, topk, predict, log_prob, refresh, balance, state dicts, and load_state_dict before it copies.
+// Where nothing is owed it is one look-up, and neither the table nor its version changes. `table` may be any alias of the parameter (.data,
+// .detach()): debts are found by storage. On meta and fake tensors it does nothing. Safe to call from several threads at a time.
+// Call it where no gradients are recorded (Python: xs.optim.settle): torch.compile otherwise gives it a copy of a parameter, which owes nothing.
+//
+// A debt is what a row optimizer's step leaves behind: which parameter, the state tensors, how to make it up. It holds weak references: with
+// the parameter or its state it is gone. A parameter that moves to other memory (`module.to(...)`) is found again from its next step on.
+//
+// register_debt(Tensor table, Tensor[] state, str optimizer): the same for state that was loaded or copied. optimizer: "row_adam", "row_sgd".
+// forget_debt(Tensor[] state): what this state owed is owed no more; for state that is about to be replaced.
+
+/// Makes up what `param` owes by `state`.
+using FlushRows = void (*)(const at::Tensor& param, at::TensorList state);
+
+void settle(const at::Tensor& table);
+/// `state`: its first tensor counts the steps (int64), its last is "owed" (optim/owed_steps.h).
+void record_debt(const at::Tensor& param, at::TensorList state, FlushRows flush);
+void forget_debt(at::TensorList state);
+
+} // namespace xsoftmax
