@@ -1,14 +1,20 @@
 #include "samplers/adaptive.h"
 
 #include "core/checks.h"
+#include "optim/settle.h"
 #include "samplers/sampling.h"
 
+#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/randint.h>
 
 #include <algorithm>
+#include <limits>
+#include <mutex>
 
 namespace xsoftmax {
 
@@ -26,27 +32,87 @@ bool refresh_is_due(int64_t step, int64_t every) {
   return false;
 }
 
-void check_schedule(const char* op, const OptionalTensor& step, int64_t refresh_every) {
-  TORCH_CHECK_VALUE(refresh_every >= 0, op, ": expected refresh_every of at least 0, got ", refresh_every);
-  if (given(step)) {
-    check::dim(op, "step", *step, 0);
-    check::int64(op, "step", *step);
+ClassTable::ClassTable(const Tensor& weight, const OptionalTensor& bias, bool whole)
+    : weight(weight.detach()), bias(given(bias) ? OptionalTensor(bias->detach()) : std::nullopt) {
+  const at::NoGradGuard guard;
+  if (whole) {
+    settle(weight);
+  }
+  if (given(bias)) {
+    settle(*bias);
   }
 }
 
-bool take_step(const OptionalTensor& step, int64_t refresh_every) {
-  if (!given(step)) {
-    return true;
+Tensor with_seed(const at::Device& device, const std::optional<at::Generator>& generator,
+                 const std::function<Tensor(const Tensor&)>& refresh) {
+  at::Generator source = generator.has_value() && generator->defined() ? *generator : at::globalContext().defaultGenerator(device);
+  TORCH_CHECK_VALUE(source.device().type() == device.type(), "prepare: expected a generator on the table's device ", device, ", got one on ",
+                    source.device());
+  const auto locked = [&](const auto& task) {
+    const std::lock_guard<std::mutex> lock(source.mutex());
+    return task();
+  };
+  const Tensor state = locked([&] { return source.get_state(); });
+  try {
+    return refresh(at::randint(std::numeric_limits<int64_t>::max(), {}, source, at::TensorOptions(device).dtype(at::kLong)));
+  } catch (...) {
+    locked([&] { source.set_state(state); });
+    throw;
   }
-  const bool due = refresh_is_due(step->item<int64_t>(), refresh_every);
-  step->add_(1);
-  return due;
 }
 
-void check_class_table(const char* op, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes) {
-  check::dim(op, "weight", weight, 2);
+void check_at_least(std::string_view owner, const char* argument, int64_t value, int64_t least) {
+  TORCH_CHECK_VALUE(value >= least, owner, ": expected ", argument, " of at least ", least, ", got ", value);
+}
+
+Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim, int64_t least_dim, const Tensor& exclude, int64_t drawn) {
+  check_at_least(owner, "num_classes", num_classes, 1);
+  check_at_least(owner, "dim", dim, least_dim);
+  const std::string name(owner);
+  check::dim(name.c_str(), "exclude", exclude, 1);
+  check::int64(name.c_str(), "exclude", exclude);
+  if (exclude.is_cpu()) {
+    check::class_ids(name.c_str(), "exclude", exclude, num_classes);
+  }
+  const Tensor is_drawn = at::ones({num_classes}, exclude.options().dtype(at::kBool)).index_fill_(0, exclude, false);
+  const int64_t left = is_drawn.sum().item<int64_t>();
+  TORCH_CHECK_VALUE(left >= 1, owner, ": expected exclude to leave a class of ", num_classes, ", got all of them");
+  TORCH_CHECK_VALUE(left >= drawn, owner, ": expected num_samples of at most ", left, " (the classes, of which each is drawn once), got ", drawn);
+  return is_drawn;
+}
+
+void check_private(std::string_view owner, bool shared) {
+  TORCH_CHECK_VALUE(!shared, owner, ": expected shared=False, got True: it draws for each query");
+}
+
+std::vector<Tensor> with_step(at::TensorList tables, const Tensor& step) {
+  std::vector<Tensor> index = tables.vec();
+  index.push_back(step);
+  return index;
+}
+
+void check_index_size(const char* op, at::TensorList index, size_t count) {
+  TORCH_CHECK_VALUE(index.size() == count, op, ": expected an index of ", count, " tables, got ", index.size());
+}
+
+void check_step(const char* op, const Tensor& step) {
+  check::dim(op, "step", step, 0);
+  check::int64(op, "step", step);
+}
+
+void check_queries(const char* op, const Tensor& queries, const c10::SymInt& dim) {
+  check::floating(op, "queries", queries);
+  TORCH_CHECK_VALUE(queries.dim() == 2 && queries.sym_size(1) == dim, op, ": expected queries of shape [Q, ", dim, "], got ",
+                    queries.sym_sizes());
+}
+
+void check_class_table(const char* op, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes,
+                       const c10::SymInt& dim, bool has_bias) {
   check::floating(op, "weight", weight);
-  check::size(op, "weight", weight, 0, num_classes, "the classes of the sampler");
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(0) == num_classes && weight.sym_size(1) == dim, op,
+                    ": expected weight of shape [", num_classes, ", ", dim, "], got ", weight.sym_sizes());
+  TORCH_CHECK_VALUE(given(bias) == has_bias, op, ": expected ", has_bias ? "a bias" : "no bias", ", as the sampler was built with bias=",
+                    has_bias ? "True" : "False", ", got ", given(bias) ? "one" : "none");
   if (given(bias)) {
     check::dim(op, "bias", *bias, 1);
     check::floating(op, "bias", *bias);
@@ -75,29 +141,66 @@ void check_finite_bias(const char* op, const OptionalTensor& bias) {
   }
 }
 
-void check_query_ids(const char* op, const Tensor& input, const Tensor& ids) {
+void check_query_ids(const char* op, const Tensor& queries, const Tensor& ids) {
   check::int64(op, "ids", ids);
-  check::same_device(op, "ids", ids, "input", input);
-  TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == input.sym_size(0)), op,
+  check::same_device(op, "ids", ids, "queries", queries);
+  TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(0) == queries.sym_size(0)), op,
                     ": expected ids of shape [S] or with a row for each query, got shape ", ids.sym_sizes());
 }
 
-void check_draws(const char* op, const Tensor& seed, const Tensor& input, const c10::SymInt& num_samples, bool shared,
-                 const Tensor& target, int64_t target_dim) {
-  check_sampling(op, seed, std::nullopt, num_samples);
-  check::same_device(op, "seed", seed, "input", input);
-  check::dim(op, "target", target, target_dim);
-  check::int64(op, "target", target);
-  if (!shared) {
-    check::size(op, "target", target, 0, input.sym_size(0), "the rows of input");
-  }
-  check::same_device(op, "target", target, "input", input);
+Tensor ids_of_queries(const Tensor& queries, const Tensor& ids) {
+  return ids.dim() == 2 ? ids : ids.unsqueeze(0).expand({queries.size(0), ids.size(0)});
 }
 
-std::tuple<Tensor, Tensor, Tensor> empty_private_draws(const Tensor& input, const c10::SymInt& num_samples, const Tensor& target) {
-  const auto floats = target.options().dtype(at::kFloat);
-  return {at::empty_symint({input.sym_size(0), num_samples}, target.options()),
-          at::empty_symint({input.sym_size(0), num_samples}, floats), at::empty_symint(target.sym_sizes(), floats)};
+void check_draws(const char* op, const Tensor& seed, const Tensor& queries, const OptionalTensor& target) {
+  check_sampling(op, seed, std::nullopt, 0);
+  check::same_device(op, "seed", seed, "queries", queries);
+  if (given(target)) {
+    check::int64(op, "target", *target);
+    TORCH_CHECK_VALUE((target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == queries.sym_size(0), op,
+                      ": expected target of shape [Q] or [Q, T] with Q = ", queries.sym_size(0), ", got shape ", target->sym_sizes());
+    check::same_device(op, "target", *target, "queries", queries);
+  }
+}
+
+Targets::Targets(const char* op, const OptionalTensor& target, const Tensor& queries, int64_t num_classes)
+    : ids(given(target) ? target->contiguous() : at::empty({0}, queries.options().dtype(at::kLong))),
+      width(!given(target) ? 0 : target->dim() == 1 ? 1 : target->size(1)) {
+  check::class_ids(op, "target", ids, num_classes, -1);
+}
+
+Tensor empty_target_count(const Tensor& seed, const OptionalTensor& target) {
+  const auto floats = seed.options().dtype(at::kFloat);
+  return given(target) ? at::empty_symint(target->sym_sizes(), floats) : at::empty({0}, floats);
+}
+
+PrivateDraws empty_private_draws(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, int64_t num_samples) {
+  const c10::SymInt size[] = {queries.sym_size(0), num_samples};
+  return {at::empty_symint(size, seed.options()), at::empty_symint(size, seed.options().dtype(at::kFloat)), empty_target_count(seed, target)};
+}
+
+Tensor counted_queries(const Tensor& queries, const OptionalTensor& target) {
+  if (!given(target) || (target->dim() == 2 && target->size(1) == 0)) {
+    return queries;
+  }
+  const Tensor counts = (target->dim() == 2 ? target->select(1, 0) : *target).ge(0);
+  return counts.all().item<bool>() ? queries : queries.index_select(0, counts.nonzero().squeeze(1));
+}
+
+std::vector<Tensor> to_cpu(at::TensorList tensors) {
+  std::vector<Tensor> copies;
+  std::transform(tensors.begin(), tensors.end(), std::back_inserter(copies), [](const Tensor& tensor) { return tensor.cpu(); });
+  return copies;
+}
+
+PrivateDraws sample_on_cpu(const char* op, const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList index,
+                           std::string_view options) {
+  const auto [ids, log_count, target_log_count] =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow((std::string("xsoftmax::") + op).c_str(), "")
+          .typed<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&, at::TensorList, std::string_view)>()
+          .call(seed.cpu(), queries.cpu(), to_cpu(target), to_cpu(index), options);
+  return {ids.to(queries.device()), log_count.to(queries.device()), target_log_count.to(queries.device())};
 }
 
 Tensor with_bias_column(const Tensor& rows, const OptionalTensor& bias, int64_t width) {

@@ -2,23 +2,76 @@
 
 #include "core/optional.h"
 
+#include <ATen/core/Generator.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
-// What the samplers that know the class table share.
+#include <functional>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+// What the samplers that follow the class table share. Each family X of them (midx, lsh, kernel) is five operators:
+//
+//   X_index(owner, num_classes, dim, exclude int64 [K], options) -> index: one that knows nothing of the table yet; all classes that are
+//     not in `exclude` are drawn alike. Refuses what no sampler may be built with, in the name of the class `owner`.
+//   X_sample(seed, queries [Q, D], target, index, options) -> (ids int64 [Q, M], log_count float32 of ids' shape, target_log_count):
+//     what a step proposes; shared sets, where a family has them, are [M]. target int64 [Q], or [Q, T], several classes of each query;
+//     -1: none, whose count is -inf. A query whose first target is -1 does not count: it is no part of what a batch shares.
+//     target_log_count float32 of target's shape, [0] without a target.
+//   X_log_count(queries, ids, index, options) -> float32: log expected count of any ids in what X_sample proposes, -inf of a class that is
+//     never drawn. Private draws: of ids [S], [Q, S]; of ids [Q, P], [Q, P]. A shared set: of ids' shape.
+//   X_step_(weight [N, D], bias [N], step!, index!, options, generator) -> (): a training step. Refreshes where refresh_is_due(step), then
+//     counts the step.
+//   X_refresh_(weight, bias, step!, index!, options, generator) -> float64 statistics: follows the class table now. A step that is 0 becomes 1.
+//
+// `index` is a list of plain tensors, in the order of the family's header; its last one is `step` int64 []. An absent table has size 0.
+// What writes to an index takes `step` before the others: TorchScript drops calls that write to nothing but elements of a list.
+// `options` is the text of a struct of xsoftmax/adaptive_options.h. Where X_step_ or X_refresh_ refuses a table, index, step and generator
+// are what they were.
 
 namespace xsoftmax {
+
+using PrivateDraws = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 /// Whether an index is rebuilt before a step: at step 0, at multiples of `every` (0: never again), and before that at every / 32, / 16, ...
 /// / 2, since the table changes fastest at the start.
 bool refresh_is_due(int64_t step, int64_t every);
 
-/// refresh_every of at least 0; `step` none, or int64 and 0-dim.
-void check_schedule(const char* op, const OptionalTensor& step, int64_t refresh_every);
-/// Whether an index is rebuilt now: always without a `step`, which is counted.
-bool take_step(const OptionalTensor& step, int64_t refresh_every);
+/// A class table as an index reads it: weight and bias, detached, after what row optimizers owe them is made up (optim/settle.h). `whole`: all
+/// rows of the weight will be read; without it they are left as they are.
+struct ClassTable {
+  ClassTable(const at::Tensor& weight, const OptionalTensor& bias, bool whole = true);
+  at::Tensor weight;
+  OptionalTensor bias;
+};
 
-/// weight [N, D] and bias [N] or none, with a row for each of `num_classes`.
-void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes);
+/// Calls refresh(seed) with an int64 [] from `generator`, or from the default one of that device. Where it throws, the generator is what
+/// it was.
+at::Tensor with_seed(const at::Device& device, const std::optional<at::Generator>& generator,
+                     const std::function<at::Tensor(const at::Tensor&)>& refresh);
+
+/// What all families ask of a constructor. `exclude` int64 [K] of ids, which leave `drawn` classes or more. Returns bool [N], on the CPU or
+/// where exclude is: whether a class is drawn.
+at::Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim, int64_t least_dim, const at::Tensor& exclude,
+                             int64_t drawn = 1);
+void check_at_least(std::string_view owner, const char* argument, int64_t value, int64_t least);
+
+/// Of a family without shared sets.
+void check_private(std::string_view owner, bool shared);
+
+/// An index, from its tables and its step.
+std::vector<at::Tensor> with_step(at::TensorList tables, const at::Tensor& step);
+/// An index of `count` tables.
+void check_index_size(const char* op, at::TensorList index, size_t count);
+/// int64, 0-dim.
+void check_step(const char* op, const at::Tensor& step);
+
+/// queries [Q, dim], floating.
+void check_queries(const char* op, const at::Tensor& queries, const c10::SymInt& dim);
+/// weight [N, dim], with a bias [N] just where has_bias says so.
+void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes,
+                       const c10::SymInt& dim, bool has_bias);
 
 /// Refuses a table that holds a NaN, an infinity, or a row too long for the square of its norm in float32, and names the row. Reads it all.
 void check_finite_rows(const char* op, const at::Tensor& weight);
@@ -26,16 +79,33 @@ void check_finite_rows(const char* op, const at::Tensor& weight);
 void check_finite_bias(const char* op, const OptionalTensor& bias);
 
 /// `ids` int64 [S], the same for all queries, or [Q, P].
-void check_query_ids(const char* op, const at::Tensor& input, const at::Tensor& ids);
+void check_query_ids(const char* op, const at::Tensor& queries, const at::Tensor& ids);
+/// `ids` [Q, P] of ids [S] or [Q, P].
+at::Tensor ids_of_queries(const at::Tensor& queries, const at::Tensor& ids);
 
-/// seed, num_samples and target of an op that draws by its input; target [Q], or, beside a set for all queries, of any length.
-/// target_dim: of target.
-void check_draws(const char* op, const at::Tensor& seed, const at::Tensor& input, const c10::SymInt& num_samples, bool shared,
-                 const at::Tensor& target, int64_t target_dim = 1);
+/// seed and target of an op that draws by its queries.
+void check_draws(const char* op, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target);
 
-/// ids int64 [Q, M], log_count float32 [Q, M], target_log_count float32 of target's shape, empty.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_private_draws(const at::Tensor& input, const c10::SymInt& num_samples,
-                                                                   const at::Tensor& target);
+/// Classes [Q, width] whose counts a draw reports, contiguous, -1 for none; width 0 without a target.
+struct Targets {
+  Targets(const char* op, const OptionalTensor& target, const at::Tensor& queries, int64_t num_classes);
+  const int64_t* of(int64_t query) const { return ids.const_data_ptr<int64_t>() + query * width; }
+  at::Tensor ids;
+  int64_t width;
+};
+/// target_log_count, empty.
+at::Tensor empty_target_count(const at::Tensor& seed, const OptionalTensor& target);
+/// ids int64 [Q, M], log_count float32 [Q, M], target_log_count, empty.
+PrivateDraws empty_private_draws(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, int64_t num_samples);
+
+/// The rows of queries that count: all without a target.
+at::Tensor counted_queries(const at::Tensor& queries, const OptionalTensor& target);
+
+/// Calls an op of a device without kernels of its own on the CPU.
+std::vector<at::Tensor> to_cpu(at::TensorList tensors);
+inline OptionalTensor to_cpu(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor; }
+PrivateDraws sample_on_cpu(const char* op, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target,
+                           at::TensorList index, std::string_view options);
 
 /// Rows in float32 as `width` asks: as they are, or with one more column, the bias or 1 where none is given.
 at::Tensor with_bias_column(const at::Tensor& rows, const OptionalTensor& bias, int64_t width);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <xsoftmax/adaptive_options.h>
+
 #include "samplers/adaptive.h"
 
 namespace xsoftmax {
@@ -16,29 +18,24 @@ namespace xsoftmax {
 // What is drawn: from the root, a child in proportion to the (raised) sums of the two; in a leaf, a class in proportion to K. q is the
 // product of these shares, exactly: for the sphere K(z, w_i) / sum_j K(z, w_j).
 //
-// The index over A classes: rows float32 [A, E or 2 R], what a leaf compares with the query; sums float32 [2 L, F], a heap: node 1 is the
-// root, 2 n and 2 n + 1 the children of n, L + l is leaf l (L a power of two), which holds the rows from floor(l A / L) to floor((l + 1)
-// A / L); order int64 [A], the class of each row; place int64 [N], the row of each class, -1 for one that is never drawn.
+// The index over A classes: directions [R, E] (absent for the sphere); rows float32 [A, E or 2 R], what a leaf compares with the query; sums
+// float32 [2 L, F], a heap: node 1 is the root, 2 n and 2 n + 1 the children of n, L + l is leaf l (L a power of two), which holds the rows
+// from floor(l A / L) to floor((l + 1) A / L); order int64 [A], the class of each row; place int64 [N], the row of each class, -1 for one
+// that is never drawn; step.
 //
-// kernel_sample(seed, input [Q, D], INDEX, scale, num_samples, target int64 [Q]) -> (ids int64 [Q, M], log_count float32 [Q, M],
-// target_log_count float32 [Q]): independent private draws, log_count = log(M q). Query q reads Philox blocks (q, 0 ..).
-//
-// kernel_log_prob(input, INDEX, scale, ids [S] or [Q, P]) -> float32 [Q, S or P]: log q, -inf for a class never drawn; O(F log N) a pair.
-//
-// kernel_refresh_(weight, bias, directions, rows!, sums!, order, place, step!, refresh_every) -> (): takes in the class table, where `step`
-// (int64, 0-dim) is none or a refresh is due (refresh_is_due); then counts the step.
+// kernel_index: directions at random, by torch's default generator. kernel_sample: independent private draws; query q reads Philox blocks
+// (q, 0 ..). kernel_log_count: O(F log N) a pair. kernel_refresh_: no statistics, float64 [0]. Seeds are not needed; adaptive.h has what all
+// families share.
 
-#define XS_KERNEL_INDEX_PARAMS \
-  const OptionalTensor &directions, const at::Tensor &rows, const at::Tensor &sums, const at::Tensor &order, const at::Tensor &place
-#define XS_KERNEL_INDEX_ARGS directions, rows, sums, order, place
-#define XS_KERNEL_INDEX_SCHEMA "Tensor? directions, Tensor rows, Tensor sums, Tensor order, Tensor place"
+using samplers::KernelOptions;
+
+KernelOptions kernel_options(std::string_view op, std::string_view text);
 
 struct KernelIndex {
-  const OptionalTensor& directions;
-  const at::Tensor& rows;
-  const at::Tensor& sums;
-  const at::Tensor& order;
-  const at::Tensor& place;
+  KernelIndex(const char* op, at::TensorList index, const KernelOptions& options);
+  OptionalTensor directions;
+  at::Tensor rows, sums, order, place, step;
+  c10::SymInt dim; ///< of a row of the class table, its bias apart
 
   bool sphere() const { return !given(directions); }
   int64_t classes() const { return rows.size(0); }
@@ -47,12 +44,13 @@ struct KernelIndex {
   int64_t leaf_begin(int64_t leaf) const { return leaf * classes() / leaves(); }
 };
 
-/// Checks that the index and `input` fit together.
-void check_kernel(const char* op, const at::Tensor& input, const KernelIndex& index, double scale);
+void check_kernel_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const KernelIndex& index);
+void check_kernel_log_count(const at::Tensor& queries, const at::Tensor& ids, const KernelIndex& index);
 
 /// What a leaf compares: rows (and bias) as they are, or their random Fourier features; float32.
 at::Tensor kernel_rows(const at::Tensor& rows, const OptionalTensor& bias, const KernelIndex& index);
 
-at::Tensor kernel_log_prob_reference(const at::Tensor& input, XS_KERNEL_INDEX_PARAMS, double scale, const at::Tensor& ids);
+/// The composite in ATen calls: any device, and the oracle of the tests.
+at::Tensor kernel_log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const KernelIndex& index, const KernelOptions& options);
 
 } // namespace xsoftmax

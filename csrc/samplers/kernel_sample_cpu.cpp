@@ -21,7 +21,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using Draws = std::tuple<Tensor, Tensor, Tensor>;
 
 /// The index, checked and laid out for pointers.
 struct Tree {
@@ -39,8 +38,11 @@ struct Tree {
     return id;
   }
 
-  /// -1: never drawn.
+  /// -1: never drawn, or no class.
   int64_t row_of(int64_t id) const {
+    if (id < 0) {
+      return -1;
+    }
     const int64_t row = place_.const_data_ptr<int64_t>()[id];
     TORCH_CHECK_INDEX(row >= -1 && row < classes, op, ": expected place in [-1, ", classes, "), got ", row);
     return row;
@@ -182,20 +184,20 @@ void write_pairs(const Tensor& x, const Tensor& pairs) {
 // visit(query, descent) for each query, started; each has about `paths` paths to go. The upper nodes lie on many paths: their products
 // with a block of queries are one matrix product, which reads a node once a block. Blocks do not depend on the number of threads.
 template <typename Visit>
-void for_queries(const Tensor& input, const KernelIndex& index, const Tree& tree, int64_t paths, const Visit& visit) {
+void for_queries(const Tensor& queries, const KernelIndex& index, const Tree& tree, int64_t paths, const Visit& visit) {
   constexpr int64_t kBlock = 64, kNodesPerPath = 16; // a node in a matrix product costs about a tenth of one that is visited
   int64_t known = 2;
   while (known < std::min(2 * tree.leaves, kNodesPerPath * paths)) {
     known *= 2;
   }
-  const Tensor rows = kernel_rows(input, std::nullopt, index).contiguous(), top = index.sums.narrow(0, 0, known).t();
-  const int64_t queries = input.size(0);
-  at::parallel_for(0, (queries + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
+  const Tensor rows = kernel_rows(queries, std::nullopt, index).contiguous(), top = index.sums.narrow(0, 0, known).t();
+  const int64_t num_queries = queries.size(0);
+  at::parallel_for(0, (num_queries + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView guard; // thread-local
     Descent descent(tree, known);
     const Tensor pairs = tree.sphere ? at::empty({kBlock, tree.features}, rows.options()) : Tensor();
     for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * kBlock, size = std::min(kBlock, queries - first);
+      const int64_t first = block * kBlock, size = std::min(kBlock, num_queries - first);
       const Tensor x = rows.narrow(0, first, size);
       const Tensor features = tree.sphere ? pairs.narrow(0, 0, size) : x;
       if (tree.sphere) {
@@ -211,58 +213,60 @@ void for_queries(const Tensor& input, const KernelIndex& index, const Tree& tree
   });
 }
 
-Draws kernel_sample_cpu(const Tensor& seed, const Tensor& input, XS_KERNEL_INDEX_PARAMS, double scale, int64_t num_samples,
-                        const Tensor& target) {
+PrivateDraws kernel_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                               std::string_view text) {
   constexpr const char* op = "kernel_sample";
-  const KernelIndex index{XS_KERNEL_INDEX_ARGS};
-  check_kernel(op, input, index, scale);
-  check_draws(op, seed, input, num_samples, false, target);
-  check::class_ids(op, "target", target, place.size(0));
-  const Tree tree(op, index, scale);
-  const Tensor targets = target.contiguous();
-  const auto [ids, log_count, target_log_count] = empty_private_draws(input, num_samples, targets);
+  const KernelOptions options = kernel_options(op, text);
+  const KernelIndex index(op, tables, options);
+  check_kernel_sample(seed, queries, target, index);
+  const Targets targets(op, target, queries, index.place.size(0));
+  const Tree tree(op, index, options.scale());
+  const int64_t samples = options.num_samples;
+  const auto draws = empty_private_draws(seed, queries, target, samples);
+  const auto& [ids, log_count, target_log_count] = draws;
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(), *of_target = target_log_count.mutable_data_ptr<float>();
-  const double log_samples = std::log(double(num_samples));
+  const double log_samples = std::log(double(samples));
   const uint64_t key = seed_value(seed);
-  for_queries(input, index, tree, num_samples + 1, [&](int64_t q, Descent& descent) {
-    for (int64_t j = 0; j < num_samples; ++j) {
+  for_queries(queries, index, tree, samples + targets.width, [&](int64_t q, Descent& descent) {
+    for (int64_t j = 0; j < samples; ++j) {
       const auto [row, log_q] = descent.draw(philox(key, q, j));
-      id[q * num_samples + j] = tree.class_at(row);
-      count[q * num_samples + j] = float(log_samples + log_q);
+      id[q * samples + j] = tree.class_at(row);
+      count[q * samples + j] = float(log_samples + log_q);
     }
-    of_target[q] = float(log_samples + descent.log_q(tree.row_of(targets.const_data_ptr<int64_t>()[q])));
+    std::transform(targets.of(q), targets.of(q + 1), of_target + q * targets.width,
+                   [&](int64_t i) { return float(log_samples + descent.log_q(tree.row_of(i))); });
   });
-  return {ids, log_count, target_log_count};
+  return draws;
 }
 
-Tensor kernel_log_prob_cpu(const Tensor& input, XS_KERNEL_INDEX_PARAMS, double scale, const Tensor& ids) {
-  constexpr const char* op = "kernel_log_prob";
+Tensor kernel_log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+  constexpr const char* op = "kernel_log_count";
+  const KernelOptions options = kernel_options(op, text);
+  const KernelIndex index(op, tables, options);
+  check_kernel_log_count(queries, ids, index);
+  check::class_ids(op, "ids", ids, index.place.size(0));
   if (use_reference()) {
-    return kernel_log_prob_reference(input, XS_KERNEL_INDEX_ARGS, scale, ids);
+    return kernel_log_count_reference(queries, ids, index, options);
   }
-  const KernelIndex index{XS_KERNEL_INDEX_ARGS};
-  check_kernel(op, input, index, scale);
-  check_query_ids(op, input, ids);
-  check::class_ids(op, "ids", ids, place.size(0));
-  const Tree tree(op, index, scale);
-  const Tensor flat = ids.contiguous();
+  const Tree tree(op, index, options.scale());
+  const Tensor flat = ids_of_queries(queries, ids).contiguous();
   const int64_t width = ids.size(-1);
-  const Tensor log_q = at::empty({input.size(0), width}, flat.options().dtype(at::kFloat));
-  for_queries(input, index, tree, width, [&](int64_t q, Descent& descent) {
-    const int64_t* id = flat.const_data_ptr<int64_t>() + (ids.dim() == 2 ? q * width : 0);
-    for (int64_t j = 0; j < width; ++j) {
-      log_q.mutable_data_ptr<float>()[q * width + j] = float(descent.log_q(tree.row_of(id[j])));
-    }
+  const double log_samples = std::log(double(options.num_samples));
+  const Tensor log_count = at::empty({queries.size(0), width}, flat.options().dtype(at::kFloat));
+  for_queries(queries, index, tree, width, [&](int64_t q, Descent& descent) {
+    const int64_t* id = flat.const_data_ptr<int64_t>() + q * width;
+    std::transform(id, id + width, log_count.mutable_data_ptr<float>() + q * width,
+                   [&](int64_t i) { return float(log_samples + descent.log_q(tree.row_of(i))); });
   });
-  return log_q;
+  return log_count;
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
   m.impl("kernel_sample", kernel_sample_cpu);
-  m.impl("kernel_log_prob", kernel_log_prob_cpu);
+  m.impl("kernel_log_count", kernel_log_count_cpu);
 }
 
 } // namespace xsoftmax

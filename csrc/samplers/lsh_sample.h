@@ -1,5 +1,7 @@
 #pragma once
 
+#include <xsoftmax/adaptive_options.h>
+
 #include "samplers/adaptive.h"
 
 namespace xsoftmax {
@@ -13,35 +15,30 @@ namespace xsoftmax {
 //
 // The index: planes float32 [T B, E], E = D, or D + 1 where the table has a bias, which is then the last column of its rows, and 1 of the
 // queries; code int32 [N, T], the bits of a class in each table, -1 in all for a class that is never drawn; order int64 [T, A], the classes
-// by code; start int64 [T, 2^B + 1], where the classes of a code begin in it.
+// by code; start int64 [T, 2^B + 1], where the classes of a code begin in it; step.
 //
-// lsh_sample(seed, input [Q, D], INDEX, uniform, num_samples, target int64 [Q]) -> (ids int64 [Q, M], log_count float32 [Q, M],
-// target_log_count float32 [Q]): independent private draws, log_count = log(M q). Query q reads Philox blocks (q, 0 ..).
-//
-// lsh_log_prob(input, INDEX, uniform, ids [S] or [Q, P]) -> float32 [Q, S or P]: log q, -inf for a class never drawn; O(T) a pair.
-//
-// lsh_refresh_(weight, bias, planes, code!, order!, start!, step!, refresh_every) -> (): hashes all classes anew, where `step` (int64,
-// 0-dim) is none or a refresh is due (refresh_is_due); then counts the step.
+// lsh_index: planes at random, by torch's default generator. lsh_sample: independent private draws; query q reads Philox blocks (q, 0 ..).
+// lsh_log_count: O(T) a pair. lsh_refresh_: hashes all classes anew; statistics float64 [1]: the share of the classes that the fullest bucket
+// holds. Seeds are not needed; adaptive.h has what all families share.
 
-#define XS_LSH_INDEX_PARAMS const at::Tensor &planes, const at::Tensor &code, const at::Tensor &order, const at::Tensor &start
-#define XS_LSH_INDEX_ARGS planes, code, order, start
-#define XS_LSH_INDEX_SCHEMA "Tensor planes, Tensor code, Tensor order, Tensor start"
+using samplers::LshOptions;
+
+LshOptions lsh_options(std::string_view op, std::string_view text);
 
 struct LshIndex {
-  const at::Tensor& planes;
-  const at::Tensor& code;
-  const at::Tensor& order;
-  const at::Tensor& start;
+  LshIndex(const char* op, at::TensorList index, const LshOptions& options);
+  at::Tensor planes, code, order, start, step;
+  c10::SymInt dim; ///< of a row, its bias apart
 };
 
 constexpr int64_t kLshMostBits = 20;
 
-/// Bits of a table. Checks that the index and `input` fit together.
-int64_t check_lsh(const char* op, const at::Tensor& input, const LshIndex& index, double uniform);
-
 /// The code of each row in each table, int64 [n, T].
 at::Tensor lsh_codes(const at::Tensor& rows, const OptionalTensor& bias, const at::Tensor& planes, int64_t tables);
 
-at::Tensor lsh_log_prob_reference(const at::Tensor& input, XS_LSH_INDEX_PARAMS, double uniform, const at::Tensor& ids);
+void check_lsh_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const LshIndex& index);
+void check_lsh_log_count(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index);
+/// The composite in ATen calls: any device, and the oracle of the tests.
+at::Tensor lsh_log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index, const LshOptions& options);
 
 } // namespace xsoftmax

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -15,7 +16,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-using Draws = std::tuple<Tensor, Tensor, Tensor>;
 
 /// The tables, checked once, and what a query meets in them.
 class Tables {
@@ -43,7 +43,11 @@ class Tables {
     return id;
   }
 
+  /// id: -1 for none.
   double log_q(const int64_t* hash, int64_t id) const {
+    if (id < 0) {
+      return -std::numeric_limits<double>::infinity();
+    }
     const int32_t* code = code_.const_data_ptr<int32_t>() + id * tables();
     if (code[0] < 0) {
       return -std::numeric_limits<double>::infinity();
@@ -76,20 +80,23 @@ class Tables {
   double uniform_;
 };
 
-Draws lsh_sample_cpu(const Tensor& seed, const Tensor& input, XS_LSH_INDEX_PARAMS, double uniform, int64_t num_samples, const Tensor& target) {
+PrivateDraws lsh_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList index_tables,
+                            std::string_view text) {
   constexpr const char* op = "lsh_sample";
-  const LshIndex index{XS_LSH_INDEX_ARGS};
-  check_lsh(op, input, index, uniform);
-  check_draws(op, seed, input, num_samples, false, target);
-  check::class_ids(op, "target", target, code.size(0));
-  const Tables tables(op, index, uniform);
-  const Tensor hashes = lsh_codes(input, std::nullopt, planes, tables.tables()).contiguous(), targets = target.contiguous();
-  const auto [ids, log_count, target_log_count] = empty_private_draws(input, num_samples, targets);
+  const LshOptions options = lsh_options(op, text);
+  const LshIndex index(op, index_tables, options);
+  check_lsh_sample(seed, queries, target, index);
+  const Targets targets(op, target, queries, index.code.size(0));
+  const Tables tables(op, index, options.uniform);
+  const Tensor hashes = lsh_codes(queries, std::nullopt, index.planes, tables.tables()).contiguous();
+  const auto draws = empty_private_draws(seed, queries, target, options.num_samples);
+  const auto& [ids, log_count, target_log_count] = draws;
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(), *of_target = target_log_count.mutable_data_ptr<float>();
-  const double log_samples = std::log(double(num_samples));
+  const int64_t samples = options.num_samples;
+  const double log_samples = std::log(double(samples));
   const uint64_t key = seed_value(seed);
-  at::parallel_for(0, input.size(0), query_grain(num_samples), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, queries.size(0), query_grain(samples), [&](int64_t begin, int64_t end) {
     std::vector<int64_t> full;
     for (int64_t q = begin; q < end; ++q) {
       const int64_t* hash = hashes.const_data_ptr<int64_t>() + q * tables.tables();
@@ -99,46 +106,47 @@ Draws lsh_sample_cpu(const Tensor& seed, const Tensor& input, XS_LSH_INDEX_PARAM
           full.push_back(t);
         }
       }
-      for (int64_t j = q * num_samples; j < (q + 1) * num_samples; ++j) {
-        id[j] = tables.draw(hash, full.data(), int64_t(full.size()), philox(key, q, j - q * num_samples));
-        count[j] = float(log_samples + tables.log_q(hash, id[j]));
+      const auto count_of = [&](int64_t i) { return float(log_samples + tables.log_q(hash, i)); };
+      for (int64_t j = q * samples; j < (q + 1) * samples; ++j) {
+        id[j] = tables.draw(hash, full.data(), int64_t(full.size()), philox(key, q, j - q * samples));
+        count[j] = count_of(id[j]);
       }
-      of_target[q] = float(log_samples + tables.log_q(hash, targets.const_data_ptr<int64_t>()[q]));
+      std::transform(targets.of(q), targets.of(q + 1), of_target + q * targets.width, count_of);
     }
   });
-  return {ids, log_count, target_log_count};
+  return draws;
 }
 
-Tensor lsh_log_prob_cpu(const Tensor& input, XS_LSH_INDEX_PARAMS, double uniform, const Tensor& ids) {
-  constexpr const char* op = "lsh_log_prob";
+Tensor lsh_log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList index_tables, std::string_view text) {
+  constexpr const char* op = "lsh_log_count";
+  const LshOptions options = lsh_options(op, text);
+  const LshIndex index(op, index_tables, options);
+  check_lsh_log_count(queries, ids, index);
+  check::class_ids(op, "ids", ids, index.code.size(0));
   if (use_reference()) {
-    return lsh_log_prob_reference(input, XS_LSH_INDEX_ARGS, uniform, ids);
+    return lsh_log_count_reference(queries, ids, index, options);
   }
-  const LshIndex index{XS_LSH_INDEX_ARGS};
-  check_lsh(op, input, index, uniform);
-  check_query_ids(op, input, ids);
-  check::class_ids(op, "ids", ids, code.size(0));
-  const Tables tables(op, index, uniform);
-  const Tensor hashes = lsh_codes(input, std::nullopt, planes, tables.tables()).contiguous(), flat = ids.contiguous();
+  const Tables tables(op, index, options.uniform);
+  const Tensor hashes = lsh_codes(queries, std::nullopt, index.planes, tables.tables()).contiguous();
+  const Tensor flat = ids_of_queries(queries, ids).contiguous();
   const int64_t width = ids.size(-1);
-  const Tensor log_q = at::empty({input.size(0), width}, flat.options().dtype(at::kFloat));
-  at::parallel_for(0, input.size(0), query_grain(width), [&](int64_t begin, int64_t end) {
+  const double log_samples = std::log(double(options.num_samples));
+  const Tensor log_count = at::empty({queries.size(0), width}, flat.options().dtype(at::kFloat));
+  at::parallel_for(0, queries.size(0), query_grain(width), [&](int64_t begin, int64_t end) {
     for (int64_t q = begin; q < end; ++q) {
-      const int64_t* id = flat.const_data_ptr<int64_t>() + (ids.dim() == 2 ? q * width : 0);
-      for (int64_t j = 0; j < width; ++j) {
-        log_q.mutable_data_ptr<float>()[q * width + j] =
-            float(tables.log_q(hashes.const_data_ptr<int64_t>() + q * tables.tables(), id[j]));
-      }
+      const int64_t *id = flat.const_data_ptr<int64_t>() + q * width, *hash = hashes.const_data_ptr<int64_t>() + q * tables.tables();
+      std::transform(id, id + width, log_count.mutable_data_ptr<float>() + q * width,
+                     [&](int64_t i) { return float(log_samples + tables.log_q(hash, i)); });
     }
   });
-  return log_q;
+  return log_count;
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
   m.impl("lsh_sample", lsh_sample_cpu);
-  m.impl("lsh_log_prob", lsh_log_prob_cpu);
+  m.impl("lsh_log_count", lsh_log_count_cpu);
 }
 
 } // namespace xsoftmax

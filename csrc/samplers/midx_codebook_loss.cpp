@@ -14,19 +14,20 @@
 namespace xsoftmax {
 namespace {
 
-// midx_codebook_loss(codewords1, codewords2, rows, bias, input) -> scalar: what learnable codebooks minimise (after section 6.2.3 of the MIDX
+// midx_codebook_loss(codewords1, codewords2, rows, bias, queries) -> scalar: what learnable codebooks minimise (after section 6.2.3 of the MIDX
 // paper), over a sample of classes.
 //
 //     w1 = codewords1[nearest(rows1, codewords1)], w2 = codewords2[nearest(rows2, codewords2)]
 //     product: rows1, rows2 are the halves of rows, w = cat(w1, w2); residual: rows1 = rows, rows2 = rows - w1, w = w1 + w2
-//     loss = (rows - w).square().sum(1).mean() + log sum_i p_i p_i / q_i, meaned over input
-//            where p = softmax(input @ rows.T + bias), q = softmax(input @ w.T + bias)
+//     loss = (rows - w).square().sum(1).mean() + log sum_i p_i p_i / q_i, meaned over the queries that are not all zero
+//            where p = softmax(queries @ rows.T + bias), q = softmax(queries @ w.T + bias)
 //
 // The second term is the log of the chi-square-like divergence that bounds the bias of the gradient (Theorem 6). The paper codes a row by a
 // mean of all codewords, weighed by softmax(row @ codewords.T), and sums the first term over classes. The index codes it by the nearest one, so
 // that what is learnt here is what classes are drawn by: codewords learnt for the paper's means end up further from the rows than 0 is, and
-// drive q away from p. The first term is a mean, so that it does not grow with the sample. rows [S, D], bias [S] or none, input [Q, D]:
-// floating, of the codewords' dtype. Differentiable in all of them; which codeword is the nearest has no gradient.
+// drive q away from p. The first term is a mean, so that it does not grow with the sample. rows [S, D], bias [S] or none, queries [Q, D]:
+// floating, of the codewords' dtype; a query of zeros does not count. Differentiable in all of them; which codeword is the nearest has no
+// gradient.
 
 using at::Tensor;
 
@@ -36,12 +37,12 @@ Tensor nearest_codewords(const Tensor& rows, const Tensor& codewords) {
 }
 
 Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, const Tensor& rows, const OptionalTensor& bias,
-                          const Tensor& input) {
+                          const Tensor& queries) {
   constexpr const char* op = "midx_codebook_loss";
   check::dim(op, "rows", rows, 2);
-  check::dim(op, "input", input, 2);
-  check::size(op, "input", input, 1, rows.sym_size(1), "the columns of rows");
-  check::same_dtype(op, "input", input, "rows", rows);
+  check::dim(op, "queries", queries, 2);
+  check::size(op, "queries", queries, 1, rows.sym_size(1), "the columns of rows");
+  check::same_dtype(op, "queries", queries, "rows", rows);
   const bool residual = check_codebooks(op, codewords1, codewords2, rows.sym_size(1));
   if (given(bias)) {
     check::dim(op, "bias", *bias, 1);
@@ -51,15 +52,16 @@ Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, co
   const Tensor first = nearest_codewords(residual ? rows : rows.narrow(1, 0, width1), codewords1);
   const Tensor second = nearest_codewords(residual ? rows - first : rows.narrow(1, width1, width2), codewords2);
   const Tensor coded = residual ? first + second : at::cat({first, second}, 1);
-  const Tensor log_p = at::log_softmax(at::linear(input, rows, bias), 1), log_q = at::log_softmax(at::linear(input, coded, bias), 1);
-  const auto mean = [](const Tensor& values) { return values.sum() / at::Scalar(values.sym_numel().max(1)); };
-  return mean((rows - coded).square().sum(1)) + mean(at::logsumexp(2 * log_p - log_q, 1));
+  const Tensor log_p = at::log_softmax(at::linear(queries, rows, bias), 1), log_q = at::log_softmax(at::linear(queries, coded, bias), 1);
+  const Tensor counts = queries.detach().ne(0).any(1).to(rows.scalar_type());
+  const Tensor divergence = (at::logsumexp(2 * log_p - log_q, 1) * counts).sum() / counts.sum().clamp_min(1);
+  return (rows - coded).square().sum() / at::Scalar(rows.sym_size(0).max(1)) + divergence;
 }
 
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_codebook_loss(Tensor codewords1, Tensor codewords2, Tensor rows, Tensor? bias, Tensor input) -> Tensor");
+  m.def("midx_codebook_loss(Tensor codewords1, Tensor codewords2, Tensor rows, Tensor? bias, Tensor queries) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeImplicitAutograd, m) { m.impl("midx_codebook_loss", midx_codebook_loss); }

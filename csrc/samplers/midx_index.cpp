@@ -2,7 +2,10 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/memory.h"
 #include "core/optional.h"
+#include "core/options.h"
+#include "samplers/adaptive.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,6 +17,9 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
 
 namespace xsoftmax {
 namespace {
@@ -36,6 +42,34 @@ MidxCells midx_cells_meta(const Tensor& cell, const OptionalTensor& log_weight, 
           at::empty({given(log_weight) ? cells : 0}, doubles)};
 }
 
+std::vector<Tensor> midx_index(std::string_view owner, int64_t num_classes, int64_t dim, const Tensor& exclude, std::string_view text) {
+  const MidxOptions options = midx_options(owner, text);
+  const Tensor is_drawn = check_constructor(owner, num_classes, dim, options.kind == "pq" ? 2 : 1, exclude,
+                                            options.is_distinct() ? options.num_samples : 1);
+  const auto floats = exclude.options().dtype(at::kFloat), doubles = floats.dtype(at::kDouble);
+  const bool residual = options.kind == "rq", weighted = options.weighted();
+  const int64_t k = options.codewords;
+  const auto table = [&](bool is_there, at::IntArrayRef size, const at::TensorOptions& dtype) {
+    return is_there ? table_zeros(size, dtype) : at::empty({0}, dtype);
+  };
+  const Tensor cell = table_zeros({num_classes}, floats.dtype(at::kInt)).copy_(is_drawn).sub_(1);
+  const Tensor log_weight = table(weighted, {num_classes}, floats);
+  const auto [order, start, mass, prefix, heaviest] =
+      midx_cells(cell, weighted ? OptionalTensor(log_weight) : std::nullopt, k, is_drawn.sum().item<int64_t>());
+  std::vector<Tensor> index{at::zeros({k, residual ? dim : (dim + 1) / 2}, floats), at::zeros({k, residual ? dim : dim / 2}, floats), cell,
+                            order, start, mass, log_weight, prefix, heaviest,
+                            table(options.update_every > 0, {num_classes}, floats.dtype(at::kBool))};
+  if (options.form == "spread") {
+    index.push_back(table(true, {num_classes}, floats));
+    index.push_back(at::zeros({}, doubles));
+  } else if (options.form == "exact") {
+    index.push_back(table(true, {num_classes, dim}, floats));
+    index.push_back(table(options.bias, {num_classes}, floats));
+  }
+  index.push_back(at::zeros({}, exclude.options()));
+  return index;
+}
+
 } // namespace
 
 bool check_codebooks(const char* op, const Tensor& codewords1, const Tensor& codewords2, const c10::SymInt& features) {
@@ -56,37 +90,80 @@ bool check_codebooks(const char* op, const Tensor& codewords1, const Tensor& cod
   return residual;
 }
 
-void check_midx(const char* op, const Tensor& input, const MidxIndex& index) {
-  check::dim(op, "input", input, 2);
-  check::floating(op, "input", input);
-  check_codebooks(op, index.codewords1, index.codewords2, input.sym_size(1));
-  check::same_device(op, "codewords1", index.codewords1, "input", input);
-  const int64_t codewords = index.codewords1.size(0), cells = codewords * codewords;
-  const auto table = [&](const char* arg, const Tensor& tensor, int64_t dim, at::ScalarType dtype) {
-    check::dim(op, arg, tensor, dim);
-    check::dtype(op, arg, tensor, dtype);
-    check::same_device(op, arg, tensor, "input", input);
+MidxOptions midx_options(std::string_view op, std::string_view text) {
+  const MidxOptions options = parse_options<MidxOptions>(std::string(op).c_str(), text);
+  const auto one_of = [&](const char* argument, const std::string& value, std::initializer_list<const char*> names, const char* list) {
+    TORCH_CHECK_VALUE(std::find(names.begin(), names.end(), value) != names.end(), op, ": expected ", argument, " as ", list, ", got '", value,
+                      "'");
   };
-  table("cell", index.cell, 1, at::kInt);
-  table("order", index.order, 1, at::kLong);
-  TORCH_CHECK_VALUE(index.order.sym_size(0) >= 1 && index.order.sym_size(0) <= index.cell.sym_size(0), op,
-                    ": expected order of 1 to ", index.cell.sym_size(0), " classes, got ", index.order.sym_size(0));
-  table("start", index.start, 1, at::kLong);
-  check::size(op, "start", index.start, 0, cells + 1, "the cells and one");
-  table("mass", index.mass, 2, at::kDouble);
-  check::size(op, "mass", index.mass, 0, codewords, "the codewords");
-  check::size(op, "mass", index.mass, 1, codewords, "the codewords");
-  const bool weighted = given(index.log_weight);
-  TORCH_CHECK_VALUE(given(index.prefix) == weighted && given(index.heaviest) == weighted, op,
-                    ": expected log_weight, prefix and heaviest together or none of them");
-  if (weighted) {
-    table("log_weight", *index.log_weight, 1, at::kFloat);
-    check::size(op, "log_weight", *index.log_weight, 0, index.cell.sym_size(0), "the size of cell");
-    table("prefix", *index.prefix, 1, at::kDouble);
-    check::size(op, "prefix", *index.prefix, 0, index.order.sym_size(0), "the size of order");
-    table("heaviest", *index.heaviest, 1, at::kDouble);
-    check::size(op, "heaviest", *index.heaviest, 0, cells, "the cells");
+  one_of("kind", options.kind, {"rq", "pq"}, "'rq' or 'pq'");
+  one_of("mixture", options.mixture, {"mean", "rms"}, "'mean' or 'rms'");
+  one_of("form", options.form, {"plain", "exact", "spread", "learnable"}, "'plain', 'exact', 'spread' or 'learnable'");
+  check_at_least(op, "num_samples", options.num_samples, 0);
+  check_at_least(op, "codewords", options.codewords, 1);
+  TORCH_CHECK_VALUE(options.codewords <= kMidxMostCodewords, op, ": expected codewords of at most ", kMidxMostCodewords, ", got ",
+                    options.codewords);
+  check_at_least(op, "refresh_every", options.refresh_every, 0);
+  check_at_least(op, "update_every", options.update_every, 0);
+  check_at_least(op, "iterations", options.iterations, 0);
+  check_at_least(op, "train_points", options.train_points.value_or(1), 1);
+  TORCH_CHECK_VALUE(options.form != "exact" || (!options.shared && !options.is_distinct()), op,
+                    ": expected shared=False and distinct=False, since its draws are private and independent, got shared=",
+                    options.shared ? "True" : "False", ", distinct=", options.is_distinct() ? "True" : "False");
+  return options;
+}
+
+MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& options) : residual(options.kind == "rq") {
+  const bool two_more = options.form == "spread" || options.form == "exact";
+  check_index_size(op, index, two_more ? 13 : 11);
+  const auto where = [](bool is_there, const Tensor& table) { return is_there ? OptionalTensor(table) : std::nullopt; };
+  const bool weighted = options.weighted(), exact = options.form == "exact";
+  codewords1 = index[0], codewords2 = index[1], cell = index[2], order = index[3], start = index[4], mass = index[5];
+  log_weight = where(weighted, index[6]), prefix = where(weighted, index[7]), heaviest = where(weighted, index[8]);
+  touched = where(options.update_every > 0, index[9]), step = index.back();
+  if (two_more) {
+    (exact ? table : spread) = index[10];
+    (exact ? table_bias : query_square) = where(!exact || options.bias, index[11]);
   }
+  const auto check_table = [&](const char* arg, const Tensor& tensor, at::ScalarType dtype, std::initializer_list<c10::SymInt> sizes) {
+    check::dim(op, arg, tensor, int64_t(sizes.size()));
+    check::dtype(op, arg, tensor, dtype);
+    check::same_device(op, arg, tensor, "codewords1", codewords1);
+    TORCH_CHECK_VALUE(std::equal(sizes.begin(), sizes.end(), tensor.sym_sizes().begin()), op, ": expected ", arg, " of shape ",
+                      c10::SymIntArrayRef(sizes), ", got ", tensor.sym_sizes());
+  };
+  const int64_t k = options.codewords;
+  check::dim(op, "codewords1", codewords1, 2);
+  check::dim(op, "codewords2", codewords2, 2);
+  check_table("codewords1", codewords1, at::kFloat, {k, codewords1.sym_size(1)});
+  check_table("codewords2", codewords2, at::kFloat, {k, residual ? codewords1.sym_size(1) : codewords2.sym_size(1)});
+  check::dim(op, "cell", cell, 1);
+  check::dim(op, "order", order, 1);
+  const c10::SymInt classes = cell.sym_size(0), drawn = order.sym_size(0);
+  check_table("cell", cell, at::kInt, {classes});
+  check_table("order", order, at::kLong, {drawn});
+  TORCH_CHECK_VALUE(drawn >= 1 && drawn <= classes, op, ": expected order with 1 to ", classes, " classes, the size of cell, got ", drawn);
+  check_table("start", start, at::kLong, {k * k + 1});
+  check_table("mass", mass, at::kDouble, {k, k});
+  if (weighted) {
+    check_table("log_weight", *log_weight, at::kFloat, {classes});
+    check_table("prefix", *prefix, at::kDouble, {drawn});
+    check_table("heaviest", *heaviest, at::kDouble, {k * k});
+  }
+  if (given(touched)) {
+    check_table("touched", *touched, at::kBool, {classes});
+  }
+  if (given(spread)) {
+    check_table("spread", *spread, at::kFloat, {classes});
+    check_table("query_square", *query_square, at::kDouble, {});
+  }
+  if (given(table)) {
+    check_table("table", *table, at::kFloat, {classes, dim()});
+  }
+  if (given(table_bias)) {
+    check_table("table_bias", *table_bias, at::kFloat, {classes});
+  }
+  check_step(op, step);
 }
 
 void check_midx_cells(const Tensor& cell, const OptionalTensor& log_weight, int64_t codewords, const c10::SymInt& num_drawn) {
@@ -166,12 +243,14 @@ MidxCells midx_cells(const Tensor& cell, const OptionalTensor& log_weight, int64
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("midx_index(str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
   m.def("midx_encode(Tensor rows, Tensor codewords1, Tensor codewords2) -> (Tensor cell, Tensor error)");
   m.def("midx_cells(Tensor cell, Tensor? log_weight, int codewords, SymInt num_drawn) -> (Tensor order, Tensor start, Tensor mass, "
         "Tensor prefix, Tensor heaviest)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("midx_index", midx_index);
   m.impl("midx_encode", midx_encode_reference);
   m.impl("midx_cells", midx_cells_reference);
 }

@@ -1,14 +1,16 @@
 #pragma once
 
+#include <xsoftmax/adaptive_options.h>
+
 #include "core/optional.h"
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
+#include <string_view>
 #include <tuple>
 
 // MIDX (Lian et al., "Inverted multi-index sampled softmax"): the classes stand in K x K cells, and a class is drawn by the scores
-// of its cell's two codewords. The index is what the sampler knows of the class table, as plain tensors:
+// of its cell's two codewords. The index is what the sampler knows of the class table, as plain tensors in this order:
 //
 //   codewords1 [K, D1], codewords2 [K, D2]  float32. Product: D1 + D2 = D, a row w ~ [c1; c2], a query z = [z1; z2]. Residual: D1 = D2 = D,
 //                                           w ~ c1 + c2, z1 = z2 = z.
@@ -16,8 +18,11 @@
 //   order    int64 [A]     the A classes that are drawn, cell after cell, by rising id
 //   start    int64 [K^2+1] where the classes of each cell begin in `order`
 //   mass     float64 [K, K] the weights in each cell, summed: how many classes, where none are given
-//   log_weight float32 [N], prefix float64 [A], heaviest float64 [K^2]: only where classes weigh differently (a bias): log of the weight
-//                          of a class, the weights of a cell summed up to each slot of `order`, and the largest in each cell.
+//   log_weight float32 [N], prefix float64 [A], heaviest float64 [K^2]: only where classes weigh differently (a bias, the spread form): log of
+//                          the weight of a class, the weights of a cell summed up to each slot of `order`, and the largest in each cell
+//   touched  bool [N]      classes scored since they were coded; only where update_every > 0
+//   two tables of the form: spread float32 [N] and query_square float64 [] (spread); table float32 [N, D] and table_bias float32 [N] (exact)
+//   step     int64 []
 //
 // With a class's weight w_i, so w_i = e^{b_i} for a bias b,
 //
@@ -25,34 +30,29 @@
 //
 // where a codeword's score counts as no less than the best one's of its codebook less kMidxRange: so no class has probability 0. This is exact
 // for what is drawn whatever the class table has become since.
+//
+// The spread form weighs each class by e^{|r|^2 query_square / 2 D} as well, r being what the codewords leave of its row and query_square a
+// running mean of |z|^2: the mean of e^{z.r} were r Gaussian. spread holds |r|^2.
+//
+// midx_index(owner, num_classes, dim, exclude, options) -> index: all classes in one cell.
 
 namespace xsoftmax {
 
-#define XS_MIDX_INDEX_PARAMS                                                                                                       \
-  const at::Tensor &codewords1, const at::Tensor &codewords2, const at::Tensor &cell, const at::Tensor &order,                     \
-      const at::Tensor &start, const at::Tensor &mass, const std::optional<at::Tensor>&log_weight,                                 \
-      const std::optional<at::Tensor>&prefix, const std::optional<at::Tensor>&heaviest
-#define XS_MIDX_INDEX_ARGS codewords1, codewords2, cell, order, start, mass, log_weight, prefix, heaviest
-#define XS_MIDX_INDEX_SCHEMA                                                                                                       \
-  "Tensor codewords1, Tensor codewords2, Tensor cell, Tensor order, Tensor start, Tensor mass, Tensor? log_weight, "                \
-  "Tensor? prefix, Tensor? heaviest"
+using samplers::MidxOptions;
 
-// For a device without kernels of its own.
-inline OptionalTensor to_cpu(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor; }
-#define XS_MIDX_INDEX_ON_CPU                                                                                                       \
-  codewords1.cpu(), codewords2.cpu(), cell.cpu(), order.cpu(), start.cpu(), mass.cpu(), to_cpu(log_weight), to_cpu(prefix),        \
-      to_cpu(heaviest)
+/// The options that `text` spells, checked; `op` is named in errors.
+MidxOptions midx_options(std::string_view op, std::string_view text);
 
 struct MidxIndex {
-  const at::Tensor& codewords1;
-  const at::Tensor& codewords2;
-  const at::Tensor& cell;
-  const at::Tensor& order;
-  const at::Tensor& start;
-  const at::Tensor& mass;
-  const std::optional<at::Tensor>& log_weight;
-  const std::optional<at::Tensor>& prefix;
-  const std::optional<at::Tensor>& heaviest;
+  MidxIndex(const char* op, at::TensorList index, const MidxOptions& options);
+
+  at::Tensor codewords1, codewords2, cell, order, start, mass;
+  OptionalTensor log_weight, prefix, heaviest, touched, spread, query_square, table, table_bias;
+  at::Tensor step;
+
+  /// The width of a class's row.
+  c10::SymInt dim() const { return residual ? codewords1.sym_size(1) : codewords1.sym_size(1) + codewords2.sym_size(1); }
+  bool residual;
 };
 
 /// How far below the best codeword of a codebook a score may be: of two of them, and squared, e^score is still a float64 above 0.
@@ -64,25 +64,21 @@ constexpr int64_t kMidxMostCodewords = 1024;
 
 /// Two codebooks of one shape that go with rows of width `features`; says which kind.
 bool check_codebooks(const char* op, const at::Tensor& codewords1, const at::Tensor& codewords2, const c10::SymInt& features);
-/// `input` [Q, D] and an index that fit together.
-void check_midx(const char* op, const at::Tensor& input, const MidxIndex& index);
 
 // midx_encode(rows [n, D], codewords1, codewords2) -> (cell int32 [n], error float32 [n]): the nearest codeword of the first codebook,
-// then the one of the second that is nearest to the rest; the squared distance of the row from their sum (residual) or from the two
+// then the one of the second that is nearest to the remainder; the squared distance of the row from their sum (residual) or from the two
 // laid end to end (product).
 using MidxCodes = std::tuple<at::Tensor, at::Tensor>;
 MidxCodes midx_encode(const at::Tensor& rows, const at::Tensor& codewords1, const at::Tensor& codewords2);
 
-// midx_cells(cell, log_weight, codewords, num_drawn) -> (order, start, mass, prefix, heaviest): the rest of the index, as above; the last
-// two have size 0 without weights. num_drawn: how many entries of `cell` are not -1.
+// midx_cells(cell, log_weight, codewords, num_drawn) -> (order, start, mass, prefix, heaviest): the tables that follow from cell and
+// log_weight, as above; the last two have size 0 without weights. num_drawn: how many entries of `cell` are not -1.
 using MidxCells = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-MidxCells midx_cells(const at::Tensor& cell, const std::optional<at::Tensor>& log_weight, int64_t codewords, c10::SymInt num_drawn);
+MidxCells midx_cells(const at::Tensor& cell, const OptionalTensor& log_weight, int64_t codewords, c10::SymInt num_drawn);
 // Their composites in ATen calls: any device, and the oracle of the tests.
 MidxCodes midx_encode_reference(const at::Tensor& rows, const at::Tensor& codewords1, const at::Tensor& codewords2);
-MidxCells midx_cells_reference(const at::Tensor& cell, const std::optional<at::Tensor>& log_weight, int64_t codewords,
-                               c10::SymInt num_drawn);
+MidxCells midx_cells_reference(const at::Tensor& cell, const OptionalTensor& log_weight, int64_t codewords, c10::SymInt num_drawn);
 
-void check_midx_cells(const at::Tensor& cell, const std::optional<at::Tensor>& log_weight, int64_t codewords,
-                      const c10::SymInt& num_drawn);
+void check_midx_cells(const at::Tensor& cell, const OptionalTensor& log_weight, int64_t codewords, const c10::SymInt& num_drawn);
 
 } // namespace xsoftmax

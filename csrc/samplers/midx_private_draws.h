@@ -26,12 +26,12 @@ class MidxPrivateDraws {
         draw_(samples),
         block_(samples) {}
 
-  /// Of queries begin, begin + 1, ...: ids and log_count [Q, M], and the counts [Q, width] of the classes target [Q, width].
+  /// Of queries begin, begin + 1, ...: ids and log_count [Q, M], and the counts [Q, width] of the classes target [Q, width], -1: none.
   void run(uint64_t seed, int64_t begin, const MidxQueries& queries, int64_t width, const int64_t* target, int64_t* ids, float* log_count,
            float* target_log_count) {
     const int64_t n = queries.log_z.size(0);
     for (int64_t t = 0; t < n * width; ++t) {
-      __builtin_prefetch(checked_.cell.const_data_ptr<int32_t>() + target[t]);
+      checked_.prefetch_cell(target[t]);
     }
     for (int64_t q = 0; q < n; ++q) {
       const MidxQueryRow row(queries, q, k_);
@@ -77,12 +77,12 @@ class MidxPrivateDraws {
 
   // Of a class that may not have been drawn, for the query of the last draw.
   float log_count_of(const MidxQueryRow& row, int64_t id) const {
-    if (!finite_) {
-      return std::numeric_limits<float>::quiet_NaN();
-    }
-    const int64_t cell = checked_.cell_of(id);
+    const int64_t cell = id < 0 ? -1 : checked_.cell_of(id);
     if (cell < 0) {
       return -std::numeric_limits<float>::infinity();
+    }
+    if (!finite_) {
+      return std::numeric_limits<float>::quiet_NaN();
     }
     const double log_weight = checked_.log_weight_of(id), log_q = row.log_density(cell, k_) + log_weight;
     return float(distinct_ ? set_.log_count_by_weight(std::exp(log_weight), cell, log_q) : log_samples_ + log_q);

@@ -71,6 +71,8 @@ struct CheckedMidxIndex {
     return id;
   }
   double log_weight_of(int64_t id) const { return log_weight.defined() ? double(log_weight.const_data_ptr<float>()[id]) : 0.0; }
+  /// id: -1 for none.
+  void prefetch_cell(int64_t id) const { __builtin_prefetch(cell.const_data_ptr<int32_t>() + std::max<int64_t>(id, 0)); }
   /// -1: never drawn.
   int64_t cell_of(int64_t id) const {
     const int64_t c = cell.const_data_ptr<int32_t>()[id];

@@ -8,6 +8,7 @@
 #include "samplers/adaptive.h"
 #include "clusters/kmeans.h"
 #include "samplers/midx_index_cpu.h"
+#include "samplers/midx_sample.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -28,69 +29,33 @@ namespace {
 
 using at::Tensor;
 
-// What an index is made from; `spread` is overwritten.
-struct ClassTable {
-  const Tensor& weight;
-  const OptionalTensor& bias;
-  const OptionalTensor& spread;
-  const OptionalTensor& query_square;
-};
+void check_refresh(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const MidxOptions& options) {
+  check_class_table(op, weight, bias, index.cell.sym_size(0), index.dim(), options.bias);
+  check::same_device(op, "weight", weight, "codewords1", index.codewords1);
+}
 
-#define XS_TABLE_PARAMS \
-  const Tensor &weight, const OptionalTensor &bias, const OptionalTensor &spread, const OptionalTensor &query_square
-#define XS_TABLE_ARGS {weight, bias, spread, query_square}
-#define XS_TABLE_SCHEMA "Tensor weight, Tensor? bias, Tensor(l!)? spread, Tensor? query_square"
-
-void check_table(const char* op, const ClassTable& table, const MidxIndex& index) {
-  const auto& [weight, bias, spread, query_square] = table;
-  check_midx(op, weight, index);
-  check_class_table(op, weight, bias, index.cell.sym_size(0));
-  TORCH_CHECK_VALUE(given(spread) == given(query_square), op, ": expected spread and query_square, or neither, got one");
+// log of each class's weight, from the largest of those that are drawn down to kMidxWeightRange below it. `spread`: as it is about to be.
+OptionalTensor class_weights(const char* op, const ClassTable& table, const MidxIndex& index, const OptionalTensor& spread) {
+  if (!given(index.log_weight)) {
+    return std::nullopt;
+  }
+  Tensor value = given(table.bias) ? table.bias->to(at::kFloat) : at::zeros_like(*index.log_weight);
   if (given(spread)) {
-    check::dim(op, "spread", *spread, 1);
-    check::size(op, "spread", *spread, 0, weight.sym_size(0), "the rows of weight");
-    check::dtype(op, "spread", *spread, at::kFloat);
-    check::dim(op, "query_square", *query_square, 0);
-    check::dtype(op, "query_square", *query_square, at::kDouble);
-    TORCH_CHECK_VALUE(given(index.log_weight), op, ": expected spread just where the index has weights, got one without");
-    return;
+    value = value + *spread * (*index.query_square / (2.0 * double(table.weight.size(1)))).to(at::kFloat);
   }
-  TORCH_CHECK_VALUE(given(bias) == given(index.log_weight), op, ": expected bias just where the index has weights, got ",
-                    given(bias) ? "a bias" : "none");
+  TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), op, ": expected spread with finite values, got an infinity or NaN");
+  return (value - value.index_select(0, index.order).max()).clamp_(-kMidxWeightRange, 0);
 }
 
-void check_refresh(const char* op, const Tensor& seed, const ClassTable& table, const MidxIndex& index,
-                   bool residual, int64_t iterations, int64_t points) {
-  check::dim(op, "seed", seed, 0);
-  check::int64(op, "seed", seed);
-  check_table(op, table, index);
-  const Tensor& weight = table.weight;
-  const auto width1 = index.codewords1.sym_size(1), width2 = index.codewords2.sym_size(1);
-  TORCH_CHECK_VALUE(residual ? width1 == weight.sym_size(1) && width2 == weight.sym_size(1) : width1 + width2 == weight.sym_size(1), op,
-                    ": expected codewords of a ", residual ? "residual" : "product", " quantizer of rows of width ", weight.sym_size(1),
-                    ", got widths ", width1, " and ", width2);
-  TORCH_CHECK_VALUE(iterations >= 0, op, ": expected iterations of at least 0, got ", iterations);
-  TORCH_CHECK_VALUE(points >= 1, op, ": expected points of at least 1, got ", points);
-}
-
-// Cells and weights after `cell` or the bias has changed.
-void lay_out(const ClassTable& table, const MidxIndex& index) {
-  const bool weighted = given(index.log_weight);
-  if (weighted) {
-    Tensor value = given(table.bias) ? table.bias->to(at::kFloat) : at::zeros_like(*index.log_weight);
-    if (given(table.spread)) {
-      value = value + *table.spread * (*table.query_square / (2.0 * double(table.weight.size(1)))).to(at::kFloat);
-    }
-    TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "MIDX: expected spread with finite values, got an infinity or NaN");
-    index.log_weight->copy_((value - value.index_select(0, index.order).max()).clamp_(-kMidxWeightRange, 0));
-  }
-  const std::array<Tensor, 3> tables{index.order, index.start, index.mass};
-  const bool in_place = index.cell.is_cpu() && !use_reference() &&
-                        std::all_of(tables.begin(), tables.end(), [](const Tensor& table) { return table.is_contiguous(); }) &&
-                        (!weighted || (index.prefix->is_contiguous() && index.heaviest->is_contiguous()));
+// Overwrites what follows from cell and log_weight.
+void lay_out(const MidxIndex& index) {
+  const std::array<OptionalTensor, 5> tables{index.order, index.start, index.mass, index.prefix, index.heaviest};
+  const bool in_place = index.cell.is_cpu() && !use_reference() && std::all_of(tables.begin(), tables.end(), [](const auto& table) {
+    return !given(table) || table->is_contiguous();
+  });
   if (in_place) {
     fill_cells_cpu(index.cell, index.log_weight,
-                   {index.order, index.start, index.mass, weighted ? *index.prefix : Tensor(), weighted ? *index.heaviest : Tensor()});
+                   {index.order, index.start, index.mass, index.prefix.value_or(Tensor()), index.heaviest.value_or(Tensor())});
     return;
   }
   const auto [order, start, mass, prefix, heaviest] =
@@ -98,9 +63,19 @@ void lay_out(const ClassTable& table, const MidxIndex& index) {
   index.order.copy_(order);
   index.start.copy_(start);
   index.mass.copy_(mass);
-  if (weighted) {
+  if (given(index.log_weight)) {
     index.prefix->copy_(prefix);
     index.heaviest->copy_(heaviest);
+  }
+}
+
+// The exact form draws by the table of the day.
+void copy_table(const ClassTable& table, const MidxIndex& index) {
+  if (given(index.table)) {
+    index.table->copy_(table.weight);
+  }
+  if (given(index.table_bias)) {
+    index.table_bias->copy_(*table.bias);
   }
 }
 
@@ -126,34 +101,43 @@ void check_finite(const char* op, const Tensor& squares, const ClassTable& table
   }
 }
 
-Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, const MidxIndex& index, bool residual,
-               int64_t iterations, int64_t points, bool warm) {
+// K-means from the present codewords on if `warm`, then a code for every class. Nothing is written before all of it has succeeded.
+Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, const MidxIndex& index, const MidxOptions& options, bool warm) {
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   const Tensor& weight = table.weight;
   check_finite_bias(op, table.bias);
-  const int64_t k = index.codewords1.size(0), width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
-  const Tensor rows = training_rows(seed, weight, index.order, points), squares = rows.square().sum(1);
+  const int64_t k = options.codewords, width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
+  const int64_t iterations = warm && options.form == "learnable" ? 0 : options.iterations; // classes are coded under what was learnt
+  const Tensor rows = training_rows(seed, weight, index.order, options.train_points.value_or(256 * k)), squares = rows.square().sum(1);
   check_finite(op, squares, table);
   const auto init = [&](const Tensor& codewords) { return warm ? OptionalTensor(codewords) : std::nullopt; };
-  const auto [first, inertia1] = kmeans(seed, residual ? rows : rows.narrow(1, 0, width1), k, iterations, init(index.codewords1));
-  Tensor rest;
-  if (residual) { // one codebook is coded as a product with a second one of no width
+  const auto [first, inertia1] = kmeans(seed, index.residual ? rows : rows.narrow(1, 0, width1), k, iterations, init(index.codewords1));
+  Tensor remainder;
+  if (index.residual) { // one codebook is coded as a product with a second one of no width
     const Tensor nothing = first.new_empty({k, 0});
     const Tensor nearest = std::get<0>(midx_encode(rows, first, nothing)).to(at::kLong).div_(k, "floor");
-    rest = rows - first.index_select(0, nearest);
+    remainder = rows - first.index_select(0, nearest);
   } else {
-    rest = rows.narrow(1, width1, width2);
+    remainder = rows.narrow(1, width1, width2);
   }
-  const auto [second, inertia2] = kmeans(seed, rest, k, iterations, init(index.codewords2));
+  const auto [second, inertia2] = kmeans(seed, remainder, k, iterations, init(index.codewords2));
   const auto [cell, error] = midx_encode(weight, first, second);
   check_finite(op, error, table);
+  const OptionalTensor log_weight = class_weights(op, table, index, given(index.spread) ? OptionalTensor(error) : std::nullopt);
+
   index.codewords1.copy_(first);
   index.codewords2.copy_(second);
   index.cell.copy_(index.order.size(0) == cell.size(0) ? cell : at::where(index.cell.lt(0), index.cell, cell));
-  if (given(table.spread)) {
-    table.spread->copy_(error);
+  if (given(log_weight)) {
+    index.log_weight->copy_(*log_weight);
   }
-  lay_out(table, index);
+  if (given(index.spread)) {
+    index.spread->copy_(error);
+  }
+  lay_out(index);
+  if (given(index.touched)) {
+    index.touched->zero_();
+  }
   return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(), squares.to(at::kDouble).mean(),
                     inertia1[iterations], inertia2[iterations], index.mass.gt(0).sum().to(at::kDouble)});
 }
@@ -164,110 +148,163 @@ void update(const char* op, const ClassTable& table, const MidxIndex& index, con
   const Tensor drawn = rows.index_select(0, index.cell.index_select(0, rows).ge(0).nonzero().squeeze(1));
   const auto [cell, error] = midx_encode(table.weight.index_select(0, drawn), index.codewords1, index.codewords2);
   check_finite(op, error, table);
+  const OptionalTensor spread = given(index.spread) ? OptionalTensor(index.spread->index_copy(0, drawn, error)) : std::nullopt;
+  const OptionalTensor log_weight = class_weights(op, table, index, spread);
+
   index.cell.index_copy_(0, drawn, cell);
-  if (given(table.spread)) {
-    table.spread->index_copy_(0, drawn, error);
+  if (given(log_weight)) {
+    index.log_weight->copy_(*log_weight);
   }
-  lay_out(table, index);
+  if (given(spread)) {
+    index.spread->copy_(*spread);
+  }
+  lay_out(index);
 }
 
-Tensor midx_refresh_(const Tensor& seed, XS_TABLE_PARAMS, XS_MIDX_INDEX_PARAMS, bool residual,
-                     int64_t iterations, int64_t points, bool warm) {
-  const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_refresh("midx_refresh_", seed, XS_TABLE_ARGS, index, residual, iterations, points);
-  return refresh("midx_refresh_", seed, XS_TABLE_ARGS, index, residual, iterations, points, warm);
+Tensor midx_refresh_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                     std::optional<at::Generator> generator) {
+  const auto tables = with_step(others, step);
+  constexpr const char* op = "midx_refresh_";
+  const MidxOptions options = midx_options(op, text);
+  const MidxIndex index(op, tables, options);
+  check_refresh(op, weight, bias, index, options);
+  const ClassTable table(weight, bias);
+  const Tensor stats = with_seed(weight.device(), generator, [&](const Tensor& seed) {
+    return refresh(op, seed, table, index, options, index.step.item<int64_t>() > 0);
+  });
+  copy_table(table, index);
+  index.step.clamp_min_(1);
+  return stats;
 }
 
-Tensor midx_refresh_meta(const Tensor& seed, XS_TABLE_PARAMS, XS_MIDX_INDEX_PARAMS, bool residual,
-                         int64_t iterations, int64_t points, bool warm) {
-  check_refresh("midx_refresh_", seed, XS_TABLE_ARGS, {XS_MIDX_INDEX_ARGS}, residual, iterations, points);
-  return at::empty({int64_t(std::size(kMidxStatNames))}, weight.options().dtype(at::kDouble).requires_grad(false));
+Tensor midx_refresh_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                         std::optional<at::Generator>) {
+  const auto tables = with_step(others, step);
+  const MidxOptions options = midx_options("midx_refresh_", text);
+  check_refresh("midx_refresh_", weight, bias, MidxIndex("midx_refresh_", tables, options), options);
+  return at::empty({5}, weight.options().dtype(at::kDouble).requires_grad(false));
 }
 
-void check_update(const ClassTable& table, const MidxIndex& index, const Tensor& rows) {
-  check_table("midx_update_", table, index);
-  check::dim("midx_update_", "rows", rows, 1);
-  check::int64("midx_update_", "rows", rows);
-  check::same_device("midx_update_", "rows", rows, "weight", table.weight);
+void midx_update_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
+                      std::string_view text) {
+  const auto tables = with_step(others, step);
+  constexpr const char* op = "midx_update_";
+  const MidxOptions options = midx_options(op, text);
+  check_refresh(op, weight, bias, MidxIndex(op, tables, options), options);
+  check::dim(op, "rows", rows, 1);
+  check::int64(op, "rows", rows);
+  check::same_device(op, "rows", rows, "weight", weight);
 }
 
-void midx_update_(XS_TABLE_PARAMS, XS_MIDX_INDEX_PARAMS, const Tensor& rows) {
-  const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_update(XS_TABLE_ARGS, index, rows);
+void midx_update_(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
+                  std::string_view text) {
+  const auto tables = with_step(others, step);
+  midx_update_meta(weight, bias, rows, step, others, text);
+  const MidxIndex index("midx_update_", tables, midx_options("midx_update_", text));
   if (rows.is_cpu()) {
     check::class_ids("midx_update_", "rows", rows, weight.size(0));
   }
-  update("midx_update_", XS_TABLE_ARGS, index, rows);
+  const ClassTable table(weight, bias, given(index.table));
+  update("midx_update_", table, index, rows);
+  copy_table(table, index);
 }
 
-void midx_update_meta(XS_TABLE_PARAMS, XS_MIDX_INDEX_PARAMS, const Tensor& rows) {
-  check_update(XS_TABLE_ARGS, {XS_MIDX_INDEX_ARGS}, rows);
+void midx_step_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                    std::optional<at::Generator>) {
+  const auto tables = with_step(others, step);
+  const MidxOptions options = midx_options("midx_step_", text);
+  check_refresh("midx_step_", weight, bias, MidxIndex("midx_step_", tables, options), options);
 }
 
-void check_step(const Tensor& seed, const ClassTable& table, const Tensor& step, const OptionalTensor& touched,
-                const MidxIndex& index, bool residual, int64_t iterations, int64_t warm_iterations, int64_t points, int64_t refresh_every,
-                int64_t update_every) {
+void midx_step_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                std::optional<at::Generator> generator) {
+  const auto tables = with_step(others, step);
   constexpr const char* op = "midx_step_";
-  check_refresh(op, seed, table, index, residual, std::min(iterations, warm_iterations), points);
-  check::dim(op, "step", step, 0);
-  check::int64(op, "step", step);
-  if (given(touched)) {
-    check::dim(op, "touched", *touched, 1);
-    check::size(op, "touched", *touched, 0, table.weight.sym_size(0), "the rows of weight");
-    check::dtype(op, "touched", *touched, at::kBool);
+  const MidxOptions options = midx_options(op, text);
+  const MidxIndex index(op, tables, options);
+  check_refresh(op, weight, bias, index, options);
+  const int64_t done = index.step.item<int64_t>();
+  if (refresh_is_due(done, options.refresh_every)) {
+    const ClassTable table(weight, bias);
+    with_seed(weight.device(), generator, [&](const Tensor& seed) { return refresh(op, seed, table, index, options, done > 0); });
+  } else if (given(index.touched) && done % options.update_every == 0) {
+    update(op, ClassTable(weight, bias, false), index, index.touched->nonzero().squeeze(1));
+    index.touched->zero_();
   }
-  TORCH_CHECK_VALUE(refresh_every >= 0 && update_every >= 0, op, ": expected refresh_every and update_every of at least 0, got ",
-                    refresh_every, " and ", update_every);
+  if (given(index.table)) {
+    copy_table(ClassTable(weight, bias), index);
+  }
+  index.step.add_(1);
 }
 
-void midx_step_(const Tensor& seed, XS_TABLE_PARAMS, const Tensor& step, const OptionalTensor& touched,
-                XS_MIDX_INDEX_PARAMS, bool residual, int64_t iterations, int64_t warm_iterations, int64_t points, int64_t refresh_every,
-                int64_t update_every) {
-  const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_step(seed, XS_TABLE_ARGS, step, touched, index, residual, iterations, warm_iterations, points, refresh_every, update_every);
-  const int64_t done = step.item<int64_t>();
-  if (refresh_is_due(done, refresh_every)) {
-    refresh("midx_step_", seed, XS_TABLE_ARGS, index, residual, done > 0 ? warm_iterations : iterations, points, done > 0);
-    if (given(touched)) {
-      touched->zero_();
+// midx_note_: see the header.
+
+void midx_note_meta(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries,
+                    const OptionalTensor& target, const Tensor& ids) {
+  constexpr const char* op = "midx_note_";
+  check::dim(op, "touched", touched, 1);
+  check::dtype(op, "touched", touched, at::kBool);
+  if (given(query_square)) {
+    check::dim(op, "query_square", *query_square, 0);
+    check::dtype(op, "query_square", *query_square, at::kDouble);
+  }
+  check_step(op, step);
+  check::dim(op, "queries", queries, 2);
+  check_draws(op, step, queries, target);
+  check_query_ids(op, queries, ids);
+}
+
+void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries,
+                const OptionalTensor& target, const Tensor& ids) {
+  midx_note_meta(touched, query_square, step, queries, target, ids);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  // All that may fail comes before the first write.
+  const Tensor counted = given(query_square) ? counted_queries(queries, target) : Tensor();
+  Tensor square;
+  if (counted.defined() && counted.size(0) > 0) {
+    const Tensor mean = query_square->lerp(counted.to(at::kDouble).square().sum(1).mean(), step.to(at::kDouble).clamp(1, 100).reciprocal());
+    square = at::where(mean.isfinite(), mean, *query_square);
+  }
+  if (touched.numel() > 0) {
+    if (touched.is_cpu()) {
+      check::class_ids("midx_note_", "ids", ids, touched.size(0));
+      Targets("midx_note_", target, queries, touched.size(0));
     }
-  } else if (given(touched) && update_every > 0 && done % update_every == 0) {
-    update("midx_step_", XS_TABLE_ARGS, index, touched->nonzero().squeeze(1));
-    touched->zero_();
+    const Tensor drawn = (ids.dim() == 2 ? counted_queries(ids, target) : ids).flatten();
+    const Tensor of_counted = given(target) ? counted_queries(*target, target).flatten() : drawn.new_empty({0});
+    const Tensor targets = of_counted.index_select(0, of_counted.ge(0).nonzero().squeeze(1));
+    touched.index_fill_(0, drawn, true);
+    touched.index_fill_(0, targets, true);
   }
-  step.add_(1);
-}
-
-void midx_step_meta(const Tensor& seed, XS_TABLE_PARAMS, const Tensor& step, const OptionalTensor& touched,
-                    XS_MIDX_INDEX_PARAMS, bool residual, int64_t iterations, int64_t warm_iterations, int64_t points, int64_t refresh_every,
-                    int64_t update_every) {
-  check_step(seed, XS_TABLE_ARGS, step, touched, {XS_MIDX_INDEX_ARGS}, residual, iterations, warm_iterations, points, refresh_every,
-             update_every);
+  if (square.defined()) {
+    query_square->copy_(square);
+  }
 }
 
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_refresh_(Tensor seed, " XS_TABLE_SCHEMA ", " XS_MIDX_INDEX_MUTABLE_SCHEMA
-        ", bool residual, int iterations, int points, bool warm) -> Tensor");
-  m.def("midx_update_(" XS_TABLE_SCHEMA ", " XS_MIDX_INDEX_MUTABLE_SCHEMA ", Tensor rows) -> ()");
-  m.def("midx_step_(Tensor seed, " XS_TABLE_SCHEMA ", Tensor(j!) step, Tensor(k!)? touched, " XS_MIDX_INDEX_MUTABLE_SCHEMA
-        ", bool residual, int iterations, int warm_iterations, int points, int refresh_every, int update_every) -> ()");
+  m.def("midx_refresh_(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> Tensor");
+  m.def("midx_update_(Tensor weight, Tensor? bias, Tensor rows, Tensor(a!) step, Tensor(b!)[] index, str options) -> ()");
+  m.def("midx_step_(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> ()");
+  m.def("midx_note_(Tensor(a!) touched, Tensor(b!)? query_square, Tensor step, Tensor queries, Tensor? target, Tensor ids) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("midx_refresh_", midx_refresh_);
   m.impl("midx_update_", midx_update_);
   m.impl("midx_step_", midx_step_);
+  m.impl("midx_note_", midx_note_);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_refresh_", midx_refresh_meta);
   m.impl("midx_update_", midx_update_meta);
   m.impl("midx_step_", midx_step_meta);
+  m.impl("midx_note_", midx_note_meta);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_refresh_", "midx_update_", "midx_step_"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_refresh_", "midx_update_", "midx_step_"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_refresh_", "midx_update_", "midx_step_", "midx_note_"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_refresh_", "midx_update_", "midx_step_", "midx_note_"}); }
 
 } // namespace xsoftmax

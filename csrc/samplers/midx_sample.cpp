@@ -4,18 +4,18 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
-#include "samplers/adaptive.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <limits>
 
 namespace xsoftmax {
@@ -23,36 +23,22 @@ namespace {
 
 using at::Tensor;
 
-void check_mixture_log_prob(const Tensor& input, const MidxIndex& index, const Tensor& ids) {
-  constexpr const char* op = "midx_mixture_log_prob";
-  check_midx(op, input, index);
-  check::dim(op, "ids", ids, 1);
-  check::int64(op, "ids", ids);
-  check::same_device(op, "ids", ids, "input", input);
+PrivateDraws midx_sample_meta(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                              std::string_view text) {
+  const MidxOptions options = midx_options("midx_sample", text);
+  check_midx_sample("midx_sample", seed, queries, target, MidxIndex("midx_sample", tables, options), options);
+  if (!options.shared) {
+    return empty_private_draws(seed, queries, target, options.num_samples);
+  }
+  return {at::empty({options.num_samples}, seed.options()), at::empty({options.num_samples}, seed.options().dtype(at::kFloat)),
+          empty_target_count(seed, target)};
 }
 
-Tensor midx_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& ids) {
-  check_midx_log_prob(input, {XS_MIDX_INDEX_ARGS}, ids);
-  return at::empty_symint({input.sym_size(0), ids.sym_size(-1)}, ids.options().dtype(at::kFloat));
-}
-
-Tensor midx_mixture_log_prob_meta(const Tensor& input, XS_MIDX_INDEX_PARAMS, bool rms, const Tensor& ids) {
-  check_mixture_log_prob(input, {XS_MIDX_INDEX_ARGS}, ids);
-  return at::empty_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat));
-}
-
-MidxDraws midx_sample_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
-                           const Tensor& target) {
-  check_midx_sample("midx_sample", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, false, distinct, target);
-  return empty_private_draws(input, num_samples, target);
-}
-
-MidxDraws midx_sample_shared_meta(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
-                                  bool rms, const Tensor& target) {
-  check_midx_sample("midx_sample_shared", seed, input, {XS_MIDX_INDEX_ARGS}, num_samples, true, distinct, target);
-  const auto floats = target.options().dtype(at::kFloat);
-  return {at::empty_symint({num_samples}, target.options()), at::empty_symint({num_samples}, floats),
-          at::empty_symint(target.sym_sizes(), floats)};
+Tensor midx_log_count_meta(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+  const MidxOptions options = midx_options("midx_log_count", text);
+  check_midx_log_count(queries, ids, MidxIndex("midx_log_count", tables, options), options);
+  const auto floats = ids.options().dtype(at::kFloat);
+  return options.shared ? at::empty_symint(ids.sym_sizes(), floats) : at::empty_symint({queries.sym_size(0), ids.sym_size(-1)}, floats);
 }
 
 // log of the weight of a class in its cell, -inf where it is never drawn; the cells of those.
@@ -64,68 +50,70 @@ std::tuple<Tensor, Tensor> log_weight_and_cell(const MidxIndex& index, const Ten
           cell.clamp_min(0).view(ids.sizes())};
 }
 
-// The composites in ATen calls: any device, and the oracle of the tests.
+// log q of the mixture, of a unit of weight in each cell times the weight of the class.
+Tensor mixture_log_q(const MidxQueries& queries, const Tensor& ids, const MidxIndex& index, bool rms) {
+  const Tensor share = midx_mixture_shares(midx_density_sums(queries, rms), index.mass, rms);
+  const Tensor log_density = share.log() - index.mass.log(); // NaN where a cell is empty
+  const auto [log_weight, cell] = log_weight_and_cell(index, ids);
+  const Tensor value = log_density.view({-1}).index_select(0, cell.reshape({-1})).view(ids.sizes()) + log_weight;
+  return at::where(log_weight.isneginf(), log_weight, value);
+}
 
-Tensor midx_mixture_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, bool rms, const Tensor& ids) {
-  const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_mixture_log_prob(input, index, ids);
-  const Tensor share = midx_mixture_shares(midx_density_sums(midx_queries(input, MidxCodewords(input, index), mass), rms), mass, rms);
-  const Tensor log_density = share.log() - mass.log(); // of a unit of weight; NaN where a cell is empty
-  const auto [log_weight_of, cell_of] = log_weight_and_cell(index, ids);
-  const Tensor value = log_density.view({-1}).index_select(0, cell_of) + log_weight_of;
-  return at::where(log_weight_of.isneginf(), log_weight_of, value).to(at::kFloat);
+Tensor private_log_q(const MidxQueries& queries, const Tensor& ids, const MidxIndex& index) {
+  const auto [log_weight, cell] = log_weight_and_cell(index, ids);
+  const int64_t codewords = index.codewords1.size(0);
+  const Tensor score = queries.score.select(1, 0).gather(1, cell.floor_divide(codewords)) +
+      queries.score.select(1, 1).gather(1, cell.remainder(codewords));
+  return score + log_weight - queries.log_z.unsqueeze(1);
 }
 
 // A device without a kernel of its own gets the CPU's draws.
-
-MidxDraws midx_sample_elsewhere(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples, bool distinct,
-                                const Tensor& target) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_sample", "").typed<decltype(midx_sample_meta)>();
-  const auto [ids, log_count, target_log_count] =
-      op.call(seed.cpu(), input.cpu(), XS_MIDX_INDEX_ON_CPU, num_samples, distinct, target.cpu());
-  return {ids.to(input.device()), log_count.to(input.device()), target_log_count.to(input.device())};
+PrivateDraws midx_sample_elsewhere(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                                   std::string_view text) {
+  return sample_on_cpu("midx_sample", seed, queries, target, tables, text);
 }
 
-MidxDraws midx_sample_shared_elsewhere(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, c10::SymInt num_samples,
-                                       bool distinct, bool rms, const Tensor& target) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_sample_shared", "").typed<decltype(midx_sample_shared_meta)>();
-  const auto [ids, log_count, target_log_count] =
-      op.call(seed.cpu(), input.cpu(), XS_MIDX_INDEX_ON_CPU, num_samples, distinct, rms, target.cpu());
-  return {ids.to(input.device()), log_count.to(input.device()), target_log_count.to(input.device())};
+Tensor midx_log_count_elsewhere(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+  const MidxOptions options = midx_options("midx_log_count", text);
+  if (!options.is_distinct() && options.form != "exact") {
+    return midx_log_count_reference(queries, ids, MidxIndex("midx_log_count", tables, options), options);
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::midx_log_count", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, at::TensorList, std::string_view)>();
+  return op.call(queries.cpu(), ids.cpu(), to_cpu(tables), text).to(queries.device());
 }
 
 } // namespace
 
-void check_midx_log_prob(const Tensor& input, const MidxIndex& index, const Tensor& ids) {
-  check_midx("midx_log_prob", input, index);
-  check_query_ids("midx_log_prob", input, ids);
+void check_midx_sample(const char* op, const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
+                       const MidxOptions& options) {
+  check_queries(op, queries, index.dim());
+  check::same_device(op, "codewords1", index.codewords1, "queries", queries);
+  check_draws(op, seed, queries, target);
+  TORCH_CHECK_VALUE(!options.is_distinct() || options.num_samples <= index.order.sym_size(0), op, ": expected num_samples of at most ",
+                    index.order.sym_size(0), " (the classes, of which each is drawn once), got ", options.num_samples);
 }
 
-Tensor midx_log_prob_reference(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& ids) {
-  const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_midx_log_prob(input, index, ids);
-  const auto queries = midx_queries(input, MidxCodewords(input, index), mass);
-  const Tensor of_query = ids.dim() == 2 ? ids : ids.unsqueeze(0).expand({input.size(0), ids.size(0)});
-  const auto [log_weight_of, cell_of] = log_weight_and_cell(index, of_query);
-  const int64_t codewords = codewords1.size(0);
-  const Tensor score = queries.score.select(1, 0).gather(1, cell_of.floor_divide(codewords)) +
-      queries.score.select(1, 1).gather(1, cell_of.remainder(codewords));
-  return (score + log_weight_of - queries.log_z.unsqueeze(1)).to(at::kFloat);
+void check_midx_log_count(const Tensor& queries, const Tensor& ids, const MidxIndex& index, const MidxOptions& options) {
+  constexpr const char* op = "midx_log_count";
+  check_queries(op, queries, index.dim());
+  check::same_device(op, "codewords1", index.codewords1, "queries", queries);
+  check_query_ids(op, queries, ids);
+  TORCH_CHECK_VALUE(options.shared || !options.is_distinct(), op,
+                    ": expected independent private draws, got distinct ones, whose counts only a draw knows");
 }
 
-void check_midx_sample(const char* op, const Tensor& seed, const Tensor& input, const MidxIndex& index, const c10::SymInt& num_samples,
-                       bool shared, bool distinct, const Tensor& target) {
-  check_midx(op, input, index);
-  check_draws(op, seed, input, num_samples, shared, target, !shared && target.dim() == 2 ? 2 : 1);
-  TORCH_CHECK_VALUE(!distinct || num_samples <= index.order.sym_size(0), op, ": expected num_samples of at most ",
-                    index.order.sym_size(0), " (the classes, of which each is drawn once), got ", num_samples);
+Tensor midx_log_count_reference(const Tensor& queries, const Tensor& ids, const MidxIndex& index, const MidxOptions& options) {
+  check_midx_log_count(queries, ids, index, options);
+  const auto products = midx_queries(options.shared ? midx_mixed_queries(queries) : queries, MidxCodewords(queries, index), index.mass);
+  const Tensor log_q = options.shared ? mixture_log_q(products, ids, index, options.mixture == "rms")
+                                      : private_log_q(products, ids_of_queries(queries, ids), index);
+  return (log_q + std::log(double(options.num_samples))).to(at::kFloat);
 }
 
-MidxCodewords::MidxCodewords(const Tensor& input, const MidxIndex& index)
-    : dtype(opmath_dtype(input.scalar_type())),
-      residual(index.codewords1.size(1) == input.size(1) && index.codewords2.size(1) == input.size(1)) {
+MidxCodewords::MidxCodewords(const Tensor& queries, const MidxIndex& index)
+    : dtype(opmath_dtype(queries.scalar_type())), residual(index.residual) {
   if (residual) {
     both = at::cat({index.codewords1, index.codewords2}).to(dtype);
   } else {
@@ -166,39 +154,33 @@ Tensor midx_density_sums(const MidxQueries& queries, bool rms) {
   return rms ? at::mm(first.square().t(), second.square()) : at::mm(first.t(), second);
 }
 
+Tensor midx_mixed_queries(const Tensor& queries) {
+  const Tensor rows = queries.ne(0).any(1).nonzero().squeeze(1);
+  return rows.size(0) == 0 || rows.size(0) == queries.size(0) ? queries : queries.index_select(0, rows);
+}
+
 Tensor midx_mixture_shares(const Tensor& density_sums, const Tensor& mass, bool rms) {
   const Tensor share = (rms ? density_sums.sqrt() : density_sums) * mass;
   return share / share.sum();
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_sample(Tensor seed, Tensor input, " XS_MIDX_INDEX_SCHEMA ", SymInt num_samples, bool distinct, Tensor target) -> "
+  m.def("midx_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
         "(Tensor ids, Tensor log_count, Tensor target_log_count)");
-  m.def("midx_sample_shared(Tensor seed, Tensor input, " XS_MIDX_INDEX_SCHEMA ", SymInt num_samples, bool distinct, bool rms, "
-        "Tensor target) -> (Tensor ids, Tensor log_count, Tensor target_log_count)");
-  m.def("midx_log_prob(Tensor input, " XS_MIDX_INDEX_SCHEMA ", Tensor ids) -> Tensor");
-  m.def("midx_mixture_log_prob(Tensor input, " XS_MIDX_INDEX_SCHEMA ", bool rms, Tensor ids) -> Tensor");
+  m.def("midx_log_count(Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("midx_sample", midx_sample_elsewhere);
-  m.impl("midx_sample_shared", midx_sample_shared_elsewhere);
-  m.impl("midx_log_prob", midx_log_prob_reference);
-  m.impl("midx_mixture_log_prob", midx_mixture_log_prob_reference);
+  m.impl("midx_log_count", midx_log_count_elsewhere);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_sample", midx_sample_meta);
-  m.impl("midx_sample_shared", midx_sample_shared_meta);
-  m.impl("midx_log_prob", midx_log_prob_meta);
-  m.impl("midx_mixture_log_prob", midx_mixture_log_prob_meta);
+  m.impl("midx_log_count", midx_log_count_meta);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  below_autocast(m, {"midx_sample", "midx_sample_shared", "midx_log_prob", "midx_mixture_log_prob"});
-}
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  below_autocast(m, {"midx_sample", "midx_sample_shared", "midx_log_prob", "midx_mixture_log_prob"});
-}
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_sample", "midx_log_count"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_sample", "midx_log_count"}); }
 
 } // namespace xsoftmax

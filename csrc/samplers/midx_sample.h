@@ -1,35 +1,34 @@
 #pragma once
 
+#include "samplers/adaptive.h"
 #include "samplers/midx_index.h"
-#include "samplers/sampling.h"
 
 namespace xsoftmax {
 
-// Draws and probabilities of MIDX; the index and q(i | z) as in midx_index.h. input [Q, D]: floating. Potentials, sums and draws are
-// float64 (products of 16-bit and float32 queries in float32). target int64 [Q].
+// Draws and counts of MIDX; the index and q(i | z) as in midx_index.h, what all families share in adaptive.h. Potentials, sums and draws are
+// float64 (products of 16-bit and float32 queries in float32).
 //
-// midx_sample(seed, input, INDEX, num_samples, distinct, target) -> (ids int64 [Q, M], log_count float32 [Q, M], target_log_count float32
-// [Q]): private draws, and the counts of target; or, of target [Q, T], of several classes for each query, [Q, T]. Independent: log_count =
-// log(M q). Distinct: systematic, log pi_i = min(0, log c + log q(i | z)) with c such that the pi sum to M: exact inclusion probabilities.
-// Query q reads Philox blocks (q, 0 ...).
+// midx_sample: private sets, or one shared by the batch.
+//   Private, independent: log_count = log(M q). Distinct: systematic, log pi_i = min(0, log c + log q(i | z)) with c such that the pi sum to M:
+//   exact inclusion probabilities. Query q reads Philox blocks (q, 0 ...).
+//   Shared: drawn from the mixture q(i) = mean_z q(i | z) over the queries that count, or with mixture=rms from q(i) ~ sqrt(mean_z q(i | z)^2),
+//   which minimises the variance of a shared set. Distinct ids rise. No queries: the cells by mass.
+//   The exact form: private, independent, from the softmax itself.
 //
-// midx_sample_shared(seed, input, INDEX, num_samples, distinct, rms, target) -> (ids int64 [M], log_count [M], target_log_count [T]): one
-// set for the batch and counts of any classes target [T], drawn from the mixture q(i) = mean_z q(i | z), or with `rms` from q(i) ~
-// sqrt(mean_z q(i | z)^2), which minimises the variance of a shared set. Distinct ids rise. No queries: the cells by mass.
-//
-// midx_log_prob(input, INDEX, ids) -> float32: log q(id | z), for ids [S], the same for all queries, [Q, S]; for ids [Q, P], [Q, P]. -inf
-// for a class that is never drawn. O(1) a pair once the query's 2 K products are there.
-//
-// midx_mixture_log_prob(input, INDEX, rms, ids) -> float32, of ids' shape: log q of the mixture.
+// midx_log_count: the same counts of any ids, O(1) a pair once a query's 2 K products are there. Queries of zeros do not count. Distinct private
+// draws are an error: c is known by a draw alone.
 
-using MidxDraws = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+// Checked, for all kernels.
+void check_midx_sample(const char* op, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
+                       const MidxOptions& options);
+void check_midx_log_count(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, const MidxOptions& options);
+/// The composite in ATen calls, of independent draws: any device, and the oracle of the tests.
+at::Tensor midx_log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, const MidxOptions& options);
 
-void check_midx_sample(const char* op, const at::Tensor& seed, const at::Tensor& input, const MidxIndex& index,
-                       const c10::SymInt& num_samples, bool shared, bool distinct, const at::Tensor& target);
-
-void check_midx_log_prob(const at::Tensor& input, const MidxIndex& index, const at::Tensor& ids);
-/// The composite in ATen calls: any device, and the oracle of the tests.
-at::Tensor midx_log_prob_reference(const at::Tensor& input, XS_MIDX_INDEX_PARAMS, const at::Tensor& ids);
+/// The exact form, checked, on the CPU (midx_exact.cpp).
+PrivateDraws midx_exact_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
+                               int64_t num_samples);
+at::Tensor midx_exact_log_count(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, int64_t num_samples);
 
 /// The codewords as products take them, in one dtype.
 struct MidxCodewords {
@@ -52,6 +51,9 @@ MidxQueries midx_queries(const at::Tensor& input, const MidxCodewords& codewords
 
 /// sum_z (q(cell | z) / mass(cell))^p [K, K], p = 2 with `rms`, else 1; without queries, 1.
 at::Tensor midx_density_sums(const MidxQueries& queries, bool rms);
+/// The queries that a mixture is of: those that are not all zeros, as queries that do not count are. So counts of a shared set that are asked
+/// for later, without targets, are those of the draw. All of them where none is left.
+at::Tensor midx_mixed_queries(const at::Tensor& queries);
 /// The share of each cell in the mixture [K, K], summing to 1, from the sums over all queries.
 at::Tensor midx_mixture_shares(const at::Tensor& density_sums, const at::Tensor& mass, bool rms);
 

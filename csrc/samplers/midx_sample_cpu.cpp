@@ -2,13 +2,13 @@
 #include "core/impl.h"
 #include "samplers/adaptive.h"
 #include "samplers/midx_private_draws.h"
+#include "samplers/midx_shared_draws.h"
+#include "samplers/sampling.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones_like.h>
 #include <torch/library.h>
 
-#include <numeric>
 #include <vector>
 
 namespace xsoftmax {
@@ -16,154 +16,100 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kGroups = 16; // partial sums of the mixture
-
-MidxDraws midx_sample_cpu(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, int64_t num_samples, bool distinct,
-                          const Tensor& target) {
-  constexpr const char* op = "midx_sample";
-  const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_midx_sample(op, seed, input, index, num_samples, false, distinct, target);
-  const CheckedMidxIndex checked(op, input, index);
-  check::class_ids(op, "target", target, cell.size(0));
-  const Tensor targets = target.contiguous();
-  const auto [ids, log_count, target_log_count] = empty_private_draws(input, num_samples, targets);
+PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const CheckedMidxIndex& checked,
+                            const MidxOptions& options, const Targets& targets) {
+  const auto draws = empty_private_draws(seed, queries, target, options.num_samples);
+  const auto& [ids, log_count, target_log_count] = draws;
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(), *target_count = target_log_count.mutable_data_ptr<float>();
   const uint64_t key = seed_value(seed);
-  const int64_t width = target.dim() == 2 ? target.size(1) : 1;
-  for_midx_blocks(input, checked, 1, [&](int64_t begin, const MidxQueries& queries) {
-    MidxPrivateDraws(checked, num_samples, distinct)
-        .run(key, begin, queries, width, targets.const_data_ptr<int64_t>() + begin * width, id + begin * num_samples,
-             count + begin * num_samples, target_count + begin * width);
+  const int64_t samples = options.num_samples;
+  for_midx_blocks(queries, checked, 1, [&](int64_t begin, const MidxQueries& block) {
+    MidxPrivateDraws(checked, samples, options.is_distinct())
+        .run(key, begin, block, targets.width, targets.of(begin), id + begin * samples, count + begin * samples,
+             target_count + begin * targets.width);
   });
+  return draws;
+}
+
+PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const CheckedMidxIndex& checked,
+                           const MidxOptions& options, const Targets& targets) {
+  const Tensor shares = midx_mixture(midx_mixed_queries(counted_queries(queries, target)), checked, options.mixture == "rms");
+  MidxSharedDraws draws(checked, shares, options.num_samples, options.is_distinct());
+  const Tensor ids = at::empty({options.num_samples}, seed.options()), log_count = at::empty({options.num_samples}, seed.options().dtype(at::kFloat));
+  const Tensor target_log_count = empty_target_count(seed, target);
+  draws.draw(seed_value(seed), ids.mutable_data_ptr<int64_t>());
+  draws.count(ids.const_data_ptr<int64_t>(), options.num_samples, log_count.mutable_data_ptr<float>());
+  draws.count(targets.of(0), targets.ids.numel(), target_log_count.mutable_data_ptr<float>());
   return {ids, log_count, target_log_count};
 }
 
-Tensor midx_log_prob_cpu(const Tensor& input, XS_MIDX_INDEX_PARAMS, const Tensor& ids) {
-  constexpr const char* op = "midx_log_prob";
-  const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_midx_log_prob(input, index, ids);
-  if (use_reference()) {
-    return midx_log_prob_reference(input, XS_MIDX_INDEX_ARGS, ids);
+PrivateDraws midx_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                             std::string_view text) {
+  constexpr const char* op = "midx_sample";
+  const MidxOptions options = midx_options(op, text);
+  const MidxIndex index(op, tables, options);
+  check_midx_sample(op, seed, queries, target, index, options);
+  const Targets targets(op, target, queries, index.cell.size(0));
+  if (options.form == "exact") {
+    return midx_exact_sample(seed, queries, target, index, options.num_samples);
   }
-  const CheckedMidxIndex checked(op, input, index);
-  check::class_ids(op, "ids", ids, cell.size(0));
-  const Tensor flat = ids.contiguous(), log_prob = at::empty({input.size(0), ids.size(-1)}, flat.options().dtype(at::kFloat));
+  const CheckedMidxIndex checked(op, queries, index);
+  return options.shared ? sample_shared(seed, queries, target, checked, options, targets)
+                        : sample_private(seed, queries, target, checked, options, targets);
+}
+
+Tensor private_log_count(const Tensor& queries, const Tensor& ids, const CheckedMidxIndex& checked, double log_samples) {
+  const Tensor flat = ids.contiguous(), log_count = at::empty({queries.size(0), ids.size(-1)}, flat.options().dtype(at::kFloat));
   const int64_t width = ids.size(-1), k = checked.codewords;
-  const bool shared = ids.dim() == 1;
+  const bool same = ids.dim() == 1; // for all queries
   const int64_t* id = flat.const_data_ptr<int64_t>();
-  float* out = log_prob.mutable_data_ptr<float>();
-  std::vector<int64_t> cells(shared ? width : 0); // of ids that all queries share: looked up once
+  float* out = log_count.mutable_data_ptr<float>();
+  std::vector<int64_t> cells(same ? width : 0); // looked up once
   std::transform(id, id + cells.size(), cells.begin(), [&](int64_t i) { return checked.cell_of(i); });
-  for_midx_blocks(input, checked, 1, [&](int64_t begin, const MidxQueries& queries) {
-    for (int64_t i = 0; i < queries.log_z.size(0); ++i) {
-      const MidxQueryRow row(queries, i, k);
+  for_midx_blocks(queries, checked, 1, [&](int64_t begin, const MidxQueries& block) {
+    for (int64_t i = 0; i < block.log_z.size(0); ++i) {
+      const MidxQueryRow row(block, i, k);
       for (int64_t j = 0; j < width; ++j) {
-        const int64_t class_id = id[shared ? j : (begin + i) * width + j], c = shared ? cells[j] : checked.cell_of(class_id);
+        const int64_t class_id = id[same ? j : (begin + i) * width + j], c = same ? cells[j] : checked.cell_of(class_id);
         out[(begin + i) * width + j] = c < 0 ? -std::numeric_limits<float>::infinity()
-                                             : float(row.log_density(c, k) + checked.log_weight_of(class_id));
+                                             : float(log_samples + row.log_density(c, k) + checked.log_weight_of(class_id));
       }
     }
   });
-  return log_prob;
+  return log_count;
 }
 
-// The share of each cell [K, K] in the mixture of all queries, summed in groups that a function of the shape alone cuts.
-Tensor mixture_shares(const Tensor& input, const CheckedMidxIndex& checked, bool rms) {
-  const int64_t blocks = (input.size(0) + kMidxBlock - 1) / kMidxBlock, per_group = std::max<int64_t>(1, (blocks + kGroups - 1) / kGroups);
-  std::vector<Tensor> partial((blocks + per_group - 1) / per_group);
-  for_midx_blocks(input, checked, per_group, [&](int64_t begin, const MidxQueries& queries) {
-    Tensor& sum = partial[begin / kMidxBlock / per_group];
-    const Tensor densities = midx_density_sums(queries, rms);
-    sum = sum.defined() ? sum.add_(densities) : densities;
-  });
-  Tensor sum = partial.empty() ? at::ones_like(checked.mass) : partial[0];
-  for (size_t i = 1; i < partial.size(); ++i) {
-    sum.add_(partial[i]);
-  }
-  return midx_mixture_shares(sum, checked.mass, rms);
+Tensor shared_log_count(const Tensor& queries, const Tensor& ids, const CheckedMidxIndex& checked, const MidxOptions& options) {
+  const Tensor flat = ids.contiguous(), log_count = at::empty(ids.sizes(), flat.options().dtype(at::kFloat));
+  const Tensor shares = midx_mixture(midx_mixed_queries(queries), checked, options.mixture == "rms");
+  MidxSharedDraws(checked, shares, options.num_samples, options.is_distinct())
+      .count(flat.const_data_ptr<int64_t>(), flat.numel(), log_count.mutable_data_ptr<float>());
+  return log_count;
 }
 
-MidxDraws midx_sample_shared_cpu(const Tensor& seed, const Tensor& input, XS_MIDX_INDEX_PARAMS, int64_t num_samples, bool distinct,
-                                 bool rms, const Tensor& target) {
-  constexpr const char* op = "midx_sample_shared";
-  const MidxIndex index{XS_MIDX_INDEX_ARGS};
-  check_midx_sample(op, seed, input, index, num_samples, true, distinct, target);
-  const CheckedMidxIndex checked(op, input, index);
-  const MidxCellTables& tables = checked.tables;
-  check::class_ids(op, "target", target, cell.size(0));
-  const Tensor shares = mixture_shares(input, checked, rms), targets = target.contiguous();
-  const double* share = shares.const_data_ptr<double>();
-  const bool number = std::isfinite(share[0]);
-  const uint64_t key = seed_value(seed);
-  std::vector<int64_t> slots(num_samples);
-  MidxSystematicSet set(tables, num_samples);
-  if (!number) { // queries that are no numbers: the loss will say so
-    std::iota(slots.begin(), slots.end(), int64_t(0));
-    std::for_each(slots.begin(), slots.end(), [&](int64_t& slot) { slot %= tables.classes; });
-  } else if (distinct) {
-    const int64_t k = tables.codewords;
-    const Tensor row_share = shares.sum(1);
-    const auto fill = [&](int64_t row, double* cells) { std::copy_n(share + row * k, k, cells); };
-    set.plan(row_share.const_data_ptr<double>(), fill);
-    set.draw(key, 0, fill, slots.data());
-  } else {
-    std::vector<double> sum(tables.cells);
-    double total = 0;
-    for (int64_t c = 0; c < tables.cells; ++c) {
-      sum[c] = total += share[c];
-    }
-    for (int64_t j = 0; j < num_samples; ++j) {
-      const PhiloxBlock block = philox(key, 0, j);
-      int64_t c = std::upper_bound(sum.begin(), sum.end(), unit_double(block.low()) * total) - sum.begin();
-      for (c = std::min(c, tables.cells - 1); tables.size(c) == 0; --c) { // rounding may leave the last point behind the end
-      }
-      slots[j] = tables.draw(c, block.high() >> 20);
-    }
+Tensor midx_log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+  constexpr const char* op = "midx_log_count";
+  const MidxOptions options = midx_options(op, text);
+  const MidxIndex index(op, tables, options);
+  check_midx_log_count(queries, ids, index, options);
+  check::class_ids(op, "ids", ids, index.cell.size(0));
+  if (options.form == "exact") {
+    return midx_exact_log_count(queries, ids, index, options.num_samples);
   }
-  const Tensor ids = at::empty({num_samples}, targets.options());
-  const auto floats = targets.options().dtype(at::kFloat);
-  const Tensor log_count = at::empty({num_samples}, floats), target_log_count = at::empty({targets.size(0)}, floats);
-  int64_t* id = ids.mutable_data_ptr<int64_t>();
-  for (int64_t j = 0; j < num_samples; ++j) {
-    __builtin_prefetch(tables.order + slots[j]);
+  if (use_reference() && !options.is_distinct()) {
+    return midx_log_count_reference(queries, ids, index, options);
   }
-  for (int64_t j = 0; j < num_samples; ++j) {
-    id[j] = checked.class_at(slots[j]);
-  }
-  if (distinct) {
-    std::sort(id, id + num_samples);
-  }
-  const auto prefetch_cells = [&](const int64_t* class_id, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      __builtin_prefetch(checked.cell.const_data_ptr<int32_t>() + class_id[i]);
-    }
-  };
-  prefetch_cells(id, num_samples);
-  prefetch_cells(targets.const_data_ptr<int64_t>(), targets.size(0));
-  const auto count = [&](int64_t class_id) {
-    const int64_t c = checked.cell_of(class_id);
-    if (c < 0) {
-      return -std::numeric_limits<float>::infinity();
-    }
-    const double log_weight = checked.log_weight_of(class_id), log_q = std::log(share[c] / tables.mass[c]) + log_weight;
-    return float(distinct && number ? set.log_count_by_weight(std::exp(log_weight), c, log_q) : std::log(double(num_samples)) + log_q);
-  };
-  for (int64_t j = 0; j < num_samples; ++j) {
-    log_count.mutable_data_ptr<float>()[j] = count(id[j]);
-  }
-  for (int64_t q = 0; q < targets.size(0); ++q) {
-    target_log_count.mutable_data_ptr<float>()[q] = count(targets.const_data_ptr<int64_t>()[q]);
-  }
-  return {ids, log_count, target_log_count};
+  const CheckedMidxIndex checked(op, queries, index);
+  return options.shared ? shared_log_count(queries, ids, checked, options)
+                        : private_log_count(queries, ids, checked, std::log(double(options.num_samples)));
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
-  m.impl("midx_log_prob", midx_log_prob_cpu);
   m.impl("midx_sample", midx_sample_cpu);
-  m.impl("midx_sample_shared", midx_sample_shared_cpu);
+  m.impl("midx_log_count", midx_log_count_cpu);
 }
 
 } // namespace xsoftmax

@@ -213,7 +213,7 @@ class SystematicLayout {
     return tables_.order[slot < plan_.last[b] ? slot : slot - (plan_.last[b] - plan_.first[b])];
   }
 
-  const SystematicTables& tables_;
+  SystematicTables tables_; // a copy: a layout in shared memory must not refer to what one thread's parameters hold
   const SystematicPlan& plan_;
   int64_t bucket_[kMaxSystematicBuckets];     // the bucket at each place of the layout
   int64_t cut_[kMaxSystematicBuckets];        // by bucket

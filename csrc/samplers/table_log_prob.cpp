@@ -6,16 +6,19 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace xsoftmax {
 namespace {
 
-// table_log_prob(probability float64 [N], ids int64, any shape) -> float64 of that shape: log probability[id], -inf where that is 0.
+// table_log_prob(probability float64 [N], ids int64, any shape) -> float64 of that shape: log probability[id], -inf where that is 0 and for
+// an id of -1.
 
 using at::Tensor;
 
-constexpr const char* kOp = "log_prob"; // the method that users call
+constexpr const char* kOp = "table_log_prob";
 constexpr int64_t kAhead = 16;
 
 void check_table_log_prob(const Tensor& probability, const Tensor& ids) {
@@ -32,12 +35,13 @@ Tensor table_log_prob_meta(const Tensor& probability, const Tensor& ids) {
 
 Tensor table_log_prob_composite(const Tensor& probability, const Tensor& ids) {
   check_table_log_prob(probability, ids);
-  return probability.index_select(0, ids.reshape({-1})).view(ids.sizes()).log();
+  const Tensor found = probability.index_select(0, ids.clamp_min(0).reshape({-1})).view_symint(ids.sym_sizes());
+  return found.log().masked_fill(ids.lt(0), -std::numeric_limits<double>::infinity());
 }
 
 Tensor table_log_prob_cpu(const Tensor& probability, const Tensor& ids) {
   check_table_log_prob(probability, ids);
-  check::class_ids(kOp, "ids", ids, probability.size(0));
+  check::class_ids(kOp, "ids", ids, probability.size(0), -1);
   if (use_reference()) {
     return table_log_prob_composite(probability, ids);
   }
@@ -48,7 +52,7 @@ Tensor table_log_prob_cpu(const Tensor& probability, const Tensor& ids) {
   at::parallel_for(0, flat.numel(), 2048, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       __builtin_prefetch(value + id[std::min(i + kAhead, last - 1)]);
-      log[i] = std::log(value[id[i]]);
+      log[i] = std::log(id[i] < 0 ? 0.0 : value[id[i]]);
     }
   });
   return out;

@@ -1,204 +1,165 @@
-#include "core/optional.h"
+#include <xsoftmax/union_sampler.h>
+
+#include "samplers/merge_log_counts.h"
 #include "samplers/modules.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/full_like.h>
-#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/zeros.h>
+#include <torch/nn/modules/container/modulelist.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <functional>
+#include <numeric>
 
 namespace xsoftmax::samplers {
 namespace {
 
 using at::Tensor;
+using Parts = std::vector<std::shared_ptr<SamplerImpl>>;
 
 constexpr const char* kName = "UnionSampler";
 
-Tensor add_counts(const Tensor& sum, const Tensor& log_count) { return sum.defined() ? at::logaddexp(sum, log_count) : log_count; }
-
-int64_t common_classes(const std::vector<UnionSamplerImpl::Part>& parts) {
-  TORCH_CHECK_VALUE(!parts.empty(), kName, ": expected at least one pair of sampler and number of draws, got none");
-  for (const auto& [sampler, count] : parts) {
-    TORCH_CHECK_VALUE(sampler != nullptr, kName, ": expected samplers, got none");
-    TORCH_CHECK_VALUE(count >= 0, kName, ": expected a number of draws of at least 0, got ", count);
-    TORCH_CHECK_TYPE(!sampler->proposes_targets() && dynamic_cast<UnionSamplerImpl*>(sampler.get()) == nullptr, kName,
-                     ": expected samplers of independent or distinct draws, got ", sampler->name());
-    TORCH_CHECK_VALUE(sampler->num_classes() == parts[0].first->num_classes(), kName, ": expected samplers of one number of classes, got ",
-                      parts[0].first->num_classes(), " and ", sampler->num_classes());
-    TORCH_CHECK_VALUE(sampler->shared_by_default() || !sampler->draws_distinct(false), kName,
-                      ": expected private draws to be independent, got distinct ones");
+const Parts& checked_parts(const Parts& parts) {
+  TORCH_CHECK_VALUE(!parts.empty(), kName, ": expected at least one sampler, got none");
+  for (const auto& part : parts) {
+    TORCH_CHECK_VALUE(part != nullptr, kName, ": expected samplers, got none");
+    TORCH_CHECK_VALUE(part->num_classes() == parts[0]->num_classes(), kName, ": expected samplers of one number of classes, got ",
+                      parts[0]->num_classes(), " and ", part->num_classes());
+    TORCH_CHECK_VALUE(std::count(parts.begin(), parts.end(), part) == 1, kName, ": expected samplers of their own, got one of them twice");
+    if (part->claimed()) { // an error claims none of them
+      part->claim(kName);
+    }
   }
-  TORCH_CHECK_VALUE(std::any_of(parts.begin(), parts.end(), [](const auto& part) { return part.second > 0; }), kName,
-                    ": expected at least one draw, got none");
-  return parts[0].first->num_classes();
+  return parts;
+}
+
+int64_t total_samples(const Parts& parts) {
+  return std::accumulate(parts.begin(), parts.end(), int64_t(0), [](int64_t sum, const auto& part) {
+    return sum == SamplerImpl::kOfBatch || part->num_samples() == SamplerImpl::kOfBatch ? SamplerImpl::kOfBatch : sum + part->num_samples();
+  });
+}
+
+template <typename Predicate>
+bool all(const Parts& parts, Predicate predicate) {
+  return std::all_of(parts.begin(), parts.end(), [&](const auto& part) { return predicate(*part); });
+}
+
+// Shared parts draw first, then private ones, those of distinct draws last.
+int turn_of(const SamplerImpl& part) { return part.shared() ? 0 : part.distinct() ? 2 : 1; }
+
+Parts in_turn(Parts parts) {
+  std::stable_sort(parts.begin(), parts.end(), [](const auto& one, const auto& other) { return turn_of(*one) < turn_of(*other); });
+  return parts;
+}
+
+Tensor merge(const std::vector<Tensor>& log_counts) {
+  static const auto op = find_op<Tensor(at::TensorList)>("xsoftmax::merge_log_counts");
+  return op.call(log_counts);
 }
 
 } // namespace
 
-UnionSamplerImpl::UnionSamplerImpl(std::vector<Part> parts) : SamplerImpl(common_classes(parts)), parts_(std::move(parts)) {
-  // Distinct shared draws first: an estimator renormalises the columns behind them. Samplers that count what stands before them last.
-  std::stable_sort(parts_.begin(), parts_.end(), [](const Part& one, const Part& other) {
-    const auto place = [](const Part& part) {
-      return std::pair(!part.first->draws_distinct(part.first->shared_by_default()), part.first->counts_beside());
-    };
-    return place(one) < place(other);
-  });
-  for (size_t i = 0; i < parts_.size(); ++i) {
-    register_module("part" + std::to_string(i), parts_[i].first);
+UnionSamplerImpl::UnionSamplerImpl(Parts parts)
+    : SamplerImpl(kName, checked_parts(parts)[0]->num_classes(), total_samples(parts),
+                  all(parts, std::mem_fn(&SamplerImpl::shared)), all(parts, std::mem_fn(&SamplerImpl::distinct))),
+      parts_(std::move(parts)) {
+  auto list = register_module("parts", torch::nn::ModuleList());
+  for (const auto& part : parts_) {
+    part->claim(kName);
+    list->push_back(part);
   }
 }
 
-Proposal UnionSamplerImpl::sample(const Tensor& input, int64_t, bool, const std::optional<Tensor>& target,
-                                  std::optional<at::Generator> generator) {
-  const int64_t queries = input.size(0);
-  const auto longs = input.options().dtype(at::kLong);
-  // A sampler that looks at the query says what it would have drawn of the others' ids while it draws.
-  std::vector<Proposal> proposals;
-  std::vector<Tensor> beside, before; // its counts of the ids of the parts before it
-  for (const auto& [part, count] : parts_) {
-    const bool shared = part->shared_by_default(), asks = part->counts_beside() && !before.empty();
-    std::vector<Tensor> classes{(given(target) ? *target : at::zeros({queries}, longs)).unsqueeze(1)};
-    classes.insert(classes.end(), before.begin(), before.end());
-    Proposal own = asks ? part->sample(input, count, shared, at::cat(classes, 1), generator) : part->sample(input, count, shared, target, generator);
-    beside.push_back(asks ? own.target_log_count.narrow(1, 1, own.target_log_count.size(1) - 1) : Tensor());
-    if (asks) {
-      own.target_log_count = given(target) ? own.target_log_count.select(1, 0) : Tensor();
-    }
-    before.push_back(own.ids.expand({queries, own.ids.size(-1)}));
-    proposals.push_back(own);
-  }
-
-  std::vector<Tensor> private_ids{at::zeros({queries, 0}, longs)}, shared_ids, shared_counts;
-  std::vector<Tensor> private_counts{at::zeros({queries, 0}, input.options().dtype(at::kFloat))};
-  Proposal all;
-  bool by_query = false;
-  int64_t begin = 0;
-  for (size_t i = 0; i < parts_.size(); ++i) {
-    const Proposal& own = proposals[i];
-    const bool shared = parts_[i].first->shared_by_default();
-    const int64_t width = own.ids.size(-1);
-    Tensor log_count = own.log_count;
-    for (size_t j = 0; j < parts_.size(); ++j) {
-      if (i < j && beside[j].defined()) {
-        log_count = at::logaddexp(log_count, beside[j].narrow(1, begin, width));
-      } else if (const auto& [other, other_count] = parts_[j]; j != i) {
-        log_count = at::logaddexp(log_count, other->log_count(input, other_count, other->shared_by_default(), own.ids));
+Proposal UnionSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
+  const int64_t rows = queries.size(0);
+  // The classes that a private part counts while it draws: the targets, and the ids of the parts before it.
+  Tensor classes = target.defined() ? target.reshape({rows, target.dim() == 1 ? 1 : target.size(1)})
+                                    : at::zeros({rows, 1}, queries.options().dtype(at::kLong));
+  const int64_t given = classes.size(1);
+  Proposal sets;
+  std::vector<std::vector<Tensor>> counts; // what the sets of all parts say of each set's ids
+  Parts before;
+  for (const auto& part : in_turn(parts_)) {
+    const bool shared = part->shared();
+    const Proposal drawn = part->sample(queries, shared ? target : classes, generator);
+    int64_t column = given;
+    for (size_t k = 0; k < sets.size(); ++k) {
+      const int64_t width = sets[k].ids.size(-1);
+      if (shared) {
+        counts[k].push_back(part->log_count(queries, sets[k].ids));
       }
+      for (const CandidateSet& own : drawn) {
+        if (!shared && own.target_log_count.defined()) {
+          counts[k].push_back(own.target_log_count.narrow(1, column, width));
+        }
+      }
+      column += width;
     }
-    begin += width;
-    (shared ? shared_ids : private_ids).push_back(own.ids);
-    (shared ? shared_counts : private_counts).push_back(log_count);
-    by_query = by_query || (shared && log_count.dim() == 2);
-    all.shared_distinct += shared && own.distinct ? own.ids.size(0) : 0;
-    if (given(target)) {
-      all.target_log_count = add_counts(all.target_log_count, own.target_log_count);
-      all.target_log_draws = own.distinct ? all.target_log_draws : add_counts(all.target_log_draws, own.target_log_count);
+    for (const CandidateSet& own : drawn) {
+      counts.push_back({own.log_count});
+      for (const auto& other : before) {
+        counts.back().push_back(other->log_count(queries, own.ids));
+      }
+      sets.push_back(own);
+      classes = at::cat({classes, own.ids.expand({rows, own.ids.size(-1)})}, 1);
+    }
+    before.push_back(part);
+  }
+  for (size_t k = 0; k < sets.size(); ++k) {
+    Tensor& of_target = sets[k].target_log_count;
+    sets[k].log_count = merge(counts[k]);
+    if (!target.defined()) {
+      of_target = Tensor();
+    } else if (of_target.defined() && of_target.dim() == 2) {
+      of_target = of_target.narrow(1, 0, given).reshape(target.sizes());
     }
   }
-  if (given(target) && !all.target_log_draws.defined()) {
-    all.target_log_draws = at::full_like(all.target_log_count, -std::numeric_limits<double>::infinity());
-  }
-  all.ids = at::cat(private_ids, 1);
-  all.log_count = at::cat(private_counts, 1);
-  if (!shared_ids.empty()) {
-    for (Tensor& count : shared_counts) {
-      count = by_query ? count.expand({queries, count.size(-1)}) : count;
-    }
-    all.shared_ids = at::cat(shared_ids);
-    all.shared_log_count = at::cat(shared_counts, -1);
-  }
-  return all;
+  return sets;
 }
 
-Tensor UnionSamplerImpl::log_prob(const Tensor& input, const Tensor& ids) {
-  Tensor total;
-  int64_t size = 0;
-  for (const auto& [part, count] : parts_) {
-    total = add_counts(total, part->log_count(input, count, part->shared_by_default(), ids));
-    size += count;
+Tensor UnionSamplerImpl::log_count(const Tensor& queries, const Tensor& ids) {
+  std::vector<Tensor> log_counts;
+  for (const auto& part : parts_) {
+    log_counts.push_back(part->log_count(queries, ids));
   }
-  return (total - std::log(double(size))).to(at::kFloat);
+  return merge(log_counts);
+}
+
+void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias, std::optional<at::Generator> generator) {
+  for (const auto& part : parts_) {
+    part->prepare(weight, bias, generator);
+  }
 }
 
 std::map<std::string, double> UnionSamplerImpl::refresh(const Tensor& weight, const std::optional<Tensor>& bias) {
   std::map<std::string, double> stats;
   for (size_t i = 0; i < parts_.size(); ++i) {
-    for (const auto& [name, value] : parts_[i].first->refresh(weight, bias)) {
+    for (const auto& [name, value] : parts_[i]->refresh(weight, bias)) {
       stats[std::to_string(i) + "." + name] = value;
     }
   }
   return stats;
 }
 
-std::pair<int64_t, int64_t> UnionSamplerImpl::draws_by_kind(int64_t, bool) const {
-  std::pair<int64_t, int64_t> sum{0, 0};
-  for (const auto& [sampler, count] : parts_) {
-    const auto [distinct, independent] = sampler->draws_by_kind(count, sampler->shared_by_default());
-    sum.first += distinct;
-    sum.second += independent;
-  }
-  return sum;
-}
-
-bool UnionSamplerImpl::renormalises() const {
-  return std::count_if(parts_.begin(), parts_.end(), [](const Part& part) {
-           return part.second > 0 && !part.first->draws_distinct(part.first->shared_by_default());
-         }) < 2;
-}
-
-bool UnionSamplerImpl::learns() const {
-  return std::any_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.first->learns(); });
-}
-
-void UnionSamplerImpl::check_num_samples(int64_t, bool) const {
-  for (const auto& [part, count] : parts_) {
-    part->check_num_samples(count, part->shared_by_default());
-  }
-}
-
-void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias, std::optional<at::Generator> generator) {
+std::shared_ptr<SamplerImpl> UnionSamplerImpl::excluding(const Tensor& ids) const {
+  Parts parts;
   for (const auto& part : parts_) {
-    part.first->prepare(weight, bias, generator);
-  }
-}
-
-Tensor UnionSamplerImpl::auxiliary_loss(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                                        std::optional<at::Generator> generator) {
-  Tensor total;
-  for (const auto& part : parts_) {
-    const Tensor loss = part.first->auxiliary_loss(input, weight, bias, generator);
-    total = loss.defined() && total.defined() ? total + loss : loss.defined() ? loss : total;
-  }
-  return total;
-}
-
-void UnionSamplerImpl::note(const Tensor& ids) {
-  for (const auto& part : parts_) {
-    part.first->note(ids);
-  }
-}
-
-std::shared_ptr<SamplerImpl> UnionSamplerImpl::excluding(const Tensor& ids) {
-  std::vector<Part> parts = parts_;
-  for (auto& [part, count] : parts) {
-    part = part->excluding(ids);
+    parts.push_back(part->excluding(ids));
+    if (parts.back() == nullptr) {
+      return nullptr;
+    }
   }
   return std::make_shared<UnionSamplerImpl>(std::move(parts));
 }
 
-std::shared_ptr<SamplerImpl> UnionSamplerImpl::for_table(int64_t dim, bool bias) {
-  std::vector<Part> parts = parts_;
-  bool changed = false;
-  for (auto& [part, count] : parts) {
-    const auto other = part->for_table(dim, bias);
-    changed = changed || other != nullptr;
-    part = other ? other : part;
-  }
-  return changed ? std::make_shared<UnionSamplerImpl>(std::move(parts)) : nullptr;
+bool UnionSamplerImpl::follows_table() const {
+  return std::any_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->follows_table(); });
+}
+
+std::string UnionSamplerImpl::default_estimator() const {
+  const bool independent = all(parts_, [](const SamplerImpl& part) { return turn_of(part) == 1; });
+  const bool sampled = all(parts_, [](const SamplerImpl& part) { return part.default_estimator() != "ranking"; });
+  return independent && !sampled ? "ranking" : "sampled_softmax";
 }
 
 } // namespace xsoftmax::samplers

@@ -1,91 +1,116 @@
-"""Draws from what a set of candidates leaves over."""
+"""Draws from what a set of classes leaves over."""
 
-import math
-from typing import Optional
+from typing import Dict, List, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .sampler import Proposal, Sampler, draw_seed, one_set
-from .static import StaticSampler, UniformSampler
-from .union import UnionSampler
+from .._checks import check_count
+from .._options import option_text
+from .sampler import CandidateSet, Sampler, draw_seed
 
 
-class ComplementSampler(nn.Module):
-    """Draws of a sampler restricted to the classes outside a set of its own for each query: the noise of CANE (CANE paper, Eq. 2).
+class ComplementSampler(Sampler):
+    """Draws from the classes outside the target, or outside a set: the complementary sums of Botev et al. (2017), the noise of CANE (CANE
+    paper, Eq. 2).
 
-    A draw is made up to ``tries`` times, until it is outside; if none is, it is uniform over the classes outside. Its probability is known
-    in closed form, with f the mass that the sampler's q gives the set C::
+    A draw of ``sampler`` is made up to ``tries`` times, until it is outside; if none is, it is uniform over the classes outside. Its
+    probability is known in closed form, with f the mass that the sampler's q gives the set C::
 
         q_x(j) = q_j (1 + f + ... + f^(tries - 1)) + f^tries / (N - |C|)        j outside C
 
-    which is q_j / (1 - f) where f is small, and which no data-dependent number of tries slows down. Uniform noise needs one try.
+    which is q_j / (1 - f) where f is small, and which no data-dependent number of tries slows down. Draws are private and independent.
 
     Args:
-        sampler: any :class:`Sampler` whose private draws are independent, and whose ``log_prob`` says its q.
-        tries: at least 1.
+        sampler: draws private independent classes, ``tries num_samples`` of them for each query, and belongs to this one from here on. None: draws
+            are uniform over what is outside, one try each.
+        num_samples: draws for each query.
+        num_classes: N, where there is no sampler to say it.
     """
 
-    def __init__(self, sampler: Sampler, tries: int = 4):
-        super().__init__()
-        if not isinstance(sampler, Sampler):
-            raise TypeError(f"ComplementSampler: expected sampler to be a Sampler, got {type(sampler).__name__}")
-        if sampler.proposes_targets or sampler.draws_distinct(False) or isinstance(sampler, UnionSampler):
-            raise ValueError(f"ComplementSampler: expected one sampler whose private draws are independent, got {sampler}")
-        if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
-            raise ValueError(f"ComplementSampler: expected tries of at least 1, got {tries!r}")
+    def __init__(self, sampler: Optional[Sampler], num_samples: int, *, num_classes: Optional[int] = None):
+        num_samples = check_count("ComplementSampler", "num_samples", num_samples, 0 if sampler is None else 1)
+        tries = 0
+        if sampler is not None:
+            if not isinstance(sampler, Sampler):
+                raise TypeError(f"ComplementSampler: expected sampler to be a Sampler or None, got {type(sampler).__name__}")
+            if sampler.shared or sampler.distinct:
+                raise ValueError(f"ComplementSampler: expected a sampler of private independent draws, got {sampler}")
+            if sampler.num_samples < num_samples or sampler.num_samples % num_samples != 0:
+                raise ValueError(f"ComplementSampler: expected a sampler that draws a multiple of num_samples = {num_samples} for each query, "
+                                 f"got {sampler.num_samples}")
+            if num_classes not in (None, sampler.num_classes):
+                raise ValueError(f"ComplementSampler: expected num_classes of the sampler, {sampler.num_classes}, got {num_classes}")
+            num_classes, tries = sampler.num_classes, sampler.num_samples // num_samples
+        super().__init__(num_classes, num_samples, shared=False)
+        if sampler is not None:
+            sampler._claim("ComplementSampler")
         self.sampler = sampler
-        self.num_classes = sampler.num_classes
-        # Of those only the uniform draws over all that is outside are needed.
-        self.tries = 0 if isinstance(sampler, UniformSampler) and sampler.low == 0 and not sampler.from_tables else tries
-        self.static = isinstance(sampler, StaticSampler)  # its q is the same for all queries
+        self.follows_table = sampler is not None and sampler.follows_table
+        self.options = option_text(num_classes=self.num_classes, num_samples=num_samples, tries=tries)
+
+    def extra_repr(self) -> str:
+        return self.options.replace(",", ", ")
+
+    @torch.jit.unused
+    def outside_target(self) -> "ComplementSampler":
+        return self
 
     @torch.jit.export
-    def sample(self, input: Tensor, num_samples: int, candidates: Tensor, target: Tensor,
-               generator: Optional[torch.Generator] = None) -> Proposal:
-        """``num_samples`` independent draws for each query.
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        """Outside the target; of several classes a query, outside the first."""
+        if target is None:
+            outside_of = torch.zeros([0], dtype=torch.int64, device=queries.device)
+        else:
+            outside_of = target.unsqueeze(1) if target.dim() == 1 else target[:, :1]
+        return [self.sample_outside(queries, outside_of, target, generator)]
+
+    @torch.jit.export
+    def sample_outside(self, queries: Tensor, candidates: Tensor, target: Optional[Tensor] = None,
+                       generator: Optional[torch.Generator] = None) -> CandidateSet:
+        """Draws for each query outside its set.
 
         Args:
-            input: queries ``[Q, D]``.
+            queries: ``[Q, D]``.
             candidates: int64 ``[C]``, for all queries, or ``[Q, C]``: no class twice in a set; -1 where there is none.
-            target: int64 ``[Q]``. Its log count is that among the draws if it is outside; of a target inside it means nothing.
+            target: int64 ``[Q]`` or ``[Q, T]``, see :meth:`Sampler.sample`.
 
         Returns:
-            A private :class:`Proposal` with log counts ``log(num_samples q_x)``. Where nothing is outside: log counts of +inf.
+            Private draws with log counts ``log(num_samples q_x)``; of targets inside -inf. Where nothing is outside: log counts of +inf.
         """
-        queries = input.size(0)
-        if candidates.dim() != 1 and (candidates.dim() != 2 or candidates.size(0) != queries):
-            raise ValueError(f"ComplementSampler: expected candidates of shape [C] or [{queries}, C], got {list(candidates.shape)}")
-        held = torch.ops.xsoftmax.complement_of(candidates if candidates.dim() == 2 else candidates.unsqueeze(0), self.num_classes)
-        inside = held < self.num_classes
-        left = self.num_classes - inside.sum(1, keepdim=True)  # [Q, 1] or [1, 1]
-        resolution = 1 << 53
-        share = torch.ops.xsoftmax.uniform_sample(draw_seed(input, generator), 0, resolution, queries, num_samples, False)
-        ids = torch.ops.xsoftmax.outside_uniform(held, share.to(torch.float64) / resolution, self.num_classes)
-        log_uniform = -left.to(torch.float64).log()
-        scale = math.log(num_samples) if num_samples > 0 else 0.0
-        if self.tries == 0:
-            log_count = (log_uniform + scale).to(torch.float32)
-            return one_set(ids, torch.where(left > 0, log_count, math.inf).expand(queries, num_samples), log_count.expand(queries, 1)[:, 0],
-                           False)
-        each = held.clamp(max=self.num_classes - 1)
-        if not self.static:
-            each = each.expand(queries, -1)
-        mass = torch.where(inside, self._q(input, each), 0.0).sum(1, keepdim=True).clamp(max=1.0)
-        kept = torch.ones_like(mass)
-        for _ in range(self.tries - 1):
-            kept = kept * mass + 1.0
-        rest = torch.where(left > 0, (log_uniform + self.tries * mass.log()).exp(), 0.0)
+        if candidates.dim() != 1 and (candidates.dim() != 2 or candidates.size(0) != queries.size(0)):
+            raise ValueError(f"ComplementSampler: expected candidates of shape [C] or [{queries.size(0)}, C], got {list(candidates.shape)}")
+        inside = torch.ops.xsoftmax.sort_sets(candidates if candidates.dim() == 2 else candidates.unsqueeze(0), self.num_classes)
+        draws: Optional[Tensor] = None
+        inside_count: Optional[Tensor] = None
+        log_count: Optional[Tensor] = None
+        target_count: Optional[Tensor] = None
+        if self.sampler is not None:
+            drawn = self.sampler.sample(queries, target, generator)
+            if len(drawn) != 1:
+                raise ValueError(f"ComplementSampler: expected a sampler of one set, got {len(drawn)} sets")
+            draws, target_count = drawn[0].ids, drawn[0].target_log_count
+            classes = inside.clamp(max=self.num_classes - 1)
+            inside_count = self.sampler.log_count(queries, classes if candidates.dim() == 2 else classes[0])
+        ids = torch.ops.xsoftmax.complement_sample(draw_seed(queries, generator), inside, draws, queries, self.options)
+        if self.sampler is not None:
+            log_count = self.sampler.log_count(queries, ids)
+        of_ids, of_target = torch.ops.xsoftmax.complement_log_count(inside, inside_count, ids, log_count, target, target_count, self.options)
+        return CandidateSet(ids, of_ids, None if target is None else of_target, False)
 
-        draws = self.sampler.sample(input, num_samples * self.tries, False, None, generator).ids
-        outside = torch.ops.xsoftmax.is_held(held, draws).logical_not().view(queries, num_samples, self.tries)
-        first = outside.to(torch.int8).argmax(2, keepdim=True)
-        drawn = draws.view(queries, num_samples, self.tries).gather(2, first).squeeze(2)
-        ids = torch.where(outside.any(2), drawn, ids)
+    @torch.jit.export
+    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
+        raise ValueError("ComplementSampler: its counts depend on the target, so only a draw knows them: it can be but the last private part of "
+                         "a union")
 
-        log_count = (self._q(input, ids) * kept + rest).log() + scale
-        of_target = (self._q(input, target.unsqueeze(1)) * kept + rest).log() + scale
-        return one_set(ids, torch.where(left > 0, log_count, math.inf).to(torch.float32), of_target.squeeze(1).to(torch.float32), False)
+    @torch.jit.export
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+        if self.sampler is not None:
+            self.sampler.prepare(weight, bias, generator)
 
-    def _q(self, input: Tensor, ids: Tensor) -> Tensor:
-        return self.sampler.log_prob(input, ids).to(torch.float64).exp()
+    @torch.jit.export
+    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
+        stats: Dict[str, float] = {}
+        if self.sampler is not None:
+            stats = self.sampler.refresh(weight, bias)
+        return stats

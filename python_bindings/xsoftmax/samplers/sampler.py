@@ -1,149 +1,140 @@
 """What every sampler is: a module that proposes classes and says how often it would."""
 
-from typing import Dict, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
 
+from .._checks import check_count
 from .._memory import moved_table
 
 
-class Proposal(NamedTuple):
-    """Classes to score, and the expected count of each: how often it would be drawn on average.
+class CandidateSet(NamedTuple):
+    """Classes to score, and the expected count of each: how often the proposal that the set is part of would hold it on average.
 
-    A candidate weighs ``1 / expected count`` in an estimate of a sum over all classes.
+    A candidate weighs ``1 / expected count`` in an estimate of a sum over all classes. A proposal is a list of such sets.
     """
 
     ids: Tensor
-    """int64, ``[M]`` shared by the batch or ``[Q, M]`` private to each query."""
+    """int64, ``[M]`` shared by the batch, or ``[Q, M]`` private to each query."""
     log_count: Tensor
-    """float32, the shape of ``ids``: ``log(M q)`` of independent draws, ``log pi`` of distinct ones, pi the inclusion probability."""
+    """float32, the shape of ``ids``, or ``[Q, M]`` for shared ids whose counts depend on the query: ``log(M q)`` of independent draws,
+    ``log pi`` of distinct ones, pi the inclusion probability, 0 of a class that is always there; of a union the sum over all its sets. +inf:
+    takes no part."""
     target_log_count: Optional[Tensor]
-    """float32 ``[Q]``, the same for the targets; None where none were given."""
+    """float32, the shape of ``target``: the targets' log expected count in this set alone, -inf where it cannot hold them. None: the same."""
     distinct: bool
     """Whether no class stands twice in a set."""
-    shared_ids: Optional[Tensor]
-    """int64 ``[S]``: classes for all queries beside private ``ids``; only of a union."""
-    shared_log_count: Optional[Tensor]
-    """float32 ``[S]`` or ``[Q, S]``, their log counts."""
-    shared_distinct: int
-    """How many of the first ``shared_ids`` are drawn without replacement."""
-    target_log_draws: Optional[Tensor]
-    """float32 ``[Q]``: of a union, the targets' log counts among independent draws alone; ``target_log_count`` is that among all."""
 
 
-def one_set(ids: Tensor, log_count: Tensor, target_log_count: Optional[Tensor], distinct: bool) -> Proposal:
-    """The proposal of any sampler but a union."""
-    return Proposal(ids, log_count, target_log_count, distinct, None, None, 0, None)
+def columns_of(sets: List[CandidateSet]) -> Tuple[List[Tensor], List[Tensor], List[Optional[Tensor]], List[bool]]:
+    """A proposal as operators take it: ids, log_count, target_log_count and distinct of all sets."""
+    target_log_count: List[Optional[Tensor]] = []
+    for part in sets:
+        target_log_count.append(part.target_log_count)
+    return [part.ids for part in sets], [part.log_count for part in sets], target_log_count, [part.distinct for part in sets]
 
 
-def draw_seed(input: Tensor, generator: Optional[torch.Generator]) -> Tensor:
-    """One int64 from the torch generator (the default one of ``input``'s device where None is given), 0-dim, on that device."""
+def draw_seed(queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
+    """One int64 from the torch generator (the default one of ``queries``' device where None is given), 0-dim, on that device."""
     if not torch.jit.is_scripting():
-        if generator is not None and generator.device.type != input.device.type:
-            raise ValueError(f"sample: expected a generator on input's device {input.device}, got one on {generator.device}")
-    return torch.randint(0, 9223372036854775807, [], dtype=torch.int64, device=input.device, generator=generator)
+        if generator is not None and generator.device.type != queries.device.type:
+            raise ValueError(f"sample: expected a generator on the queries' device {queries.device}, got one on {generator.device}")
+    return torch.randint(0, 9223372036854775807, [], dtype=torch.int64, device=queries.device, generator=generator)
+
+
+def one_set(drawn: Tuple[Tensor, Tensor, Tensor], target: Optional[Tensor], distinct: bool) -> List[CandidateSet]:
+    """What an operator that draws returned (ids, log_count, target_log_count) as a proposal; the counts of targets where there are any."""
+    ids, log_count, target_log_count = drawn
+    return [CandidateSet(ids, log_count, None if target is None else target_log_count, distinct)]
+
+
+OF_BATCH = -1
+"""The number of draws of a sampler that takes what the batch holds."""
 
 
 class Sampler(nn.Module):
-    """Base of all samplers.
+    """Base of all samplers. One of your own defines :meth:`sample` and :meth:`log_count`; where it follows the class table, :meth:`prepare`.
 
-    A sampler defines ``sample`` and ``log_prob``; one that adapts to the class table also defines ``refresh``.
+    Args:
+        num_classes: N >= 1.
+        num_samples: draws for the batch (``shared``) or for each query; OF_BATCH where the batch decides.
+        shared: one set for the batch, or one for each query.
+        distinct: whether no class stands twice in a set.
 
     Attributes:
-        num_classes: N.
-        shared_by_default: whether draws are best shared by the batch.
-        proposes_targets: the candidates are the targets themselves. ``sample`` then takes -1 for a target that does not count, and gives it
-            a log count of +inf: no candidate.
-        learns: there is an ``auxiliary_loss``.
-        renormalises: where draws that hit a target are dropped, the others may be renormalised by how many are left: all independent draws
-            come from one distribution.
+        default_estimator: the estimator that suits its draws, which a loss takes where none is named.
+        follows_table: it defines :meth:`prepare`, and goes with losses that have a class table alone.
     """
 
     num_classes: int
-    shared_by_default: bool
-    proposes_targets: bool
-    counts_beside: bool
-    learns: bool
-    renormalises: bool
+    num_samples: int
+    shared: bool
+    distinct: bool
+    default_estimator: str
+    follows_table: bool
 
-    def __init__(self, num_classes: int):
+    def __init__(self, num_classes: int, num_samples: int, *, shared: bool = True, distinct: bool = False):
         super().__init__()
-        self.num_classes = num_classes
-        self.shared_by_default = True
-        self.proposes_targets = False
-        self.counts_beside = False
-        self.learns = False
-        self.renormalises = True
+        name = type(self).__name__
+        self.num_classes = check_count(name, "num_classes", num_classes, 1)
+        self.num_samples = OF_BATCH if num_samples == OF_BATCH else check_count(name, "num_samples", num_samples, 0)
+        self.shared = bool(shared)
+        self.distinct = bool(distinct)
+        self.default_estimator = "sampled_softmax"
+        self.follows_table = False
+        self._owner = ""
 
-    def excluding(self, exclude: Union[int, Tensor]) -> "Sampler":
-        """A sampler like this one that never draws the classes ``exclude``: the ids below an int, or those of an int64 tensor."""
-        raise TypeError(f"{type(self).__name__} cannot leave classes out, so it does not go with head_classes")
-
-    def sample(self, input: Tensor, num_samples: int, shared: bool, target: Optional[Tensor] = None,
-               generator: Optional[torch.Generator] = None) -> Proposal:
-        """Draws ``num_samples`` classes for the batch (``shared``) or for each query.
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        """What one step proposes.
 
         Args:
-            input: queries ``[Q, D]``.
-            target: int64 ``[Q]``, valid ids only. Given, the proposal holds their expected counts as well. Where ``counts_beside``, and draws
-                are private, also ``[Q, T]``, several for each query; then ``target_log_count`` is of that shape.
-            generator: on ``input``'s device. None: torch's default one, which ``torch.manual_seed`` governs. One int64 is drawn a call.
+            queries: ``[Q, D]``, zeros where a query does not count.
+            target: int64 ``[Q]``, -1 where a query does not count (it then changes nothing for the others), or ``[Q, T]``, several classes of
+                each query, of which the first says whether it counts. Given, the sets say the expected counts of these as well. None: all
+                queries count.
+            generator: on the queries' device. None: torch's default one, which ``torch.manual_seed`` governs. One int64 is drawn a call.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define sample")
 
-    def log_prob(self, input: Tensor, ids: Tensor) -> Tensor:
-        """``log q`` of any class ids for the queries ``input [Q, D]``: float32; -inf for a class that is never drawn."""
-        raise NotImplementedError(f"{type(self).__name__} does not define log_prob")
-
-    def for_table(self, dim: int, bias: bool) -> "Sampler":
-        """A sampler like this one for a class table of width ``dim``, with or without a bias: what a loss takes in place of it."""
-        return self
-
-    def draws_distinct(self, shared: bool) -> bool:
-        """Whether a set, shared or private, holds no class twice."""
-        return False
-
-    def draws_by_kind(self, num_samples: int, shared: bool) -> Tuple[int, int]:
-        """How many of ``num_samples`` are distinct ones, and how many independent."""
-        return (num_samples, 0) if self.draws_distinct(shared) else (0, num_samples)
-
-    def num_drawable(self) -> int:
-        """How many classes are ever drawn."""
-        return self.num_classes
-
-    def check_num_samples(self, num_samples: int, shared: bool) -> None:
-        """Raises ValueError where a set of ``num_samples`` different classes cannot be drawn: what a loss asks when it is built."""
-        if self.draws_distinct(shared) and num_samples > self.num_drawable():
-            raise ValueError(f"{type(self).__name__}: expected num_samples of at most {self.num_drawable()}, the classes that are not excluded "
-                             f"and of which each is drawn once, got {num_samples}")
-
-    def log_count(self, input: Tensor, num_samples: int, shared: bool, ids: Tensor) -> Tensor:
-        """The log expected count of any ``ids`` in the draws that :meth:`sample` makes: of ``ids``' shape, or ``[Q, S]`` for ``ids [S]``."""
+    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
+        """The log expected count of any classes in what :meth:`sample` proposes: float32; of ``ids [S]``, ``[S]``, or ``[Q, S]`` where it
+        depends on the query; of ``ids [Q, P]``, ``[Q, P]``. -inf for a class that is never drawn."""
         raise NotImplementedError(f"{type(self).__name__} does not define log_count")
 
     @torch.jit.export
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+        """What a loss calls before it draws in train(): a sampler that follows the class table ``weight [N, D]``, ``bias [N]`` brings itself up
+        to date here when its time has come."""
+        pass
+
+    @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
-        """Adapts the sampler to the class table ``weight [N, D]``, ``bias [N]``, and returns statistics. A static one has nothing to do."""
+        """Follows the class table at once, whatever the schedule says, and returns statistics. A static sampler has nothing to do."""
         stats: Dict[str, float] = {}
         return stats
 
-    @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
-        """What a loss calls before it draws in train(): an adaptive sampler refreshes itself here when its time has come."""
-        pass
-
-    @torch.jit.export
-    def auxiliary_loss(self, input: Tensor, weight: Tensor, bias: Optional[Tensor],
-                       generator: Optional[torch.Generator] = None) -> Optional[Tensor]:
-        """What a sampler that learns would minimise, a scalar; a loss adds its gradient, not its value, in train(). Queries that do not count
-        are zeros in ``input``."""
+    @torch.jit.unused
+    def excluding(self, ids: Tensor) -> Optional["Sampler"]:
+        """A sampler like this one that does not draw the classes ``ids`` (int64, one dimension) either; None where it cannot leave classes out:
+        their counts then add up beside a head."""
         return None
 
-    @torch.jit.export
-    def note(self, ids: Tensor) -> None:
-        """What a loss calls with the classes whose rows a step changes, int64 of any shape."""
-        pass
+    @torch.jit.unused
+    def outside_target(self) -> "Sampler":
+        """One whose draws are this one's, from the classes other than the target: what the estimator "complementary_sum" asks for. This one belongs
+        to it from then on."""
+        from .complement import ComplementSampler
+
+        return ComplementSampler(self, self.num_samples)
+
+    @torch.jit.unused
+    def _claim(self, owner: str) -> None:
+        """A sampler belongs to one loss, whose steps it counts."""
+        if self._owner:
+            raise ValueError(f"{owner}: expected a sampler of its own, got a {type(self).__name__} that a {self._owner} has already: "
+                             "build a second one")
+        self._owner = owner
 
     def _apply(self, fn, recurse=True):
         # model.half() casts every floating tensor, to_empty() drops its values. Those of a sampler stay: only their device moves.
@@ -164,3 +155,39 @@ class Sampler(nn.Module):
         unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix)]
         if not any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
             missing_keys[:] = [key for key in missing_keys if not key.startswith(prefix)]
+
+    @classmethod
+    def for_table(cls, num_classes: int, num_samples: int, *, dim: int, bias: bool, **options) -> "Sampler":
+        """One for a class table of width ``dim``, with or without a bias: what a loss calls where a sampler is named by a string. ``options``:
+        the constructor's."""
+        return cls(num_classes, num_samples, **options)
+
+
+_REGISTRY: Dict[str, Type[Sampler]] = {}
+
+
+def register(name: str) -> Callable[[Type[Sampler]], Type[Sampler]]:
+    """A class decorator: from then on ``sampler=name`` of a loss makes one, by its :meth:`Sampler.for_table`."""
+    def add(cls: Type[Sampler]) -> Type[Sampler]:
+        if not (isinstance(cls, type) and issubclass(cls, Sampler)):
+            raise TypeError(f"register: expected a class that derives from Sampler, got {cls!r}")
+        if name in _REGISTRY:
+            raise ValueError(f"register: expected a name that is not taken, got {name!r}")
+        _REGISTRY[name] = cls
+        return cls
+    return add
+
+
+def make_sampler(name: str, num_classes: int, num_samples: Optional[int] = None, *, dim: int = 0, bias: bool = False, **options) -> Sampler:
+    """A sampler by name: "uniform", "log_uniform", "unigram" (needs ``counts=``), "in_batch", "midx", "midx_exact",
+    "midx_spread", "midx_learnable", "lsh", "sphere", "rff", or one that :func:`register` was given.
+
+    Args:
+        num_samples: None: as many as the sampler draws by default; a static one has no default.
+        dim, bias: of the class table.
+        options: the constructor's: shared, distinct, exclude, ...
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"make_sampler: expected one of {sorted(_REGISTRY)}, got {name!r}")
+    count = () if num_samples is None else (num_samples,)
+    return _REGISTRY[name].for_table(num_classes, *count, dim=dim, bias=bias, **options)

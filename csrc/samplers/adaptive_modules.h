@@ -1,0 +1,32 @@
+#pragma once
+
+#include <xsoftmax/adaptive_samplers.h>
+
+#include "samplers/modules.h"
+
+#include <torch/library.h>
+
+// What the modules of samplers that follow the class table share.
+
+namespace xsoftmax::samplers {
+
+/// What a sampler that is named by a string is made with.
+template <typename Options>
+Options asked(const SamplerRequest& request) {
+  Options options{.bias = request.bias, .shared = request.shared.value_or(false), .exclude = request.exclude};
+  options.num_samples = request.num_samples.value_or(options.num_samples);
+  return options;
+}
+
+template <typename Sampler, typename Options>
+void register_adaptive(const char* name) {
+  register_sampler(name, [](const SamplerRequest& request) {
+    return std::make_shared<Sampler>(request.num_classes, request.dim, asked<Options>(request));
+  });
+}
+
+inline std::optional<at::Tensor> detached(const std::optional<at::Tensor>& tensor) {
+  return given(tensor) ? std::optional<at::Tensor>(tensor->detach()) : std::nullopt;
+}
+
+} // namespace xsoftmax::samplers

@@ -1,0 +1,74 @@
+#include <xsoftmax/sampler.h>
+
+#include "samplers/modules.h"
+
+#include <ATen/ops/randint.h>
+
+#include <limits>
+
+namespace xsoftmax::samplers {
+
+using at::Tensor;
+
+Tensor draw_seed(const Tensor& queries, const std::optional<at::Generator>& generator) {
+  TORCH_CHECK_VALUE(!generator.has_value() || !generator->defined() || generator->device().type() == queries.device().type(),
+                    "sample: expected a generator on the queries' device ", queries.device(), ", got one on ", generator->device());
+  return at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::TensorOptions(at::kLong).device(queries.device()));
+}
+
+Proposal one_set(const std::tuple<Tensor, Tensor, Tensor>& drawn, const Tensor& target, bool distinct) {
+  const auto& [ids, log_count, target_log_count] = drawn;
+  return {{ids, log_count, target.defined() ? target_log_count : Tensor(), distinct}};
+}
+
+SamplerImpl::SamplerImpl(std::string name, int64_t num_classes, int64_t num_samples, bool shared, bool distinct)
+    : Module(std::move(name)), num_classes_(num_classes), num_samples_(num_samples), shared_(shared), distinct_(distinct) {
+  TORCH_CHECK_VALUE(num_classes >= 1, this->name(), ": expected num_classes of at least 1, got ", num_classes);
+  TORCH_CHECK_VALUE(num_samples >= kOfBatch, this->name(), ": expected num_samples of at least 0, got ", num_samples);
+}
+
+void SamplerImpl::prepare(const Tensor&, const std::optional<Tensor>&, std::optional<at::Generator>) {}
+std::map<std::string, double> SamplerImpl::refresh(const Tensor&, const std::optional<Tensor>&) { return {}; }
+std::shared_ptr<SamplerImpl> SamplerImpl::excluding(const Tensor&) const { return nullptr; }
+
+void SamplerImpl::claim(const std::string& owner) {
+  TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler of its own, got a ", name(), " that a ", owner_,
+                    " has already: build a second one");
+  owner_ = owner;
+}
+
+// Module::to(dtype) casts integers as well.
+void SamplerImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
+void SamplerImpl::to(torch::Dtype, bool) {}
+void SamplerImpl::to(torch::Device device, bool non_blocking) { Module::to(device, non_blocking); }
+
+namespace {
+
+using Factory = std::function<std::shared_ptr<SamplerImpl>(const SamplerRequest&)>;
+
+// Names are registered while the library is loaded, in no order of files.
+std::map<std::string, Factory>& registry() {
+  static std::map<std::string, Factory> factories;
+  return factories;
+}
+
+} // namespace
+
+void register_sampler(const std::string& name, Factory factory) {
+  TORCH_CHECK_VALUE(registry().emplace(name, std::move(factory)).second, "register_sampler: expected a name that is not taken, got \"", name,
+                    "\"");
+}
+
+std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, const SamplerRequest& request) {
+  const auto found = registry().find(name);
+  if (found == registry().end()) {
+    std::string names;
+    for (const auto& [known, factory] : registry()) {
+      names += (names.empty() ? "\"" : ", \"") + known + "\"";
+    }
+    TORCH_CHECK_VALUE(false, "make_sampler: expected one of ", names, ", got \"", name, "\"");
+  }
+  return found->second(request);
+}
+
+} // namespace xsoftmax::samplers

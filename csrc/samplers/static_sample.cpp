@@ -1,0 +1,275 @@
+#include "samplers/static_sample.h"
+
+#include "core/checks.h"
+#include "core/memory.h"
+#include "core/options.h"
+#include "samplers/modules.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isin.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using samplers::find_op;
+using OptionalSize = std::optional<c10::SymInt>;
+using Draws = std::tuple<Tensor, Tensor, Tensor>;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+enum Table { kProbability, kThreshold, kAlias, kOrder, kCumulative, kTables };
+
+// ---- tables
+
+Tensor checked_weights(const std::string& owner, const char* argument, const Tensor& weights) {
+  TORCH_CHECK_VALUE(weights.dim() == 1 && weights.numel() >= 1, owner, ": expected ", argument, " as a tensor [num_classes], got shape ",
+                    weights.sizes());
+  TORCH_CHECK_TYPE(!weights.is_complex(), owner, ": expected ", argument, " of a real dtype, got ", weights.scalar_type());
+  const Tensor values = weights.detach().to(at::kDouble);
+  const Tensor bad = values.isfinite().logical_and(values.ge(0)).logical_not();
+  if (bad.any().item<bool>()) {
+    const int64_t at = bad.nonzero()[0].item<int64_t>();
+    TORCH_CHECK_VALUE(false, owner, ": expected ", argument, " that are finite and not negative, got ", values[at].item<double>(), " at [", at,
+                      "]");
+  }
+  TORCH_CHECK_VALUE(values.gt(0).any().item<bool>(), owner, ": expected ", argument, " that are not all zero, got only zeros");
+  return values.div(values.max()); // so that their sum stays finite
+}
+
+Tensor given_weights(const std::string& owner, const Tensor& weights, std::optional<double> power) {
+  if (!power.has_value()) {
+    return checked_weights(owner, "weights", weights);
+  }
+  TORCH_CHECK_VALUE(*power >= 0 && std::isfinite(*power), owner, ": expected power as a finite number of at least 0, got ", *power);
+  const Tensor counts = checked_weights(owner, "counts", weights);
+  // 0^0 is 1, but a class that was never seen stays one that is never drawn.
+  return counts.pow(*power).masked_fill(counts.eq(0), 0.0);
+}
+
+Tensor law_weights(const StaticOptions& options, at::Device device) {
+  const auto doubles = at::TensorOptions(at::kDouble).device(device);
+  Tensor weights = options.law == "uniform" ? at::ones({options.num_classes}, doubles)
+                                            : at::arange(1, options.num_classes + 1, doubles).reciprocal_().log1p_();
+  weights.narrow(0, 0, options.low).zero_();
+  return weights;
+}
+
+// Excluded classes that go on where the range's lower end is raise that end.
+bool exclude_prefix(StaticOptions& options, const Tensor& excluded) {
+  const Tensor above = excluded.masked_select(excluded.ge(options.low));
+  const int64_t count = above.numel();
+  const bool prefix = count == 0 || above[count - 1].item<int64_t>() == options.low + count - 1;
+  options.low += prefix ? count : 0;
+  return prefix;
+}
+
+void fill_tables(std::vector<Tensor>& tables, const Tensor& weights, bool distinct) {
+  Tensor probability = table_empty({weights.numel()}, weights.options());
+  at::div_out(probability, weights, weights.sum());
+  tables[kProbability] = probability;
+  static const auto alias = find_op<std::tuple<Tensor, Tensor>(const Tensor&)>("xsoftmax::alias_table");
+  static const auto systematic = find_op<std::tuple<Tensor, Tensor>(const Tensor&)>("xsoftmax::systematic_table");
+  if (distinct) {
+    std::tie(tables[kOrder], tables[kCumulative]) = systematic.call(probability);
+  } else {
+    std::tie(tables[kThreshold], tables[kAlias]) = alias.call(probability);
+  }
+}
+
+std::vector<Tensor> empty_tables(at::Device device) {
+  const auto doubles = at::TensorOptions(at::kDouble).device(device), longs = doubles.dtype(at::kLong);
+  return {at::empty({0}, doubles), at::empty({0}, doubles), at::empty({0}, longs), at::empty({0}, longs), at::empty({0}, doubles)};
+}
+
+// ---- draws
+
+StaticOptions parsed(const char* op, at::TensorList tables, std::string_view text) {
+  const StaticOptions options = parse_options<StaticOptions>(op, text);
+  TORCH_CHECK_VALUE(tables.size() == kTables, op, ": expected ", int(kTables), " tables, got ", tables.size());
+  TORCH_CHECK_VALUE(options.law == "uniform" || options.law == "log_uniform" || options.law == "table" || options.law == "fixed", op,
+                    ": expected law to be \"uniform\", \"log_uniform\", \"table\" or \"fixed\", got \"", options.law, "\"");
+  return options;
+}
+
+double log_of(int64_t count) { return std::log(double(count)); }
+
+struct Drawn {
+  Tensor ids;
+  Tensor log_scale; // of law "table", float64 and 0-dim: log c where a class's expected count is c q
+};
+
+Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize queries, at::TensorList tables) {
+  using Size = c10::SymInt;
+  static const auto uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size, bool)>("xsoftmax::uniform_sample");
+  static const auto log_uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size)>("xsoftmax::log_uniform_sample");
+  static const auto alias = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, OptionalSize, Size)>("xsoftmax::alias_sample");
+  static const auto systematic = find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, OptionalSize,
+                                                                    Size)>("xsoftmax::systematic_sample");
+  if (options.law == "fixed") {
+    return {tables[kOrder].clone(), {}};
+  }
+  if (options.law == "uniform") {
+    return {uniform.call(seed, options.low, options.num_classes, queries, options.num_samples, options.distinct), {}};
+  }
+  if (options.law == "log_uniform") {
+    return {log_uniform.call(seed, options.low, options.num_classes, queries, options.num_samples), {}};
+  }
+  if (options.distinct) {
+    auto [ids, log_scale] =
+        systematic.call(seed, tables[kProbability], tables[kOrder], tables[kCumulative], queries, options.num_samples);
+    return {ids, log_scale};
+  }
+  return {alias.call(seed, tables[kThreshold], tables[kAlias], queries, options.num_samples),
+          at::full({}, log_of(options.num_samples), seed.options().dtype(at::kDouble))};
+}
+
+// float64 up to the end: log c and log q nearly cancel.
+Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const Tensor& ids, at::TensorList tables) {
+  if (options.law == "fixed") {
+    return at::where(at::isin(ids, tables[kOrder]), at::zeros({}, ids.options().dtype(at::kFloat)), -kInfinity);
+  }
+  if (options.law == "table") {
+    static const auto log_prob = find_op<Tensor(const Tensor&, const Tensor&)>("xsoftmax::table_log_prob");
+    Tensor log_count = log_prob.call(tables[kProbability], ids).add_(log_scale);
+    return (options.distinct ? log_count.clamp_max_(0.0) : log_count).to(at::kFloat);
+  }
+  Tensor log_count;
+  if (options.law == "uniform") {
+    log_count = at::full({}, log_of(options.num_samples) - log_of(options.num_classes - options.low), ids.options().dtype(at::kFloat));
+  } else {
+    const double log_span = std::log(std::log1p(double(options.num_classes)) - std::log1p(double(options.low)));
+    log_count = ids.to(at::kDouble).clamp_min_(0.0).add_(1).reciprocal_().log1p_().log_().add_(log_of(options.num_samples) - log_span);
+  }
+  const Tensor outside = ids.lt(options.low).logical_or_(ids.ge(options.num_classes));
+  return log_count.to(at::kFloat).masked_fill(outside, -kInfinity);
+}
+
+// Of what was drawn, the uniform law knows the counts without a look.
+Tensor log_counts_of_draws(const StaticOptions& options, const Drawn& drawn, at::TensorList tables) {
+  if (options.law == "uniform" || options.law == "fixed") {
+    const double value = options.law == "fixed" ? 0.0 : log_of(options.num_samples) - log_of(options.num_classes - options.low);
+    return at::full_symint(drawn.ids.sym_sizes(), value, drawn.ids.options().dtype(at::kFloat));
+  }
+  return log_counts(options, drawn.log_scale, drawn.ids, tables);
+}
+
+void check_ids(const char* op, const char* argument, const Tensor& ids) { check::int64(op, argument, ids); }
+
+Draws static_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                        std::string_view text) {
+  if (given(target)) {
+    const StaticOptions options = parsed("static_sample", tables, text);
+    check_ids("static_sample", "target", *target);
+    check::class_ids("static_sample", "target", *target, options.num_classes, -1);
+  }
+  return static_sample(seed, queries, target, tables, text);
+}
+
+Tensor static_log_count_cpu(const Tensor& ids, at::TensorList tables, std::string_view text) {
+  const StaticOptions options = parsed("static_log_count", tables, text);
+  check_ids("static_log_count", "ids", ids);
+  check::class_ids("static_log_count", "ids", ids, options.num_classes, -1);
+  return static_log_count(ids, tables, text);
+}
+
+} // namespace
+
+std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner, const OptionalTensor& weights, std::optional<double> power,
+                                                           const OptionalTensor& classes, std::string_view text) {
+  StaticOptions options = parse_options<StaticOptions>(owner.c_str(), text);
+  Tensor mass;
+  if (given(weights)) {
+    mass = given_weights(owner, *weights, power);
+    options.law = "table";
+    options.num_classes = mass.numel();
+  }
+  TORCH_CHECK_VALUE(options.num_classes >= 1, owner, ": expected num_classes of at least 1, got ", options.num_classes);
+  TORCH_CHECK_VALUE(options.num_samples >= 0, owner, ": expected num_samples of at least 0, got ", options.num_samples);
+  const bool fixed = options.law == "fixed";
+  const Tensor ids = checked_classes(owner.c_str(), fixed ? "ids" : "exclude", classes, options.num_classes);
+  const at::Device device = mass.defined() ? mass.device() : ids.device();
+  std::vector<Tensor> tables = empty_tables(device);
+  if (fixed) {
+    tables[kOrder] = ids;
+    options.num_samples = ids.numel();
+    return {tables, print_options(options)};
+  }
+  if (!mass.defined() && (!exclude_prefix(options, ids) || (options.law == "log_uniform" && options.distinct))) {
+    mass = law_weights(options, device);
+    options.law = "table";
+    options.low = 0;
+  }
+  TORCH_CHECK_VALUE(ids.numel() < options.num_classes && options.low < options.num_classes, owner, ": expected exclude to leave a class of ",
+                    options.num_classes, ", got all of them");
+  int64_t drawable = options.num_classes - options.low;
+  if (mass.defined()) {
+    mass = mass.index_fill(0, ids.to(device), 0.0);
+    drawable = mass.count_nonzero().item<int64_t>();
+    TORCH_CHECK_VALUE(drawable > 0, owner, ": expected a class of positive weight that is not excluded, got none");
+    fill_tables(tables, mass, options.distinct);
+  }
+  TORCH_CHECK_VALUE(!options.distinct || options.num_samples <= drawable, owner, ": expected num_samples of at most ", drawable,
+                    ", the classes that are ever drawn, of which a set holds none twice, got ", options.num_samples);
+  return {tables, print_options(options)};
+}
+
+Draws static_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
+  constexpr const char* op = "static_sample";
+  const StaticOptions options = parsed(op, tables, text);
+  check::dim(op, "queries", queries, 2);
+  const Drawn drawn = draw(options, seed, options.shared ? OptionalSize() : OptionalSize(queries.sym_size(0)), tables);
+  Tensor of_target = at::empty({0}, seed.options().dtype(at::kFloat));
+  if (given(target)) {
+    check_ids(op, "target", *target);
+    of_target = log_counts(options, drawn.log_scale, *target, tables);
+  }
+  return {drawn.ids, log_counts_of_draws(options, drawn, tables), of_target};
+}
+
+Tensor static_log_count(const Tensor& ids, at::TensorList tables, std::string_view text) {
+  constexpr const char* op = "static_log_count";
+  const StaticOptions options = parsed(op, tables, text);
+  check_ids(op, "ids", ids);
+  Tensor log_scale;
+  if (options.law == "table") { // a draw for no query: what is wanted is its scale
+    log_scale = draw(options, at::zeros({}, ids.options()), c10::SymInt(0), tables).log_scale;
+  }
+  return log_counts(options, log_scale, ids, tables);
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("static_tables(str owner, Tensor? weights, float? power, Tensor? classes, str options) -> (Tensor[] tables, str options)",
+        static_tables);
+  m.def("static_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] tables, str options) -> "
+        "(Tensor ids, Tensor log_count, Tensor target_log_count)");
+  m.def("static_log_count(Tensor ids, Tensor[] tables, str options) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("static_sample", static_sample);
+  m.impl("static_log_count", static_log_count);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("static_sample", static_sample);
+  m.impl("static_log_count", static_log_count);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("static_sample", static_sample_cpu);
+  m.impl("static_log_count", static_log_count_cpu);
+}
+
+} // namespace xsoftmax

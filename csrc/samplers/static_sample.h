@@ -1,0 +1,63 @@
+#pragma once
+
+#include "core/optional.h"
+#include "samplers/sampling.h"
+
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+namespace xsoftmax {
+
+// Samplers whose law does not depend on the query: tables, draws, expected counts.
+//
+// Tables, where the law needs any; one that it does not need is of size 0. [probability float64 [N]; threshold float64 [N], alias int64
+// [N] of independent draws (alias_sample.h); order int64 [N], cumulative float64 [N] of distinct ones (systematic_sample.h)]. Law "fixed":
+// order alone, the classes in rising order.
+
+/// The options of a static sampler, and of its ops.
+struct StaticOptions {
+  /// "uniform": the classes [low, num_classes) alike. "log_uniform": q_i in proportion to ln(1 + 1 / (i + 1)) over them. "table": in
+  /// proportion to `probability`. "fixed": the classes of `order`, each of them once, always.
+  std::string law = "uniform";
+  int64_t low = 0;
+  int64_t num_classes = 0;
+  int64_t num_samples = 0; ///< draws for the batch, or for each query
+  bool shared = true;      ///< one set for the batch
+  bool distinct = true;    ///< no class twice in a set: inclusion probabilities min(1, c q_i) that sum to num_samples
+
+  template <typename Visitor>
+  void visit(Visitor& v) {
+    v("law", law);
+    v("low", low);
+    v("num_classes", num_classes);
+    v("num_samples", num_samples);
+    v("shared", shared);
+    v("distinct", distinct);
+  }
+};
+
+/// static_tables(owner, weights, power, classes, options) -> (tables, options)
+///
+/// What a sampler's constructor does. `owner`: the class that errors name. `weights` [N]: of law "table", any real dtype, finite, not
+/// negative, not all zero; with `power` (finite, at least 0) they are counts, and counts^power the weights, 0^0 = 0. `classes` int64 [K]: those
+/// that are never drawn, or, of law "fixed", those that always are. Returned options: a law whose classes are no range any more, and that of
+/// distinct log-uniform draws, is "table"; num_classes is N where weights are given; num_samples is K of law "fixed". Reads values, so it is
+/// not traced. Errors: ValueError, TypeError, IndexError.
+std::tuple<std::vector<at::Tensor>, std::string> static_tables(std::string owner, const OptionalTensor& weights, std::optional<double> power,
+                                                               const OptionalTensor& classes, std::string_view options);
+
+/// static_sample(seed, queries, target, tables, options) -> (ids, log_count, target_log_count)
+///
+/// Draws by uniform_sample, log_uniform_sample, alias_sample or systematic_sample. Of queries [Q, D] only the number of rows matters. target
+/// int64, any shape, -1 where there is none. ids int64 [M] or [Q, M]; log_count float32 of their shape; target_log_count float32 of
+/// target's shape, [0] without targets.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> static_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target,
+                                                             at::TensorList tables, std::string_view options);
+
+/// static_log_count(ids, tables, options) -> float32 of ids' shape: log(c q_i), at most 0 of distinct draws; -inf for a class that is never
+/// drawn and for -1. Another id outside [0, N) is an IndexError on the CPU.
+at::Tensor static_log_count(const at::Tensor& ids, at::TensorList tables, std::string_view options);
+
+} // namespace xsoftmax

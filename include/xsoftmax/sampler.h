@@ -1,0 +1,85 @@
+#pragma once
+
+// What every sampler is: a module that proposes classes and says how often it would. A sampler of your own derives from SamplerImpl.
+
+#include <xsoftmax/candidates.h>
+
+#include <ATen/core/Generator.h>
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace xsoftmax::samplers {
+
+/// Base of all samplers: `sample` and `log_count`, and `prepare` where a sampler follows the class table.
+class SamplerImpl : public torch::nn::Module {
+ public:
+  static constexpr int64_t kOfBatch = -1;
+
+  /// num_samples: draws for the batch (shared) or for each query; kOfBatch where the batch decides. distinct: no class stands twice in a set.
+  SamplerImpl(std::string name, int64_t num_classes, int64_t num_samples, bool shared, bool distinct = false);
+
+  /// What one step proposes. queries [Q, D], zeros where a query does not count; target int64 [Q], -1 where it does not, or [Q, T], several
+  /// classes of each query: the sets say the expected counts of those, too. Undefined: all queries count. generator: on queries' device,
+  /// none: the default one; one int64 is drawn a call.
+  virtual Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {},
+                          std::optional<at::Generator> generator = std::nullopt) = 0;
+  /// log expected count of any classes in what `sample` proposes, float32, -inf for a class that is never drawn: of ids [S], [S], or [Q, S]
+  /// where it depends on the query; of ids [Q, P], [Q, P].
+  virtual torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) = 0;
+  /// What a loss calls before it draws while training: a sampler that follows the class table weight [N, D], bias [N] brings itself up to date.
+  virtual void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
+                       std::optional<at::Generator> generator = std::nullopt);
+  /// At once, whatever the schedule says; statistics by name.
+  virtual std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt);
+  /// A sampler like this one that does not draw the classes `ids` either; null where it cannot leave classes out: their counts then add up.
+  virtual std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const;
+  /// One whose draws are this one's, from the classes other than the target: what the estimator "complementary_sum" asks for. This one belongs
+  /// to it from then on.
+  virtual std::shared_ptr<SamplerImpl> outside_target();
+  /// The estimator that suits its draws.
+  virtual std::string default_estimator() const { return "sampled_softmax"; }
+  /// Whether it defines `prepare`, and so goes with losses that have a class table alone.
+  virtual bool follows_table() const { return false; }
+
+  int64_t num_classes() const { return num_classes_; }
+  int64_t num_samples() const { return num_samples_; }
+  bool shared() const { return shared_; }
+  bool distinct() const { return distinct_; }
+
+  /// A sampler belongs to one loss: the second claim is an error.
+  void claim(const std::string& owner);
+  bool claimed() const { return !owner_.empty(); }
+
+  /// Only the device moves: counts and tables are what they are whatever the dtype of a loss.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+ private:
+  int64_t num_classes_, num_samples_;
+  bool shared_, distinct_;
+  std::string owner_;
+};
+
+/// What a sampler that is named by a string is made for.
+struct SamplerRequest {
+  int64_t num_classes = 0;
+  std::optional<int64_t> num_samples = std::nullopt; ///< none: as many as the sampler draws by default
+  int64_t dim = 0;                                   ///< of the class table, and whether it has a bias
+  bool bias = false;
+  std::optional<bool> shared = std::nullopt;         ///< none: as suits it
+  torch::Tensor exclude = {};                        ///< int64, classes that are never drawn
+  torch::Tensor counts = {};                         ///< [num_classes], of "unigram" alone
+};
+
+/// make_sampler("name", request) from here on makes one by `factory`. Names are those of Python.
+void register_sampler(const std::string& name, std::function<std::shared_ptr<SamplerImpl>(const SamplerRequest&)> factory);
+/// "uniform", "log_uniform", "unigram" (needs counts), "in_batch", "midx", "lsh", "sphere", "rff", or what was registered.
+std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, const SamplerRequest& request);
+
+} // namespace xsoftmax::samplers

@@ -1,0 +1,96 @@
+#pragma once
+
+// Samplers whose draws do not follow the class table: fixed laws, fixed classes, the batch's own targets.
+
+#include <xsoftmax/sampler.h>
+
+#include <torch/nn/pimpl.h>
+
+#include <vector>
+
+namespace xsoftmax::samplers {
+
+/// How a sampler with fixed weights draws.
+struct DrawOptions {
+  std::optional<bool> shared = std::nullopt;   ///< one set for the batch, or one for each query; none: one for the batch
+  std::optional<bool> distinct = std::nullopt; ///< no class twice in a set; none: shared sets are distinct, private ones independent
+  torch::Tensor exclude = {};                  ///< int64 [K], classes that are never drawn
+};
+
+/// Draws classes in proportion to fixed weights, q_i = w_i / sum(w). Independent draws may repeat, expected count M q_i; distinct ones are
+/// systematic, with inclusion probability min(1, c q_i) where c makes them sum to M. Only the number of queries matters. Tables follow from
+/// the constructor's arguments, so a checkpoint does not hold them; `to` moves them.
+class StaticSamplerImpl : public SamplerImpl {
+ public:
+  /// weights [N], N >= 1, any real dtype: finite, not negative, not all zero.
+  StaticSamplerImpl(const torch::Tensor& weights, int64_t num_samples, const DrawOptions& options = {});
+
+  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
+  torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
+
+  using SamplerImpl::to;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+ protected:
+  struct Law; // tables and options, as the operator static_tables makes them
+  explicit StaticSamplerImpl(const Law& law);
+
+  std::vector<torch::Tensor> tables_;
+  std::string options_;
+};
+TORCH_MODULE(StaticSampler);
+
+/// Every class that is not excluded alike. Needs no tables, whatever num_classes is, unless `exclude` leaves no range of classes.
+class UniformSamplerImpl : public StaticSamplerImpl {
+ public:
+  UniformSamplerImpl(int64_t num_classes, int64_t num_samples, const DrawOptions& options = {});
+};
+TORCH_MODULE(UniformSampler);
+
+/// Classes sorted by falling frequency: q_i = (ln(i + 2) - ln(i + 1)) / (ln(N + 1) - ln(h + 1)) for i in [h, N), the classes below h excluded.
+/// Independent draws need no tables unless `exclude` names ids that are not 0, 1, ...; distinct ones do.
+class LogUniformSamplerImpl : public StaticSamplerImpl {
+ public:
+  LogUniformSamplerImpl(int64_t num_classes, int64_t num_samples, const DrawOptions& options = {});
+};
+TORCH_MODULE(LogUniformSampler);
+
+/// q_i = counts_i^power / sum_j counts_j^power; a class of zero count is never drawn.
+class UnigramSamplerImpl : public StaticSamplerImpl {
+ public:
+  /// counts [N], any real dtype: finite, not negative, not all zero; power finite, at least 0.
+  UnigramSamplerImpl(const torch::Tensor& counts, int64_t num_samples, double power = 0.75, const DrawOptions& options = {});
+};
+TORCH_MODULE(UnigramSampler);
+
+/// Classes that are always there: log_count 0.
+class FixedSamplerImpl : public StaticSamplerImpl {
+ public:
+  /// ids int64 [K] in [0, num_classes), in any order; one that stands twice counts once.
+  FixedSamplerImpl(int64_t num_classes, const torch::Tensor& ids);
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
+};
+TORCH_MODULE(FixedSampler);
+
+/// The candidates of each query are the targets of the others in the batch, with log_count = log((n - 1) p), n the queries that count,
+/// p_i = counts_i / total streamed over the training batches (the batch at hand included while training). This p is an estimate. Buffers:
+/// counts int64 [N], total int64.
+class InBatchSamplerImpl : public SamplerImpl {
+ public:
+  explicit InBatchSamplerImpl(int64_t num_classes);
+
+  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
+  torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
+
+  using SamplerImpl::to;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+  torch::Tensor counts, total;
+
+ private:
+  torch::Tensor drawn_; // how many queries of the last batch count
+};
+TORCH_MODULE(InBatchSampler);
+
+} // namespace xsoftmax::samplers

@@ -1,0 +1,82 @@
+"""Forms of MIDX to study it by: exact, with the spread inside cells, with codebooks that are learnt."""
+
+from typing import List, Optional
+
+import torch
+from torch import Tensor
+
+from .._checks import check_count
+from .midx import MidxSampler
+from .sampler import register
+
+
+@register("midx_exact")
+class ExactMidxSampler(MidxSampler):
+    """Theorem 1: cells weigh what quantisation leaves out as well, and q is the softmax itself, in float32, at O(N D) a query. Draws are private
+    and independent, from a copy of the table that each training step renews.
+
+    Args: see :class:`MidxSampler`. Buffers beside its: ``table`` float32 [N, D], ``table_bias`` float32 [N].
+    """
+
+    _tables = (*MidxSampler._tables[:-1], "table", "table_bias", "step")
+    _form = "exact"
+
+    def _index(self) -> List[Tensor]:
+        return [self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix, self.heaviest,
+                self.touched, self.table, self.table_bias, self.step]
+
+
+@register("midx_spread")
+class SpreadMidxSampler(MidxSampler):
+    """Weighs each class by e^{|r|^2 |z|^2 / 2D} as well, r being what the codewords leave of its row, |z|^2 a running mean over the queries that
+    were drawn for in train(): the mean of e^{z.r} were r Gaussian. Classes that the codewords describe badly are drawn more often. Weights
+    change with the next refresh or update.
+
+    Args: see :class:`MidxSampler`. Buffers beside its: ``spread`` float32 [N], |r|^2; ``query_square`` float64, the mean.
+    """
+
+    _tables = (*MidxSampler._tables[:-1], "spread", "query_square", "step")
+    _form = "spread"
+
+    def _index(self) -> List[Tensor]:
+        return [self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix, self.heaviest,
+                self.touched, self.spread, self.query_square, self.step]
+
+    def _query_square(self) -> Optional[Tensor]:
+        return self.query_square
+
+
+@register("midx_learnable")
+class LearnableMidxSampler(MidxSampler):
+    """The codewords are parameters. Add :meth:`codebook_loss` to the loss and give ``sampler.parameters()`` to an optimizer; a refresh codes the
+    classes anew under the codewords that were learnt, and leaves these as they are.
+
+    Args:
+        learn_rows: so many classes, drawn anew each call, are what ``codebook_loss`` looks at.
+        others: see :class:`MidxSampler`.
+    """
+
+    _learnt = ("codewords1", "codewords2")
+    _form = "learnable"
+
+    def __init__(self, num_classes: int, dim: int, num_samples: int = 20, *, learn_rows: int = 1024, **others):
+        super().__init__(num_classes, dim, num_samples, **others)
+        self.learn_rows = check_count(type(self).__name__, "learn_rows", learn_rows, 1)
+
+    def _like(self, excluded: Tensor) -> "LearnableMidxSampler":
+        other = super()._like(excluded)
+        other.learn_rows = self.learn_rows
+        return other
+
+    @torch.jit.export
+    def codebook_loss(self, queries: Tensor, weight: Tensor, bias: Optional[Tensor] = None,
+                      generator: Optional[torch.Generator] = None) -> Tensor:
+        """What the codewords minimise (after section 6.2.3): how far the codes are from the rows, and q from the softmax. A scalar with a gradient
+        in the codewords alone; queries of zeros do not count."""
+        size = self.order.size(0)
+        ids = self.order[torch.randint(size, [min(self.learn_rows, size)], generator=generator, device=self.order.device)]
+        some_bias: Optional[Tensor] = None
+        if bias is not None:
+            some_bias = bias.detach()[ids].float()
+        return torch.ops.xsoftmax.midx_codebook_loss(self.codewords1, self.codewords2, weight.detach()[ids].float(), some_bias,
+                                                     queries.detach().float())
