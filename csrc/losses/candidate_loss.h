@@ -1,56 +1,42 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "losses/candidates.h"
 
-#include <optional>
-#include <string_view>
-
-// The contract of the op is in xsoftmax/ops.h.
+// candidate_loss (contract: xsoftmax/ops.h) lays the sets of a proposal out side by side and calls
+//
+// estimator_loss(scores [Q, 1 + P + S], target [Q], candidates, distinct, options) -> [Q]: the loss of each query, with autograd; the columns as
+// Candidates has them, behind that of the target. options: EstimatorOptions.
+// estimator_loss_backward(grad [Q], scores, ...) -> the gradient of the scores. It recomputes from the scores; nothing else is kept.
 
 namespace xsoftmax {
 
-// The op's parameters: each kernel takes them as the schema gives them and works on the struct. Those behind the scores are also
-// linear_candidate_loss's.
-#define XS_CANDIDATES_PARAMS                                                                                                       \
-  const at::Tensor &target, const std::optional<at::Tensor>&private_ids, const std::optional<at::Tensor>&shared_ids,               \
-      const std::optional<at::Tensor>&private_log_count, const std::optional<at::Tensor>&shared_log_count,                         \
-      const std::optional<at::Tensor>&target_log_count, std::string_view estimator, bool remove_accidental_hits,                   \
-      int64_t fixed_private, int64_t fixed_shared, double label_smoothing
-#define XS_CANDIDATES_ARGS                                                                                                         \
-  target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator, remove_accidental_hits,       \
-      fixed_private, fixed_shared, label_smoothing
-#define XS_CANDIDATES_SCHEMA                                                                                                       \
-  "Tensor target, Tensor? private_ids, Tensor? shared_ids, Tensor? private_log_count=None, Tensor? shared_log_count=None, "        \
-  "Tensor? target_log_count=None, str estimator=\"sampled_softmax\", bool remove_accidental_hits=True, int fixed_private=0, "      \
-  "int fixed_shared=0, float label_smoothing=0.0"
-#define XS_CANDIDATE_LOSS_PARAMS const at::Tensor &scores, XS_CANDIDATES_PARAMS
-#define XS_CANDIDATE_LOSS_ARGS scores, XS_CANDIDATES_ARGS
-
-struct CandidateLossArgs {
+/// What estimator_loss takes, checked.
+struct EstimatorArguments {
   const at::Tensor& scores;
   const at::Tensor& target;
-  const std::optional<at::Tensor>& private_ids;
-  const std::optional<at::Tensor>& shared_ids;
-  const std::optional<at::Tensor>& private_log_count;
-  const std::optional<at::Tensor>& shared_log_count;
-  const std::optional<at::Tensor>& target_log_count;
-  std::string_view estimator;
-  bool remove_accidental_hits;
-  int64_t fixed_private, fixed_shared;
-  double label_smoothing;
+  Candidates candidates;
+  EstimatorOptions options;
+  const Estimator& estimator;
+
+  EstimatorArguments(const char* op, const at::Tensor& scores, const at::Tensor& target, const OptionalTensors& candidates,
+                     at::IntArrayRef distinct, std::string_view options);
+  EstimatorArguments(const at::Tensor& scores, const at::Tensor& target, Candidates candidates, EstimatorOptions options,
+                     const Estimator& estimator)
+      : scores(scores), target(target), candidates(std::move(candidates)), options(std::move(options)), estimator(estimator) {}
 };
 
-/// What candidate_loss and linear_candidate_loss check alike. `rows` has a row for each query.
-void check_candidates(const char* op, const char* rows_arg, const at::Tensor& rows, XS_CANDIDATES_PARAMS);
-/// Shared by every kernel of the op, and of its backward.
-void check_candidate_loss(const CandidateLossArgs& args);
-void check_candidate_loss_backward(const at::Tensor& grad, const CandidateLossArgs& args);
+/// The batch as an estimator sees it, in differentiable ATen calls.
+CandidateBatch make_batch(const at::Tensor& scores, const at::Tensor& target, const Candidates& candidates, const EstimatorTraits& traits,
+                          bool remove_accidental_hits, double label_smoothing);
 
-/// The gradient of the scores [Q, 1 + P + S], by the dispatcher. grad [Q].
-at::Tensor candidate_loss_backward(const at::Tensor& grad, XS_CANDIDATE_LOSS_PARAMS);
+/// By the dispatcher.
+at::Tensor estimator_loss(const at::Tensor& scores, const at::Tensor& target, const Candidates& candidates, const EstimatorOptions& options);
+at::Tensor estimator_loss_backward(const at::Tensor& grad, const at::Tensor& scores, const at::Tensor& target, const Candidates& candidates,
+                                   const EstimatorOptions& options);
 
 /// The composites in ATen calls: any device, and the oracle of the tests.
-at::Tensor candidate_loss_reference(XS_CANDIDATE_LOSS_PARAMS);
-at::Tensor candidate_loss_backward_reference(const at::Tensor& grad, XS_CANDIDATE_LOSS_PARAMS);
+at::Tensor estimator_loss_reference(const EstimatorArguments& arguments);
+at::Tensor estimator_loss_backward_reference(const at::Tensor& grad, const EstimatorArguments& arguments);
+void check_estimator_loss_backward(const at::Tensor& grad, const at::Tensor& scores);
 
 } // namespace xsoftmax

@@ -19,6 +19,18 @@ Tensor candidate_set(const Tensor& ids, int64_t num_classes) {
   return op.call(ids, num_classes);
 }
 
+Tensor different_ids(const Tensor& ids, int64_t num_classes, std::string_view owner, std::string_view argument) {
+  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong && ids.dim() == 1, owner, ": expected ", argument, " as a number or 1-D int64 ids, got ",
+                   check::name(ids.scalar_type()), " of shape ", ids.sizes());
+  const Tensor ordered = std::get<0>(ids.sort());
+  if (ids.numel() > 0) {
+    const int64_t first = ordered[0].item<int64_t>(), last = ordered[-1].item<int64_t>();
+    TORCH_CHECK_INDEX(first >= 0 && last < num_classes, owner, ": expected ", argument, " in [0, ", num_classes, "), got ", first, " .. ", last);
+    TORCH_CHECK_VALUE(ordered.diff().ne(0).all().item<bool>(), owner, ": expected ", argument, " without repeats");
+  }
+  return ordered;
+}
+
 namespace {
 
 constexpr const char* kOp = "candidate_set";
@@ -53,9 +65,15 @@ Tensor candidate_set_meta(const Tensor& ids, int64_t num_classes) {
 
 } // namespace
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("candidate_set(Tensor ids, int num_classes) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("candidate_set(Tensor ids, int num_classes) -> Tensor");
+  m.def("different_ids(Tensor ids, int num_classes, str owner, str argument) -> Tensor");
+}
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("candidate_set", candidate_set_any); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("candidate_set", candidate_set_any);
+  m.impl("different_ids", different_ids);
+}
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("candidate_set", candidate_set_cpu); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("candidate_set", candidate_set_meta); }
 

@@ -2,20 +2,17 @@
 #include "core/optional.h"
 #include "losses/candidate_set.h"
 #include "losses/modules.h"
+#include "losses/reduction.h"
 
 #include <xsoftmax/nn.h>
-#include <xsoftmax/ops.h>
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/isin.h>
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>
-#include <memory>
 #include <vector>
 
 namespace xsoftmax::nn {
@@ -25,7 +22,6 @@ using at::Tensor;
 namespace {
 
 constexpr const char* kName = "CaneLoss";
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 } // namespace
 
@@ -35,93 +31,78 @@ std::string cane_estimator(const char* name, const std::string& noise_reduction)
   return noise_reduction == "mean_of_logs" ? "cane" : "cane_log_of_mean";
 }
 
-std::shared_ptr<samplers::SamplerImpl> noise_or_uniform(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler,
-                                                        int64_t num_classes) {
+samplers::ComplementSampler noise_outside(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler, int64_t num_noises,
+                                          int64_t num_classes, int64_t dim, const Tensor& candidates) {
+  TORCH_CHECK_VALUE(num_noises >= 0, name, ": expected num_noises of at least 0, got ", num_noises);
   if (sampler == nullptr) {
-    return samplers::UniformSampler(num_classes).ptr();
+    return samplers::ComplementSampler(num_classes, num_noises);
   }
   TORCH_CHECK_VALUE(sampler->num_classes() == num_classes, name, ": expected a noise_sampler of ", num_classes, " classes, got one of ",
                     sampler->num_classes());
-  return sampler;
-}
-
-void check_draws_all(const char* name, samplers::SamplerImpl& sampler, const Tensor& candidates) {
-  Tensor never;
-  if (const auto* adaptive = dynamic_cast<const samplers::AdaptiveSamplerImpl*>(&sampler)) {
-    never = adaptive->excluded();
-  } else if (dynamic_cast<const samplers::StaticSamplerImpl*>(&sampler) != nullptr) {
-    const Tensor all = at::arange(sampler.num_classes(), at::kLong);
-    never = sampler.log_prob(Tensor(), all).isneginf().nonzero().squeeze(1);
-  } else {
-    return;
-  }
-  never = never.to(at::kCPU);
-  if (candidates.defined()) {
-    never = never.masked_select(at::isin(never, candidates.to(at::kCPU)).logical_not());
-  }
+  const Tensor inside = candidates.defined() ? candidates.to(at::kCPU) : at::zeros({0}, at::kLong);
+  auto noise = inside.numel() > 0 && inside.numel() < num_classes ? sampler->excluding(inside) : nullptr; // whose draws are all outside
+  noise = noise == nullptr ? sampler : noise;
+  // A class that is neither a candidate nor ever drawn would learn nothing of how it compares with the others.
+  const Tensor count = noise->log_count(at::zeros({1, dim}), at::arange(num_classes, at::kLong)).reshape({-1});
+  Tensor never = count.isneginf().nonzero().squeeze(1).to(at::kCPU);
+  never = never.masked_select(at::isin(never, inside).logical_not());
   TORCH_CHECK_VALUE(never.numel() == 0, name, ": expected a noise_sampler that draws every class outside the candidates, got one that never "
                     "draws ", never.numel(), " of them, such as ", never.numel() > 0 ? never[0].item<int64_t>() : -1);
+  return samplers::ComplementSampler(noise, num_noises);
 }
 
 CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneOptions& cane, const LossOptions& options)
-    : LinearLossImpl(in_features, num_classes, options), cane_(cane), estimator_(cane_estimator(kName, cane.noise_reduction)) {
+    : CandidateLossImpl(kName, in_features, num_classes, options), candidate_sampler(cane.candidate_sampler) {
   TORCH_CHECK_VALUE(options.label_smoothing == 0, kName, ": expected label_smoothing of 0, got ", options.label_smoothing);
-  TORCH_CHECK_VALUE(cane.num_noises >= 0, kName, ": expected num_noises of at least 0, got ", cane.num_noises);
-  TORCH_CHECK_VALUE(!cane.candidates.defined() || cane.candidate_sampler == nullptr, kName,
-                    ": expected candidates or a candidate_sampler, got both");
-  auto suited = noise_or_uniform(kName, cane.noise_sampler, num_classes);
-  if (cane.candidates.defined()) {
-    TORCH_CHECK_VALUE(cane.candidates.numel() > 0, kName, ": expected at least one of candidates, without which there is nothing to learn");
-    cane_.candidates = different_ids(kName, "candidates", cane.candidates, num_classes);
+  TORCH_CHECK_VALUE(!cane.candidates.defined() || candidate_sampler == nullptr, kName, ": expected candidates or candidate_sampler, got both");
+  step_.estimator = cane_estimator(kName, cane.noise_reduction);
+  step_.sparse_grad = cane.sparse_grad;
+  if (candidate_sampler != nullptr) {
+    TORCH_CHECK_VALUE(candidate_sampler->num_classes() == num_classes && candidate_sampler->num_samples() >= 1, kName,
+                      ": expected a candidate_sampler of ", num_classes, " classes that draws one at least, got one of ",
+                      candidate_sampler->num_classes(), " that draws ", candidate_sampler->num_samples());
+    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler, kName,
+                      ": expected two samplers for candidates and noise, got one for both: build a second one");
+    if (candidate_sampler->claimed()) { // before the noise is
+      candidate_sampler->claim(kName);
+    }
+    register_module("candidate_sampler", candidate_sampler);
+  } else if (cane.candidates.defined()) {
+    candidates_ = different_ids(cane.candidates, num_classes, kName, "candidates");
+    TORCH_CHECK_VALUE(candidates_.numel() > 0, kName, ": expected at least one of candidates, without which there is nothing to learn, got none");
   }
-  check_draws_all(kName, *suited, cane_.candidates);
-  const bool uniform = dynamic_cast<const samplers::UniformSamplerImpl*>(suited.get()) != nullptr;
-  const bool is_static = dynamic_cast<const samplers::StaticSamplerImpl*>(suited.get()) != nullptr;
-  if (is_static && !uniform && cane_.candidates.defined() && cane_.candidates.numel() < num_classes) {
-    suited = suited->excluding(cane_.candidates); // its draws then are all outside
+  noise = register_module("noise", noise_outside(kName, cane.noise_sampler, cane.num_noises, num_classes, in_features, candidates_));
+  noise->claim(kName);
+  if (candidate_sampler != nullptr) {
+    candidate_sampler->claim(kName);
   }
-  const auto other = suited->for_table(in_features, options.bias);
-  noise_sampler = register_module("noise", other ? other : suited);
-  noise_ = std::make_shared<samplers::ComplementSampler>(noise_sampler);
-  if (cane.candidate_sampler == nullptr) {
-    TORCH_CHECK_VALUE(cane.num_candidates == 0 && !cane.shared, kName, ": expected num_candidates and shared beside a candidate_sampler");
-    return;
-  }
-  TORCH_CHECK_VALUE(cane.candidate_sampler->num_classes() == num_classes, kName, ": expected a candidate_sampler of ", num_classes,
-                    " classes, got one of ", cane.candidate_sampler->num_classes());
-  TORCH_CHECK_VALUE(!cane.candidate_sampler->proposes_targets() &&
-                        dynamic_cast<const samplers::UnionSamplerImpl*>(cane.candidate_sampler.get()) == nullptr,
-                    kName, ": expected one sampler of candidates, which does not depend on the targets, got ", cane.candidate_sampler->name());
-  TORCH_CHECK_VALUE(cane.num_candidates >= 1, kName, ": expected num_candidates of at least 1 beside a candidate_sampler, got ",
-                    cane.num_candidates);
-  const auto fitting = cane.candidate_sampler->for_table(in_features, options.bias);
-  candidate_sampler = register_module("candidate_sampler", fitting ? fitting : cane.candidate_sampler);
-  shared_ = cane.shared.value_or(candidate_sampler->shared_by_default());
-  candidate_sampler->check_num_samples(cane.num_candidates, shared_);
 }
 
-Tensor CaneLossImpl::find_candidates(const Tensor& queries, at::IntArrayRef batch, const std::optional<Tensor>& named,
+Tensor CaneLossImpl::find_candidates(const Tensor& queries, const Tensor& target, at::IntArrayRef batch, const std::optional<Tensor>& given_ids,
                                      std::optional<at::Generator> generator) {
-  const bool fixed = cane_.candidates.defined();
-  if (given(named)) {
-    TORCH_CHECK_VALUE(!fixed && candidate_sampler == nullptr, kName, ": expected candidates with the call of a loss whose options name none");
-    check::int64(kName, "candidates", *named);
-    TORCH_CHECK_VALUE(named->dim() == 1 || (named->dim() > 1 && named->sizes().slice(0, named->dim() - 1) == batch), kName,
-                      ": expected candidates of shape [C] or of target's and one more dimension, got candidates ", named->sizes(), " and target ",
-                      batch);
-    return candidate_set(named->dim() <= 2 ? *named : named->flatten(0, -2), num_classes_);
+  if (given(given_ids)) {
+    TORCH_CHECK_VALUE(candidate_sampler == nullptr && !candidates_.defined(), kName,
+                      ": expected candidates with the call of a loss whose options name none alone");
+    const Tensor& ids = *given_ids;
+    TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() >= 1 && ids.sizes().slice(0, ids.dim() - 1) == batch), kName,
+                      ": expected candidates of shape [C] or that of target and one more dimension, got ", ids.sizes());
+    return candidate_set(ids.dim() <= 2 ? ids : ids.flatten(0, -2), num_classes_);
   }
-  TORCH_CHECK_VALUE(fixed || candidate_sampler != nullptr, kName,
-                    ": expected candidates, which a loss whose options name none takes with each call");
-  if (fixed) {
-    cane_.candidates = cane_.candidates.to(queries.device());
-    return cane_.candidates;
+  if (candidates_.defined()) {
+    return candidates_ = candidates_.to(queries.device());
   }
-  if (candidate_sampler != noise_sampler) {
-    candidate_sampler->prepare(linear->weight, optional(linear->bias), generator);
+  TORCH_CHECK_VALUE(candidate_sampler != nullptr, kName, ": expected candidates, which a loss whose options name none takes with each call");
+  candidate_sampler->prepare(linear->weight, optional(linear->bias), generator);
+  // Candidates must not look at the target: it says no more than which queries count.
+  const Proposal sets = candidate_sampler->sample(queries, target.clamp_max(0), generator);
+  if (sets.size() == 1) {
+    return sets[0].distinct ? sets[0].ids : candidate_set(sets[0].ids, num_classes_);
   }
-  const auto drawn = candidate_sampler->sample(queries, cane_.num_candidates, shared_, std::nullopt, generator);
-  return drawn.distinct ? drawn.ids : candidate_set(drawn.ids, num_classes_);
+  std::vector<Tensor> ids;
+  for (const CandidateSet& set : sets) {
+    ids.push_back(set.ids.expand({queries.size(0), set.ids.size(-1)}));
+  }
+  return candidate_set(at::cat(ids, 1), num_classes_);
 }
 
 Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const std::optional<Tensor>& candidates,
@@ -129,36 +110,13 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const st
   if (!is_training()) {
     return exact(input, target);
   }
-  const Tensor queries = flatten(input, target).detach(), flat = target.reshape({-1});
-  const Tensor counted = at::where(flat.eq(options_.ignore_index), 0, flat);
-  noise_sampler->prepare(linear->weight, optional(linear->bias), generator);
-  const Tensor found = find_candidates(queries, target.sizes(), candidates, generator);
-  const auto noise = noise_->sample(queries, cane_.num_noises, found, counted, generator);
-  const Tensor ids = found.clamp_min(0);
-  const Tensor log_count = at::zeros(found.sizes(), noise.log_count.options()).masked_fill(found.lt(0), kInfinity);
-  std::vector<std::shared_ptr<samplers::SamplerImpl>> each{noise_sampler}; // one that does both takes each step once
-  if (candidate_sampler != nullptr && candidate_sampler != noise_sampler) {
-    each.push_back(candidate_sampler);
-  }
-  for (const auto& sampler : each) {
-    sampler->note(ids);
-    sampler->note(noise.ids);
-    sampler->note(counted);
-  }
-  const bool for_all = found.dim() == 1;
-  const Tensor private_ids = for_all ? noise.ids : at::cat({ids, noise.ids}, 1);
-  const Tensor private_log_count = for_all ? noise.log_count : at::cat({log_count, noise.log_count}, 1);
-  Tensor loss = sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, private_ids, for_all ? optional(ids) : std::nullopt,
-                                     private_log_count, for_all ? optional(log_count) : std::nullopt, noise.target_log_count,
-                                     optional(weight), estimator_, true, for_all ? 0 : ids.size(1), for_all ? ids.size(0) : 0, reduction_,
-                                     options_.ignore_index, 0.0, cane_.sparse_grad);
-  for (const auto& sampler : each) {
-    if (sampler->learns()) {
-      const Tensor known = at::where(flat.ne(options_.ignore_index).unsqueeze(1), queries, at::zeros({}, queries.options()));
-      loss = with_gradient_of(loss, sampler->auxiliary_loss(known, linear->weight, optional(linear->bias), generator));
-    }
-  }
-  return loss;
+  check_table(input, target);
+  const auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index);
+  const Tensor found = find_candidates(queries, counted, target.sizes(), candidates, generator);
+  noise->prepare(linear->weight, optional(linear->bias), generator);
+  const CandidateSet outside = noise->sample_outside(queries, found, counted, generator);
+  const Tensor log_count = at::zeros(found.sizes(), outside.log_count.options()).masked_fill(found.lt(0), std::numeric_limits<double>::infinity());
+  return candidate_loss(input, target, {{found.clamp_min(0), log_count, {}, true}, outside});
 }
 
 } // namespace xsoftmax::nn

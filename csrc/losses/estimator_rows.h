@@ -17,7 +17,7 @@ struct LossRows {
   const T* shared_log_count;       ///< [S], or [Q, S]: shared_count_stride from query to query
   const T* target_log_count;       ///< [Q]
   int64_t private_width, shared_width, shared_count_stride;
-  int64_t fixed_private, fixed_shared;
+  int64_t distinct_private, distinct_shared;
   bool remove_distinct_hits, remove_drawn_hits; ///< among the fixed columns, and among the others
   bool renormalize, correct_target, weigh;
   bool take_a_draw; ///< a target that is no fixed column takes the place of the first other one

@@ -11,9 +11,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <deque>
+#include <iterator>
 #include <limits>
+#include <mutex>
 #include <string>
 
 namespace xsoftmax {
@@ -137,7 +139,7 @@ EstimatorGradient importance_gradient(const CandidateBatch& batch) {
 //     else:    log(sum over C of e^score + mean_j e^m_j) - s_y, the target in the place of the first draw
 // The optimum of both is the softmax, for any n and q: what the targets outside C put on a slot of the noise is what those in C leave to it.
 struct Cane {
-  int64_t draws;
+  Tensor draws;    // [Q], at least 1
   Tensor distinct; // [Q, C] adjusted, -inf for draws
   Tensor noise;    // [Q, C] m_j, -inf for candidates
   Tensor log_a;    // [Q]
@@ -145,15 +147,15 @@ struct Cane {
   Tensor rest;     // [Q, C] what stands beside it
   Tensor outside;  // [Q] log of their sum
 
-  Cane(const CandidateBatch& batch, bool mean_of_logs) : draws(batch.draws) {
-    const double log_draws = draws > 0 ? std::log(double(draws)) : 0.0;
+  Cane(const CandidateBatch& batch, bool mean_of_logs) : draws(batch.draws.clamp_min(1)) {
+    const Tensor log_draws = draws.log();
     distinct = batch.adjusted.masked_fill(batch.drawn, -kInfinity);
-    noise = (batch.adjusted + log_draws).masked_fill(batch.drawn.logical_not(), -kInfinity);
+    noise = (batch.adjusted + log_draws.unsqueeze(1)).masked_fill(batch.drawn.logical_not(), -kInfinity);
     log_a = at::logsumexp(at::cat({batch.target.unsqueeze(1), distinct}, 1), 1);
     // A target that no draw can give owes no correction.
-    const Tensor count = batch.target_log_count - (mean_of_logs ? log_draws : 0.0);
+    const Tensor count = mean_of_logs ? batch.target_log_count - log_draws : batch.target_log_count;
     own = batch.target - at::where(batch.target_log_count.isneginf(), 0.0, count);
-    const Tensor first = batch.drawn.logical_and(batch.drawn.cumsum(0).eq(1));
+    const Tensor live = batch.drawn.logical_and(batch.adjusted.isneginf().logical_not()), first = live.logical_and(live.cumsum(1).eq(1));
     rest = mean_of_logs ? distinct : batch.adjusted.masked_fill(first, -kInfinity);
     outside = at::logsumexp(at::cat({own.unsqueeze(1), rest}, 1), 1);
   }
@@ -164,7 +166,7 @@ Tensor cane_loss(const CandidateBatch& batch) {
   const Cane parts(batch, kMeanOfLogs);
   Tensor inside = at::logsumexp(at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1), 1);
   if (kMeanOfLogs) {
-    inside = parts.log_a + at::softplus(parts.noise - parts.log_a.unsqueeze(1)).sum(1) / double(std::max<int64_t>(1, parts.draws));
+    inside = parts.log_a + at::softplus(parts.noise - parts.log_a.unsqueeze(1)).sum(1) / parts.draws;
   }
   return at::where(batch.covered, inside, parts.outside) - batch.target;
 }
@@ -174,7 +176,7 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
   const Cane parts(batch, kMeanOfLogs);
   Tensor target, score;
   if (kMeanOfLogs) {
-    const Tensor share = (parts.noise - parts.log_a.unsqueeze(1)).sigmoid() / double(std::max<int64_t>(1, parts.draws));
+    const Tensor share = (parts.noise - parts.log_a.unsqueeze(1)).sigmoid() / parts.draws.unsqueeze(1);
     const Tensor left = 1 - share.sum(1); // for C and the target
     target = (batch.target - parts.log_a).exp() * left;
     score = (parts.distinct - parts.log_a.unsqueeze(1)).exp() * left.unsqueeze(1) + share;
@@ -190,54 +192,81 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
 // An estimator that lowers the target's score, too, tells a target from draws that could all have been it: the classes of a set are told
 // apart by their p / c exactly where a class stands once for the target and once for each draw that gave it. A distinct set holds it once.
 // Beside a head the set must hold as many other classes whether the target is in the head or not: else it tells them apart by its size.
-constexpr std::array<Estimator, 9> kEstimators{{
-    {.name = "sampled_softmax", .renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true, .smooths = true,
-     .loss = softmax_loss, .gradient = softmax_gradient, .row_loss = RowLoss::Softmax},
-    {.name = "ranking", .corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .takes_a_draw = true,
-     .smooths = true, .loss = softmax_loss, .gradient = softmax_gradient, .row_loss = RowLoss::Softmax},
-    {.name = "nce", .corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .loss = logistic_loss,
-     .gradient = logistic_gradient, .row_loss = RowLoss::Logistic},
-    {.name = "negative_sampling", .drops_distinct_hits = true, .drops_drawn_hits = true, .loss = logistic_loss, .gradient = logistic_gradient,
-     .row_loss = RowLoss::Logistic},
-    {.name = "one_vs_each", .renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true, .loss = one_vs_each_loss,
-     .gradient = one_vs_each_gradient, .row_loss = RowLoss::OneVsEach},
-    {.name = "blackout", .corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true,
-     .loss = blackout_loss, .gradient = blackout_gradient, .row_loss = RowLoss::BlackOut},
-    {.name = "importance", .weighs = true, .loss = importance_loss, .gradient = importance_gradient, .row_loss = RowLoss::Importance},
-    {.name = "cane", .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true, .loss = cane_loss<true>,
-     .gradient = cane_gradient<true>, .row_loss = RowLoss::Cane},
-    {.name = "cane_log_of_mean", .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true, .loss = cane_loss<false>,
-     .gradient = cane_gradient<false>, .row_loss = RowLoss::CaneLogOfMean},
-}};
+const Estimator kEstimators[] = {
+    {"sampled_softmax", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true, .smooths = true},
+     softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"ranking",
+     {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .takes_a_draw = true, .smooths = true},
+     softmax_loss, softmax_gradient, RowLoss::Softmax},
+    {"nce", {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true}, logistic_loss, logistic_gradient,
+     RowLoss::Logistic},
+    {"negative_sampling", {.drops_distinct_hits = true, .drops_drawn_hits = true}, logistic_loss, logistic_gradient, RowLoss::Logistic},
+    {"one_vs_each", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true}, one_vs_each_loss,
+     one_vs_each_gradient, RowLoss::OneVsEach},
+    {"blackout",
+     {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
+     blackout_loss, blackout_gradient, RowLoss::BlackOut},
+    {"importance", {.weighs = true}, importance_loss, importance_gradient, RowLoss::Importance},
+    {"cane", {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true}, cane_loss<true>, cane_gradient<true>,
+     RowLoss::Cane},
+    {"cane_log_of_mean", {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true}, cane_loss<false>,
+     cane_gradient<false>, RowLoss::CaneLogOfMean},
+};
+
+struct Registry {
+  std::mutex mutex;
+  std::deque<Estimator> estimators{std::begin(kEstimators), std::end(kEstimators)}; // whose entries stay where they are
+
+  const Estimator* find(std::string_view name) const {
+    const auto found = std::find_if(estimators.begin(), estimators.end(), [&](const Estimator& estimator) { return estimator.name == name; });
+    return found == estimators.end() ? nullptr : &*found;
+  }
+};
+
+Registry& registry() {
+  static Registry registry;
+  return registry;
+}
 
 } // namespace
 
 const Estimator& find_estimator(const char* op, std::string_view name) {
+  Registry& known = registry();
+  const std::lock_guard lock(known.mutex);
+  if (const Estimator* found = known.find(name)) {
+    return *found;
+  }
   std::string names;
-  for (const Estimator& estimator : kEstimators) {
-    if (name == estimator.name) {
-      return estimator;
-    }
-    names += (names.empty() ? "\"" : ", \"") + std::string(estimator.name) + "\"";
+  for (const Estimator& estimator : known.estimators) {
+    names += (names.empty() ? "\"" : ", \"") + estimator.name + "\"";
   }
   TORCH_CHECK_VALUE(false, op, ": expected estimator to be one of ", names, ", got \"", name, "\"");
 }
 
 std::vector<std::string> estimator_names() {
+  Registry& known = registry();
+  const std::lock_guard lock(known.mutex);
   std::vector<std::string> names;
-  for (const Estimator& estimator : kEstimators) {
-    names.emplace_back(estimator.name);
+  for (const Estimator& estimator : known.estimators) {
+    names.push_back(estimator.name);
   }
   return names;
 }
 
+void register_estimator(const std::string& name, const EstimatorTraits& traits, std::function<Tensor(const CandidateBatch&)> loss) {
+  TORCH_CHECK_VALUE(loss != nullptr, "register_estimator: expected a function for \"", name, "\", got none");
+  Registry& known = registry();
+  const std::lock_guard lock(known.mutex);
+  TORCH_CHECK_VALUE(known.find(name) == nullptr, "register_estimator: expected a name that is not taken, got \"", name, "\"");
+  known.estimators.push_back({name, traits, std::move(loss)});
+}
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("estimator_names() -> str[]", estimator_names);
-  m.def("estimator_needs_target_count(str estimator) -> bool",
-        [](std::string_view name) { return find_estimator("estimator_needs_target_count", name).needs_target_count; });
-  m.def("estimator_smooths(str estimator) -> bool", [](std::string_view name) { return find_estimator("estimator_smooths", name).smooths; });
+  m.def("estimator_smooths(str estimator) -> bool",
+        [](std::string_view name) { return find_estimator("estimator_smooths", name).traits.smooths; });
   m.def("estimator_has_noise(str estimator) -> bool",
-        [](std::string_view name) { return find_estimator("estimator_has_noise", name).has_noise; });
+        [](std::string_view name) { return find_estimator("estimator_has_noise", name).traits.has_noise; });
 }
 
 } // namespace xsoftmax

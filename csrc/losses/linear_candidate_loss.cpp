@@ -4,7 +4,9 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/options.h"
 #include "core/scale_gradient.h"
+#include "losses/candidate_loss.h"
 #include "scores/candidate_scores.h"
 #include "xsoftmax/ops.h"
 
@@ -23,38 +25,61 @@ namespace {
 
 using at::Tensor;
 
-CandidateLossState call_forward(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask) {
+constexpr const char* kOp = "sampled_softmax_loss"; // the op that users call
+
+CandidateLossState forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                               const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
+                               std::array<bool, 2> wanted) {
+  return linear_candidate_loss_forward_reference({input, weight, bias, target, candidates, distinct, options}, wanted);
+}
+
+CandidateLossState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
+                                std::array<bool, 2> wanted) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::linear_candidate_loss_forward", "")
-                             .typed<decltype(linear_candidate_loss_forward_reference)>();
-  return op.call(XS_LINEAR_CANDIDATE_LOSS_ARGS, output_mask);
+                             .typed<decltype(forward_any)>();
+  return op.call(input, weight, bias, target, candidates, distinct, options, wanted);
 }
 
-CandidateLossState linear_candidate_loss_forward_meta(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask) {
-  check_linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_ARGS);
-  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
-  const auto queries = [&](bool wanted) { return wanted ? input.sym_size(0) : c10::SymInt(0); };
-  const c10::SymInt own = 1 + (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0));
-  const c10::SymInt shared = given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0);
-  return {at::empty_symint({input.sym_size(0)}, options), at::empty_symint({queries(output_mask[0]), input.sym_size(1)}, options),
-          at::empty_symint({queries(output_mask[1]), own + shared}, options),
-          at::empty_symint({input.sym_size(0), own}, target.options())};
+CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
+                                std::array<bool, 2> wanted) {
+  const LinearLossArguments checked(input, weight, bias, target, candidates, distinct, options);
+  const auto dtype = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const auto queries = [&](bool is_wanted) { return is_wanted ? input.sym_size(0) : c10::SymInt(0); };
+  const c10::SymInt width = 1 + checked.candidates.private_width();
+  return {at::empty_symint({input.sym_size(0)}, dtype), at::empty_symint({queries(wanted[0]), input.sym_size(1)}, dtype),
+          at::empty_symint({queries(wanted[1]), width + checked.candidates.shared_width()}, dtype),
+          at::empty_symint({input.sym_size(0), width}, target.options())};
 }
 
-Tensor loss_only(XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool) {
-  return std::get<0>(call_forward(XS_LINEAR_CANDIDATE_LOSS_ARGS, {false, false}));
+Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+  return std::get<0>(call_forward(input, weight, bias, target, candidates, distinct, options, {false, false}));
+}
+
+Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_candidate_loss", "").typed<decltype(loss_only)>();
+  return op.call(input, weight, bias, target, candidates, distinct, options);
 }
 
 class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool sparse_grad) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_input = input.requires_grad();
     const bool want_table = weight.requires_grad() || (given(bias) && bias->requires_grad());
-    auto [loss, grad_input, grad_scores, own_ids] = call_forward(XS_LINEAR_CANDIDATE_LOSS_ARGS, {want_input, want_table});
-    ctx->save_for_backward({input, weight, grad_input, grad_scores, own_ids, shared_ids.value_or(Tensor()), target});
-    ctx->saved_data["ignore_index"] = ignore_index;
-    ctx->saved_data["sparse_grad"] = sparse_grad;
+    auto [loss, grad_input, grad_scores, row_ids] =
+        call_forward(input, weight, bias, target, candidates, distinct, options, {want_input, want_table});
+    const Candidates columns(kOp, candidates, distinct);
+    const auto parsed = parse_options<SampledSoftmaxOptions>(kOp, options);
+    ctx->save_for_backward({input, weight, grad_input, grad_scores, row_ids, columns.shared_ids.value_or(Tensor()), target});
+    ctx->saved_data["ignore_index"] = parsed.ignore_index;
+    ctx->saved_data["sparse_grad"] = parsed.sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
     return loss;
   }
@@ -75,95 +100,90 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     if (ctx->needs_input_grad(0)) {
       result[0] = scale_gradient(grad_input, grad.unsqueeze(1), input).to(input.scalar_type());
     }
-    result.resize(16);
+    result.resize(7);
     return result;
   }
 };
 
-Tensor linear_candidate_loss_autograd(XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool sparse_grad) {
+Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                     const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_ARGS, sparse_grad);
+    return call_loss(input, weight, bias, target, candidates, distinct, options);
   }
-  return LinearCandidateLoss::apply(XS_LINEAR_CANDIDATE_LOSS_ARGS, sparse_grad);
+  return LinearCandidateLoss::apply(input, weight, bias, target, candidates, distinct, options);
 }
 
 // A cast of the table would touch all of its N rows, so the queries take the table's dtype.
-Tensor linear_candidate_loss_autocast(XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool sparse_grad) {
+Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                     const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
-  return linear_candidate_loss(input.to(weight.scalar_type()), weight, same, XS_CANDIDATES_ARGS, ignore_index, sparse_grad);
+  return call_loss(input.to(weight.scalar_type()), weight, same, target, candidates, distinct, options);
 }
 
 } // namespace
 
-Tensor linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool sparse_grad) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::linear_candidate_loss", "")
-                             .typed<decltype(linear_candidate_loss)>();
-  return op.call(XS_LINEAR_CANDIDATE_LOSS_ARGS, sparse_grad);
+LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                         const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options)
+    : input(input), weight(weight), bias(bias), target(target), candidates(kOp, candidates, distinct),
+      options(parse_options<SampledSoftmaxOptions>(kOp, options)) {
+  check::linear(kOp, input, weight, bias);
+  check_candidates(kOp, "input", input, target, this->candidates, this->options);
+}
+
+Tensor linear_candidate_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                             const Candidates& candidates, const SampledSoftmaxOptions& options) {
+  return call_loss(input, weight, bias, target, candidates.tensors(), candidates.distinct(), print_options(options));
 }
 
 Tensor targets_that_count(const Tensor& target, int64_t ignore_index) { return at::where(target.eq(ignore_index), 0, target); }
 
-void check_linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_PARAMS) {
-  constexpr const char* op = "sampled_softmax_loss"; // the op that users call
-  check::linear(op, input, weight, bias);
-  check_candidates(op, "input", input, XS_CANDIDATES_ARGS);
-}
-
-CandidateLossState linear_candidate_loss_forward_reference(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask) {
-  check_linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_ARGS);
-  const Tensor ids = targets_that_count(target, ignore_index).unsqueeze(1), counts = target.ne(ignore_index);
-  const Tensor own_ids = given(private_ids) ? at::cat({ids, *private_ids}, 1) : ids;
-  const Tensor scores = candidate_scores(input, weight, bias, own_ids, shared_ids, false);
-  const Tensor loss = at::where(counts, candidate_loss(scores, ids.squeeze(1), private_ids, shared_ids, private_log_count,
-                                                       shared_log_count, target_log_count, estimator, remove_accidental_hits,
-                                                       fixed_private, fixed_shared, label_smoothing), 0.0);
+CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted) {
+  const auto& [input, weight, bias, target, candidates, options] = arguments;
+  const OptionalTensor& shared_ids = candidates.shared_ids;
+  const Tensor ids = targets_that_count(target, options.ignore_index), counts = target.ne(options.ignore_index);
+  const Tensor row_ids = given(candidates.private_ids) ? at::cat({ids.unsqueeze(1), *candidates.private_ids}, 1) : ids.unsqueeze(1);
+  const Tensor scores = candidate_scores(input, weight, bias, row_ids, shared_ids, false);
+  const Tensor loss = at::where(counts, estimator_loss(scores, ids, candidates, options), 0.0);
   Tensor grad_input = scores.new_empty({0, input.size(1)}), grad_scores = scores.new_empty({0, scores.size(1)});
-  if (output_mask[0] || output_mask[1]) {
-    const Tensor gradient = candidate_loss_backward(counts.to(scores.scalar_type()), scores, ids.squeeze(1), private_ids, shared_ids,
-                                                    private_log_count, shared_log_count, target_log_count, estimator,
-                                                    remove_accidental_hits, fixed_private, fixed_shared, label_smoothing);
-    if (output_mask[0]) {
-      grad_input = std::get<0>(candidate_scores_backward(gradient, input, weight, own_ids, shared_ids, {true, false, false}))
+  if (wanted[0] || wanted[1]) {
+    const Tensor gradient = estimator_loss_backward(counts.to(scores.scalar_type()), scores, ids, candidates, options);
+    if (wanted[0]) {
+      grad_input = std::get<0>(candidate_scores_backward(gradient, input, weight, row_ids, shared_ids, {true, false, false}))
                        .to(scores.scalar_type());
     }
-    grad_scores = output_mask[1] ? gradient : grad_scores;
+    grad_scores = wanted[1] ? gradient : grad_scores;
   }
-  return {loss, grad_input, grad_scores, own_ids};
+  return {loss, grad_input, grad_scores, row_ids};
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-#define XS_SCHEMA_ARGS                                                                                                             \
-  "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? private_ids, Tensor? shared_ids, Tensor? private_log_count, " \
-  "Tensor? shared_log_count, Tensor? target_log_count, str estimator, bool remove_accidental_hits, int fixed_private, "            \
-  "int fixed_shared, float label_smoothing, int ignore_index, "
-  m.def("linear_candidate_loss(" XS_SCHEMA_ARGS "bool sparse_grad) -> Tensor");
-  m.def("linear_candidate_loss_forward(" XS_SCHEMA_ARGS
-        "bool[2] output_mask) -> (Tensor loss, Tensor grad_input, Tensor grad_scores, Tensor own_ids)");
-#undef XS_SCHEMA_ARGS
+  const std::string arguments = std::string("Tensor input, Tensor weight, Tensor? bias, Tensor target, ") + kCandidatesSchema;
+  m.def(("linear_candidate_loss(" + arguments + ") -> Tensor").c_str());
+  m.def(("linear_candidate_loss_forward(" + arguments + ", bool[2] wanted) -> "
+         "(Tensor loss, Tensor grad_input, Tensor grad_scores, Tensor row_ids)").c_str());
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("linear_candidate_loss", loss_only);
-  m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_reference);
+  m.impl("linear_candidate_loss_forward", forward_any);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_meta); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("linear_candidate_loss_forward", forward_meta); }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
-  m.impl("linear_candidate_loss", linear_candidate_loss_autograd);
+  m.impl("linear_candidate_loss", loss_autograd);
   m.impl("linear_candidate_loss_forward", torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  m.impl("linear_candidate_loss", linear_candidate_loss_autocast);
+  m.impl("linear_candidate_loss", loss_autocast);
   m.impl("linear_candidate_loss_forward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("linear_candidate_loss", linear_candidate_loss_autocast);
+  m.impl("linear_candidate_loss", loss_autocast);
   m.impl("linear_candidate_loss_forward", torch::CppFunction::makeFromBoxedFunction<below_autocast>());
 }
 

@@ -1,40 +1,48 @@
 #pragma once
 
-#include "losses/candidate_loss.h"
+#include "losses/candidates.h"
 
 #include <array>
 #include <tuple>
 
 namespace xsoftmax {
 
-// linear_candidate_loss: the loss of each query from its hidden state and its candidates' ids, candidate_scores and candidate_loss in
+// linear_candidate_loss: the loss of each query from its hidden state and its candidates' ids, candidate_scores and estimator_loss in
 // one step.
 //
-//     own_ids = cat(target[:, None], private_ids)                       # 0 in place of a target that is ignored
-//     scores = candidate_scores(input, weight, bias, own_ids, shared_ids)
-//     loss = candidate_loss(scores, target, private_ids, shared_ids, ...)      # 0, and no gradient, where ignored
+//     row_ids = cat(target[:, None], private_ids)                       # 0 in place of a target that is ignored
+//     scores = candidate_scores(input, weight, bias, row_ids, shared_ids)
+//     loss = estimator_loss(scores, target, candidates, ...)            # 0, and no gradient, where ignored
 //
 // The forward pass makes the gradients of each query's own loss while the rows that it gathered are still in cache; the backward pass
-// scales them. So the table is read once, and the scores turn into their gradient in place.
+// scales them. So the table is read once, and the scores turn into their gradient in place. options: SampledSoftmaxOptions.
 
-#define XS_LINEAR_CANDIDATE_LOSS_PARAMS                                                                                            \
-  const at::Tensor &input, const at::Tensor &weight, const std::optional<at::Tensor>&bias, XS_CANDIDATES_PARAMS, int64_t ignore_index
-#define XS_LINEAR_CANDIDATE_LOSS_ARGS input, weight, bias, XS_CANDIDATES_ARGS, ignore_index
+/// What the op takes.
+struct LinearLossArguments {
+  const at::Tensor& input;  ///< [Q, D]
+  const at::Tensor& weight; ///< [N, D]
+  const OptionalTensor& bias;
+  const at::Tensor& target; ///< [Q]
+  Candidates candidates;
+  SampledSoftmaxOptions options;
 
-/// loss [Q]; the gradient of loss[q] for input[q], [Q, D], and for scores[q], [Q, 1 + P + S], all in the dtype of the loss; own_ids
+  /// Parsed and checked.
+  LinearLossArguments(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
+                      const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options);
+};
+
+/// loss [Q]; the gradient of loss[q] for input[q], [Q, D], and for scores[q], [Q, 1 + P + S], all in the dtype of the loss; row_ids
 /// [Q, 1 + P]. Gradients that are not wanted have size 0.
 using CandidateLossState = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-/// Shared by every kernel.
-void check_linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_PARAMS);
 
 /// The targets with 0 where they are ignored, [Q].
 at::Tensor targets_that_count(const at::Tensor& target, int64_t ignore_index);
 
-/// loss [Q], with autograd.
-at::Tensor linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_PARAMS, bool sparse_grad);
+/// loss [Q], with autograd, by the dispatcher.
+at::Tensor linear_candidate_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
+                                 const Candidates& candidates, const SampledSoftmaxOptions& options);
 
-/// The composite: any device, and the oracle of the tests. output_mask: gradient of input, of scores.
-CandidateLossState linear_candidate_loss_forward_reference(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask);
+/// The composite: any device, and the oracle of the tests. wanted: gradient of input, of scores.
+CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted);
 
 } // namespace xsoftmax

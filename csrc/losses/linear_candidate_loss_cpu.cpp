@@ -31,8 +31,8 @@ struct QueryPass {
   const T* weight;
   const T* bias; // nullptr: none
   int64_t features, stride;
-  const int64_t* own_ids;
-  int64_t queries, own_width;
+  const int64_t* row_ids;
+  int64_t queries, row_width;
   const int64_t* target;
   int64_t ignore_index;
   A* scores;
@@ -51,17 +51,17 @@ struct QueryPass {
         std::fill_n(gradient, gradient ? features : 0, A(0));
         continue;
       }
-      const int64_t* ids = own_ids + q * own_width;
+      const int64_t* ids = row_ids + q * row_width;
       const auto& kernels = row_kernels().of(input);
-      kernels.dot_rows(score, input + q * features, weight, stride, ids, own_width, (queries - q) * own_width, features);
-      for (int64_t j = 0; bias != nullptr && j < own_width; ++j) {
+      kernels.dot_rows(score, input + q * features, weight, stride, ids, row_width, (queries - q) * row_width, features);
+      for (int64_t j = 0; bias != nullptr && j < row_width; ++j) {
         A value;
         kernels.widen_row(&value, bias + ids[j], 1);
         score[j] += value;
       }
       row_loss(rows, q, q + 1, buffer);
       if (gradient) { // from the rows that the scores came from, while they are in cache
-        kernels.sum_rows(gradient, weight, stride, ids, score, own_width, features);
+        kernels.sum_rows(gradient, weight, stride, ids, score, row_width, features);
       }
     }
   }
@@ -69,69 +69,72 @@ struct QueryPass {
 
 template <typename T>
 void run_queries(const QueryPass<T>& pass) {
-  const int64_t elements = pass.own_width * pass.features + pass.rows.candidates();
+  const int64_t elements = pass.row_width * pass.features + pass.rows.candidates();
   at::parallel_for(0, pass.queries, std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, elements)), [&](int64_t first, int64_t last) {
     std::vector<opmath<T>> buffer(pass.rows.buffer_size());
     pass.run(first, last, buffer.data());
   });
 }
 
-CandidateLossState linear_candidate_loss_forward_cpu(XS_LINEAR_CANDIDATE_LOSS_PARAMS, std::array<bool, 2> output_mask) {
+CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                                     const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
+                                                     std::array<bool, 2> wanted) {
   constexpr const char* op = "sampled_softmax_loss"; // the op that users call
-  check_linear_candidate_loss(XS_LINEAR_CANDIDATE_LOSS_ARGS);
+  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options);
   if (use_reference()) {
-    return linear_candidate_loss_forward_reference(XS_LINEAR_CANDIDATE_LOSS_ARGS, output_mask);
+    return linear_candidate_loss_forward_reference(arguments, wanted);
   }
+  const Candidates& candidates = arguments.candidates;
+  const int64_t ignore_index = arguments.options.ignore_index;
   const Tensor id = targets_that_count(target, ignore_index);
-  const Tensor own_ids = given(private_ids) ? at::cat({id.unsqueeze(1), *private_ids}, 1) : id.unsqueeze(1).contiguous();
-  const Tensor shared = given(shared_ids) ? shared_ids->contiguous() : id.new_empty({0});
-  const int64_t queries = input.size(0), features = input.size(1), own_width = own_ids.size(1);
+  const Tensor row_ids = given(candidates.private_ids) ? at::cat({id.unsqueeze(1), *candidates.private_ids}, 1) : id.unsqueeze(1).contiguous();
+  const Tensor shared = given(candidates.shared_ids) ? candidates.shared_ids->contiguous() : id.new_empty({0});
+  const int64_t queries = input.size(0), features = input.size(1), row_width = row_ids.size(1);
   const auto dtype = opmath_dtype(input.scalar_type());
-  const auto options = input.options().dtype(dtype);
+  const auto floats = input.options().dtype(dtype);
 
   // The gradient of the scores takes their place.
-  const Tensor scores = recycled_empty({queries, own_width + shared.size(0)}, options), loss = at::empty({queries}, options);
-  const Estimator& chosen = find_estimator(op, estimator);
-  const CandidateLossArgs args{scores, id, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
-                               remove_accidental_hits, fixed_private, fixed_shared, label_smoothing};
+  const Tensor scores = recycled_empty({queries, row_width + shared.size(0)}, floats), loss = at::empty({queries}, floats);
+  const EstimatorArguments estimation(scores, id, candidates, arguments.options, find_estimator(op, arguments.options.estimator));
+  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op, ": expected an estimator with a loop over rows, got \"",
+                    estimation.estimator.name, "\"");
   check::class_ids(op, "target", target, weight.size(0), ignore_index);
-  if (given(private_ids)) {
-    check::class_ids(op, "private_ids", *private_ids, weight.size(0));
+  if (given(candidates.private_ids)) {
+    check::class_ids(op, "private ids", *candidates.private_ids, weight.size(0));
   }
-  check::class_ids(op, "shared_ids", shared, weight.size(0));
+  check::class_ids(op, "shared ids", shared, weight.size(0));
 
-  const bool want_gradient = output_mask[0] || output_mask[1];
+  const bool want_gradient = wanted[0] || wanted[1];
   const Tensor targets = target.contiguous(), query = input.contiguous(), table = with_unit_column_stride(weight);
   const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
-  const Tensor grad_input = recycled_empty({output_mask[0] ? queries : 0, features}, options);
+  const Tensor grad_input = recycled_empty({wanted[0] ? queries : 0, features}, floats);
   Tensor shared_rows;
   if (shared.size(0) > 0) {
     shared_rows = gather_rows_cpu(table, shared);
-    Tensor out = scores.narrow(1, own_width, shared.size(0));
+    Tensor out = scores.narrow(1, row_width, shared.size(0));
     if (bias_row.defined()) {
       at::addmm_out(out, bias_row.index_select(0, shared).to(dtype), query.to(dtype), shared_rows.t());
     } else {
       at::mm_out(out, query.to(dtype), shared_rows.t());
     }
   }
-  const LossOperands operands(args);
+  const LossOperands operands(estimation);
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
-    LossRows<A> rows = operands.rows<A>(args, chosen);
+    LossRows<A> rows = operands.rows<A>(estimation);
     rows.loss = data<A>(loss);
     rows.grad_scores = want_gradient ? data<A>(scores) : nullptr;
     run_queries(QueryPass<T>{const_data<T>(query), const_data<T>(table), bias_row.defined() ? const_data<T>(bias_row) : nullptr, features,
-                             table.stride(0), own_ids.const_data_ptr<int64_t>(), queries, own_width,
-                             targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores),
-                             output_mask[0] ? data<A>(grad_input) : nullptr, rows,
-                             estimator_rows().of(A{}).of(chosen.row_loss)});
+                             table.stride(0), row_ids.const_data_ptr<int64_t>(), queries, row_width,
+                             targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores), wanted[0] ? data<A>(grad_input) : nullptr, rows,
+                             estimator_rows().of(A{}).of(*estimation.estimator.row_loss)});
   });
-  if (output_mask[0] && shared_rows.defined()) {
+  if (wanted[0] && shared_rows.defined()) {
     Tensor sum = grad_input;
-    at::addmm_out(sum, grad_input, scores.narrow(1, own_width, shared.size(0)), shared_rows);
+    at::addmm_out(sum, grad_input, scores.narrow(1, row_width, shared.size(0)), shared_rows);
   }
-  return {loss, grad_input, output_mask[1] ? scores : scores.new_empty({0, scores.size(1)}), own_ids};
+  return {loss, grad_input, wanted[1] ? scores : scores.new_empty({0, scores.size(1)}), row_ids};
 }
 
 } // namespace

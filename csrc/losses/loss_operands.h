@@ -4,7 +4,6 @@
 #include "core/optional.h"
 #include "losses/candidate_loss.h"
 #include "losses/estimator_rows.h"
-#include "losses/estimators.h"
 
 namespace xsoftmax {
 
@@ -12,23 +11,25 @@ namespace xsoftmax {
 struct LossOperands {
   at::Tensor scores, target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count;
 
-  explicit LossOperands(const CandidateLossArgs& args)
-      : scores(args.scores.contiguous()),
-        target(args.target.contiguous()),
-        private_ids(plain(args.private_ids)),
-        shared_ids(plain(args.shared_ids)),
-        private_log_count(plain(args.private_log_count, scores.scalar_type())),
-        shared_log_count(plain(args.shared_log_count, scores.scalar_type())),
-        target_log_count(plain(args.target_log_count, scores.scalar_type())) {}
+  explicit LossOperands(const EstimatorArguments& arguments)
+      : scores(arguments.scores.contiguous()),
+        target(arguments.target.contiguous()),
+        private_ids(plain(arguments.candidates.private_ids)),
+        shared_ids(plain(arguments.candidates.shared_ids)),
+        private_log_count(plain(arguments.candidates.private_log_count, scores.scalar_type())),
+        shared_log_count(plain(arguments.candidates.shared_log_count, scores.scalar_type())),
+        target_log_count(plain(arguments.candidates.target_log_count, scores.scalar_type())) {}
 
   static at::Tensor plain(const std::optional<at::Tensor>& tensor, at::ScalarType dtype = at::kLong) {
     return given(tensor) ? tensor->to(dtype).contiguous() : at::Tensor();
   }
 
   template <typename T>
-  LossRows<T> rows(const CandidateLossArgs& args, const Estimator& estimator) const {
+  LossRows<T> rows(const EstimatorArguments& arguments) const {
     const auto pointer = [](const at::Tensor& tensor) { return tensor.defined() ? const_data<T>(tensor) : nullptr; };
     const auto ids = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<int64_t>() : nullptr; };
+    const EstimatorTraits& traits = arguments.estimator.traits;
+    const bool remove_hits = arguments.options.remove_accidental_hits;
     LossRows<T> rows{};
     rows.scores = pointer(scores);
     rows.target = ids(target);
@@ -40,15 +41,15 @@ struct LossOperands {
     rows.private_width = private_ids.defined() ? private_ids.size(1) : 0;
     rows.shared_width = shared_ids.defined() ? shared_ids.size(0) : 0;
     rows.shared_count_stride = shared_log_count.defined() && shared_log_count.dim() == 2 ? rows.shared_width : 0;
-    rows.fixed_private = args.fixed_private;
-    rows.fixed_shared = args.fixed_shared;
-    rows.remove_distinct_hits = args.remove_accidental_hits && estimator.drops_distinct_hits;
-    rows.remove_drawn_hits = args.remove_accidental_hits && estimator.drops_drawn_hits;
-    rows.renormalize = estimator.renormalizes;
-    rows.correct_target = estimator.corrects_target;
-    rows.take_a_draw = estimator.takes_a_draw && args.fixed_private + args.fixed_shared > 0;
-    rows.weigh = estimator.weighs;
-    rows.label_smoothing = T(args.label_smoothing);
+    rows.distinct_private = arguments.candidates.distinct_private;
+    rows.distinct_shared = arguments.candidates.distinct_shared;
+    rows.remove_distinct_hits = remove_hits && traits.drops_distinct_hits;
+    rows.remove_drawn_hits = remove_hits && traits.drops_drawn_hits;
+    rows.renormalize = traits.renormalizes;
+    rows.correct_target = traits.corrects_target;
+    rows.take_a_draw = traits.takes_a_draw && rows.distinct_private + rows.distinct_shared > 0;
+    rows.weigh = traits.weighs;
+    rows.label_smoothing = T(arguments.options.label_smoothing);
     return rows;
   }
 };

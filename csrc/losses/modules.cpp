@@ -1,54 +1,24 @@
-#include "core/checks.h"
-#include "core/optional.h"
-#include "losses/estimators.h"
 #include "losses/modules.h"
+
+#include "core/optional.h"
+#include "losses/candidate_set.h"
+#include "losses/estimators.h"
+#include "losses/reduction.h"
+#include "optim/settle.h"
 
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
 
 #include <ATen/core/Reduction.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/log_softmax.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
+#include <cmath>
 
 namespace xsoftmax::nn {
 
 using at::Tensor;
-
-namespace {
-
-Tensor head_ids(const SamplingOptions& sampling, int64_t num_classes) {
-  if (!sampling.head.defined()) {
-    TORCH_CHECK_VALUE(sampling.head_classes >= 0 && sampling.head_classes <= num_classes,
-                      "SampledSoftmaxLoss: expected head_classes in [0, ", num_classes, "], got ", sampling.head_classes);
-    return at::arange(sampling.head_classes, at::kLong);
-  }
-  TORCH_CHECK_VALUE(sampling.head_classes == 0, "SampledSoftmaxLoss: expected head_classes or head, got both");
-  return different_ids("SampledSoftmaxLoss", "head", sampling.head, num_classes);
-}
-
-} // namespace
-
-Tensor different_ids(const char* name, const char* argument, const Tensor& ids, int64_t num_classes) {
-  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong && ids.dim() == 1, name, ": expected ", argument, " as 1-D int64 ids, got ",
-                   check::name(ids.scalar_type()), " of shape ", ids.sizes());
-  const Tensor ordered = std::get<0>(ids.sort());
-  TORCH_CHECK_INDEX(ids.numel() == 0 || (ordered[0].item<int64_t>() >= 0 && ordered[-1].item<int64_t>() < num_classes), name, ": expected ",
-                    argument, " in [0, ", num_classes, ")");
-  TORCH_CHECK_VALUE(ids.numel() < 2 || ordered.diff().ne(0).all().item<bool>(), name, ": expected ", argument, " without repeats");
-  return ordered;
-}
-
-int64_t reduction_code(const std::string& reduction) {
-  if (reduction == "none") return at::Reduction::None;
-  if (reduction == "mean") return at::Reduction::Mean;
-  TORCH_CHECK_VALUE(reduction == "sum", "xsoftmax::nn: expected reduction to be \"mean\", \"sum\" or \"none\", got \"", reduction, "\"");
-  return at::Reduction::Sum;
-}
 
 std::vector<int64_t> with_last(const Tensor& input, int64_t last) {
   std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
@@ -56,42 +26,81 @@ std::vector<int64_t> with_last(const Tensor& input, int64_t last) {
   return shape;
 }
 
-Tensor with_gradient_of(const Tensor& loss, const Tensor& auxiliary) {
-  return auxiliary.defined() ? loss + (auxiliary - auxiliary.detach()) / double(std::max<int64_t>(1, loss.numel())) : loss;
-}
+Tensor as_rows(const Tensor& input) { return input.unsqueeze(0).flatten(0, -2); }
 
-LinearLossImpl::LinearLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
-    : num_classes_(num_classes), options_(options), reduction_(reduction_code(options.reduction)) {
-  TORCH_CHECK_VALUE(num_classes >= 1, "xsoftmax::nn: expected num_classes of at least 1, got ", num_classes);
-  TORCH_CHECK_VALUE(!options.weight.defined() || (options.weight.dim() == 1 && options.weight.size(0) == num_classes),
-                    "xsoftmax::nn: expected weight of shape [", num_classes, "], got ", options.weight.sizes());
-  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, "xsoftmax::nn: expected label_smoothing in [0, 1], got ",
+LinearLossImpl::LinearLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options)
+    : name_(name), num_classes_(num_classes), options_(options) {
+  TORCH_CHECK_VALUE(num_classes >= 1, name, ": expected num_classes of at least 1, got ", num_classes);
+  reduction_code(name, options.reduction);
+  TORCH_CHECK_VALUE(!options.weight.defined() || (options.weight.dim() == 1 && options.weight.size(0) == num_classes), name,
+                    ": expected weight of shape [", num_classes, "], got ", options.weight.sizes());
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, name, ": expected label_smoothing in [0, 1], got ",
                     options.label_smoothing);
-  linear = register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(in_features, num_classes).bias(options.bias)));
+  if (options.linear.is_empty()) {
+    linear = torch::nn::Linear(torch::nn::LinearOptions(in_features, num_classes).bias(options.bias));
+  } else {
+    linear = options.linear;
+    options_.bias = linear->bias.defined();
+    TORCH_CHECK_VALUE(linear->weight.size(0) == num_classes && linear->weight.size(1) == in_features, name, ": expected a linear of ", num_classes,
+                      " classes and ", in_features, " features, got weight of shape ", linear->weight.sizes());
+  }
+  register_module("linear", linear);
   if (options.weight.defined()) {
     weight = register_buffer("weight", options.weight);
   }
 }
 
-Tensor LinearLossImpl::flatten(const Tensor& input, const Tensor& target) const {
-  TORCH_CHECK_VALUE(linear->weight.size(0) == num_classes_, "xsoftmax::nn: expected linear->weight with a row for each of ", num_classes_,
+void LinearLossImpl::settle() const {
+  xsoftmax::settle(linear->weight);
+  if (linear->bias.defined()) {
+    xsoftmax::settle(linear->bias);
+  }
+}
+
+void LinearLossImpl::train(bool on) {
+  if (!on) {
+    settle();
+  }
+  Module::train(on);
+}
+
+void LinearLossImpl::save(torch::serialize::OutputArchive& archive) const {
+  settle();
+  Module::save(archive);
+}
+
+void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) const {
+  TORCH_CHECK_VALUE(linear->weight.size(0) == num_classes_, name_, ": expected linear->weight with a row for each of ", num_classes_,
                     " classes, got shape ", linear->weight.sizes());
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sizes().slice(0, input.dim() - 1) == target.sizes(),
-                    "xsoftmax::nn: expected target of the shape of input without its last dimension, got input ", input.sizes(), " and target ",
-                    target.sizes());
-  return input.reshape({target.numel(), input.size(-1)});
+  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == linear->weight.size(1), name_, ": expected input of shape [*, ",
+                    linear->weight.size(1), "], got ", input.sizes());
+  TORCH_CHECK_VALUE(!target.defined() || input.sizes().slice(0, input.dim() - 1) == target.sizes(), name_, ": expected target of shape ",
+                    input.sizes().slice(0, input.dim() - 1), ", input's without its last dimension, got ", target.sizes());
 }
 
 Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
-  const Tensor loss = linear_cross_entropy(flatten(input, target), linear->weight, optional(linear->bias), target.reshape({-1}),
-                                           optional(weight), reduction_, options_.ignore_index, options_.label_smoothing);
-  return reduction_ == at::Reduction::None ? loss.reshape(target.sizes()) : loss;
+  check_table(input, target);
+  settle();
+  const int64_t reduction = reduction_code(name_, options_.reduction);
+  const Tensor loss = linear_cross_entropy(as_rows(input), linear->weight, optional(linear->bias), target.reshape({-1}), optional(weight),
+                                           reduction, options_.ignore_index, options_.label_smoothing);
+  return reduction == at::Reduction::None ? loss.reshape(target.sizes()) : loss;
 }
 
-Tensor LinearLossImpl::log_prob(const Tensor& input) { return at::log_softmax(linear->forward(input), -1); }
+void LinearLossImpl::load(torch::serialize::InputArchive& archive) {
+  settle(); // steps that are owed to the old table must not move the new one
+  Module::load(archive);
+}
+
+Tensor LinearLossImpl::log_prob(const Tensor& input) {
+  settle();
+  return at::log_softmax(linear->forward(input), -1);
+}
 
 std::tuple<Tensor, Tensor> LinearLossImpl::topk(const Tensor& input, int64_t k) const {
-  auto [values, ids] = linear_topk(input.unsqueeze(0).flatten(0, -2), linear->weight, optional(linear->bias), k);
+  check_table(input);
+  settle();
+  auto [values, ids] = linear_topk(as_rows(input), linear->weight, optional(linear->bias), k);
   const auto shape = with_last(input, k);
   return {values.reshape(shape), ids.reshape(shape)};
 }
@@ -99,56 +108,119 @@ std::tuple<Tensor, Tensor> LinearLossImpl::topk(const Tensor& input, int64_t k) 
 Tensor LinearLossImpl::predict(const Tensor& input) const { return std::get<1>(topk(input, 1)).squeeze(-1); }
 
 LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
-    : LinearLossImpl(in_features, num_classes, options) {}
+    : LinearLossImpl("LinearCrossEntropyLoss", in_features, num_classes, options) {}
 
 Tensor LinearCrossEntropyLossImpl::forward(const Tensor& input, const Tensor& target) { return exact(input, target); }
 
+CandidateLossImpl::CandidateLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options)
+    : LinearLossImpl(name, in_features, num_classes, options) {
+  step_.reduction = options.reduction;
+  step_.ignore_index = options.ignore_index;
+  step_.label_smoothing = options.label_smoothing;
+}
+
+Tensor CandidateLossImpl::candidate_loss(const Tensor& input, const Tensor& target, const Proposal& sets, const Tensor& log_z) const {
+  return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, sets, step_, optional(weight), optional(log_z));
+}
+
+void CandidateLossImpl::load(torch::serialize::InputArchive& archive) {
+  settle(); // steps that are owed to the old table must not move the new one
+  torch::serialize::InputArchive table;
+  archive.read("linear", table);
+  linear->load(table);
+  for (auto& buffer : named_buffers(/*recurse=*/false)) {
+    archive.read(buffer.key(), buffer.value(), /*is_buffer=*/true);
+  }
+  for (auto& parameter : named_parameters(/*recurse=*/false)) { // a log Z is of no use to a loss without one
+    archive.try_read(parameter.key(), parameter.value());
+  }
+  for (auto& child : named_children()) {
+    torch::serialize::InputArchive state;
+    if (child.key() != "linear" && archive.try_read(child.key(), state) && !state.keys().empty()) {
+      child.value()->load(state);
+    }
+  }
+}
+
 namespace {
 
-/// Whether the sampler, or one of a union, draws by the class table.
-bool follows_table(const samplers::SamplerImpl& sampler) {
-  const auto parts = sampler.children();
-  return dynamic_cast<const samplers::AdaptiveSamplerImpl*>(&sampler) != nullptr || std::any_of(parts.begin(), parts.end(), [](const auto& part) {
-           return std::dynamic_pointer_cast<samplers::AdaptiveSamplerImpl>(part) != nullptr;
-         });
+constexpr const char* kName = "SampledSoftmaxLoss";
+constexpr const char* kComplementary = "complementary_sum";
+
+std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t in_features, int64_t num_classes, const SamplingOptions& sampling,
+                                               const LossOptions& options) {
+  const bool bias = options.linear.is_empty() ? options.bias : options.linear->bias.defined();
+  samplers::SamplerRequest request{.num_classes = num_classes, .num_samples = sampling.num_samples, .dim = in_features, .bias = bias,
+                                   .shared = sampling.shared, .exclude = {}};
+  if (sampling.estimator == kComplementary) {
+    const int64_t draws = sampling.num_samples.value_or(20);
+    if (name == "uniform") {
+      return samplers::ComplementSampler(num_classes, draws).ptr();
+    }
+    request.num_samples = 4 * draws; // each has so many tries
+    request.shared = false;
+    return samplers::ComplementSampler(samplers::make_sampler(name, request), draws).ptr();
+  }
+  if (!sampling.shared.has_value() && !sampling.estimator.empty() && find_estimator(kName, sampling.estimator).traits.has_noise) {
+    request.shared = false; // draws that stand for what others leave out are each query's
+  }
+  return samplers::make_sampler(name, request);
 }
 
 } // namespace
 
-SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes,
-                                               std::shared_ptr<samplers::SamplerImpl> given_sampler, const SamplingOptions& sampling,
+SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, const std::string& name, const SamplingOptions& sampling,
                                                const LossOptions& options)
-    : LinearLossImpl(in_features, num_classes, options), sampling_(sampling) {
-  TORCH_CHECK_VALUE(given_sampler != nullptr, "SampledSoftmaxLoss: expected a sampler, got none");
-  TORCH_CHECK_VALUE(sampling.num_samples >= 0, "SampledSoftmaxLoss: expected num_samples of at least 0, got ", sampling.num_samples);
-  const bool automatic = sampling.estimator.empty();
-  if (automatic) {
-    sampling_.estimator = "sampled_softmax";
+    : SampledSoftmaxLossImpl(in_features, num_classes, by_name(name, in_features, num_classes, sampling, options),
+                             [&] {
+                               SamplingOptions rest = sampling;
+                               rest.num_samples.reset();
+                               rest.shared.reset();
+                               return rest;
+                             }(),
+                             options) {}
+
+SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> given_sampler,
+                                               const SamplingOptions& sampling, const LossOptions& options)
+    : CandidateLossImpl(kName, in_features, num_classes, options) {
+  TORCH_CHECK_VALUE(given_sampler != nullptr, kName, ": expected a sampler, got none");
+  TORCH_CHECK_VALUE(!sampling.num_samples.has_value() && !sampling.shared.has_value(), kName,
+                    ": expected num_samples and shared beside the name of a sampler, since a sampler says itself how it draws");
+  TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, kName, ": expected a sampler of ", num_classes, " classes, got one of ",
+                    given_sampler->num_classes());
+  const bool outside = sampling.estimator == kComplementary;
+  head = sampling.head.defined() ? different_ids(sampling.head, num_classes, kName, "head") : at::zeros({0}, at::kLong);
+  TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName,
+                    ": expected no head and label_smoothing of 0 beside estimator \"", kComplementary, "\"");
+  TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0, kName, ": expected candidates to learn from, got neither draws nor a head");
+  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 beside class weights, got ",
+                    options.label_smoothing);
+  step_.estimator = outside ? "sampled_softmax" : sampling.estimator.empty() ? given_sampler->default_estimator() : sampling.estimator;
+  step_.remove_accidental_hits = sampling.remove_accidental_hits;
+  step_.sparse_grad = sampling.sparse_grad;
+  TORCH_CHECK_VALUE(find_estimator(kName, step_.estimator).traits.smooths || options.label_smoothing == 0, kName,
+                    ": expected label_smoothing of 0 with estimator \"", step_.estimator, "\", got ", options.label_smoothing);
+  TORCH_CHECK_VALUE(std::isfinite(sampling.log_z), kName, ": expected log_z as a finite number, got ", sampling.log_z);
+  TORCH_CHECK_VALUE((sampling.log_z == 0 && !sampling.learn_log_z) || step_.estimator == "nce", kName,
+                    ": expected log_z of 0 with estimator \"", step_.estimator, "\", which knows no log Z");
+  sampler = given_sampler; // from here on it is claimed: nothing but that may fail
+  if (outside) {
+    sampler = given_sampler->outside_target();
+  } else if (head.numel() > 0) {
+    sampler = given_sampler->excluding(head);
+    if (sampler == nullptr) {
+      sampler = samplers::UnionSampler(std::vector<std::shared_ptr<samplers::SamplerImpl>>{
+                                           samplers::FixedSampler(num_classes, head).ptr(), given_sampler}).ptr();
+      head = head.narrow(0, 0, 0);
+    }
   }
-  const Estimator& estimator = find_estimator("SampledSoftmaxLoss", sampling_.estimator);
-  TORCH_CHECK_VALUE(estimator.smooths || options.label_smoothing == 0, "SampledSoftmaxLoss: expected label_smoothing of 0 with estimator \"",
-                    sampling_.estimator, "\", got ", options.label_smoothing);
-  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0,
-                    "SampledSoftmaxLoss: expected label_smoothing of 0 beside class weights, got ", options.label_smoothing);
-  TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, "SampledSoftmaxLoss: expected a sampler of ", num_classes,
-                    " classes, got one of ", given_sampler->num_classes());
-  head = head_ids(sampling, num_classes);
-  auto suited = head.numel() > 0 ? given_sampler->excluding(head) : given_sampler;
-  const auto other = suited->for_table(in_features, options.bias);
-  sampler = register_module("sampler", other ? other : suited);
-  const bool against = estimator.has_noise;
-  shared_ = sampling.shared.value_or(!against && sampler->shared_by_default());
-  sampler->check_num_samples(sampling.num_samples, shared_);
-  const auto [distinct, independent] = sampler->draws_by_kind(sampling.num_samples, shared_);
-  adaptive_ = follows_table(*sampler);
-  if (automatic && adaptive_ && !shared_ && distinct == 0) {
-    sampling_.estimator = "ranking";
+  sampler->claim(kName);
+  register_module("sampler", sampler);
+  if (sampling.learn_log_z) {
+    log_z = register_parameter("log_z", at::full({}, sampling.log_z));
+  } else if (sampling.log_z != 0) {
+    log_z = at::full({}, sampling.log_z);
   }
-  TORCH_CHECK_VALUE(!against || (head.numel() + distinct > 0 && independent > 0),
-                    "SampledSoftmaxLoss: expected candidates, the head or distinct draws, and independent draws as noise with estimator \"",
-                    sampling_.estimator, "\", got ", head.numel(), " classes, ", distinct, " distinct draws and ", independent, " independent ones");
-  TORCH_CHECK_VALUE(!sampler->proposes_targets() || (shared_ && sampling.remove_accidental_hits),
-                    "SampledSoftmaxLoss: expected shared draws and remove_accidental_hits for a sampler that proposes targets");
 }
 
 void SampledSoftmaxLossImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
@@ -163,67 +235,22 @@ void SampledSoftmaxLossImpl::to(torch::Device device, bool non_blocking) {
   head = head.to(device, non_blocking);
 }
 
-void SampledSoftmaxLossImpl::load(torch::serialize::InputArchive& archive) {
-  torch::serialize::InputArchive table, state;
-  archive.read("linear", table);
-  linear->load(table);
-  if (weight.defined()) {
-    archive.read("weight", weight, /*is_buffer=*/true);
+Proposal SampledSoftmaxLossImpl::propose(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
+  Proposal sets = sampler->sample(queries, target, generator);
+  if (head.numel() > 0) {
+    sets.insert(sets.begin(), {head, at::zeros(head.sizes(), head.options().dtype(at::kFloat)), {}, true});
   }
-  if (archive.try_read("sampler", state) && !state.keys().empty()) {
-    sampler->load(state);
-  }
+  return sets;
 }
 
 Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
   if (!is_training()) {
     return exact(input, target);
   }
-  const Tensor flat = target.reshape({-1});
-  Tensor query = flatten(input, target).detach();
-  if (adaptive_) { // ignored queries may hold anything
-    query = at::where(flat.ne(options_.ignore_index).unsqueeze(1), query, at::zeros({}, query.options()));
-  }
-  const Tensor counted = at::where(flat.eq(options_.ignore_index), sampler->proposes_targets() ? -1 : 0, flat);
+  check_table(input, target);
+  const auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index);
   sampler->prepare(linear->weight, optional(linear->bias), generator);
-  const auto proposal = sampler->sample(query, sampling_.num_samples, shared_, counted, generator);
-  std::optional<Tensor> private_ids, private_log_count;
-  Tensor shared_ids = head, shared_log_count = at::zeros(head.sizes(), proposal.log_count.options());
-  Tensor beside = proposal.shared_ids, beside_log_count = proposal.shared_log_count;
-  const bool needs_target_count = find_estimator("SampledSoftmaxLoss", sampling_.estimator).needs_target_count;
-  int64_t fixed_private = 0, beside_distinct = proposal.shared_distinct;
-  if (shared_) {
-    beside = proposal.ids;
-    beside_log_count = proposal.log_count;
-    // The batch's targets hold each query's own: the estimators that keep hits among independent draws must not see it twice.
-    beside_distinct = proposal.distinct || (sampler->proposes_targets() && needs_target_count) ? beside.size(0) : 0;
-  } else {
-    private_ids = proposal.ids;
-    private_log_count = proposal.log_count;
-    fixed_private = proposal.distinct ? proposal.ids.size(1) : 0;
-    sampler->note(proposal.ids);
-  }
-  if (beside.defined()) {
-    if (beside_log_count.dim() == 2) {
-      shared_log_count = shared_log_count.expand({beside_log_count.size(0), head.size(0)});
-    }
-    shared_ids = at::cat({shared_ids, beside});
-    shared_log_count = at::cat({shared_log_count, beside_log_count}, -1);
-    sampler->note(beside);
-  }
-  sampler->note(counted);
-  const bool by_draws = proposal.target_log_draws.defined() && !needs_target_count;
-  const Tensor target_log_count = needs_target_count || sampler->renormalises()
-      ? (by_draws ? proposal.target_log_draws : proposal.target_log_count) : Tensor();
-  const Tensor loss = sampled_softmax_loss(
-      input, linear->weight, optional(linear->bias), target, private_ids, shared_ids, private_log_count, shared_log_count,
-      optional(target_log_count), optional(weight), sampling_.estimator,
-      sampling_.remove_accidental_hits, fixed_private, head.numel() + beside_distinct, reduction_, options_.ignore_index,
-      options_.label_smoothing, sampling_.sparse_grad);
-  if (!sampler->learns()) {
-    return loss;
-  }
-  return with_gradient_of(loss, sampler->auxiliary_loss(query, linear->weight, optional(linear->bias), generator));
+  return candidate_loss(input, target, propose(queries, counted, generator), log_z.defined() ? log_z.to(input.device()) : log_z);
 }
 
 } // namespace xsoftmax::nn

@@ -1,13 +1,18 @@
 #include "core/checks.h"
 #include "core/optional.h"
+#include "core/options.h"
+#include "losses/candidate_loss.h"
 #include "losses/linear_candidate_loss.h"
+#include "losses/reduction.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/core/Reduction.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace xsoftmax {
 namespace {
@@ -17,64 +22,62 @@ using at::Tensor;
 constexpr const char* kOp = "sampled_softmax_loss";
 
 void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight,
-                     int64_t reduction, int64_t ignore_index, double label_smoothing) {
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_sizes().slice(0, input.dim() - 1) == target.sym_sizes(), kOp,
-                    ": expected target of the shape of input without its last dimension, ",
-                    input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1)), ", got ", target.sym_sizes());
-  check::int64(kOp, "target", target);
-  check::same_device(kOp, "target", target, "input", input);
-  check::dim(kOp, "weight", weight, 2);
-  if (given(class_weight)) {
-    check::dim(kOp, "class_weight", *class_weight, 1);
-    check::floating(kOp, "class_weight", *class_weight);
-    check::same_device(kOp, "class_weight", *class_weight, "input", input);
-    check::size(kOp, "class_weight", *class_weight, 0, weight.sym_size(0), "the rows of weight");
-    TORCH_CHECK_VALUE(label_smoothing == 0, kOp, ": expected label_smoothing of 0 beside class weights, got ", label_smoothing,
-                      " (the weighted mean over all classes cannot be had from a sample)");
+                     const OptionalTensor& log_z, const SampledSoftmaxOptions& options) {
+  check_batch(kOp, input, target, weight, options.ignore_index);
+  check_class_weight(kOp, class_weight, weight.sym_size(0), target);
+  TORCH_CHECK_VALUE(!given(class_weight) || options.label_smoothing == 0, kOp, ": expected label_smoothing of 0 beside class weights, got ",
+                    options.label_smoothing, " (the weighted mean over all classes cannot be had from a sample)");
+  if (given(log_z)) {
+    check::dim(kOp, "log_z", *log_z, 0);
+    check::floating(kOp, "log_z", *log_z);
   }
-  TORCH_CHECK_VALUE(reduction >= 0 && reduction < at::Reduction::END, kOp, ": expected reduction 0 (none), 1 (mean) or 2 (sum), got ",
-                    reduction);
-  if (target.is_cpu() && !at::isTensorSubclassLike(target)) { // values can be read
-    check::class_ids(kOp, "target", target, weight.size(0), ignore_index);
-  }
+  reduction_code(kOp, options.reduction);
+}
+
+// In two steps, the scores between them: they are lowered by log Z, or the estimator has no loop over rows.
+Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                      const Candidates& candidates, const OptionalTensor& log_z, const SampledSoftmaxOptions& options,
+                      const Estimator& estimator) {
+  const Tensor known = targets_that_count(target, options.ignore_index), counts = target.ne(options.ignore_index);
+  const Tensor queries = at::where(counts.unsqueeze(1), input, at::zeros({}, input.options())); // ignored ones may hold anything
+  const Tensor ids = given(candidates.private_ids) ? at::cat({known.unsqueeze(1), *candidates.private_ids}, 1) : known.unsqueeze(1);
+  Tensor scores = candidate_scores(queries, weight, bias, ids, candidates.shared_ids, options.sparse_grad);
+  scores = given(log_z) ? scores - *log_z : scores;
+  check_candidates(kOp, "input", queries, known, candidates, options);
+  return estimator.has_kernels() ? estimator_loss(scores, known, candidates, options)
+                                 : estimator_loss_reference({scores, known, candidates, options, estimator});
+}
+
+Tensor sampled_softmax_loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList ids,
+                               at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& distinct,
+                               const OptionalTensor& class_weight, const OptionalTensor& log_z, std::string_view options) {
+  return sampled_softmax_loss(input, weight, bias, target, make_proposal(kOp, ids, log_count, target_log_count, distinct),
+                              parse_options<SampledSoftmaxOptions>(kOp, options), class_weight, log_z);
 }
 
 } // namespace
 
-Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                            const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                            const OptionalTensor& private_log_count, const OptionalTensor& shared_log_count,
-                            const OptionalTensor& target_log_count, const OptionalTensor& class_weight, std::string_view estimator,
-                            bool remove_accidental_hits, int64_t fixed_private, int64_t fixed_shared, int64_t reduction,
-                            int64_t ignore_index, double label_smoothing, bool sparse_grad) {
-  check_arguments(input, weight, target, class_weight, reduction, ignore_index, label_smoothing);
-  const Tensor flat = target.reshape({-1});
-  Tensor loss = linear_candidate_loss(input.reshape_symint({flat.sym_size(0), input.sym_size(-1)}), weight, bias, flat, private_ids,
-                                      shared_ids, private_log_count, shared_log_count, target_log_count, estimator,
-                                      remove_accidental_hits, fixed_private, fixed_shared, label_smoothing, ignore_index, sparse_grad);
-  Tensor total;
-  if (given(class_weight)) {
-    const Tensor id = targets_that_count(flat, ignore_index);
-    const Tensor scale = class_weight->to(loss.scalar_type()).index_select(0, id) * flat.ne(ignore_index);
-    loss = loss * scale;
-    total = reduction == at::Reduction::Mean ? scale.sum() : total;
-  } else if (reduction == at::Reduction::Mean) {
-    total = flat.ne(ignore_index).sum();
+Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Proposal& sets,
+                            const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
+  check_arguments(input, weight, target, class_weight, log_z, options);
+  const Estimator& estimator = find_estimator(kOp, options.estimator);
+  const Tensor flat = target.reshape({-1}), queries = input.reshape_symint({flat.sym_size(0), input.sym_size(-1)});
+  if (estimator.traits.has_noise) {
+    const auto distinct = std::count_if(sets.begin(), sets.end(), [](const CandidateSet& set) { return set.distinct; });
+    TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kOp, ": expected candidates, sets of distinct classes such as a head, and "
+                      "noise, independent draws, with estimator \"", estimator.name, "\", got ", distinct, " of ", sets.size(), " sets distinct");
   }
-  switch (reduction) {
-    case at::Reduction::Mean: return loss.sum() / total;
-    case at::Reduction::Sum: return loss.sum();
-    default: return loss.reshape_symint(target.sym_sizes());
-  }
+  const Candidates candidates = lay_out(kOp, sets, flat.sym_size(0), estimator.traits);
+  const Tensor loss = given(log_z) || !estimator.has_kernels()
+      ? loss_by_scores(queries, weight, bias, flat, candidates, log_z, options, estimator)
+      : linear_candidate_loss(queries, weight, bias, flat, candidates, options);
+  return reduced_loss(loss, target, class_weight, options);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("sampled_softmax_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? private_ids, Tensor? shared_ids, "
-        "Tensor? private_log_count=None, Tensor? shared_log_count=None, Tensor? target_log_count=None, Tensor? class_weight=None, "
-        "str estimator=\"sampled_softmax\", bool remove_accidental_hits=True, int fixed_private=0, int fixed_shared=0, "
-        "int reduction=1, int ignore_index=-100, float label_smoothing=0.0, bool sparse_grad=True) -> Tensor");
+  m.def((std::string("sampled_softmax_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, ") + kProposalSchema +
+         ", Tensor? class_weight=None, Tensor? log_z=None, str options=\"\") -> Tensor").c_str(),
+        sampled_softmax_loss_op);
 }
-
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeImplicitAutograd, m) { m.impl("sampled_softmax_loss", sampled_softmax_loss); }
 
 } // namespace xsoftmax

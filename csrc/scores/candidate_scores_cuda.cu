@@ -79,7 +79,9 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   }
   const Ids ids = contiguous_ids(input, private_ids, shared_ids);
   const auto [want_input, want_weight, want_bias] = output_mask;
-  const Tensor scores_grad = given(scale) ? grad * scale->unsqueeze(1) : grad.contiguous();
+  // Of an ignored query, 0 times what is not finite would not be 0.
+  const Tensor ignored = given(scale) ? scale->eq(0).unsqueeze(1) : Tensor();
+  const Tensor scores_grad = given(scale) ? (grad * scale->unsqueeze(1)).masked_fill_(ignored, 0) : grad.contiguous();
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
   const int64_t stride = grad.size(1);
   const Tensor shared_grad = scores_grad.narrow(1, ids.own.ids.size(1), ids.shared.size(0));
@@ -94,7 +96,10 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   if (!want_weight && !want_bias) {
     return {grad_input, ids.shared.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
-  const Tensor shared_values = want_weight ? weighted_sum(shared_grad.t(), query) : Tensor();
+  Tensor shared_values;
+  if (want_weight && ids.shared.size(0) > 0) {
+    shared_values = weighted_sum(shared_grad.t(), given(scale) ? query.masked_fill(ignored, 0) : query);
+  }
   const Tensor shared_bias = want_bias ? shared_grad.sum(0) : Tensor();
   auto [rows, values, bias_values] =
       row_gradient_cuda(scores_grad, stride, query, ids.own, ids.shared, shared_values, shared_bias, want_weight, want_bias);

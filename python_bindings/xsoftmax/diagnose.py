@@ -7,9 +7,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ._checks import check_count
 from .losses import SampledSoftmaxLoss, flat_queries
-from .samplers import InBatchSampler, UnionSampler
-from .samplers.adaptive import AdaptiveSampler
 
 _CHUNK = 1 << 22  # (query, class) pairs at once
 
@@ -61,14 +60,9 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
     """
     if not isinstance(loss, SampledSoftmaxLoss):
         raise TypeError(f"diagnose: expected a SampledSoftmaxLoss, got {type(loss).__name__}")
-    if loss._complement is not None:
-        raise ValueError("diagnose: expected a proposal over all classes, got estimator=\"complementary_sum\", whose draws leave each target out")
-    if isinstance(draws, bool) or not isinstance(draws, int):
-        raise TypeError(f"diagnose: expected draws of type int, got {type(draws).__name__}")
-    if draws < 2:
-        raise ValueError(f"diagnose: expected draws of at least 2, got {draws}")
+    check_count("diagnose", "draws", draws, 2)
     for part in loss.sampler.modules():
-        if isinstance(part, AdaptiveSampler) and part.step == 0:
+        if getattr(part, "follows_table", False) and getattr(part, "step", None) == 0:
             raise ValueError(f"diagnose: expected a {type(part).__name__} that knows the class table, got one that was never refreshed: take a "
                              "step in train(), or call loss.sampler.refresh(loss.linear.weight, loss.linear.bias)")
     queries = flat_queries("diagnose", loss.in_features, input.detach(), target)
@@ -78,8 +72,6 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
         raise ValueError("diagnose: expected a target that counts, got none")
     if not queries.isfinite().all():
         raise ValueError("diagnose: expected input with finite values, got an infinity or NaN")
-    if loss.num_samples + loss.head.numel() == 0 and not isinstance(loss.sampler, (UnionSampler, InBatchSampler)):
-        raise ValueError("diagnose: expected a loss with candidates, got num_samples=0 and head_classes=0")
     modes = {module: module.training for module in loss.modules()}
     loss.eval()  # an in-batch sampler does not count what it is shown here
     try:
@@ -109,9 +101,7 @@ def proposal_log_prob(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
 def _log_count(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
     """[N], or [Q, N]."""
     ids = torch.arange(loss.num_classes, device=queries.device)
-    if loss.shared or not loss.sampler.draws_distinct(False):
-        return loss.sampler.log_count(queries, loss.num_samples, loss.shared, ids)
-    return loss.sampler.log_prob(queries, ids) + math.log(max(loss.num_samples, 1))
+    return loss.sampler.log_count(queries, ids)
 
 
 def _normalised(loss: SampledSoftmaxLoss, log_count: Tensor, queries: Tensor) -> Tensor:
@@ -122,7 +112,7 @@ def _normalised(loss: SampledSoftmaxLoss, log_count: Tensor, queries: Tensor) ->
 
 def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float, Tensor]:
     kl, renyi, log_z = [], [], []
-    of_batch = _log_count(loss, queries) if loss.shared else None  # may depend on all its queries
+    of_batch = _log_count(loss, queries) if loss.sampler.shared else None  # may depend on all its queries
     for part in queries.split(max(1, _CHUNK // loss.num_classes)):
         scores = loss.linear(part).double()
         log_z.append(scores.logsumexp(1))
@@ -136,20 +126,18 @@ def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float,
 def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Tensor, draws: int, generator: Optional[torch.Generator]):
     sizes, errors, hits, count = [], [], [], 0
     for _ in range(draws):
-        drawn = loss.candidates(queries, target, generator)
-        scores = torch.ops.xsoftmax.candidate_scores(queries, loss.linear.weight, loss.linear.bias, drawn.private_ids, drawn.shared_ids)
-        parts, same = [], []
-        if drawn.private_ids is not None:
-            parts.append(drawn.private_log_count)
-            same.append(drawn.private_ids == target[:, None])
-        parts.append(drawn.shared_log_count.expand(len(queries), -1))
-        same.append(drawn.shared_ids == target[:, None])
-        log_weight = scores.double() - torch.cat(parts, 1)
+        sets = sorted(loss.propose(queries, target, generator), key=lambda part: part.ids.dim() == 1)
+        private, shared = ([part.ids for part in sets if part.ids.dim() == dim] for dim in (2, 1))
+        scores = torch.ops.xsoftmax.candidate_scores(queries, loss.linear.weight, loss.linear.bias, torch.cat(private, 1) if private else None,
+                                                     torch.cat(shared) if shared else None)
+        ids, log_count = (torch.cat([values.expand(len(queries), -1) for values in column], 1) for column in
+                          ([part.ids for part in sets], [part.log_count for part in sets]))
+        log_weight = scores.double() - log_count
         count = log_weight.shape[1]
         total = log_weight.logsumexp(1)
         sizes.append((2 * total - (2 * log_weight).logsumexp(1)).exp())
         errors.append(total - log_z)
-        hits.append(torch.cat(same, 1).sum(1).double())
+        hits.append((ids == target[:, None]).sum(1).double())
     error = torch.cat(errors)
     return (torch.cat(sizes).mean().item(), float(count), error.mean().item(), error.square().mean().sqrt().item(),
             torch.cat(hits).mean().item())

@@ -1,0 +1,507 @@
+#pragma once
+
+// The arithmetic of estimators, a row of candidates at a time: inline functions for host and CUDA code, in the namespace XS_ISA of the file that
+// includes them (core/cpu_dispatch.h says why each instruction set has its copies).
+
+#include "core/philox.h"
+#include "core/simd.h"
+#include "losses/estimator_rows.h"
+
+#ifndef XS_ISA
+#error "estimator_arithmetic.h: expected XS_ISA, the namespace of an instruction set"
+#endif
+
+namespace xsoftmax::XS_ISA {
+namespace {
+
+template <typename T>
+constexpr T kInfinity = T(__builtin_inf());
+
+#if defined(__CUDA_ARCH__)
+static __device__ inline float logarithm(float x) { return ::logf(x); }
+static __device__ inline double logarithm(double x) { return ::log(x); }
+static __device__ inline double magnitude(double x) { return ::fabs(x); }
+static __device__ inline double widened_exponential(double x) { return ::exp(x); }
+#else
+static inline float logarithm(float x) { return __builtin_logf(x); }
+static inline double logarithm(double x) { return __builtin_log(x); }
+static inline double magnitude(double x) { return __builtin_fabs(x); }
+static inline double widened_exponential(double x) { return __builtin_exp(x); }
+#endif
+
+// A count of elements of T vectorises where it is as wide as they are.
+template <typename T> struct CountOf { using type = int64_t; };
+template <> struct CountOf<float> { using type = int32_t; };
+
+// Whether a candidate is `id`, one that takes part.
+template <typename T>
+XS_HOST_DEVICE bool holds(const int64_t* ids, const T* log_count, int64_t n, int64_t id) {
+  int64_t equal = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    equal += ids[j] == id;
+  }
+  if (log_count == nullptr || equal == 0) {
+    return equal > 0;
+  }
+  equal = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    equal += ids[j] == id && log_count[j] != kInfinity<T>;
+  }
+  return equal > 0;
+}
+
+// Two ranges of columns.
+struct Ranges {
+  int64_t begin[2], end[2];
+};
+
+// One query: what an estimator works on. log_weight = -log count (+ the renormalisation); it and score are made only on request.
+// adjusted = score + log_weight, -inf where the candidate hits the target.
+template <typename T>
+struct Row {
+  T target;
+  const T* score;
+  const T* log_weight;
+  const T* adjusted;
+  int64_t width;
+  int64_t distinct_private, private_width, distinct_shared; // columns of distinct sets: [0, distinct_private) and distinct_shared from private_width on
+  const int64_t *private_ids, *shared_ids;
+  const T *private_log_count, *shared_log_count; // null: none
+  int64_t target_id;
+  T target_log_count;
+  int64_t draws; // independent ones that take part
+
+  XS_HOST_DEVICE Ranges distinct_columns() const { return {{0, private_width}, {distinct_private, private_width + distinct_shared}}; }
+  XS_HOST_DEVICE Ranges drawn_columns() const { return {{distinct_private, private_width + distinct_shared}, {private_width, width}}; }
+  /// Whether the target is one of the distinct sets.
+  XS_HOST_DEVICE bool covered() const {
+    return holds(private_ids, private_log_count, distinct_private, target_id) || holds(shared_ids, shared_log_count, distinct_shared, target_id);
+  }
+  /// The first independent draw that takes part; `width` where there is none.
+  XS_HOST_DEVICE int64_t first_draw() const {
+    int64_t j = distinct_private;
+    for (; j < private_width; ++j) {
+      if (private_log_count == nullptr || private_log_count[j] != kInfinity<T>) {
+        return j;
+      }
+    }
+    for (j = private_width + distinct_shared; j < width; ++j) {
+      if (shared_log_count == nullptr || shared_log_count[j - private_width] != kInfinity<T>) {
+        return j;
+      }
+    }
+    return width;
+  }
+};
+
+// How many candidates take no part: hits that are removed, and those of infinite count.
+struct Missing {
+  int64_t hits = 0, absent = 0;
+};
+
+// out[j] = score[j] - log_count[j], or -inf where a candidate takes no part.
+template <typename T>
+XS_HOST_DEVICE Missing adjust(T* __restrict out, const T* __restrict score, const T* __restrict log_count, const int64_t* __restrict ids,
+               int64_t target, bool remove_hits, bool weigh, int64_t n) {
+  typename CountOf<T>::type absent = 0;
+  int64_t hits = 0;
+  if (log_count == nullptr) {
+    for (int64_t j = 0; j < n; ++j) {
+      out[j] = score[j];
+    }
+  } else {
+    for (int64_t j = 0; j < n; ++j) {
+      const bool gone = log_count[j] == kInfinity<T>;
+      const T value = score[j] - (weigh ? log_count[j] : T(0));
+      out[j] = gone ? -kInfinity<T> : value;
+      absent += gone;
+    }
+  }
+  if (remove_hits) {
+    for (int64_t j = 0; j < n; ++j) {
+      hits += ids[j] == target;
+    }
+    if (hits > 0) { // rare: the second pass is not paid for every query
+      for (int64_t j = 0; j < n; ++j) {
+        hits -= ids[j] == target && log_count != nullptr && log_count[j] == kInfinity<T>;
+        out[j] = ids[j] == target ? -kInfinity<T> : out[j];
+      }
+    }
+  }
+  return {hits, int64_t(absent)};
+}
+
+// Adjusts the columns of distinct sets, then the independent draws; says what is missing of the latter.
+template <typename T>
+XS_HOST_DEVICE Missing adjust_columns(T* out, const T* score, const T* log_count, const int64_t* ids, int64_t target, const LossRows<T>& rows, int64_t distinct,
+                       int64_t n) {
+  adjust(out, score, log_count, ids, target, rows.remove_distinct_hits, rows.weigh, distinct);
+  return adjust(out + distinct, score + distinct, log_count ? log_count + distinct : nullptr, ids + distinct, target, rows.remove_drawn_hits,
+                rows.weigh, n - distinct);
+}
+
+// Not adjusted - score: beside a large score, that difference has lost its digits.
+template <typename T>
+XS_HOST_DEVICE void set_log_weight(T* __restrict out, const T* __restrict adjusted, const T* __restrict log_count, T factor, int64_t distinct, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) {
+    const T weight = (log_count ? -log_count[j] : T(0)) + (j < distinct ? T(0) : factor);
+    out[j] = adjusted[j] == -kInfinity<T> ? -kInfinity<T> : weight;
+  }
+}
+
+template <typename T>
+XS_HOST_DEVICE Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // apart: score and log_weight as well
+  const int64_t p = rows.private_width, s = rows.shared_width;
+  const T* scores = rows.scores + q * (1 + p + s);
+  const T* score = scores + 1;
+  const int64_t target = rows.target[q];
+  const T* private_log_count = rows.private_log_count ? rows.private_log_count + q * p : nullptr;
+  const T* shared_log_count = rows.shared_log_count ? rows.shared_log_count + q * rows.shared_count_stride : nullptr;
+  const Missing of_query = adjust_columns(buffer, score, private_log_count, rows.private_ids + q * p, target, rows, rows.distinct_private, p);
+  const Missing of_all = adjust_columns(buffer + p, score + p, shared_log_count, rows.shared_ids, target, rows, rows.distinct_shared, s);
+
+  // M independent draws, m of them live: q renormalised to the classes other than the target gives each the factor (M - c_y) / m.
+  T factor = 0;
+  const int64_t columns = (p - rows.distinct_private) + (s - rows.distinct_shared);
+  const int64_t draws = columns - of_query.absent - of_all.absent, live = draws - of_query.hits - of_all.hits;
+  if (rows.remove_drawn_hits && rows.renormalize && live > 0 && rows.target_log_count) {
+    const T others = T(draws) - T(widened_exponential(double(rows.target_log_count[q])));
+    factor = logarithm((others < 0 ? T(0) : others) / T(live)); // a NaN stays one
+    for (int64_t j = rows.distinct_private; j < p; ++j) {
+      buffer[j] += factor;
+    }
+    for (int64_t j = p + rows.distinct_shared; j < p + s; ++j) {
+      buffer[j] += factor;
+    }
+  }
+  // A target that no draw can give owes no correction.
+  const bool corrected = rows.correct_target && rows.target_log_count[q] != -kInfinity<T>;
+  const T correction = corrected ? rows.target_log_count[q] : T(0);
+  T *log_weight = buffer + (p + s), *score_copy = log_weight + (p + s);
+  const Row<T> row{scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.distinct_private, p, rows.distinct_shared,
+                   rows.private_ids + q * p, rows.shared_ids, private_log_count, shared_log_count, target,
+                   rows.target_log_count ? rows.target_log_count[q] : T(0), draws};
+  if (rows.take_a_draw && draws > 0 && !row.covered()) {
+    buffer[row.first_draw()] = -kInfinity<T>;
+  }
+  if (apart) {
+    set_log_weight(log_weight, buffer, private_log_count, factor, rows.distinct_private, p);
+    set_log_weight(log_weight + p, buffer + p, shared_log_count, factor, rows.distinct_shared, s);
+    for (int64_t j = 0; j < p + s; ++j) {
+      score_copy[j] = score[j]; // the gradient may take the scores' place
+    }
+  }
+  return row;
+}
+
+template <typename T>
+XS_HOST_DEVICE T largest(const T* __restrict x, int64_t n, T start) {
+  auto key = ordered(start);
+  for (int64_t j = 0; j < n; ++j) {
+    const auto k = ordered(x[j]);
+    key = k > key ? k : key;
+  }
+  return from_ordered(key);
+}
+
+// Label smoothing: the estimated mean of all scores, e^log_weight and 1 for the target being the weights.
+template <typename T>
+struct SmoothingMean {
+  T value;
+  T total; // of the weights
+
+  XS_HOST_DEVICE explicit SmoothingMean(const Row<T>& row) {
+    T weights = 1, sum = row.target;
+#pragma omp simd reduction(+ : weights, sum)
+    for (int64_t j = 0; j < row.width; ++j) {
+      const T weight = exponential(row.log_weight[j]);
+      weights += weight;
+      sum += weight == 0 ? T(0) : weight * row.score[j];
+    }
+    value = sum / weights;
+    total = weights;
+  }
+
+  // Takes `scale` times the gradient of the mean from grad.
+  XS_HOST_DEVICE void subtract_gradient(const Row<T>& row, T scale, T* grad_target, T* __restrict grad) const {
+    *grad_target -= scale / total;
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] -= scale / total * exponential(row.log_weight[j]);
+    }
+  }
+};
+
+// Returns the loss; the gradient, times grad_loss, only where grad is given.
+template <typename T>
+XS_HOST_DEVICE T softmax_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T* __restrict adjusted = row.adjusted;
+  const T most = largest(adjusted, row.width, row.target);
+  const T own = exponential(row.target - most);
+  T sum = own;
+  if (grad == nullptr) {
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < row.width; ++j) {
+      sum += exponential(adjusted[j] - most);
+    }
+  } else {
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < row.width; ++j) {
+      const T value = exponential(adjusted[j] - most);
+      grad[j] = value;
+      sum += value;
+    }
+    const T scale = grad_loss / sum;
+    *grad_target = own * scale - (1 - smoothing) * grad_loss;
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] *= scale;
+    }
+  }
+  const T normalizer = most + logarithm(sum);
+  if (smoothing == 0) {
+    return normalizer - row.target;
+  }
+  const SmoothingMean<T> mean(row);
+  if (grad != nullptr) {
+    mean.subtract_gradient(row, smoothing * grad_loss, grad_target, grad);
+  }
+  return normalizer - (1 - smoothing) * row.target - smoothing * mean.value;
+}
+
+// sum_j log(1 + e^x_j): products of factors between 1 and 2, whose logarithm is taken once for as many as a float holds. Writes
+// sigmoid(x_j) where grad is given.
+template <typename T>
+XS_HOST_DEVICE T softplus_sum(const T* __restrict x, int64_t n, T* __restrict grad) {
+  T sum = 0;
+  constexpr int64_t kFactors = 64;
+  for (int64_t begin = 0; begin < n; begin += kFactors) {
+    const int64_t end = begin + kFactors < n ? begin + kFactors : n;
+    T product = 1, linear = 0;
+#pragma omp simd reduction(* : product) reduction(+ : linear)
+    for (int64_t j = begin; j < end; ++j) {
+      const T small = exponential(-magnitude(x[j]));
+      product *= 1 + small;
+      linear += x[j] > 0 ? x[j] : T(0);
+      if (grad != nullptr) {
+        grad[j] = (x[j] > 0 ? T(1) : small) / (1 + small);
+      }
+    }
+    sum += linear + logarithm(product);
+  }
+  return sum;
+}
+
+template <typename T>
+XS_HOST_DEVICE T logistic_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T opposite = -row.target;
+  T own_grad;
+  T loss = softplus_sum(&opposite, 1, &own_grad);
+  loss += softplus_sum(row.adjusted, row.width, grad);
+  if (grad != nullptr) {
+    *grad_target = -own_grad * grad_loss;
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] *= grad_loss;
+    }
+  }
+  return loss;
+}
+
+template <typename T>
+XS_HOST_DEVICE T one_vs_each_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  T loss = 0, total = 0;
+#pragma omp simd reduction(+ : loss, total)
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T weight = exponential(row.log_weight[j]), x = row.score[j] - row.target;
+    const T small = exponential(-magnitude(x)), slope = (x > 0 ? T(1) : small) / (1 + small);
+    const T value = weight * ((x > 0 ? x : T(0)) + logarithm(1 + small));
+    loss += weight == 0 ? T(0) : value;
+    if (grad != nullptr) {
+      grad[j] = weight == 0 ? T(0) : grad_loss * weight * slope;
+      total += grad[j];
+    }
+  }
+  if (grad != nullptr) {
+    *grad_target = -total;
+  }
+  return loss;
+}
+
+// p: the softmax over {target} and candidates; -log p_y - sum_j log(1 - p_j). The best candidate b apart, where it is above the target: see
+// BlackOut in estimators.cpp.
+template <typename T>
+XS_HOST_DEVICE T blackout_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T* __restrict adjusted = row.adjusted;
+  const T most = largest(adjusted, row.width, row.target);
+  int64_t best = row.width;
+  for (int64_t j = row.width; j-- > 0 && row.target < most;) {
+    best = adjusted[j] == most ? j : best;
+  }
+  const bool exists = best < row.width;
+  const T second = exists ? largest(adjusted + best + 1, row.width - best - 1, largest(adjusted, best, row.target)) : most;
+  const T own = exponential(row.target - second);
+  T others = own; // the sum without b, over e^second
+#pragma omp simd reduction(+ : others)
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T value = exponential(adjusted[j] - second);
+    others += j == best ? T(0) : value;
+  }
+  const T scale = exponential(second - most), sum = scale * others + (exists ? T(1) : T(0)); // over e^most
+  const T of_best = exists ? 1 / sum : T(0);
+  T loss = most + logarithm(sum) - row.target;
+  loss += exists ? most + logarithm(sum) - second - logarithm(others) : T(0);
+  T odds_sum = 0;
+#pragma omp simd reduction(+ : loss, odds_sum)
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T value = scale * exponential(adjusted[j] - second), odds = j == best ? T(0) : value / (sum - value);
+    loss += logarithm(1 + odds);
+    odds_sum += odds;
+  }
+  if (grad != nullptr) {
+    const T left = 1 - odds_sum;
+    *grad_target = grad_loss * (own * (scale * left / sum - of_best / others) - 1);
+    for (int64_t j = 0; j < row.width; ++j) {
+      const T share = exponential(adjusted[j] - second), value = scale * share;
+      const T of_other = value * left / sum + value / (sum - value) - of_best * share / others;
+      grad[j] = grad_loss * (j == best ? of_best * (left + 1) : of_other);
+    }
+  }
+  return loss;
+}
+
+template <typename T>
+XS_HOST_DEVICE T importance_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T most = largest(row.adjusted, row.width, -kInfinity<T>);
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < row.width; ++j) {
+    const T value = most == -kInfinity<T> ? T(0) : exponential(row.adjusted[j] - most);
+    sum += value;
+    if (grad != nullptr) {
+      grad[j] = value;
+    }
+  }
+  if (grad != nullptr) {
+    *grad_target = sum == 0 ? T(0) : -grad_loss;
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] *= sum == 0 ? T(0) : grad_loss / sum;
+    }
+  }
+  return sum == 0 ? T(0) : most + logarithm(sum) - row.target;
+}
+
+// log(e^own + sum of e^adjusted over the ranges); see Cane in estimators.cpp. With grad: the shares in that sum, times scale, 0 elsewhere.
+template <typename T>
+XS_HOST_DEVICE T log_sum(const Row<T>& row, T own, const Ranges& in, T scale, T* grad_target, T* __restrict grad) {
+  auto key = ordered(own);
+  for (int r = 0; r < 2; ++r) {
+    for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+      const auto k = ordered(row.adjusted[j]);
+      key = k > key ? k : key;
+    }
+  }
+  const T most = from_ordered(key), first = exponential(own - most);
+  if (grad != nullptr) {
+    for (int64_t j = 0; j < row.width; ++j) {
+      grad[j] = 0;
+    }
+  }
+  T sum = first;
+  for (int r = 0; r < 2; ++r) {
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+      const T value = exponential(row.adjusted[j] - most);
+      sum += value;
+      if (grad != nullptr) {
+        grad[j] = value;
+      }
+    }
+  }
+  if (grad != nullptr) {
+    *grad_target = scale * first / sum;
+    for (int r = 0; r < 2; ++r) {
+      for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+        grad[j] *= scale / sum;
+      }
+    }
+  }
+  return most + logarithm(sum);
+}
+
+// The mean of log(e^log_a + e^m) over the draws, less log_a. With grad: shares are those in log_a, of the distinct columns, and become
+// gradients; the draws get theirs.
+template <typename T>
+XS_HOST_DEVICE T mean_above(const Row<T>& row, T log_a, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T n = T(row.draws > 0 ? row.draws : 1), log_draws = logarithm(n);
+  const Ranges drawn = row.drawn_columns(), distinct = row.distinct_columns();
+  T above = 0, share_of_draws = 0;
+  for (int r = 0; r < 2; ++r) {
+    for (int64_t j = drawn.begin[r]; j < drawn.end[r]; ++j) {
+      const T x = row.adjusted[j] + log_draws - log_a, small = exponential(-magnitude(x));
+      const T share = (x > 0 ? T(1) : small) / (1 + small) / n;
+      above += ((x > 0 ? x : T(0)) + logarithm(1 + small)) / n;
+      share_of_draws += share;
+      if (grad != nullptr) {
+        grad[j] = grad_loss * share;
+      }
+    }
+  }
+  if (grad != nullptr) {
+    const T left = grad_loss * (1 - share_of_draws);
+    *grad_target *= left;
+    for (int r = 0; r < 2; ++r) {
+      for (int64_t j = distinct.begin[r]; j < distinct.end[r]; ++j) {
+        grad[j] *= left;
+      }
+    }
+  }
+  return above;
+}
+
+template <typename T, bool kMeanOfLogs>
+XS_HOST_DEVICE T cane_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
+  const bool covered = row.covered();
+  if (covered && !kMeanOfLogs) {
+    return softmax_row(row, smoothing, grad_loss, grad_target, grad);
+  }
+  T normalizer;
+  if (covered) {
+    normalizer = log_sum(row, row.target, row.distinct_columns(), T(1), grad_target, grad);
+    normalizer += mean_above(row, normalizer, grad_loss, grad_target, grad);
+  } else {
+    const int64_t n = row.draws, first = row.first_draw();
+    const T count = row.target_log_count - (kMeanOfLogs && n > 0 ? logarithm(T(n)) : T(0));
+    const T own = row.target - (row.target_log_count == -kInfinity<T> ? T(0) : count);
+    const Ranges others = first < row.width ? Ranges{{0, first + 1}, {first, row.width}} : Ranges{{0, 0}, {row.width, 0}};
+    normalizer = log_sum(row, own, kMeanOfLogs ? row.distinct_columns() : others, grad_loss, grad_target, grad);
+  }
+  if (grad != nullptr) {
+    *grad_target -= grad_loss;
+  }
+  return normalizer - row.target;
+}
+
+template <typename T>
+using RowFunction = T (*)(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad);
+
+// Queries first .. last - 1: their losses, the gradients of their scores, or both. apart: whether a row wants score and log_weight, too.
+template <typename T, RowFunction<T> row_loss, bool apart>
+XS_HOST_DEVICE void run(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
+  const int64_t width = 1 + rows.candidates();
+  for (int64_t q = first; q < last; ++q) {
+    T* grad = rows.grad_scores ? rows.grad_scores + q * width : nullptr;
+    const T grad_loss = rows.grad_loss ? rows.grad_loss[q] : T(1);
+    if (grad != nullptr && grad_loss == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
+      for (int64_t j = 0; j < width; ++j) {
+        grad[j] = 0;
+      }
+      continue;
+    }
+    const Row<T> row = prepare(rows, q, buffer, apart || rows.label_smoothing != 0);
+    const T loss = row_loss(row, rows.label_smoothing, grad_loss, grad, grad ? grad + 1 : nullptr);
+    if (rows.loss) {
+      rows.loss[q] = loss;
+    }
+  }
+}
+
+} // namespace
+} // namespace xsoftmax::XS_ISA

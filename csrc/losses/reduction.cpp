@@ -1,0 +1,94 @@
+#include "losses/reduction.h"
+
+#include "core/checks.h"
+#include "core/options.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Reduction.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+namespace xsoftmax {
+
+using at::Tensor;
+
+int64_t reduction_code(const char* op, const std::string& reduction) {
+  if (reduction == "none") {
+    return at::Reduction::None;
+  }
+  if (reduction == "mean") {
+    return at::Reduction::Mean;
+  }
+  TORCH_CHECK_VALUE(reduction == "sum", op, ": expected reduction to be \"mean\", \"sum\" or \"none\", got \"", reduction, "\"");
+  return at::Reduction::Sum;
+}
+
+void check_class_weight(const char* op, const OptionalTensor& class_weight, const c10::SymInt& classes, const Tensor& target) {
+  if (given(class_weight)) {
+    check::dim(op, "class_weight", *class_weight, 1);
+    check::floating(op, "class_weight", *class_weight);
+    check::same_device(op, "class_weight", *class_weight, "target", target);
+    check::size(op, "class_weight", *class_weight, 0, classes, "the classes");
+  }
+}
+
+void check_batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index) {
+  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_sizes().slice(0, input.dim() - 1) == target.sym_sizes(), op,
+                    ": expected target of the shape of input without its last dimension, ",
+                    input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1)), ", got ", target.sym_sizes());
+  check::floating(op, "input", input);
+  check::int64(op, "target", target);
+  check::same_device(op, "target", target, "input", input);
+  check::dim(op, "weight", weight, 2);
+  check::size(op, "weight", weight, 1, input.sym_size(-1), "the width of input");
+  if (target.is_cpu() && !at::isTensorSubclassLike(target)) { // values can be read
+    check::class_ids(op, "target", target, weight.size(0), ignore_index);
+  }
+}
+
+Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, const ReductionOptions& options) {
+  constexpr const char* op = "reduced_loss";
+  const int64_t code = reduction_code(op, options.reduction);
+  check::dim(op, "loss", loss, 1);
+  check::int64(op, "target", target);
+  const Tensor flat = target.reshape({-1}), counts = flat.ne(options.ignore_index);
+  check::size(op, "loss", loss, 0, flat.sym_size(0), "the targets");
+  Tensor each = at::where(counts, loss, at::zeros({}, loss.options())), total = counts;
+  if (given(class_weight)) {
+    check::dim(op, "class_weight", *class_weight, 1);
+    total = class_weight->to(loss.scalar_type()).index_select(0, at::where(counts, flat, 0)) * counts;
+    each = each * total;
+  }
+  switch (code) {
+    case at::Reduction::Mean: return each.sum() / total.sum();
+    case at::Reduction::Sum: return each.sum();
+    default: return each.reshape_symint(target.sym_sizes());
+  }
+}
+
+std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index) {
+  constexpr const char* op = "sampled_softmax_loss"; // what users call
+  check_batch(op, input, target, weight, ignore_index);
+  // What the loss would refuse when a sampler has already counted the batch. Autocast makes all dtypes one but for double.
+  if (!at::autocast::is_autocast_enabled(input.device().type()) || input.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble) {
+    check::same_dtype(op, "weight", weight, "input", input);
+  }
+  const Tensor flat = target.reshape({-1}), counts = flat.ne(ignore_index);
+  const Tensor queries = input.detach().reshape_symint({flat.sym_size(0), input.sym_size(-1)});
+  return {at::where(counts.unsqueeze(1), queries, at::zeros({}, queries.options())), at::where(counts, flat, -1)};
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("reduced_loss(Tensor loss, Tensor target, Tensor? class_weight, str options=\"\") -> Tensor",
+        [](const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, std::string_view options) {
+          return reduced_loss(loss, target, class_weight, parse_options<ReductionOptions>("reduced_loss", options));
+        });
+  m.def("counted_queries(Tensor input, Tensor target, Tensor weight, int ignore_index) -> (Tensor queries, Tensor counted)", counted_queries);
+}
+
+} // namespace xsoftmax

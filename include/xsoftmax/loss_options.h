@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+// What operators of losses take as `options`, as text: "estimator=ranking,reduction=sum". A field that the text does not name has its default.
+
+namespace xsoftmax {
+
+/// How the scores of the target and of the candidates become a loss.
+struct EstimatorOptions {
+  std::string estimator = "sampled_softmax"; ///< see xsoftmax::candidate_loss
+  bool remove_accidental_hits = true;        ///< candidates that are the target take no part, where the estimator can do without them
+  double label_smoothing = 0.0;              ///< in [0, 1]
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    visitor("estimator", estimator);
+    visitor("remove_accidental_hits", remove_accidental_hits);
+    visitor("label_smoothing", label_smoothing);
+  }
+};
+
+/// How the losses of queries are put together, as in torch.nn.CrossEntropyLoss.
+struct ReductionOptions {
+  std::string reduction = "mean"; ///< "mean" (weighted, over targets that are not ignored), "sum" or "none"
+  int64_t ignore_index = -100;    ///< targets of this value have no loss and no gradient
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    visitor("reduction", reduction);
+    visitor("ignore_index", ignore_index);
+  }
+};
+
+/// What sampled_softmax_loss takes.
+struct SampledSoftmaxOptions : EstimatorOptions, ReductionOptions {
+  bool sparse_grad = true; ///< the gradient of the table is row-sparse, with a static number of rows; false: dense
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    EstimatorOptions::visit(visitor);
+    ReductionOptions::visit(visitor);
+    visitor("sparse_grad", sparse_grad);
+  }
+};
+
+} // namespace xsoftmax
