@@ -1,6 +1,5 @@
 #include "trees/edge_tables.h"
 
-#include "core/bump_versions.h"
 #include "core/checks.h"
 #include "core/permutation.h"
 #include "trees/tree_scores.h"
@@ -199,8 +198,6 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("tree_balance_", tree_balance_reference);
   m.impl("tree_routed_candidates", routed_candidates);
 }
-
-TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) { m.impl("tree_balance_", torch::CppFunction::makeFromBoxedFunction<&bump_versions>()); }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("tree_balance_", check_tree_balance);

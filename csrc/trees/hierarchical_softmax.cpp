@@ -31,20 +31,17 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "hierarchical_softmax_loss";
+constexpr const char* kOp = "hierarchical_softmax_loss"; // the op that users call
 constexpr const char* kTopk = "hierarchical_topk";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-#define XS_TREE_PARAMS                                                                                                        \
-  const Tensor &input, const Tensor &weight, const OptionalTensor &bias, const Tensor &first_child, const Tensor &parent,     \
-      const Tensor &nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes
-#define XS_TREE_ARGS input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes
-
-HierarchicalState call_forward(XS_TREE_PARAMS, std::array<bool, 2> output_mask) {
+HierarchicalState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                               const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                               std::array<bool, 2> output_mask) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::hierarchical_softmax_forward", "")
                              .typed<decltype(hierarchical_softmax_forward_reference)>();
-  return op.call(XS_TREE_ARGS, output_mask);
+  return op.call(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, output_mask);
 }
 
 RowGradients call_backward(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
@@ -58,8 +55,10 @@ RowGradients call_backward(const Tensor& scale, const Tensor& grad_edges, const 
 
 int64_t sum(at::IntArrayRef sizes) { return std::accumulate(sizes.begin(), sizes.end(), int64_t(0)); }
 
-HierarchicalState forward_meta(XS_TREE_PARAMS, std::array<bool, 2> output_mask) {
-  check_hierarchical(XS_TREE_ARGS);
+HierarchicalState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                               const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                               std::array<bool, 2> output_mask) {
+  check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const auto queries = [&](bool wanted) { return wanted ? input.sym_size(0) : c10::SymInt(0); };
   return {at::empty_symint({input.sym_size(0)}, options), at::empty_symint({queries(output_mask[0]), input.sym_size(1)}, options),
@@ -73,14 +72,20 @@ RowGradients backward_meta(const Tensor& scale, const Tensor& grad_edges, const 
   return row_gradients_meta(input, sibling_rows(input.sym_size(0), layer_sizes, group_sizes), output_mask);
 }
 
-Tensor loss_only(XS_TREE_PARAMS, bool) { return std::get<0>(call_forward(XS_TREE_ARGS, {false, false})); }
+Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
+                 const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool) {
+  return std::get<0>(call_forward(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, {false, false}));
+}
 
-class HierarchicalSoftmaxLoss : public torch::autograd::Function<HierarchicalSoftmaxLoss> {
+class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, XS_TREE_PARAMS, bool sparse_grad) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+                        at::IntArrayRef group_sizes, bool sparse_grad) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_edges = weight.requires_grad() || (given(bias) && bias->requires_grad());
-    auto [loss, grad_input, grad_edges] = call_forward(XS_TREE_ARGS, {input.requires_grad(), want_edges});
+    auto [loss, grad_input, grad_edges] = call_forward(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes,
+                                                       {input.requires_grad(), want_edges});
     ctx->save_for_backward({input, weight, first_child, parent, nodes, grad_input, grad_edges});
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
     ctx->saved_data["group_sizes"] = group_sizes.vec();
@@ -109,19 +114,22 @@ class HierarchicalSoftmaxLoss : public torch::autograd::Function<HierarchicalSof
   }
 };
 
-Tensor loss_autograd(XS_TREE_PARAMS, bool sparse_grad) {
+Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                     const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                     bool sparse_grad) {
   if (!at::GradMode::is_enabled()) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return hierarchical_softmax_loss(XS_TREE_ARGS, sparse_grad);
+    return hierarchical_softmax(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
   }
-  return HierarchicalSoftmaxLoss::apply(XS_TREE_ARGS, sparse_grad);
+  return HierarchicalSoftmax::apply(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
 
-Tensor loss_autocast(XS_TREE_PARAMS, bool sparse_grad) {
+Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                     const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                     bool sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
-  return hierarchical_softmax_loss(input.to(weight.scalar_type()), weight, same, first_child, parent, nodes, layer_sizes, group_sizes,
-                                   sparse_grad);
+  return hierarchical_softmax(input.to(weight.scalar_type()), weight, same, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
 
 HierarchicalTopk topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
@@ -171,11 +179,12 @@ std::vector<Layer> layers_of(const Tensor& first_child, const Tensor& parent, co
 
 } // namespace
 
-Tensor hierarchical_softmax_loss(XS_TREE_PARAMS, bool sparse_grad) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::hierarchical_softmax_loss", "")
-                             .typed<decltype(hierarchical_softmax_loss)>();
-  return op.call(XS_TREE_ARGS, sparse_grad);
+Tensor hierarchical_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                            const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                            bool sparse_grad) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_softmax", "").typed<decltype(hierarchical_softmax)>();
+  return op.call(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
 
 HierarchicalTopk hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
@@ -185,7 +194,8 @@ HierarchicalTopk hierarchical_topk(const Tensor& input, const Tensor& weight, co
   return op.call(input, weight, bias, first_child, node_class, k);
 }
 
-void check_hierarchical(XS_TREE_PARAMS) {
+void check_hierarchical(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                        const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes) {
   check::dim(kOp, "nodes", nodes, 1);
   check_tree_scores(kOp, input, weight, bias, parent, nodes.unsqueeze(-1), layer_sizes);
   check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
@@ -226,8 +236,11 @@ c10::SymInt sibling_rows(const c10::SymInt& queries, at::IntArrayRef layer_sizes
   return rows;
 }
 
-HierarchicalState hierarchical_softmax_forward_reference(XS_TREE_PARAMS, std::array<bool, 2> output_mask) {
-  check_hierarchical(XS_TREE_ARGS);
+HierarchicalState hierarchical_softmax_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                         const Tensor& first_child, const Tensor& parent, const Tensor& nodes,
+                                                         at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                                                         std::array<bool, 2> output_mask) {
+  check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
   const Tensor scores = all_edge_scores(input, weight, bias);
   Tensor loss = at::zeros({input.size(0)}, scores.options());
   Tensor by_edge = at::zeros({input.size(0), weight.size(0) + 1}, scores.options()); // the first: of edges that are none
@@ -289,11 +302,10 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-#define XS_TREE_SCHEMA \
-  "Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, int[] layer_sizes, int[] group_sizes, "
-  m.def("hierarchical_softmax_loss(" XS_TREE_SCHEMA "bool sparse_grad=True) -> Tensor");
-  m.def("hierarchical_softmax_forward(" XS_TREE_SCHEMA "bool[2] output_mask) -> (Tensor loss, Tensor grad_input, Tensor grad_edges)");
-#undef XS_TREE_SCHEMA
+  m.def("hierarchical_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, int[] layer_sizes, "
+        "int[] group_sizes, bool sparse_grad=True) -> Tensor");
+  m.def("hierarchical_softmax_forward(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, "
+        "int[] layer_sizes, int[] group_sizes, bool[2] output_mask) -> (Tensor loss, Tensor grad_input, Tensor grad_edges)");
   m.def("hierarchical_softmax_backward(Tensor scale, Tensor grad_edges, Tensor input, Tensor weight, Tensor first_child, Tensor parent, "
         "Tensor nodes, int[] layer_sizes, int[] group_sizes, bool[3] output_mask) "
         "-> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
@@ -302,7 +314,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("hierarchical_softmax_loss", loss_only);
+  m.impl("hierarchical_softmax", loss_only);
   m.impl("hierarchical_softmax_forward", hierarchical_softmax_forward_reference);
   m.impl("hierarchical_softmax_backward", hierarchical_softmax_backward_reference);
   m.impl("hierarchical_topk", hierarchical_topk_reference);
@@ -315,20 +327,20 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
-  m.impl("hierarchical_softmax_loss", loss_autograd);
+  m.impl("hierarchical_softmax", loss_autograd);
   m.impl("hierarchical_softmax_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("hierarchical_softmax_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("hierarchical_topk", topk_autograd);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
-  m.impl("hierarchical_softmax_loss", loss_autocast);
+  m.impl("hierarchical_softmax", loss_autocast);
   m.impl("hierarchical_topk", topk_autocast);
   below_autocast(m, {"hierarchical_softmax_forward", "hierarchical_softmax_backward"});
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
-  m.impl("hierarchical_softmax_loss", loss_autocast);
+  m.impl("hierarchical_softmax", loss_autocast);
   m.impl("hierarchical_topk", topk_autocast);
   below_autocast(m, {"hierarchical_softmax_forward", "hierarchical_softmax_backward"});
 }

@@ -11,8 +11,9 @@
 
 namespace xsoftmax {
 
-// hierarchical_softmax_loss(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad) -> loss [Q]: minus the
-// log-probability of the way from the root of a tree to a leaf, a softmax over the children of each node on it (Morin and Bengio, 2005).
+// hierarchical_softmax(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad) -> loss [Q]: minus the
+// log-probability of the way from the root of a tree to a node, a softmax over the children of each node on it (Morin and Bengio, 2005). Users
+// call hierarchical_softmax_loss (tree_losses.h).
 //
 //     edges = F.linear(input, weight, bias)                                             # edge e ends in node e + 1
 //     loss[q] = sum(logsumexp(edges[q, siblings of v - 1]) - edges[q, v - 1] for v on the path from below the root to nodes[q])
@@ -23,9 +24,9 @@ namespace xsoftmax {
 //
 // loss in float32 or float64. Backward: grad_input [Q, D] and a row-sparse gradient of the edges over R = sum(min(Q group, size)) rows: the
 // edges that are touched, once each, then the last again with zeros. The gradients are made with the loss, where they are wanted.
-at::Tensor hierarchical_softmax_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                     const at::Tensor& first_child, const at::Tensor& parent, const at::Tensor& nodes,
-                                     at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad);
+at::Tensor hierarchical_softmax(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                const at::Tensor& first_child, const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes,
+                                at::IntArrayRef group_sizes, bool sparse_grad);
 
 // hierarchical_topk(input, weight, bias, first_child, node_class, k) -> (log-probabilities, classes) [Q, k]: the k most probable classes,
 // best first, by a best-first search from the root: exact, since no class is more probable than the nodes above it. Of equal ones those of

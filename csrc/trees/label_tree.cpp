@@ -4,12 +4,17 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <queue>
+#include <utility>
 #include <vector>
 
 namespace xsoftmax {
@@ -17,25 +22,25 @@ namespace {
 
 using at::Tensor;
 
-void check_list(const char* op, const char* arg, const Tensor& list) {
-  check::dim(op, arg, list, 1);
-  TORCH_CHECK_VALUE(list.is_cpu(), op, ": expected ", arg, " on the CPU, got ", list.device());
-}
-
-void check_ids(const char* op, const char* arg, const Tensor& ids) {
-  check_list(op, arg, ids);
+// Checked, on the CPU, contiguous.
+Tensor ids_of(const char* op, const char* arg, const Tensor& ids) {
+  check::dim(op, arg, ids, 1);
   check::int64(op, arg, ids);
+  return ids.cpu().contiguous();
 }
 
-void check_counts(const char* op, const Tensor& counts) {
-  check_list(op, "counts", counts);
-  check::dtype(op, "counts", counts, at::kDouble);
+Tensor counts_of(const char* op, const Tensor& counts) {
+  check::dim(op, "counts", counts, 1);
+  TORCH_CHECK_TYPE(!counts.is_complex() && counts.scalar_type() != at::kBool, op, ": expected counts that are numbers, got ",
+                   check::name(counts.scalar_type()));
   TORCH_CHECK_VALUE(counts.size(0) >= 1, op, ": expected counts of at least one class, got none");
-  const double* count = counts.const_data_ptr<double>();
-  for (int64_t i = 0; i < counts.size(0); ++i) {
+  const Tensor whole = counts.detach().to(at::kCPU, at::kDouble).contiguous();
+  const double* count = whole.const_data_ptr<double>();
+  for (int64_t i = 0; i < whole.size(0); ++i) {
     TORCH_CHECK_VALUE(count[i] >= 0 && std::isfinite(count[i]), op, ": expected counts that are finite and not below 0, got ", count[i],
                       " for class ", i);
   }
+  return whole;
 }
 
 void check_arity(const char* op, int64_t arity) { TORCH_CHECK_VALUE(arity >= 2, op, ": expected arity of at least 2, got ", arity); }
@@ -95,6 +100,24 @@ struct Children {
   }
 };
 
+// A class for each leaf, in the order of the nodes; -1 for inner nodes, and for parents that are none.
+Tensor classes_in_order(const Tensor& parents) {
+  const int64_t n = parents.size(0);
+  const int64_t* parent = parents.const_data_ptr<int64_t>();
+  const Tensor classes = int64s(n, 0);
+  int64_t* known = classes.mutable_data_ptr<int64_t>();
+  for (int64_t v = 0; v < n; ++v) {
+    if (parent[v] >= 0 && parent[v] < n) {
+      known[parent[v]] = -1;
+    }
+  }
+  int64_t next = 0;
+  for (int64_t v = 0; v < n; ++v) {
+    known[v] = known[v] < 0 ? -1 : next++;
+  }
+  return classes;
+}
+
 int64_t find_root(const char* op, const int64_t* parent, int64_t n) {
   int64_t root = -1;
   for (int64_t v = 0; v < n; ++v) {
@@ -108,14 +131,13 @@ int64_t find_root(const char* op, const int64_t* parent, int64_t n) {
 
 } // namespace
 
-LabelTreeTensors label_tree(const Tensor& parents, const Tensor& classes) {
+LabelTreeTensors label_tree(const Tensor& parents, const OptionalTensor& classes) {
   constexpr const char* op = "label_tree";
-  check_ids(op, "parents", parents);
-  check_ids(op, "classes", classes);
+  const Tensor plain_parents = ids_of(op, "parents", parents);
   const int64_t n = parents.size(0);
   TORCH_CHECK_VALUE(n >= 1, op, ": expected parents of at least one node, got none");
-  check::size(op, "classes", classes, 0, n, "the nodes of parents");
-  const Tensor plain_parents = parents.contiguous(), plain_classes = classes.contiguous();
+  const Tensor plain_classes = given(classes) ? ids_of(op, "classes", *classes) : classes_in_order(plain_parents);
+  check::size(op, "classes", plain_classes, 0, n, "the nodes of parents");
   const int64_t *old_parent = plain_parents.const_data_ptr<int64_t>(), *old_class = plain_classes.const_data_ptr<int64_t>();
   const int64_t root = find_root(op, old_parent, n);
   const Children children(old_parent, n);
@@ -165,11 +187,10 @@ LabelTreeTensors label_tree(const Tensor& parents, const Tensor& classes) {
 
 LabelTreeNodes label_tree_balanced(const Tensor& order, int64_t arity) {
   constexpr const char* op = "label_tree_balanced";
-  check_ids(op, "order", order);
+  const Tensor classes = ids_of(op, "order", order);
   check_arity(op, arity);
   const int64_t n = order.size(0);
   TORCH_CHECK_VALUE(n >= 1, op, ": expected order of at least one class, got none");
-  const Tensor classes = order.contiguous();
   const int64_t* class_at = classes.const_data_ptr<int64_t>();
   Nodes nodes(n + n / (arity - 1) + 1);
   struct Part {
@@ -192,9 +213,8 @@ LabelTreeNodes label_tree_balanced(const Tensor& order, int64_t arity) {
 
 LabelTreeNodes label_tree_huffman(const Tensor& counts, int64_t arity) {
   constexpr const char* op = "label_tree_huffman";
-  check_counts(op, counts);
+  const Tensor plain = counts_of(op, counts);
   check_arity(op, arity);
-  const Tensor plain = counts.contiguous();
   const double* count = plain.const_data_ptr<double>();
   const int64_t n = plain.size(0);
   // Subtrees 0 .. N - 1 are the classes; those behind are joined of others.
@@ -234,8 +254,7 @@ LabelTreeNodes label_tree_huffman(const Tensor& counts, int64_t arity) {
 
 LabelTreeNodes label_tree_equal_mass(const Tensor& counts, int64_t subsets) {
   constexpr const char* op = "label_tree_equal_mass";
-  check_counts(op, counts);
-  const Tensor plain = counts.contiguous();
+  const Tensor plain = counts_of(op, counts);
   const double* count = plain.const_data_ptr<double>();
   const int64_t n = plain.size(0);
   TORCH_CHECK_VALUE(subsets >= 1 && subsets <= n, op, ": expected subsets in [1, ", n, "], got ", subsets);
@@ -255,6 +274,67 @@ LabelTreeNodes label_tree_equal_mass(const Tensor& counts, int64_t subsets) {
     } while (n - next > left && (left == 0 || sum + 0.5 * count[order[next]] <= goal));
   }
   return nodes.tensors();
+}
+
+TreeTables::TreeTables(const char* op, at::TensorList tables) {
+  TORCH_CHECK_VALUE(tables.size() == 4, op, ": expected tree as the 4 tables of a LabelTree, first_child, parent, node_class and class_node, got ",
+                    tables.size());
+  first_child = tables[0];
+  parent = tables[1];
+  node_class = tables[2];
+  class_node = tables[3];
+}
+
+void check_label_tree(at::TensorList tables) {
+  const TreeTables tree("check_label_tree", tables);
+  const auto made = label_tree(tree.parent, tree.node_class);
+  const auto same = [](const Tensor& given, const Tensor& right) {
+    return given.scalar_type() == right.scalar_type() && at::equal(given.cpu(), right);
+  };
+  TORCH_CHECK_VALUE(same(tree.first_child, std::get<0>(made)) && same(tree.parent, std::get<1>(made)) &&
+                        same(tree.node_class, std::get<2>(made)) && same(tree.class_node, std::get<3>(made)),
+                    "check_label_tree: expected a tree, got tables that contradict each other");
+}
+
+Tensor label_tree_layers(const Tensor& first_child) {
+  constexpr const char* op = "label_tree_layers";
+  const Tensor plain = ids_of(op, "first_child", first_child);
+  const int64_t nodes = plain.size(0) - 1;
+  const int64_t* first = plain.const_data_ptr<int64_t>();
+  std::vector<int64_t> sizes, groups;
+  for (int64_t begin = 0, end = 1; end < nodes;) { // breadth-first: a layer ends where the children of the layer above do
+    TORCH_CHECK_VALUE(first[end] > end && first[end] <= nodes, op, ": expected first_child to rise from above node ", end - 1, " to ", nodes,
+                      ", got ", first[end]);
+    int64_t group = 0;
+    for (int64_t v = begin; v < end; ++v) {
+      group = std::max(group, first[v + 1] - first[v]);
+    }
+    begin = std::exchange(end, first[end]);
+    sizes.push_back(end - begin);
+    groups.push_back(group);
+  }
+  const int64_t layers = int64_t(sizes.size());
+  sizes.insert(sizes.end(), groups.begin(), groups.end());
+  const Tensor result = at::empty({2, layers}, at::TensorOptions(at::kLong));
+  std::copy(sizes.begin(), sizes.end(), result.mutable_data_ptr<int64_t>());
+  return result;
+}
+
+Tensor label_tree_path(const Tensor& class_node, const Tensor& parent, const Tensor& ids, int64_t depth) {
+  TORCH_CHECK_VALUE(depth >= 0, "label_tree_path: expected depth of at least 0, got ", depth);
+  check::dim("label_tree_path", "parent", parent, 1);
+  TORCH_CHECK_VALUE(parent.sym_size(0) >= depth, "label_tree_path: expected depth of at most the ", parent.sym_size(0), " nodes, got ", depth);
+  Tensor node = label_tree_nodes(class_node, ids, std::numeric_limits<int64_t>::min()); // no id is ignored
+  std::vector<Tensor> up{node};
+  for (int64_t layer = 1; layer < depth; ++layer) {
+    node = at::where(node.gt(0), parent.index_select(0, node.clamp_min(0).flatten()).view_as(node), -1);
+    up.push_back(node);
+  }
+  std::reverse(up.begin(), up.end());
+  const Tensor path = at::stack(up, -1).narrow(-1, 0, depth), there = path.gt(0);
+  // Shallow leaves begin with -1: those go behind.
+  const Tensor order = there.logical_not().to(at::kChar).argsort(/*stable=*/true, /*dim=*/-1, /*descending=*/false);
+  return at::where(there, path, -1).gather(-1, order);
 }
 
 Tensor label_tree_nodes(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
@@ -286,15 +366,25 @@ Tensor label_tree_nodes_meta(const Tensor&, const Tensor& target, int64_t) { ret
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("label_tree(Tensor parents, Tensor classes) -> (Tensor first_child, Tensor parent, Tensor node_class, Tensor class_node)",
-        label_tree);
-  m.def("label_tree_balanced(Tensor order, int arity) -> (Tensor parents, Tensor classes)", label_tree_balanced);
-  m.def("label_tree_huffman(Tensor counts, int arity) -> (Tensor parents, Tensor classes)", label_tree_huffman);
-  m.def("label_tree_equal_mass(Tensor counts, int subsets) -> (Tensor parents, Tensor classes)", label_tree_equal_mass);
+  m.def("label_tree(Tensor parents, Tensor? classes=None) -> (Tensor first_child, Tensor parent, Tensor node_class, Tensor class_node)");
+  m.def("check_label_tree(Tensor[] tree) -> ()");
+  m.def("label_tree_layers(Tensor first_child) -> Tensor");
+  m.def("label_tree_balanced(Tensor order, int arity) -> (Tensor parents, Tensor classes)");
+  m.def("label_tree_huffman(Tensor counts, int arity) -> (Tensor parents, Tensor classes)");
+  m.def("label_tree_equal_mass(Tensor counts, int subsets) -> (Tensor parents, Tensor classes)");
   m.def("label_tree_nodes(Tensor class_node, Tensor target, int ignore_index) -> Tensor");
+  m.def("label_tree_path(Tensor class_node, Tensor parent, Tensor ids, int depth) -> Tensor", label_tree_path);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_nodes", label_tree_nodes_any); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("label_tree", label_tree);
+  m.impl("check_label_tree", check_label_tree);
+  m.impl("label_tree_layers", label_tree_layers);
+  m.impl("label_tree_balanced", label_tree_balanced);
+  m.impl("label_tree_huffman", label_tree_huffman);
+  m.impl("label_tree_equal_mass", label_tree_equal_mass);
+  m.impl("label_tree_nodes", label_tree_nodes_any);
+}
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("label_tree_nodes", label_tree_nodes_cpu); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("label_tree_nodes", label_tree_nodes_meta); }
 

@@ -353,8 +353,9 @@ LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, co
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("label_tree_clusters(Tensor seed, Tensor offsets, Tensor columns, Tensor values, int features, int arity, int max_leaf_size, "
-        "int iterations, bool spherical) -> (Tensor parents, Tensor classes)",
-        label_tree_clusters);
+        "int iterations, bool spherical) -> (Tensor parents, Tensor classes)");
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_clusters", label_tree_clusters); }
 
 } // namespace xsoftmax

@@ -232,7 +232,9 @@ Tensor label_tree_kmeans_order(const Tensor& seed, const Tensor& rows, int64_t a
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("label_tree_kmeans_order(Tensor seed, Tensor rows, int arity, int iterations) -> Tensor", label_tree_kmeans_order);
+  m.def("label_tree_kmeans_order(Tensor seed, Tensor rows, int arity, int iterations) -> Tensor");
 }
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_kmeans_order", label_tree_kmeans_order); }
 
 } // namespace xsoftmax

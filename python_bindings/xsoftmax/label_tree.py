@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ._checks import check_count
 from ._memory import moved_table
+from ._options import option_text
 from ._sparse import checked, sparse_tensors
 
 Nested = Sequence[Union[int, "Nested"]]
@@ -42,16 +43,13 @@ class LabelTree(nn.Module):
         self._measure()
 
     def _measure(self) -> None:
-        # Breadth-first: a layer ends where the children of the layer above do.
-        children = self.first_child.diff()
-        sizes, groups, begin, end = [], [], 0, 1
-        while end < self.num_nodes:
-            groups.append(int(children[begin:end].max()))
-            begin, end = end, int(self.first_child[end])
-            sizes.append(end - begin)
-        self.layer_sizes, self.group_sizes = sizes, groups
-        self.depth = len(sizes)
-        self.arity = max(groups, default=0)
+        self.layer_sizes, self.group_sizes = torch.ops.xsoftmax.label_tree_layers(self.first_child).tolist()
+        self.depth = len(self.layer_sizes)
+        self.arity = max(self.group_sizes, default=0)
+
+    def tables(self) -> List[Tensor]:
+        """The tree as operators take it."""
+        return [self.first_child, self.parent, self.node_class, self.class_node]
 
     def _apply(self, fn, recurse=True):
         # to_empty() drops the values of all tensors; those of a tree are none that training could restore.
@@ -66,13 +64,8 @@ class LabelTree(nn.Module):
         whole = all(isinstance(table, Tensor) and table.shape == self._buffers[name].shape and table.dtype == torch.int64 and not table.is_meta
                     for name, table in tables.items())
         if whole:
-            try:
-                made = torch.ops.xsoftmax.label_tree(tables["parent"].cpu(), tables["node_class"].cpu())
-                same = all(torch.equal(one, tables[name].cpu()) for one, name in zip(made, ("first_child", "parent", "node_class", "class_node")))
-                problem = None if same else "tables that contradict each other"
-            except (ValueError, IndexError) as error:
-                problem = str(error)
-            if problem is not None:
+            problem = _problem(list(tables.values()))
+            if problem:
                 error_msgs.append(f"LabelTree: expected {prefix}* to hold a tree, got {problem}")
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -89,12 +82,8 @@ class LabelTree(nn.Module):
         Raises:
             ValueError: two roots or none, a cycle, a parent that is no node, a leaf without a class, a class twice or left out.
         """
-        parents = _int64("from_parents", "parents", parents)
-        if classes is None:
-            inside = (parents >= 0) & (parents < parents.numel())  # what else is wrong is said below
-            leaf = torch.ones(parents.shape, dtype=torch.bool).index_fill_(0, parents[inside], False)
-            classes = torch.where(leaf, leaf.cumsum(0) - 1, -1)
-        return LabelTree._of((parents, _int64("from_parents", "classes", classes)))
+        known = None if classes is None else _int64("from_parents", "classes", classes)
+        return LabelTree._of((_int64("from_parents", "parents", parents), known))
 
     @staticmethod
     def from_nested(nested: Nested) -> "LabelTree":
@@ -124,13 +113,14 @@ class LabelTree(nn.Module):
         """The classes of ``order`` (a permutation, or their number) as leaves from left to right, in ceil(log_arity N) layers: every inner
         node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (CANE paper, appendix C)."""
         if isinstance(order, (int, np.integer)) and not isinstance(order, bool):
-            order = torch.arange(_at_least("balanced", "the number of classes", int(order), 1))
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(_int64("balanced", "order", order), _int("balanced", "arity", arity)))
+            order = torch.arange(check_count("LabelTree.balanced", "the number of classes", order, 1))
+        order = _int64("balanced", "order", order)
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(order, check_count("LabelTree.balanced", "arity", arity, None)))
 
     @staticmethod
     def random(num_classes: int, arity: int = 10, generator: Optional[torch.Generator] = None) -> "LabelTree":
         """:meth:`balanced`, the classes in random order."""
-        return LabelTree.balanced(torch.randperm(_at_least("random", "num_classes", num_classes, 1), generator=generator), arity)
+        return LabelTree.balanced(torch.randperm(check_count("LabelTree.random", "num_classes", num_classes, 1), generator=generator), arity)
 
     @staticmethod
     def from_vectors(vectors: Union[Tensor, "scipy.sparse.csr_matrix"], arity: int = 10, iterations: int = 10,  # noqa: F821
@@ -147,22 +137,20 @@ class LabelTree(nn.Module):
             iterations: of each K-means.
             spherical: beside ``max_leaf_size``: centres are normalised, so that directions count; the vectors should be, too.
         """
-        arity, iterations = _int("from_vectors", "arity", arity), _at_least("from_vectors", "iterations", iterations, 1)
+        owner = "LabelTree.from_vectors"
+        arity, iterations = check_count(owner, "arity", arity, None), check_count(owner, "iterations", iterations, 1)
+        leaf_size = 0 if max_leaf_size is None else check_count(owner, "max_leaf_size", max_leaf_size, 1)
+        seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
+        if leaf_size > 0 and getattr(vectors, "format", None) == "csr":
+            rows = sparse_tensors(checked(owner, "vectors", vectors))
+            return LabelTree._of(torch.ops.xsoftmax.label_tree_clusters(seed, *rows, vectors.shape[1], arity, leaf_size, iterations, spherical))
         if isinstance(vectors, np.ndarray):
             vectors = torch.from_numpy(vectors)
-        if isinstance(vectors, Tensor) and (not vectors.is_floating_point() or vectors.layout != torch.strided or vectors.dim() != 2):
-            raise TypeError(f"LabelTree.from_vectors: expected dense vectors [N, D] of a floating dtype, got {list(vectors.shape)}, "
-                            f"{str(vectors.dtype).removeprefix('torch.')}, {vectors.layout}")
-        if max_leaf_size is not None:
-            seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
-            return LabelTree._of(torch.ops.xsoftmax.label_tree_clusters(
-                seed, *_sparse_rows(vectors), vectors.shape[1], arity, _at_least("from_vectors", "max_leaf_size", max_leaf_size, 1),
-                iterations, spherical))
         if not isinstance(vectors, Tensor):
-            raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor, got {type(vectors).__name__}")
-        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, generator=generator)
-        order = torch.ops.xsoftmax.label_tree_kmeans_order(seed, vectors, arity, iterations)
-        return LabelTree.balanced(order, arity)
+            raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside max_leaf_size, a scipy CSR matrix, "
+                            f"got {type(vectors).__name__}")
+        options = option_text(arity=arity, iterations=iterations, max_leaf_size=leaf_size, spherical=spherical)
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_from_vectors(seed, vectors, options))
 
     @staticmethod
     def from_frequencies(counts: Tensor, subsets: int) -> "LabelTree":
@@ -172,22 +160,23 @@ class LabelTree(nn.Module):
         Args:
             counts: [N], of any number type, none below 0.
         """
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_equal_mass(_counts("from_frequencies", counts),
-                                                                              _int("from_frequencies", "subsets", subsets)))
+        subsets = check_count("LabelTree.from_frequencies", "subsets", subsets, None)
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_equal_mass(torch.as_tensor(counts), subsets))
 
     @staticmethod
     def huffman(counts: Tensor, arity: int = 2) -> "LabelTree":
         """The tree of the least expected depth when classes come with frequencies ``counts`` [N] (Huffman, 1952)."""
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_huffman(_counts("huffman", counts), _int("huffman", "arity", arity)))
+        arity = check_count("LabelTree.huffman", "arity", arity, None)
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_huffman(torch.as_tensor(counts), arity))
 
     @staticmethod
-    def _of(nodes: Tuple[Tensor, Tensor]) -> "LabelTree":
+    def _of(nodes: Tuple[Tensor, Optional[Tensor]]) -> "LabelTree":
         return LabelTree(*torch.ops.xsoftmax.label_tree(*nodes))
 
     @torch.jit.unused
     def clone(self) -> "LabelTree":
         """The same tree, with buffers of its own."""
-        return LabelTree(self.first_child.clone(), self.parent.clone(), self.node_class.clone(), self.class_node.clone())
+        return LabelTree(*(table.clone() for table in self.tables()))
 
     @torch.jit.unused
     def save(self, path: Union[str, PathLike]) -> None:
@@ -206,24 +195,15 @@ class LabelTree(nn.Module):
         names = ("first_child", "parent", "node_class", "class_node")
         if not isinstance(state, dict) or not all(isinstance(state.get(name), Tensor) for name in names):
             raise ValueError(f"LabelTree.load: expected a file of LabelTree.save, got another one: {path}")
-        tree = LabelTree.from_parents(state["parent"], state["node_class"])
-        if not all(torch.equal(state[name], getattr(tree, name)) for name in names):
-            raise ValueError(f"LabelTree.load: expected a tree, got tables that contradict each other: {path}")
-        return tree
+        problem = _problem([state[name] for name in names])
+        if problem:
+            raise ValueError(f"LabelTree.load: expected a tree, got {problem}: {path}")
+        return LabelTree(*(state[name] for name in names))
 
     @torch.jit.export
     def path(self, ids: Tensor) -> Tensor:
         """The nodes from below the root to each class of ``ids`` [*] in [0, N): [*, depth], -1 behind the leaf."""
-        node = torch.ops.xsoftmax.label_tree_nodes(self.class_node, ids, -(1 << 62))  # no id is ignored
-        up = [node]
-        for _ in range(self.depth - 1):
-            node = torch.where(node > 0, self.parent[node.clamp_min(0)], -1)
-            up.append(node)
-        path = torch.stack(up[::-1], -1)[..., : self.depth]
-        path = torch.where(path > 0, path, -1)
-        # Shallow leaves begin with -1: those go behind.
-        order = (path < 0).to(torch.int8).argsort(dim=-1, stable=True)
-        return path.gather(-1, order)
+        return torch.ops.xsoftmax.label_tree_path(self.class_node, self.parent, ids, self.depth)
 
     def extra_repr(self) -> str:
         return f"num_classes={self.num_classes}, num_nodes={self.num_nodes}, depth={self.depth}, arity={self.arity}"
@@ -270,20 +250,13 @@ class LabelTree(nn.Module):
         return ax
 
 
-def _sparse_rows(vectors: Union[Tensor, "scipy.sparse.csr_matrix"]) -> Tuple[Tensor, Tensor, Tensor]:  # noqa: F821
-    """Offsets int64, columns int32 and values float32 of the rows."""
-    if isinstance(vectors, Tensor):
-        rows = vectors.detach().to("cpu", torch.float32)
-        there = rows != 0
-        columns = torch.arange(rows.shape[1], dtype=torch.int32).expand(rows.shape)[there]
-        return torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]), columns, rows[there]
-    if getattr(vectors, "format", None) != "csr":
-        raise TypeError(f"LabelTree.from_vectors: expected vectors to be a tensor, an array or a scipy CSR matrix, got {type(vectors).__name__}")
-    return sparse_tensors(checked("LabelTree.from_vectors", "vectors", vectors))
-
-
-def _int(name: str, argument: str, value: int) -> int:
-    return check_count(f"LabelTree.{name}", argument, value, None)
+def _problem(tables: List[Tensor]) -> str:
+    """What is wrong with the tables of a tree, nothing where they are one."""
+    try:
+        torch.ops.xsoftmax.check_label_tree(tables)
+    except (ValueError, IndexError, TypeError) as error:
+        return str(error).removeprefix("check_label_tree: expected a tree, got ")
+    return ""
 
 
 def _int64(name: str, argument: str, values: Union[Tensor, Sequence[int]]) -> Tensor:
@@ -291,17 +264,4 @@ def _int64(name: str, argument: str, values: Union[Tensor, Sequence[int]]) -> Te
         tensor = torch.as_tensor(values)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"LabelTree.{name}: expected {argument} as int64 numbers, got {type(values).__name__} ({error})") from error
-    if tensor.dtype != torch.int64 and tensor.numel() > 0:
-        raise TypeError(f"LabelTree.{name}: expected {argument} of dtype int64, got {str(tensor.dtype).removeprefix('torch.')}")
-    return tensor.to("cpu", torch.int64)
-
-
-def _counts(name: str, counts: Union[Tensor, Sequence[float]]) -> Tensor:
-    tensor = torch.as_tensor(counts)
-    if tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"LabelTree.{name}: expected counts that are numbers, got {str(tensor.dtype).removeprefix('torch.')}")
-    return tensor.detach().to("cpu", torch.float64)
-
-
-def _at_least(name: str, argument: str, value: int, least: int) -> int:
-    return check_count(f"LabelTree.{name}", argument, value, least)
+    return tensor if tensor.numel() > 0 else tensor.to(torch.int64)  # an empty list is of no dtype

@@ -1,17 +1,19 @@
 """Losses over a tree of classes, with a row of parameters on each edge."""
 
 import math
-from typing import Optional, Union
+from typing import List, Optional, Union
 
 import torch
 from torch import Tensor, nn
 
 from ._checks import check_class_weights, check_count, check_reduction
 from ._memory import device_of_values
-from .cane import estimator_of, noise_outside
+from ._options import option_text
+from .cane import estimator_of
 from .label_tree import LabelTree
-from .losses import _make_linear, _reduction_code, flat_queries, reduced_loss
-from .samplers import AdaptiveSampler, Sampler
+from .optim.settle import settle
+from .losses import flat_queries, make_linear, noise_outside, settle_before
+from .samplers import Sampler
 from .samplers.sampler import draw_seed
 
 
@@ -33,24 +35,38 @@ class TreeLoss(nn.Module):
         self.sparse_grad = sparse_grad
         # Its own: a checkpoint that is loaded changes no other loss.
         self.tree = tree.clone().to(device_of_values(device))
-        self.edges = _make_linear(in_features, tree.num_edges, bias, device, dtype)
+        self.edges = make_linear(in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("weight", weight)
+        self._options = option_text(reduction=reduction, ignore_index=ignore_index, sparse_grad=sparse_grad)
+        self.register_state_dict_pre_hook(settle_before)
+
+    @torch.jit.export
+    def settle(self) -> None:
+        """Brings all edges up to date: applies the steps that a row optimizer owes their rows. What reads all of them, `eval()`, `exact`, `scores`,
+        `topk`, `predict`, `log_prob`, `class_table`, `balance` and `state_dict`, does so by itself."""
+        settle(self.edges.weight)
+        settle(self.edges.bias)
+
+    def train(self, mode: bool = True) -> "TreeLoss":
+        if not mode:
+            self.settle()
+        return super().train(mode)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        # Losses over one tree share their checkpoints: only a beam tree counts steps.
+        # Losses over one tree share their checkpoints: only a beam tree counts steps, or has noise, which may keep nothing.
+        foreign = (prefix + "steps", prefix + "noise.")
         for keys in (missing_keys, unexpected_keys):
-            keys[:] = [key for key in keys if key != prefix + "steps"]
+            keys[:] = [key for key in keys if not key.startswith(foreign)]
 
-    def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
-        return flat_queries(self._name, self.in_features, input, target)
+    def _all_edges(self, input: Tensor) -> Tensor:
+        """input [*, D] as [Q, D], checked, for what reads all edges."""
+        self.settle()
+        return flat_queries(self._name, self.in_features, input, None)
 
     def _check_k(self, k: int) -> None:
         if k < 0 or k > self.num_classes:
             raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
-
-    def _reduced(self, loss: Tensor, target: Tensor) -> Tensor:
-        return reduced_loss(loss, target, self.weight, self.reduction, self.ignore_index)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}"
@@ -76,7 +92,7 @@ class BeamTreeLoss(TreeLoss):
         beam: the width of the search, in `topk` and `predict`, too: the best Nc of what it finds are the candidates. None: Nc, as in the paper.
             Twice or four times that finds more of the best classes, where the tree fits them loosely (docs/results.md, Omniglot).
         num_noises: Nn >= 0, noises a query.
-        noise_sampler: a Sampler over all classes, or its name; restricted to what is outside the candidates.
+        noise_sampler: as in :class:`CaneLoss`, of a sampler that follows no class table.
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
         routed: for a tree of one layer of subsets with the classes below them (LabelTree.from_frequencies): candidates are drawn
             uniformly, without repeats, from the subset of the best score, in the place of the beam search (section 5); fewer where it has
@@ -110,10 +126,9 @@ class BeamTreeLoss(TreeLoss):
             raise ValueError(f"{name}: expected beam of at least num_candidates, {self.num_candidates}, got {beam}")
         self.estimator = estimator_of(name, noise_reduction)
         device = device_of_values(device)
-        self.noise = noise_outside(name, noise_sampler, tree.num_classes, device)
-        if isinstance(self.noise.sampler, AdaptiveSampler):
-            raise ValueError(f"{name}: expected a noise_sampler that follows no class table, which a tree has none of, "
-                             f"got {type(self.noise.sampler).__name__}")
+        noise_sampler = noise_sampler if self.num_noises > 0 else "uniform"  # which then draws nothing
+        self.noise = noise_outside(name, noise_sampler, self.num_noises, tree.num_classes, in_features, bias, device, follows_table=False)
+        self.noise._claim(name)
         self._balances_16_bits = True
         if balance_every is None:
             balance_every = max(100, tree.num_edges // 500)
@@ -123,6 +138,9 @@ class BeamTreeLoss(TreeLoss):
         self.routed = routed
         if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
             raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
+        self._reduction_options = option_text(reduction=reduction, ignore_index=ignore_index)
+        self._options = f"{self._reduction_options},{option_text(estimator=self.estimator, sparse_grad=sparse_grad)}"
+        self._search = option_text(num_candidates=self.num_candidates, beam=self.beam, routed=routed)
         if not self.edges.weight.is_meta and tree.depth > 1:
             with torch.no_grad():
                 self.edges.weight.mul_(tree.depth**-0.5)  # so that a class scores as it would with a row of its own
@@ -130,33 +148,18 @@ class BeamTreeLoss(TreeLoss):
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         if not self.training:
             return self.exact(input, target)
-        queries = self._queries(input, target)
+        flat_queries(self._name, self.in_features, input, target)
+        weight, bias, tree = self.edges.weight, self.edges.bias, self.tree.tables()
+        queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree, self.ignore_index)
+        found = self._candidates(queries, generator)
+        noise = self.noise.sample_outside(queries, found, counted, generator)
+        log_count = torch.zeros(found.shape, device=found.device).masked_fill(found < 0, math.inf)
         if not torch.jit.is_scripting():
-            learns = torch.is_grad_enabled() and isinstance(self.edges.weight, nn.Parameter) and self.edges.weight.requires_grad
-            if self.balance_every > 0 and learns and not torch.compiler.is_compiling():
-                self._count_step()
-        counts = (target != self.ignore_index).reshape(-1)
-        own = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), self.ignore_index).unsqueeze(1)
-        known = torch.where(counts, target.reshape(-1), 0)
-        candidates = self._candidates(queries, generator)
-        noise = self.noise.sample(queries.detach(), self.num_noises, candidates, known, generator)
-        absent = candidates < 0
-        log_count = torch.cat([torch.zeros(candidates.shape, device=absent.device).masked_fill(absent, math.inf), noise.log_count], 1)
-        # What takes no part, where it is known: at the target's node it costs no edge.
-        unused = absent
-        if self.estimator == "cane":
-            covered = (candidates == known.unsqueeze(1)).any(1, keepdim=True)
-            unused = torch.cat([absent, (~covered).expand(noise.ids.shape)], 1)
-        else:
-            unused = torch.cat([absent, torch.zeros_like(noise.ids, dtype=torch.bool)], 1)
-        ids = torch.cat([candidates.clamp(min=0), noise.ids], 1)
-        nodes = torch.where(unused, own, self.tree.class_node[ids])
-        nodes = torch.where(counts.unsqueeze(1), torch.cat([own, nodes], 1), 0)
-        scores = torch.ops.xsoftmax.tree_scores(queries, self.edges.weight, self.edges.bias, self.tree.parent, nodes, self.tree.layer_sizes, True,
-                                                self.sparse_grad)
-        loss = torch.ops.xsoftmax.candidate_loss(scores, known, ids, None, log_count, None, noise.target_log_count, self.estimator, True,
-                                                 candidates.size(1), 0, 0.0)
-        return self._reduced(loss, target)
+            self._count_step()  # nothing below can go wrong
+        target_log_count: List[Optional[Tensor]] = [None, noise.target_log_count]
+        return torch.ops.xsoftmax.beam_tree_loss(
+            input, weight, bias, target, tree, self.tree.layer_sizes, [found.clamp(min=0), noise.ids], [log_count, noise.log_count],
+            target_log_count, [True, False], self.weight, self._options)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -168,39 +171,25 @@ class BeamTreeLoss(TreeLoss):
 
     def _candidates(self, queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
         """[Q, Nc], -1 where there are fewer."""
-        first_child, node_class = self.tree.first_child, self.tree.node_class
-        if not self.routed:
-            found = torch.ops.xsoftmax.beam_search(queries, self.edges.weight, self.edges.bias, first_child, node_class, self.beam)[1]
-            return found[:, : self.num_candidates]
-        subsets, bias = self.tree.layer_sizes[0], self.edges.bias
-        scores = queries.detach() @ self.edges.weight.detach()[:subsets].t()
-        if bias is not None:
-            scores = scores + bias.detach()[:subsets]
-        return torch.ops.xsoftmax.tree_routed_candidates(draw_seed(queries, generator), scores, first_child, node_class, self.num_candidates)
+        seed = draw_seed(queries, generator) if self.routed else None
+        return torch.ops.xsoftmax.beam_tree_candidates(seed, queries, self.edges.weight, self.edges.bias, self.tree.tables(), self.tree.layer_sizes,
+                                                       self._search)
 
     @torch.jit.export
     def candidates(self, input: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         """The classes that a step takes as candidates: [*, D] -> int64 [*, Nc], -1 where there are fewer. See
         :func:`xsoftmax.metrics.coverage`."""
-        return self._candidates(self._queries(input, None).detach(), generator).reshape(list(input.shape[:-1]) + [self.num_candidates])
+        queries = flat_queries(self._name, self.in_features, input, None).detach()
+        return self._candidates(queries, generator).reshape(list(input.shape[:-1]) + [self.num_candidates])
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         """`F.cross_entropy(self.scores(input), target, ...)`; what `forward` gives in eval(). Each call makes :meth:`class_table`, [N, D] in
         float32 for 16-bit edges, and nothing of [Q, N]: evaluate many queries at once."""
-        queries, weight, bias = self._queries(input, target), self.edges.weight, self.edges.bias
-        if weight.dtype == torch.float16 or weight.dtype == torch.bfloat16:
-            queries, weight = queries.float(), weight.float()
-            if bias is not None:
-                bias = bias.float()
-        weight, bias = self._table(weight, bias)
-        loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), self.weight, _reduction_code(self.reduction),
-                                                       self.ignore_index, 0.0)
-        return loss.reshape(target.shape) if self.reduction == "none" else loss
-
-    def _class_scores(self, queries: Tensor) -> Tensor:
-        """[Q, N]"""
-        return self._along_paths(self.edges(queries), 1)
+        self.settle()
+        flat_queries(self._name, self.in_features, input, target)
+        return torch.ops.xsoftmax.tree_cross_entropy(input, self.edges.weight, self.edges.bias, target, self.tree.tables(), self.tree.layer_sizes,
+                                                     self.weight, self._reduction_options)
 
     def _along_paths(self, edges: Tensor, dim: int) -> Tensor:
         """Something of each edge, along `dim`, summed along the path to each class, which then are that dimension."""
@@ -209,7 +198,8 @@ class BeamTreeLoss(TreeLoss):
     @torch.jit.unused
     def _count_step(self) -> None:
         low = self.edges.weight.dtype in (torch.float16, torch.bfloat16)
-        if self.steps.is_meta or (low and not self._balances_16_bits):
+        learns = torch.is_grad_enabled() and isinstance(self.edges.weight, nn.Parameter) and self.edges.weight.requires_grad
+        if self.balance_every == 0 or not learns or torch.compiler.is_compiling() or self.steps.is_meta or (low and not self._balances_16_bits):
             return
         self.steps += 1
         if int(self.steps) % self.balance_every == 0:
@@ -221,6 +211,7 @@ class BeamTreeLoss(TreeLoss):
         loss does not either; but a beam that has come to a node then sees the mean score of what is below it, and finds more of the best
         classes. O(E D). An optimizer's averages stay as they are. A loss that waits for its backward pass keeps its gradient: it depends
         on sums along whole paths alone."""
+        self.settle()  # a mean of rows that owe different steps would not decay as they do
         weight, bias = self.edges.weight.data, self.edges.bias  # .data: unseen by autograd, see above
         torch.ops.xsoftmax.tree_balance_(weight, self.tree.first_child, self.tree.layer_sizes)
         if bias is not None:
@@ -229,17 +220,14 @@ class BeamTreeLoss(TreeLoss):
     @torch.jit.export
     def class_table(self) -> tuple[Tensor, Optional[Tensor]]:
         """The same scores as a plain table: weight [N, D] and bias [N] of `F.linear(input, weight, bias) == self.scores(input)`."""
-        return self._table(self.edges.weight, self.edges.bias)
-
-    def _table(self, weight: Tensor, bias: Optional[Tensor]) -> tuple[Tensor, Optional[Tensor]]:
-        if bias is not None:
-            bias = self._along_paths(bias, 0)
-        return self._along_paths(weight, 0), bias
+        self.settle()
+        bias = self.edges.bias
+        return self._along_paths(self.edges.weight, 0), None if bias is None else self._along_paths(bias, 0)
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:
         """The scores of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
-        return self._class_scores(self._queries(input, None)).reshape(list(input.shape[:-1]) + [self.num_classes])
+        return self._along_paths(self.edges(self._all_edges(input)), 1).reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
@@ -254,7 +242,7 @@ class BeamTreeLoss(TreeLoss):
         width = max(k, self.beam) if width is None else width
         if width < k:
             raise ValueError(f"{self._name}: expected width of at least k={k}, got {width}")
-        scores, classes = torch.ops.xsoftmax.beam_search(self._queries(input, None), self.edges.weight, self.edges.bias,
+        scores, classes = torch.ops.xsoftmax.beam_search(self._all_edges(input), self.edges.weight, self.edges.bias,
                                                          self.tree.first_child, self.tree.node_class, width)
         shape = list(input.shape[:-1]) + [k]
         return scores[:, :k].reshape(shape), classes[:, :k].reshape(shape)
@@ -288,21 +276,22 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        queries = self._queries(input, target)
-        nodes = torch.ops.xsoftmax.label_tree_nodes(self.tree.class_node, target.reshape(-1), self.ignore_index)
-        loss = torch.ops.xsoftmax.hierarchical_softmax_loss(queries, self.edges.weight, self.edges.bias, self.tree.first_child, self.tree.parent,
-                                                            nodes, self.tree.layer_sizes, self.tree.group_sizes, self.sparse_grad)
-        return self._reduced(loss, target)
+        if not self.training:
+            self.settle()
+        flat_queries(self._name, self.in_features, input, target)
+        return torch.ops.xsoftmax.hierarchical_softmax_loss(input, self.edges.weight, self.edges.bias, target, self.tree.tables(),
+                                                            self.tree.layer_sizes, self.tree.group_sizes, self.weight, self._options)
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss itself, which is exact."""
+        self.settle()
         return self.forward(input, target)
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
         """The log-probabilities of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
-        edges = self.edges(self._queries(input, None))
+        edges = self.edges(self._all_edges(input))
         log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 
@@ -311,7 +300,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         """`self.log_prob(input).topk(k)`, by a best-first search that scores few of the classes: (log-probabilities, class ids), both [*, k],
         best first."""
         self._check_k(k)
-        values, classes = torch.ops.xsoftmax.hierarchical_topk(self._queries(input, None), self.edges.weight, self.edges.bias,
+        values, classes = torch.ops.xsoftmax.hierarchical_topk(self._all_edges(input), self.edges.weight, self.edges.bias,
                                                                self.tree.first_child, self.tree.node_class, k)
         shape = list(input.shape[:-1]) + [k]
         return values.reshape(shape), classes.reshape(shape)

@@ -1,0 +1,131 @@
+#pragma once
+
+// Losses over a tree of classes as modules: the same as their namesakes in Python, with the same names of state.
+//
+//     xsoftmax::nn::BeamTreeLoss loss(width, xsoftmax::LabelTree::from_vectors(class_means), {.num_candidates = 5, .num_noises = 5});
+
+#include <xsoftmax/loss_options.h>
+#include <xsoftmax/nn.h>
+#include <xsoftmax/trees.h>
+
+namespace xsoftmax {
+
+/// What hierarchical_softmax_loss takes.
+struct HierarchicalSoftmaxOptions : ReductionOptions {
+  bool sparse_grad = true; ///< the gradient of the edges is row-sparse, with a static number of rows; false: dense
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    ReductionOptions::visit(visitor);
+    visitor("sparse_grad", sparse_grad);
+  }
+};
+
+/// What beam_tree_candidates takes.
+struct BeamOptions {
+  int64_t num_candidates = 1;
+  int64_t beam = 1;    ///< the width of the search, at least num_candidates
+  bool routed = false; ///< drawn from the best subset of a tree of one layer of subsets
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    visitor("num_candidates", num_candidates);
+    visitor("beam", beam);
+    visitor("routed", routed);
+  }
+};
+
+namespace nn {
+
+/// Base of losses over a tree, of which each keeps a copy: a row of parameters on each edge. What reads all edges settles them first: applies the
+/// steps that a row optimizer owes their rows.
+class TreeLossImpl : public torch::nn::Module {
+ public:
+  TreeLossImpl(const char* name, int64_t in_features, LabelTree tree, const LossOptions& options);
+
+  /// The best class: [*, D] -> [*].
+  torch::Tensor predict(const torch::Tensor& input) const { return std::get<1>(topk(input, 1)).squeeze(-1); }
+  /// (scores or log-probabilities, ids), both [*, k], best first; -inf and -1 behind the last of fewer.
+  virtual std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const = 0;
+  /// log-probabilities of all classes: [*, N].
+  virtual torch::Tensor log_prob(const torch::Tensor& input) = 0;
+  void settle() const;
+
+  void train(bool on = true) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  /// Losses over one tree share their checkpoints; noise samplers that keep nothing stay as they are.
+  void load(torch::serialize::InputArchive& archive) override;
+
+  torch::nn::Linear edges{nullptr}; ///< edge e ends in node e + 1 of the tree
+  LabelTree tree{nullptr};
+  torch::Tensor weight;             ///< class weights, undefined: none
+
+ protected:
+  void check_k(int64_t k) const; // of topk
+  std::optional<torch::Tensor> bias() const;
+  std::optional<torch::Tensor> class_weight() const;
+
+  const char* name_;
+  LossOptions options_;
+};
+
+/// Hierarchical softmax over any tree (Morin and Bengio, 2005): exact and normalised, O(depth * arity) a query.
+class HierarchicalSoftmaxLossImpl : public TreeLossImpl {
+ public:
+  HierarchicalSoftmaxLossImpl(int64_t in_features, LabelTree tree, const LossOptions& options = {}, bool sparse_grad = true);
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target);
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
+  torch::Tensor log_prob(const torch::Tensor& input) override;
+
+ private:
+  HierarchicalSoftmaxOptions step_;
+};
+TORCH_MODULE(HierarchicalSoftmaxLoss);
+
+struct BeamTreeOptions {
+  int64_t num_candidates = 0;   ///< the best of what the beam finds
+  int64_t num_noises = 0;       ///< for each query, from outside the candidates
+  std::optional<int64_t> beam = std::nullopt; ///< the width of the search; none: num_candidates
+  std::shared_ptr<samplers::SamplerImpl> noise_sampler = nullptr; ///< private independent draws, tries * num_noises of them; none: uniform
+  std::string noise_reduction = "mean_of_logs";                   ///< or "log_of_mean"
+  bool routed = false;          ///< candidates drawn from the best subset of a tree of one layer of subsets
+  std::optional<int64_t> balance_every = std::nullopt; ///< steps; none: 100, more for large trees; 0: never
+  bool sparse_grad = true;
+};
+
+/// The beam tree (CANE paper, Algorithm 2): CANE in train(), whose candidates a beam search finds; in eval() the exact loss over all paths.
+class BeamTreeLossImpl : public TreeLossImpl {
+ public:
+  BeamTreeLossImpl(int64_t in_features, LabelTree tree, const BeamTreeOptions& beam, const LossOptions& options = {});
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
+  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target) const;
+  /// Of all classes: [*, N].
+  torch::Tensor scores(const torch::Tensor& input);
+  /// The same scores as a plain table: weight [N, D], and bias [N] or undefined.
+  std::tuple<torch::Tensor, torch::Tensor> class_table() const;
+  torch::Tensor log_prob(const torch::Tensor& input) override;
+  /// What a beam of the larger of k and BeamTreeOptions::beam finds; scores, not normalised.
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
+  /// What a step takes as candidates: [*, D] -> int64 [*, num_candidates], -1 where there are fewer.
+  torch::Tensor candidates(const torch::Tensor& input, std::optional<at::Generator> generator = std::nullopt) const;
+  /// Moves what the children of a node have in common to the edge above it. No score changes; the beam finds more. A loss that waits for its
+  /// backward pass keeps its gradient: it depends on sums along whole paths alone.
+  void balance();
+
+  samplers::ComplementSampler noise{nullptr};
+  torch::Tensor steps; ///< of training
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())})
+
+ private:
+  void count_step();
+
+  SampledSoftmaxOptions step_;
+  BeamOptions beam_;
+  std::optional<int64_t> balance_every_; ///< as it was given
+};
+TORCH_MODULE(BeamTreeLoss);
+
+} // namespace nn
+} // namespace xsoftmax
