@@ -5,6 +5,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -29,22 +32,52 @@ LinearLayerView linear_layer_view(const char* op, int64_t parents, int64_t featu
 
 constexpr int64_t kMostNarrowChildren = 256; ///< of a parent, where a byte names a child
 
-// linear_layer_train(offsets, columns, values, features, first_child, parent_offsets [P + 1], parent_rows, label_offsets [C + 1], label_rows,
-// label_costs, loss, bias, positive_cost, negative_cost, tolerance, sweeps, threshold, max_weights, seed, initial, progress) -> (chunk, feature,
-// more, child, value, stats float64 [3]): the classifiers of each child over the rows of its parent, as sibling_solver.h has them.
-//
-// parent_rows, label_rows int32: the rows of each parent, and those where a child is right, both rising; a row of a child that is not among
-// its parent's is passed over. label_costs float32, as many as label_rows: what multiplies positive_cost there; or none. bias: the value of
-// a column that every row has; 0: none. Weights nearer to 0 than `threshold` are dropped, then all but the max_weights largest of a label
-// (0: none is). initial: the six parts of a layer for the same children, where to begin (sibling_solver.h); empty: none. progress
-// int64 [3]: what is done, and of how much, in rows times labels, is written there while the op runs; if somebody sets the third number, it
-// stops early with an error. stats: sweeps, labels that did not converge, weights before any was dropped.
+/// The options of linear_layer_train. Numbers are used in float32 and must be finite there.
+struct LinearLayerOptions {
+  std::string loss = "squared_hinge"; ///< "squared_hinge", "hinge" or "logistic": sibling_solver.h
+  double bias = 1;                    ///< the value of a column that every row has; 0: no such column
+  double positive_cost = 1;           ///< C_i of the rows where the child is right, above 0
+  double negative_cost = 1;           ///< C_i of the other rows of its parent, above 0
+  double tolerance = 0.1;             ///< of the projected gradients of a sweep, above 0
+  int64_t sweeps = 100;               ///< over the rows, at most
+  double threshold = 0.1;             ///< weights nearer to 0 are dropped
+  std::optional<int64_t> max_weights; ///< then all but so many of a child, the largest, are dropped; none: no other weight is
+  int64_t seed = 0;                   ///< of the orders in which rows are visited
+
+  template <typename Visitor>
+  void visit(Visitor& v) {
+    v("loss", loss);
+    v("bias", bias);
+    v("positive_cost", positive_cost);
+    v("negative_cost", negative_cost);
+    v("tolerance", tolerance);
+    v("sweeps", sweeps);
+    v("threshold", threshold);
+    v("max_weights", max_weights);
+    v("seed", seed);
+  }
+};
+
+/// linear_layer_train(rows, features, first_child, parents, labels, label_costs, initial, options, progress) -> (chunk, feature, more,
+/// child, value, stats float64 [3]): the classifiers of each child over the rows of its parent, as sibling_solver.h has them. CPU.
+///
+///   rows         offsets, columns and values of n examples, as above
+///   first_child  int64 [P + 1], as in a layer; C children in all
+///   parents      parent_offsets int64 [P + 1], parent_rows int32: the rows of each parent, rising
+///   labels       label_offsets int64 [C + 1], label_rows int32: the rows where each child is right, rising; one that is not among its
+///                parent's is passed over
+///   label_costs  float32, as many as label_rows, at least 0: multiplies positive_cost there; None: 1
+///   initial      the six parts of a layer with this first_child, where to begin (sibling_solver.h); []: at 0
+///   options      LinearLayerOptions as text
+///   progress     int64 [3] or None: what is done, and of how much, in rows times labels, is written there while the op runs. If somebody
+///                sets the third number, the op stops early with a RuntimeError
+///   stats        sweeps, labels that did not converge, weights before any was dropped
+///
+/// Errors: ValueError for sizes, offsets, lists that do not rise, numbers that are not finite, options, and rows whose squares with that of
+/// bias add up to more than 1e18; IndexError for columns and rows out of range; TypeError for dtypes and devices.
 using LinearLayer = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-LinearLayer linear_layer_train(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values, int64_t features,
-                               const at::Tensor& first_child, const at::Tensor& parent_offsets, const at::Tensor& parent_rows,
-                               const at::Tensor& label_offsets, const at::Tensor& label_rows, const OptionalTensor& label_costs, int64_t loss,
-                               double bias, double positive_cost, double negative_cost, double tolerance, int64_t sweeps, double threshold,
-                               int64_t max_weights, int64_t seed, const std::vector<at::Tensor>& initial,
+LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const at::Tensor& first_child, at::TensorList parents,
+                               at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options,
                                const OptionalTensor& progress);
 
 } // namespace xsoftmax

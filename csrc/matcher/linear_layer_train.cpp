@@ -1,6 +1,7 @@
 #include "matcher/linear_layer.h"
 
 #include "core/checks.h"
+#include "core/options.h"
 #include "core/philox.h"
 #include "core/sparse_rows.h"
 #include "matcher/sibling_solver.h"
@@ -16,6 +17,9 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace xsoftmax {
@@ -33,12 +37,13 @@ struct Lists { // of row numbers
   int64_t size(int64_t i) const { return offset[i + 1] - offset[i]; }
 };
 
+/// LinearLayerOptions that have been checked, in the precision of the solver.
 struct Training {
   LinearLoss loss;
   float bias, positive_cost, negative_cost, tolerance;
   int64_t sweeps;
   float threshold;
-  int64_t max_weights;
+  int64_t max_weights; // 0: no limit
   uint64_t seed;
 };
 
@@ -415,18 +420,33 @@ class LayerTrainer {
   std::vector<std::atomic<int64_t>> left_;
 };
 
-/// Of the numbers as training has them, in float.
-void check_options(int64_t loss, double bias, double positive_cost, double negative_cost, double tolerance, int64_t sweeps, double threshold,
-                   int64_t max_weights) {
-  TORCH_CHECK_VALUE(loss >= 0 && loss <= 2, kOp, ": expected loss as 0 (squared hinge), 1 (hinge) or 2 (logistic), got ", loss);
-  TORCH_CHECK_VALUE(std::isfinite(float(bias)), kOp, ": expected bias as a finite number, got ", bias);
-  for (const auto& [name, value] : {std::pair<const char*, double>{"positive_cost", positive_cost}, {"negative_cost", negative_cost},
-                                    {"tolerance", tolerance}}) {
-    TORCH_CHECK_VALUE(float(value) > 0 && std::isfinite(float(value)), kOp, ": expected ", name, " as a finite number above 0, got ", value);
-  }
-  TORCH_CHECK_VALUE(sweeps >= 1, kOp, ": expected sweeps of at least 1, got ", sweeps);
-  TORCH_CHECK_VALUE(threshold >= 0 && std::isfinite(float(threshold)), kOp, ": expected threshold as a finite number of at least 0, got ", threshold);
-  TORCH_CHECK_VALUE(max_weights >= 0, kOp, ": expected max_weights of at least 0, got ", max_weights);
+LinearLoss loss_of(const std::string& name) {
+  const bool hinge = name == "hinge", logistic = name == "logistic";
+  TORCH_CHECK_VALUE(hinge || logistic || name == "squared_hinge", kOp, ": expected loss as squared_hinge, hinge or logistic, got ", name);
+  return hinge ? LinearLoss::Hinge : logistic ? LinearLoss::Logistic : LinearLoss::SquaredHinge;
+}
+
+Training training_of(std::string_view text) {
+  const auto options = parse_options<LinearLayerOptions>(kOp, text);
+  const auto number = [](const char* name, double value, const char* range, auto&& fits) {
+    TORCH_CHECK_VALUE(std::isfinite(float(value)) && fits(float(value)), kOp, ": expected ", name, " as a finite number", range, ", got ",
+                      value);
+    return float(value);
+  };
+  const auto any = [](float) { return true; };
+  const auto positive = [](float value) { return value > 0; };
+  const auto not_negative = [](float value) { return value >= 0; };
+  TORCH_CHECK_VALUE(options.sweeps >= 1, kOp, ": expected sweeps of at least 1, got ", options.sweeps);
+  TORCH_CHECK_VALUE(options.max_weights.value_or(1) >= 1, kOp, ": expected max_weights of at least 1 or none, got ", *options.max_weights);
+  return {.loss = loss_of(options.loss),
+          .bias = number("bias", options.bias, "", any),
+          .positive_cost = number("positive_cost", options.positive_cost, " above 0", positive),
+          .negative_cost = number("negative_cost", options.negative_cost, " above 0", positive),
+          .tolerance = number("tolerance", options.tolerance, " above 0", positive),
+          .sweeps = options.sweeps,
+          .threshold = number("threshold", options.threshold, " of at least 0", not_negative),
+          .max_weights = options.max_weights.value_or(0),
+          .seed = uint64_t(options.seed)};
 }
 
 /// Steps are divided by the square of a row's length, and margins are products of such numbers.
@@ -439,6 +459,82 @@ void check_lengths(const SparseRowsView& examples, float bias) {
     }
     TORCH_CHECK_VALUE(square <= kMost, kOp, ": expected rows whose squares and that of bias add up to ", kMost, " at most, got ", square, " in row ", i);
   }
+}
+
+/// `tensors`, contiguous.
+std::vector<Tensor> parts_of(const char* arg, at::TensorList tensors, size_t size, const char* names) {
+  TORCH_CHECK_VALUE(tensors.size() == size, kOp, ": expected ", arg, " as ", size, " tensors, ", names, ", got ", tensors.size());
+  std::vector<Tensor> parts;
+  for (const Tensor& tensor : tensors) {
+    parts.push_back(tensor.contiguous());
+  }
+  return parts;
+}
+
+/// The tensors of a call that have passed their checks, and what they hold.
+class LayerInput {
+ public:
+  LayerInput(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents, at::TensorList labels,
+             const OptionalTensor& label_costs)
+      : rows_(parts_of("rows", rows, 3, "offsets, columns and values")),
+        parents_(parts_of("parents", parents, 2, "parent_offsets and parent_rows")),
+        labels_(parts_of("labels", labels, 2, "label_offsets and label_rows")),
+        first_child_(first_child.contiguous()) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK_VALUE(features >= 0 && features < kMost, kOp, ": expected features in [0, ", kMost, "), got ", features);
+    examples_ = check::sparse_rows(kOp, rows_[0], rows_[1], rows_[2], features, /*rising=*/true);
+    TORCH_CHECK_VALUE(examples_.count < kMost, kOp, ": expected fewer than ", kMost, " examples, got ", examples_.count);
+    check::dim(kOp, "first_child", first_child_, 1);
+    check::int64(kOp, "first_child", first_child_);
+    check::lists(kOp, "parent_offsets", parents_[0], "parent_rows", parents_[1], examples_.count, /*rising=*/true);
+    check::size(kOp, "parent_offsets", parents_[0], 0, first_child_.size(0), "one for each parent, and one");
+    check::lists(kOp, "label_offsets", labels_[0], "label_rows", labels_[1], examples_.count, /*rising=*/true);
+    check::offsets(kOp, "first_child", first_child_, labels_[0].size(0) - 1);
+    if (given(label_costs)) {
+      costs_ = label_costs->contiguous();
+      check::finite_values(kOp, "label_costs", costs_, labels_[1].size(0));
+      for (const float cost : span_of<float>(costs_)) {
+        TORCH_CHECK_VALUE(cost >= 0, kOp, ": expected label_costs that are finite and not below 0, got ", cost);
+      }
+    }
+  }
+
+  const SparseRowsView& examples() const { return examples_; }
+  Lists parents() const { return lists(parents_); }
+  Lists labels() const { return lists(labels_); }
+  std::span<const int64_t> first_child() const { return span_of<int64_t>(first_child_); }
+  const Tensor& first_child_tensor() const { return first_child_; }
+  /// null: 1 everywhere.
+  const float* costs() const { return costs_.defined() ? costs_.const_data_ptr<float>() : nullptr; }
+
+  /// Of the parent that has the most.
+  int64_t most_children() const {
+    int64_t most = 0;
+    for (int64_t p = 0; p < parents().count; ++p) {
+      most = std::max(most, first_child()[p + 1] - first_child()[p]);
+    }
+    return most;
+  }
+
+ private:
+  static Lists lists(const std::vector<Tensor>& parts) {
+    return {parts[0].size(0) - 1, parts[0].const_data_ptr<int64_t>(), parts[1].const_data_ptr<int32_t>()};
+  }
+
+  std::vector<Tensor> rows_, parents_, labels_;
+  Tensor first_child_, costs_;
+  SparseRowsView examples_;
+};
+
+/// The three numbers, or null.
+int64_t* progress_of(const OptionalTensor& progress) {
+  if (!given(progress)) {
+    return nullptr;
+  }
+  check::dim(kOp, "progress", *progress, 1);
+  check::int64(kOp, "progress", *progress);
+  check::size(kOp, "progress", *progress, 0, 3, "done, total, stop");
+  return progress->mutable_data_ptr<int64_t>();
 }
 
 /// The chunks one after the other. Narrow: a byte for the children and their number.
@@ -471,77 +567,33 @@ LinearLayer lay_out(const std::vector<Chunk>& chunks, const Stats& stats) {
 
 } // namespace
 
-LinearLayer linear_layer_train(const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features, const Tensor& first_child,
-                               const Tensor& parent_offsets, const Tensor& parent_rows, const Tensor& label_offsets, const Tensor& label_rows,
-                               const OptionalTensor& label_costs, int64_t loss, double bias, double positive_cost, double negative_cost,
-                               double tolerance, int64_t sweeps, double threshold, int64_t max_weights, int64_t seed, const std::vector<Tensor>& initial,
+LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents,
+                               at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options,
                                const OptionalTensor& progress) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(features >= 0 && features < kMost, kOp, ": expected features in [0, ", kMost, "), got ", features);
-  const Tensor x_offsets = offsets.contiguous(), x_columns = columns.contiguous(), x_values = values.contiguous();
-  const SparseRowsView examples = check::sparse_rows(kOp, x_offsets, x_columns, x_values, features, /*rising=*/true);
-  const int64_t parents = first_child.numel() - 1;
-  TORCH_CHECK_VALUE(examples.count < kMost, kOp, ": expected fewer than ", kMost, " examples, got ", examples.count);
-  check::dim(kOp, "first_child", first_child, 1);
-  check::int64(kOp, "first_child", first_child);
-  const Tensor p_offsets = parent_offsets.contiguous(), p_rows = parent_rows.contiguous();
-  check::lists(kOp, "parent_offsets", p_offsets, "parent_rows", p_rows, examples.count, /*rising=*/true);
-  check::size(kOp, "parent_offsets", p_offsets, 0, first_child.size(0), "one for each parent, and one");
-  const Tensor l_offsets = label_offsets.contiguous(), l_rows = label_rows.contiguous();
-  check::lists(kOp, "label_offsets", l_offsets, "label_rows", l_rows, examples.count, /*rising=*/true);
-  const Tensor children = first_child.contiguous();
-  check::offsets(kOp, "first_child", children, l_offsets.size(0) - 1);
-  const Tensor l_costs = given(label_costs) ? label_costs->contiguous() : Tensor();
-  if (l_costs.defined()) {
-    check::finite_values(kOp, "label_costs", l_costs, l_rows.size(0));
-    for (const float cost : span_of<float>(l_costs)) {
-      TORCH_CHECK_VALUE(cost >= 0, kOp, ": expected label_costs that are finite and not below 0, got ", cost);
-    }
-  }
-  check_options(loss, bias, positive_cost, negative_cost, tolerance, sweeps, threshold, max_weights);
-  check_lengths(examples, float(bias));
+  const LayerInput input(rows, features, first_child, parents, labels, label_costs);
+  const Training training = training_of(options);
+  check_lengths(input.examples(), training.bias);
 
   std::vector<Tensor> initial_parts;
   std::optional<InitialLayer> begin;
   if (!initial.empty()) {
-    TORCH_CHECK_VALUE(initial.size() == kLinearLayerParts && initial[0].equal(children), kOp,
+    initial_parts = parts_of("initial", initial, kLinearLayerParts, "the parts of a layer");
+    TORCH_CHECK_VALUE(initial_parts[0].equal(input.first_child_tensor()), kOp,
                       ": expected initial as the parts of a layer with this first_child, got another one");
-    for (const Tensor& part : initial) {
-      initial_parts.push_back(part.contiguous());
-    }
-    begin.emplace(linear_layer_view(kOp, parents, features, initial_parts));
-  }
-  int64_t* numbers = nullptr;
-  if (given(progress)) {
-    check::dim(kOp, "progress", *progress, 1);
-    check::int64(kOp, "progress", *progress);
-    check::size(kOp, "progress", *progress, 0, 3, "done, total, stop");
-    numbers = progress->mutable_data_ptr<int64_t>();
+    begin.emplace(linear_layer_view(kOp, input.parents().count, features, initial_parts));
   }
 
-  const int64_t* first = children.const_data_ptr<int64_t>();
-  const auto lists = [](const Tensor& offset, const Tensor& row) {
-    return Lists{offset.size(0) - 1, offset.const_data_ptr<int64_t>(), row.const_data_ptr<int32_t>()};
-  };
-  const Lists of_parents = lists(p_offsets, p_rows), of_labels = lists(l_offsets, l_rows);
-  const Training training{LinearLoss(loss), float(bias), float(positive_cost), float(negative_cost), float(tolerance), sweeps, float(threshold),
-                          max_weights, uint64_t(seed)};
-  int64_t most = 0;
-  for (int64_t p = 0; p < parents; ++p) {
-    most = std::max(most, first[p + 1] - first[p]);
-  }
   Stats stats;
-  LayerTrainer trainer(examples, first, of_parents, of_labels, l_costs.defined() ? l_costs.const_data_ptr<float>() : nullptr, training,
-                       begin.has_value() ? &*begin : nullptr, numbers);
+  const Lists of_parents = input.parents(), of_labels = input.labels();
+  LayerTrainer trainer(input.examples(), input.first_child().data(), of_parents, of_labels, input.costs(), training,
+                       begin.has_value() ? &*begin : nullptr, progress_of(progress));
   const std::vector<Chunk> chunks = trainer.train(stats);
-  return most > kMostNarrowChildren ? lay_out<int32_t>(chunks, stats) : lay_out<uint8_t>(chunks, stats);
+  return input.most_children() > kMostNarrowChildren ? lay_out<int32_t>(chunks, stats) : lay_out<uint8_t>(chunks, stats);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("linear_layer_train(Tensor offsets, Tensor columns, Tensor values, int features, Tensor first_child, Tensor parent_offsets, "
-        "Tensor parent_rows, Tensor label_offsets, Tensor label_rows, Tensor? label_costs, int loss, float bias, float positive_cost, "
-        "float negative_cost, float tolerance, int sweeps, float threshold, int max_weights, int seed, Tensor[] initial, "
-        "Tensor(a!)? progress) -> "
+  m.def("linear_layer_train(Tensor[] rows, int features, Tensor first_child, Tensor[] parents, Tensor[] labels, Tensor? label_costs, "
+        "Tensor[] initial, str options=\"\", Tensor(a!)? progress=None) -> "
         "(Tensor chunk, Tensor feature, Tensor more, Tensor child, Tensor value, Tensor stats)");
 }
 

@@ -7,6 +7,7 @@ from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
 from .diagnose import Diagnosis, diagnose, proposal_log_prob
 from .ensemble import combine_predictions
+from .estimators import CandidateBatch, register_estimator
 from .hierarchical_matcher import HierarchicalMatcher
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
@@ -14,10 +15,11 @@ from .replace import replace_head
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .xr_linear import XRLinear
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BeamTreeLoss",
+    "CandidateBatch",
     "CaneLoss",
     "Diagnosis",
     "HierarchicalMatcher",
@@ -37,6 +39,7 @@ __all__ = [
     "metrics",
     "optim",
     "proposal_log_prob",
+    "register_estimator",
     "replace_head",
     "samplers",
     "use_impl",

@@ -4,6 +4,8 @@ from typing import Optional, Sequence
 
 import numpy as np
 
+from ._checks import check_count
+
 __all__ = ["combine_predictions"]
 
 METHODS = ("average", "rank", "softmax", "round_robin")
@@ -30,8 +32,7 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
             raise ValueError(f"combine_predictions: expected predictions of one shape, got {list(shape)} and {list(part.shape)} at [{i}]")
     if method not in METHODS:
         raise ValueError(f"combine_predictions: expected method as one of {METHODS}, got {method!r}")
-    if topk < 1:
-        raise ValueError(f"combine_predictions: expected topk of at least 1, got {topk}")
+    topk = check_count("combine_predictions", "topk", topk, 1)
     if weights is not None and (method == "round_robin" or len(weights) != len(predictions)):
         raise ValueError(f"combine_predictions: expected weights for {len(predictions)} predictions and a mean, got {len(weights)} and {method!r}")
     shares = np.ones(len(predictions)) if weights is None else np.asarray(weights, float)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ._sparse import checked
-from ._checks import check_count
+from ._checks import check_count, check_reduction
 from .label_tree import LabelTree
-from .losses import _make_linear, _reduction_code, flat_queries
+from .losses import flat_queries, make_linear, settle_before
+from .optim.settle import settle
 
 _TRANSFORMS = {"squared_hinge": "log-l3-hinge", "logistic": "log-sigmoid"}
 
@@ -58,13 +59,24 @@ class HierarchicalMatcher(nn.Module):
             raise ValueError("HierarchicalMatcher: expected a tree of at least 2 nodes, got 1")
         if loss not in _TRANSFORMS:
             raise ValueError(f"HierarchicalMatcher: expected loss as one of {sorted(_TRANSFORMS)}, got {loss!r}")
-        _reduction_code(reduction)
+        check_reduction("HierarchicalMatcher", reduction)
         self.in_features, self.num_classes = in_features, tree.num_classes
         self.loss, self.transform, self.reduction, self.sparse_grad = loss, _TRANSFORMS[loss], reduction, sparse_grad
         self.beam = check_count("HierarchicalMatcher", "beam", beam, 1)
         self.tree = tree.clone().to(device)
-        self.edges = _make_linear(in_features, tree.num_edges, bias, device, dtype)
+        self.edges = make_linear(in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("layer", torch.ones((), dtype=torch.int64, device=device))
+        self.register_state_dict_pre_hook(settle_before)
+
+    def settle(self) -> None:
+        """Applies the steps that a row optimizer owes the rows of edges. `eval()`, `topk`, `predict` and `state_dict` do so by themselves."""
+        settle(self.edges.weight)
+        settle(self.edges.bias)
+
+    def train(self, mode: bool = True) -> "HierarchicalMatcher":
+        if not mode:
+            self.settle()
+        return super().train(mode)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         queries = self._queries(input, target)
@@ -257,6 +269,7 @@ class HierarchicalMatcher(nn.Module):
         width = max(k, self.beam) if beam is None else beam
         if k < 0 or k > self.num_classes or width < k:
             raise ValueError(f"HierarchicalMatcher: expected k in [0, {self.num_classes}] and a beam of at least k, got {k} and {width}")
+        self.settle()
         scores, labels = torch.ops.xsoftmax.beam_search(flat_queries("HierarchicalMatcher", self.in_features, input, None), self.edges.weight,
                                                         self.edges.bias, self.tree.first_child, self.tree.node_class, max(width, 1),
                                                         self.transform)

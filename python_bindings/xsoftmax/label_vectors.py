@@ -15,6 +15,7 @@ from typing import Union
 import numpy as np
 import torch
 
+from ._checks import check_count
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 
 __all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]
@@ -68,6 +69,7 @@ def spectral(Y, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarray:
     from scipy.sparse.linalg import svds
 
     Y = _labels("spectral", Y)
+    dim = check_count("spectral", "dim", dim, None)
     if not 1 <= dim < min(Y.shape) - 1:
         raise ValueError(f"spectral: expected dim in [1, {min(Y.shape) - 1}), got {dim}")
     if Y.nnz == 0:

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._checks import check_count
+
 from .ensemble import ranks
 
 Predictions = Union[Tensor, "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
@@ -88,8 +90,7 @@ def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: flo
         num_examples: n, of all of training.
     """
     counts = torch.as_tensor(counts, dtype=torch.float64)
-    if num_examples < 3:
-        raise ValueError(f"propensity: expected num_examples of at least 3, got {num_examples}")
+    num_examples = check_count("propensity", "num_examples", num_examples, 3)
     if counts.dim() != 1 or not ((counts >= 0) & counts.isfinite()).all():
         raise ValueError(f"propensity: expected counts of shape [N], each at least 0, got shape {list(counts.shape)}")
     c = (math.log(num_examples) - 1) * (b + 1) ** a
@@ -127,11 +128,7 @@ class _Right(NamedTuple):
 def _hits(name: str, predictions: Predictions, truth: Truth, k: int) -> Tuple[Tensor, Tensor, _Right]:
     """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), how many classes are (int64
     [Q]), and what these are."""
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
-        raise TypeError(f"{name}: expected k of type int, got {type(k).__name__}")
-    k = int(k)
-    if k < 1:
-        raise ValueError(f"{name}: expected k >= 1, got {k}")
+    k = check_count(name, "k", k, 1)
     if getattr(predictions, "format", None) == "csr":
         if getattr(truth, "format", None) == "csr" and predictions.shape != truth.shape:
             raise ValueError(f"{name}: expected predictions and truth of one shape, got {list(predictions.shape)} and {list(truth.shape)}")

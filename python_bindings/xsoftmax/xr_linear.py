@@ -15,13 +15,14 @@ from torch import Tensor
 
 from . import label_vectors
 from ._checks import check_count
+from ._options import option_text
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 from .label_tree import LabelTree
 
 Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
 Progress = Callable[[int, int, int, int], None]
 
-_LOSSES = {"squared_hinge": 0, "hinge": 1, "logistic": 2}
+_LOSSES = ("hinge", "logistic", "squared_hinge")
 _NEGATIVES = ("tfn", "man", "user")
 
 
@@ -91,7 +92,7 @@ class XRLinear:
         if X.shape[0] != Y.shape[0]:
             raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
         if loss not in _LOSSES:
-            raise ValueError(f"XRLinear.train: expected loss as one of {sorted(_LOSSES)}, got {loss!r}")
+            raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got {loss!r}")
         if dtype not in (None, torch.float16, torch.float32):
             raise ValueError(f"XRLinear.train: expected dtype as torch.float16, torch.float32 or None, got {dtype}")
         if relevance is not None:
@@ -101,7 +102,7 @@ class XRLinear:
         elif tree.num_classes != Y.shape[1]:
             raise ValueError(f"XRLinear.train: expected a tree of {Y.shape[1]} labels, as Y has, got one of {tree.num_classes}")
         sweeps, beam = check_count("XRLinear.train", "sweeps", sweeps, 1), check_count("XRLinear.train", "beam", beam, 1)
-        most_weights = 0 if max_weights is None else check_count("XRLinear.train", "max_weights", max_weights, 1)
+        max_weights = None if max_weights is None else check_count("XRLinear.train", "max_weights", max_weights, 1)
         layers = _Layers(tree)
         schemes = _schemes(negatives, len(layers.first_child), user_negatives)
         if user_negatives is not None:
@@ -109,7 +110,9 @@ class XRLinear:
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
         rows = sparse_tensors(X)
         begin = [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1])
-        seed = int(torch.randint(0, 2**63 - 1, (), generator=generator))
+        options = option_text(loss=loss, bias=bias, positive_cost=positive_cost, negative_cost=negative_cost, tolerance=tolerance,
+                              sweeps=sweeps, threshold=threshold, max_weights=max_weights,
+                              seed=int(torch.randint(0, 2**63 - 1, (), generator=generator)))
 
         parts: List[List[Tensor]] = []
         stats = []
@@ -129,8 +132,7 @@ class XRLinear:
                 *lists, costs = layers.lists(depth, Y, relevance)
                 matched = time.perf_counter()
                 *made, figures = watch.run(depth, lambda progress: torch.ops.xsoftmax.linear_layer_train(
-                    *rows, X.shape[1], layers.first_child[depth], *parents, *lists, costs, _LOSSES[loss], bias, positive_cost, negative_cost,
-                    tolerance, sweeps, threshold, most_weights, seed, begin[depth], progress))
+                    rows, X.shape[1], layers.first_child[depth], parents, lists, costs, begin[depth], options, progress))
                 made[-1] = _narrow(made[-1], dtype)
                 parts.append([layers.first_child[depth], *made])
                 children, (swept, unconverged, before) = len(lists[0]) - 1, figures.tolist()
