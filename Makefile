@@ -2,13 +2,15 @@
 # they need: a virtual environment in .venv with torch, and for the tests GoogleTest from the distribution. Targets are incremental.
 #
 #   make build       the package, installed into .venv
-#   make test        Python tests; C++ tests, then again with AddressSanitizer and UBSan; a C++ project on the installed package
+#   make test        Python tests, C++ tests, and a C++ project on the installed package (8 minutes on two cores, the build included)
+#   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
 #   make cuda-check  compiles and links the CUDA kernels; needs no GPU
 #   make clean       removes all that make made
 #
-# Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS, PYTEST_ARGS, and those of .ci/cuda_check.
+# Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test processes at once), PYTEST_ARGS, and
+# those of .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -21,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python test-cpp test-sanitize test-consumer demo bench cuda-check clean gtest
+.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check clean gtest python-headers
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -56,7 +58,7 @@ $(STAMPS):
 $(READY): pyproject.toml | $(STAMPS)
 	$(PYTHON) -m venv $(VENV) || { $(APT) update && $(APT) install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
 	python -m pip install -q "$(TORCH)"
-	python -m pip install -q "setuptools>=77" wheel ninja cmake numpy scipy "scikit-learn>=1.6" pytest hypothesis matplotlib tqdm
+	python -m pip install -q "setuptools>=77" wheel ninja cmake numpy scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
 	touch $@
 
 $(INSTALLED): $(READY) $(SOURCES)
@@ -65,24 +67,36 @@ $(INSTALLED): $(READY) $(SOURCES)
 
 # ---------------------------------------------------------------------------------------------------------------------------- tests
 
-test: test-python test-cpp test-sanitize test-consumer
+test: test-python test-cpp test-consumer
 
-test-python: $(INSTALLED)
-	python -m pytest tests/python $(PYTEST_ARGS)
+# The tests of a file share what they set up, so a file stays in one process.
+test-python: $(INSTALLED) exchange | python-headers
+	python -m pytest tests/python -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# The C++ programs that Python tests compare with.
+exchange: $(INSTALLED) | gtest
+	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
+	cmake --build build/package --target loss_exchange optim_exchange
+
+# What the C++ that torch.compile writes includes.
+python-headers: $(READY)
+	test -f "$$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+	  || { $(APT) update && $(APT) install -y python3-dev; }
 
 gtest:
 	test -f /usr/include/gtest/gtest.h || { $(APT) update && $(APT) install -y libgtest-dev; }
 
+# One process for all tests: a process a test, as ctest has it, spends nearly all its time on loading torch.
 test-cpp: $(INSTALLED) | gtest
 	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
 	cmake --build build/package
-	ctest --test-dir build/package --output-on-failure
+	build/package/tests/cpp/xsoftmax_tests --gtest_brief=1
 
-test-sanitize: $(READY) | gtest
+sanitize: $(READY) | gtest
 	cmake -S . -B build/sanitize -DXSOFTMAX_TESTS=ON -DXSOFTMAX_SANITIZE=ON -DCMAKE_CXX_FLAGS_RELEASE=-O1 \
 	  -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX)" >build/sanitize.log || { cat build/sanitize.log; exit 1; }
 	cmake --build build/sanitize
-	ctest --test-dir build/sanitize --output-on-failure
+	build/sanitize/tests/cpp/xsoftmax_tests --gtest_brief=1
 
 test-consumer: $(INSTALLED)
 	cmake -S tests/consumer -B build/consumer -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/consumer.log \

@@ -2,13 +2,13 @@
 set(XSOFTMAX_SOURCES
   csrc/clusters/kmeans.cpp
   csrc/clusters/nearest.cpp
-  csrc/core/bump_versions.cpp
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
   csrc/core/matmul.cpp
   csrc/core/memory.cpp
+  csrc/core/options.cpp
   csrc/core/philox.cpp
   csrc/core/row_groups.cpp
   csrc/core/scale_gradient.cpp
@@ -16,6 +16,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/candidate_set.cpp
+  csrc/losses/candidates.cpp
   csrc/losses/cane_module.cpp
   csrc/losses/class_blocks.cpp
   csrc/losses/estimators.cpp
@@ -26,6 +27,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/linear_topk.cpp
   csrc/losses/linear_topk_cpu.cpp
   csrc/losses/modules.cpp
+  csrc/losses/reduction.cpp
   csrc/losses/sampled_softmax_loss.cpp
   csrc/matcher/linear_beam.cpp
   csrc/matcher/linear_layer.cpp
@@ -37,6 +39,7 @@ set(XSOFTMAX_SOURCES
   csrc/matcher/xr_linear_file.cpp
   csrc/optim/clip_grad.cpp
   csrc/optim/optimizers.cpp
+  csrc/optim/owed_steps.cpp
   csrc/optim/row_adagrad.cpp
   csrc/optim/row_adagrad_cpu.cpp
   csrc/optim/row_adam.cpp
@@ -45,18 +48,23 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_norm_cpu.cpp
   csrc/optim/row_sgd.cpp
   csrc/optim/row_sgd_cpu.cpp
+  csrc/optim/row_step.cpp
   csrc/optim/row_update.cpp
+  csrc/optim/settle.cpp
   csrc/samplers/adaptive.cpp
   csrc/samplers/adaptive_modules.cpp
   csrc/samplers/alias_sample.cpp
   csrc/samplers/alias_sample_cpu.cpp
   csrc/samplers/complement_module.cpp
+  csrc/samplers/complement_sample.cpp
+  csrc/samplers/in_batch_sample.cpp
   csrc/samplers/kernel_sample.cpp
   csrc/samplers/kernel_sample_cpu.cpp
   csrc/samplers/log_uniform_sample.cpp
   csrc/samplers/log_uniform_sample_cpu.cpp
   csrc/samplers/lsh_sample.cpp
   csrc/samplers/lsh_sample_cpu.cpp
+  csrc/samplers/merge_log_counts.cpp
   csrc/samplers/midx_codebook_loss.cpp
   csrc/samplers/midx_exact.cpp
   csrc/samplers/midx_index.cpp
@@ -65,8 +73,11 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/midx_refresh.cpp
   csrc/samplers/midx_sample.cpp
   csrc/samplers/midx_sample_cpu.cpp
-  csrc/samplers/modules.cpp
+  csrc/samplers/midx_study_module.cpp
+  csrc/samplers/sampler.cpp
   csrc/samplers/sampling.cpp
+  csrc/samplers/static_module.cpp
+  csrc/samplers/static_sample.cpp
   csrc/samplers/systematic_sample.cpp
   csrc/samplers/systematic_sample_cpu.cpp
   csrc/samplers/table_log_prob.cpp
@@ -90,9 +101,12 @@ set(XSOFTMAX_SOURCES
   csrc/trees/label_tree_clusters.cpp
   csrc/trees/label_tree_module.cpp
   csrc/trees/label_tree_order.cpp
+  csrc/trees/label_tree_vectors.cpp
   csrc/trees/modules.cpp
+  csrc/trees/tree_losses.cpp
   csrc/trees/tree_scores.cpp
   csrc/trees/tree_scores_cpu.cpp
+  csrc/core/guards.cpp # last: it goes over the operators that the files above it have registered
 )
 
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).

@@ -4,6 +4,9 @@
 #include <torch/torch.h>
 #include <xsoftmax/xsoftmax.h>
 
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 
@@ -22,8 +25,8 @@ namespace samplers = xsoftmax::samplers;
 
 constexpr int64_t kWidth = 6, kClasses = 40;
 
-template <typename Module>
-void roundtrip(const Module& from, Module& to) {
+template <typename From, typename To>
+void roundtrip(const From& from, To& to) {
   std::stringstream stream;
   torch::save(from, stream);
   torch::load(to, stream);
@@ -40,7 +43,8 @@ class Trees : public testing::Test {
 
 TEST_F(Trees, EveryMakerGivesAWholeTree) {
   const Tensor counts = torch::arange(1, kClasses + 1);
-  const std::vector<LabelTree> trees{tree, LabelTree::random(kClasses, 4), LabelTree::from_vectors(torch::randn({kClasses, 5}), 4),
+  const std::vector<LabelTree> trees{tree, LabelTree::random(kClasses, 4), LabelTree::from_vectors(torch::randn({kClasses, 5}), {.arity = 4}),
+                                     LabelTree::from_vectors(torch::randn({kClasses, 5}), {.arity = 4, .max_leaf_size = 3}), LabelTree::balanced(kClasses),
                                      LabelTree::from_frequencies(counts, 6), LabelTree::huffman(counts),
                                      LabelTree::from_parents(torch::cat({torch::tensor({-1}), torch::zeros({kClasses}, torch::kLong)}))};
   for (const auto& some : trees) {
@@ -55,6 +59,9 @@ TEST_F(Trees, EveryMakerGivesAWholeTree) {
     EXPECT_TRUE(torch::equal(std::get<0>(path.max(1)), some->class_node)); // breadth-first: the leaf is the last
     EXPECT_TRUE(some->parent.index_select(0, path.select(1, 0)).eq(0).all().item<bool>());
   }
+  EXPECT_EQ(LabelTree::from_vectors(torch::randn({kClasses, 5}), {.arity = 4, .max_leaf_size = 10})->layer_sizes, (std::vector<int64_t>{4, kClasses}));
+  EXPECT_EQ(tree->arity(), 3);
+  EXPECT_THROW(LabelTree::from_vectors(torch::randn({4, 5}), {.max_leaf_size = -1}), c10::ValueError);
   EXPECT_THROW(LabelTree::from_parents(torch::tensor({-1, -1})), c10::ValueError);
   EXPECT_THROW(LabelTree::balanced(torch::tensor({0, 0})), c10::ValueError);
 }
@@ -111,7 +118,7 @@ TEST_F(Trees, BalanceChangesNoScore) {
 TEST_F(Trees, TheBeamTreeLearns) {
   for (const bool routed : {false, true}) {
     torch::manual_seed(1);
-    const auto unigram = samplers::UnigramSampler(torch::arange(1, kClasses + 1)).ptr();
+    const auto unigram = samplers::UnigramSampler(torch::arange(1, kClasses + 1), 8, 0.75, samplers::DrawOptions{.shared = false}).ptr();
     BeamTreeLoss loss(kWidth, routed ? LabelTree::from_frequencies(torch::ones({kClasses}), 5) : tree,
                       BeamTreeOptions{.num_candidates = 6, .num_noises = 2, .noise_sampler = unigram, .noise_reduction = "log_of_mean", .routed = routed});
     const Tensor x = 2 * torch::randn({kClasses, kWidth}), y = torch::arange(kClasses);
@@ -134,23 +141,53 @@ TEST_F(Trees, TheBeamTreeLearns) {
   }
 }
 
-TEST_F(Trees, NoiseIsOutside) {
-  const std::vector<std::shared_ptr<samplers::SamplerImpl>> given{samplers::UnigramSampler(torch::arange(1, kClasses + 1)).ptr(),
-                                                                  samplers::UniformSampler(kClasses).ptr()};
-  const Tensor inside = torch::tensor({{39, 38, -1}, {0, 5, 7}});
-  for (const auto& sampler : given) {
-    const samplers::ComplementSampler complement(sampler);
-    const auto drawn = complement.sample(torch::zeros({2, 1}), 500, inside, torch::tensor({3, 4}));
-    EXPECT_TRUE(drawn.ids.unsqueeze(2).ne(inside.unsqueeze(1)).all().item<bool>());
-    double sum = 0;
-    for (int64_t i = 0; i < kClasses; ++i) {
-      if (i != 0 && i != 5 && i != 7) {
-        sum += complement.sample(torch::zeros({2, 1}), 1, inside, torch::tensor({i, i})).target_log_count[1].exp().item<double>();
+TEST_F(Trees, NamesOfStateAreThoseOfPython) { // tests/python/test_beam_tree.py has the same list
+  BeamTreeLoss beam(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .num_noises = 1},
+                    LossOptions{.bias = true, .weight = torch::ones({kClasses})});
+  std::vector<std::string> names = beam->named_parameters().keys(), buffers = beam->named_buffers().keys();
+  names.insert(names.end(), buffers.begin(), buffers.end());
+  std::sort(names.begin(), names.end());
+  EXPECT_EQ(names, (std::vector<std::string>{"edges.bias", "edges.weight", "steps", "tree.class_node", "tree.first_child", "tree.node_class",
+                                             "tree.parent", "weight"}));
+  HierarchicalSoftmaxLoss hierarchical(kWidth, tree, LossOptions{.bias = true, .weight = torch::ones({kClasses})});
+  roundtrip(beam, hierarchical); // losses over one tree share their checkpoints
+  EXPECT_TRUE(torch::equal(hierarchical->edges->weight, beam->edges->weight));
+  hierarchical->edges->weight.detach().zero_();
+  roundtrip(hierarchical, beam);
+  EXPECT_TRUE(torch::equal(hierarchical->edges->weight, beam->edges->weight));
+}
+
+TEST_F(Trees, AnErrorChangesNothingAndIgnoredQueriesChangeNothingForTheOthers) {
+  BeamTreeLoss loss(kWidth, tree, BeamTreeOptions{.num_candidates = 3, .num_noises = 2, .balance_every = 2});
+  auto generator = at::detail::createCPUGenerator(3);
+  const Tensor state = generator.get_state(), before = loss->edges->weight.detach().clone();
+  EXPECT_THROW(loss->forward(input, target.clone().fill_(40), generator), c10::IndexError);
+  EXPECT_THROW(loss->forward(input.to(torch::kDouble), target, generator), c10::TypeError);
+  EXPECT_EQ(loss->steps.item<int64_t>(), 0);
+  EXPECT_TRUE(torch::equal(generator.get_state(), state));
+  const Tensor value = loss->forward(input, target, generator);
+  generator.set_state(state);
+  input[3].fill_(NAN);
+  loss->steps.zero_();
+  EXPECT_TRUE(torch::equal(loss->forward(input, target, generator), value));
+}
+
+TEST_F(Trees, BalanceSettlesWhatRowsOwe) {
+  const auto run = [&](int64_t every) {
+    torch::manual_seed(3);
+    BeamTreeLoss loss(kWidth, tree, BeamTreeOptions{.num_candidates = 3, .num_noises = 1, .balance_every = 0});
+    xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.01).weight_decay(0.5));
+    for (int64_t step = 0; step < 20; ++step) { // gradients that do not depend on the edges
+      const Tensor rows = torch::randperm(tree->num_edges()).slice(0, 0, 5).unsqueeze(0);
+      loss->edges->weight.mutable_grad() = torch::sparse_coo_tensor(rows, torch::randn({5, kWidth}), loss->edges->weight.sizes());
+      optimizer.step();
+      if (every > 0 && step % every == 0) {
+        loss->balance();
       }
     }
-    EXPECT_NEAR(sum, 1.0, 1e-5);
-  }
-  EXPECT_THROW(samplers::ComplementSampler(samplers::UniformSampler(9, samplers::StaticOptions{.distinct = true}).ptr()), c10::ValueError);
+    return loss->scores(input).detach();
+  };
+  EXPECT_TRUE(torch::allclose(run(3), run(0), 1e-4, 1e-5));
 }
 
 TEST_F(Trees, CaneWithAllClassesIsExactAndLearnsWithFew) {
@@ -159,9 +196,9 @@ TEST_F(Trees, CaneWithAllClassesIsExactAndLearnsWithFew) {
   CaneLoss told(kWidth, kClasses, CaneOptions{});
   EXPECT_TRUE(torch::allclose(told->forward(input, target, torch::arange(kClasses)), told->exact(input, target)));
   const Tensor x = 2 * torch::randn({kClasses, kWidth}), y = torch::arange(kClasses);
-  const auto midx = samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.codewords = 4, .distinct = true}).ptr();
+  const auto midx = samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.num_samples = 5, .codewords = 4, .distinct = true}).ptr();
   for (const CaneOptions& options : {CaneOptions{.candidates = torch::arange(8)},
-                                     CaneOptions{.candidate_sampler = midx, .num_candidates = 5, .num_noises = 2}}) {
+                                     CaneOptions{.candidate_sampler = midx, .num_noises = 2}}) {
     CaneLoss loss(kWidth, kClasses, options);
     const double first = loss->exact(x, y).item<double>();
     xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
@@ -193,23 +230,21 @@ TEST_F(Trees, LossesOverTreesChangeTheirDtypeAndKeepTheirTree) {
 
 TEST_F(Trees, BadArguments) {
   EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidates = torch::zeros({0}, torch::kLong)}), c10::ValueError);
-  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidate_sampler = samplers::UniformSampler(kClasses).ptr()}), c10::ValueError);
+  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidates = torch::tensor({1, 40})}), c10::IndexError);
   CaneLoss told(kWidth, kClasses, CaneOptions{});
+  EXPECT_THROW(told->forward(input, target), c10::ValueError);
   EXPECT_THROW(told->forward(input, target, torch::tensor({1, 40})), c10::IndexError);
   EXPECT_THROW(told->forward(input, target, torch::zeros({2, 1, 3}, torch::kLong)), c10::ValueError);
   BeamTreeLoss beam(kWidth, tree, BeamTreeOptions{.num_candidates = 2});
   EXPECT_THROW(beam->topk(input, -1), c10::ValueError);
   EXPECT_THROW(HierarchicalSoftmaxLoss(kWidth, tree)->topk(input, kClasses + 1), c10::ValueError);
   EXPECT_THROW(beam->forward(input, target.clone().fill_(40)), c10::IndexError);
-  const xsoftmax::nn::SamplingOptions no_noise{.num_samples = 3, .shared = true, .estimator = "cane", .head_classes = 4};
-  EXPECT_THROW(xsoftmax::nn::SampledSoftmaxLoss(kWidth, kClasses, samplers::UniformSampler(kClasses).ptr(), no_noise), c10::ValueError);
   EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 0}), c10::ValueError);
   EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .noise_reduction = "mean"}), c10::ValueError);
   EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .routed = true}), c10::ValueError);
+  const auto midx = samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.codewords = 4}).ptr();
+  EXPECT_THROW(BeamTreeLoss(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .num_noises = 1, .noise_sampler = midx}), c10::ValueError);
   EXPECT_THROW(HierarchicalSoftmaxLoss(kWidth, tree, LossOptions{.label_smoothing = 0.1}), c10::ValueError);
-  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{})->forward(input, target), c10::ValueError);
-  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidates = torch::tensor({1, 40})}), c10::IndexError);
-  EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.num_candidates = 3}), c10::ValueError);
   HierarchicalSoftmaxLoss loss(kWidth, tree);
   EXPECT_THROW(loss->forward(input, target.clone().fill_(40)), c10::IndexError);
   EXPECT_THROW(loss->forward(input, target.slice(0, 1)), c10::ValueError);

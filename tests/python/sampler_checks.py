@@ -1,10 +1,30 @@
 """What the tests of samplers share."""
 
+import copy
 import io
+import math
 
 import pytest
 import torch
 from scipy import stats
+
+from xsoftmax._options import option_text
+
+
+def changed(sampler, **options):
+    """A sampler with the same index that follows the class table, and other options."""
+    other = copy.deepcopy(sampler)
+    given = dict(option.split("=") for option in sampler.options.split(","))
+    other.options = option_text(**(given | options))
+    for name, value in options.items():
+        if hasattr(other, name):
+            setattr(other, name, value)
+    return other
+
+
+def log_prob(sampler, queries, ids):
+    """log q of independent draws."""
+    return sampler.log_count(queries, ids) - math.log(sampler.num_samples)
 
 
 def chi_square(counts, expected):

@@ -134,17 +134,10 @@ def test_shapes(impl):
 
 
 @pytest.mark.parametrize("Q", [60, 300])
-def test_threads(Q):
+def test_threads_give_the_same_bits(same_for_any_threads, Q):
     tree = LabelTree.balanced(5000, 10)
     args = edge_problem(tree, Q=Q, D=16, dtype=torch.float32)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            results.append(search(*args, tree, 7))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+    same_for_any_threads(lambda: search(*args, tree, 7))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,7 +12,7 @@ from sampler_checks import check_scripted_compiled_and_saved
 from score_checks import assert_same_gradients
 from tree_checks import TREES
 from xsoftmax import BeamTreeLoss, LabelTree
-from xsoftmax.samplers import ComplementSampler, MidxSampler, StaticSampler, UniformSampler
+from xsoftmax.samplers import ComplementSampler, StaticSampler, UniformSampler
 
 
 def make_tree_loss(tree=None, D=5, dtype=torch.float64, **kwargs):
@@ -32,11 +32,11 @@ def test_beam_tree_equals_the_formula(monkeypatch, tree, noise, bias, noise_redu
     routed = tree == "routed"
     tree = TREES["equal mass" if routed else tree]
     N, Q = tree.num_classes, 40
-    sampler = UniformSampler(N) if noise == "uniform" else StaticSampler(torch.arange(1, N + 1).double())
+    sampler = noise if noise == "uniform" else StaticSampler(torch.arange(1, N + 1).double(), 12, shared=False)
     loss = make_tree_loss(tree, num_candidates=12, noise_sampler=sampler, noise_reduction=noise_reduction, bias=bias, reduction="none",
                           routed=routed)
-    draws, sample = [], ComplementSampler.sample
-    monkeypatch.setattr(ComplementSampler, "sample", lambda *args: draws.append((args[3], sample(*args))) or draws[-1][1])
+    draws, sample = [], ComplementSampler.sample_outside
+    monkeypatch.setattr(ComplementSampler, "sample_outside", lambda *args: draws.append((args[2], sample(*args))) or draws[-1][1])
     input = torch.randn(Q, 5, dtype=torch.float64, requires_grad=True)
     target = torch.where(torch.rand(Q) < 0.5, loss.predict(input), torch.randint(N, (Q,)))  # often among the candidates
     torch.manual_seed(4)
@@ -83,7 +83,7 @@ def test_routed_candidates():
 
 def test_beam_as_wide_as_the_tree_is_the_exact_loss():
     loss = make_tree_loss(num_candidates=100)
-    assert loss.num_candidates == 40 and loss.num_noises == 0
+    assert loss.num_candidates == 40 and loss.num_noises == 0 == make_tree_loss(num_candidates=40, noise_sampler="log_uniform").num_noises
     input, target = torch.randn(6, 5, dtype=torch.float64), torch.randint(40, (6,))
     torch.testing.assert_close(loss(input, target), F.cross_entropy(loss.scores(input), target))
     torch.testing.assert_close(loss.eval()(input, target), loss.exact(input, target))
@@ -310,6 +310,17 @@ def test_opcheck_of_what_the_module_does():
     torch.library.opcheck(ops.tree_balance_.default, (torch.randn(E, 5), tree.first_child, tree.layer_sizes))
     torch.library.opcheck(ops.tree_routed_candidates.default, (seed, torch.randn(6, 7), tree.first_child, tree.node_class, 5))
     torch.library.opcheck(ops.label_tree_nodes.default, (tree.class_node, torch.tensor([3, -100, 98]), -100))
+    torch.library.opcheck(ops.label_tree_path.default, (tree.class_node, tree.parent, torch.tensor([3, 98]), tree.depth))
+    edges = [torch.randn(3, 2, 5, requires_grad=True), torch.randn(E, 5, requires_grad=True), torch.randn(E, requires_grad=True)]
+    target, tables = torch.tensor([[3, 8], [-100, 5], [0, 98]]), tree.tables()
+    torch.library.opcheck(ops.tree_queries.default, (edges[0], target, *edges[1:], tables, -100))
+    torch.library.opcheck(ops.hierarchical_softmax_loss.default, (*edges, target, tables, tree.layer_sizes, tree.group_sizes, None, ""))
+    torch.library.opcheck(ops.tree_cross_entropy.default, (*edges, target, tables, tree.layer_sizes, torch.ones(99), "reduction=sum"))
+    for routed in ("True", "False"):
+        torch.library.opcheck(ops.beam_tree_candidates.default, (seed, edges[0].flatten(0, 1), *edges[1:], tables, tree.layer_sizes,
+                                                                 f"num_candidates=3,beam=4,routed={routed}"))
+    sets = [torch.randint(99, (6, 3)), torch.randint(99, (6, 2))], [torch.zeros(6, 3), torch.ones(6, 2)], [None, torch.ones(6)], [True, False]
+    torch.library.opcheck(ops.beam_tree_loss.default, (*edges, target, tables, tree.layer_sizes, *sets, None, "estimator=cane"))
     for op in (ops.tree_class_scores, ops.hierarchical_log_prob):
         torch.library.opcheck(op.default, (torch.randn(6, E, requires_grad=True), tree.parent, tree.class_node, tree.layer_sizes))
 
@@ -349,15 +360,100 @@ def test_beam_tree_learns():
     assert (loss.predict(test) == classes).float().mean() > 0.9
 
 
-def test_ignored_queries_take_no_part():
-    loss = make_tree_loss(TREES["balanced"])
-    input, target = torch.randn(5, 5, dtype=torch.float64), torch.tensor([3, -100, 7, -100, 9])
-    input[1] = math.inf
-    input.requires_grad_()
-    loss(input, target).backward()
-    assert input.grad[1::2].eq(0).all() and input.grad[::2].ne(0).any(1).all()
-    assert loss.edges.weight.grad.to_dense().isfinite().all()
-    assert loss(input, torch.full((5,), -100)).isnan()
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_ignored_queries_change_nothing_for_the_others(impl, routed, reduction):
+    """Whatever they hold, the loss and all gradients are the same."""
+    results, target = [], torch.tensor([3, -100, 7, -100, 9])
+    for held in (0.0, 1.0, math.inf, math.nan):
+        loss = make_tree_loss(TREES["equal mass"], bias=True, routed=routed, noise_sampler="log_uniform", reduction=reduction)
+        input = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+        input[1::2] = held
+        input.requires_grad_()
+        value = loss(input, target, torch.Generator().manual_seed(3))
+        value.sum().backward()
+        assert input.grad[1::2].eq(0).all() and input.grad[::2].ne(0).any(1).all()
+        results.append((value, input.grad, loss.edges.weight.grad.to_dense(), loss.edges.bias.grad.to_dense()))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+    if reduction == "mean":
+        input.grad = loss.edges.weight.grad = None
+        nothing = loss(input, torch.full((5,), -100))
+        nothing.backward()
+        assert nothing.isnan() and input.grad.eq(0).all() and loss.edges.weight.grad.to_dense().eq(0).all()
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_an_error_changes_nothing(routed):
+    """No step is counted, no edge is balanced, no number is drawn."""
+    loss = make_tree_loss(TREES["equal mass"], routed=routed, balance_every=1)
+    before, generator = loss.edges.weight.detach().clone(), torch.Generator().manual_seed(1)
+    state = generator.get_state()
+    input, target = torch.randn(2, 5, dtype=torch.float64), torch.tensor([1, 2])
+    for wrong in ((input, torch.tensor([1, 99])), (input, torch.tensor([1, -1])), (input, target.float()), (input, target[:1]),
+                  (input.float(), target), (input[:, :3], target)):
+        with pytest.raises((ValueError, TypeError, IndexError), match="expected"):
+            loss(*wrong, generator)
+        assert loss.steps == 0 and torch.equal(loss.edges.weight, before) and torch.equal(generator.get_state(), state)
+    loss(input, target, generator)
+    assert loss.steps == 1 and not torch.equal(loss.edges.weight, before) and not torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_balance_settles_what_rows_owe(optimizer, weight_decay):
+    """Balancing, flushing, evaluating and saving, in any order between steps of given gradients, leave the scores that flush() ends with: decay is
+    one factor for all rows that owe nothing, and what moves a row does not depend on where it is."""
+    def run(*between):
+        torch.manual_seed(0)
+        loss = BeamTreeLoss(5, LabelTree.balanced(40, 3), num_candidates=3, num_noises=2, bias=True, balance_every=0, dtype=torch.float64)
+        make = {"adam": lambda p: xs.optim.RowAdam(p, lr=0.01, weight_decay=weight_decay),
+                "sgd": lambda p: xs.optim.RowSGD(p, lr=0.01, momentum=0.9, weight_decay=weight_decay)}[optimizer]
+        rows = make(loss.parameters())
+        for step in range(30):
+            touched = torch.randperm(loss.tree.num_edges)[:6].sort().values[None]
+            for table in loss.edges.parameters():
+                table.grad = torch.sparse_coo_tensor(touched, torch.randn(6, *table.shape[1:], dtype=torch.float64), table.shape)
+            rows.step()
+            {"balance": loss.balance, "flush": rows.flush, "eval": loss.eval, "save": loss.state_dict, "nothing": int,
+             "topk": lambda: loss.topk(torch.ones(1, 5).double(), 2)}[between[step % len(between)]]()
+        rows.flush()
+        return loss.scores(torch.eye(5, dtype=torch.float64))
+
+    want = run("nothing")
+    for between in (("balance",), ("save",), ("nothing", "balance"), ("balance", "nothing", "flush", "nothing", "topk", "save", "balance", "eval")):
+        torch.testing.assert_close(run(*between), want, rtol=1e-9, atol=1e-9)
+
+
+def test_what_reads_all_edges_settles_them():
+    loss = BeamTreeLoss(5, LabelTree.balanced(40, 3), num_candidates=3, num_noises=2)
+    hierarchical = xs.HierarchicalSoftmaxLoss(5, LabelTree.balanced(40, 3))
+    input, target = torch.randn(4, 5), torch.tensor([1, 1, 2, 39])
+    both = [(loss, name) for name in ("scores", "exact", "topk", "predict", "log_prob", "class_table", "balance", "eval", "state_dict")]
+    for module, name in both + [(hierarchical, name) for name in ("exact", "topk", "predict", "log_prob", "eval", "state_dict")]:
+        optimizer = xs.optim.RowAdam(module.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module.train()(input[:1], target[:1]).backward()
+            optimizer.step()
+            module(input[1:2] * 0, target[3:]).backward()
+        before = module.edges.weight.detach().clone()
+        arguments = {"exact": (input, target), "topk": (input, 2), "class_table": (), "balance": (), "eval": (), "state_dict": ()}.get(name, (input,))
+        getattr(module, name)(*arguments)
+        got = module.edges.weight.detach().clone()
+        assert not torch.equal(got, before), name
+        optimizer.flush()
+        assert torch.equal(module.edges.weight, got), name
+
+
+def test_names_of_state():
+    """Those of tests/cpp/test_trees.cpp: checkpoints go both ways."""
+    loss = BeamTreeLoss(5, LabelTree.balanced(9, 3), num_candidates=2, num_noises=1, noise_sampler="log_uniform", bias=True, weight=torch.ones(9))
+    assert sorted(loss.state_dict()) == ["edges.bias", "edges.weight", "steps", "tree.class_node", "tree.first_child", "tree.node_class",
+                                         "tree.parent", "weight"]
+    assert [name for name, _ in loss.named_children()] == ["tree", "edges", "noise"]
+    hierarchical = xs.HierarchicalSoftmaxLoss(5, LabelTree.balanced(9, 3))
+    assert sorted(hierarchical.state_dict()) == ["edges.weight", "tree.class_node", "tree.first_child", "tree.node_class", "tree.parent"]
 
 
 @pytest.mark.parametrize("routed", [False, True])
@@ -413,7 +509,7 @@ def routed_from(first_child):
 
 
 BAD = [
-    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler=MidxSampler(200, 5)), ValueError,
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler="midx"), ValueError,
      "BeamTreeLoss: expected a noise_sampler that follows no class table, which a tree has none of, got MidxSampler"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1).topk(torch.zeros(2, 5), -1), ValueError, r"expected k in \[0, 200\], got -1"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1).topk(torch.zeros(2, 5), 201), ValueError, r"expected k in \[0, 200\]"),
@@ -421,9 +517,11 @@ BAD = [
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1, balance_every=-1), ValueError, "expected balance_every of at least 0, got -1"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1.5), TypeError, "BeamTreeLoss: expected num_noises of type int, got float"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=5, num_noises=1, routed=True), ValueError, "expected a tree of one layer of subsets"),
-    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler="midx"), ValueError,
-     "BeamTreeLoss: expected noise_sampler as a module or the name of one that needs nothing more, got 'midx', which needs a class table"),
-    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler=UniformSampler(200, exclude=7)), ValueError,
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=2, noise_sampler=UniformSampler(200, 3, shared=False)), ValueError,
+     "expected a sampler that draws a multiple of num_samples = 2 for each query, got 3"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler=UniformSampler(200, 1)), ValueError,
+     "expected a sampler of private independent draws"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler=UniformSampler(200, 4, shared=False, exclude=torch.arange(7))), ValueError,
      "BeamTreeLoss: expected a noise_sampler that draws every class outside the candidates, got one that never draws 7 of them, such as 0"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, weight=[1.0] * 200), TypeError, "BeamTreeLoss: expected weight as a tensor, got list"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, ignore_index=None), TypeError, "expected ignore_index of type int, got NoneType"),

@@ -2,24 +2,27 @@
 
 import itertools
 import math
+from typing import Optional
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import xsoftmax as xs
+from set_checks import columns, split
 
 ops = torch.ops.xsoftmax
 INF = float("inf")
 TOLERANCE = {torch.float32: dict(rtol=2e-5, atol=2e-6), torch.float64: dict(rtol=1e-12, atol=1e-13)}
 
 
-def candidate_loss(scores, target, private_ids=None, shared_ids=None, **options):
-    return ops.candidate_loss(scores, target, private_ids, shared_ids, **options)
+def candidate_loss(scores, target, **arguments):
+    sets, options = split(arguments)
+    return ops.candidate_loss(scores, target, *sets, options)
 
 
-def candidate_loss_backward(grad, scores, target, private_ids=None, shared_ids=None, **options):
-    return ops.candidate_loss_backward(grad, scores, target, private_ids, shared_ids, **options)
+def candidate_loss_backward(grad, scores, target, **arguments):
+    return ops.estimator_loss_backward(grad, scores, target, *columns(**arguments))
 
 
 def log_sigmoid(x):
@@ -54,34 +57,33 @@ every_estimator = pytest.mark.parametrize("estimator", [*SMOOTHING, *RIVALS, *CA
 
 def cane(estimator, score, target_log_count, candidates, live, target):
     """score: of the target; candidates: all, as in naive."""
-    draws = sum(c[3] for c in candidates)
+    draws = sum(c[3] and c[2] != INF for c in candidates)
     log_draws = math.log(draws) if draws else 0.0
     distinct = [c[1] - c[2] for c in live if not c[3]]
     noise = [c[1] - c[2] + log_draws for c in live if c[3]]
     if any(c[0] == target and not c[3] and c[2] != INF for c in candidates):
         a = torch.logsumexp(torch.stack([score, *distinct]), 0)
         if estimator == "cane":
-            gone = draws - len(noise)
-            logs = [torch.logsumexp(torch.stack([a, m]), 0) for m in noise] + [a] * gone
+            logs = [torch.logsumexp(torch.stack([a, m]), 0) for m in noise]
             return (sum(logs) / draws if draws else a) - score
         return torch.logsumexp(torch.stack([a, *(m - log_draws for m in noise)]), 0) - score
     if estimator == "cane":
         others, count = [], target_log_count - log_draws
     else:  # in the place of the first draw
-        first = next((i for i, c in enumerate(candidates) if c[3]), None)
+        first = next((i for i, c in enumerate(candidates) if c[3] and c[2] != INF), None)
         others, count = [c[1] - c[2] for i, c in enumerate(candidates) if c in live and c[3] and i != first], target_log_count
     own = score - (0.0 if target_log_count == -INF else count)
     return torch.logsumexp(torch.stack([own, *distinct, *others]), 0) - score
 
 
 def naive(scores, target, private_ids=None, shared_ids=None, private_log_count=None, shared_log_count=None, target_log_count=None,
-          estimator="sampled_softmax", remove_accidental_hits=True, fixed_private=0, fixed_shared=0, label_smoothing=0.0):
+          estimator="sampled_softmax", remove_accidental_hits=True, distinct_private=0, distinct_shared=0, label_smoothing=0.0):
     """In double and differentiable; what takes no part is left out, not masked."""
     losses = []
     for q in range(len(target)):
         candidates = []  # id, score, log count, independent
         sets = ((None if private_ids is None else private_ids[q], None if private_log_count is None else private_log_count[q],
-                 fixed_private), (shared_ids, shared_log_count, fixed_shared))
+                 distinct_private), (shared_ids, shared_log_count, distinct_shared))
         for ids, counts, fixed in sets:
             for j in range(0 if ids is None else len(ids)):
                 count = 0.0 if counts is None else counts[j].double().item()
@@ -92,14 +94,16 @@ def naive(scores, target, private_ids=None, shared_ids=None, private_log_count=N
         remove = remove_accidental_hits and estimator != "importance"
         stays = estimator in ("ranking", "nce", *CANE)  # a hit among independent draws
         live = [c for c in candidates if c[2] != INF and not (remove and c[0] == target[q] and not (stays and c[3]))]
-        if estimator == "ranking" and fixed_private + fixed_shared > 0:  # a target outside the fixed sets stands for the first draw
+        if estimator == "ranking" and distinct_private + distinct_shared > 0:  # a target outside the fixed sets stands for the first draw
             covered = any(c[0] == target[q] and c[2] != INF and not c[3] for c in candidates)
-            first = next((c for c in candidates if c[3]), None)
+            first = next((c for c in candidates if c[3] and c[2] != INF), None)
             live = [c for c in live if covered or c is not first]
-        M, m = (sum(c[3] for c in some) for some in (candidates, live))
+        M, m = (sum(c[3] and c[2] != INF for c in part) for part in (candidates, live))
         factor = 0.0
-        if estimator in ("sampled_softmax", "one_vs_each") and remove_accidental_hits and target_log_count is not None and m > 0:
-            factor = math.log((M - math.exp(target_log_count[q].item())) / m)
+        drawn_sets = sum(ids is not None and len(ids) > fixed for ids, _, fixed in sets)  # of several no one q is renormalised
+        if estimator in ("sampled_softmax", "one_vs_each") and remove_accidental_hits and target_log_count is not None and m > 0 and drawn_sets == 1:
+            left = M - math.exp(target_log_count[q].item())
+            factor = math.log(left / m) if left > 0 else -INF
         if estimator in CANE:
             losses.append(cane(estimator, own, target_log_count[q].double(), candidates, live, target[q].item()))
             continue
@@ -172,8 +176,8 @@ def test_equals_the_formula(impl, layout, estimator, remove, dtype):
         variants.append({k: v for k, v in arguments.items() if "count" not in k})
     for variant, fixed, label_smoothing in itertools.product(variants, (0, 2, None), (0.0, 0.2, 1.0) if estimator in SMOOTHING else (0.0,)):
         options = dict(estimator=estimator, remove_accidental_hits=remove, label_smoothing=label_smoothing,
-                       fixed_private=0 if own is None else own.size(1) if fixed is None else fixed,
-                       fixed_shared=0 if shared is None else len(shared) if fixed is None else fixed)
+                       distinct_private=0 if own is None else own.size(1) if fixed is None else fixed,
+                       distinct_shared=0 if shared is None else len(shared) if fixed is None else fixed)
         assert_same(loss_and_gradient(candidate_loss, variant, **options), loss_and_gradient(naive, variant, **options), dtype)
 
 
@@ -185,9 +189,15 @@ def test_equals_the_formula_on_many_queries(impl, estimator):
     arguments = dict(scores=torch.randn(Q, 1 + P + S, generator=g), target=torch.randint(400, (Q,), generator=g),
                      private_ids=torch.randint(400, (Q, P), generator=g), shared_ids=torch.randint(400, (S,), generator=g),
                      private_log_count=torch.randn(Q, P, generator=g), shared_log_count=torch.randn(S, generator=g),
-                     target_log_count=torch.rand(Q, generator=g), fixed_shared=13, estimator=estimator,
+                     target_log_count=torch.rand(Q, generator=g), distinct_shared=13, estimator=estimator,
                      label_smoothing=0.1 if estimator in SMOOTHING else 0.0)
-    assert_same(loss_and_gradient(candidate_loss, arguments), loss_and_gradient(naive, arguments), torch.float32)
+    some = torch.tensor([0, 1, 20, 21, 22, 43, 59])  # beside the borders of tasks, too
+    rows = {name: value[some] if isinstance(value, torch.Tensor) and len(value) == Q else value for name, value in arguments.items()}
+    loss, grad = candidate_loss(**arguments | dict(scores=arguments["scores"].requires_grad_())), arguments["scores"]
+    (grad,) = torch.autograd.grad(loss.sum(), grad)
+    scores = rows["scores"].detach().requires_grad_()
+    want = naive(**rows | dict(scores=scores))
+    assert_same((loss[some], grad[some]), (want, torch.autograd.grad(want.sum(), scores)[0]), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -207,9 +217,9 @@ def test_no_live_candidate(impl, estimator, label_smoothing):
     cases = [dict(scores=torch.randn(2, 1), private_ids=torch.zeros(2, 0, dtype=torch.int64)),
              dict(scores=torch.randn(2, 1), shared_ids=torch.zeros(0, dtype=torch.int64)),
              dict(scores=torch.randn(2, 6), private_ids=torch.full((2, 2), 2), shared_ids=torch.full((3,), 2),
-                  **(dict(fixed_private=2, fixed_shared=3) if estimator == "ranking" else {})),
+                  **(dict(distinct_private=2, distinct_shared=3) if estimator == "ranking" else {})),
              dict(scores=torch.randn(2, 4), shared_ids=torch.arange(3), shared_log_count=torch.full((3,), INF)),
-             dict(scores=torch.randn(2, 4), shared_ids=torch.full((3,), 2), fixed_shared=3)]
+             dict(scores=torch.randn(2, 4), shared_ids=torch.full((3,), 2), distinct_shared=3)]
     for case in cases:
         loss, grad = loss_and_gradient(candidate_loss, case | options, target=target)
         torch.testing.assert_close(loss, torch.zeros(2), atol=1e-6, rtol=0)
@@ -368,31 +378,22 @@ def test_impl_may_change_before_backward():
     torch.testing.assert_close(grad, loss_and_gradient(naive, arguments | dict(scores=scores))[1] / torch.linspace(0.5, 2.0, 7)[:, None])
 
 
-def test_threads_give_the_same_bits():
+def test_threads_give_the_same_bits(same_for_any_threads):
     g = torch.Generator().manual_seed(0)
     arguments = dict(scores=torch.randn(500, 101, generator=g), target=torch.randint(50, (500,), generator=g),
                      shared_ids=torch.randint(50, (100,), generator=g), target_log_count=torch.rand(500, generator=g))
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            results.append(loss_and_gradient(candidate_loss, arguments))
-    finally:
-        torch.set_num_threads(before)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0]))
+    same_for_any_threads(lambda: loss_and_gradient(candidate_loss, arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck(layout, dtype):
     arguments = problem(layout, dtype=dtype)
-    positional = [arguments.get(name) for name in ("scores", "target", "private_ids", "shared_ids", "private_log_count",
-                                                   "shared_log_count", "target_log_count")]
-    for options in (("sampled_softmax", True, 0, 0, 0.0), ("ranking", False, 0, 0, 0.2)):
-        torch.library.opcheck(ops.candidate_loss_backward.default, (torch.ones(7, dtype=dtype), *positional, *options))
-        scores = positional[0].clone().requires_grad_()
-        torch.library.opcheck(ops.candidate_loss.default, (scores, *positional[1:], *options))
+    scores, target = arguments.pop("scores"), arguments.pop("target")
+    for options in (dict(estimator="sampled_softmax"), dict(estimator="ranking", remove_accidental_hits=False, label_smoothing=0.2)):
+        lists = columns(**arguments, **options)
+        torch.library.opcheck(ops.estimator_loss_backward.default, (torch.ones(7, dtype=dtype), scores, target, *lists))
+        torch.library.opcheck(ops.estimator_loss.default, (scores.clone().requires_grad_(), target, *lists))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -409,7 +410,7 @@ def test_compile(dynamic):
 def test_export():
     class Loss(torch.nn.Module):
         def forward(self, scores, target, shared_ids, shared_log_count, target_log_count):
-            return ops.candidate_loss(scores, target, None, shared_ids, None, shared_log_count, target_log_count)
+            return ops.candidate_loss(scores, target, [shared_ids], [shared_log_count], [target_log_count], [False])
 
     Q = torch.export.Dim("Q")
     arguments = problem("shared")
@@ -421,7 +422,10 @@ def test_export():
 def test_torchscript():
     @torch.jit.script
     def loss(scores: torch.Tensor, target: torch.Tensor, shared_ids: torch.Tensor):
-        return torch.ops.xsoftmax.candidate_loss(scores, target, None, shared_ids, estimator="sampled_softmax", label_smoothing=0.1)
+        none: Optional[torch.Tensor] = None
+        counts = [none]
+        return torch.ops.xsoftmax.candidate_loss(scores, target, [shared_ids], [torch.zeros(shared_ids.shape)], counts, [False],
+                                                 "label_smoothing=0.1")
 
     arguments = problem("shared", counts=False)
     assert_same(loss_and_gradient(loss, arguments), loss_and_gradient(naive, arguments, label_smoothing=0.1), torch.float32)
@@ -447,26 +451,22 @@ def test_autocast():
     (dict(target=torch.zeros(2)), TypeError, "expected target of dtype int64, got float32"),
     (dict(target=torch.zeros(2, dtype=torch.int64, device="meta")), TypeError, "expected target on scores's device cpu, got meta"),
     (dict(private_ids=torch.zeros(3, 2, dtype=torch.int64)), ValueError, "expected private_ids with size 2"),
-    (dict(private_ids=torch.zeros(2, 2, dtype=torch.int32)), TypeError, "expected private_ids of dtype int64, got int32"),
-    (dict(shared_ids=torch.zeros(1, 3, dtype=torch.int64)), ValueError, "expected shared_ids with 1 dimension,"),
+    (dict(private_ids=torch.zeros(2, 2, dtype=torch.int32)), TypeError, "expected ids of a set of dtype int64, got int32"),
+    (dict(shared_ids=torch.zeros(1, 1, 3, dtype=torch.int64)), ValueError, r"expected ids of a set of shape \[M\], or \[Q, M\], got"),
     (dict(shared_ids=torch.zeros(3, dtype=torch.int64, device="meta")), TypeError, "expected shared_ids on scores's device cpu"),
-    (dict(private_log_count=torch.zeros(2, 3)), ValueError, "expected private_log_count of the shape of private_ids"),
-    (dict(shared_log_count=torch.zeros(2)), ValueError, "expected shared_log_count of the shape of shared_ids"),
-    (dict(shared_log_count=torch.zeros(3, dtype=torch.int64)), TypeError, "expected shared_log_count of dtype float32"),
+    (dict(private_log_count=torch.zeros(2, 3)), ValueError, "expected log_count of a set of the shape of its ids"),
+    (dict(shared_log_count=torch.zeros(2)), ValueError, "expected log_count of a set of the shape of its ids"),
+    (dict(shared_log_count=torch.zeros(3, dtype=torch.int64)), TypeError, "expected log_count of a set of dtype float32"),
     (dict(shared_log_count=torch.zeros(3, device="meta")), TypeError, "expected shared_log_count on scores's device cpu"),
-    (dict(scores=torch.zeros(2, 4), private_ids=None, private_log_count=torch.zeros(2, 2)), ValueError,
-     "expected private_log_count of the shape of private_ids"),
-    (dict(target_log_count=torch.zeros(3)), ValueError, "expected target_log_count with size 2"),
-    (dict(target_log_count=torch.zeros(2, dtype=torch.int64)), TypeError, "expected target_log_count of dtype float32"),
-    (dict(fixed_private=3), ValueError, r"expected fixed_private in \[0, 2\], got 3"),
-    (dict(fixed_private=-1), ValueError, r"expected fixed_private in \[0, 2\], got -1"),
-    (dict(fixed_shared=4), ValueError, r"expected fixed_shared in \[0, 3\], got 4"),
+    (dict(scores=torch.zeros(2, 4), private_ids=None, target_log_count=torch.zeros(3)), ValueError, "expected target_log_count with size 2"),
+    (dict(scores=torch.zeros(2, 4), private_ids=None, target_log_count=torch.zeros(2, dtype=torch.int64)), TypeError,
+     "expected target_log_count of a set of dtype float32"),
     (dict(estimator="nce2"), ValueError, 'expected estimator to be one of "sampled_softmax", "ranking", .*got "nce2"'),
-    (dict(estimator="blackout"), ValueError, 'expected target_log_count for estimator "blackout", got none'),
+    (dict(estimator="blackout"), ValueError, 'expected target_log_count of the sets that are drawn, for estimator "blackout", got none'),
     (dict(estimator="one_vs_each", label_smoothing=0.1), ValueError, 'expected label_smoothing=0 for estimator "one_vs_each", got 0.1'),
-    (dict(estimator="ranking"), ValueError, 'expected target_log_count for estimator "ranking", got none'),
     (dict(label_smoothing=1.5), ValueError, r"expected label_smoothing in \[0, 1\], got 1.5"),
     (dict(label_smoothing=float("nan")), ValueError, r"expected label_smoothing in \[0, 1\], got nan"),
+    (dict(reduction="mean"), ValueError, "expected options among estimator, remove_accidental_hits, label_smoothing|reduction"),
 ])
 def test_bad_inputs(impl, change, error, message):
     arguments = dict(scores=torch.zeros(2, 6), target=torch.zeros(2, dtype=torch.int64),
@@ -475,12 +475,20 @@ def test_bad_inputs(impl, change, error, message):
         candidate_loss(**arguments)
 
 
+def test_sets_and_lists_that_do_not_fit():
+    scores, target, ids = torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="with an entry for each set, got 1, 1, 0 and 1"):
+        ops.candidate_loss(scores, target, [ids], [torch.zeros(3)], [], [False])
+    private = torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="expected sets in the order of the columns of scores"):
+        ops.candidate_loss(scores, target, [ids, private], [torch.zeros(3), torch.zeros(2, 2)], [None, None], [False, False])
+
+
 @pytest.mark.parametrize("grad", [torch.ones(3), torch.ones(2, 1)])
 def test_gradient_of_the_wrong_shape(impl, grad):
     """Read past its end otherwise."""
     with pytest.raises(ValueError, match="grad"):
-        candidate_loss_backward(grad, torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), None,
-                                    torch.zeros(3, dtype=torch.int64))
+        candidate_loss_backward(grad, torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), shared_ids=torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -491,13 +499,12 @@ def test_shared_counts_by_query(smoothing):
     scores, target, ids = torch.randn(q, 1 + s), torch.randint(20, (q,)), torch.randint(20, (s,))
     count, of_target = torch.randn(q, s), -torch.rand(q)
     options = dict(target_log_count=of_target, label_smoothing=smoothing)
-    loss = torch.ops.xsoftmax.candidate_loss
     for impl in ("kernel", "reference"):
         with xs.use_impl(impl):
-            got = loss(scores, target, None, ids, shared_log_count=count, **options)
-            private = loss(scores, target, ids.expand(q, s).contiguous(), None, private_log_count=count, **options)
+            got = candidate_loss(scores, target, shared_ids=ids, shared_log_count=count, **options)
+            private = candidate_loss(scores, target, private_ids=ids.expand(q, s).contiguous(), private_log_count=count, **options)
             torch.testing.assert_close(got, private)
-            torch.testing.assert_close(loss(scores, target, None, ids, shared_log_count=count[:1].expand(q, s), **options),
-                                       loss(scores, target, None, ids, shared_log_count=count[0], **options))
+            torch.testing.assert_close(candidate_loss(scores, target, shared_ids=ids, shared_log_count=count[:1].expand(q, s), **options),
+                                       candidate_loss(scores, target, shared_ids=ids, shared_log_count=count[0], **options))
     with pytest.raises(ValueError, match="shared_log_count of the shape of shared_ids, or with a row for each query"):
-        loss(scores, target, None, ids, shared_log_count=count[:3], **options)
+        candidate_loss(scores, target, shared_ids=ids, shared_log_count=count[:3], **options)

@@ -286,17 +286,10 @@ def test_backward_under_autocast(impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_give_the_same_bits(threads, dtype):
+def test_threads_give_the_same_bits(same_for_any_threads, dtype):
     """For private candidates; shared ones are one product of torch's."""
     args = problem(300, 200, 65, 40, None, dtype)
-    results = []
-    for count in (1, 2, 4):
-        threads(count)
-        results.append(scores_and_gradients(ops.candidate_scores, *args))
-    for result in results[1:]:
-        assert torch.equal(result[0], results[0][0]) and torch.equal(result[1], results[0][1])
-        for a, b in zip(result[2:], results[0][2:]):
-            assert torch.equal(a._indices(), b._indices()) and torch.equal(a._values(), b._values())
+    same_for_any_threads(lambda: scores_and_gradients(ops.candidate_scores, *args))
 
 
 def test_sizes_past_32_bits():

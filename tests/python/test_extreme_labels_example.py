@@ -6,23 +6,19 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from example_modules import EXAMPLES, modules, run
+from example_checks import run
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
+from examples.extreme_labels import data, train
+
 SMALL = ["--width", "16", "--epochs", "1", "--threads", "1", "--max-leaf-size", "20"]
 
 
-@pytest.fixture(scope="module")
-def example():
-    with modules(EXAMPLES / "extreme_labels") as found:
-        yield found
-
-
 @pytest.fixture()
-def texts(example, monkeypatch):
+def texts(monkeypatch):
     """A few functions in the place of a library's."""
     random = np.random.default_rng(0)
     topics = [[f"word{i}{j}" for j in "abcdef"] for i in range(40)]
@@ -31,14 +27,14 @@ def texts(example, monkeypatch):
         some = random.choice(40, 2, replace=False)
         texts.append(" ".join(str(random.choice(topics[i])) for i in some for _ in range(5)))
         labels.append([f"label{i}" for i in sorted(some)])
-    made = example["data"].from_texts("few texts", [texts[:500], texts[500:]], [labels[:500], labels[500:]])
-    monkeypatch.setattr(example["data"], "standard_library", lambda *_: made)
+    made = data.from_texts("few texts", [texts[:500], texts[500:]], [labels[:500], labels[500:]])
+    monkeypatch.setattr(data, "standard_library", lambda *_: made)
     return made
 
 
 @pytest.mark.parametrize("encoder", ["bag", "transformer", "none"])
-def test_models_and_files(example, texts, encoder, tmp_path):
-    assert run(example, *SMALL, "--encoder", encoder, "--output", tmp_path / "out") == 0
+def test_models_and_files(texts, encoder, tmp_path):
+    assert run(train, *SMALL, "--encoder", encoder, "--output", tmp_path / "out") == 0
     history = json.loads((tmp_path / "out" / "history.json").read_text())
     names = [row["model"] for row in history["models"]]
     assert names == ["linear"] + ([f"neural, {encoder}", "linear on [tf-idf, embedding]", "ensemble of the three"] if encoder != "none" else [])
@@ -49,11 +45,11 @@ def test_models_and_files(example, texts, encoder, tmp_path):
     assert xs.XRLinear.load(tmp_path / "out" / "linear").num_labels == 40
 
 
-def test_prototypes(example, texts, tmp_path, capsys):
+def test_prototypes(texts, tmp_path, capsys):
     """Without a step they beat a matcher that began with its parents' weights and had none; the upper layers leave the encoder as it is."""
     precision = {}
     for init in ("parents", "prototypes"):
-        assert run(example, *SMALL, "--width", 64, "--init", init, "--epochs", 0, "--no-both", "--weight", 2, "--output", tmp_path / init) == 0
+        assert run(train, *SMALL, "--width", 64, "--init", init, "--epochs", 0, "--no-both", "--weight", 2, "--output", tmp_path / init) == 0
         rows = json.loads((tmp_path / init / "history.json").read_text())["models"]
         assert [row["model"] for row in rows] == ["linear", "neural, bag", "ensemble of the two"]
         precision[init] = rows[1]["precision"]["1"]
@@ -62,7 +58,7 @@ def test_prototypes(example, texts, tmp_path, capsys):
     import torch
 
     def embedding(*options):
-        assert run(example, *SMALL, "--init", "prototypes", "--no-both", *options, "--output", tmp_path / "out") == 0
+        assert run(train, *SMALL, "--init", "prototypes", "--no-both", *options, "--output", tmp_path / "out") == 0
         return torch.load(tmp_path / "out" / "neural.pt")["encoder"]["embedding.weight"]
 
     upper, both = embedding("--epochs", 1, "--last-epochs", 0), embedding("--epochs", 1, "--last-epochs", 0.5, "--last-lr", 0.01)
@@ -70,30 +66,30 @@ def test_prototypes(example, texts, tmp_path, capsys):
     assert "steps, loss" in capsys.readouterr().out
 
 
-def test_functions_of_a_file(example, tmp_path):
+def test_functions_of_a_file(tmp_path):
     (tmp_path / "some.py").write_text('def openFile(path):\n    """Opens it."""\n    return io.open(path, MODE)\n\nclass A:\n    async def f(self): pass\n')
-    assert list(example["data"].functions(tmp_path / "some.py")) == [("openFile Opens it.", ["MODE", "io", "open", "path"])]
-    assert example["data"].words("openFile HTTPServer snake_case x2") == ["open", "file", "http", "server", "snake", "case", "x", "2"]
+    assert list(data.functions(tmp_path / "some.py")) == [("openFile Opens it.", ["MODE", "io", "open", "path"])]
+    assert data.words("openFile HTTPServer snake_case x2") == ["open", "file", "http", "server", "snake", "case", "x", "2"]
     (tmp_path / "bad.py").write_text("def (")
-    assert list(example["data"].functions(tmp_path / "bad.py")) == []
+    assert list(data.functions(tmp_path / "bad.py")) == []
 
 
-def test_files_and_bad_options(example, tmp_path, capsys):
+def test_files_and_bad_options(tmp_path, capsys):
     X, Y = sp.random(60, 30, 0.3, format="csr", dtype=np.float32, random_state=0), sp.random(60, 12, 0.2, format="csr", random_state=1)
     for part in ("train", "test"):
         sp.save_npz(tmp_path / f"set.{part}.x.npz", X)
         sp.save_npz(tmp_path / f"set.{part}.y.npz", Y)
-    assert run(example, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "out") == 0
+    assert run(train, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "out") == 0
     for options, message in ((["--data", tmp_path / "none"], "--data: read_sparse: there is no file"),
                              (["--data", tmp_path / "set", "--encoder", "transformer"], "--encoder transformer: expected texts"),
                              (["--data", tmp_path / "set", "--encoder", "transformer", "--init", "prototypes"], "that tells texts apart")):
-        assert run(example, *SMALL, *options, "--output", tmp_path / "out") == 2
+        assert run(train, *SMALL, *options, "--output", tmp_path / "out") == 2
         assert message in capsys.readouterr().err
     (tmp_path / "taken" / "linear_on_both").mkdir(parents=True)
     (tmp_path / "taken" / "linear_on_both" / "mine").touch()
-    assert run(example, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "taken") == 2
+    assert run(train, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "taken") == 2
     said = capsys.readouterr()
     assert "--output: XRLinear: expected path as a new folder or one with a model" in said.err and "P@1" not in said.out
     sp.save_npz(tmp_path / "set.test.y.npz", Y[:, :5])
-    assert run(example, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "out") == 2
+    assert run(train, *SMALL, "--data", tmp_path / "set", "--output", tmp_path / "out") == 2
     assert "of as many features and labels" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_equals_the_plain_loss(impl, tree, bias):
     args = problem(TREES[tree], bias=bias)
     want = scores_and_gradients(plain, *args)
     for sparse in (True, False):
-        got = scores_and_gradients(ops.hierarchical_softmax_loss, *args, sparse_grad=sparse)
+        got = scores_and_gradients(ops.hierarchical_softmax, *args, sparse_grad=sparse)
         assert got[2].is_sparse == sparse
         assert_same(got, want, torch.float64)
 
@@ -65,7 +65,7 @@ def test_any_tree(nodes, seed):
     want = scores_and_gradients(plain, *args)
     for name in ("kernel", "reference"):
         with xs.use_impl(name):
-            assert_same(scores_and_gradients(ops.hierarchical_softmax_loss, *args), want, torch.float64)
+            assert_same(scores_and_gradients(ops.hierarchical_softmax, *args), want, torch.float64)
             loss = HierarchicalSoftmaxLoss(5, tree, dtype=torch.float64)
             k = min(3, tree.num_classes)
             values, classes = loss.topk(args[0], k)
@@ -77,14 +77,14 @@ def test_any_tree(nodes, seed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(impl, dtype):
     args = problem(TREES["balanced"], D=33, dtype=dtype)
-    assert_same(scores_and_gradients(ops.hierarchical_softmax_loss, *args), scores_and_gradients(plain, *args), dtype)
+    assert_same(scores_and_gradients(ops.hierarchical_softmax, *args), scores_and_gradients(plain, *args), dtype)
 
 
 def test_row_sparse_gradient(impl):
     """A static number of rows: each touched edge once, then the last again with zeros."""
     tree = TREES["balanced"]
     for args in (problem(tree), problem(tree)[:5] + (torch.full((9,), int(tree.class_node[8])), tree.layer_sizes, tree.group_sizes)):
-        grad = scores_and_gradients(ops.hierarchical_softmax_loss, *args)[2]
+        grad = scores_and_gradients(ops.hierarchical_softmax, *args)[2]
         rows, values = grad._indices()[0], grad._values()
         assert grad._nnz() == sum(min(9 * group, size) for size, group in zip(tree.layer_sizes, tree.group_sizes))
         touched = values.ne(0).any(1).nonzero().flatten()
@@ -180,7 +180,7 @@ def test_threads():
     try:
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
-            results.append(scores_and_gradients(ops.hierarchical_softmax_loss, *args))
+            results.append(scores_and_gradients(ops.hierarchical_softmax, *args))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -193,7 +193,7 @@ def test_threads():
 def test_opcheck(dtype):
     input, weight, bias, *tree = problem(TREES["balanced"], dtype=dtype)
     leaves = [t.clone().requires_grad_() for t in (input, weight, bias)]
-    torch.library.opcheck(ops.hierarchical_softmax_loss.default, (*leaves, *tree, False))
+    torch.library.opcheck(ops.hierarchical_softmax.default, (*leaves, *tree, False))
     torch.library.opcheck(ops.hierarchical_topk.default, (input, weight, bias, tree[0], TREES["balanced"].node_class, 5))
     for mask in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(ops.hierarchical_softmax_forward.default, (input, weight, bias, *tree, list(mask)))
@@ -289,4 +289,4 @@ def test_bad_trees(change, error, message):
     names = ("input", "weight", "bias", "first_child", "parent", "nodes", "layer_sizes", "group_sizes")
     arguments = dict(zip(names, problem(TREES["flat"]))) | change
     with pytest.raises(error, match="hierarchical_softmax_loss: " + message):
-        ops.hierarchical_softmax_loss(**arguments)
+        ops.hierarchical_softmax(**arguments)

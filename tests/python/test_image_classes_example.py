@@ -1,28 +1,21 @@
 """The image example, run as its README says, on small drawn images."""
 
 import json
-import os
 import struct
-import subprocess
-import sys
 import zlib
 
 import pytest
 import torch
 
-from example_modules import EXAMPLES, check_resume, modules, run
+from example_checks import check_resume, run, run_file
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-EXAMPLE = EXAMPLES / "image_classes"
+from examples.image_classes import data, features, train
+from examples.image_classes.model import VGG16
+
 SMALL = ["--width", "2", "--size", "32", "--batch-size", "8", "--dropout", "0", "--threads", "1"]
-
-
-@pytest.fixture(scope="module")
-def example():
-    with modules(EXAMPLE) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +38,8 @@ def images(tmp_path_factory):
 
 def test_the_command_leaves_its_files(images, tmp_path):
     """In a process of its own, as a user runs it: all losses learn, and every promised file is there and whole."""
-    command = [sys.executable, EXAMPLE / "train.py", "--data", images, "--loss", "exact", "cane", "hierarchical", "--epochs", "12",
-               "--eval-epochs", "4", "--lr", "0.005", "--no-distortion", "--candidates", "4", "--arity", "3", "--output", tmp_path / "out", *SMALL]
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, env=os.environ)
-    assert result.returncode == 0, result.stderr
+    run_file(train, tmp_path, "--data", images, "--loss", "exact", "cane", "hierarchical", "--epochs", "12",
+             "--eval-epochs", "4", "--lr", "0.005", "--no-distortion", "--candidates", "4", "--arity", "3", "--output", tmp_path / "out", *SMALL)
     history = json.loads((tmp_path / "out" / "history.json").read_text())
     assert [entry["loss"] for entry in history["runs"]] == ["exact", "cane", "hierarchical"]
     assert history["dataset"]["num_classes"] == 12 and history["dataset"]["images"] == {"train": 84, "valid": 12, "test": 24}
@@ -61,52 +52,52 @@ def test_the_command_leaves_its_files(images, tmp_path):
     assert (tmp_path / "out" / "accuracy.png").stat().st_size > 5000
 
 
-def test_resume_is_bit_for_bit(example, images, tmp_path, monkeypatch):
-    check_resume(example, ["--data", images, "--loss", "sampled", "--sampler", "uniform", "--samples", "5", "--epochs", "6", "--output",
+def test_resume_is_bit_for_bit(images, tmp_path, monkeypatch):
+    check_resume(train, ["--data", images, "--loss", "sampled", "--sampler", "uniform", "--samples", "5", "--epochs", "6", "--output",
                            tmp_path / "out", *SMALL], tmp_path, monkeypatch)
 
 
-def test_features_of_a_trained_network(example, images, tmp_path):
-    assert run(example, "--data", images, "--epochs", "1", "--checkpoint", tmp_path / "run.pt", "--output", tmp_path, *SMALL) == 0
-    assert example["features"].main(["--checkpoint", str(tmp_path / "run.pt"), "--output", str(tmp_path / "features.pt"), "--copies", "2"]) == 0
+def test_features_of_a_trained_network(images, tmp_path):
+    assert run(train, "--data", images, "--epochs", "1", "--checkpoint", tmp_path / "run.pt", "--output", tmp_path, *SMALL) == 0
+    assert features.main(["--checkpoint", str(tmp_path / "run.pt"), "--output", str(tmp_path / "features.pt"), "--copies", "2"]) == 0
     found = torch.load(tmp_path / "features.pt", weights_only=True)
     assert {split: list(part["x"].shape) for split, part in found.items()} == {"train": [168, 128], "valid": [12, 128], "test": [24, 128]}
     assert found["train"]["y"].bincount().tolist() == [14] * 12
 
 
-def test_glyphs(example):
+def test_glyphs():
     """Drawn and different; a class has several shapes; the test's are distorted."""
-    dataset = example["data"].glyphs(32, max_classes=60)
+    dataset = data.glyphs(32, max_classes=60)
     assert len(dataset.classes) == 60 and dataset.counts.min() >= 8
     first = [dataset.train.images[(dataset.train.labels == label).nonzero()[0, 0]] for label in range(60)]
     assert len({image.numpy().tobytes() for image in first}) == 60 and all(image.max() > 200 for image in first)
     assert len(dataset.test) == len(dataset.train) and not torch.equal(dataset.test.images, dataset.train.images)
-    assert dataset.fingerprint == example["data"].glyphs(32, max_classes=60).fingerprint
+    assert dataset.fingerprint == data.glyphs(32, max_classes=60).fingerprint
 
 
-def test_classes_stand_by_falling_number_of_images(example, images, tmp_path):
+def test_classes_stand_by_falling_number_of_images(images, tmp_path):
     """As a head of the most frequent ones and log-uniform draws want them."""
     for name, count in (("a", 3), ("b", 9), ("c", 5), ("d", 9)):
         (tmp_path / name).mkdir()
         for i in range(count):
             (tmp_path / name / f"{i}.png").write_bytes((images / "odd" / "class01" / f"{i}.png").read_bytes())
-    dataset = example["data"].load_dataset(str(tmp_path), 32)
+    dataset = data.load_dataset(str(tmp_path), 32)
     assert dataset.classes == ["b", "d", "c", "a"] and dataset.counts.tolist() == sorted(dataset.counts.tolist(), reverse=True)
 
 
-def test_distortion_keeps_the_image(example):
+def test_distortion_keeps_the_image():
     """About where it was, and never twice the same."""
     image = torch.zeros(64, 1, 32, 32)
     image[:, :, 12:20, 12:20] = 1.0
     torch.manual_seed(0)
-    moved = example["data"].distort(image)
+    moved = data.distort(image)
     assert moved.shape == image.shape and moved.min() >= 0 and moved.max() <= 1.001
     assert (moved.flatten(1).sum(1) / 64 - 1).abs().max() < 0.6
     assert len({row.numpy().tobytes() for row in moved}) == 64
 
 
-def test_vgg_has_its_usual_layers(example):
-    model = example["model"].VGG16(width=2, batch_norm=False)
+def test_vgg_has_its_usual_layers():
+    model = VGG16(width=2, batch_norm=False)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes["features.0.weight"] == [2, 3, 3, 3] and shapes["features.28.weight"] == [16, 16, 3, 3]
     assert shapes["classifier.0.weight"] == [128, 16 * 49] and shapes["classifier.3.weight"] == [128, 128]
@@ -130,7 +121,7 @@ def test_vgg_has_its_usual_layers(example):
     (["--checkpoint", "/proc/nothing/run.pt"], "--checkpoint: nothing can be written to /proc/nothing"),
     (["--data", "{few}"], "expected at least 3 images of each class, to train, to validate and to test, found 2 of b"),
 ])
-def test_errors_say_what_to_change(example, images, tmp_path, capsys, arguments, message):
+def test_errors_say_what_to_change(images, tmp_path, capsys, arguments, message):
     for name, count in (("a", 3), ("b", 2)):
         (tmp_path / "few" / name).mkdir(parents=True)
         (tmp_path / "broken" / name).mkdir(parents=True)
@@ -145,5 +136,5 @@ def test_errors_say_what_to_change(example, images, tmp_path, capsys, arguments,
             (tmp_path / "bomb" / name / f"{i}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header
                                                               + struct.pack(">I", zlib.crc32(header)))
     places = {"images": images, **{name: tmp_path / name for name in ("broken", "few", "bomb")}}
-    assert run(example, *(argument.format(**places) for argument in arguments), "--output", tmp_path) == 2
+    assert run(train, *(argument.format(**places) for argument in arguments), "--output", tmp_path) == 2
     assert message in capsys.readouterr().err

@@ -40,24 +40,19 @@ def test_unit_rows():
     assert rows[0, 0] == 3 and label_vectors.unit_rows(sp.csr_matrix((0, 4))).shape == (0, 4)  # the caller keeps his
 
 
-def test_sums_of_rows_of_any_number_and_threads():
+def test_sums_of_rows_of_any_number_and_threads(same_for_any_threads):
     """Few features and many; lists that repeat a row; the same for any number of threads."""
-    op, threads = torch.ops.xsoftmax.sparse_row_sums, torch.get_num_threads()
+    op = torch.ops.xsoftmax.sparse_row_sums
     rows = [torch.from_numpy(X.indptr).long(), torch.from_numpy(X.indices), torch.from_numpy(X.data)]
     lists = [[3, 3, 7], [], [79], list(range(80))] * 50
     offsets = torch.tensor([0, *np.cumsum([len(part) for part in lists])])
     chosen = torch.tensor([row for part in lists for row in part], dtype=torch.int32)
-    found = []
-    try:
-        for n, width in ((1, 300), (4, 300), (2, 10**6)):
-            torch.set_num_threads(n)
-            found.append(op(*rows, width, offsets, chosen))
-    finally:
-        torch.set_num_threads(threads)
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other))
+    found = op(*rows, 300, offsets, chosen)
+    for width in (300, 10**6):
+        same_for_any_threads(lambda: op(*rows, width, offsets, chosen))
+        assert all(torch.equal(one, two) for one, two in zip(found, op(*rows, width, offsets, chosen)))
     want = normalized(np.stack([X.toarray()[part].sum(0) for part in lists]))
-    np.testing.assert_allclose(sp.csr_matrix(tuple(part.numpy() for part in (found[0][2], found[0][1], found[0][0])), shape=(200, 300)).toarray(),
+    np.testing.assert_allclose(sp.csr_matrix(tuple(part.numpy() for part in (found[2], found[1], found[0])), shape=(200, 300)).toarray(),
                                want, atol=1e-6)
     for changed, message in (((rows[0], rows[1], rows[2], 299, offsets, chosen), r"columns in \[0, 299\)"),
                              ((*rows, 300, offsets, chosen + 1), r"list_rows in \[0, 80\)"), ((*rows, 300, offsets + 1, chosen), "list_offsets")):

@@ -1,30 +1,23 @@
 """The language model example, run as its README says, on a small generated text."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from example_modules import EXAMPLES, check_resume, modules, run
+from example_checks import check_resume, run, run_file
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-EXAMPLE = EXAMPLES / "language_model"
+from examples.language_model import compare_samplers, data, ngram, train
+from examples.language_model.model import ENCODERS, Completer, script
+
 SMALL = ["--width", "16", "--batch-size", "4", "--bptt", "8", "--head", "8", "--samples", "16", "--threads", "1"]
-
-
-@pytest.fixture(scope="module")
-def example():
-    with modules(EXAMPLE) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +36,8 @@ def text(tmp_path_factory):
 
 def test_the_command_leaves_its_files(text, tmp_path):
     """In a process of its own, as a user runs it: both losses learn the text, and every promised file is there and whole."""
-    command = [sys.executable, EXAMPLE / "train.py", "--data", text, "--loss", "sampled", "exact", "--epochs", "4",
-               "--output", tmp_path / "out", "--dropout", "0.1", "--optimizer", "adam", "--lr", "0.01", *SMALL]
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, env=os.environ)
-    assert result.returncode == 0, result.stderr
+    run_file(train, tmp_path, "--data", text, "--loss", "sampled", "exact", "--epochs", "4",
+             "--output", tmp_path / "out", "--dropout", "0.1", "--optimizer", "adam", "--lr", "0.01", *SMALL)
     history = json.loads((tmp_path / "out" / "history.json").read_text())
     assert [entry["loss"] for entry in history["runs"]] == ["sampled", "exact"]
     for entry in history["runs"]:
@@ -58,10 +49,10 @@ def test_the_command_leaves_its_files(text, tmp_path):
     assert torch.jit.load(tmp_path / "out" / "model.pt").encode("f ( 12").numel() == 4  # <eos> before them
 
 
-def test_samplers_are_compared_on_a_trained_model(example, text, tmp_path, capsys):
-    compare, checkpoint = example["compare_samplers"].main, tmp_path / "run.pt"
+def test_samplers_are_compared_on_a_trained_model(text, tmp_path, capsys):
+    compare, checkpoint = compare_samplers.main, tmp_path / "run.pt"
     text = Path(shutil.copy(text, tmp_path / "text.txt"))
-    assert run(example, "--data", text, "--epochs", "2", "--loss", "exact", "--output", tmp_path, "--checkpoint", checkpoint, *SMALL) == 0
+    assert run(train, "--data", text, "--epochs", "2", "--loss", "exact", "--output", tmp_path, "--checkpoint", checkpoint, *SMALL) == 0
     out = tmp_path / "samplers"
     options = ["--checkpoint", str(checkpoint), "--samples", "5", "--codewords", "8", "--draws", "4", "--output", str(out)]
     assert compare(options) == 0
@@ -80,21 +71,21 @@ def test_samplers_are_compared_on_a_trained_model(example, text, tmp_path, capsy
 
 
 @pytest.mark.parametrize("model, optimizer, sampler", [("lstm", "adagrad", "unigram"), ("transformer", "adam", "midx")])
-def test_resume_is_bit_for_bit(example, text, tmp_path, model, optimizer, sampler, monkeypatch):
-    check_resume(example, ["--data", text, "--model", model, "--optimizer", optimizer, "--sampler", sampler, "--epochs", "2",
+def test_resume_is_bit_for_bit(text, tmp_path, model, optimizer, sampler, monkeypatch):
+    check_resume(train, ["--data", text, "--model", model, "--optimizer", optimizer, "--sampler", sampler, "--epochs", "2",
                            "--output", tmp_path / "out", *SMALL], tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("options", [["--candidates-from", "routed", "--subsets", "9"], ["--candidates-from", "midx", "--noise", "midx", "--codewords", "4"],
                                      ["--candidates-from", "bigram"], []], ids=["routed", "midx", "bigram", "default"])
-def test_cane(example, text, tmp_path, options, monkeypatch):
+def test_cane(text, tmp_path, options, monkeypatch):
     """Resumed bit for bit; the model that is written answers as the loss does, whose rows are those of the embedding."""
     arguments = ["--data", text, "--loss", "cane", "--candidates", "12", "--epochs", "2", "--output", tmp_path / "out", *SMALL, *options]
-    check_resume(example, arguments, tmp_path, monkeypatch)
+    check_resume(train, arguments, tmp_path, monkeypatch)
     model = torch.jit.load(tmp_path / "out" / "model.pt")
-    corpus = example["data"].load_corpus(str(text))
-    args = example["train"].parse_arguments([str(argument) for argument in arguments])
-    trained = example["train"].Run("cane", corpus, args)
+    corpus = data.load_corpus(str(text))
+    args = train.parse_arguments([str(argument) for argument in arguments])
+    trained = train.Run("cane", corpus, args)
     trained.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True)["runs"]["cane"])
     trained.encoder.eval()
     ids = torch.tensor([1, 5, 3, 2])
@@ -109,24 +100,24 @@ def test_cane(example, text, tmp_path, options, monkeypatch):
     torch.testing.assert_close(trained.encoder.embedding(ids), (rows - subset)[ids])
 
 
-def test_successors_are_the_commonest(example, text):
-    corpus = example["data"].load_corpus(str(text))
+def test_successors_are_the_commonest(text):
+    corpus = data.load_corpus(str(text))
     num_words, k = len(corpus.words), 7
     followers = [Counter() for _ in range(num_words)]
     for word, following in zip(corpus.train.tolist(), corpus.train.tolist()[1:]):
         followers[word][following] += 1
     assert any(0 < len(found) < k for found in followers) and any(len(found) > k for found in followers)
-    table = example["ngram"].successors(corpus.train, num_words, k)
+    table = ngram.successors(corpus.train, num_words, k)
     for found, row in zip(followers, table.tolist()):
         best = sorted(found, key=lambda word: (-found[word], word))[:k]
         assert row == best + [word for word in range(k) if word not in best][: k - len(best)]
-    whole = example["ngram"].successors(corpus.train, num_words, num_words)
+    whole = ngram.successors(corpus.train, num_words, num_words)
     assert torch.equal(whole.sort(1).values, torch.arange(num_words).expand(num_words, -1))
 
 
-def test_bigram_candidates_are_those_of_the_word_read(example, text, tmp_path, monkeypatch):
+def test_bigram_candidates_are_those_of_the_word_read(text, tmp_path, monkeypatch):
     arguments = ["--data", text, "--loss", "cane", "--candidates-from", "bigram", "--candidates", "5", "--output", tmp_path, *SMALL]
-    run_ = example["train"].Run("cane", example["data"].load_corpus(str(text)), example["train"].parse_arguments([str(a) for a in arguments]))
+    run_ = train.Run("cane", data.load_corpus(str(text)), train.parse_arguments([str(a) for a in arguments]))
     seen = []
     monkeypatch.setattr(run_.loss, "forward", lambda input, target, candidates: seen.append(candidates) or input.sum())
     inputs = run_.parts["train"][0][0]
@@ -136,23 +127,22 @@ def test_bigram_candidates_are_those_of_the_word_read(example, text, tmp_path, m
 
 @pytest.mark.parametrize("options", [["exact"], ["sampled"], ["cane", "--candidates-from", "routed", "--subsets", "9"], ["cane"]],
                          ids=["exact", "sampled", "routed", "cane"])
-def test_unigram_bias(example, text, tmp_path, options):
+def test_unigram_bias(text, tmp_path, options):
     """What is known of no context are the frequencies."""
     arguments = ["--data", text, "--unigram-bias", "--candidates", "5", "--output", tmp_path, *SMALL, "--loss", *options]
-    corpus = example["data"].load_corpus(str(text))
-    start = example["train"].Run(options[0], corpus, example["train"].parse_arguments([str(argument) for argument in arguments]))
+    corpus = data.load_corpus(str(text))
+    start = train.Run(options[0], corpus, train.parse_arguments([str(argument) for argument in arguments]))
     counts = corpus.counts.clamp(min=1)
     torch.testing.assert_close(start.loss.log_prob(torch.zeros(1, 16))[0].exp(), counts / counts.sum())
 
 
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
-def test_scripted_model_answers_as_the_eager_one(example, text, tmp_path, model):
-    data, models = example["data"], example["model"]
+def test_scripted_model_answers_as_the_eager_one(text, tmp_path, model):
     corpus = data.load_corpus(str(text))
-    encoder = models.ENCODERS[model](len(corpus.words), width=16, dropout=0.5)
+    encoder = ENCODERS[model](len(corpus.words), width=16, dropout=0.5)
     special = (data.UNKNOWN, data.END_OF_LINE, data.NUMBER)
-    eager = models.Completer(encoder, torch.nn.Linear(16, len(corpus.words)), corpus.words, False, special)
-    models.script(eager).save(str(tmp_path / "model.pt"))
+    eager = Completer(encoder, torch.nn.Linear(16, len(corpus.words)), corpus.words, False, special)
+    script(eager).save(str(tmp_path / "model.pt"))
     scripted = torch.jit.load(tmp_path / "model.pt")
 
     prompt = "été_12(x) = 'naïve' … \n\n \t f(3.5e10, zzz)"
@@ -173,9 +163,9 @@ def test_scripted_model_answers_as_the_eager_one(example, text, tmp_path, model)
     assert scripted.complete(ids, 1, 0.0).item() == next(i for i in likely.tolist() if i != scripted.unknown)
 
 
-def test_batches_cover_every_word_once(example):
+def test_batches_cover_every_word_once():
     """Columns continue from batch to batch, and padding never counts: or a perplexity would not be one of the whole text."""
-    batches = example["data"].Batches(torch.arange(100, 172), batch_size=5, bptt=4, device=torch.device("cpu"))
+    batches = data.Batches(torch.arange(100, 172), batch_size=5, bptt=4, device=torch.device("cpu"))
     pairs = []
     for i in range(len(batches)):
         inputs, targets, count = batches[i]
@@ -186,11 +176,11 @@ def test_batches_cover_every_word_once(example):
     assert sorted(pairs) == list(range(101, 172))
 
 
-def test_vocabulary(example, tmp_path):
+def test_vocabulary(tmp_path):
     """Sorted by falling frequency, rare words folded into <unk>, words of validation that training lacks as well."""
     for split, content in {"train": "b b b\nb a a c\n", "valid": "a c d\n", "test": "b\n"}.items():
         (tmp_path / f"tiny.{split}.txt").write_text(content)
-    corpus = example["data"].load_corpus(str(tmp_path), min_count=2)
+    corpus = data.load_corpus(str(tmp_path), min_count=2)
     assert corpus.words == ["b", "<eos>", "a", "<unk>"]
     assert corpus.counts.tolist() == [4, 2, 2, 1]
     assert corpus.valid.tolist() == [2, 3, 3, 1]
@@ -206,13 +196,13 @@ def test_vocabulary(example, tmp_path):
         (["--lr", "-1"], "more than 0"),
     ],
 )
-def test_errors_say_what_to_change(example, text, tmp_path, capsys, arguments, message):
-    assert run(example, "--data", text, "--output", tmp_path, *SMALL, *arguments) == 2
+def test_errors_say_what_to_change(text, tmp_path, capsys, arguments, message):
+    assert run(train, "--data", text, "--output", tmp_path, *SMALL, *arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_resume_refuses_other_arguments(example, text, tmp_path, capsys):
+def test_resume_refuses_other_arguments(text, tmp_path, capsys):
     arguments = ["--data", text, "--epochs", "1", "--output", tmp_path, "--checkpoint", tmp_path / "c.pt", *SMALL]
-    assert run(example, *arguments) == 0
-    assert run(example, *arguments, "--resume", "--layers", "1") == 2
+    assert run(train, *arguments) == 0
+    assert run(train, *arguments, "--resume", "--layers", "1") == 2
     assert "--layers 2, and this run has 1" in capsys.readouterr().err

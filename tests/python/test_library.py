@@ -61,3 +61,9 @@ def test_no_second_openmp_runtime():
     maps = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     runtimes = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libiomp" in line}
     assert len(runtimes) <= 1, runtimes
+
+
+def test_no_operator_takes_more_than_a_dozen_arguments():
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("xsoftmax::")]
+    assert len(schemas) > 100
+    assert {schema.name: len(schema.arguments) for schema in schemas if len(schema.arguments) > 12} == {}

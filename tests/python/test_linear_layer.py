@@ -5,10 +5,11 @@ import pytest
 import scipy.sparse as sp
 import torch
 
+from xsoftmax._options import option_text
 
 ops = torch.ops.xsoftmax
-LOSSES = {"squared hinge": 0, "hinge": 1, "logistic": 2}
-OPTIONS = dict(loss=0, bias=1.0, positive_cost=1.0, negative_cost=1.0, tolerance=1e-4, sweeps=2000, threshold=0.0, max_weights=0, seed=0, initial=[], progress=None)
+LOSSES = ["squared_hinge", "hinge", "logistic"]
+OPTIONS = dict(tolerance=1e-4, sweeps=2000, threshold=0.0)
 
 
 def problem(rows=60, features=40, parents=3, children=7, seed=0, density=0.2):
@@ -31,7 +32,8 @@ def rows_of(x):
 
 
 def train(x, of_parent, of_child, first_child, costs=None, **options):
-    return ops.linear_layer_train(*rows_of(x), x.shape[1], first_child, *lists(of_parent), *lists(of_child), costs, **(OPTIONS | options))
+    options = option_text(**(OPTIONS | options))
+    return ops.linear_layer_train(rows_of(x), x.shape[1], first_child, lists(of_parent), lists(of_child), costs, [], options)
 
 
 def dense(layer, first_child, features):
@@ -48,7 +50,8 @@ def dense(layer, first_child, features):
 
 def objective(weight, x, y, cost, loss):
     margin = y * (x @ weight)
-    losses = {0: (1 - margin).clamp(min=0).square(), 1: (1 - margin).clamp(min=0), 2: torch.nn.functional.softplus(-margin)}
+    hinge = (1 - margin).clamp(min=0)
+    losses = {"squared_hinge": hinge.square(), "hinge": hinge, "logistic": torch.nn.functional.softplus(-margin)}
     return weight.square().sum() / 2 + (cost * losses[loss]).sum()
 
 
@@ -58,7 +61,7 @@ def test_weights_minimise_the_objective(loss, children):
     """As near as the tolerance says: no step of a descent from there gets lower; groups of any number of lanes."""
     x, of_parent, of_child, first_child = problem(children=children)
     costs = torch.rand(sum(len(child) for child in of_child)) + 0.5
-    layer = train(x, of_parent, of_child, first_child, costs, loss=LOSSES[loss], positive_cost=2.0, negative_cost=0.5)
+    layer = train(x, of_parent, of_child, first_child, costs, loss=loss, positive_cost=2.0, negative_cost=0.5)
     assert layer[5][1] == 0  # all converged
     weight = dense(layer, first_child, x.shape[1]).double()
     whole = torch.cat([torch.from_numpy(x.toarray()).double(), torch.ones(x.shape[0], 1, dtype=torch.float64)], 1)
@@ -69,31 +72,23 @@ def test_weights_minimise_the_objective(loss, children):
         y, cost = torch.where(mine, 1.0, -1.0).double(), torch.full((len(rows),), 0.5, dtype=torch.float64)
         cost[mine] = 2.0 * costs[at : at + len(child)].double()
         at += len(child)
-        found = objective(weight[c], whole[rows], y, cost, LOSSES[loss])
+        found = objective(weight[c], whole[rows], y, cost, loss)
         best = weight[c].clone().requires_grad_()
         optimizer = torch.optim.LBFGS([best], max_iter=200, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe")
 
         def closure():
             optimizer.zero_grad()
-            value = objective(best, whole[rows], y, cost, LOSSES[loss])
+            value = objective(best, whole[rows], y, cost, loss)
             value.backward()
             return value
 
         optimizer.step(closure)
-        assert found <= objective(best, whole[rows], y, cost, LOSSES[loss]) * (1 + 1e-3), (loss, c)
+        assert found <= objective(best, whole[rows], y, cost, loss) * (1 + 1e-3), (loss, c)
 
 
-def test_any_number_of_threads_finds_the_same_weights():
+def test_any_number_of_threads_finds_the_same_weights(same_for_any_threads):
     x, of_parent, of_child, first_child = problem(rows=200, parents=9, children=21)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for n in (1, 4):
-            torch.set_num_threads(n)
-            found.append(train(x, of_parent, of_child, first_child))
-    finally:
-        torch.set_num_threads(threads)
-    for one, other in zip(*found):
-        assert torch.equal(one, other)
+    same_for_any_threads(lambda: train(x, of_parent, of_child, first_child))
 
 
 def test_small_weights_are_dropped():
@@ -119,7 +114,8 @@ def test_no_more_weights_than_asked_for_where_many_are_equal():
 
 def test_logistic_classifiers_of_large_margins_converge():
     x, of_parent, of_child, first_child = problem(rows=30, density=0.5)
-    layer = train(x * np.float32(60), of_parent, of_child, first_child, loss=2, positive_cost=10.0, negative_cost=10.0, tolerance=0.01)
+    costs = dict(positive_cost=10.0, negative_cost=10.0)
+    layer = train(x * np.float32(60), of_parent, of_child, first_child, loss="logistic", tolerance=0.01, **costs)
     assert layer[5][1] == 0
     weight = dense(layer, first_child, x.shape[1])
     whole = torch.cat([torch.from_numpy(x.toarray()) * 60, torch.ones(30, 1)], 1)
@@ -134,7 +130,7 @@ def test_gradients_that_are_alike_are_not_yet_zero():
         layer = train(x, [np.arange(91)], [np.arange(91)], torch.tensor([0, 1]), bias=0.0, tolerance=tolerance, seed=seed)
         assert layer[5][1] == 0
         weight = dense(layer, torch.tensor([0, 1]), x.shape[1])[0, :-1]
-        return objective(weight, torch.from_numpy(x.toarray()), torch.ones(91), 1.0, 0)
+        return objective(weight, torch.from_numpy(x.toarray()), torch.ones(91), 1.0, "squared_hinge")
 
     for seed in (6, 59, 149):
         assert loss(0.1, seed) < 1.05 * loss(1e-5, seed)
@@ -230,10 +226,14 @@ def test_scripted_and_saved(tmp_path):
 
 X, PARENTS, CHILDREN, FIRST = problem()
 BAD = [
-    (dict(loss=3), ValueError, "expected loss as 0"), (dict(tolerance=0.0), ValueError, "expected tolerance as a finite number above 0"),
+    (dict(loss="huber"), ValueError, "expected loss as squared_hinge, hinge or logistic, got huber"),
+    (dict(tolerance=0.0), ValueError, "expected tolerance as a finite number above 0"),
     (dict(positive_cost=-1.0), ValueError, "expected positive_cost"), (dict(sweeps=0), ValueError, "sweeps of at least 1"),
-    (dict(threshold=-0.1), ValueError, "threshold as a finite number"), (dict(max_weights=-1), ValueError, "max_weights of at least 0"),
-    (dict(bias=float("nan")), ValueError, "bias as a finite number"),
+    (dict(threshold=-0.1), ValueError, "threshold as a finite number"),
+    (dict(max_weights=0), ValueError, "max_weights of at least 1 or none, got 0"),
+    (dict(bias=float("nan")), ValueError, "bias as a finite number"), (dict(negative_cost=1e-50), ValueError, "expected negative_cost"),
+    (dict(cost=1.0), ValueError, "expected options among loss, bias"),
+    (dict(sweeps=2.5), ValueError, "expected option sweeps as an integer"),
 ]
 
 
@@ -247,8 +247,8 @@ def test_bad_tensors():
     offsets, columns, values = rows_of(X)
     parent, child = lists(PARENTS), lists(CHILDREN)
 
-    def call(rows=(offsets, columns, values), features=40, first=FIRST, parent=parent, child=child, costs=None):
-        return ops.linear_layer_train(*rows, features, first, *parent, *child, costs, *OPTIONS.values())
+    def call(rows=(offsets, columns, values), features=40, first=FIRST, parent=parent, child=child, costs=None, initial=()):
+        return ops.linear_layer_train(rows, features, first, parent, child, costs, initial)
 
     call()
     for change, error, message in (
@@ -259,6 +259,10 @@ def test_bad_tensors():
         (dict(rows=(offsets, columns, values * float("nan"))), ValueError, "values that are finite, got nan"),
         (dict(first=FIRST[:-1]), ValueError, "parent_offsets with size 3"), (dict(first=FIRST + 1), ValueError, r"first_child\[0\] to be 0"),
         (dict(parent=(parent[0], parent[1] + 1)), IndexError, r"parent_rows in \[0, 60\), got 60"),
+        (dict(rows=(offsets, columns)), ValueError, "rows as 3 tensors, offsets, columns and values, got 2"),
+        (dict(parent=parent[:1]), ValueError, "parents as 2 tensors"), (dict(child=(*child, child[0])), ValueError, "labels as 2 tensors"),
+        (dict(initial=(FIRST,)), ValueError, "initial as 6 tensors"),
+        (dict(initial=(FIRST + 1, *call()[:5])), ValueError, "a layer with this first_child"),
         (dict(costs=torch.ones(3)), ValueError, "label_costs with size"), (dict(costs=-torch.ones(len(child[1]))), ValueError, "not below 0"),
     ):
         with pytest.raises(error, match=message):

@@ -95,7 +95,7 @@ def test_stored_zeros_are_not_right():
     [
         (([[0]], [[0]], 1), TypeError, "predictions as a tensor or a scipy CSR matrix, got list"),
         ((torch.zeros(1, 1), [[0]], 1), TypeError, "int64, got torch.float32"),
-        ((torch.tensor([[0]]), [[0]], 0), ValueError, "k >= 1, got 0"),
+        ((torch.tensor([[0]]), [[0]], 0), ValueError, "k of at least 1, got 0"),
         ((torch.tensor([[0]]), [[0]], 1.0), TypeError, "k of type int, got float"),
         ((torch.tensor([[0]]), [[0]], 2), ValueError, r"\[Q, 2 or more\], got \[1, 1\]"),
         ((torch.tensor([0]), [[0]], 1), ValueError, r"got \[1\]"),

@@ -1,44 +1,34 @@
 """The recommender example, run as its README says, on small generated sequences."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import xsoftmax as xs
-from example_modules import EXAMPLES, check_resume, modules, run
+from example_checks import check_resume, run, run_file
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-EXAMPLE = EXAMPLES / "recommend"
+from examples.recommend import data, train
+
 SMALL = ["--width", "16", "--batch-size", "16", "--samples", "16", "--max-length", "8", "--dropout", "0.1", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
-def example():
-    with modules(EXAMPLE) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def sequences(example, tmp_path_factory):
+def sequences(tmp_path_factory):
     """A file of sequences that walk from cluster to cluster."""
     path = tmp_path_factory.mktemp("sequences") / "sequences.txt"
-    rows = example["data"].generate(users=200, items=60, clusters=12)
+    rows = data.generate(users=200, items=60, clusters=12)
     path.write_text("".join(" ".join(map(str, [user, *row])) + "\n" for user, row in enumerate(rows)))
     return path
 
 
 def test_the_command_leaves_its_files(sequences, tmp_path):
     """In a process of its own, as a user runs it: both losses learn the sequences, and every promised file is there and whole."""
-    command = [sys.executable, EXAMPLE / "train.py", "--data", sequences, "--loss", "sampled", "exact", "--epochs", "12",
-               "--eval-epochs", "4", "--output", tmp_path / "out", "--lr", "0.01", *SMALL]
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, env=os.environ)
-    assert result.returncode == 0, result.stderr
+    run_file(train, tmp_path, "--data", sequences, "--loss", "sampled", "exact", "--epochs", "12",
+             "--eval-epochs", "4", "--output", tmp_path / "out", "--lr", "0.01", *SMALL)
     history = json.loads((tmp_path / "out" / "history.json").read_text())
     assert [entry["loss"] for entry in history["runs"]] == ["sampled", "exact"]
     for entry in history["runs"]:
@@ -54,15 +44,15 @@ def test_the_command_leaves_its_files(sequences, tmp_path):
 
 
 @pytest.mark.parametrize("model, sampler", [("sasrec", "unigram"), ("gru4rec", "midx")])
-def test_resume_is_bit_for_bit(example, sequences, tmp_path, model, sampler, monkeypatch):
+def test_resume_is_bit_for_bit(sequences, tmp_path, model, sampler, monkeypatch):
     """The interruptions fall amid epochs, whose order must be found again."""
-    check_resume(example, ["--data", sequences, "--model", model, "--sampler", sampler, "--epochs", "3", "--unordered",
+    check_resume(train, ["--data", sequences, "--model", model, "--sampler", sampler, "--epochs", "3", "--unordered",
                            "--output", tmp_path / "out", *SMALL], tmp_path, monkeypatch)
 
 
-def test_patience_ends_training(example, sequences, tmp_path):
+def test_patience_ends_training(sequences, tmp_path):
     arguments = ["--data", sequences, "--loss", "exact", "--lr", "1e-9", "--epochs", "50", "--patience", "2", "--output", tmp_path, *SMALL]
-    assert run(example, *arguments) == 0
+    assert run(train, *arguments) == 0
     entry = json.loads((tmp_path / "history.json").read_text())["runs"][0]
     assert len(entry["points"]) < 10  # nothing is learnt
     values = [point["valid_NDCG@10"] for point in entry["points"]]
@@ -72,9 +62,8 @@ def test_patience_ends_training(example, sequences, tmp_path):
 
 @pytest.mark.parametrize("model", ["sasrec", "gru4rec"])
 @pytest.mark.parametrize("options", [[], ["--rank-seen"], ["--heads", "2", "--untied", "--bias"]])
-def test_evaluation_is_that_of_the_full_ranking(example, tmp_path, model, options):
+def test_evaluation_is_that_of_the_full_ranking(tmp_path, model, options):
     """Of a run's figures, and of its first ten items of each user: all items scored, the seen ones struck out, sorted."""
-    data, train = example["data"], example["train"]
     rows = data.generate(users=30, items=60, clusters=6)  # a user may have half of all items: fewer than 50 are left
     dataset = data.make("sequences", [row[:-3] for row in rows], [row[-3:-1] for row in rows],
                         [row[-1:] if i % 3 else [] for i, row in enumerate(rows)])
@@ -101,9 +90,8 @@ def test_evaluation_is_that_of_the_full_ranking(example, tmp_path, model, option
             assert figures[f"{split}_Recall@{k}"] == pytest.approx(xs.metrics.recall_at_k(torch.tensor(predictions), truth, k))
 
 
-def test_unordered_queries_are_cut_at_random(example):
+def test_unordered_queries_are_cut_at_random():
     """Files without an order may be sorted by item: the last ones would say little of a user. What is known stays the same."""
-    data, train = example["data"], example["train"]
     dataset = data.make("sequences", [list(range(40))] * 3, [[40]] * 3, [[41]] * 3)
     current = train.Run("exact", dataset, train.parse_arguments([*SMALL, "--unordered"]))
     for row in current.queries["valid"].known.split():
@@ -112,10 +100,10 @@ def test_unordered_queries_are_cut_at_random(example):
 
 
 @pytest.mark.parametrize("model", ["sasrec", "gru4rec"])
-def test_a_query_sees_what_lies_before_it(example, model):
+def test_a_query_sees_what_lies_before_it(model):
     """Neither later items of the user nor other users nor padding: or the example would not predict."""
-    args = example["train"].parse_arguments([*SMALL, "--model", model])
-    encoder = example["train"].build_encoder(args, 40, sparse=False).eval()
+    args = train.parse_arguments([*SMALL, "--model", model])
+    encoder = train.build_encoder(args, 40, sparse=False).eval()
     items, lengths = torch.arange(40), torch.tensor([1, 2, 3, 4, 5, 8, 8, 7, 2])
     together = encoder(items, lengths)
     for row, hidden in zip(items.split(lengths.tolist()), together.split(lengths.tolist())):
@@ -124,9 +112,8 @@ def test_a_query_sees_what_lies_before_it(example, model):
 
 
 @pytest.mark.parametrize("unordered", [False, True])
-def test_batches_cover_every_target_once(example, unordered):
+def test_batches_cover_every_target_once(unordered):
     """Each item but a user's first, after at most `longest` of its user's own; in an order that is new each epoch, and found again."""
-    data = example["data"]
     rows = [[100 * user + place for place in range(length)] for user, length in enumerate([1, 2, 5, 9, 10, 30])]
     batches = data.Batches(data.Sequences.of(rows), batch_size=3, longest=4, unordered=unordered, seed=1, device=torch.device("cpu"))
     epochs = []
@@ -150,9 +137,9 @@ def test_batches_cover_every_target_once(example, unordered):
     assert set(zip(items.tolist(), targets.tolist())) <= set(epochs[1])
 
 
-def test_splits(example, tmp_path):
+def test_splits(tmp_path):
     """Of a file: the last item to test, the last but one to validate. Items by falling count in training, also those it never has."""
-    load = example["data"].load_dataset
+    load = data.load_dataset
     (tmp_path / "file.txt").write_text("7 5 3 3 8 9\n\n2 3 5 4 3\n")
     dataset = load(str(tmp_path / "file.txt"))
     assert dataset.items == [3, 5, 4, 8, 9] and dataset.counts.tolist() == [3, 2, 0, 0, 0]
@@ -184,10 +171,10 @@ def test_splits(example, tmp_path):
         ("1 2 3 4\n", "expected a user with at least two items in training, got none"),
     ],
 )
-def test_bad_files(example, tmp_path, capsys, content, message):
+def test_bad_files(tmp_path, capsys, content, message):
     path = tmp_path / "file.txt"
     path.write_text(content)
-    assert run(example, "--data", path, "--output", tmp_path, *SMALL, "--loss", "exact") == 2
+    assert run(train, "--data", path, "--output", tmp_path, *SMALL, "--loss", "exact") == 2
     assert message in capsys.readouterr().err
 
 
@@ -200,10 +187,10 @@ def test_bad_files(example, tmp_path, capsys, content, message):
         ({"train": "0\n", "valid": "0 1\n", "test": "0 1\n"}, "train.txt, line 1: expected at least 1 items"),
     ],
 )
-def test_bad_folders(example, tmp_path, capsys, files, message):
+def test_bad_folders(tmp_path, capsys, files, message):
     for split, content in files.items():
         (tmp_path / f"{split}.txt").write_text(content)
-    assert run(example, "--data", tmp_path, "--output", tmp_path / "out", *SMALL) == 2
+    assert run(train, "--data", tmp_path, "--output", tmp_path / "out", *SMALL) == 2
     assert message in capsys.readouterr().err
 
 
@@ -218,16 +205,16 @@ def test_bad_folders(example, tmp_path, capsys, files, message):
         (["--patience", "0"], "more than 0"),
     ],
 )
-def test_errors_say_what_to_change(example, sequences, tmp_path, capsys, arguments, message):
-    assert run(example, "--data", sequences, "--output", tmp_path, *SMALL, *arguments) == 2
+def test_errors_say_what_to_change(sequences, tmp_path, capsys, arguments, message):
+    assert run(train, "--data", sequences, "--output", tmp_path, *SMALL, *arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_resume_refuses_other_data(example, sequences, tmp_path, capsys):
+def test_resume_refuses_other_data(sequences, tmp_path, capsys):
     arguments = ["--epochs", "1", "--output", tmp_path, "--checkpoint", tmp_path / "c.pt", *SMALL]
     copy = tmp_path / "copy.txt"
     copy.write_text(sequences.read_text())
-    assert run(example, "--data", copy, *arguments) == 0
+    assert run(train, "--data", copy, *arguments) == 0
     copy.write_text(copy.read_text() + "1000 1 2 3 4 5\n")
-    assert run(example, "--data", copy, *arguments, "--resume") == 2
+    assert run(train, "--data", copy, *arguments, "--resume") == 2
     assert "is not what the checkpoint was trained on" in capsys.readouterr().err

@@ -5,14 +5,26 @@ import torch
 import torch.nn.functional as F
 
 import xsoftmax as xs
-from xsoftmax.samplers import LogUniformSampler, StaticSampler, UniformSampler
+from set_checks import columns, split
+from xsoftmax._options import option_text
+from xsoftmax.samplers import LogUniformSampler, StaticSampler, UniformSampler, columns_of
 
 ops = torch.ops.xsoftmax
-REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+REDUCTIONS = ("none", "mean", "sum")
 # Logits of five classes, and two targets: a likely one (p > 0.5), an unlikely one.
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 0.5, 0.0], dtype=torch.float64)
 P = LOGITS.softmax(0)
 Q = 40000
+
+
+def sampled_softmax_loss(input, weight, bias, target, class_weight=None, log_z=None, **arguments):
+    sets, options = split(arguments)
+    return ops.sampled_softmax_loss(input, weight, bias, target, *sets, class_weight, log_z, options)
+
+
+def candidate_loss(scores, target, **arguments):
+    sets, options = split(arguments)
+    return ops.candidate_loss(scores, target, *sets, options)
 
 
 def assert_mean(samples, want):
@@ -24,13 +36,12 @@ def assert_mean(samples, want):
 
 def class_gradients(target, num_samples, estimator, remove, seed):
     """[Q, N]: the gradients of the five logits for Q draws, each query with candidates of its own from q = softmax."""
-    sampler = StaticSampler(P)
     targets = torch.full((Q,), target)
-    proposal = sampler.sample(torch.zeros(Q, 1), num_samples, False, targets, torch.Generator().manual_seed(seed))
-    assert not proposal.distinct
-    ids = torch.cat([targets[:, None], proposal.ids], 1)
+    sets = StaticSampler(P, num_samples, shared=False).sample(torch.zeros(Q, 1), targets, torch.Generator().manual_seed(seed))
+    assert not sets[0].distinct
+    ids = torch.cat([targets[:, None], sets[0].ids], 1)
     scores = LOGITS[ids].requires_grad_()
-    loss = ops.candidate_loss(scores, targets, proposal.ids, None, proposal.log_count, None, proposal.target_log_count, estimator, remove)
+    loss = ops.candidate_loss(scores, targets, *columns_of(sets), option_text(estimator=estimator, remove_accidental_hits=remove))
     (grad,) = torch.autograd.grad(loss.sum(), scores)
     return torch.zeros(Q, 5, dtype=torch.float64).scatter_add_(1, ids, grad)
 
@@ -55,10 +66,10 @@ def test_the_softmax_is_the_optimum(estimator, proposal, num_samples):
     q = {"softmax": P, "uniform": torch.ones(5), "opposite": P.flip(0)}[proposal]
     generator = torch.Generator().manual_seed(num_samples)
     targets = P.float().multinomial(Q, replacement=True, generator=generator)
-    drawn = StaticSampler(q).sample(torch.zeros(Q, 1), num_samples, False, targets, generator)
-    ids = torch.cat([targets[:, None], drawn.ids], 1)
+    sets = StaticSampler(q, num_samples, shared=False).sample(torch.zeros(Q, 1), targets, generator)
+    ids = torch.cat([targets[:, None], sets[0].ids], 1)
     scores = P.log()[ids].requires_grad_()
-    loss = ops.candidate_loss(scores, targets, drawn.ids, None, drawn.log_count, None, drawn.target_log_count, estimator)
+    loss = ops.candidate_loss(scores, targets, *columns_of(sets), option_text(estimator=estimator))
     (grad,) = torch.autograd.grad(loss.sum(), scores)
     assert_mean(torch.zeros(Q, 5, dtype=torch.float64).scatter_add_(1, ids, grad), torch.zeros(5))
 
@@ -74,11 +85,11 @@ def test_the_softmax_is_the_optimum_beside_a_head(estimator, candidates, proposa
     q[candidates] = 0
     generator = torch.Generator().manual_seed(num_samples)
     targets = P.float().multinomial(Q, replacement=True, generator=generator)
-    drawn = StaticSampler(q).sample(torch.zeros(Q, 1), num_samples, False, targets, generator)
-    ids = torch.cat([targets[:, None], drawn.ids, candidates.expand(Q, -1)], 1)
+    sets = StaticSampler(q, num_samples, shared=False).sample(torch.zeros(Q, 1), targets, generator)
+    sets = [*sets, xs.samplers.CandidateSet(candidates, torch.zeros(len(candidates)), None, True)]
+    ids = torch.cat([targets[:, None], sets[0].ids, candidates.expand(Q, -1)], 1)
     scores = LOGITS[ids].requires_grad_()
-    loss = ops.candidate_loss(scores, targets, drawn.ids, candidates, drawn.log_count, None, drawn.target_log_count, estimator,
-                              fixed_shared=len(candidates))
+    loss = ops.candidate_loss(scores, targets, *columns_of(sets), option_text(estimator=estimator))
     (grad,) = torch.autograd.grad(loss.sum(), scores)
     grad = torch.zeros(Q, 5, dtype=torch.float64).scatter_add_(1, ids, grad)
     assert_mean(grad, torch.zeros(5))
@@ -104,8 +115,7 @@ def exact_loss(big, target, **kwargs):
 def test_distinct_draws_are_unbiased(big, sampler, target, head):
     """exp(loss) is 1 / p_y on average: each class weighs 1 / (the probability that it stands in the set)."""
     queries = 20000
-    loss = xs.SampledSoftmaxLoss(8, 30, sampler=sampler(30, distinct=True), num_samples=7, shared=False, bias=True, reduction="none",
-                                 head_classes=head)
+    loss = xs.SampledSoftmaxLoss(8, 30, sampler=sampler(30, 7, shared=False, distinct=True), bias=True, reduction="none", head_classes=head)
     loss.linear.weight.data, loss.linear.bias.data = big[1], big[2]
     values = loss(big[0].expand(queries, 8), torch.full((queries,), target), torch.Generator().manual_seed(1))
     assert values.std() > 0.01
@@ -116,8 +126,7 @@ def test_distinct_draws_are_unbiased(big, sampler, target, head):
 def test_head_and_independent_tail_are_unbiased(big, target):
     """A target in the head cannot be drawn; one in the tail is left out of the draws and of q."""
     queries = 20000
-    loss = xs.SampledSoftmaxLoss(8, 30, sampler=UniformSampler(30), num_samples=40, shared=False, bias=True, reduction="none",
-                                 head_classes=6)
+    loss = xs.SampledSoftmaxLoss(8, 30, sampler=UniformSampler(30, 40, shared=False), bias=True, reduction="none", head_classes=6)
     loss.linear.weight.data, loss.linear.bias.data = big[1], big[2]
     values = loss(big[0].expand(queries, 8), torch.full((queries,), target), torch.Generator().manual_seed(1))
     assert values.std() > 0.01
@@ -154,11 +163,10 @@ def every_class(input, weight, bias, target, class_weight=None, reduction="mean"
                 sparse_grad=True):
     """All classes are candidates that are always there: nothing is left to chance."""
     ids = torch.arange(weight.size(0))
-    own = ids.expand(target.numel(), -1) if layout == "private" else None
-    return ops.sampled_softmax_loss(input, weight, bias, target, own, None if own is not None else ids, class_weight=class_weight,
-                                    reduction=REDUCTIONS[reduction], ignore_index=ignore_index, label_smoothing=label_smoothing,
-                                    fixed_private=0 if own is None else len(ids), fixed_shared=len(ids) if own is None else 0,
-                                    sparse_grad=sparse_grad)
+    candidates = (dict(private_ids=ids.expand(target.numel(), -1), distinct_private=len(ids)) if layout == "private" else
+                  dict(shared_ids=ids, distinct_shared=len(ids)))
+    return sampled_softmax_loss(input, weight, bias, target, class_weight, reduction=reduction, ignore_index=ignore_index,
+                                label_smoothing=label_smoothing, sparse_grad=sparse_grad, **candidates)
 
 
 def plain(input, weight, bias, target, class_weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0):
@@ -199,7 +207,7 @@ def test_one_query_without_a_batch(impl):
 def test_no_second_derivative(impl):
     input, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     for leaf in (input, weight):
-        loss = ops.sampled_softmax_loss(input, weight, None, torch.tensor([0, 1, 2]), None, torch.tensor([3, 4]), sparse_grad=False)
+        loss = sampled_softmax_loss(input, weight, None, torch.tensor([0, 1, 2]), shared_ids=torch.tensor([3, 4]), sparse_grad=False)
         (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="not implemented"):
             grad.sum().backward()
@@ -207,7 +215,7 @@ def test_no_second_derivative(impl):
 
 def test_retain_graph(impl):
     input, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    loss = ops.sampled_softmax_loss(input, weight, None, torch.tensor([0, 1, 2]), None, torch.tensor([3, 4]), sparse_grad=False)
+    loss = sampled_softmax_loss(input, weight, None, torch.tensor([0, 1, 2]), shared_ids=torch.tensor([3, 4]), sparse_grad=False)
     first = torch.autograd.grad(loss, (input, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (input, weight), torch.tensor(-3.0))
     for a, b in zip(first, second):
@@ -239,7 +247,7 @@ def test_ignored_queries_may_be_anything_also_where_the_gradient_is_large():
     weight = torch.randn(100_000, width, requires_grad=True)
     input, target = torch.randn(queries, width), torch.randint(100_000, (queries,))
     target[::7], input[::7] = -100, float("inf")
-    loss = torch.ops.xsoftmax.sampled_softmax_loss(input.requires_grad_(), weight, None, target, own, None)
+    loss = sampled_softmax_loss(input.requires_grad_(), weight, None, target, private_ids=own)
     loss.backward()
     assert own.numel() * width * 4 > 4 << 20
     assert loss.isfinite() and weight.grad._values().isfinite().all() and input.grad.isfinite().all()
@@ -258,22 +266,26 @@ def test_is_the_composition(impl):
     input, weight, bias, target = problem(shape=(5,), ignored=0)
     g = torch.Generator().manual_seed(1)
     own, shared = torch.randint(9, (5, 3), generator=g), torch.randint(9, (4,), generator=g)
-    counts = [torch.rand(5, 3, generator=g), torch.rand(4, generator=g), torch.rand(5, generator=g)]
+    candidates = dict(private_ids=own, shared_ids=shared, private_log_count=torch.rand(5, 3, generator=g),
+                      shared_log_count=torch.rand(4, generator=g), target_log_count=torch.rand(5, generator=g), distinct_shared=2,
+                      estimator="ranking")
     weight.requires_grad_()
-    loss = ops.sampled_softmax_loss(input, weight, bias, target, own, shared, *counts, estimator="ranking", fixed_shared=2, reduction=0)
+    loss = sampled_softmax_loss(input, weight, bias, target, reduction="none", **candidates)
     scores = ops.candidate_scores(input, weight, bias, torch.cat([target[:, None], own], 1), shared)
-    want = ops.candidate_loss(scores, target, own, shared, *counts, estimator="ranking", fixed_shared=2)
+    want = candidate_loss(scores, target, **candidates)
     assert torch.equal(loss, want)
     (grad,), (want_grad,) = torch.autograd.grad(loss.sum(), weight), torch.autograd.grad(want.sum(), weight)
     assert grad._nnz() == 5 * 4 + 4
     torch.testing.assert_close(grad.to_dense(), want_grad.to_dense())
 
 
-def candidates(queries, classes, dtype, seed=1):
-    """(private ids, shared ids, private, shared and target log counts), with hits and repeats."""
+def candidates(queries, classes, dtype, kinds="both", seed=1):
+    """Draws with hits and repeats."""
     g = torch.Generator().manual_seed(seed)
     own, shared = torch.randint(classes, (queries, 3), generator=g), torch.randint(classes, (4,), generator=g)
-    return own, shared, *(torch.rand(size, generator=g).to(dtype) for size in ((queries, 3), (4,), (queries,)))
+    counts = [torch.rand(size, generator=g).to(dtype) for size in ((queries, 3), (4,), (queries,))]
+    private = {} if kinds == "shared" else dict(private_ids=own, private_log_count=counts[0])
+    return private | ({} if kinds == "private" else dict(shared_ids=shared, shared_log_count=counts[1])) | dict(target_log_count=counts[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -284,18 +296,19 @@ def test_one_pass_equals_its_parts(dtype, estimator, label_smoothing, ids):
     """linear_candidate_loss makes the gradients with the loss; candidate_scores and candidate_loss make them afterwards."""
     input, weight, bias, target = problem(shape=(40,), ignored=2)
     leaves = [t.to(dtype).requires_grad_() for t in (input, weight, bias)]
-    own, shared, *counts = candidates(40, 9, dtype)
-    own, counts[0] = (None, None) if ids == "shared" else (own, counts[0])
-    shared, counts[1] = (None, None) if ids == "private" else (shared, counts[1])
+    drawn = candidates(40, 9, dtype, ids)
+    if estimator.startswith("cane"):
+        drawn |= {f"distinct_{kind}": 1 for kind in ("private", "shared") if f"{kind}_ids" in drawn}
     upstream = torch.linspace(-1, 2, 40)
     options = dict(estimator=estimator, label_smoothing=label_smoothing)
-    loss = ops.sampled_softmax_loss(*leaves, target, own, shared, *counts, reduction=0, sparse_grad=False, **options)
+    loss = sampled_softmax_loss(*leaves, target, reduction="none", sparse_grad=False, **drawn, **options)
     got = torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
 
     kept = target != -100
     id = torch.where(kept, target, 0)
-    scores = ops.candidate_scores(*leaves, torch.cat([id[:, None]] + ([] if own is None else [own]), 1), shared, False)
-    want = torch.where(kept, ops.candidate_loss(scores, id, own, shared, *counts, **options), 0.0)
+    rows = torch.cat([id[:, None]] + ([drawn["private_ids"]] if "private_ids" in drawn else []), 1)
+    scores = ops.candidate_scores(*leaves, rows, drawn.get("shared_ids"), False)
+    want = torch.where(kept, candidate_loss(scores, id, **drawn, **options), 0.0)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.02)
     torch.testing.assert_close(loss, want, rtol=tolerance, atol=tolerance)
     for a, b in zip(got, torch.autograd.grad(want, leaves, upstream.to(loss.dtype))):
@@ -306,12 +319,12 @@ def test_one_pass_equals_its_parts(dtype, estimator, label_smoothing, ids):
 def test_subsets_of_gradients(impl, wanted):
     """Nothing is computed for what needs no gradient."""
     input, weight, bias, target = problem(shape=(5,), ignored=1)
-    own, shared, *counts = candidates(5, 9, torch.float32)
+    drawn = candidates(5, 9, torch.float32)
     leaves = [t.requires_grad_(w) for t, w in zip((input, weight, bias), wanted)]
     _, grad_input, grad_scores, _ = ops.linear_candidate_loss_forward(
-        *(t.detach() for t in leaves), target, own, shared, *counts, "ranking", True, 0, 0, 0.0, -100, [wanted[0], any(wanted[1:])])
+        *(t.detach() for t in leaves), target, *columns(**drawn, estimator="ranking"), [wanted[0], any(wanted[1:])])
     assert (grad_input.numel() > 0) == wanted[0] and (grad_scores.numel() > 0) == any(wanted[1:])
-    loss = ops.sampled_softmax_loss(*leaves, target, own, shared, *counts, sparse_grad=False)
+    loss = sampled_softmax_loss(*leaves, target, sparse_grad=False, **drawn)
     assert loss.requires_grad == any(wanted)
     if any(wanted):
         loss.backward()
@@ -320,25 +333,77 @@ def test_subsets_of_gradients(impl, wanted):
 
 def test_gradcheck(impl):
     input, weight, bias, target = problem(shape=(4,), ignored=1)
-    own, shared, *counts = candidates(4, 9, torch.float64)
+    drawn = candidates(4, 9, torch.float64)
     leaves = [t.double().requires_grad_() for t in (input, weight, bias)]
     for estimator in ("sampled_softmax", "ranking"):
         assert torch.autograd.gradcheck(
-            lambda *a: ops.sampled_softmax_loss(*a, target, own, shared, *counts, estimator=estimator, label_smoothing=0.1,
-                                                sparse_grad=False), leaves)
+            lambda *a: sampled_softmax_loss(*a, target, estimator=estimator, label_smoothing=0.1, sparse_grad=False, **drawn), leaves)
+
+
+def test_log_z(impl):
+    """All scores lowered by it, with a gradient, ignored queries apart."""
+    input, weight, bias, target = problem(shape=(6,), ignored=2)
+    input[0] = float("nan")
+    drawn, log_z = candidates(6, 9, torch.float32), torch.tensor(0.7, requires_grad=True)
+    loss = sampled_softmax_loss(input, weight, bias, target, log_z=log_z, estimator="nce", reduction="sum", **drawn)
+    kept = drawn | {name: value[2:] for name, value in drawn.items() if name != "shared_ids" and name != "shared_log_count"}
+    scores = ops.candidate_scores(input[2:], weight, bias, torch.cat([target[2:, None], kept["private_ids"]], 1), drawn["shared_ids"])
+    want = candidate_loss(scores - log_z, target[2:], estimator="nce", **kept).sum()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(*(torch.autograd.grad(value, log_z)[0] for value in (loss, want)))
+
+
+def test_sets_may_stand_in_any_order(impl):
+    """Private and shared, distinct and drawn ones: the value is that of the order of columns."""
+    input, weight, bias, target = problem(shape=(6,), ignored=0)
+    g = torch.Generator().manual_seed(3)
+    sets = [(torch.randint(9, (6, 2), generator=g), torch.rand(6, 2, generator=g), torch.rand(6, generator=g), False),
+            (torch.tensor([0, 1]), torch.zeros(2), None, True), (torch.randint(9, (3,), generator=g), torch.rand(6, 3, generator=g), None, False),
+            (torch.tensor([[2, 3]]).expand(6, 2), torch.rand(6, 2, generator=g), torch.rand(6, generator=g), True)]
+    for estimator in ("sampled_softmax", "ranking", "cane"):
+        want = None
+        for turn in range(4):
+            ids, counts, of_target, distinct = (list(column) for column in zip(*sets[turn:], *sets[:turn]))
+            loss = ops.sampled_softmax_loss(input, weight, bias, target, ids, counts, of_target, distinct, None, None, f"estimator={estimator}")
+            want = loss if want is None else want
+            torch.testing.assert_close(loss, want)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reduced_loss(reduction):
+    """As F.cross_entropy puts its losses together; whatever an ignored one is."""
+    input, weight, bias, target = problem()
+    class_weight = torch.linspace(0.1, 2.0, 9)
+    for weights in (None, class_weight):
+        each = F.cross_entropy(F.linear(input, weight, bias).flatten(0, -2), target.flatten(), reduction="none")
+        each[target.flatten() < 0] = float("nan")
+        got = ops.reduced_loss(each, target, weights, f"reduction={reduction}")
+        torch.testing.assert_close(got, plain(input, weight, bias, target, weights, reduction))
+    with pytest.raises(ValueError, match='reduced_loss: expected reduction to be "mean", "sum" or "none", got "max"'):
+        ops.reduced_loss(each, target, None, "reduction=max")
+
+
+def test_counted_queries():
+    """What samplers are shown: zeros and -1 in the place of what is ignored."""
+    input, weight, _, target = problem()
+    input.view(-1, 6)[:3] = float("nan")
+    queries, counted = ops.counted_queries(input.requires_grad_(), target, weight, -100)
+    assert not queries.requires_grad and queries[:3].eq(0).all() and counted[:3].eq(-1).all()
+    assert torch.equal(queries[3:], input.detach().view(-1, 6)[3:]) and torch.equal(counted[3:], target.view(-1)[3:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype):
     input, weight, bias, target = problem(shape=(5,), ignored=1)
-    own, shared, *counts = candidates(5, 9, torch.float32)
     leaves = [t.to(dtype).requires_grad_() for t in (input, weight, bias)]
-    for ids in ((own, shared, *counts), (own, None, counts[0], None, counts[2]), (None, shared, None, counts[1], counts[2])):
-        arguments = (target, *ids, "sampled_softmax", True, 0, 0, 0.1, -100)
-        torch.library.opcheck(ops.linear_candidate_loss.default, (*leaves, *arguments, False))
-        plain = [t.detach() for t in leaves]
+    plain = [t.detach() for t in leaves]
+    for kinds in ("both", "private", "shared"):
+        lists = columns(**candidates(5, 9, torch.float32, kinds), label_smoothing=0.1, sparse_grad=False)
+        torch.library.opcheck(ops.linear_candidate_loss.default, (*leaves, target, *lists))
         for mask in ([True, True], [False, True], [False, False]):
-            torch.library.opcheck(ops.linear_candidate_loss_forward.default, (*plain, *arguments, mask))
+            torch.library.opcheck(ops.linear_candidate_loss_forward.default, (*plain, target, *lists, mask))
+    drawn = candidates(5, 9, torch.float32)
+    own, shared = drawn["private_ids"], drawn["shared_ids"]
     scale = torch.rand(5)
     torch.library.opcheck(ops.candidate_scores_backward.default,
                           (torch.randn(5, 7), plain[0], plain[1], own, shared, [True, True, True], scale))
@@ -379,26 +444,26 @@ def test_autocast():
     (dict(target=torch.zeros(2, device="meta", dtype=torch.int64)), TypeError, "expected target on input's device cpu"),
     (dict(input=torch.tensor(1.0)), ValueError, "expected target of the shape of input without its last dimension"),
     (dict(weight=torch.zeros(9)), ValueError, "expected weight with 2 dimensions"),
-    (dict(private_ids=torch.tensor([[0, 1], [2, 9]])), IndexError, r"expected private_ids in \[0, 9\), got 9 at \[1, 1\]"),
+    (dict(private_ids=torch.tensor([[0, 1], [2, 9]])), IndexError, r"expected private ids in \[0, 9\), got 9 at \[1, 1\]"),
     (dict(private_ids=torch.zeros(3, 2, dtype=torch.int64)), ValueError, "expected private_ids with size 2 .the rows of input. in dimension 0"),
-    (dict(private_ids=torch.zeros(2, dtype=torch.int64)), ValueError, "expected private_ids with 2 dimensions"),
-    (dict(shared_ids=torch.tensor([-2])), IndexError, r"expected shared_ids in \[0, 9\), got -2 at \[0\]"),
+    (dict(private_ids=torch.zeros(2, 1, 1, dtype=torch.int64)), ValueError, r"expected ids of a set of shape \[M\], or \[Q, M\]"),
+    (dict(shared_ids=torch.tensor([-2])), IndexError, r"expected shared ids in \[0, 9\), got -2 at \[0\]"),
     (dict(estimator="nce2"), ValueError, 'sampled_softmax_loss: expected estimator to be one of "sampled_softmax", "ranking", .*got "nce2"'),
-    (dict(fixed_shared=4), ValueError, r"expected fixed_shared in \[0, 3\], got 4"),
+    (dict(estimator="cane", target_log_count=torch.zeros(2)), ValueError, "expected candidates, sets of distinct classes .* 0 of 1 sets distinct"),
     (dict(weight=torch.zeros(9, 4)), ValueError, "expected weight with size 3"),
-    (dict(shared_ids=torch.tensor([9])), IndexError, r"expected shared_ids in \[0, 9\), got 9 at \[0\]"),
+    (dict(shared_ids=torch.tensor([9])), IndexError, r"expected shared ids in \[0, 9\), got 9 at \[0\]"),
     (dict(class_weight=torch.zeros(8)), ValueError, "expected class_weight with size 9"),
     (dict(class_weight=torch.zeros(9), label_smoothing=0.1), ValueError, "expected label_smoothing of 0 beside class weights"),
-    (dict(reduction=3), ValueError, "expected reduction 0"),
-    (dict(reduction=-1), ValueError, "expected reduction 0"),
+    (dict(log_z=torch.zeros(2)), ValueError, "expected log_z with 0 dimensions"),
+    (dict(reduction="max"), ValueError, 'expected reduction to be "mean", "sum" or "none", got "max"'),
     (dict(label_smoothing=-0.1), ValueError, r"expected label_smoothing in \[0, 1\]"),
     (dict(estimator="full"), ValueError, "expected estimator to be one of"),
+    (dict(ignore=3), ValueError, "sampled_softmax_loss: expected options among estimator, .*, got 'ignore"),
 ])
 def test_bad_inputs(change, error, message):
-    arguments = dict(input=torch.zeros(2, 3), weight=torch.zeros(9, 3), bias=None, target=torch.tensor([0, 1]), private_ids=None,
-                     shared_ids=torch.arange(3)) | change
+    arguments = dict(input=torch.zeros(2, 3), weight=torch.zeros(9, 3), bias=None, target=torch.tensor([0, 1]), shared_ids=torch.arange(3)) | change
     with pytest.raises(error, match=message):
-        ops.sampled_softmax_loss(**arguments)
+        sampled_softmax_loss(**arguments)
 
 
 @pytest.mark.parametrize("queries, width, own, shared", [(3, 0, None, None), (0, 4, None, None), (3, 4, 0, None), (3, 4, None, 0),
@@ -406,10 +471,10 @@ def test_bad_inputs(change, error, message):
 def test_nothing_to_score(impl, queries, width, own, shared):
     """No candidates, no queries, no features: a loss of 0 over the target alone, log 1 + C over C equal scores."""
     input, weight = torch.randn(queries, width, requires_grad=True), torch.randn(5, width, requires_grad=True)
-    private_ids = None if own is None else torch.arange(own).expand(queries, own)
-    shared_ids = None if shared is None else torch.arange(shared)
+    drawn = ({} if own is None else dict(private_ids=torch.arange(own).expand(queries, own))) | (
+        {} if shared is None else dict(shared_ids=torch.arange(shared)))
     target = torch.full((queries,), 4)
-    loss = ops.sampled_softmax_loss(input, weight, None, target, private_ids, shared_ids, reduction=0)
+    loss = sampled_softmax_loss(input, weight, None, target, reduction="none", **drawn)
     loss.sum().backward()
     count = 1 + (own or 0) + (shared or 0)
     torch.testing.assert_close(loss, torch.full((queries,), float(count)).log())

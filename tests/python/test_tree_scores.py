@@ -123,19 +123,9 @@ def test_strided(impl):
     assert_same(scores_and_gradients(ops.tree_scores, *map(wide, args[:5]), args[5]), want, torch.float64)
 
 
-def test_threads():
+def test_threads_give_the_same_bits(same_for_any_threads):
     args = problem(LabelTree.balanced(5000, 10), Q=300, P=9, D=16, dtype=torch.float32)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            results.append(scores_and_gradients(ops.tree_scores, *args))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0][:2], other[:2]))
-        for a, b in zip(results[0][2:], other[2:]):
-            assert torch.equal(a._indices(), b._indices()) and torch.equal(a._values(), b._values())
+    same_for_any_threads(lambda: scores_and_gradients(ops.tree_scores, *args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,63 +1,286 @@
-"""Unions of samplers."""
+"""Unions: their counts are what they draw on average, whatever their parts are, samplers of a user's included."""
 
+import io
 import math
+from typing import List, Optional
 
 import pytest
 import torch
+from torch import Tensor
 
-import xsoftmax as xs
-from midx_checks import D, HEAD, K, N, Q, make_sampler
-from xsoftmax.samplers import MidxSampler, UnigramSampler, UnionSampler
+from xsoftmax import use_impl
+from xsoftmax.samplers import (CandidateSet, ComplementSampler, FixedSampler, InBatchSampler, LogUniformSampler, MidxSampler, Sampler,
+                               UniformSampler, UnigramSampler, UnionSampler)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+N, Q, D = 30, 6, 4
+WEIGHTS = torch.arange(1, N + 1)
 
 
-def test_union_counts_are_sums():
-    sampler, z, _, _ = make_sampler()
-    unigram = UnigramSampler(torch.rand(N), exclude=HEAD)
-    target = torch.randint(HEAD, N, (Q,))
-    union = UnionSampler((unigram, 30), (sampler, 12))
-    proposal = union.sample(z, 0, False, target)
-    ids = torch.arange(N)
-    unigram_count = unigram.log_count(z, 30, True, ids).exp()
-    total = unigram_count + 12 * sampler.log_prob(z, ids).exp()
-    torch.testing.assert_close(proposal.log_count.exp(), total.gather(1, proposal.ids))
-    torch.testing.assert_close(proposal.shared_log_count.exp(), total[:, proposal.shared_ids])
-    torch.testing.assert_close(proposal.target_log_count.exp(), total.gather(1, target[:, None]).squeeze(1))
-    torch.testing.assert_close(proposal.target_log_draws.exp(), 12 * sampler.log_prob(z, target[:, None]).exp().squeeze(1))
-    assert proposal.shared_distinct == 30 and proposal.shared_ids.unique().numel() == 30
-    torch.testing.assert_close(union.log_prob(z, ids).exp().sum(1), torch.ones(Q))
+class ScoreSampler(Sampler):
+    """A sampler from outside the library: private independent draws from the softmax of a table that it is given."""
+
+    def __init__(self, table: Tensor, num_samples: int):
+        super().__init__(table.size(0), num_samples, shared=False)
+        self.default_estimator = "ranking"
+        self.register_buffer("table", table)
+
+    def _log_counts(self, queries: Tensor) -> Tensor:
+        return (queries @ self.table.T).log_softmax(1) + math.log(self.num_samples)
+
+    @torch.jit.export
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        counts = self._log_counts(queries)
+        ids = torch.multinomial(counts.exp(), self.num_samples, replacement=True, generator=generator)
+        target_log_count: Optional[Tensor] = None
+        if target is not None:
+            of_classes = self.log_count(queries, target.view(queries.size(0), -1).clamp(min=0))
+            target_log_count = of_classes.view(target.shape).masked_fill(target < 0, float("-inf"))
+        return [CandidateSet(ids, counts.gather(1, ids), target_log_count, False)]
+
+    @torch.jit.export
+    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
+        counts = self._log_counts(queries)
+        return counts[:, ids] if ids.dim() == 1 else counts.gather(1, ids)
 
 
-@pytest.mark.parametrize("mixture", ["mean", "rms"])
-@pytest.mark.parametrize("distinct", [False, True])
-def test_counts_of_a_shared_set_are_known_for_any_class(mixture, distinct):
-    sampler, z, _, _ = make_sampler(bias=True, mixture=mixture, distinct=distinct)
-    drawn = sampler.sample(z, 40, True)
-    count = sampler.log_count(z, 40, True, torch.arange(N))
-    torch.testing.assert_close(count[drawn.ids], drawn.log_count)
-    assert count.exp().sum().item() == pytest.approx(40, rel=1e-4)
+class OnlyWhileDrawing(ScoreSampler):
+    """One whose counts only a draw knows."""
+
+    def __init__(self, table: Tensor, num_samples: int):
+        super().__init__(table, num_samples)
+        self.distinct = True  # in name
+
+    def sample(self, queries, target=None, generator=None):
+        self.log_count = lambda queries, ids: ScoreSampler.log_count(self, queries, ids)
+        drawn = super().sample(queries, target, generator)
+        del self.log_count
+        return drawn
+
+    def log_count(self, queries, ids):
+        raise ValueError("OnlyWhileDrawing: only a draw knows its counts")
+
+
+def table():
+    return torch.randn(N, D, generator=torch.Generator().manual_seed(2))
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(Q, D, generator=generator), torch.tensor([3, 29, 3, 0, 17, 8])
+
+
+UNIONS = {
+    "one": lambda: UnionSampler(UnigramSampler(WEIGHTS, 7)),
+    "shared": lambda: UnionSampler(UnigramSampler(WEIGHTS, 7), UniformSampler(N, 4), LogUniformSampler(N, 3, distinct=False)),
+    "private": lambda: UnionSampler(UnigramSampler(WEIGHTS, 7, shared=False), UniformSampler(N, 4, shared=False, distinct=True)),
+    "both": lambda: UnionSampler(UniformSampler(N, 4, shared=False), UnigramSampler(WEIGHTS, 7), FixedSampler(N, 3)),
+    "of a user": lambda: UnionSampler(ScoreSampler(table(), 5), UnigramSampler(WEIGHTS, 7), ScoreSampler(-table(), 3)),
+    "known while drawing": lambda: UnionSampler(OnlyWhileDrawing(table(), 5), UniformSampler(N, 4), UniformSampler(N, 3, shared=False)),
+    "nested": lambda: UnionSampler(UnionSampler(UniformSampler(N, 3), ScoreSampler(table(), 5)), UnigramSampler(WEIGHTS, 4),
+                                   UnionSampler(UnigramSampler(WEIGHTS, 2), FixedSampler(N, torch.tensor([4, 20])))),
+    "complement": lambda: UnionSampler(UniformSampler(N, 4), ComplementSampler(UnigramSampler(WEIGHTS, 9, shared=False), 3)),
+}
+SCRIPTED = ["one", "shared", "private", "both", "of a user", "nested", "complement"]
+
+
+def brute_force_counts(union, queries, target, trials):
+    """How often each class is drawn for each query, on average; [Q, N]."""
+    seen = torch.zeros(Q, N)
+    for _ in range(trials):
+        for drawn in union.sample(queries, target):
+            ids = drawn.ids.expand(Q, -1) if drawn.ids.dim() == 1 else drawn.ids
+            takes_part = drawn.log_count.isposinf().logical_not().expand(Q, -1)
+            seen.scatter_add_(1, ids, takes_part.float())
+    return seen / trials
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_counts_are_what_a_union_draws_on_average(name):
+    """Each candidate's count is that of its class in all sets, and the targets' counts of the sets add up to the same."""
+    union, (queries, target), trials = UNIONS[name](), inputs(), 1200
+    torch.manual_seed(0)
+    seen = brute_force_counts(union, queries, target, trials)
+    sets = union.sample(queries, target)
+    assert sum(drawn.ids.size(-1) for drawn in sets) == union.num_samples
+    close = dict(atol=5 * (2.0 / trials)**0.5, rtol=0)  # five standard errors of a count whose variance is at most 2
+    for drawn in sets:
+        ids = drawn.ids.expand(Q, -1)
+        torch.testing.assert_close(drawn.log_count.expand(Q, -1).exp(), seen.gather(1, ids), **close)
+    total = torch.stack([drawn.target_log_count for drawn in sets]).logsumexp(0).exp()
+    torch.testing.assert_close(total, seen.gather(1, target[:, None])[:, 0], **close)
+    if name not in ("known while drawing", "complement"):
+        counts = union.log_count(queries, torch.arange(N)).exp().expand(Q, N)
+        torch.testing.assert_close(counts, seen, **close)
+        for drawn in sets:  # and they say the same to the last bits
+            torch.testing.assert_close(drawn.log_count.expand(Q, -1).exp(), counts.gather(1, drawn.ids.expand(Q, -1)))
+
+
+def test_a_union_with_the_batch():
+    """The batch's own targets stand beside other draws; the union says p as the sampler alone, one query fewer."""
+    union, (queries, target) = UnionSampler(InBatchSampler(N), UnigramSampler(WEIGHTS, 7), ScoreSampler(table(), 5)), inputs()
+    target[1] = -1
+    sets = union.sample(queries, target)
+    counts = union.log_count(queries, torch.arange(N)).exp()
+    p = torch.bincount(target[target >= 0], minlength=N) / 5
+    static = UnigramSampler(WEIGHTS, 7).log_count(queries, torch.arange(N)).exp()
+    torch.testing.assert_close(counts, 4 * p + static + ScoreSampler(table(), 5).log_count(queries, torch.arange(N)).exp())
+    for drawn in sets:
+        want = counts.gather(1, drawn.ids.expand(Q, -1))
+        part = drawn.log_count.isfinite().expand(Q, -1)
+        torch.testing.assert_close(drawn.log_count.exp().expand(Q, -1)[part], want[part])
+    in_batch = sets[0].log_count.isposinf()
+    assert in_batch.diagonal().all() and in_batch[:, 1].all() and in_batch[1].all() and in_batch.sum() == 6 + 5 + 5
 
 
 @pytest.mark.parametrize("distinct", [True, False])
-def test_union_estimates_the_normaliser_without_bias(distinct):
-    """One part independent, or both, whose hits then say nothing of the others' shares."""
-    sampler, z, weight, _ = make_sampler()
-    loss = xs.SampledSoftmaxLoss(D, N, sampler=UnionSampler((UnigramSampler(torch.rand(N), distinct=distinct), 20),
-                                                            (MidxSampler(N, D, codewords=K), 10)),
-                                 num_samples=0, head_classes=HEAD, reduction="none", estimator="sampled_softmax")
-    assert loss.sampler.renormalises == distinct
-    loss.linear.weight.data.copy_(weight)
-    target = torch.randint(N, (Q,))
-    scores = z @ weight.T
-    with torch.no_grad():
-        own = scores.gather(1, target[:, None]).squeeze(1)
-        ratio = torch.stack([loss(z, target).exp() for _ in range(1500)])  # the estimate of sum e^s over e^{s_y}
-    want = (scores.logsumexp(1) - own).exp()
-    assert ((ratio.mean(0) - want).abs() < 5 * ratio.std(0) / math.sqrt(1500)).all()
+def test_a_shared_midx_says_the_same_of_its_own_and_of_others_ids(distinct):
+    """Its mixture is of the queries that count, whether targets say which those are, as in a draw, or zeros, as when others' ids are counted."""
+    queries, target = inputs()
+    queries[1], target[1] = 0, -1
+    midx = MidxSampler(N, D, 5, codewords=3, shared=True, distinct=distinct)
+    midx.refresh(table())
+    [drawn] = midx.sample(queries, target)
+    for impl in ("kernel", "reference"):
+        with use_impl(impl):
+            torch.testing.assert_close(midx.log_count(queries, drawn.ids), drawn.log_count)
+    without = midx.log_count(queries[[0, 2, 3, 4, 5]], drawn.ids)
+    torch.testing.assert_close(without, drawn.log_count)
+    union = UnionSampler(midx, UniformSampler(N, 4, shared=False))
+    for drawn in union.sample(queries, target):
+        torch.testing.assert_close(drawn.log_count, union.log_count(queries, drawn.ids).expand_as(drawn.log_count))
 
 
-def test_unions_refresh_their_parts():
-    union = UnionSampler((UnigramSampler(torch.rand(N)), 3), (MidxSampler(N, D, codewords=K), 2))
-    stats = union.refresh(torch.randn(N, D))
-    assert stats["1.cells"] > 1 and union.parts[1].step == 1
+@pytest.mark.parametrize("name", [*UNIONS, "batch"])
+def test_queries_that_do_not_count_change_nothing(name):
+    make = UNIONS.get(name, lambda: UnionSampler(InBatchSampler(N), UnigramSampler(WEIGHTS, 4, shared=False), UniformSampler(N, 3)))
+    (queries, target), results = inputs(), []
+    for extra in (0, 2):
+        torch.manual_seed(1)
+        sets = make().sample(torch.cat([queries, torch.zeros(extra, D)]), torch.cat([target, torch.full((extra,), -1)]))
+        if name == "batch":
+            sets[0] = sets[0]._replace(ids=sets[0].ids[:Q], log_count=sets[0].log_count[:, :Q])
+        assert not any(drawn.log_count.isnan().any() for drawn in sets)
+        results.append(sets)
+    for plain, padded in zip(*results):
+        ids, log_count = (each[:Q] if each.dim() == 2 else each for each in (padded.ids, padded.log_count))
+        exact = dict(rtol=0, atol=0)
+        if name in ("of a user", "known while drawing", "nested"):
+            if plain.ids.dim() == 2:
+                continue  # torch.multinomial draws by the number of rows
+            exact = dict(rtol=1e-5, atol=1e-6)  # and so does a matrix product round
+        assert torch.equal(plain.ids, ids)
+        torch.testing.assert_close(plain.log_count, log_count, **exact)
+        torch.testing.assert_close(plain.target_log_count, padded.target_log_count[:Q], **exact)
+
+
+def test_several_classes_of_each_query():
+    """target [Q, T]: what a union is asked by a union, or by a loss that wants more counts."""
+    for name in UNIONS:
+        queries, target = inputs()
+        several = torch.stack([target, target.flip(0), torch.full_like(target, -1)], 1)
+        torch.manual_seed(0)
+        one = UNIONS[name]().sample(queries, target)
+        torch.manual_seed(0)
+        for a, b in zip(one, UNIONS[name]().sample(queries, several)):
+            assert torch.equal(a.ids, b.ids) and torch.equal(a.log_count, b.log_count)
+            assert torch.equal(a.target_log_count, b.target_log_count[:, 0]) and b.target_log_count[:, 2].isneginf().all()
+        torch.manual_seed(0)
+        for a, b in zip(one, UNIONS[name]().sample(queries)):
+            assert b.target_log_count is None and (name == "complement" or torch.equal(a.ids, b.ids))
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_torchscript_and_compile(name):
+    class Use(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sampler = UNIONS[name]()
+
+        def forward(self, queries: Tensor, target: Tensor):
+            out: List[Tensor] = []
+            for drawn in self.sampler.sample(queries, target):
+                out.append(drawn.ids)
+                out.append(drawn.log_count)
+                count = drawn.target_log_count
+                if count is not None:
+                    out.append(count)
+            return out
+
+    torch._dynamo.reset()
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(Use()), buffer)
+    buffer.seek(0)
+    queries, target = inputs()
+    results = []
+    compiled = [torch.compile(Use(), fullgraph=True, backend="aot_eager")] if name in ("both", "nested", "complement") else []
+    for module in (Use(), torch.jit.script(Use()), torch.jit.load(buffer), *compiled):
+        torch.manual_seed(1)
+        results.append(module(queries, target))
+    for other in results[1:]:
+        assert len(other) == len(results[0]) and all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+def test_merged_counts_are_sums():
+    first, second = torch.rand(N), torch.rand(Q, N)
+    first[2], second[3, 4], first[5], second[:, 5] = 0, 0, 0, 0
+    counts = [first.log(), second.log(), torch.full((1, N), -math.inf)]
+    merged = torch.ops.xsoftmax.merge_log_counts(counts)
+    torch.testing.assert_close(merged, (first + second).log())
+    first[7] = math.inf  # takes no part, whatever others say
+    assert torch.ops.xsoftmax.merge_log_counts([first.log(), second.log()])[:, 7].isposinf().all()
+    assert torch.ops.xsoftmax.merge_log_counts([first.log().double()]).dtype == torch.float32
+    for args in (counts, [first.log()]):
+        torch.library.opcheck(torch.ops.xsoftmax.merge_log_counts.default, (args,))
+    with pytest.raises(ValueError, match="merge_log_counts: expected at least one tensor"):
+        torch.ops.xsoftmax.merge_log_counts([])
+
+
+def test_state_excluding_and_estimator():
+    union = UnionSampler(InBatchSampler(N), UnigramSampler(WEIGHTS, 3), UnionSampler(InBatchSampler(N)))
+    assert set(union.state_dict()) == {"parts.0.counts", "parts.0.total", "parts.2.parts.0.counts", "parts.2.parts.0.total"}
+    assert union.excluding(torch.tensor([1])) is None
+    union = UnionSampler(UniformSampler(N, 3), UnigramSampler(WEIGHTS, 3))
+    assert union.excluding(torch.tensor([1, 5])).log_count(torch.zeros(1, D), torch.arange(7)).isneginf().tolist() == [0, 1, 0, 0, 0, 1, 0]
+    assert union.num_samples == 6 and union.shared and union.distinct
+    assert UNIONS["both"]().default_estimator == UNIONS["of a user"]().default_estimator == "sampled_softmax"  # one part is shared
+    ranking = UnionSampler(ScoreSampler(table(), 2), UniformSampler(N, 3, shared=False))
+    assert ranking.default_estimator == "ranking" and not ranking.shared
+    assert UnionSampler(UniformSampler(N, 3, shared=False)).default_estimator == "sampled_softmax"
+
+
+def test_parts_follow_the_table():
+    class Follower(UniformSampler):
+        def prepare(self, weight, bias, generator=None):
+            self.prepared = weight.sum()
+
+        def refresh(self, weight, bias=None):
+            return {"sum": float(weight.sum())}
+
+    union = UnionSampler(UniformSampler(N, 2), Follower(N, 2), UnionSampler(Follower(N, 1)))
+    union.prepare(torch.ones(N, D), None)
+    assert union.parts[1].prepared == N * D
+    assert union.refresh(torch.ones(N, D)) == {"1.sum": N * D, "2.0.sum": N * D}
+
+
+@pytest.mark.parametrize("make, error, message", [
+    (lambda: UnionSampler(), ValueError, "UnionSampler: expected at least one sampler, got none"),
+    (lambda: UnionSampler((UniformSampler(N, 3), 3)), TypeError, "UnionSampler: expected samplers, got"),
+    (lambda: UnionSampler(UniformSampler(N, 3), UniformSampler(N + 1, 3)), ValueError, r"one number of classes, got \[30, 31\]"),
+    (lambda: UnionSampler(OnlyWhileDrawing(table(), 2), OnlyWhileDrawing(table(), 2)).sample(*inputs()), ValueError, "only a draw knows"),
+    (lambda: UnionSampler(*[UNIONS["complement"]().parts[0]]), ValueError, "expected a sampler of its own, got a UniformSampler"),
+])
+def test_bad_input(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_sampler_is_part_of_one_union():
+    part, other = UniformSampler(N, 3), UniformSampler(N, 3)
+    UnionSampler(part)
+    with pytest.raises(ValueError, match="UnionSampler: expected a sampler of its own, got a UniformSampler that a UnionSampler has already"):
+        UnionSampler(other, part)
+    UnionSampler(other)  # an error claims nothing
+    with pytest.raises(ValueError, match="UnionSampler: expected samplers of their own, got one of them twice"):
+        both = UniformSampler(N, 3)
+        UnionSampler(both, both)

@@ -69,9 +69,9 @@ def test_weights_are_those_of_each_problem_alone():
     rows = torch.from_numpy(X.indptr).long(), torch.from_numpy(X.indices), torch.from_numpy(X.data)
     for depth in range(3):
         parents = (torch.tensor([0, 300]), torch.arange(300, dtype=torch.int32)) if depth == 0 else lists(nodes[depth])
-        *made, _ = torch.ops.xsoftmax.linear_layer_train(*rows, 60, torch.tensor(first_child[depth]), *parents, *lists(nodes[depth + 1]), None, 0, 1.0,
-                                                         1.0, 1.0, 0.1, 100, 0.1, 0, seed, [], None)
-        assert same(model.model.layer(depth), [torch.tensor(first_child[depth]), *made])
+        first = torch.tensor(first_child[depth])
+        *made, _ = torch.ops.xsoftmax.linear_layer_train(rows, 60, first, parents, lists(nodes[depth + 1]), None, [], f"seed={seed}")
+        assert same(model.model.layer(depth), [first, *made])
     assert model.model.labels().tolist() == [3, 0, 1, 2, 4, 5, 6, 9, 8, 7]
 
 

@@ -1,0 +1,187 @@
+// Trains the losses that Python describes (tests/python/combinations.py), and says what came of it.
+//
+//     loss_exchange IN OUT
+//
+// IN: a list by torch.save, of dicts: "loss", "sampler", "candidates" (descriptions of samplers or None), "options" and "optimizer_options" (as
+// operators take them), "tensors", "optimizer", "state" (by name), "input" and "target" (step by step). OUT: a dict of tensors by
+// the number of the dict and "state.NAME" at the start, "loss.STEP", "gradient.STEP.NAME", and "end.NAME" after flush(). Step i draws from a generator of seed i.
+
+#include "core/options.h"
+
+#include <torch/torch.h>
+#include <xsoftmax/xsoftmax.h>
+
+#include <fstream>
+#include <iterator>
+
+namespace {
+
+using torch::Tensor;
+using Dict = c10::impl::GenericDict;
+using Results = c10::Dict<std::string, Tensor>;
+namespace nn = xsoftmax::nn;
+namespace optim = xsoftmax::optim;
+namespace samplers = xsoftmax::samplers;
+using Sampler = std::shared_ptr<samplers::SamplerImpl>;
+
+Tensor tensor_of(const Dict& dict, const char* name) { return dict.contains(name) ? dict.at(name).toTensor() : Tensor(); }
+
+struct Static {
+  int64_t num_samples = 0;
+  std::optional<bool> shared, distinct;
+  template <typename Visitor>
+  void visit(Visitor& v) { v("num_samples", num_samples); v("shared", shared); v("distinct", distinct); }
+};
+
+template <typename Options>
+Options parse(const Dict& dict, const char* key = "options") {
+  return xsoftmax::parse_options<Options>("loss_exchange", dict.at(key).toStringRef());
+}
+
+template <typename Adaptive, typename Options>
+Sampler adaptive(const Dict& spec, int64_t num_classes, int64_t dim, bool bias) {
+  auto options = parse<Options>(spec);
+  options.bias = bias;
+  options.exclude = tensor_of(spec, "exclude");
+  return std::make_shared<Adaptive>(num_classes, dim, options);
+}
+
+Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
+  const std::string name = spec.at("name").toStringRef();
+  if (name == "union") {
+    std::vector<Sampler> parts;
+    const c10::IValue list = spec.at("parts");
+    for (const c10::IValue& part : list.toListRef()) {
+      parts.push_back(make_sampler(part.toGenericDict(), n, dim, bias));
+    }
+    return std::make_shared<samplers::UnionSamplerImpl>(parts);
+  }
+  if (name == "in_batch") { return std::make_shared<samplers::InBatchSamplerImpl>(n); }
+  if (name == "midx") { return adaptive<samplers::MidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
+  if (name == "exact_midx") { return adaptive<samplers::ExactMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
+  if (name == "spread_midx") { return adaptive<samplers::SpreadMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
+  if (name == "learnable_midx") { return adaptive<samplers::LearnableMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
+  if (name == "lsh") { return adaptive<samplers::LshSamplerImpl, samplers::LshOptions>(spec, n, dim, bias); }
+  if (name == "sphere") { return adaptive<samplers::SphereSamplerImpl, samplers::KernelOptions>(spec, n, dim, bias); }
+  if (name == "rff") { return adaptive<samplers::RffSamplerImpl, samplers::KernelOptions>(spec, n, dim, bias); }
+  const auto options = parse<Static>(spec);
+  if (name == "complement") {
+    return spec.contains("sampler")
+        ? std::make_shared<samplers::ComplementSamplerImpl>(make_sampler(spec.at("sampler").toGenericDict(), n, dim, bias), options.num_samples)
+        : std::make_shared<samplers::ComplementSamplerImpl>(n, options.num_samples);
+  }
+  const samplers::DrawOptions draws{options.shared, options.distinct, tensor_of(spec, "exclude")};
+  if (name == "unigram") { return std::make_shared<samplers::UnigramSamplerImpl>(spec.at("counts").toTensor(), options.num_samples, 0.75, draws); }
+  if (name == "log_uniform") { return std::make_shared<samplers::LogUniformSamplerImpl>(n, options.num_samples, draws); }
+  TORCH_CHECK(name == "uniform", "loss_exchange: expected the name of a sampler, got ", name);
+  return std::make_shared<samplers::UniformSamplerImpl>(n, options.num_samples, draws);
+}
+
+// What constructors of Python take beside modules and tensors.
+struct Options : nn::SamplingOptions, nn::LossOptions {
+  int64_t num_noises = 1;
+  std::string noise_reduction = "mean_of_logs";
+  template <typename Visitor>
+  void visit(Visitor& v) {
+    v("bias", bias); v("reduction", reduction); v("ignore_index", ignore_index); v("label_smoothing", label_smoothing);
+    v("estimator", estimator); v("remove_accidental_hits", remove_accidental_hits); v("log_z", log_z); v("learn_log_z", learn_log_z);
+    v("sparse_grad", sparse_grad); v("num_noises", num_noises); v("noise_reduction", noise_reduction);
+  }
+};
+
+struct Loss {
+  std::shared_ptr<nn::LinearLossImpl> module;
+  std::function<Tensor(const Tensor&, const Tensor&, at::Generator)> call;
+};
+
+Loss make_loss(const Dict& in) {
+  auto options = parse<Options>(in);
+  const Dict tensors = in.at("tensors").toGenericDict();
+  const int64_t n = in.at("num_classes").toInt(), dim = in.at("dim").toInt();
+  const auto sampler = [&](const char* key) {
+    return in.at(key).isNone() ? nullptr : make_sampler(in.at(key).toGenericDict(), n, dim, options.bias);
+  };
+  options.weight = tensor_of(tensors, "weight");
+  if (in.at("loss").toStringRef() == "SampledSoftmaxLoss") {
+    options.head = tensor_of(tensors, "head");
+    const auto loss = std::make_shared<nn::SampledSoftmaxLossImpl>(dim, n, sampler("sampler"), options, options);
+    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, generator); }};
+  }
+  const nn::CaneOptions cane{.candidates = tensor_of(tensors, "candidates"), .candidate_sampler = sampler("candidates"),
+                             .num_noises = options.num_noises, .noise_sampler = sampler("sampler"), .noise_reduction = options.noise_reduction,
+                             .sparse_grad = options.sparse_grad};
+  const auto loss = std::make_shared<nn::CaneLossImpl>(dim, n, cane, options);
+  return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) {
+            return loss->forward(input, target, std::nullopt, generator);
+          }};
+}
+
+std::unique_ptr<optim::RowOptimizer> make_optimizer(const Dict& in, const std::vector<Tensor>& parameters) {
+  const std::string name = in.at("optimizer").toStringRef();
+  if (name == "RowSGD") { return std::make_unique<optim::RowSGD>(parameters, parse<optim::RowSGDOptions>(in, "optimizer_options")); }
+  if (name == "RowAdam") { return std::make_unique<optim::RowAdam>(parameters, parse<optim::RowAdamOptions>(in, "optimizer_options")); }
+  return std::make_unique<optim::RowAdagrad>(parameters, parse<optim::RowAdagradOptions>(in, "optimizer_options"));
+}
+
+void write_state(const nn::LinearLossImpl& module, const std::string& prefix, Results& out) {
+  for (const auto& item : module.named_parameters()) { out.insert(prefix + item.key(), item.value().detach().clone()); }
+  for (const auto& item : module.named_buffers()) { out.insert(prefix + item.key(), item.value().clone()); }
+}
+
+void read_state(nn::LinearLossImpl& module, const Dict& state) {
+  torch::NoGradGuard guard;
+  for (auto& tensors : {module.named_parameters(), module.named_buffers()}) {
+    for (const auto& item : tensors) {
+      if (state.contains(item.key())) { // Python compares the names
+        Tensor(item.value()).copy_(state.at(item.key()).toTensor());
+      }
+    }
+  }
+}
+
+Results run(const Dict& in) {
+  Results out;
+  Loss loss = make_loss(in);
+  write_state(*loss.module, "state.", out);
+  read_state(*loss.module, in.at("state").toGenericDict());
+  const auto optimizer = make_optimizer(in, loss.module->parameters());
+  const Tensor inputs = in.at("input").toTensor(), targets = in.at("target").toTensor();
+  for (int64_t step = 0; step < inputs.size(0); ++step) {
+    at::Generator generator = at::detail::createCPUGenerator();
+    generator.set_current_seed(step);
+    optimizer->zero_grad();
+    const Tensor input = inputs[step].clone(); // a slice would be aligned in another way, and products rounded
+    const Tensor value = loss.call(input, targets[step], generator);
+    value.sum().backward();
+    out.insert("loss." + std::to_string(step), value.detach());
+    for (const auto& item : loss.module->named_parameters()) {
+      if (item.value().grad().defined()) {
+        const Tensor grad = item.value().grad();
+        out.insert("gradient." + std::to_string(step) + "." + item.key(), (grad.is_sparse() ? grad.to_dense() : grad).clone());
+      }
+    }
+    optimizer->step();
+  }
+  optimizer->flush();
+  write_state(*loss.module, "end.", out);
+  return out;
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  TORCH_CHECK(argc == 3, "usage: loss_exchange IN OUT");
+  std::ifstream file(argv[1], std::ios::binary);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  Results out;
+  int64_t number = 0;
+  const c10::IValue tasks = torch::pickle_load(bytes);
+  for (const c10::IValue& in : tasks.toListRef()) {
+    for (const auto& result : run(in.toGenericDict())) {
+      out.insert(std::to_string(number) + "." + result.key(), result.value());
+    }
+    ++number;
+  }
+  const std::vector<char> saved = torch::pickle_save(out);
+  std::ofstream(argv[2], std::ios::binary).write(saved.data(), std::streamsize(saved.size()));
+}

@@ -1,0 +1,194 @@
+"""Every loss with every sampler, estimator and optimizer that go together: what the laws of test_laws.py and the comparison with C++ run over.
+
+A new sampler, estimator or optimizer is tested by a line here. A sampler is described by a dict that C++ reads as well (tests/cpp/loss_exchange.cpp):
+its name, its options as the text of an operator, and tensors or children by name.
+"""
+
+import dataclasses
+from typing import Any, Dict, Optional
+
+import torch
+
+import xsoftmax as xs
+from xsoftmax import samplers
+
+N, D, Q = 23, 5, 7
+COUNTS = torch.arange(1, N + 1)
+HEAD = torch.tensor([2, 9, 16])
+
+
+def sampler(name: str, **options) -> Dict[str, Any]:
+    """Tensors and children stand beside the other options."""
+    apart = {key: options.pop(key) for key in ("counts", "exclude", "parts", "sampler") if key in options}
+    return {"name": name, "options": options, **apart}
+
+
+SAMPLERS = {
+    "uniform": sampler("uniform", num_samples=8),
+    "uniform, private": sampler("uniform", num_samples=4, shared=False),
+    "uniform, private distinct": sampler("uniform", num_samples=4, shared=False, distinct=True),
+    "uniform, shared with replacement": sampler("uniform", num_samples=8, distinct=False, exclude=torch.tensor([1, 3])),
+    "log_uniform": sampler("log_uniform", num_samples=8),
+    "log_uniform, private": sampler("log_uniform", num_samples=4, shared=False),
+    "unigram": sampler("unigram", num_samples=8, counts=COUNTS),
+    "unigram, private": sampler("unigram", num_samples=4, shared=False, counts=COUNTS),
+    "in_batch": sampler("in_batch"),
+    "outside": sampler("complement", num_samples=4),
+    "outside, unigram": sampler("complement", num_samples=3, sampler=sampler("unigram", num_samples=6, shared=False, counts=COUNTS)),
+    "union of shared": sampler("union", parts=[sampler("uniform", num_samples=4), sampler("in_batch")]),
+    "union of both": sampler("union", parts=[sampler("uniform", num_samples=3, shared=False), sampler("unigram", num_samples=5, counts=COUNTS)]),
+    "union of unions": sampler("union", parts=[sampler("union", parts=[sampler("uniform", num_samples=3, shared=False),
+                                                                       sampler("log_uniform", num_samples=4)]),
+                                               sampler("complement", num_samples=2)]),
+}
+CLASSES = {"uniform": "UniformSampler", "log_uniform": "LogUniformSampler", "unigram": "UnigramSampler"}
+# Samplers that follow the table: (num_classes, dim, ...).
+ADAPTIVE = {"midx": "MidxSampler", "exact_midx": "ExactMidxSampler", "spread_midx": "SpreadMidxSampler", "learnable_midx": "LearnableMidxSampler",
+            "lsh": "LshSampler", "sphere": "SphereSampler", "rff": "RffSampler"}
+if hasattr(samplers, "MidxSampler"):
+    _MIDX = dict(codewords=4, refresh_every=2)
+    SAMPLERS |= {
+        "midx": sampler("midx", num_samples=4, **_MIDX),
+        "midx, distinct": sampler("midx", num_samples=4, distinct=True, kind="pq", **_MIDX),
+        "midx, shared": sampler("midx", num_samples=6, shared=True, **_MIDX),
+        "midx, updated": sampler("midx", num_samples=4, codewords=4, refresh_every=4, update_every=1, exclude=torch.tensor([1, 3])),
+        "exact_midx": sampler("exact_midx", num_samples=4, **_MIDX),
+        "spread_midx": sampler("spread_midx", num_samples=4, **_MIDX),
+        "learnable_midx": sampler("learnable_midx", num_samples=4, **_MIDX),
+        "lsh": sampler("lsh", num_samples=4, tables=4, bits=2, refresh_every=2),
+        "sphere": sampler("sphere", num_samples=4, refresh_every=2),
+        "rff": sampler("rff", num_samples=4, features=8, refresh_every=2),
+        "unigram and midx": sampler("union", parts=[sampler("unigram", num_samples=5, counts=COUNTS), sampler("midx", num_samples=3, **_MIDX)]),
+        "outside, midx": sampler("complement", num_samples=2, sampler=sampler("midx", num_samples=4, **_MIDX)),
+    }
+
+OPTIMIZERS = {"sgd": (xs.optim.RowSGD, dict(lr=0.1, momentum=0.9, weight_decay=0.1)),
+              "adam": (xs.optim.RowAdam, dict(lr=0.05, weight_decay=0.01)),
+              "adagrad": (xs.optim.RowAdagrad, dict(lr=0.1)),
+              "adagrad-row": (xs.optim.RowAdagrad, dict(lr=0.1, row_wise=True))}
+ESTIMATORS = [*torch.ops.xsoftmax.estimator_names(), "complementary_sum"]
+WEIGHT = torch.linspace(0.5, 2.0, N)
+
+
+def parts_of(spec):
+    """Of a union its parts, theirs included; else the sampler."""
+    return [leaf for part in spec["parts"] for leaf in parts_of(part)] if "parts" in spec else [spec]
+
+
+def adapts(spec) -> bool:
+    return any(part["name"] in ADAPTIVE or ("sampler" in part and adapts(part["sampler"])) for part in parts_of(spec))
+
+
+def private_independent(part) -> bool:
+    options = part["options"]
+    private = part["name"] == "complement" or not options.get("shared", part["name"] not in ADAPTIVE and part["name"] != "in_batch") \
+        and part["name"] != "in_batch"
+    return private and not options.get("distinct", False)
+
+
+def make_sampler(spec, bias: bool, dim: int = D):
+    """The module that a description stands for."""
+    name, options = spec["name"], dict(spec["options"])
+    if "exclude" in spec:
+        options["exclude"] = spec["exclude"]
+    if name == "union":
+        return samplers.UnionSampler(*(make_sampler(part, bias, dim) for part in spec["parts"]))
+    if name == "complement":
+        inner = make_sampler(spec["sampler"], bias, dim) if "sampler" in spec else None
+        return samplers.ComplementSampler(inner, options["num_samples"], num_classes=N)
+    if name == "in_batch":
+        return samplers.InBatchSampler(N)
+    if name in ADAPTIVE:
+        return getattr(samplers, ADAPTIVE[name])(N, dim, bias=bias, **options)
+    return getattr(samplers, CLASSES[name])(spec["counts"] if name == "unigram" else N, **options)
+
+
+@dataclasses.dataclass
+class Combination:
+    loss: str
+    sampler: Optional[Dict[str, Any]]  # of CANE: of the noise, None: uniform
+    options: Dict[str, Any]  # numbers and names: what C++ and Python call alike
+    tensors: Dict[str, torch.Tensor]  # weight, head, candidates
+    optimizer: str
+    candidates: Optional[Dict[str, Any]] = None  # of CANE: a sampler
+
+    def make(self, dtype=torch.float64, seed: int = 0):
+        torch.manual_seed(seed)
+        options, tensors = dict(self.options), dict(self.tensors)
+        if "weight" in tensors:
+            options["weight"] = tensors["weight"].to(dtype)
+        if self.loss == "SampledSoftmaxLoss":
+            options["head_classes"] = tensors.get("head", 0)
+            return xs.SampledSoftmaxLoss(D, N, sampler=make_sampler(self.sampler, options["bias"]), dtype=dtype, **options)
+        candidates = make_sampler(self.candidates, options["bias"]) if self.candidates else tensors["candidates"]
+        noise = make_sampler(self.sampler, options["bias"]) if self.sampler else "uniform"
+        return xs.CaneLoss(D, N, candidates=candidates, noise_sampler=noise, dtype=dtype, **options)
+
+    def make_optimizer(self, loss):
+        make, options = OPTIMIZERS[self.optimizer]
+        return make(loss.parameters(), **options)
+
+    def batch(self, dtype=torch.float64, seed: int = 1):
+        """Queries and targets, one of them twice and one in the head."""
+        made = torch.Generator().manual_seed(seed)
+        input, target = torch.randn(Q, D, dtype=dtype, generator=made), torch.randint(N, (Q,), generator=made)
+        target[1], target[2] = target[0], HEAD[1]
+        return input, target
+
+    @property
+    def follows_table(self) -> bool:
+        return any(spec is not None and adapts(spec) for spec in (self.sampler, self.candidates))
+
+
+def _sampled():
+    index = 0
+    for name, spec in SAMPLERS.items():
+        private = all(private_independent(part) for part in parts_of(spec))
+        for estimator in ESTIMATORS:
+            index += 1
+            tensors, options = {}, dict(estimator=estimator, bias=index % 3 == 0, reduction=("mean", "sum", "none")[index % 3])
+            if estimator == "complementary_sum":
+                if not private or spec["name"] == "union":
+                    continue
+            elif torch.ops.xsoftmax.estimator_has_noise(estimator):
+                if not private:
+                    continue
+                tensors["head"] = HEAD
+            elif index % 2 == 0:
+                tensors["head"] = HEAD
+            smooths = estimator != "complementary_sum" and torch.ops.xsoftmax.estimator_smooths(estimator)
+            if smooths and index % 2 == 0:
+                options["label_smoothing"] = 0.1
+            elif index % 4 == 1:
+                tensors["weight"] = WEIGHT
+            if estimator == "nce" and index % 2 == 0:
+                options["log_z"] = "learned" if index % 4 == 0 else 1.5
+            if index % 5 == 0:
+                options["remove_accidental_hits"] = False
+            if index % 7 == 0:
+                options["sparse_grad"] = False
+            yield f"sampled-{name}-{estimator}", Combination("SampledSoftmaxLoss", spec, options, tensors,
+                                                              list(OPTIMIZERS)[index % len(OPTIMIZERS)])
+
+
+def _cane():
+    sources = {"ids": None, "unigram": SAMPLERS["unigram"], "private": SAMPLERS["uniform, private distinct"],
+               "with replacement": SAMPLERS["uniform, private"], "union": SAMPLERS["union of both"]}
+    noises = {"uniform": None, "unigram": SAMPLERS["unigram, private"]}
+    if "midx" in SAMPLERS:
+        sources |= {"midx": SAMPLERS["midx, distinct"], "learnable": SAMPLERS["learnable_midx"]}
+        noises |= {"midx": SAMPLERS["midx"]}
+    index = 0
+    for source, candidates in sources.items():
+        for noise, spec in noises.items():
+            for reduction in ("mean_of_logs", "log_of_mean"):
+                index += 1
+                options = dict(num_noises=2, noise_reduction=reduction, bias=index % 3 == 0, reduction=("mean", "sum", "none")[index % 3])
+                tensors = {} if candidates else {"candidates": HEAD}
+                if index % 2 == 0:
+                    tensors["weight"] = WEIGHT
+                yield f"cane-{source}-{noise}-{reduction}", Combination("CaneLoss", spec, options, tensors,
+                                                                        list(OPTIMIZERS)[index % len(OPTIMIZERS)], candidates)
+
+
+COMBINATIONS = {**dict(_sampled()), **dict(_cane())}

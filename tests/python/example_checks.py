@@ -1,0 +1,66 @@
+"""What the tests of the examples share."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+
+def run(train: ModuleType, *arguments) -> int:
+    """The exit code of an example's program."""
+    threads = torch.get_num_threads()
+    try:
+        return train.main([str(argument) for argument in arguments])
+    except SystemExit as error:  # argparse
+        return error.code
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_file(program: ModuleType, folder: Path, *arguments) -> str:
+    """What the program prints that a user starts by its file in this folder; it must end well."""
+    command = [sys.executable, program.__file__, *map(str, arguments)]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Of the one run."""
+    (state,) = torch.load(checkpoint, weights_only=True)["runs"].values()
+    tensors = {f"encoder.{k}": v for k, v in state["encoder"].items()} | {f"loss.{k}": v for k, v in state["loss"].items()}
+    return {k: v for k, v in tensors.items() if torch.is_tensor(v)}
+
+
+def check_resume(train: ModuleType, arguments: list, folder: Path, monkeypatch):
+    """A run that is interrupted at its steps 3 and 50 and resumed ends with the very weights of one that is only saved there. (Saving itself
+    rounds: rows that owe steps get them before they are written.)"""
+    step = train.Run.step
+
+    def saved_step(self):
+        step(self)
+        if self.steps in (3, 50):
+            self.state_dict()
+
+    monkeypatch.setattr(train.Run, "step", saved_step)
+    assert run(train, *arguments, "--checkpoint", folder / "whole.pt") == 0
+
+    def interrupted_step(self):
+        step(self)
+        if self.steps in (3, 50):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train.Run, "step", interrupted_step)
+    parts = [*arguments, "--checkpoint", folder / "parts.pt"]
+    assert run(train, *parts) == 130
+    (state,) = torch.load(folder / "parts.pt", weights_only=True)["runs"].values()
+    assert state["steps"] == 3
+    assert run(train, *parts, "--resume") == 130
+    assert run(train, *parts, "--resume") == 0
+    whole, resumed = weights(folder / "whole.pt"), weights(folder / "parts.pt")
+    assert whole.keys() == resumed.keys()
+    for key in whole:
+        assert torch.equal(whole[key], resumed[key]), key

@@ -1,0 +1,209 @@
+"""A valid call of each operator, for tests that go over all of them: a new operator gets a line here."""
+
+import torch
+
+import xsoftmax as xs
+
+ops = torch.ops.xsoftmax
+Q, D, N, S, K = 4, 5, 40, 6, 3  # queries, features, classes, candidates, codewords
+
+
+def integers(high, *shape, dtype=torch.int64):
+    return torch.randint(high, shape, dtype=dtype)
+
+
+MIDX = f"num_samples={S},codewords={K},bias=true,update_every=2,iterations=2,train_points=30,distinct=true"
+LSH, KERNEL = f"num_samples={S},tables=2,bits=3", f"num_samples={S},kernel=sphere"
+
+
+def adaptive_index(family, options, weight, bias):
+    """One that knows the table."""
+    make, refresh = getattr(ops, family + "_index"), getattr(ops, family + "_refresh_")
+    *tables, step = make("Sampler", N, D, torch.empty(0, dtype=torch.int64), options)
+    refresh(weight, bias, step, tables, options)
+    return tables, step
+
+
+def sparse_rows(rows, features):
+    """offsets, columns, values: two entries in each row."""
+    columns = torch.stack([torch.randperm(features)[:2].sort().values for _ in range(rows)]).flatten().int()
+    return torch.arange(rows + 1) * 2, columns, torch.randn(rows * 2)
+
+
+def all_rows(lists, rows):
+    """Lists that hold every row each: offsets, rows."""
+    return torch.arange(lists + 1) * rows, torch.arange(rows, dtype=torch.int32).repeat(lists)
+
+
+def layer_training():
+    """Two parents of three children each, all of whom see eight examples."""
+    labels = [torch.arange(7) * 4, torch.arange(0, 8, 2, dtype=torch.int32).repeat(6)]
+    options = "loss=squared_hinge,bias=1,positive_cost=1,negative_cost=1,tolerance=0.1,sweeps=10,threshold=0,max_weights=none,seed=0"
+    return ([*sparse_rows(8, 6)], 6, torch.tensor([0, 3, 6]), [*all_rows(2, 8)], labels, torch.rand(24), [], options,
+            torch.zeros(3, dtype=torch.int64))
+
+
+def linear_model():
+    layers = []
+    for parents, children in ((1, 2), (2, 6)):
+        first_child = torch.linspace(0, children, parents + 1).long()
+        labels = torch.arange(children + 1) * 4, torch.arange(0, 8, 2, dtype=torch.int32).repeat(children)
+        training = sparse_rows(8, 6), 6, first_child, all_rows(parents, 8), labels, None, []
+        layers.append([first_child, *ops.linear_layer_train(*training, "sweeps=10,threshold=0")[:5]])
+    return torch.classes.xsoftmax.XRLinear, (6, 1.0, "l3-hinge", torch.randperm(6), layers)
+
+
+def optimizer_samples():
+    """Of a class table, whose rows have a gradient, and a bias with a dense one: the first of them owes steps."""
+    made, weight, bias, rows, values = {}, torch.randn(N, D), torch.randn(N), integers(N, 5), torch.randn(5, D)
+    for rule, options in (("row_adam", "lr=0.1,beta1=0.8,beta2=0.9,eps=1e-8,weight_decay=0.1"), ("row_adagrad", "lr=0.1,weight_decay=0.1,eps=1e-10"),
+                          ("row_sgd", "lr=0.1,momentum=0.9,weight_decay=0.1,nesterov=true")):
+        state, step, flush = (getattr(ops, rule + suffix) for suffix in ("_state", "_step_", "_flush_"))
+        of_rows, dense = state(weight, True, options), state(bias, False, options)
+        step([weight.clone()], [rows], [values], of_rows, [options], [1])
+        made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows),
+                 f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2])}
+        made["forget_debt"], made["register_debt"] = (of_rows,), (weight, of_rows, "row_sgd")
+    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0))
+
+
+def samples():
+    """name -> arguments in order, made anew; a dict as the last one holds arguments by name."""
+    torch.manual_seed(0)
+    seed, input, weight, bias, target = torch.tensor(1), torch.randn(Q, D), torch.randn(N, D), torch.randn(N), integers(N, Q)
+    private, shared, private_count, shared_count, target_count = integers(N, Q, S), torch.randperm(N)[:S], torch.randn(Q, S), torch.randn(S), torch.randn(Q)
+    scores, class_weight, ones, mask = torch.randn(Q, 1 + 2 * S), torch.rand(N), torch.ones(Q), [True, True, True]
+    uniform, probability, weights = torch.ones(N, dtype=torch.float64), torch.full((N,), 1.0 / N, dtype=torch.float64), torch.arange(1, N + 1).double()
+    tree = xs.LabelTree.balanced(N, 3)
+    edges = torch.randn(tree.num_edges, D), torch.randn(tree.num_edges)
+    sizes, groups = list(tree.layer_sizes), list(tree.group_sizes)
+    nodes = ops.label_tree_nodes(tree.class_node, target, -100)
+    paths = torch.stack([tree.class_node[target], tree.class_node[integers(N, Q)]], 1)
+    (midx, step), (lsh, _), (kernel, _) = (adaptive_index("midx", MIDX, weight, bias), adaptive_index("lsh", LSH, weight, None),
+                                           adaptive_index("kernel", KERNEL, weight, None))
+    ragged = integers(N, 9), torch.tensor([0, 2, 2, 5, 9])
+    path_sums = torch.randn(Q, tree.num_edges)
+    estimator = "estimator=sampled_softmax,remove_accidental_hits=true,label_smoothing=0.1"
+    reduction = "reduction=mean,ignore_index=-100"
+    options = f"{estimator},{reduction},sparse_grad=true"
+    sets = [private, shared], [private_count, shared_count], [target_count, None], [False, True]
+    candidates = [private, shared, private_count, shared_count, target_count], [0, S]
+    loss_state = ops.linear_cross_entropy_forward(input, weight, bias, target, class_weight, -100, 0.1, True)
+    edge_grad = ops.hierarchical_softmax_forward(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True])[2]
+    inside = ops.sort_sets(ops.candidate_set(private, N), N)
+    outside = f"num_classes={N},num_samples={S},tries=2"
+    counts = torch.ones(N, dtype=torch.int64), torch.tensor(N), torch.tensor(Q)
+    static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
+    tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
+    return optimizer_samples() | dict(
+        advise_huge_pages=(weight,),
+        alias_sample=(seed, *ops.alias_table(weights), Q, S),
+        alias_table=(weights,),
+        beam_search=(input, *edges, tree.first_child, tree.node_class, 4, "identity"),
+        beam_tree_candidates=(seed, input, *edges, tree.tables(), sizes, "num_candidates=4,beam=5,routed=false"),
+        beam_tree_loss=(input, *edges, target, tree.tables(), sizes, *sets, class_weight, options),
+        candidate_batch=(scores, target, *sets, "corrects_target=true,needs_target_count=true,remove_accidental_hits=true,label_smoothing=0.1"),
+        candidate_loss=(scores, target, *sets, estimator),
+        candidate_scores=(input, weight, bias, private, shared, True),
+        candidate_scores_backward=(torch.randn(Q, 2 * S), input, weight, private, shared, mask, ones),
+        candidate_set=(private, N),
+        check_label_tree=(tree.tables(),),
+        complement_log_count=(inside, private_count, private, private_count, target, target_count, outside),
+        complement_sample=(seed, inside, integers(N, Q, 2 * S), input, outside),
+        counted_queries=(input, target, weight, -100),
+        cpu_capability=(),
+        different_ids=(shared, N, "Sampler", "exclude"),
+        estimator_has_noise=("nce",),
+        estimator_loss=(scores, target, *candidates, estimator),
+        estimator_loss_backward=(ones, scores, target, *candidates, estimator),
+        estimator_names=(),
+        estimator_smooths=("nce",),
+        get_impl=(),
+        hierarchical_log_prob=(path_sums, tree.parent, tree.class_node, sizes),
+        hierarchical_softmax=(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, True),
+        hierarchical_softmax_backward=(ones, edge_grad, input, edges[0], tree.first_child, tree.parent, nodes, sizes, groups, mask),
+        hierarchical_softmax_forward=(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True]),
+        hierarchical_softmax_loss=(input, *edges, target, tree.tables(), sizes, groups, class_weight, reduction + ",sparse_grad=true"),
+        hierarchical_topk=(input, *edges, tree.first_child, tree.node_class, 4),
+        in_batch_log_count=(private, *counts),
+        in_batch_sample=(target, *counts, True),
+        kernel_index=("Sampler", N, D, shared[:2], KERNEL),
+        kernel_log_count=(input, private, [*kernel, step], KERNEL),
+        kernel_refresh_=(weight, None, step, kernel, KERNEL),
+        kernel_sample=(seed, input, target, [*kernel, step], KERNEL),
+        kernel_step_=(weight, None, torch.tensor(4), kernel, KERNEL + ",refresh_every=4"),
+        kmeans=(seed, weight, 3, 2, weight[:3].clone()),
+        label_tree=(tree.parent, tree.node_class),
+        label_tree_balanced=(torch.randperm(N), 3),
+        label_tree_clusters=(seed, *sparse_rows(N, D), D, 3, 5, 4, True),
+        label_tree_equal_mass=(weights, 4),
+        label_tree_from_vectors=(seed, weight, "arity=3,iterations=4,max_leaf_size=5,spherical=true"),
+        label_tree_huffman=(weights, 3),
+        label_tree_kmeans_order=(seed, weight, 3, 4),
+        label_tree_layers=(tree.first_child,),
+        label_tree_nodes=(tree.class_node, target, -100),
+        label_tree_path=(tree.class_node, tree.parent, private, len(sizes)),
+        linear_candidate_loss=(input, weight, bias, target, *candidates, options),
+        linear_candidate_loss_forward=(input, weight, bias, target, *candidates, options, [True, True]),
+        linear_cross_entropy=(input, weight, bias, target, class_weight, 1, -100, 0.1),
+        linear_cross_entropy_backward=(ones, input, weight, bias, target, class_weight, *loss_state[1:], -100, 0.1, mask),
+        linear_cross_entropy_forward=(input, weight, bias, target, class_weight, -100, 0.1, True),
+        linear_cross_entropy_with_gradients=(ones, input, weight, bias, target, class_weight, -100, 0.1, mask),
+        linear_layer_train=layer_training(),
+        linear_topk=(input, weight, bias, 3),
+        log_uniform_sample=(seed, 2, N, Q, S),
+        lsh_index=("Sampler", N, D, shared[:2], LSH),
+        lsh_log_count=(input, private, [*lsh, step], LSH),
+        lsh_refresh_=(weight, None, step, lsh, LSH),
+        lsh_sample=(seed, input, target, [*lsh, step], LSH),
+        lsh_step_=(weight, None, torch.tensor(4), lsh, LSH + ",refresh_every=4"),
+        merge_log_counts=([private_count, private_count[0]],),
+        midx_cells=(midx[2], bias, K, N),
+        midx_codebook_loss=(midx[0], midx[1], weight, bias, input),
+        midx_encode=(weight, midx[0], midx[1]),
+        midx_index=("Sampler", N, D, shared[:2], MIDX),
+        midx_log_count=(input, private, [*midx, step], MIDX + ",shared=true"),
+        midx_note_=(midx[9], torch.tensor(3.0, dtype=torch.float64), step, input, target, private),
+        midx_refresh_=(weight, bias, step, midx, MIDX),
+        midx_sample=(seed, input, target, [*midx, step], MIDX),
+        midx_step_=(weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
+        midx_update_=(weight, bias, shared, step, midx, MIDX),
+        ragged_scores=(input, weight, bias, *ragged, True),
+        ragged_scores_backward=(torch.randn(9), input, weight, *ragged, mask),
+        read_examples=("examples.txt",),
+        reduced_loss=(torch.rand(Q), target, class_weight, reduction),
+        sampled_softmax_loss=(input, weight, bias, target, *sets, class_weight, torch.tensor(0.5), options.replace("0.1", "0")),
+        scale_gradient=(input, torch.rand(Q, 1), input),
+        set_impl=("kernel",),
+        shortlist=(tree.parent[paths], paths, tree.first_child, tree.parent),
+        sort_sets=(ops.candidate_set(private, N), N),
+        sparse_row_sums=(*sparse_rows(8, 6), 6, *all_rows(3, 8)),
+        static_log_count=(private, tables, static_options),
+        static_sample=(seed, input, target, tables, static_options),
+        static_tables=("Sampler", weights, 0.5, shared, static),
+        systematic_sample=(seed, probability, *ops.systematic_table(uniform), Q, S),
+        systematic_table=(weights,),
+        table_log_prob=(probability, private),
+        tree_balance_=(edges[0], tree.first_child, sizes),
+        tree_class_scores=(path_sums, tree.parent, tree.class_node, sizes, 1),
+        tree_cross_entropy=(input, *edges, target, tree.tables(), sizes, class_weight, reduction),
+        tree_queries=(input, target, *edges, tree.tables(), -100),
+        tree_routed_candidates=(seed, torch.randn(Q, 6), tree.first_child, tree.node_class, 3),
+        tree_scores=(input, *edges, tree.parent, paths, sizes, True, True),
+        tree_scores_backward=(torch.randn(Q, 2), input, edges[0], tree.parent, paths, sizes, True, mask),
+        uniform_sample=(seed, 2, N, Q, S, True),
+        xr_linear_check_target=("model",),
+        xr_linear_load=("model",),
+    )
+
+
+def class_samples():
+    """The same of the classes: name -> what is called, its arguments."""
+    torch.manual_seed(0)
+    made, arguments = linear_model()
+    model = made(*arguments)
+    rows = sparse_rows(Q, 6)
+    queries = torch.sparse_csr_tensor(rows[0], rows[1].long(), rows[2], (Q, 6), check_invariants=True)
+    predict = (*rows[:1], rows[1] % 4, rows[2], torch.randn(Q, 2), 4, 3, 2, "l3-hinge", "multiply", torch.arange(4))
+    return {"XRLinear": (made, arguments), "XRLinear.predict": (model.predict, predict), "XRLinear.predict_csr": (model.predict_csr, (queries, 3, 2)),
+            "XRLinear.layer": (model.layer, (1,)), "XRLinear.save": (model.save, ("model", "notes"))}

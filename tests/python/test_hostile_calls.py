@@ -1,0 +1,71 @@
+"""No argument kills the process, hangs it, trips an assertion of torch, or changes what an error should leave alone.
+
+XSOFTMAX_HOSTILE_CALLS: how many of the calls of hostile_calls.py, 0 for all of them (an hour).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hostile_calls import NOTE
+
+CALLS = int(os.environ.get("XSOFTMAX_HOSTILE_CALLS", 12_000))
+LIMIT = float(os.environ.get("XSOFTMAX_HOSTILE_SECONDS", 30))  # for one call; more than any takes on a machine that is busy
+WORKERS = 2
+
+
+def at_work(note):
+    number, title = NOTE.unpack(note.read_bytes())
+    return number, title.rstrip(b"\0").decode()
+
+
+def run_from(first, shard, folder, note, output):
+    """One process, until its end: what ended it before all cases were done, or None."""
+    note.write_bytes(NOTE.pack(first, b"the start"))
+    with open(output, "ab") as file:
+        command = [sys.executable, str(Path(__file__).with_name("hostile_calls.py")), str(note), str(shard), str(WORKERS), str(CALLS), str(first)]
+        process = subprocess.Popen(command, stdout=file, stderr=open(str(output) + ".errors", "wb"), stdin=subprocess.DEVNULL, cwd=folder)
+        seen, since = None, time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.1)
+            number, _ = at_work(note)
+            if number != seen:
+                seen, since = number, time.monotonic()
+            elif time.monotonic() - since > LIMIT + 60 * (number == first):  # the first one waits for the imports
+                process.kill()
+                process.wait()
+                return "hang"
+    if process.returncode == 0:
+        return None
+    died = signal.Signals(-process.returncode).name if process.returncode < 0 else f"exit code {process.returncode}"
+    return f"{died}: {Path(str(output) + '.errors').read_text(errors='replace')[-300:]}"
+
+
+def sweep(shard, folder):
+    """Findings of one worker, and its number of cases."""
+    folder.mkdir()
+    (folder / "examples.txt").write_text("2 5 4\n1,2 0:1 3:.5\n0 1:2\n")
+    note, output = folder / "note", folder / "output"
+    findings, first = [], 0
+    while (end := run_from(first, shard, folder, note, output)) is not None:
+        number, title = at_work(note)
+        assert title != "the start", f"the process of hostile calls did not start: {end}"
+        findings.append([title, end])
+        first = number + 1
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    return findings + [line for line in lines if isinstance(line, list)], lines[-1]
+
+
+def test_hostile_calls(tmp_path):
+    with ThreadPoolExecutor(WORKERS) as pool:
+        results = list(pool.map(lambda shard: sweep(shard, tmp_path / str(shard)), range(WORKERS)))
+    findings = [finding for found, _ in results for finding in found]
+    report = os.environ.get("XSOFTMAX_HOSTILE_REPORT")
+    if report:
+        Path(report).write_text(json.dumps(dict(calls=sum(count for _, count in results), findings=findings), indent=1))
+    assert not findings, f"{len(findings)} findings, the first of them: {json.dumps(findings[:20], indent=1)}"

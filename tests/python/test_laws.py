@@ -1,0 +1,199 @@
+"""Laws that hold for every loss with every sampler, estimator and optimizer (combinations.py)."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from combinations import COMBINATIONS, D, N, Q
+
+each = pytest.mark.parametrize("made", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+CLOSE = dict(rtol=1e-6, atol=1e-9)
+
+
+def generator(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+def all_tensors(loss):
+    """Parameters and buffers, those that no state dict holds included."""
+    return {name: tensor.detach().clone() for name, tensor in (*loss.named_parameters(), *loss.named_buffers())}
+
+
+def assert_same(got, want, **tolerance):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        if tolerance and value.is_floating_point():
+            torch.testing.assert_close(got[name], value, equal_nan=True, **tolerance)
+        else:
+            assert torch.equal(got[name], value), name
+
+
+def train_step(loss, optimizer, input, target, seed):
+    optimizer.zero_grad()
+    value = loss(input, target, generator=generator(seed))
+    value.sum().backward()
+    optimizer.step()
+    return value.detach()
+
+
+# ---- queries that do not count
+
+@each
+def test_ignored_queries_change_nothing(made):
+    """Queries of ignored targets may hold anything: the others' losses and gradients, the table's, and what samplers keep stay."""
+    results = []
+    for ignored in (0, 3):
+        loss = made.make()
+        input, target = made.batch()
+        input = torch.cat([input, torch.full((ignored, D), float("nan"), dtype=input.dtype)])
+        target = torch.cat([target, torch.full((ignored,), loss.ignore_index)])
+        found = {}
+        for step, reduction in enumerate(("none", "mean", "sum")):
+            loss.reduction = reduction
+            loss.zero_grad()
+            queries = input.clone().requires_grad_()
+            value = loss(queries, target, generator=generator(step))
+            assert reduction != "none" or value[Q:].eq(0).all()
+            value.sum().backward()
+            assert queries.grad[Q:].eq(0).all()
+            found |= {f"{reduction} loss": value.detach()[:Q] if reduction == "none" else value.detach(), f"{reduction} queries": queries.grad[:Q]}
+            found |= {f"{reduction} gradient of {name}": parameter.grad.to_dense() for name, parameter in loss.named_parameters()
+                      if parameter.grad is not None}
+        results.append(found | all_tensors(loss))
+    assert all(value.isfinite().all() for value in results[1].values() if value.is_floating_point())
+    # Sums over rows of another number, or of columns that take no part, may round otherwise; codebooks are float32.
+    assert_same(results[1], results[0], rtol=1e-6, atol=1e-8)
+
+
+# ---- errors
+
+def bad_calls(made, loss, optimizer):
+    input, target = made.batch()
+
+    def call(*args, **kwargs):
+        return lambda: loss(*args, **{"generator": generator()} | kwargs)
+
+    def with_table(change, what):
+        def run():
+            kept = loss.linear.weight
+            loss.linear.weight = torch.nn.Parameter(change(kept.detach()))
+            try:
+                what()
+            finally:
+                loss.linear.weight = kept
+        return run
+
+    def refused_step():
+        weight = loss.linear.weight
+        kept = weight.grad
+        weight.grad = torch.sparse_coo_tensor([[1]], torch.zeros(1, D, dtype=weight.dtype), (N, D))
+        weight.grad._indices().fill_(N)
+        try:
+            optimizer.step()
+        finally:
+            weight.grad = kept
+
+    one = target.clone()
+    yield "width of input", call(input[:, 1:], target), ValueError
+    yield "dtype of input", call(input.float(), target), TypeError
+    yield "no tensor", call(input.tolist(), target), TypeError
+    yield "shape of target", call(input, target[1:]), ValueError
+    yield "dtype of target", call(input, target.int()), TypeError
+    one[-1] = N
+    yield "target too large", call(input, one), IndexError
+    yield "negative target", call(input, torch.where(one == N, -1, one)), IndexError
+    yield "rows of the table", with_table(lambda table: torch.cat([table, table[:1]]), call(input, target)), ValueError
+    yield "number of the best", lambda: loss.topk(input, N + 1), ValueError
+    yield "width of queries", lambda: loss.topk(input[:, 1:], 2), ValueError
+    yield "target of the exact loss", lambda: loss.exact(input, one), IndexError
+    yield "step", refused_step, IndexError
+    if made.loss == "CaneLoss":
+        yield "candidates beside others", call(input, target, torch.tensor([1, 2])), ValueError
+    if made.follows_table:
+        def spoiled(table):
+            table = table.clone()
+            table[3] = float("nan")
+            return table
+        yield "NaN in the table", with_table(spoiled, call(input, target)), ValueError
+
+
+@each
+def test_errors_change_nothing(made):
+    """Whatever a call refuses: parameters, what samplers keep, the optimizer's state and the generator stay as they were."""
+    loss = made.make()
+    optimizer = made.make_optimizer(loss)
+    for step in range(2):  # samplers that refresh at every second step are due in the next call
+        train_step(loss, optimizer, *made.batch(seed=step), step)
+    optimizer.flush()
+    before, state = all_tensors(loss), copy.deepcopy(optimizer.state_dict())
+    for what, wrong, error in bad_calls(made, loss, optimizer):
+        drawn = torch.get_rng_state()
+        with pytest.raises(error):
+            wrong()
+            pytest.fail(f"nothing was raised for: {what}")
+        assert torch.equal(torch.get_rng_state(), drawn), what
+        assert_same(all_tensors(loss), before)
+        now = optimizer.state_dict()
+        assert now["param_groups"] == state["param_groups"]
+        for key, tensors in state["state"].items():
+            assert_same(now["state"][key], tensors)
+
+
+# ---- order
+
+def settled(loss, optimizer):
+    loss.settle()
+
+
+def flushed(loss, optimizer):
+    optimizer.flush()
+
+
+def evaluated(loss, optimizer):
+    loss.eval()
+    with torch.no_grad():
+        loss(torch.ones(2, D, dtype=torch.float64), torch.tensor([1, 2]))
+    loss.train()
+
+
+def saved(loss, optimizer):
+    loss.load_state_dict(copy.deepcopy(loss.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def predicted(loss, optimizer):
+    loss.predict(torch.ones(2, D, dtype=torch.float64))
+
+
+def refreshed(loss, optimizer):
+    for name in ("sampler", "noise", "candidate_sampler"):
+        sampler = getattr(loss, name, None)
+        if sampler is not None:
+            sampler.refresh(loss.linear.weight, loss.linear.bias)
+
+
+@each
+def test_order_does_not_matter(made):
+    """Between two steps a table is read, settled, saved and refreshed in any order: a refresh sees it as it is after flush(). Rows that owe steps
+    are scored as they stand, so that something settles them in each variant."""
+    rng = random.Random(3)
+    results = []
+    for variant in range(4):
+        loss = made.make()
+        optimizer = made.make_optimizer(loss)
+        for step in range(5):
+            train_step(loss, optimizer, *made.batch(seed=step), step)
+            doings = [settled, refreshed]
+            if variant > 0:
+                doings = [refreshed, rng.choice([settled, flushed, evaluated, saved, predicted])]
+                doings += [what for what in (settled, flushed, evaluated, saved, predicted) if rng.random() < 0.4]
+                rng.shuffle(doings)
+            torch.manual_seed(step)  # a refresh may draw
+            for what in doings:
+                what(loss, optimizer)
+        optimizer.flush()
+        results.append(all_tensors(loss))
+    for other in results[1:]:
+        assert_same(other, results[0], rtol=1e-9, atol=1e-11)
