@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import xsoftmax as xs
+from extreme_data import read_delicious
 from timing import machine, print_table
 
 BATCH = 100
@@ -64,28 +65,20 @@ def gaussians(classes: int, dim: int = 64, clusters: int = 100, seed: int = 0) -
 
 
 def delicious(path: str, seed: int = 0) -> Problem:
-    """Mulan's sparse ARFF: 500 binary features, then the labels; of each document its rarest label. A tenth to validate, a fifth to test."""
-    rows, columns, labels, document, in_data = [], [], [], 0, False
-    for line in Path(path).read_text().splitlines():
-        line = line.strip()
-        in_data = in_data or line.lower() == "@data"
-        if not (in_data and line.startswith("{")):
-            continue
-        indices = [int(pair.split()[0]) for pair in line.strip("{}").split(",") if pair.strip()]
-        if max(indices, default=0) < 500:
-            continue
-        rows += [document] * sum(i < 500 for i in indices)
-        columns += [i for i in indices if i < 500]
-        labels.append([i - 500 for i in indices if i >= 500])
-        document += 1
+    """Of each document its rarest label; documents without one are left out. A tenth to validate, a fifth to test."""
+    documents = [found for found in read_delicious(Path(path)) if max(found, default=0) >= 500]
+    labels = [[i - 500 for i in found if i >= 500] for found in documents]
+    rows = [row for row, found in enumerate(documents) for i in found if i < 500]
+    columns = [i for found in documents for i in found if i < 500]
     counts = torch.bincount(torch.tensor([label for found in labels for label in found]))
     rarest = torch.tensor([min(found, key=lambda label: (int(counts[label]), label)) for found in labels])
     known, target = rarest.unique(return_inverse=True)
-    features = torch.zeros(document, 500)
+    features = torch.zeros(len(documents), 500)
     features[rows, columns] = 1.0
     features /= features.norm(dim=1, keepdim=True).clamp(min=1e-12)
-    order = torch.randperm(document, generator=torch.Generator().manual_seed(seed))
-    parts = {"valid": order[: document // 10], "test": order[document // 10 : document * 3 // 10], "train": order[document * 3 // 10 :]}
+    n = len(documents)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    parts = {"valid": order[: n // 10], "test": order[n // 10 : n * 3 // 10], "train": order[n * 3 // 10 :]}
     return Problem(f"Delicious, the rarest label, split with seed {seed}", len(known), {k: features[v] for k, v in parts.items()},
                    {k: target[v] for k, v in parts.items()})
 
@@ -105,7 +98,7 @@ def methods(problem: Problem) -> dict[str, Callable[[], torch.nn.Module]]:
         return xs.LabelTree.from_vectors(problem.means(), 10, generator=torch.Generator().manual_seed(0))
 
     def rival(estimator: str) -> xs.SampledSoftmaxLoss:
-        return xs.SampledSoftmaxLoss(dim, classes, sampler=xs.samplers.UnigramSampler(counts, power=1.0), num_samples=10, shared=False,
+        return xs.SampledSoftmaxLoss(dim, classes, sampler=xs.samplers.UnigramSampler(counts, 10, power=1.0, shared=False),
                                      estimator=estimator, bias=True)
 
     found = {"softmax": lambda: xs.LinearCrossEntropyLoss(dim, classes, bias=True)}
@@ -138,7 +131,6 @@ def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs
             loss(x[some], y[some]).backward()
             optimizer.step()
             steps += 1
-        optimizer.flush()
         seconds += time.perf_counter() - start
         curve.append(accuracy(loss, problem, "valid")[0])
     top1, top5, test_seconds = accuracy(loss, problem, "test")

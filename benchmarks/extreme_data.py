@@ -44,21 +44,20 @@ def tf_idf(counts):
 
 
 def ones(rows, columns, shape):
-    matrix = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=shape)
-    return matrix
+    return sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=shape)
+
+
+def read_delicious(path: Path) -> list[list[int]]:
+    """Of each document of Mulan's sparse ARFF the indices that are set: 500 binary features, then 983 labels."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.lower() == "@data")
+    return [[int(pair.split()[0]) for pair in line.strip("{}").split(",") if pair.strip()] for line in lines[start:] if line.startswith("{")]
 
 
 def delicious(path: Path):
-    """Mulan's sparse ARFF: 500 binary features, then 983 labels."""
-    rows, columns, document, in_data = [], [], 0, False
-    for line in path.read_text().splitlines():
-        in_data = in_data or line.strip().lower() == "@data"
-        if in_data and line.startswith("{"):
-            found = [int(pair.split()[0]) for pair in line.strip().strip("{}").split(",") if pair.strip()]
-            rows += [document] * len(found)
-            columns += found
-            document += 1
-    whole = ones(rows, columns, (document, 1483))
+    documents = read_delicious(path)
+    rows = [row for row, found in enumerate(documents) for _ in found]
+    whole = ones(rows, [index for found in documents for index in found], (len(documents), 1483))
     return unit_rows(whole[:, :500]), whole[:, 500:]
 
 

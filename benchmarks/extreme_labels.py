@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import extreme_data
-from timing import machine, print_table
+from timing import machine, print_figures, print_machine, print_table
 
 SIDE = Path(__file__).parent / "extreme_side.py"
 
@@ -99,12 +99,11 @@ def main() -> None:
     if args.json:
         print(json.dumps({"machine": machine(), "results": results, "figures": found_figures}, indent=1))
         return
-    print(", ".join(f"{key} {value}" for key, value in machine().items()) + "\n")
+    print_machine()
     print_table([row(name, side, one) for name, result in results.items() for side, one in result.items() if "P@1" in one],
                 ["set", "library", "train", "tree", "batch", "single", "size", "P@1/3/5"])
     print()
-    print_table([{"figure": f["figure"], "value": f"{f['value']:.3g}", "at most": f["target"], "": "ok" if f["value"] <= f["target"] else "MISSED"}
-                 for f in found_figures], ["figure", "value", "at most", ""])
+    print_figures(found_figures)
 
 
 if __name__ == "__main__":

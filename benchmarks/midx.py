@@ -34,7 +34,7 @@ class AuthorsLayout(nn.Module):
         self.mass = sampler.mass.float()
 
     def forward(self, input: Tensor, target: Tensor, num_samples: int) -> Tensor:
-        sampler, k = self.sampler, self.sampler.codewords
+        sampler, k = self.sampler, len(self.sampler.codewords1)
         with torch.no_grad():
             first, second = input @ sampler.codewords1.T, input @ sampler.codewords2.T
             weight = (second - second.amax(1, keepdim=True)).exp()
@@ -52,8 +52,8 @@ class AuthorsLayout(nn.Module):
 
 
 def midx_loss(num_samples: int, shared: bool = False, head: int = 0) -> xs.SampledSoftmaxLoss:
-    sampler = xs.samplers.MidxSampler(CLASSES, WIDTH, codewords=CODEWORDS, refresh_every=0)
-    loss = xs.SampledSoftmaxLoss(WIDTH, CLASSES, sampler=sampler, num_samples=num_samples, shared=shared, head_classes=head)
+    sampler = xs.samplers.MidxSampler(CLASSES, WIDTH, num_samples, codewords=CODEWORDS, shared=shared, refresh_every=0)
+    loss = xs.SampledSoftmaxLoss(WIDTH, CLASSES, sampler=sampler, head_classes=head)
     loss.sampler.refresh(loss.linear.weight)
     return loss
 
@@ -109,9 +109,9 @@ def bench_structure(args) -> list[dict]:
 def bench_scale(args) -> list[dict]:
     runs = {}
     for classes in (10_000_000, 10_000):
-        sampler, input = xs.samplers.MidxSampler(classes, 64, codewords=CODEWORDS), torch.randn(256, 64)
+        sampler, input = xs.samplers.MidxSampler(classes, 64, 100, codewords=CODEWORDS), torch.randn(256, 64)
         sampler.refresh(make_table(classes, 64))
-        runs[f"N {classes:,}"] = lambda sampler=sampler, input=input: sampler.sample(input, 100, False)
+        runs[f"N {classes:,}"] = lambda sampler=sampler, input=input: sampler.sample(input)
     medians = interleave(runs, args.repeats)
     return [figure("sampling alone, 100 draws for 256 queries, K 64: N 10M / N 10k", medians, 1.3, "N 10,000,000", "N 10,000")]
 

@@ -54,19 +54,13 @@ def make_table(classes: int, width: int) -> Tensor:
     return table.uniform_(-0.05, 0.05)
 
 
-def zipf_sampler(classes: int) -> xs.samplers.Sampler:
-    return xs.samplers.UnigramSampler(1.0 / torch.arange(1, classes + 1, dtype=torch.float64), power=0.75)
+def zipf_sampler(classes: int, samples: int, shared: bool) -> xs.samplers.Sampler:
+    return xs.samplers.UnigramSampler(1.0 / torch.arange(1, classes + 1, dtype=torch.float64), samples, power=0.75, shared=shared)
 
 
 def call_with_proposal(loss: xs.SampledSoftmaxLoss, input: Tensor, target: Tensor, proposal) -> Tensor:
     """The loss on draws that were made before, as the rival's."""
-    ids, log_count = proposal.ids, proposal.log_count
-    private = (None, None) if ids.dim() == 1 else (ids, log_count)
-    shared = (ids, log_count) if ids.dim() == 1 else (None, None)
-    return torch.ops.xsoftmax.sampled_softmax_loss(
-        input, loss.linear.weight, None, target, private[0], shared[0], private[1], shared[1], proposal.target_log_count,
-        fixed_private=private[0].shape[1] if proposal.distinct and ids.dim() == 2 else 0,
-        fixed_shared=ids.shape[0] if proposal.distinct and ids.dim() == 1 else 0)
+    return torch.ops.xsoftmax.sampled_softmax_loss(input, loss.linear.weight, None, target, *xs.samplers.columns_of([proposal]))
 
 
 def figure(name: str, medians: dict[str, float], target: float, ours: str = "xsoftmax", rival: str = "naive") -> dict:
@@ -79,10 +73,10 @@ class SampledPair:
 
     def __init__(self, queries: int, width: int, classes: int, samples: int, shared: bool) -> None:
         self.input, self.target = make_batch(queries, width, classes)
-        self.sampler = zipf_sampler(classes)
+        self.sampler = zipf_sampler(classes, samples, shared)
         self.naive = NaiveSampled(make_table(classes, width))
-        self.ours = xs.SampledSoftmaxLoss(width, classes, sampler=self.sampler, num_samples=samples, shared=shared)
-        self.proposal = self.sampler.sample(self.input.detach(), samples, shared, self.target)
+        self.ours = xs.SampledSoftmaxLoss(width, classes, sampler=self.sampler)
+        self.proposal = self.sampler.sample(self.input.detach(), self.target)[0]
         self.rival = self.naive.shared if shared else self.naive.private
 
     def naive_step(self) -> None:
@@ -107,7 +101,7 @@ def bench_shared(args) -> list[dict]:
     def naive_step():
         input.grad = None
         naive_optimizer.zero_grad()
-        drawn = pair.sampler.sample(input.detach(), samples, True, target)
+        drawn = pair.sampler.sample(input.detach(), target)[0]
         naive.shared(input, target, drawn.ids, drawn.log_count).backward()
         naive_optimizer.step()
 
@@ -133,7 +127,7 @@ def bench_scale(args) -> list[dict]:
     steps, peaks = {}, []
     for classes in (10_000_000, 10_000):  # the large one first: it finds no memory that another left
         input, _ = make_batch(queries, width, classes)
-        loss = xs.SampledSoftmaxLoss(width, classes, sampler=zipf_sampler(classes), num_samples=samples, shared=True)
+        loss = xs.SampledSoftmaxLoss(width, classes, sampler=zipf_sampler(classes, samples, shared=True))
         optimizer = xs.optim.RowAdam(loss.parameters(), lr=1e-3)
 
         def step(loss=loss, optimizer=optimizer, input=input):

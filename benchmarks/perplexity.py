@@ -14,9 +14,8 @@ runs.
 
 import math
 
-from study import EXACT, EXAMPLES, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
+from study import EXACT, MIDX, RANKING, Study, cane, chosen, make_parser, parse, sampled
 
-EXAMPLE = EXAMPLES / "language_model"
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 
 # 20 private draws each, as the paper's table of samplers has it, then what the defaults could be.
@@ -105,7 +104,7 @@ def main() -> None:
     parser = make_parser(__doc__, "language_model", epochs=20, search_epochs=2)
     parser.add_argument("study", choices=["table", "cane", "curve", "reach"], help="reach: its runs have --epochs and --lr")
     args = parse(parser)
-    study = Study(EXAMPLE, args, ["--min-count", "1", "--optimizer", "adam"], "test_perplexity",
+    study = Study("language_model", args, ["--min-count", "1", "--optimizer", "adam"], "test_perplexity",
                   lambda run: run["points"][-1]["valid_perplexity"] if run["points"] else math.inf)
     if args.study == "curve":
         rows = study.curve("validation perplexity / that of the exact loss")

@@ -10,7 +10,7 @@ most, and the best of those counts, at its best epoch. Long: hours. Runs share t
 `--` are options of the example, for all runs.
 """
 
-from study import EXACT, EXAMPLES, RANKING, Study, chosen, make_parser, parse, sampled
+from study import EXACT, RANKING, Study, chosen, make_parser, parse, sampled
 
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser = make_parser(__doc__, "recommend", epochs=40, search_epochs=10)
     parser.add_argument("study", choices=["table", "curve"])
     args = parse(parser)
-    study = Study(EXAMPLES / "recommend", args, [], "test_NDCG@10",
+    study = Study("recommend", args, [], "test_NDCG@10",
                   lambda run: -max(point["valid_NDCG@10"] for point in run["points"]) if run["points"] else 0.0)
     if args.study == "curve":
         rows = study.curve("validation NDCG@10 / that of the exact loss")

@@ -1,6 +1,7 @@
 """Many runs of an example that differ in a few options: the common part of perplexity.py and recommend.py."""
 
 import argparse
+import importlib
 import json
 import math
 import subprocess
@@ -13,10 +14,11 @@ import torch
 
 from timing import interleave, machine, print_table
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the package `examples`
 
-sys.path.insert(0, str(EXAMPLES))
-from common.errors import DIVERGED  # noqa: E402: needs the path
+from examples.common.errors import DIVERGED
+from examples.common.report import drawing
 
 EXACT = ["--loss", "exact"]
 PLAIN = ("--estimator", "sampled_softmax")
@@ -63,14 +65,14 @@ class Study:
     """
     Every run is one of the example's train.py, with its checkpoint: stopped at any time, the same command goes on.
 
-    example: its folder
+    example: its name
     args: of make_parser
     common: options of all runs
     figure: of the finished run: null in its history.json until then
     cost: of a run's figures, what a learning rate should make small
     """
 
-    def __init__(self, example: Path, args: argparse.Namespace, common: list[str], figure: str, cost: Callable[[dict], float]):
+    def __init__(self, example: str, args: argparse.Namespace, common: list[str], figure: str, cost: Callable[[dict], float]):
         self.example, self.args, self.figure = example, args, figure
         self.common = ["--data", args.data, "--schedule", "cosine", "--threads", str(args.threads), *common, *args.options]
         self.cost = lambda run: math.inf if "failed" in run else cost(run)
@@ -81,7 +83,7 @@ class Study:
         checkpoint = folder / "checkpoint.pt"
         history = folder / "history.json"
         if not (history.is_file() and self.finished(history)):
-            command = [sys.executable, str(self.example / "train.py"), *self.common, *method, "--lr", str(lr), "--epochs", str(epochs),
+            command = [sys.executable, str(ROOT / "examples" / self.example / "train.py"), *self.common, *method, "--lr", str(lr), "--epochs", str(epochs),
                        "--output", str(folder), "--checkpoint", str(checkpoint), *(["--resume"] if checkpoint.is_file() else [])]
             if not self.args.read_only:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -132,9 +134,7 @@ class Study:
         """
         file = self.args.out / "step_times.json"
         if self.args.time:
-            sys.path.insert(0, str(self.example))
-            import train
-
+            train = importlib.import_module(f"examples.{self.example}.train")
             torch.set_num_threads(self.args.time_threads)
             steps, dataset = {}, None
             for name, method in methods.items():
@@ -166,35 +166,29 @@ class Study:
 
 
 def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Namespace, label: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter
 
-    figure, axes = plt.subplots(figsize=(7.5, 5), layout="constrained")
-    for name in CURVES:
-        keys = {size: f"{name} {size}" for size in args.sizes if f"{name} {size}" in ratio}
-        points = [(1000 * seconds[key] if seconds else size, ratio[key]) for size, key in keys.items()
-                  if math.isfinite(ratio[key]) and (not seconds or key in seconds)]
-        if points:
-            axes.plot(*zip(*points), marker="o", markersize=4, label=name)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    if "exact" in seconds:
-        axes.axvline(1000 * seconds["exact"], color="black", linewidth=0.8, linestyle=":", label="a step of the exact loss")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter("{:g}".format))
-        axis.set_minor_formatter(FuncFormatter("{:g}".format))
-    axes.tick_params(which="both", labelsize="small")
-    axes.set_xlabel("time of a training step, ms" if seconds else "classes scored a query")
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3, which="both")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
-    figure.savefig(args.out / "curve.png", dpi=150)
-    plt.close(figure)
+    with drawing(args.out / "curve.png", size=(7.5, 5)) as axes:
+        for name in CURVES:
+            keys = {size: f"{name} {size}" for size in args.sizes if f"{name} {size}" in ratio}
+            points = [(1000 * seconds[key] if seconds else size, ratio[key]) for size, key in keys.items()
+                      if math.isfinite(ratio[key]) and (not seconds or key in seconds)]
+            if points:
+                axes.plot(*zip(*points), marker="o", markersize=4, label=name)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        if "exact" in seconds:
+            axes.axvline(1000 * seconds["exact"], color="black", linewidth=0.8, linestyle=":", label="a step of the exact loss")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter("{:g}".format))
+            axis.set_minor_formatter(FuncFormatter("{:g}".format))
+        axes.tick_params(which="both", labelsize="small")
+        axes.set_xlabel("time of a training step, ms" if seconds else "classes scored a query")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3, which="both")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
 
 
 def make_parser(description: str, example: str, epochs: int, search_epochs: int) -> argparse.ArgumentParser:

@@ -78,15 +78,24 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
         print("| " + " | ".join(str(row.get(column, "")).ljust(width) for column, width in zip(columns, widths)) + " |")
 
 
-def report(figures: list[dict], as_json: bool) -> None:
-    """Figures with `figure`, `value`, `target` (at most) and details: JSON for machines, a table for people."""
-    if as_json:
-        print(json.dumps({"machine": machine(), "figures": figures}, indent=2))
-        return
+def print_machine() -> None:
     print(", ".join(f"{key} {value}" for key, value in machine().items()) + "\n")
+
+
+def print_figures(figures: list[dict]) -> None:
+    """Figures with `figure`, `value`, `target` (at most), and `medians` where there are any."""
     rows = [{"figure": f["figure"], "value": f"{f['value']:.3g}", "at most": f["target"],
              "": "ok" if f["value"] <= f["target"] else "MISSED", "medians": f.get("medians", "")} for f in figures]
-    print_table(rows, ["figure", "value", "at most", "", "medians"])
+    print_table(rows, ["figure", "value", "at most", "", *(["medians"] if any(row["medians"] for row in rows) else [])])
+
+
+def report(figures: list[dict], as_json: bool) -> None:
+    """JSON with all details for machines, a table for people."""
+    if as_json:
+        print(json.dumps({"machine": machine(), "figures": figures}, indent=2))
+    else:
+        print_machine()
+        print_figures(figures)
 
 
 def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace], list[dict]]],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from timing import PeakMemory, interleave, machine, print_table
+from timing import PeakMemory, interleave, machine, print_machine, print_table
 
 
 class Plain(nn.Module):
@@ -76,7 +76,7 @@ def main() -> None:
     if args.json:
         print(json.dumps({"machine": machine(), "figures": figures}, indent=2))
         return
-    print(", ".join(f"{key} {value}" for key, value in machine().items()) + "\n")
+    print_machine()
     rows = []
     for layer in LAYERS:
         row = {"a training step": layer}

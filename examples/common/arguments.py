@@ -50,7 +50,7 @@ def add_loss_arguments(parser: argparse.ArgumentParser, classes: str, query: str
                       "draws")
     loss.add_argument("--samples", nargs="+", type=positive(int), default=[512], metavar="M",
                       help=f"classes drawn for a step, or for each {query}; a number for each sampler (default: 512)")
-    loss.add_argument("--private", action="store_true", help=f"draw for each {query}, whichever the sampler")
+    loss.add_argument("--private", action="store_true", help=f"draw for each {query}, whichever the samplers")
     loss.add_argument("--codewords", type=positive(int), default=64, help="of each midx codebook (default: %(default)s)")
     loss.add_argument("--distinct", action="store_true", help=f"midx draws no class twice for one {query}")
     loss.add_argument("--refresh-every", type=positive(int), default=500,
@@ -105,7 +105,7 @@ def add_file_arguments(parser: argparse.ArgumentParser, output: str):
     files = parser.add_argument_group("files")
     files.add_argument("--output", metavar="DIR", type=Path, default=Path(output), help="default: %(default)s")
     files.add_argument("--checkpoint", metavar="PATH", type=Path, help="written after each evaluation and when interrupted")
-    files.add_argument("--resume", action="store_true", help="go on from --checkpoint, bit for bit as if never stopped")
+    files.add_argument("--resume", action="store_true", help="go on from --checkpoint: the same bits as a run that wrote it and went on")
 
 
 def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning_rates: dict[str, float] = LEARNING_RATES):
@@ -133,8 +133,6 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
         parser.error(f"--samples: expected a number for each of the {len(args.sampler)} samplers, got {len(args.samples)}")
     if len(args.sampler) > 1 and "in_batch" in args.sampler:
         parser.error("--sampler: in_batch, whose candidates are the targets, stands alone")
-    if args.private and len(args.sampler) > 1:
-        parser.error("--private: expected one sampler, got a union, in which each draws as suits it")
     if "noise" in args and args.noise == "midx" and args.candidates_from in ("beam", "routed"):
         parser.error(f"--noise midx: expected no --candidates-from {args.candidates_from}: in a tree classes have no rows of their own")
     if getattr(args, "beam", None) is not None and args.candidates_from != "beam":

@@ -45,19 +45,20 @@ def build_loss(args: argparse.Namespace, name: str, counts: Tensor, dim: int, bi
             f"--head {args.head} and --samples {max(args.samples)} together exceed the {num_classes} {classes}: "
             "take fewer, or --loss exact"
         )
-    shared = False if args.private else None  # None: as suits the sampler
     try:
-        samplers = [build_sampler(args, kind, counts, dim) for kind in args.sampler]
-        sampler = samplers[0] if len(samplers) == 1 else xs.samplers.UnionSampler(*zip(samplers, args.samples))
-        return xs.SampledSoftmaxLoss(dim, num_classes, sampler=sampler, num_samples=args.samples[0], shared=shared,
-                                     head_classes=args.head, **options)
+        samplers = [build_sampler(args, kind, counts, dim, num_samples, bias, private=args.private)
+                    for kind, num_samples in zip(args.sampler, args.samples)]
+        sampler = samplers[0] if len(samplers) == 1 else xs.samplers.UnionSampler(*samplers)
+        return xs.SampledSoftmaxLoss(dim, num_classes, sampler=sampler, head_classes=args.head, **options)
     except ValueError as error:  # an option beyond what a sampler takes
         raise UsageError(str(error)) from error
 
 
 def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool, tree: xs.LabelTree | None) -> xs.CaneLoss | xs.BeamTreeLoss:
     """Candidates against noises; routed: in a tree of one layer of subsets (CANE paper, section 5)."""
-    noise = build_sampler(args, args.noise, counts, dim)
+    noise = args.noise
+    if noise != "uniform":  # which a loss draws outside the candidates at once; of the others each noise has up to four tries
+        noise = build_sampler(args, noise, counts, dim, 4 * args.noises, bias, private=True, distinct=False)
     options = {"num_noises": args.noises, "noise_sampler": noise, "noise_reduction": args.noise_reduction, "bias": bias}
     if args.candidates_from == "beam":
         return xs.BeamTreeLoss(dim, tree, num_candidates=args.candidates, beam=args.beam, **options)
@@ -71,18 +72,27 @@ def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool, t
         if args.candidates > len(counts):
             raise ValueError(f"--candidates: expected at most the {len(counts)} classes, got {args.candidates}")
         return xs.CaneLoss(dim, len(counts), **options)  # each call gives them
-    near = xs.samplers.MidxSampler(len(counts), dim, codewords=args.codewords, distinct=True, refresh_every=args.refresh_every)
-    return xs.CaneLoss(dim, len(counts), candidates=near, num_candidates=args.candidates, **options)
+    near = build_sampler(args, "midx", counts, dim, args.candidates, bias, private=True, distinct=True)
+    return xs.CaneLoss(dim, len(counts), candidates=near, **options)
 
 
-def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor, dim: int) -> xs.samplers.Sampler:
-    num_classes = len(counts)
+def build_sampler(args: argparse.Namespace, kind: str, counts: Tensor, dim: int, num_samples: int, bias: bool, private: bool,
+                  distinct: bool | None = None) -> xs.samplers.Sampler:
+    """
+    kind: of SAMPLERS, but in_batch
+    num_samples: draws for a step, or for each query
+    bias: the output layer has one
+    private: draws for each query, whichever the sampler
+    distinct: None: as suits the sampler, and as --distinct says of midx
+    """
+    num_classes, shared = len(counts), False if private else None  # None: as suits the sampler
     if kind == "unigram":
         # At least 1: a class that training never shows, and validation may, is one to be drawn too.
-        return xs.samplers.UnigramSampler(counts.clamp(min=1), power=0.75)
+        return xs.samplers.UnigramSampler(counts.clamp(min=1), num_samples, power=0.75, shared=shared, distinct=distinct)
     if kind in ("midx", "midx_pq"):
-        return xs.samplers.MidxSampler(num_classes, dim, kind="pq" if kind == "midx_pq" else "rq", codewords=args.codewords,
-                                       distinct=True if args.distinct else None, refresh_every=args.refresh_every)
+        distinct = args.distinct if distinct is None else distinct
+        return xs.samplers.MidxSampler(num_classes, dim, num_samples, kind="pq" if kind == "midx_pq" else "rq", codewords=args.codewords,
+                                       bias=bias, distinct=distinct, refresh_every=args.refresh_every)
     if kind in ("lsh", "sphere", "rff"):
-        return xs.samplers.make_sampler(kind, num_classes, dim=dim, refresh_every=args.refresh_every)
-    return xs.samplers.make_sampler(kind, num_classes)
+        return xs.samplers.make_sampler(kind, num_classes, num_samples, dim=dim, bias=bias, refresh_every=args.refresh_every)
+    return xs.samplers.make_sampler(kind, num_classes, num_samples, shared=shared)

@@ -1,5 +1,7 @@
 """Files that a run leaves behind: tables and curves."""
 
+import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +11,12 @@ def write_text(path: Path, text: str):
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+def write_tables(output: Path, history: dict, table: str):
+    """history.json and table.md."""
+    write_text(output / "history.json", json.dumps(history, indent=2) + "\n")
+    write_text(output / "table.md", table)
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
@@ -29,6 +37,20 @@ def cost(run: dict) -> dict[str, str]:
     }
 
 
+@contextlib.contextmanager
+def drawing(path: Path, size: tuple[float, float] = (7, 4.5)):
+    """Axes to draw on; the picture is written at the end. Needs no display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    yield axes
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def curve(runs: list[dict], key: str, label: str, number: str, title: str, path: Path):
     """
     The figure against training time, a curve a loss.
@@ -37,35 +59,29 @@ def curve(runs: list[dict], key: str, label: str, number: str, title: str, path:
     label: of the axis
     number: the format of the last figure in the legend
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # writes files, needs no display
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for run in runs:
-        points = run["points"]
-        if points:
-            axes.plot(
-                [point["train_seconds"] / 60 for point in points],
-                [point[key] for point in points],
-                marker="o",
-                markersize=4,
-                label=f"{run['loss']}, {points[-1][key]:{number}} after {run['epochs']:.2g} epochs",
-            )
-    values = [point[key] for run in runs for point in run["points"]]
-    if values and max(values) > 3 * min(values) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
-    axes.set_xlim(left=0)
-    axes.set_xlabel("training time, minutes (evaluation left out)")
-    axes.set_ylabel(label)
-    axes.set_title(title, fontsize="medium")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with drawing(path) as axes:
+        for run in runs:
+            points = run["points"]
+            if points:
+                axes.plot(
+                    [point["train_seconds"] / 60 for point in points],
+                    [point[key] for point in points],
+                    marker="o",
+                    markersize=4,
+                    label=f"{run['loss']}, {points[-1][key]:{number}} after {run['epochs']:.2g} epochs",
+                )
+        values = [point[key] for run in runs for point in run["points"]]
+        if values and max(values) > 3 * min(values) > 0:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+        axes.set_xlim(left=0)
+        axes.set_xlabel("training time, minutes (evaluation left out)")
+        axes.set_ylabel(label)
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()

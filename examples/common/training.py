@@ -147,7 +147,7 @@ class Run:
         """What measure finds in the finished weights, by the full softmax, whichever loss trains."""
         self.encoder.eval()
         self.loss.eval()
-        self.optimizer.flush()  # what rows without a gradient still owe
+        self.optimizer.flush()  # an embedding with rows of its own may owe steps: the loss sees to its own table alone
         return measure(interrupt)
 
     def batches(self, count: int, what: str, interrupt: "Interrupt"):

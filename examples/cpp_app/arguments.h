@@ -1,7 +1,11 @@
-// Arguments of the form --name value, with defaults, and flags without one. Anything unknown or ill-formed is an error that names the argument.
+// Arguments of the form --name value, with defaults, and flags without one; anything unknown or ill-formed is an error that names the argument.
+// Below them the main of a program that takes such arguments.
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <charconv>
+#include <iostream>
 #include <map>
 #include <set>
 #include <stdexcept>
@@ -72,3 +76,25 @@ class Arguments {
   std::map<std::string, std::string> values_;
   std::set<std::string> known_, given_;
 };
+
+// The main of a program: its exit code is 2 where the arguments are wrong and 1 for any other error, with a line that says why.
+inline int run_program(const char* name, const char* usage, int argc, char** argv, void (*run)(Arguments&),
+                       const std::set<std::string>& flags = {}) {
+  try {
+    Arguments arguments(argc, argv, flags);
+    if (arguments.help) {
+      std::cout << usage;
+    } else {
+      run(arguments);
+    }
+    return 0;
+  } catch (const UsageError& error) {
+    std::cerr << name << ": " << error.what() << "\nsee " << name << " --help\n";
+    return 2;
+  } catch (const c10::Error& error) {
+    std::cerr << name << ": " << error.what_without_backtrace() << "\n";
+  } catch (const std::exception& error) {
+    std::cerr << name << ": " << error.what() << "\n";
+  }
+  return 1;
+}

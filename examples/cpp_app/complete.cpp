@@ -5,7 +5,6 @@
 
 #include <cstdio>
 #include <fstream>
-#include <iostream>
 
 #include "arguments.h"
 
@@ -83,20 +82,6 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    xsoftmax::init();  // a scripted model may hold the library's ops: their registration must be linked in
-    Arguments arguments(argc, argv);
-    if (arguments.help) {
-      std::cout << kUsage;
-      return 0;
-    }
-    run(parse(arguments));
-  } catch (const UsageError& error) {
-    std::cerr << "complete: " << error.what() << "\nsee complete --help\n";
-    return 2;
-  } catch (const c10::Error& error) {
-    std::cerr << "complete: " << error.what_without_backtrace() << "\n";
-    return 1;
-  }
-  return 0;
+  xsoftmax::init();  // a scripted model may hold the library's ops: their registration must be linked in
+  return run_program("complete", kUsage, argc, argv, [](Arguments& arguments) { run(parse(arguments)); });
 }

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <iostream>
 
 #include "arguments.h"
 
@@ -72,7 +71,7 @@ void print(Answers& answers) {
   }
 }
 
-int run(Arguments& arguments) {
+void run(Arguments& arguments) {
   const auto topk = arguments.number<int64_t>("topk", 5, 1), beam = arguments.number<int64_t>("beam", 10, 1);
   const auto limit = arguments.number<int64_t>("limit", 1000, 1);
   arguments.check_all_known();
@@ -95,28 +94,10 @@ int run(Arguments& arguments) {
     throw UsageError("expected a query in " + arguments.positional[1] + ", got none");
   }
   print(answers);
-  return 0;
 }
 
 } // namespace
 
 int main(int argc, char** argv) {
-  try {
-    xsoftmax::init();
-    Arguments arguments(argc, argv, {"normalize"});
-    if (arguments.help) {
-      std::cout << kUsage;
-      return 0;
-    }
-    return run(arguments);
-  } catch (const UsageError& error) {
-    std::cerr << "label: " << error.what() << "\n" << kUsage;
-    return 2;
-  } catch (const c10::Error& error) {
-    std::cerr << "label: " << error.what_without_backtrace() << "\n";
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "label: " << error.what() << "\n";
-    return 1;
-  }
+  return run_program("label", kUsage, argc, argv, run, {"normalize"});
 }

@@ -8,7 +8,6 @@
 
 #include <chrono>
 #include <cstdio>
-#include <iostream>
 
 #include "arguments.h"
 
@@ -105,11 +104,10 @@ void run(const Options& options) {
   Language language(options.classes, options.topics);
 
   Encoder encoder(options.classes, options.width);
-  xsoftmax::samplers::UnigramSampler sampler(language.frequencies());
-  xsoftmax::nn::SampledSoftmaxLoss loss(
-      options.width, options.classes, sampler.ptr(),
-      xsoftmax::nn::SamplingOptions{.num_samples = options.samples, .head_classes = options.head},
-      xsoftmax::nn::LossOptions{.bias = true});
+  xsoftmax::samplers::UnigramSampler sampler(language.frequencies(), options.samples);
+  xsoftmax::nn::SampledSoftmaxLoss loss(options.width, options.classes, sampler.ptr(),
+                                        xsoftmax::nn::SamplingOptions{.head = torch::arange(options.head)},
+                                        xsoftmax::nn::LossOptions{.bias = true});
 
   // Both tables have gradients for the rows of a step only, and RowAdam touches those only.
   std::vector<torch::Tensor> parameters = encoder->parameters();
@@ -122,6 +120,7 @@ void run(const Options& options) {
   auto evaluate = [&, &held_out = held_out, &held_out_target = held_out_target] {
     torch::NoGradGuard no_grad;
     loss->eval();  // the exact loss, over every class
+    optimizer.flush();  // the embedding may owe steps: the loss sees to its own table alone
     return loss->forward(encoder(held_out), held_out_target).item<double>();
   };
 
@@ -160,19 +159,5 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    Arguments arguments(argc, argv);
-    if (arguments.help) {
-      std::cout << kUsage;
-      return 0;
-    }
-    run(parse(arguments));
-  } catch (const UsageError& error) {
-    std::cerr << "train: " << error.what() << "\nsee train --help\n";
-    return 2;
-  } catch (const c10::Error& error) {
-    std::cerr << "train: " << error.what_without_backtrace() << "\n";
-    return 1;
-  }
-  return 0;
+  return run_program("train", kUsage, argc, argv, [](Arguments& arguments) { run(parse(arguments)); });
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
-from common.errors import DataError
+from examples.common.errors import DataError
 from xsoftmax.datasets import read_examples
 from xsoftmax.label_vectors import unit_rows
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.report import markdown
+from examples.common.report import drawing, markdown
 
 
 def table(rows: list[dict]) -> str:
@@ -15,20 +15,13 @@ def table(rows: list[dict]) -> str:
 
 def plot(rows: list[dict], path: Path) -> None:
     """What share of the single queries is answered within a time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for row in rows:
-        if row["latencies"]:
-            times = 1e6 * np.sort(row["latencies"])
-            axes.plot(times, np.arange(1, len(times) + 1) / len(times), label=f"{row['model']}, median {np.median(times):.0f} us")
-    axes.set_xscale("log")
-    axes.set_xlabel("time of a query, microseconds, one at a time")
-    axes.set_ylabel("share of the queries answered")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with drawing(path) as axes:
+        for row in rows:
+            if row["latencies"]:
+                times = 1e6 * np.sort(row["latencies"])
+                axes.plot(times, np.arange(1, len(times) + 1) / len(times), label=f"{row['model']}, median {np.median(times):.0f} us")
+        axes.set_xscale("log")
+        axes.set_xlabel("time of a query, microseconds, one at a time")
+        axes.set_ylabel("share of the queries answered")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize="small")

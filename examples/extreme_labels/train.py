@@ -20,13 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import xsoftmax as xs
-from common.arguments import fraction, positive, report_errors
-from common.errors import UsageError
-from common.report import write_text
 
-import data
-import report
-from model import BagOfWords, Transformer
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
+
+from examples.common.arguments import fraction, positive, report_errors
+from examples.common.errors import UsageError
+from examples.common.report import write_text
+from examples.extreme_labels import data, report
+from examples.extreme_labels.model import BagOfWords, Transformer
 
 TOPK, BEAM, SINGLES = 10, 10, 500
 
@@ -135,7 +136,7 @@ class Neural:
             schedule.step()
             recent += (loss.item() - recent) * max(0.01, 1 / (step + 1))
             bar.set_postfix(loss=f"{recent:.3f}", refresh=False)
-        optimizer.flush()  # what it owes rows that the last steps left out
+        optimizer.flush()  # the encoder's embedding may owe steps: the matcher sees to its own table alone
         print(f"{layer}: {steps} steps, loss {recent:.3f}", flush=True)
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from common.errors import DataError
+from examples.common.errors import DataError
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 # Each shows every character in a shape of its own.

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common.arguments import positive, report_errors
-from common.training import read_checkpoint
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
 
-import data
-from train import Run, load_data, parse_arguments
+from examples.common.arguments import positive, report_errors
+from examples.common.training import read_checkpoint
+from examples.image_classes import data
+from examples.image_classes.train import Run, load_data, parse_arguments
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -7,20 +7,22 @@ turn, and compares their accuracy.
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import xsoftmax as xs
-from common import training
-from common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments, add_training_arguments, complete, fraction,
-                              positive, report_errors)
-from common.losses import LEARNING_RATES, build_loss
-from common.training import Interrupt
 
-import data
-import report
-from model import VGG16
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
+
+from examples.common import training
+from examples.common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments, add_training_arguments, complete,
+                                       fraction, positive, report_errors)
+from examples.common.losses import LEARNING_RATES, build_loss
+from examples.common.training import Interrupt
+from examples.image_classes import data, report
+from examples.image_classes.model import VGG16
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

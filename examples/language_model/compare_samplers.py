@@ -16,14 +16,15 @@ from tqdm import tqdm
 
 import xsoftmax as xs
 
-from common.arguments import positive, report_errors
-from common.errors import UsageError
-from common.losses import SAMPLERS, build_sampler
-from common.report import markdown, write_text
-from common.training import read_checkpoint
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
 
-import data
-from train import Run, load_data, parse_arguments as parse_train_arguments
+from examples.common.arguments import positive, report_errors
+from examples.common.errors import UsageError
+from examples.common.losses import SAMPLERS, build_sampler
+from examples.common.report import drawing, markdown, write_text
+from examples.common.training import read_checkpoint
+from examples.language_model import data
+from examples.language_model.train import Run, load_data, parse_arguments as parse_train_arguments
 
 QUERY_BLOCK = 256  # queries whose probabilities of all words are in memory at once
 
@@ -94,13 +95,12 @@ def compare(args: argparse.Namespace) -> int:
     rows = []
     for kind in tqdm(args.sampler, disable=not sys.stderr.isatty()):
         torch.manual_seed(args.seed)
-        options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct, refresh_every=0, width=linear.in_features)
+        options = argparse.Namespace(codewords=args.codewords, distinct=args.distinct, refresh_every=0)
         try:
-            sampler = build_sampler(options, kind, corpus.counts, linear.in_features)
+            sampler = build_sampler(options, kind, corpus.counts, linear.in_features, args.samples, bias=True, private=True)
         except ValueError as error:  # an option beyond what a sampler takes
             raise UsageError(str(error)) from error
-        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler, num_samples=args.samples,
-                                                 shared=False, head_classes=args.head, estimator=args.estimator)
+        loss = xs.SampledSoftmaxLoss.from_linear(linear, sampler=sampler, head_classes=args.head, estimator=args.estimator)
         loss.sampler.refresh(linear.weight, linear.bias)
         report = xs.diagnose(loss, queries, target, draws=args.draws)
         curves[kind] = mean_probability(lambda part: xs.proposal_log_prob(loss, part), queries)
@@ -115,23 +115,16 @@ def compare(args: argparse.Namespace) -> int:
 
 def plot(curves: dict[str, Tensor], title: str, path: Path):
     """The share of draws that goes to the r most frequent words, against r: the softmax in black."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # writes files, needs no display
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, probability in curves.items():
-        black = {"color": "black", "linewidth": 2} if name == "softmax" else {}
-        axes.plot(range(1, len(probability) + 1), probability.cumsum(0).cpu(), label=name, **black)
-    axes.set_xscale("log")
-    axes.set_xlabel("words by falling frequency")
-    axes.set_ylabel("cumulative probability of a draw, mean over queries")
-    axes.set_title(title, fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with drawing(path) as axes:
+        for name, probability in curves.items():
+            black = {"color": "black", "linewidth": 2} if name == "softmax" else {}
+            axes.plot(range(1, len(probability) + 1), probability.cumsum(0).cpu(), label=name, **black)
+        axes.set_xscale("log")
+        axes.set_xlabel("words by falling frequency")
+        axes.set_ylabel("cumulative probability of a draw, mean over queries")
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 def main(argv: list[str] | None = None) -> int:

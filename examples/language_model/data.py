@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import DataError
+from examples.common.errors import DataError
 
 UNKNOWN, END_OF_LINE, NUMBER = "<unk>", "<eos>", "<number>"
 

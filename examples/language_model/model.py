@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.attention import TransformerLayer
+from examples.common.attention import TransformerLayer
 
 
 class EdgeEmbedding(nn.Module):

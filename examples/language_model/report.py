@@ -1,9 +1,8 @@
 """What a run leaves behind: history.json, table.md and perplexity.png."""
 
-import json
 from pathlib import Path
 
-from common.report import cost, curve, markdown, write_text
+from examples.common.report import cost, curve, markdown, write_tables
 
 
 def table(runs: list[dict]) -> str:
@@ -21,8 +20,7 @@ def table(runs: list[dict]) -> str:
 
 def write(output: Path, history: dict):
     """history: what train.py knows, see its `write`."""
-    write_text(output / "history.json", json.dumps(history, indent=2) + "\n")
-    write_text(output / "table.md", table(history["runs"]))
+    write_tables(output, history, table(history["runs"]))
     corpus = history["corpus"]
     title = f"{history['arguments']['model']} on {corpus['name']}, {corpus['num_words']:,} words"
     curve(history["runs"], "valid_perplexity", "exact validation perplexity", ".0f", title, output / "perplexity.png")

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from common import training
-from common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments, add_training_arguments, complete, fraction,
-                              positive, report_errors)
-from common.losses import build_loss
-from common.training import Interrupt
 
-import data
-import ngram
-import report
-from model import ENCODERS, Completer, EdgeEmbedding, script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
+
+from examples.common import training
+from examples.common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments, add_training_arguments, complete,
+                                       fraction, positive, report_errors)
+from examples.common.losses import build_loss
+from examples.common.training import Interrupt
+from examples.language_model import data, ngram, report
+from examples.language_model.model import ENCODERS, Completer, EdgeEmbedding, script
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import DataError
+from examples.common.errors import DataError
 
 SPLITS = ("train", "valid", "test")
 

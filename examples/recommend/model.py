@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from common.attention import TransformerLayer, padded, unpadded
+from examples.common.attention import TransformerLayer, padded, unpadded
 
 
 class Encoder(nn.Module):

@@ -1,9 +1,8 @@
 """What a run leaves behind: history.json, table.md and ndcg.png."""
 
-import json
 from pathlib import Path
 
-from common.report import cost, curve, markdown, write_text
+from examples.common.report import cost, curve, markdown, write_tables
 
 
 def table(runs: list[dict], figures: list[str]) -> str:
@@ -21,8 +20,7 @@ def table(runs: list[dict], figures: list[str]) -> str:
 
 def write(output: Path, history: dict, figures: list[str]):
     """history: what train.py knows, see its `write`."""
-    write_text(output / "history.json", json.dumps(history, indent=2) + "\n")
-    write_text(output / "table.md", table(history["runs"], figures))
+    write_tables(output, history, table(history["runs"], figures))
     dataset = history["dataset"]
     title = f"{history['arguments']['model']} on {dataset['name']}, {dataset['num_items']:,} items"
     curve(history["runs"], "valid_NDCG@10", "validation NDCG@10 of the full ranking", ".4f", title, output / "ndcg.png")

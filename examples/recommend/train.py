@@ -6,20 +6,22 @@ Trains a recommender of the next item with sampled softmax, with the exact loss,
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import xsoftmax as xs
 
-from common import training
-from common.arguments import add_file_arguments, add_loss_arguments, add_training_arguments, complete, fraction, positive, report_errors
-from common.losses import LEARNING_RATES, build_loss
-from common.training import Interrupt
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
 
-import data
-import report
-from model import ENCODERS
+from examples.common import training
+from examples.common.arguments import (add_file_arguments, add_loss_arguments, add_training_arguments, complete, fraction, positive,
+                                       report_errors)
+from examples.common.losses import LEARNING_RATES, build_loss
+from examples.common.training import Interrupt
+from examples.recommend import data, report
+from examples.recommend.model import ENCODERS
 
 METRICS = {"NDCG": xs.metrics.ndcg_at_k, "Recall": xs.metrics.recall_at_k}
 PLACES = (10, 50)

@@ -1,0 +1,1 @@
+"""Programs to read and to run, as files (`python examples/recommend/train.py`) or as modules (`python -m examples.recommend.train`)."""
