@@ -86,12 +86,12 @@ def bench_step(args) -> list[dict]:
     steps = Steps()
     medians = interleave({"xsoftmax": steps.ours(midx_loss(64, head=64)), "private 64": steps.uniform(64, shared=False),
                           "shared 512": steps.uniform(512, shared=True)}, args.repeats)
-    figures = [figure("head 64 + 64 private MIDX-rq, N 1M, D 256 / naive uniform private 64", medians, 0.3, rival="private 64"),
-               figure("the same / naive uniform shared 512", medians, 2.0, rival="shared 512")]
+    figures = [figure("head 64 + 64 private MIDX-rq, N 1M, D 256 / naive uniform private 64", medians, rival="private 64"),
+               figure("the same / naive uniform shared 512", medians, rival="shared 512")]
     medians = interleave({"xsoftmax": steps.ours(midx_loss(20)), "private 20": steps.uniform(20, shared=False)}, args.repeats)
-    figures.append(figure("20 private MIDX-rq / naive uniform private 20", medians, 0.3, rival="private 20"))
+    figures.append(figure("20 private MIDX-rq / naive uniform private 20", medians, rival="private 20"))
     medians = interleave({"xsoftmax": steps.ours(midx_loss(512, shared=True)), "shared 512": steps.uniform(512, shared=True)}, args.repeats)
-    return figures + [figure("512 shared from the MIDX mixture / naive uniform shared 512", medians, 0.85, rival="shared 512")]
+    return figures + [figure("512 shared from the MIDX mixture / naive uniform shared 512", medians, rival="shared 512")]
 
 
 def bench_structure(args) -> list[dict]:
@@ -103,7 +103,7 @@ def bench_structure(args) -> list[dict]:
         authors(steps.input, steps.target, 20).backward()
 
     medians = interleave({"xsoftmax": steps.ours(loss), "authors' layout": rival}, args.repeats)
-    return [figure("20 private MIDX-rq / the authors' layout in PyTorch", medians, 0.1, rival="authors' layout")]
+    return [figure("20 private MIDX-rq / the authors' layout in PyTorch", medians, rival="authors' layout")]
 
 
 def bench_scale(args) -> list[dict]:
@@ -113,7 +113,7 @@ def bench_scale(args) -> list[dict]:
         sampler.refresh(make_table(classes, 64))
         runs[f"N {classes:,}"] = lambda sampler=sampler, input=input: sampler.sample(input)
     medians = interleave(runs, args.repeats)
-    return [figure("sampling alone, 100 draws for 256 queries, K 64: N 10M / N 10k", medians, 1.3, "N 10,000,000", "N 10,000")]
+    return [figure("sampling alone, 100 draws for 256 queries, K 64: N 10M / N 10k", medians, "N 10,000,000", "N 10,000")]
 
 
 FAISS = """
@@ -157,10 +157,10 @@ def bench_refresh(args) -> list[dict]:
                                  str(args.threads), "3"], check=True, capture_output=True, text=True).stdout
         rival = json.loads(output)
         entry = figure("full refresh, N 1M, D 128, K 64, 10 iterations / faiss-cpu residual quantizer",
-                       {"full": medians["full"], "faiss": rival["seconds"]}, 1.0, "full", "faiss")
+                       {"full": medians["full"], "faiss": rival["seconds"]}, "full", "faiss")
         entry["medians"] += f"; distortion {stats['distortion']:.4g} and {rival['distortion']:.4g}"
         figures.append(entry)
-    return figures + [figure("incremental refresh of 20,000 rows / full", medians, 0.05, "incremental", "full")]
+    return figures + [figure("incremental refresh of 20,000 rows / full", medians, "incremental", "full")]
 
 
 BENCHES = {"step": bench_step, "structure": bench_structure, "scale": bench_scale, "refresh": bench_refresh}

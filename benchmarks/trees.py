@@ -45,8 +45,8 @@ def bench_step(args) -> list[dict]:
     medians = interleave({name: step(loss) for name, loss in trees.items()} | {"NCE": step(nce)}, args.repeats)
     for name, loss in trees.items():  # a step's share of what a balancing takes
         medians[name] += interleave({name: loss.balance}, 3, warmup=1)[name] / loss.balance_every
-    return [figure("beam tree, 5 candidates + 5 noises, N 1M, D 256, with optimizer / NCE, 10 private noises", medians, 6.0, "beam tree", "NCE"),
-            figure("the same, N 1M / N 10,000", medians, 2.0, "beam tree", "beam tree, 10,000 classes")]
+    return [figure("beam tree, 5 candidates + 5 noises, N 1M, D 256, with optimizer / NCE, 10 private noises", medians, "beam tree", "NCE"),
+            figure("the same, N 1M / N 10,000", medians, "beam tree", "beam tree, 10,000 classes")]
 
 
 def bench_predict(args) -> list[dict]:
@@ -55,14 +55,14 @@ def bench_predict(args) -> list[dict]:
     with torch.no_grad():
         medians = interleave({"beam search": lambda: loss.topk(input, 5), "matmul + topk": lambda: (input @ table.T).topk(5)},
                              max(3, args.repeats // 4), warmup=1)
-    return [figure("top-5 prediction by beam search, N 1M, D 256 / matmul + topk", medians, 0.005, "beam search", "matmul + topk")]
+    return [figure("top-5 prediction by beam search, N 1M, D 256 / matmul + topk", medians, "beam search", "matmul + topk")]
 
 
 def bench_hierarchical(args) -> list[dict]:
     runs = {"hierarchical": step(xs.HierarchicalSoftmaxLoss(WIDTH, xs.LabelTree.random(CLASSES, 10)), False),
             "exact": step(xs.LinearCrossEntropyLoss(WIDTH, CLASSES), False)}
     medians = interleave(runs, max(3, args.repeats // 4), warmup=1)
-    return [figure("hierarchical softmax, b 10, N 1M, D 256 / exact loss in blocks", medians, 0.005, "hierarchical", "exact")]
+    return [figure("hierarchical softmax, b 10, N 1M, D 256 / exact loss in blocks", medians, "hierarchical", "exact")]
 
 
 def bench_cane(args) -> list[dict]:
@@ -76,7 +76,7 @@ def bench_cane(args) -> list[dict]:
 
     ours = xs.CaneLoss(WIDTH, CLASSES, candidates=torch.randperm(CLASSES)[:60], num_noises=1)
     medians = interleave({"CANE": step(ours, False), "naive": rival}, args.repeats)
-    return [figure("CANE, 60 shared candidates + 1 noise, N 1M, D 256 / naive uniform shared 61", medians, 1.2, "CANE")]
+    return [figure("CANE, 60 shared candidates + 1 noise, N 1M, D 256 / naive uniform shared 61", medians, "CANE")]
 
 
 def matcher_step(classes: int, encoder: torch.nn.Module | None) -> Callable[[], None]:
@@ -104,7 +104,7 @@ def bench_matcher(args) -> list[dict]:
     figures = []
     for name, encoder in (("under a Transformer of 2 layers", layers), ("alone", None)):
         medians = interleave({f"N {classes:,}": matcher_step(classes, encoder) for classes in (10_000, CLASSES)}, args.repeats)
-        figures.append(figure(f"hierarchical matcher {name}, with optimizer, beam 10: N 1M / N 10,000", medians, 1.5, "N 1,000,000", "N 10,000"))
+        figures.append(figure(f"hierarchical matcher {name}, with optimizer, beam 10: N 1M / N 10,000", medians, "N 1,000,000", "N 10,000"))
     return figures
 
 

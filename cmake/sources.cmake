@@ -24,11 +24,14 @@ set(XSOFTMAX_SOURCES
   csrc/losses/linear_candidate_loss_cpu.cpp
   csrc/losses/linear_cross_entropy.cpp
   csrc/losses/linear_cross_entropy_cpu.cpp
+  csrc/losses/linear_losses_module.cpp
   csrc/losses/linear_topk.cpp
   csrc/losses/linear_topk_cpu.cpp
-  csrc/losses/modules.cpp
   csrc/losses/reduction.cpp
   csrc/losses/sampled_softmax_loss.cpp
+  csrc/losses/table_loss_module.cpp
+  csrc/losses/tree_losses.cpp
+  csrc/losses/tree_losses_module.cpp
   csrc/matcher/linear_beam.cpp
   csrc/matcher/linear_layer.cpp
   csrc/matcher/linear_layer_train.cpp
@@ -102,8 +105,6 @@ set(XSOFTMAX_SOURCES
   csrc/trees/label_tree_module.cpp
   csrc/trees/label_tree_order.cpp
   csrc/trees/label_tree_vectors.cpp
-  csrc/trees/modules.cpp
-  csrc/trees/tree_losses.cpp
   csrc/trees/tree_scores.cpp
   csrc/trees/tree_scores_cpu.cpp
   csrc/core/guards.cpp # last: it goes over the operators that the files above it have registered

@@ -36,6 +36,17 @@ void strided(const char* op, const char* arg, const at::Tensor& tensor) {
 void dim(const char* op, const char* arg, const at::Tensor& tensor, int64_t dim) {
   TORCH_CHECK_VALUE(tensor.dim() == dim, op, ": expected ", arg, " with ", dim, " dimension", dim == 1 ? "" : "s", ", got shape ",
                     tensor.sym_sizes());
+  in_memory(op, arg, tensor);
+}
+
+void in_memory(const char* op, const char* arg, const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || !tensor.has_storage() || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.numel() <= int64_t(1) << 31) {
+    return;
+  }
+  const double elements = double(tensor.storage().nbytes()) / double(tensor.element_size());
+  TORCH_CHECK_VALUE(tensor.unsafeGetTensorImpl()->is_python_dispatch() || elements * 16 >= double(tensor.numel()), op, ": expected ", arg,
+                    " with memory for its elements, got a view of ", tensor.numel(), " elements (shape ", tensor.sizes(), ") on memory of ",
+                    int64_t(elements));
 }
 
 void size(const char* op, const char* arg, const at::Tensor& tensor, int64_t axis, const c10::SymInt& size, const char* why) {
@@ -69,6 +80,7 @@ void floating(const char* op, const char* arg, const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": expected ",
                    arg, " of dtype float32, float64, bfloat16 or float16, got ", name(dtype));
+  in_memory(op, arg, tensor);
 }
 
 void same_dtype(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
@@ -101,6 +113,7 @@ void linear(const char* op, const at::Tensor& input, const at::Tensor& weight, c
 }
 
 void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t num_classes, std::optional<int64_t> ignore_index) {
+  in_memory(op, arg, ids);
   const at::Tensor flat = ids.contiguous();
   const int64_t* id = flat.const_data_ptr<int64_t>();
   const int64_t count = flat.numel();

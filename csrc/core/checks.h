@@ -12,8 +12,10 @@ namespace xsoftmax::check {
 
 /// `arg` is plain memory: neither sparse nor quantized nor nested. Operators are given no other (csrc/core/guards.cpp); methods of classes may be.
 void strided(const char* op, const char* arg, const at::Tensor& tensor);
-/// `arg` has `dim` dimensions.
+/// `arg` has `dim` dimensions and is in_memory.
 void dim(const char* op, const char* arg, const at::Tensor& tensor, int64_t dim);
+/// `arg` is no view that shows a little memory more than 2^31 times: reading it all would not end. CPU tensors only; others pass.
+void in_memory(const char* op, const char* arg, const at::Tensor& tensor);
 /// Dimension `axis` of `arg` has `size` elements; `why` names what the size comes from.
 void size(const char* op, const char* arg, const at::Tensor& tensor, int64_t axis, const c10::SymInt& size, const char* why);
 /// As torch names it in Python: "float32".

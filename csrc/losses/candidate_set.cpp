@@ -8,7 +8,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <limits>
+#include <vector>
 
 namespace xsoftmax {
 
@@ -17,6 +21,27 @@ using at::Tensor;
 Tensor candidate_set(const Tensor& ids, int64_t num_classes) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::candidate_set", "").typed<decltype(candidate_set)>();
   return op.call(ids, num_classes);
+}
+
+Tensor drawn_candidates(at::TensorList ids, const c10::List<bool>& distinct, c10::SymInt num_queries, int64_t num_classes) {
+  constexpr const char* op = "drawn_candidates";
+  TORCH_CHECK_VALUE(!ids.empty() && ids.size() == distinct.size(), op, ": expected ids and distinct of one set or more, got ", ids.size(), " and ",
+                    distinct.size());
+  if (ids.size() == 1) {
+    return distinct.get(0) ? ids[0] : candidate_set(ids[0], num_classes);
+  }
+  std::vector<Tensor> columns;
+  for (const Tensor& of_set : ids) {
+    TORCH_CHECK_VALUE(of_set.dim() == 1 || of_set.dim() == 2, op, ": expected ids of shape [C] or [Q, C], got ", of_set.sym_sizes());
+    columns.push_back(of_set.expand_symint({num_queries, of_set.sym_size(-1)}));
+  }
+  return candidate_set(at::cat(columns, 1), num_classes);
+}
+
+std::tuple<Tensor, Tensor> present_set(const Tensor& ids) {
+  check::int64("present_set", "ids", ids);
+  const Tensor log_count = at::zeros_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat));
+  return {ids.clamp_min(0), log_count.masked_fill(ids.lt(0), std::numeric_limits<double>::infinity())};
 }
 
 Tensor different_ids(const Tensor& ids, int64_t num_classes, std::string_view owner, std::string_view argument) {
@@ -67,6 +92,8 @@ Tensor candidate_set_meta(const Tensor& ids, int64_t num_classes) {
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("candidate_set(Tensor ids, int num_classes) -> Tensor");
+  m.def("drawn_candidates(Tensor[] ids, bool[] distinct, SymInt num_queries, int num_classes) -> Tensor", drawn_candidates);
+  m.def("present_set(Tensor ids) -> (Tensor ids, Tensor log_count)", present_set);
   m.def("different_ids(Tensor ids, int num_classes, str owner, str argument) -> Tensor");
 }
 

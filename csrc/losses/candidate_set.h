@@ -1,14 +1,23 @@
 #pragma once
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
 #include <string_view>
+#include <tuple>
 
 namespace xsoftmax {
 
 // candidate_set(ids [*, C], num_classes) -> [*, C]: the different classes of each set, int64, in rising order with -1 in place of repeats and
 // of what was -1, which stands for none. ids: int64 in [0, num_classes) or -1.
 at::Tensor candidate_set(const at::Tensor& ids, int64_t num_classes);
+
+// drawn_candidates(ids, distinct, num_queries, num_classes) -> [C] or [Q, C]: the same, of all sets of a proposal together.
+at::Tensor drawn_candidates(at::TensorList ids, const c10::List<bool>& distinct, c10::SymInt num_queries, int64_t num_classes);
+
+// present_set(ids) -> (ids, log_count float32 of ids' shape): classes that are always there, -1 where there is none, as a candidate set: an expected
+// count of 1, or +inf, which takes no part.
+std::tuple<at::Tensor, at::Tensor> present_set(const at::Tensor& ids);
 
 // different_ids(ids [H], num_classes, owner, argument) -> [H]: a set of classes that never changes, int64 in [0, num_classes), sorted. Errors name
 // owner and argument: TypeError, IndexError, or ValueError for a class that stands twice. For constructors: reads values.

@@ -34,7 +34,7 @@ std::string cane_estimator(const char* name, const std::string& noise_reduction)
 samplers::ComplementSampler noise_outside(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler, int64_t num_noises,
                                           int64_t num_classes, int64_t dim, const Tensor& candidates) {
   TORCH_CHECK_VALUE(num_noises >= 0, name, ": expected num_noises of at least 0, got ", num_noises);
-  if (sampler == nullptr) {
+  if (sampler == nullptr || num_noises == 0) {
     return samplers::ComplementSampler(num_classes, num_noises);
   }
   TORCH_CHECK_VALUE(sampler->num_classes() == num_classes, name, ": expected a noise_sampler of ", num_classes, " classes, got one of ",
@@ -95,14 +95,13 @@ Tensor CaneLossImpl::find_candidates(const Tensor& queries, const Tensor& target
   candidate_sampler->prepare(linear->weight, optional(linear->bias), generator);
   // Candidates must not look at the target: it says no more than which queries count.
   const Proposal sets = candidate_sampler->sample(queries, target.clamp_max(0), generator);
-  if (sets.size() == 1) {
-    return sets[0].distinct ? sets[0].ids : candidate_set(sets[0].ids, num_classes_);
-  }
   std::vector<Tensor> ids;
+  c10::List<bool> distinct;
   for (const CandidateSet& set : sets) {
-    ids.push_back(set.ids.expand({queries.size(0), set.ids.size(-1)}));
+    ids.push_back(set.ids);
+    distinct.push_back(set.distinct);
   }
-  return candidate_set(at::cat(ids, 1), num_classes_);
+  return drawn_candidates(ids, distinct, queries.size(0), num_classes_);
 }
 
 Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const std::optional<Tensor>& candidates,
@@ -115,8 +114,8 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const st
   const Tensor found = find_candidates(queries, counted, target.sizes(), candidates, generator);
   noise->prepare(linear->weight, optional(linear->bias), generator);
   const CandidateSet outside = noise->sample_outside(queries, found, counted, generator);
-  const Tensor log_count = at::zeros(found.sizes(), outside.log_count.options()).masked_fill(found.lt(0), std::numeric_limits<double>::infinity());
-  return candidate_loss(input, target, {{found.clamp_min(0), log_count, {}, true}, outside});
+  const auto [ids, log_count] = present_set(found);
+  return candidate_loss(input, target, {{ids, log_count, {}, true}, outside});
 }
 
 } // namespace xsoftmax::nn

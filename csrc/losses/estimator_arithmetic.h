@@ -235,28 +235,28 @@ struct SmoothingMean {
 template <typename T>
 XS_HOST_DEVICE T softmax_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
   const T* __restrict adjusted = row.adjusted;
-  const T most = largest(adjusted, row.width, row.target);
-  const T own = exponential(row.target - most);
-  T sum = own;
+  const T max_score = largest(adjusted, row.width, row.target);
+  const T target_term = exponential(row.target - max_score);
+  T sum = target_term;
   if (grad == nullptr) {
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < row.width; ++j) {
-      sum += exponential(adjusted[j] - most);
+      sum += exponential(adjusted[j] - max_score);
     }
   } else {
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < row.width; ++j) {
-      const T value = exponential(adjusted[j] - most);
+      const T value = exponential(adjusted[j] - max_score);
       grad[j] = value;
       sum += value;
     }
     const T scale = grad_loss / sum;
-    *grad_target = own * scale - (1 - smoothing) * grad_loss;
+    *grad_target = target_term * scale - (1 - smoothing) * grad_loss;
     for (int64_t j = 0; j < row.width; ++j) {
       grad[j] *= scale;
     }
   }
-  const T normalizer = most + logarithm(sum);
+  const T normalizer = max_score + logarithm(sum);
   if (smoothing == 0) {
     return normalizer - row.target;
   }
@@ -293,11 +293,11 @@ XS_HOST_DEVICE T softplus_sum(const T* __restrict x, int64_t n, T* __restrict gr
 template <typename T>
 XS_HOST_DEVICE T logistic_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
   const T opposite = -row.target;
-  T own_grad;
-  T loss = softplus_sum(&opposite, 1, &own_grad);
+  T slope;
+  T loss = softplus_sum(&opposite, 1, &slope);
   loss += softplus_sum(row.adjusted, row.width, grad);
   if (grad != nullptr) {
-    *grad_target = -own_grad * grad_loss;
+    *grad_target = -slope * grad_loss;
     for (int64_t j = 0; j < row.width; ++j) {
       grad[j] *= grad_loss;
     }
@@ -330,24 +330,24 @@ XS_HOST_DEVICE T one_vs_each_row(const Row<T>& row, T, T grad_loss, T* grad_targ
 template <typename T>
 XS_HOST_DEVICE T blackout_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
   const T* __restrict adjusted = row.adjusted;
-  const T most = largest(adjusted, row.width, row.target);
+  const T max_score = largest(adjusted, row.width, row.target);
   int64_t best = row.width;
-  for (int64_t j = row.width; j-- > 0 && row.target < most;) {
-    best = adjusted[j] == most ? j : best;
+  for (int64_t j = row.width; j-- > 0 && row.target < max_score;) {
+    best = adjusted[j] == max_score ? j : best;
   }
   const bool exists = best < row.width;
-  const T second = exists ? largest(adjusted + best + 1, row.width - best - 1, largest(adjusted, best, row.target)) : most;
-  const T own = exponential(row.target - second);
-  T others = own; // the sum without b, over e^second
+  const T second = exists ? largest(adjusted + best + 1, row.width - best - 1, largest(adjusted, best, row.target)) : max_score;
+  const T target_term = exponential(row.target - second);
+  T others = target_term; // the sum without b, over e^second
 #pragma omp simd reduction(+ : others)
   for (int64_t j = 0; j < row.width; ++j) {
     const T value = exponential(adjusted[j] - second);
     others += j == best ? T(0) : value;
   }
-  const T scale = exponential(second - most), sum = scale * others + (exists ? T(1) : T(0)); // over e^most
+  const T scale = exponential(second - max_score), sum = scale * others + (exists ? T(1) : T(0)); // over e^max_score
   const T of_best = exists ? 1 / sum : T(0);
-  T loss = most + logarithm(sum) - row.target;
-  loss += exists ? most + logarithm(sum) - second - logarithm(others) : T(0);
+  T loss = max_score + logarithm(sum) - row.target;
+  loss += exists ? max_score + logarithm(sum) - second - logarithm(others) : T(0);
   T odds_sum = 0;
 #pragma omp simd reduction(+ : loss, odds_sum)
   for (int64_t j = 0; j < row.width; ++j) {
@@ -357,7 +357,7 @@ XS_HOST_DEVICE T blackout_row(const Row<T>& row, T, T grad_loss, T* grad_target,
   }
   if (grad != nullptr) {
     const T left = 1 - odds_sum;
-    *grad_target = grad_loss * (own * (scale * left / sum - of_best / others) - 1);
+    *grad_target = grad_loss * (target_term * (scale * left / sum - of_best / others) - 1);
     for (int64_t j = 0; j < row.width; ++j) {
       const T share = exponential(adjusted[j] - second), value = scale * share;
       const T of_other = value * left / sum + value / (sum - value) - of_best * share / others;
@@ -369,11 +369,11 @@ XS_HOST_DEVICE T blackout_row(const Row<T>& row, T, T grad_loss, T* grad_target,
 
 template <typename T>
 XS_HOST_DEVICE T importance_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
-  const T most = largest(row.adjusted, row.width, -kInfinity<T>);
+  const T max_score = largest(row.adjusted, row.width, -kInfinity<T>);
   T sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t j = 0; j < row.width; ++j) {
-    const T value = most == -kInfinity<T> ? T(0) : exponential(row.adjusted[j] - most);
+    const T value = max_score == -kInfinity<T> ? T(0) : exponential(row.adjusted[j] - max_score);
     sum += value;
     if (grad != nullptr) {
       grad[j] = value;
@@ -385,20 +385,21 @@ XS_HOST_DEVICE T importance_row(const Row<T>& row, T, T grad_loss, T* grad_targe
       grad[j] *= sum == 0 ? T(0) : grad_loss / sum;
     }
   }
-  return sum == 0 ? T(0) : most + logarithm(sum) - row.target;
+  return sum == 0 ? T(0) : max_score + logarithm(sum) - row.target;
 }
 
-// log(e^own + sum of e^adjusted over the ranges); see Cane in estimators.cpp. With grad: the shares in that sum, times scale, 0 elsewhere.
+// log(e^target_score + sum of e^adjusted over the ranges); see Cane in estimators.cpp. With grad: the shares in that sum, times scale, 0
+// elsewhere.
 template <typename T>
-XS_HOST_DEVICE T log_sum(const Row<T>& row, T own, const Ranges& in, T scale, T* grad_target, T* __restrict grad) {
-  auto key = ordered(own);
+XS_HOST_DEVICE T log_sum(const Row<T>& row, T target_score, const Ranges& in, T scale, T* grad_target, T* __restrict grad) {
+  auto key = ordered(target_score);
   for (int r = 0; r < 2; ++r) {
     for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
       const auto k = ordered(row.adjusted[j]);
       key = k > key ? k : key;
     }
   }
-  const T most = from_ordered(key), first = exponential(own - most);
+  const T max_score = from_ordered(key), first = exponential(target_score - max_score);
   if (grad != nullptr) {
     for (int64_t j = 0; j < row.width; ++j) {
       grad[j] = 0;
@@ -408,7 +409,7 @@ XS_HOST_DEVICE T log_sum(const Row<T>& row, T own, const Ranges& in, T scale, T*
   for (int r = 0; r < 2; ++r) {
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
-      const T value = exponential(row.adjusted[j] - most);
+      const T value = exponential(row.adjusted[j] - max_score);
       sum += value;
       if (grad != nullptr) {
         grad[j] = value;
@@ -423,7 +424,7 @@ XS_HOST_DEVICE T log_sum(const Row<T>& row, T own, const Ranges& in, T scale, T*
       }
     }
   }
-  return most + logarithm(sum);
+  return max_score + logarithm(sum);
 }
 
 // The mean of log(e^log_a + e^m) over the draws, less log_a. With grad: shares are those in log_a, of the distinct columns, and become
@@ -469,9 +470,9 @@ XS_HOST_DEVICE T cane_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_t
   } else {
     const int64_t n = row.draws, first = row.first_draw();
     const T count = row.target_log_count - (kMeanOfLogs && n > 0 ? logarithm(T(n)) : T(0));
-    const T own = row.target - (row.target_log_count == -kInfinity<T> ? T(0) : count);
+    const T corrected_target = row.target - (row.target_log_count == -kInfinity<T> ? T(0) : count);
     const Ranges others = first < row.width ? Ranges{{0, first + 1}, {first, row.width}} : Ranges{{0, 0}, {row.width, 0}};
-    normalizer = log_sum(row, own, kMeanOfLogs ? row.distinct_columns() : others, grad_loss, grad_target, grad);
+    normalizer = log_sum(row, corrected_target, kMeanOfLogs ? row.distinct_columns() : others, grad_loss, grad_target, grad);
   }
   if (grad != nullptr) {
     *grad_target -= grad_loss;

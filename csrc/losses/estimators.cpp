@@ -139,13 +139,13 @@ EstimatorGradient importance_gradient(const CandidateBatch& batch) {
 //     else:    log(sum over C of e^score + mean_j e^m_j) - s_y, the target in the place of the first draw
 // The optimum of both is the softmax, for any n and q: what the targets outside C put on a slot of the noise is what those in C leave to it.
 struct Cane {
-  Tensor draws;    // [Q], at least 1
-  Tensor distinct; // [Q, C] adjusted, -inf for draws
-  Tensor noise;    // [Q, C] m_j, -inf for candidates
-  Tensor log_a;    // [Q]
-  Tensor own;      // [Q] of a target that is not in C
-  Tensor rest;     // [Q, C] what stands beside it
-  Tensor outside;  // [Q] log of their sum
+  Tensor draws;            // [Q], at least 1
+  Tensor distinct;         // [Q, C] adjusted, -inf for draws
+  Tensor noise;            // [Q, C] m_j, -inf for candidates
+  Tensor log_a;            // [Q]
+  Tensor corrected_target; // [Q] of a target that is not in C: its log term in the normaliser
+  Tensor others;           // [Q, C] the log terms of the candidates beside it
+  Tensor outside;          // [Q] log of the sum of all these terms
 
   Cane(const CandidateBatch& batch, bool mean_of_logs) : draws(batch.draws.clamp_min(1)) {
     const Tensor log_draws = draws.log();
@@ -154,10 +154,10 @@ struct Cane {
     log_a = at::logsumexp(at::cat({batch.target.unsqueeze(1), distinct}, 1), 1);
     // A target that no draw can give owes no correction.
     const Tensor count = mean_of_logs ? batch.target_log_count - log_draws : batch.target_log_count;
-    own = batch.target - at::where(batch.target_log_count.isneginf(), 0.0, count);
+    corrected_target = batch.target - at::where(batch.target_log_count.isneginf(), 0.0, count);
     const Tensor live = batch.drawn.logical_and(batch.adjusted.isneginf().logical_not()), first = live.logical_and(live.cumsum(1).eq(1));
-    rest = mean_of_logs ? distinct : batch.adjusted.masked_fill(first, -kInfinity);
-    outside = at::logsumexp(at::cat({own.unsqueeze(1), rest}, 1), 1);
+    others = mean_of_logs ? distinct : batch.adjusted.masked_fill(first, -kInfinity);
+    outside = at::logsumexp(at::cat({corrected_target.unsqueeze(1), others}, 1), 1);
   }
 };
 
@@ -185,8 +185,9 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
     target = probability.select(1, 0);
     score = probability.narrow(1, 1, batch.adjusted.size(1));
   }
-  const Tensor own = (parts.own - parts.outside).exp(), rest = (parts.rest - parts.outside.unsqueeze(1)).exp();
-  return {at::where(batch.covered, target, own) - 1, at::where(batch.covered.unsqueeze(1), score, rest)};
+  const Tensor outside_target = (parts.corrected_target - parts.outside).exp();
+  const Tensor outside_score = (parts.others - parts.outside.unsqueeze(1)).exp();
+  return {at::where(batch.covered, target, outside_target) - 1, at::where(batch.covered.unsqueeze(1), score, outside_score)};
 }
 
 // An estimator that lowers the target's score, too, tells a target from draws that could all have been it: the classes of a set are told

@@ -238,9 +238,9 @@ Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight, 
 }
 
 // What the composites share: the operands in opmath, and the weights of the terms of the loss
-//     loss_q = own_q (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
+//     loss_q = target_weight_q (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
 struct ReferenceTerms {
-  Tensor query, bias, class_weight, counted, own; // bias and class_weight: [N], zeros and ones if none
+  Tensor query, bias, class_weight, counted, target_weight; // bias and class_weight: [N], zeros and ones if none
   double even;
 
   ReferenceTerms(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_or_none, const Tensor& target,
@@ -250,8 +250,8 @@ struct ReferenceTerms {
         class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type())
                                                  : at::ones({weight.size(0)}, query.options())),
         counted(target.ne(ignore_index)),
-        own(weight.size(0) > 0 ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) * (1 - label_smoothing)
-                               : at::zeros({target.size(0)}, query.options())),
+        target_weight(weight.size(0) > 0 ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) * (1 - label_smoothing)
+                                         : at::zeros({target.size(0)}, query.options())),
         even(weight.size(0) > 0 ? label_smoothing / double(weight.size(0)) : 0) {}
 
   Tensor products(const Tensor& weight, int64_t begin, int64_t size) const {
@@ -329,7 +329,7 @@ CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, co
   const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
   const Tensor saved_logits = at::empty({queries, saved}, options);
   Tensor largest = at::full({queries}, -std::numeric_limits<double>::infinity(), options), sum = at::zeros({queries}, options),
-         own_logit = at::zeros({queries}, options), even_sum = at::zeros({queries}, options.dtype(at::kDouble));
+         target_logit = at::zeros({queries}, options), even_sum = at::zeros({queries}, options.dtype(at::kDouble));
   for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
     const int64_t size = std::min(kReferenceBlock, classes - begin);
     const Tensor products = terms.products(weight, begin, size);
@@ -342,13 +342,13 @@ CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, co
     sum = sum * (largest - shift).exp() + (logits - shift.unsqueeze(1)).exp().sum(1);
     largest = new_largest;
     const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
-    own_logit = at::where(here, logits.gather(1, (target - begin).clamp(0, size - 1).unsqueeze(1)).squeeze(1), own_logit);
+    target_logit = at::where(here, logits.gather(1, (target - begin).clamp(0, size - 1).unsqueeze(1)).squeeze(1), target_logit);
     if (terms.even > 0) {
       even_sum = even_sum + (logits.to(at::kDouble) * terms.class_weight.narrow(0, begin, size)).sum(1);
     }
   }
   const Tensor log_sum = sum.log();
-  Tensor loss = terms.own * ((largest - own_logit) + log_sum);
+  Tensor loss = terms.target_weight * ((largest - target_logit) + log_sum);
   if (terms.even > 0) {
     const Tensor whole = (largest.to(at::kDouble) + log_sum) * terms.class_weight.sum(at::kDouble);
     loss = loss + (terms.even * (whole - even_sum)).to(loss.scalar_type());
@@ -366,9 +366,9 @@ LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, cons
   const int64_t classes = weight.size(0), features = weight.size(1);
   const ReferenceTerms terms(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
   const Tensor ignored = terms.counted.logical_not();
-  const Tensor own = (grad * terms.own).masked_fill(ignored, 0);
+  const Tensor target_grad = (grad * terms.target_weight).masked_fill(ignored, 0);
   const Tensor even = terms.even > 0 ? (grad * terms.even).masked_fill(ignored, 0) : at::zeros_like(grad);
-  const Tensor scale = (own + even * terms.class_weight.sum()).unsqueeze(1);
+  const Tensor scale = (target_grad + even * terms.class_weight.sum()).unsqueeze(1);
   const Tensor largest = normalizer.select(0, 0).unsqueeze(1), log_sum = normalizer.select(0, 1).unsqueeze(1);
   Tensor grad_input = at::zeros({want_input ? input.size(0) : 0, features}, terms.query.options());
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
@@ -379,7 +379,7 @@ LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, cons
     Tensor slope = scale * ((logits - largest) - log_sum).exp();
     slope = slope - even.unsqueeze(1) * terms.class_weight.narrow(0, begin, size);
     const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
-    slope.scatter_add_(1, (target - begin).clamp(0, size - 1).unsqueeze(1), own.neg().masked_fill(here.logical_not(), 0).unsqueeze(1));
+    slope.scatter_add_(1, (target - begin).clamp(0, size - 1).unsqueeze(1), target_grad.neg().masked_fill(here.logical_not(), 0).unsqueeze(1));
     if (want_input) {
       grad_input = grad_input + at::mm(slope, weight.narrow(0, begin, size).to(slope.scalar_type()));
     }

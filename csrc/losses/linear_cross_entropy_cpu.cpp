@@ -30,7 +30,7 @@ constexpr int64_t kQueriesPerTask = 16;
 constexpr int64_t kTermsOfProduct = 384;
 
 // The weights of the terms of the loss of a query,
-//     loss_q = own (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
+//     loss_q = target_weight (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
 template <typename A>
 struct LossTerms {
   const int64_t* target;
@@ -41,7 +41,7 @@ struct LossTerms {
   double weight_sum;     // of all class weights; only where even > 0
 
   bool ignored(int64_t q) const { return target[q] == ignore_index; }
-  A own(int64_t q) const { return A(1 - label_smoothing) * (class_weight == nullptr ? A(1) : class_weight[target[q]]); }
+  A target_weight(int64_t q) const { return A(1 - label_smoothing) * (class_weight == nullptr ? A(1) : class_weight[target[q]]); }
 };
 
 // The tensors behind LossTerms, contiguous and checked.
@@ -171,11 +171,11 @@ class ForwardPass {
   }
 
   A query_loss(const GroupSums<A>& sums, int64_t q, A log_sum) const {
-    const A own = terms_.own(q) * ((sums.max[q] - target_logit_[q]) + log_sum);
+    const A target_loss = terms_.target_weight(q) * ((sums.max[q] - target_logit_[q]) + log_sum);
     if (terms_.even == 0) {
-      return own;
+      return target_loss;
     }
-    return own + A(terms_.even * (terms_.weight_sum * (double(sums.max[q]) + log_sum) - sums.even[q]));
+    return target_loss + A(terms_.even * (terms_.weight_sum * (double(sums.max[q]) + log_sum) - sums.even[q]));
   }
 
   const LinearOperands& operands_;
@@ -239,9 +239,9 @@ class BackwardPass {
         T* row = data<T>(slope) + q * block.size;
         const auto& kernels = softmax_rows().of(row);
         const bool ignored = terms_.ignored(q);
-        const A own = ignored ? A(0) : grad_[q] * terms_.own(q);
+        const A target_grad = ignored ? A(0) : grad_[q] * terms_.target_weight(q);
         const A even = ignored || terms_.even == 0 ? A(0) : A(grad_[q] * terms_.even);
-        const A max = normalizer_[q], scale = A((own + even * terms_.weight_sum) * std::exp(-normalizer_[queries_ + q]));
+        const A max = normalizer_[q], scale = A((target_grad + even * terms_.weight_sum) * std::exp(-normalizer_[queries_ + q]));
         if (block.saved) {
           const A* logits = const_data<A>(saved) + q * saved.stride(0);
           kernels.gradient_of_saved(row, logits, bias, weight, max, scale, even, block.size);
@@ -252,7 +252,7 @@ class BackwardPass {
         if (uint64_t(j) < uint64_t(block.size)) {
           A value;
           row_kernels().of(row).widen_row(&value, row + j, 1);
-          value -= own;
+          value -= target_grad;
           row_kernels().of(row).round_row(row + j, &value, 1);
         }
       }

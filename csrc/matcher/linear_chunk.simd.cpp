@@ -17,7 +17,7 @@ static inline float weight(F16 value) {
 }
 
 template <typename Child, typename Value>
-static inline void add_some(const Child* child, const Value* value, int64_t count, float x, float* scores) {
+static inline void add_scaled(const Child* child, const Value* value, int64_t count, float x, float* scores) {
   for (int64_t e = 0; e < count; ++e) {
     scores[child[e]] += x * weight(value[e]);
   }
@@ -30,12 +30,12 @@ void add_features(const LinearChunk& chunk, const int32_t* feature, const float*
   FeatureSlot hit[kAhead];
   float factor[kAhead];
   for (int64_t base = 0; base < n; base += kAhead) {
-    const int64_t some = n - base < kAhead ? n - base : kAhead;
-    for (int64_t i = 0; i < some; ++i) {
+    const int64_t count = n - base < kAhead ? n - base : kAhead;
+    for (int64_t i = 0; i < count; ++i) {
       __builtin_prefetch(chunk.slots + first_slot(feature[base + i], chunk.shift));
     }
     int64_t hits = 0;
-    for (int64_t i = 0; i < some; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       const int32_t wanted = feature[base + i];
       uint32_t at = first_slot(wanted, chunk.shift);
       while (chunk.slots[at].feature != wanted && chunk.slots[at].feature >= 0) {
@@ -49,7 +49,7 @@ void add_features(const LinearChunk& chunk, const int32_t* feature, const float*
       }
     }
     for (int64_t h = 0; h < hits; ++h) {
-      add_some(child + hit[h].begin, value + hit[h].begin, hit[h].count, factor[h], scores);
+      add_scaled(child + hit[h].begin, value + hit[h].begin, hit[h].count, factor[h], scores);
     }
   }
 }
@@ -65,8 +65,8 @@ void add(const LinearChunk& chunk, const int32_t* feature, const float* x, int64
 template <typename Child>
 void add_children(const LinearChunk& chunk, int64_t begin, int64_t count, float x, float* scores) {
   const Child* child = static_cast<const Child*>(chunk.child) + begin;
-  chunk.half ? add_some(child, static_cast<const F16*>(chunk.value) + begin, count, x, scores)
-             : add_some(child, static_cast<const float*>(chunk.value) + begin, count, x, scores);
+  chunk.half ? add_scaled(child, static_cast<const F16*>(chunk.value) + begin, count, x, scores)
+             : add_scaled(child, static_cast<const float*>(chunk.value) + begin, count, x, scores);
 }
 
 void add_weights(const LinearChunk& chunk, int64_t begin, int64_t count, float x, float* scores) {

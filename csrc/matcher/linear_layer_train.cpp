@@ -90,7 +90,7 @@ class Progress {
   int64_t* numbers_;
 };
 
-/// A weight that is kept: `column` is one of the parent's own, `child` counts from its first.
+/// A weight that is kept: `column` is one of the parent's columns, `child` counts from its first.
 struct Weight {
   int32_t column, child;
   float value;
@@ -366,13 +366,13 @@ class LayerTrainer {
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
       ParentRows rows(examples_);
       GroupTrainer trainer(training_, labels_, costs_, initial_, progress_.stop());
-      Stats own;
-      int64_t held = -1;
+      Stats thread_stats;
+      int64_t gathered_parent = -1;
       for (size_t t = next++; t < tasks.size() && !progress_.stopped(); t = next++) {
-        run(tasks[t], rows, held, trainer, own);
+        run(tasks[t], rows, gathered_parent, trainer, thread_stats);
       }
       const std::lock_guard lock(adding);
-      stats += own;
+      stats += thread_stats;
     });
     TORCH_CHECK(!progress_.stopped(), kOp, ": stopped");
     return std::move(chunks_);
@@ -389,11 +389,11 @@ class LayerTrainer {
   }
   int64_t work(const Task& task) const { return parents_.size(task.parent) * (task.last_group - task.first_group); }
 
-  void run(const Task& task, ParentRows& rows, int64_t& held, GroupTrainer& trainer, Stats& stats) {
+  void run(const Task& task, ParentRows& rows, int64_t& gathered_parent, GroupTrainer& trainer, Stats& stats) {
     const int64_t p = task.parent;
-    if (held != p) {
+    if (gathered_parent != p) {
       rows.gather(parents_.row + parents_.offset[p], parents_.size(p), training_.bias);
-      held = p;
+      gathered_parent = p;
     }
     for (int64_t g = task.first_group; g < task.last_group; ++g) {
       const int64_t child = g * kSiblingLanes;
@@ -451,13 +451,14 @@ Training training_of(std::string_view text) {
 
 /// Steps are divided by the square of a row's length, and margins are products of such numbers.
 void check_lengths(const SparseRowsView& examples, float bias) {
-  constexpr float kMost = 1e18F;
+  constexpr float kMaxSquare = 1e18F;
   for (int64_t i = 0; i < examples.count; ++i) {
     float square = bias * bias;
     for (int64_t t = examples.offset[i]; t < examples.offset[i + 1]; ++t) {
       square += examples.value[t] * examples.value[t];
     }
-    TORCH_CHECK_VALUE(square <= kMost, kOp, ": expected rows whose squares and that of bias add up to ", kMost, " at most, got ", square, " in row ", i);
+    TORCH_CHECK_VALUE(square <= kMaxSquare, kOp, ": expected rows whose squares and that of bias add up to ", kMaxSquare,
+                      " at most, got ", square, " in row ", i);
   }
 }
 
@@ -480,10 +481,10 @@ class LayerInput {
         parents_(parts_of("parents", parents, 2, "parent_offsets and parent_rows")),
         labels_(parts_of("labels", labels, 2, "label_offsets and label_rows")),
         first_child_(first_child.contiguous()) {
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-    TORCH_CHECK_VALUE(features >= 0 && features < kMost, kOp, ": expected features in [0, ", kMost, "), got ", features);
+    constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK_VALUE(features >= 0 && features < kLimit, kOp, ": expected features in [0, ", kLimit, "), got ", features);
     examples_ = check::sparse_rows(kOp, rows_[0], rows_[1], rows_[2], features, /*rising=*/true);
-    TORCH_CHECK_VALUE(examples_.count < kMost, kOp, ": expected fewer than ", kMost, " examples, got ", examples_.count);
+    TORCH_CHECK_VALUE(examples_.count < kLimit, kOp, ": expected fewer than ", kLimit, " examples, got ", examples_.count);
     check::dim(kOp, "first_child", first_child_, 1);
     check::int64(kOp, "first_child", first_child_);
     check::lists(kOp, "parent_offsets", parents_[0], "parent_rows", parents_[1], examples_.count, /*rising=*/true);
@@ -509,11 +510,11 @@ class LayerInput {
 
   /// Of the parent that has the most.
   int64_t most_children() const {
-    int64_t most = 0;
+    int64_t largest = 0;
     for (int64_t p = 0; p < parents().count; ++p) {
-      most = std::max(most, first_child()[p + 1] - first_child()[p]);
+      largest = std::max(largest, first_child()[p + 1] - first_child()[p]);
     }
-    return most;
+    return largest;
   }
 
  private:

@@ -26,7 +26,7 @@ struct Header {
   int64_t examples, features, labels;
 };
 
-/// What some lines hold.
+/// What a range of lines holds.
 struct Part {
   std::vector<int64_t> feature_ends, label_ends; // of each line
   std::vector<int32_t> features, labels;
@@ -39,18 +39,18 @@ bool blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
 
 std::string quoted(std::string_view text) {
   constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string some(1, '"');
+  std::string result(1, '"');
   for (const char c : text.substr(0, 40)) {
     if (c >= ' ' && c <= '~') {
-      some += c;
+      result += c;
     } else {
-      some += "\\x";
-      some += kDigits[uint8_t(c) / 16];
-      some += kDigits[uint8_t(c) % 16];
+      result += "\\x";
+      result += kDigits[uint8_t(c) / 16];
+      result += kDigits[uint8_t(c) % 16];
     }
   }
-  some.append(text.size() > 40 ? "...\"" : "\"");
-  return some;
+  result.append(text.size() > 40 ? "...\"" : "\"");
+  return result;
 }
 
 template <typename T>
@@ -169,8 +169,8 @@ Header read_header(const std::string& path, std::string_view line) {
     }
     at = end + 1;
   }
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  sound = sound && numbers.size() == 3 && std::all_of(numbers.begin(), numbers.end(), [](int64_t n) { return n >= 0 && n < kMost; });
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  sound = sound && numbers.size() == 3 && std::all_of(numbers.begin(), numbers.end(), [](int64_t n) { return n >= 0 && n < kLimit; });
   TORCH_CHECK_VALUE(sound, path, ":1: expected a header with the numbers of examples, features and labels, got ", quoted(line));
   return {numbers[0], numbers[1], numbers[2]};
 }

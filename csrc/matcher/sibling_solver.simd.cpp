@@ -212,7 +212,7 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
   stats->sweeps = 0;
   while (stats->sweeps < p.sweeps && any(work) && (p.stop == nullptr || __atomic_load_n(p.stop, __ATOMIC_RELAXED) == 0)) {
     ++stats->sweeps;
-    F most = F{} - kInfinity, least = F{} + kInfinity;
+    F largest = F{} - kInfinity, smallest = F{} + kInfinity;
     shuffle(order, active, random);
     for (int64_t at = 0; at < active; ++at) {
       const int64_t row = order[at];
@@ -220,8 +220,8 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
       const F y = positive ? F{} + 1.0f : F{} - 1.0f;
       const Visit<kLanes> now = visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights),
                                                      costs<kLanes>(p, row, positive), p.square[row], work, above, below);
-      most = work ? larger(most, now.violation) : most;
-      least = work ? smaller(least, now.violation) : least;
+      largest = work ? larger(largest, now.violation) : largest;
+      smallest = work ? smaller(smallest, now.violation) : smallest;
       if (any(now.change != 0)) {
         write(state + row * kLanes, now.state);
         add_row<kLanes>(p, row, y * now.change, weights);
@@ -231,10 +231,10 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
       }
     }
     // The largest violation, too: at an optimum the gradients are 0, not only alike.
-    const F worst = larger(most, -least), range = kLoss == LinearLoss::Logistic ? worst : larger(most - least, worst);
+    const F worst = larger(largest, -smallest), range = kLoss == LinearLoss::Logistic ? worst : larger(largest - smallest, worst);
     const Mask<kLanes> open = work & ~(range <= p.tolerance);
-    above = most > 0 ? most : F{} + kInfinity;
-    below = least < 0 ? least : F{} - kInfinity;
+    above = largest > 0 ? largest : F{} + kInfinity;
+    below = smallest < 0 ? smallest : F{} - kInfinity;
     work = active == p.rows ? open : work;
     if (!any(open)) { // as far as the rows at hand tell: all of them once more
       active = p.rows;

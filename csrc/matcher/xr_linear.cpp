@@ -47,9 +47,9 @@ struct QueryTensors {
 };
 
 template <typename T>
-void check_columns(std::span<const T> column, int64_t most) {
+void check_columns(std::span<const T> column, int64_t end) {
   for (size_t t = 0; t < column.size(); ++t) {
-    TORCH_CHECK_INDEX(column[t] >= 0 && column[t] < most, kName, ": expected columns in [0, ", most, "), got ", column[t], " at [", t, "]");
+    TORCH_CHECK_INDEX(column[t] >= 0 && column[t] < end, kName, ": expected columns in [0, ", end, "), got ", column[t], " at [", t, "]");
   }
 }
 
@@ -74,12 +74,12 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
       TORCH_CHECK_VALUE(std::isfinite(value), kName, ": expected dense with finite numbers, got ", value);
     }
   }
-  const int64_t most = given(dense) ? dense_begin : features;
+  const int64_t columns_end = given(dense) ? dense_begin : features;
   if (queries.feature.scalar_type() == at::kLong) { // before they are narrowed: what does not fit is not to be cut off to something that does
-    check_columns(span_of<int64_t>(queries.feature), most);
+    check_columns(span_of<int64_t>(queries.feature), columns_end);
     queries.feature = queries.feature.to(at::kInt);
   } else {
-    check_columns(span_of<int32_t>(queries.feature), most);
+    check_columns(span_of<int32_t>(queries.feature), columns_end);
   }
   const auto feature = span_of<int32_t>(queries.feature);
   const auto value = span_of<float>(queries.value);
@@ -91,7 +91,7 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   return queries;
 }
 
-BeamWorkspace& own_workspace() {
+BeamWorkspace& thread_workspace() {
   static thread_local BeamWorkspace workspace;
   return workspace;
 }
@@ -135,8 +135,8 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   const std::string& used = transform.empty() ? transform_ : transform;
   const auto [kind, power] = transform_named(kName, used);
   const QueryTensors queries = check_queries(offsets, columns, values, dense, dense_begin, features_);
-  const int64_t n = queries.views.count, most = layers_.back().most_children(); // so many labels at most below a node of the beam
-  const int64_t k = std::min({topk, num_labels(), beam > num_labels() / most ? num_labels() : beam * most});
+  const int64_t n = queries.views.count, max_children = layers_.back().most_children(); // labels below a node of the beam, at most
+  const int64_t k = std::min({topk, num_labels(), beam > num_labels() / max_children ? num_labels() : beam * max_children});
   const BeamOptions options{beam, k, kind, power, combiner_named(combiner, used)};
   const std::vector<std::vector<bool>> allowed = given(only) ? allowed_nodes(*only) : std::vector<std::vector<bool>>();
 
@@ -144,8 +144,8 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   int64_t *leaves = leaf.mutable_data_ptr<int64_t>(), *found = ends.mutable_data_ptr<int64_t>();
   float* scores = score.mutable_data_ptr<float>();
   const auto search = [&](int64_t begin, int64_t end) {
-    own_workspace().search(layers_, queries.views.part(begin, end), float(bias_), options, allowed, leaves + begin * k, scores + begin * k,
-                           found + 1 + begin);
+    thread_workspace().search(layers_, queries.views.part(begin, end), float(bias_), options, allowed, leaves + begin * k, scores + begin * k,
+                              found + 1 + begin);
   };
   if (n <= 1) { // no thread is worth waking
     search(0, n);
@@ -214,7 +214,7 @@ std::vector<std::vector<bool>> XRLinear::allowed_nodes(const Tensor& only) const
 
 std::vector<Tensor> XRLinear::layer(int64_t depth) const {
   TORCH_CHECK_INDEX(depth >= 0 && depth < this->depth(), kName, ": expected a layer in [0, ", this->depth(), "), got ", depth);
-  std::vector<Tensor> parts; // copies: the model's own have been checked, and may be read-only
+  std::vector<Tensor> parts; // copies: the model's tensors have been checked, and may be read-only
   for (const Tensor& part : parts_[depth]) {
     parts.push_back(part.clone());
   }

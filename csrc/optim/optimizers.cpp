@@ -218,11 +218,19 @@ void RowOptimizer::save(OutputArchive& archive) const {
 }
 
 void RowOptimizer::load(InputArchive& archive) {
-  for (const auto& [param, old] : state_) {
-    forget_debt(tensors_of(rule_, *old));
-  }
+  auto replaced = std::move(state_);
+  auto groups = param_groups_; // whose options are copies
   state_.clear();
-  rule_.load(archive, *this);
+  try {
+    rule_.load(archive, *this);
+  } catch (...) { // an error changes nothing
+    state_ = std::move(replaced);
+    param_groups_.swap(groups);
+    throw;
+  }
+  for (const auto& [param, state] : replaced) {
+    forget_debt(tensors_of(rule_, *state));
+  }
   const auto register_debt = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::register_debt", "")
                                  .typed<void(const Tensor&, at::TensorList, std::string_view)>();
   for (const auto& group : param_groups_) {

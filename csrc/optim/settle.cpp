@@ -28,9 +28,9 @@ struct Debt {
   std::vector<WeakTensor> state;
   FlushRows flush;
 
-  bool is(const Tensor& of, at::TensorList tensors) const {
-    return param._unsafe_get_target() == of.unsafeGetTensorImpl() && state.size() == tensors.size() &&
-        std::equal(state.begin(), state.end(), tensors.begin(),
+  bool is(const Tensor& other_param, at::TensorList other_state) const {
+    return param._unsafe_get_target() == other_param.unsafeGetTensorImpl() && state.size() == other_state.size() &&
+        std::equal(state.begin(), state.end(), other_state.begin(),
                    [](const WeakTensor& a, const Tensor& b) { return a._unsafe_get_target() == b.unsafeGetTensorImpl(); });
   }
   bool dead() const {

@@ -11,14 +11,60 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randint.h>
+#include <torch/library.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <mutex>
+#include <string>
 
 namespace xsoftmax {
 
 using at::Tensor;
+
+namespace {
+
+template <typename Signature>
+auto operator_of(std::string_view family, const char* operation) {
+  const std::string name = "xsoftmax::" + std::string(family) + operation;
+  const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
+  TORCH_CHECK_VALUE(found.has_value(), "adaptive", operation, ": expected the name of a family of samplers, got '", family, "'");
+  return found->typed<Signature>();
+}
+
+} // namespace
+
+std::vector<Tensor> adaptive_index(std::string_view family, std::string_view owner, int64_t num_classes, int64_t dim, const Tensor& exclude,
+                                   std::string_view options) {
+  return operator_of<std::vector<Tensor>(std::string_view, int64_t, int64_t, const Tensor&, std::string_view)>(family, "_index")
+      .call(owner, num_classes, dim, exclude, options);
+}
+
+PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const Tensor& queries, const OptionalTensor& target,
+                             at::TensorList index, std::string_view options) {
+  return operator_of<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&, at::TensorList, std::string_view)>(family, "_sample")
+      .call(seed, queries.detach(), target, detached(index), options);
+}
+
+Tensor adaptive_log_count(std::string_view family, const Tensor& queries, const Tensor& ids, at::TensorList index, std::string_view options) {
+  return operator_of<Tensor(const Tensor&, const Tensor&, at::TensorList, std::string_view)>(family, "_log_count")
+      .call(queries.detach(), ids, detached(index), options);
+}
+
+Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
+                         std::string_view options, std::optional<at::Generator> generator) {
+  return operator_of<Tensor(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(
+             family, "_refresh_")
+      .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
+}
+
+void adaptive_step_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
+                    std::string_view options, std::optional<at::Generator> generator) {
+  operator_of<void(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(
+      family, "_step_")
+      .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
+}
 
 bool refresh_is_due(int64_t step, int64_t every) {
   if (every == 0 || step % every == 0) {
@@ -187,20 +233,16 @@ Tensor counted_queries(const Tensor& queries, const OptionalTensor& target) {
   return counts.all().item<bool>() ? queries : queries.index_select(0, counts.nonzero().squeeze(1));
 }
 
+std::vector<Tensor> detached(at::TensorList tensors) {
+  std::vector<Tensor> plain;
+  std::transform(tensors.begin(), tensors.end(), std::back_inserter(plain), [](const Tensor& tensor) { return tensor.detach(); });
+  return plain;
+}
+
 std::vector<Tensor> to_cpu(at::TensorList tensors) {
   std::vector<Tensor> copies;
   std::transform(tensors.begin(), tensors.end(), std::back_inserter(copies), [](const Tensor& tensor) { return tensor.cpu(); });
   return copies;
-}
-
-PrivateDraws sample_on_cpu(const char* op, const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList index,
-                           std::string_view options) {
-  const auto [ids, log_count, target_log_count] =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow((std::string("xsoftmax::") + op).c_str(), "")
-          .typed<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&, at::TensorList, std::string_view)>()
-          .call(seed.cpu(), queries.cpu(), to_cpu(target), to_cpu(index), options);
-  return {ids.to(queries.device()), log_count.to(queries.device()), target_log_count.to(queries.device())};
 }
 
 Tensor with_bias_column(const Tensor& rows, const OptionalTensor& bias, int64_t width) {
@@ -211,5 +253,18 @@ Tensor with_bias_column(const Tensor& rows, const OptionalTensor& bias, int64_t 
   const Tensor column = given(bias) ? bias->to(at::kFloat).unsqueeze(1) : at::ones({rows.size(0), 1}, plain.options());
   return at::cat({plain, column}, 1);
 }
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("adaptive_index(str family, str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
+  m.def("adaptive_sample(str family, Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
+        "(Tensor ids, Tensor log_count, Tensor target_log_count)", adaptive_sample);
+  m.def("adaptive_log_count(str family, Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor", adaptive_log_count);
+  m.def("adaptive_refresh_(str family, Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, "
+        "Generator? generator=None) -> Tensor", adaptive_refresh_);
+  m.def("adaptive_step_(str family, Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, "
+        "Generator? generator=None) -> ()", adaptive_step_);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("adaptive_index", adaptive_index); }
 
 } // namespace xsoftmax

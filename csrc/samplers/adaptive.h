@@ -30,9 +30,23 @@
 // `options` is the text of a struct of xsoftmax/adaptive_options.h. Where X_step_ or X_refresh_ refuses a table, index, step and generator
 // are what they were.
 
+// The operators adaptive_index, adaptive_sample, ... take the name of a family before these arguments and call its operator, of detached
+// tensors: what modules call.
+
 namespace xsoftmax {
 
 using PrivateDraws = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+std::vector<at::Tensor> adaptive_index(std::string_view family, std::string_view owner, int64_t num_classes, int64_t dim,
+                                       const at::Tensor& exclude, std::string_view options);
+PrivateDraws adaptive_sample(std::string_view family, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target,
+                             at::TensorList index, std::string_view options);
+at::Tensor adaptive_log_count(std::string_view family, const at::Tensor& queries, const at::Tensor& ids, at::TensorList index,
+                              std::string_view options);
+at::Tensor adaptive_refresh_(std::string_view family, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& step,
+                             at::TensorList index, std::string_view options, std::optional<at::Generator> generator = std::nullopt);
+void adaptive_step_(std::string_view family, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& step,
+                    at::TensorList index, std::string_view options, std::optional<at::Generator> generator = std::nullopt);
 
 /// Whether an index is rebuilt before a step: at step 0, at multiples of `every` (0: never again), and before that at every / 32, / 16, ...
 /// / 2, since the table changes fastest at the start.
@@ -101,11 +115,13 @@ PrivateDraws empty_private_draws(const at::Tensor& seed, const at::Tensor& queri
 /// The rows of queries that count: all without a target.
 at::Tensor counted_queries(const at::Tensor& queries, const OptionalTensor& target);
 
-/// Calls an op of a device without kernels of its own on the CPU.
+/// For the CPU, where a device has no kernels of its own.
 std::vector<at::Tensor> to_cpu(at::TensorList tensors);
 inline OptionalTensor to_cpu(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->cpu()) : tensor; }
-PrivateDraws sample_on_cpu(const char* op, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target,
-                           at::TensorList index, std::string_view options);
+
+/// What an index is written with and read by has no gradient.
+std::vector<at::Tensor> detached(at::TensorList tensors);
+inline OptionalTensor detached(const OptionalTensor& tensor) { return given(tensor) ? OptionalTensor(tensor->detach()) : tensor; }
 
 /// Rows in float32 as `width` asks: as they are, or with one more column, the bias or 1 where none is given.
 at::Tensor with_bias_column(const at::Tensor& rows, const OptionalTensor& bias, int64_t width);

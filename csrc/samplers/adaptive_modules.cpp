@@ -23,18 +23,12 @@ namespace {
   return true;
 }();
 
-template <typename Signature>
-auto op_of(const std::string& family, const char* operation) {
-  return find_op<Signature>(("xsoftmax::" + family + operation).c_str());
-}
-
 } // namespace
 
 AdaptiveSamplerImpl::AdaptiveSamplerImpl(const char* name, Family family, int64_t num_classes, int64_t dim, int64_t num_samples,
                                          bool shared, bool distinct, const Tensor& exclude, std::string options)
     : SamplerImpl(name, num_classes, num_samples, shared, distinct), family_(std::move(family)), dim_(dim), options_(std::move(options)) {
-  tables_ = op_of<std::vector<Tensor>(std::string_view, int64_t, int64_t, const Tensor&, std::string_view)>(family_.name, "_index")
-                .call(name, num_classes, dim, exclude.defined() ? exclude.cpu() : at::empty({0}, at::kLong), options_);
+  tables_ = adaptive_index(family_.name, name, num_classes, dim, exclude.defined() ? exclude.cpu() : at::empty({0}, at::kLong), options_);
   for (size_t i = 0; i < tables_.size(); ++i) {
     const std::string& table = family_.tables[i];
     const bool learnt = std::find(family_.learnt.begin(), family_.learnt.end(), table) != family_.learnt.end();
@@ -43,28 +37,20 @@ AdaptiveSamplerImpl::AdaptiveSamplerImpl(const char* name, Family family, int64_
 }
 
 Proposal AdaptiveSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  const auto op = op_of<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Optional&, at::TensorList, std::string_view)>(
-      family_.name, "_sample");
-  return one_set(op.call(draw_seed(queries, generator), queries.detach(), optional(target), index(), options_), target, distinct());
+  return one_set(adaptive_sample(family_.name, draw_seed(queries, generator), queries, optional(target), tables_, options_), target,
+                 distinct());
 }
 
 Tensor AdaptiveSamplerImpl::log_count(const Tensor& queries, const Tensor& ids) {
-  return op_of<Tensor(const Tensor&, const Tensor&, at::TensorList, std::string_view)>(family_.name, "_log_count")
-      .call(queries.detach(), ids, index(), options_);
+  return adaptive_log_count(family_.name, queries, ids, tables_, options_);
 }
 
 void AdaptiveSamplerImpl::prepare(const Tensor& weight, const Optional& bias, std::optional<at::Generator> generator) {
-  op_of<void(const Tensor&, const Optional&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family_.name,
-                                                                                                                             "_step_")
-      .call(weight.detach(), detached(bias), tables_.back(), tables(), options_, std::move(generator));
+  adaptive_step_(family_.name, weight, bias, tables_.back(), tables(), options_, std::move(generator));
 }
 
 std::map<std::string, double> AdaptiveSamplerImpl::refresh(const Tensor& weight, const Optional& bias) {
-  const Tensor values =
-      op_of<Tensor(const Tensor&, const Optional&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(
-          family_.name, "_refresh_")
-          .call(weight.detach(), detached(bias), tables_.back(), tables(), options_, std::nullopt)
-          .cpu();
+  const Tensor values = adaptive_refresh_(family_.name, weight, bias, tables_.back(), tables(), options_).cpu();
   std::map<std::string, double> named;
   for (int64_t i = 0; i < values.size(0); ++i) {
     named[family_.statistics[i]] = values[i].item<double>();
@@ -106,17 +92,7 @@ Tensor AdaptiveSamplerImpl::table(const std::string& name) const {
 
 Tensor AdaptiveSamplerImpl::excluded() const { return table(family_.places).view({num_classes(), -1}).select(1, 0).lt(0).nonzero().squeeze(1); }
 
-std::vector<Tensor> AdaptiveSamplerImpl::index() const {
-  std::vector<Tensor> tables;
-  std::transform(tables_.begin(), tables_.end(), std::back_inserter(tables), [](const Tensor& table) { return table.detach(); });
-  return tables;
-}
-
-std::vector<Tensor> AdaptiveSamplerImpl::tables() const {
-  std::vector<Tensor> tables = index();
-  tables.pop_back();
-  return tables;
-}
+std::vector<Tensor> AdaptiveSamplerImpl::tables() const { return {tables_.begin(), tables_.end() - 1}; }
 
 namespace {
 

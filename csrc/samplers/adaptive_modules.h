@@ -2,9 +2,8 @@
 
 #include <xsoftmax/adaptive_samplers.h>
 
+#include "samplers/adaptive.h"
 #include "samplers/modules.h"
-
-#include <torch/library.h>
 
 // What the modules of samplers that follow the class table share.
 
@@ -23,10 +22,6 @@ void register_adaptive(const char* name) {
   register_sampler(name, [](const SamplerRequest& request) {
     return std::make_shared<Sampler>(request.num_classes, request.dim, asked<Options>(request));
   });
-}
-
-inline std::optional<at::Tensor> detached(const std::optional<at::Tensor>& tensor) {
-  return given(tensor) ? std::optional<at::Tensor>(tensor->detach()) : std::nullopt;
 }
 
 } // namespace xsoftmax::samplers

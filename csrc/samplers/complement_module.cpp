@@ -61,10 +61,10 @@ CandidateSet ComplementSamplerImpl::sample_outside(const Tensor& queries, const 
   const Tensor inside = sort.call(candidates.dim() == 2 ? candidates : candidates.unsqueeze(0), num_classes());
   OptionalTensor draws, inside_count, log_count, target_count;
   if (sampler_ != nullptr) {
-    const Proposal own = sampler_->sample(queries, target, generator);
-    TORCH_CHECK_VALUE(own.size() == 1, kName, ": expected a sampler of one set, got ", own.size(), " sets of ", sampler_->name());
-    draws = own[0].ids;
-    target_count = optional(own[0].target_log_count);
+    const Proposal drawn = sampler_->sample(queries, target, generator);
+    TORCH_CHECK_VALUE(drawn.size() == 1, kName, ": expected a sampler of one set, got ", drawn.size(), " sets of ", sampler_->name());
+    draws = drawn[0].ids;
+    target_count = optional(drawn[0].target_log_count);
     const Tensor classes = inside.clamp_max(num_classes() - 1);
     inside_count = sampler_->log_count(queries, candidates.dim() == 2 ? classes : classes.select(0, 0));
   }

@@ -1,11 +1,8 @@
 #include "samplers/kernel_sample.h"
 
-#include "core/autocast.h"
 #include "core/checks.h"
-#include "core/options.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -27,48 +24,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-
-std::vector<Tensor> kernel_index(std::string_view owner, int64_t num_classes, int64_t dim, const Tensor& exclude, std::string_view text) {
-  const KernelOptions options = kernel_options(owner, text);
-  const Tensor is_drawn = check_constructor(owner, num_classes, dim, 1, exclude), order = is_drawn.nonzero().squeeze(1);
-  const auto longs = exclude.options(), floats = longs.dtype(at::kFloat);
-  const int64_t classes = order.size(0), width = dim + options.bias, columns = options.sphere() ? width : 2 * options.features;
-  const Tensor place = is_drawn.to(at::kLong).sub_(1);
-  place.index_copy_(0, order, at::arange(classes, longs));
-  // Leaves of the sphere: sums take twice the memory of the rows. Of the features: a leaf costs what five levels do.
-  const int64_t leaf_size = options.sphere() ? width : 32;
-  int64_t leaves = 1;
-  while (leaves <= classes / leaf_size / 2) { // a product with a large dim would wrap round
-    leaves *= 2;
-  }
-  const Tensor directions = options.sphere() ? at::empty({0}, floats)
-                                             : at::randn({options.features, width}, floats).mul_(std::sqrt(options.tau));
-  return {directions, at::zeros({classes, columns}, floats),
-          at::zeros({2 * leaves, options.sphere() ? width * (width + 1) / 2 : columns}, floats), order, place, at::zeros({}, longs)};
-}
-
-PrivateDraws kernel_sample_meta(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                std::string_view text) {
-  const KernelOptions options = kernel_options("kernel_sample", text);
-  check_kernel_sample(seed, queries, target, KernelIndex("kernel_sample", tables, options));
-  return empty_private_draws(seed, queries, target, options.num_samples);
-}
-
-Tensor kernel_log_count_meta(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
-  check_kernel_log_count(queries, ids, KernelIndex("kernel_log_count", tables, kernel_options("kernel_log_count", text)));
-  return at::empty_symint({queries.sym_size(0), ids.sym_size(-1)}, ids.options().dtype(at::kFloat));
-}
-
-// A device without a kernel of its own gets the CPU's draws.
-PrivateDraws kernel_sample_elsewhere(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                     std::string_view text) {
-  return sample_on_cpu("kernel_sample", seed, queries, target, tables, text);
-}
-
-Tensor kernel_log_count_elsewhere(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
-  const KernelOptions options = kernel_options("kernel_log_count", text);
-  return kernel_log_count_reference(queries, ids, KernelIndex("kernel_log_count", tables, options), options);
-}
 
 // Products of two elements [n, E (E + 1) / 2] in the order of triu_indices.
 Tensor pairs(const Tensor& rows) {
@@ -93,96 +48,25 @@ Tensor leaf_of_rows(const KernelIndex& index) {
   return at::searchsorted(leaf_edges(index), at::arange(index.classes(), index.order.options()), false, true) - 1;
 }
 
-void refresh(const char* op, const ClassTable& table, const KernelIndex& index) {
-  const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
-  const auto& [weight, bias] = table;
-  check_finite_rows(op, weight);
-  check_finite_bias(op, bias);
-  constexpr int64_t kRows = 1 << 16; // bounds the copies in memory
-  for (int64_t begin = 0; begin < index.classes(); begin += kRows) {
-    const int64_t size = std::min(kRows, index.classes() - begin);
-    const Tensor ids = index.order.narrow(0, begin, size);
-    const OptionalTensor some_bias = given(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
-    index.rows.narrow(0, begin, size).copy_(kernel_rows(weight.index_select(0, ids), some_bias, index));
-  }
-  const int64_t leaves = index.leaves();
-  const Tensor of_leaves = index.sums.narrow(0, leaves, leaves);
-  if (index.sphere()) {
-    for (int64_t leaf = 0; leaf < leaves; ++leaf) {
-      const int64_t begin = index.leaf_begin(leaf);
-      of_leaves.select(0, leaf).copy_(pair_sums(index.rows.narrow(0, begin, index.leaf_begin(leaf + 1) - begin)));
-    }
-  } else {
-    of_leaves.zero_().index_add_(0, leaf_of_rows(index), index.rows);
-  }
-  for (int64_t first = leaves / 2; first >= 1; first /= 2) {
-    index.sums.narrow(0, first, first).copy_(index.sums.narrow(0, 2 * first, 2 * first).view({first, 2, -1}).sum(1));
-  }
-}
-
-KernelIndex check_refresh(const char* op, const Tensor& weight, const OptionalTensor& bias, at::TensorList tables,
-                          const KernelOptions& options) {
-  KernelIndex index(op, tables, options);
-  check_class_table(op, weight, bias, index.place.sym_size(0), index.dim, options.bias);
-  check::same_device(op, "rows", index.rows, "weight", weight);
-  return index;
-}
-
-Tensor kernel_refresh_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                       std::optional<at::Generator>) {
-  const auto tables = with_step(others, step);
-  const KernelIndex index = check_refresh("kernel_refresh_", weight, bias, tables, kernel_options("kernel_refresh_", text));
-  refresh("kernel_refresh_", ClassTable(weight, bias), index);
-  index.step.clamp_min_(1);
-  return at::empty({0}, weight.options().dtype(at::kDouble));
-}
-
-void kernel_step_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                  std::optional<at::Generator>) {
-  const auto tables = with_step(others, step);
-  const KernelOptions options = kernel_options("kernel_step_", text);
-  const KernelIndex index = check_refresh("kernel_step_", weight, bias, tables, options);
-  if (refresh_is_due(index.step.item<int64_t>(), options.refresh_every)) {
-    refresh("kernel_step_", ClassTable(weight, bias), index);
-  }
-  index.step.add_(1);
-}
-
-Tensor kernel_refresh_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                           std::optional<at::Generator>) {
-  const auto tables = with_step(others, step);
-  check_refresh("kernel_refresh_", weight, bias, tables, kernel_options("kernel_refresh_", text));
-  return at::empty({0}, weight.options().dtype(at::kDouble).requires_grad(false));
-}
-
-void kernel_step_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                      std::optional<at::Generator>) {
-  const auto tables = with_step(others, step);
-  check_refresh("kernel_step_", weight, bias, tables, kernel_options("kernel_step_", text));
-}
-
 } // namespace
 
-KernelOptions kernel_options(std::string_view op, std::string_view text) {
-  const KernelOptions options = parse_options<KernelOptions>(std::string(op).c_str(), text);
+void KernelFamily::check_options(const char* op, const KernelOptions& options) {
   const auto positive = [&](const char* argument, double value) {
     TORCH_CHECK_VALUE(value > 0 && std::isfinite(value), op, ": expected ", argument, " as a finite number above 0, got ", value);
   };
   TORCH_CHECK_VALUE(options.sphere() || options.kernel == "rff", op, ": expected kernel as 'sphere' or 'rff', got '", options.kernel, "'");
-  check_at_least(op, "num_samples", options.num_samples, 0);
   positive("alpha", options.alpha);
   check_at_least(op, "features", options.features, 1);
   positive("tau", options.tau);
   positive("floor", options.floor);
-  check_at_least(op, "refresh_every", options.refresh_every, 0);
   check_private(op, options.shared);
-  return options;
 }
 
 KernelIndex::KernelIndex(const char* op, at::TensorList index, const KernelOptions& options) {
   check_index_size(op, index, 6);
   directions = options.sphere() ? std::nullopt : OptionalTensor(index[0]);
-  rows = index[1], sums = index[2], order = index[3], place = index[4], step = index[5];
+  rows = index[1], sums = index[2], order = index[3], place = index[4];
+  places = place, step = index[5];
   check::dim(op, "rows", rows, 2);
   check::dtype(op, "rows", rows, at::kFloat);
   check::dim(op, "sums", sums, 2);
@@ -214,16 +98,50 @@ KernelIndex::KernelIndex(const char* op, at::TensorList index, const KernelOptio
   check_step(op, step);
 }
 
-void check_kernel_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const KernelIndex& index) {
-  check_queries("kernel_sample", queries, index.dim);
-  check::same_device("kernel_sample", "rows", index.rows, "queries", queries);
-  check_draws("kernel_sample", seed, queries, target);
+std::vector<Tensor> KernelFamily::make(const Tensor& is_drawn, int64_t dim, const KernelOptions& options) {
+  const Tensor order = is_drawn.nonzero().squeeze(1);
+  const auto longs = order.options(), floats = longs.dtype(at::kFloat);
+  const int64_t classes = order.size(0), width = dim + options.bias, columns = options.sphere() ? width : 2 * options.features;
+  const Tensor place = is_drawn.to(at::kLong).sub_(1);
+  place.index_copy_(0, order, at::arange(classes, longs));
+  // Leaves of the sphere: sums take twice the memory of the rows. Of the features: a leaf costs what five levels do.
+  const int64_t leaf_size = options.sphere() ? width : 32;
+  int64_t leaves = 1;
+  while (leaves <= classes / leaf_size / 2) { // a product with a large dim would wrap round
+    leaves *= 2;
+  }
+  const Tensor directions = options.sphere() ? at::empty({0}, floats)
+                                             : at::randn({options.features, width}, floats).mul_(std::sqrt(options.tau));
+  return {directions, at::zeros({classes, columns}, floats),
+          at::zeros({2 * leaves, options.sphere() ? width * (width + 1) / 2 : columns}, floats), order, place};
 }
 
-void check_kernel_log_count(const Tensor& queries, const Tensor& ids, const KernelIndex& index) {
-  check_queries("kernel_log_count", queries, index.dim);
-  check::same_device("kernel_log_count", "rows", index.rows, "queries", queries);
-  check_query_ids("kernel_log_count", queries, ids);
+Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const KernelIndex& index, const KernelOptions&,
+                             const std::optional<at::Generator>&) {
+  const auto& [weight, bias] = table;
+  check_finite_rows(op, weight);
+  check_finite_bias(op, bias);
+  constexpr int64_t kRows = 1 << 16; // bounds the copies in memory
+  for (int64_t begin = 0; begin < index.classes(); begin += kRows) {
+    const int64_t size = std::min(kRows, index.classes() - begin);
+    const Tensor ids = index.order.narrow(0, begin, size);
+    const OptionalTensor bias_of_rows = given(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
+    index.rows.narrow(0, begin, size).copy_(kernel_rows(weight.index_select(0, ids), bias_of_rows, index));
+  }
+  const int64_t leaves = index.leaves();
+  const Tensor of_leaves = index.sums.narrow(0, leaves, leaves);
+  if (index.sphere()) {
+    for (int64_t leaf = 0; leaf < leaves; ++leaf) {
+      const int64_t begin = index.leaf_begin(leaf);
+      of_leaves.select(0, leaf).copy_(pair_sums(index.rows.narrow(0, begin, index.leaf_begin(leaf + 1) - begin)));
+    }
+  } else {
+    of_leaves.zero_().index_add_(0, leaf_of_rows(index), index.rows);
+  }
+  for (int64_t first = leaves / 2; first >= 1; first /= 2) {
+    index.sums.narrow(0, first, first).copy_(index.sums.narrow(0, 2 * first, 2 * first).view({first, 2, -1}).sum(1));
+  }
+  return at::empty({0}, weight.options().dtype(at::kDouble));
 }
 
 Tensor kernel_rows(const Tensor& rows, const OptionalTensor& bias, const KernelIndex& index) {
@@ -236,8 +154,7 @@ Tensor kernel_rows(const Tensor& rows, const OptionalTensor& bias, const KernelI
   return at::cat({angle.cos(), angle.sin()}, 1).div_(std::sqrt(double(index.directions->size(0))));
 }
 
-Tensor kernel_log_count_reference(const Tensor& queries, const Tensor& ids, const KernelIndex& index, const KernelOptions& options) {
-  check_kernel_log_count(queries, ids, index);
+Tensor KernelFamily::log_count_reference(const Tensor& queries, const Tensor& ids, const KernelIndex& index, const KernelOptions& options) {
   const double scale = options.scale();
   const int64_t leaves = index.leaves();
   const Tensor x = kernel_rows(queries, std::nullopt, index);
@@ -269,31 +186,11 @@ Tensor kernel_log_count_reference(const Tensor& queries, const Tensor& ids, cons
   return log_q.masked_fill(found.lt(0), -std::numeric_limits<double>::infinity()).to(at::kFloat);
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("kernel_index(str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
-  m.def("kernel_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
-        "(Tensor ids, Tensor log_count, Tensor target_log_count)");
-  m.def("kernel_log_count(Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor");
-  m.def("kernel_refresh_(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> Tensor");
-  m.def("kernel_step_(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("kernel_index", kernel_index);
-  m.impl("kernel_sample", kernel_sample_elsewhere);
-  m.impl("kernel_log_count", kernel_log_count_elsewhere);
-  m.impl("kernel_refresh_", kernel_refresh_);
-  m.impl("kernel_step_", kernel_step_);
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("kernel_sample", kernel_sample_meta);
-  m.impl("kernel_log_count", kernel_log_count_meta);
-  m.impl("kernel_refresh_", kernel_refresh_meta);
-  m.impl("kernel_step_", kernel_step_meta);
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"kernel_sample", "kernel_log_count", "kernel_refresh_", "kernel_step_"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"kernel_sample", "kernel_log_count", "kernel_refresh_", "kernel_step_"}); }
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { AdaptiveFamily<KernelFamily>::define(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { AdaptiveFamily<KernelFamily>::on_any_device(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { AdaptiveFamily<KernelFamily>::on_meta(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { AdaptiveFamily<KernelFamily>::on_cpu(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { AdaptiveFamily<KernelFamily>::under_autocast(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { AdaptiveFamily<KernelFamily>::under_autocast(m); }
 
 } // namespace xsoftmax

@@ -2,7 +2,7 @@
 
 #include <xsoftmax/adaptive_options.h>
 
-#include "samplers/adaptive.h"
+#include "samplers/adaptive_family.h"
 
 namespace xsoftmax {
 
@@ -29,13 +29,10 @@ namespace xsoftmax {
 
 using samplers::KernelOptions;
 
-KernelOptions kernel_options(std::string_view op, std::string_view text);
-
-struct KernelIndex {
+struct KernelIndex : AdaptiveIndex {
   KernelIndex(const char* op, at::TensorList index, const KernelOptions& options);
   OptionalTensor directions;
-  at::Tensor rows, sums, order, place, step;
-  c10::SymInt dim; ///< of a row of the class table, its bias apart
+  at::Tensor rows, sums, order, place;
 
   bool sphere() const { return !given(directions); }
   int64_t classes() const { return rows.size(0); }
@@ -44,13 +41,24 @@ struct KernelIndex {
   int64_t leaf_begin(int64_t leaf) const { return leaf * classes() / leaves(); }
 };
 
-void check_kernel_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const KernelIndex& index);
-void check_kernel_log_count(const at::Tensor& queries, const at::Tensor& ids, const KernelIndex& index);
+struct KernelFamily {
+  static constexpr const char* name = "kernel";
+  static constexpr int64_t num_statistics = 0;
+  using Options = KernelOptions;
+  using Index = KernelIndex;
+  static void check_options(const char* op, const KernelOptions& options);
+  static int64_t least_dim(const KernelOptions&) { return 1; }
+  static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const KernelOptions& options);
+  static at::Tensor refresh(const char* op, const ClassTable& table, const KernelIndex& index, const KernelOptions& options,
+                            const std::optional<at::Generator>& generator);
+  static bool has_reference(const KernelOptions&) { return true; }
+  static at::Tensor log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const KernelIndex& index, const KernelOptions& options);
+  static at::Tensor log_count_cpu(const at::Tensor& queries, const at::Tensor& ids, const KernelIndex& index, const KernelOptions& options);
+  static PrivateDraws sample_cpu(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets,
+                                 const KernelIndex& index, const KernelOptions& options);
+};
 
 /// What a leaf compares: rows (and bias) as they are, or their random Fourier features; float32.
 at::Tensor kernel_rows(const at::Tensor& rows, const OptionalTensor& bias, const KernelIndex& index);
-
-/// The composite in ATen calls: any device, and the oracle of the tests.
-at::Tensor kernel_log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const KernelIndex& index, const KernelOptions& options);
 
 } // namespace xsoftmax

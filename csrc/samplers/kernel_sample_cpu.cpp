@@ -1,5 +1,4 @@
 #include "core/checks.h"
-#include "core/impl.h"
 #include "core/philox.h"
 #include "samplers/kernel_sample.h"
 #include "samplers/sampling.h"
@@ -9,7 +8,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -213,14 +211,11 @@ void for_queries(const Tensor& queries, const KernelIndex& index, const Tree& tr
   });
 }
 
-PrivateDraws kernel_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                               std::string_view text) {
-  constexpr const char* op = "kernel_sample";
-  const KernelOptions options = kernel_options(op, text);
-  const KernelIndex index(op, tables, options);
-  check_kernel_sample(seed, queries, target, index);
-  const Targets targets(op, target, queries, index.place.size(0));
-  const Tree tree(op, index, options.scale());
+} // namespace
+
+PrivateDraws KernelFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets,
+                                      const KernelIndex& index, const KernelOptions& options) {
+  const Tree tree("kernel_sample", index, options.scale());
   const int64_t samples = options.num_samples;
   const auto draws = empty_private_draws(seed, queries, target, samples);
   const auto& [ids, log_count, target_log_count] = draws;
@@ -240,16 +235,8 @@ PrivateDraws kernel_sample_cpu(const Tensor& seed, const Tensor& queries, const 
   return draws;
 }
 
-Tensor kernel_log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
-  constexpr const char* op = "kernel_log_count";
-  const KernelOptions options = kernel_options(op, text);
-  const KernelIndex index(op, tables, options);
-  check_kernel_log_count(queries, ids, index);
-  check::class_ids(op, "ids", ids, index.place.size(0));
-  if (use_reference()) {
-    return kernel_log_count_reference(queries, ids, index, options);
-  }
-  const Tree tree(op, index, options.scale());
+Tensor KernelFamily::log_count_cpu(const Tensor& queries, const Tensor& ids, const KernelIndex& index, const KernelOptions& options) {
+  const Tree tree("kernel_log_count", index, options.scale());
   const Tensor flat = ids_of_queries(queries, ids).contiguous();
   const int64_t width = ids.size(-1);
   const double log_samples = std::log(double(options.num_samples));
@@ -260,13 +247,6 @@ Tensor kernel_log_count_cpu(const Tensor& queries, const Tensor& ids, at::Tensor
                    [&](int64_t i) { return float(log_samples + descent.log_q(tree.row_of(i))); });
   });
   return log_count;
-}
-
-} // namespace
-
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
-  m.impl("kernel_sample", kernel_sample_cpu);
-  m.impl("kernel_log_count", kernel_log_count_cpu);
 }
 
 } // namespace xsoftmax

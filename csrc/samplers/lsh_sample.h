@@ -2,7 +2,7 @@
 
 #include <xsoftmax/adaptive_options.h>
 
-#include "samplers/adaptive.h"
+#include "samplers/adaptive_family.h"
 
 namespace xsoftmax {
 
@@ -23,22 +23,31 @@ namespace xsoftmax {
 
 using samplers::LshOptions;
 
-LshOptions lsh_options(std::string_view op, std::string_view text);
+constexpr int64_t kLshMostBits = 20;
 
-struct LshIndex {
+struct LshIndex : AdaptiveIndex {
   LshIndex(const char* op, at::TensorList index, const LshOptions& options);
-  at::Tensor planes, code, order, start, step;
-  c10::SymInt dim; ///< of a row, its bias apart
+  at::Tensor planes, code, order, start;
 };
 
-constexpr int64_t kLshMostBits = 20;
+struct LshFamily {
+  static constexpr const char* name = "lsh";
+  static constexpr int64_t num_statistics = 1;
+  using Options = LshOptions;
+  using Index = LshIndex;
+  static void check_options(const char* op, const LshOptions& options);
+  static int64_t least_dim(const LshOptions&) { return 1; }
+  static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const LshOptions& options);
+  static at::Tensor refresh(const char* op, const ClassTable& table, const LshIndex& index, const LshOptions& options,
+                            const std::optional<at::Generator>& generator);
+  static bool has_reference(const LshOptions&) { return true; }
+  static at::Tensor log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index, const LshOptions& options);
+  static at::Tensor log_count_cpu(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index, const LshOptions& options);
+  static PrivateDraws sample_cpu(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets,
+                                 const LshIndex& index, const LshOptions& options);
+};
 
 /// The code of each row in each table, int64 [n, T].
 at::Tensor lsh_codes(const at::Tensor& rows, const OptionalTensor& bias, const at::Tensor& planes, int64_t tables);
-
-void check_lsh_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const LshIndex& index);
-void check_lsh_log_count(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index);
-/// The composite in ATen calls: any device, and the oracle of the tests.
-at::Tensor lsh_log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index, const LshOptions& options);
 
 } // namespace xsoftmax

@@ -1,12 +1,10 @@
 #include "core/checks.h"
-#include "core/impl.h"
 #include "core/philox.h"
 #include "samplers/lsh_sample.h"
 #include "samplers/sampling.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -80,14 +78,11 @@ class Tables {
   double uniform_;
 };
 
-PrivateDraws lsh_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList index_tables,
-                            std::string_view text) {
-  constexpr const char* op = "lsh_sample";
-  const LshOptions options = lsh_options(op, text);
-  const LshIndex index(op, index_tables, options);
-  check_lsh_sample(seed, queries, target, index);
-  const Targets targets(op, target, queries, index.code.size(0));
-  const Tables tables(op, index, options.uniform);
+} // namespace
+
+PrivateDraws LshFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets,
+                                   const LshIndex& index, const LshOptions& options) {
+  const Tables tables("lsh_sample", index, options.uniform);
   const Tensor hashes = lsh_codes(queries, std::nullopt, index.planes, tables.tables()).contiguous();
   const auto draws = empty_private_draws(seed, queries, target, options.num_samples);
   const auto& [ids, log_count, target_log_count] = draws;
@@ -117,16 +112,8 @@ PrivateDraws lsh_sample_cpu(const Tensor& seed, const Tensor& queries, const Opt
   return draws;
 }
 
-Tensor lsh_log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList index_tables, std::string_view text) {
-  constexpr const char* op = "lsh_log_count";
-  const LshOptions options = lsh_options(op, text);
-  const LshIndex index(op, index_tables, options);
-  check_lsh_log_count(queries, ids, index);
-  check::class_ids(op, "ids", ids, index.code.size(0));
-  if (use_reference()) {
-    return lsh_log_count_reference(queries, ids, index, options);
-  }
-  const Tables tables(op, index, options.uniform);
+Tensor LshFamily::log_count_cpu(const Tensor& queries, const Tensor& ids, const LshIndex& index, const LshOptions& options) {
+  const Tables tables("lsh_log_count", index, options.uniform);
   const Tensor hashes = lsh_codes(queries, std::nullopt, index.planes, tables.tables()).contiguous();
   const Tensor flat = ids_of_queries(queries, ids).contiguous();
   const int64_t width = ids.size(-1);
@@ -140,13 +127,6 @@ Tensor lsh_log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorLis
     }
   });
   return log_count;
-}
-
-} // namespace
-
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
-  m.impl("lsh_sample", lsh_sample_cpu);
-  m.impl("lsh_log_count", lsh_log_count_cpu);
 }
 
 } // namespace xsoftmax

@@ -111,10 +111,8 @@ void for_queries(const char* op, const Tensor& queries, const MidxIndex& index, 
 
 } // namespace
 
-PrivateDraws midx_exact_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
-                               int64_t num_samples) {
-  constexpr const char* op = "midx_sample";
-  const Targets targets(op, target, queries, index.cell.size(0));
+PrivateDraws midx_exact_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets,
+                               const MidxIndex& index, int64_t num_samples) {
   const auto draws = empty_private_draws(seed, queries, target, num_samples);
   const auto& [ids, log_count, target_log_count] = draws;
   int64_t* id = ids.mutable_data_ptr<int64_t>();
@@ -123,7 +121,7 @@ PrivateDraws midx_exact_sample(const Tensor& seed, const Tensor& queries, const 
   const int32_t* cell = cells.const_data_ptr<int32_t>();
   const double log_samples = std::log(double(num_samples));
   const uint64_t key = seed_value(seed);
-  for_queries(op, queries, index, [&](int64_t q, const double* score, Levels& levels) {
+  for_queries("midx_sample", queries, index, [&](int64_t q, const double* score, Levels& levels) {
     const auto count_of = [&](int64_t i) {
       return i < 0 || cell[i] < 0 ? -std::numeric_limits<float>::infinity() : float(log_samples + (score[i] - levels.log_z()));
     };

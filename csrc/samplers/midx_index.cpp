@@ -1,11 +1,8 @@
 #include "samplers/midx_index.h"
 
-#include "core/autocast.h"
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/optional.h"
-#include "core/options.h"
-#include "samplers/adaptive.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -42,11 +39,12 @@ MidxCells midx_cells_meta(const Tensor& cell, const OptionalTensor& log_weight, 
           at::empty({given(log_weight) ? cells : 0}, doubles)};
 }
 
-std::vector<Tensor> midx_index(std::string_view owner, int64_t num_classes, int64_t dim, const Tensor& exclude, std::string_view text) {
-  const MidxOptions options = midx_options(owner, text);
-  const Tensor is_drawn = check_constructor(owner, num_classes, dim, options.kind == "pq" ? 2 : 1, exclude,
-                                            options.is_distinct() ? options.num_samples : 1);
-  const auto floats = exclude.options().dtype(at::kFloat), doubles = floats.dtype(at::kDouble);
+} // namespace
+
+// All classes in one cell.
+std::vector<Tensor> MidxFamily::make(const Tensor& is_drawn, int64_t dim, const MidxOptions& options) {
+  const int64_t num_classes = is_drawn.size(0);
+  const auto floats = is_drawn.options().dtype(at::kFloat), doubles = floats.dtype(at::kDouble);
   const bool residual = options.kind == "rq", weighted = options.weighted();
   const int64_t k = options.codewords;
   const auto table = [&](bool is_there, at::IntArrayRef size, const at::TensorOptions& dtype) {
@@ -66,11 +64,8 @@ std::vector<Tensor> midx_index(std::string_view owner, int64_t num_classes, int6
     index.push_back(table(true, {num_classes, dim}, floats));
     index.push_back(table(options.bias, {num_classes}, floats));
   }
-  index.push_back(at::zeros({}, exclude.options()));
   return index;
 }
-
-} // namespace
 
 bool check_codebooks(const char* op, const Tensor& codewords1, const Tensor& codewords2, const c10::SymInt& features) {
   const auto codebook = [&](const char* arg, const Tensor& codewords) {
@@ -90,8 +85,7 @@ bool check_codebooks(const char* op, const Tensor& codewords1, const Tensor& cod
   return residual;
 }
 
-MidxOptions midx_options(std::string_view op, std::string_view text) {
-  const MidxOptions options = parse_options<MidxOptions>(std::string(op).c_str(), text);
+void MidxFamily::check_options(const char* op, const MidxOptions& options) {
   const auto one_of = [&](const char* argument, const std::string& value, std::initializer_list<const char*> names, const char* list) {
     TORCH_CHECK_VALUE(std::find(names.begin(), names.end(), value) != names.end(), op, ": expected ", argument, " as ", list, ", got '", value,
                       "'");
@@ -99,18 +93,15 @@ MidxOptions midx_options(std::string_view op, std::string_view text) {
   one_of("kind", options.kind, {"rq", "pq"}, "'rq' or 'pq'");
   one_of("mixture", options.mixture, {"mean", "rms"}, "'mean' or 'rms'");
   one_of("form", options.form, {"plain", "exact", "spread", "learnable"}, "'plain', 'exact', 'spread' or 'learnable'");
-  check_at_least(op, "num_samples", options.num_samples, 0);
   check_at_least(op, "codewords", options.codewords, 1);
   TORCH_CHECK_VALUE(options.codewords <= kMidxMostCodewords, op, ": expected codewords of at most ", kMidxMostCodewords, ", got ",
                     options.codewords);
-  check_at_least(op, "refresh_every", options.refresh_every, 0);
   check_at_least(op, "update_every", options.update_every, 0);
   check_at_least(op, "iterations", options.iterations, 0);
   check_at_least(op, "train_points", options.train_points.value_or(1), 1);
   TORCH_CHECK_VALUE(options.form != "exact" || (!options.shared && !options.is_distinct()), op,
                     ": expected shared=False and distinct=False, since its draws are private and independent, got shared=",
                     options.shared ? "True" : "False", ", distinct=", options.is_distinct() ? "True" : "False");
-  return options;
 }
 
 MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& options) : residual(options.kind == "rq") {
@@ -120,7 +111,8 @@ MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& op
   const bool weighted = options.weighted(), exact = options.form == "exact";
   codewords1 = index[0], codewords2 = index[1], cell = index[2], order = index[3], start = index[4], mass = index[5];
   log_weight = where(weighted, index[6]), prefix = where(weighted, index[7]), heaviest = where(weighted, index[8]);
-  touched = where(options.update_every > 0, index[9]), step = index.back();
+  touched = where(options.update_every > 0, index[9]);
+  places = cell, step = index.back();
   if (two_more) {
     (exact ? table : spread) = index[10];
     (exact ? table_bias : query_square) = where(!exact || options.bias, index[11]);
@@ -137,12 +129,15 @@ MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& op
   check::dim(op, "codewords2", codewords2, 2);
   check_table("codewords1", codewords1, at::kFloat, {k, codewords1.sym_size(1)});
   check_table("codewords2", codewords2, at::kFloat, {k, residual ? codewords1.sym_size(1) : codewords2.sym_size(1)});
+  dim = codewords1.sym_size(1) + (residual ? 0 : codewords2.sym_size(1));
   check::dim(op, "cell", cell, 1);
   check::dim(op, "order", order, 1);
   const c10::SymInt classes = cell.sym_size(0), drawn = order.sym_size(0);
   check_table("cell", cell, at::kInt, {classes});
   check_table("order", order, at::kLong, {drawn});
   TORCH_CHECK_VALUE(drawn >= 1 && drawn <= classes, op, ": expected order with 1 to ", classes, " classes, the size of cell, got ", drawn);
+  TORCH_CHECK_VALUE(!options.is_distinct() || options.num_samples <= drawn, op, ": expected num_samples of at most ", drawn,
+                    " (the classes, of which each is drawn once), got ", options.num_samples);
   check_table("start", start, at::kLong, {k * k + 1});
   check_table("mass", mass, at::kDouble, {k, k});
   if (weighted) {
@@ -158,7 +153,7 @@ MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& op
     check_table("query_square", *query_square, at::kDouble, {});
   }
   if (given(table)) {
-    check_table("table", *table, at::kFloat, {classes, dim()});
+    check_table("table", *table, at::kFloat, {classes, dim});
   }
   if (given(table_bias)) {
     check_table("table_bias", *table_bias, at::kFloat, {classes});
@@ -243,24 +238,34 @@ MidxCells midx_cells(const Tensor& cell, const OptionalTensor& log_weight, int64
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_index(str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
+  AdaptiveFamily<MidxFamily>::define(m);
   m.def("midx_encode(Tensor rows, Tensor codewords1, Tensor codewords2) -> (Tensor cell, Tensor error)");
   m.def("midx_cells(Tensor cell, Tensor? log_weight, int codewords, SymInt num_drawn) -> (Tensor order, Tensor start, Tensor mass, "
         "Tensor prefix, Tensor heaviest)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("midx_index", midx_index);
+  AdaptiveFamily<MidxFamily>::on_any_device(m);
   m.impl("midx_encode", midx_encode_reference);
   m.impl("midx_cells", midx_cells_reference);
 }
 
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { AdaptiveFamily<MidxFamily>::on_cpu(m); }
+
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  AdaptiveFamily<MidxFamily>::on_meta(m);
   m.impl("midx_encode", midx_encode_meta);
   m.impl("midx_cells", midx_cells_meta);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_encode", "midx_cells"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_encode", "midx_cells"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  AdaptiveFamily<MidxFamily>::under_autocast(m);
+  below_autocast(m, {"midx_encode", "midx_cells"});
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  AdaptiveFamily<MidxFamily>::under_autocast(m);
+  below_autocast(m, {"midx_encode", "midx_cells"});
+}
 
 } // namespace xsoftmax

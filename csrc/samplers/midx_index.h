@@ -3,6 +3,7 @@
 #include <xsoftmax/adaptive_options.h>
 
 #include "core/optional.h"
+#include "samplers/adaptive_family.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -40,19 +41,36 @@ namespace xsoftmax {
 
 using samplers::MidxOptions;
 
-/// The options that `text` spells, checked; `op` is named in errors.
-MidxOptions midx_options(std::string_view op, std::string_view text);
-
-struct MidxIndex {
+struct MidxIndex : AdaptiveIndex {
   MidxIndex(const char* op, at::TensorList index, const MidxOptions& options);
 
   at::Tensor codewords1, codewords2, cell, order, start, mass;
   OptionalTensor log_weight, prefix, heaviest, touched, spread, query_square, table, table_bias;
-  at::Tensor step;
-
-  /// The width of a class's row.
-  c10::SymInt dim() const { return residual ? codewords1.sym_size(1) : codewords1.sym_size(1) + codewords2.sym_size(1); }
   bool residual;
+};
+
+struct MidxFamily {
+  static constexpr const char* name = "midx";
+  static constexpr int64_t num_statistics = 5;
+  using Options = MidxOptions;
+  using Index = MidxIndex;
+  // midx_index.cpp
+  static void check_options(const char* op, const MidxOptions& options);
+  static int64_t least_dim(const MidxOptions& options) { return options.kind == "pq" ? 2 : 1; }
+  static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const MidxOptions& options);
+  // midx_refresh.cpp
+  static at::Tensor refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
+                            const std::optional<at::Generator>& generator);
+  static void between_refreshes(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
+                                const MidxOptions& options);
+  // midx_sample.cpp
+  /// Of independent draws.
+  static bool has_reference(const MidxOptions& options) { return !options.is_distinct() && options.form != "exact"; }
+  static at::Tensor log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, const MidxOptions& options);
+  // midx_sample_cpu.cpp
+  static at::Tensor log_count_cpu(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, const MidxOptions& options);
+  static PrivateDraws sample_cpu(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets,
+                                 const MidxIndex& index, const MidxOptions& options);
 };
 
 /// How far below the best codeword of a codebook a score may be: of two of them, and squared, e^score is still a float64 above 0.

@@ -56,7 +56,7 @@ Proposal MidxSamplerImpl::sample(const Tensor& queries, const Tensor& target, st
 void MidxSamplerImpl::update(const Tensor& weight, const Optional& bias, const Tensor& rows) {
   static const auto op =
       find_op<void(const Tensor&, const Optional&, const Tensor&, const Tensor&, at::TensorList, std::string_view)>("xsoftmax::midx_update_");
-  op.call(weight.detach(), detached(bias), rows, table("step"), tables(), options());
+  op.call(weight.detach(), detached(bias), rows, table("step"), detached(tables()), options());
 }
 
 std::shared_ptr<AdaptiveSamplerImpl> MidxSamplerImpl::like(const Tensor& exclude) const { return like_this<MidxSamplerImpl>(exclude); }

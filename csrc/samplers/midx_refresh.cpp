@@ -5,7 +5,6 @@
 #include "core/impl.h"
 #include "core/optional.h"
 #include "core/permutation.h"
-#include "samplers/adaptive.h"
 #include "clusters/kmeans.h"
 #include "samplers/midx_index_cpu.h"
 #include "samplers/midx_sample.h"
@@ -28,11 +27,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-
-void check_refresh(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const MidxOptions& options) {
-  check_class_table(op, weight, bias, index.cell.sym_size(0), index.dim(), options.bias);
-  check::same_device(op, "weight", weight, "codewords1", index.codewords1);
-}
 
 // log of each class's weight, from the largest of those that are drawn down to kMidxWeightRange below it. `spread`: as it is about to be.
 OptionalTensor class_weights(const char* op, const ClassTable& table, const MidxIndex& index, const OptionalTensor& spread) {
@@ -103,7 +97,6 @@ void check_finite(const char* op, const Tensor& squares, const ClassTable& table
 
 // K-means from the present codewords on if `warm`, then a code for every class. Nothing is written before all of it has succeeded.
 Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, const MidxIndex& index, const MidxOptions& options, bool warm) {
-  const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   const Tensor& weight = table.weight;
   check_finite_bias(op, table.bias);
   const int64_t k = options.codewords, width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
@@ -143,7 +136,7 @@ Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, cons
 }
 
 void update(const char* op, const ClassTable& table, const MidxIndex& index, const Tensor& rows) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   check_finite_bias(op, table.bias);
   const Tensor drawn = rows.index_select(0, index.cell.index_select(0, rows).ge(0).nonzero().squeeze(1));
   const auto [cell, error] = midx_encode(table.weight.index_select(0, drawn), index.codewords1, index.codewords2);
@@ -161,80 +154,33 @@ void update(const char* op, const ClassTable& table, const MidxIndex& index, con
   lay_out(index);
 }
 
-Tensor midx_refresh_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                     std::optional<at::Generator> generator) {
-  const auto tables = with_step(others, step);
-  constexpr const char* op = "midx_refresh_";
-  const MidxOptions options = midx_options(op, text);
-  const MidxIndex index(op, tables, options);
-  check_refresh(op, weight, bias, index, options);
-  const ClassTable table(weight, bias);
-  const Tensor stats = with_seed(weight.device(), generator, [&](const Tensor& seed) {
-    return refresh(op, seed, table, index, options, index.step.item<int64_t>() > 0);
-  });
-  copy_table(table, index);
-  index.step.clamp_min_(1);
-  return stats;
-}
-
-Tensor midx_refresh_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                         std::optional<at::Generator>) {
-  const auto tables = with_step(others, step);
-  const MidxOptions options = midx_options("midx_refresh_", text);
-  check_refresh("midx_refresh_", weight, bias, MidxIndex("midx_refresh_", tables, options), options);
-  return at::empty({5}, weight.options().dtype(at::kDouble).requires_grad(false));
+MidxIndex checked_update(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
+                         std::string_view text) {
+  constexpr const char* op = "midx_update_";
+  const MidxOptions options = AdaptiveFamily<MidxFamily>::options(op, text);
+  const MidxIndex index(op, with_step(others, step), options);
+  check_class_table(op, weight, bias, index.cell.sym_size(0), index.dim, options.bias);
+  check::same_device(op, "index", index.cell, "weight", weight);
+  check::dim(op, "rows", rows, 1);
+  check::int64(op, "rows", rows);
+  check::same_device(op, "rows", rows, "weight", weight);
+  return index;
 }
 
 void midx_update_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
                       std::string_view text) {
-  const auto tables = with_step(others, step);
-  constexpr const char* op = "midx_update_";
-  const MidxOptions options = midx_options(op, text);
-  check_refresh(op, weight, bias, MidxIndex(op, tables, options), options);
-  check::dim(op, "rows", rows, 1);
-  check::int64(op, "rows", rows);
-  check::same_device(op, "rows", rows, "weight", weight);
+  checked_update(weight, bias, rows, step, others, text);
 }
 
 void midx_update_(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
                   std::string_view text) {
-  const auto tables = with_step(others, step);
-  midx_update_meta(weight, bias, rows, step, others, text);
-  const MidxIndex index("midx_update_", tables, midx_options("midx_update_", text));
+  const MidxIndex index = checked_update(weight, bias, rows, step, others, text);
   if (rows.is_cpu()) {
     check::class_ids("midx_update_", "rows", rows, weight.size(0));
   }
   const ClassTable table(weight, bias, given(index.table));
   update("midx_update_", table, index, rows);
   copy_table(table, index);
-}
-
-void midx_step_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                    std::optional<at::Generator>) {
-  const auto tables = with_step(others, step);
-  const MidxOptions options = midx_options("midx_step_", text);
-  check_refresh("midx_step_", weight, bias, MidxIndex("midx_step_", tables, options), options);
-}
-
-void midx_step_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                std::optional<at::Generator> generator) {
-  const auto tables = with_step(others, step);
-  constexpr const char* op = "midx_step_";
-  const MidxOptions options = midx_options(op, text);
-  const MidxIndex index(op, tables, options);
-  check_refresh(op, weight, bias, index, options);
-  const int64_t done = index.step.item<int64_t>();
-  if (refresh_is_due(done, options.refresh_every)) {
-    const ClassTable table(weight, bias);
-    with_seed(weight.device(), generator, [&](const Tensor& seed) { return refresh(op, seed, table, index, options, done > 0); });
-  } else if (given(index.touched) && done % options.update_every == 0) {
-    update(op, ClassTable(weight, bias, false), index, index.touched->nonzero().squeeze(1));
-    index.touched->zero_();
-  }
-  if (given(index.table)) {
-    copy_table(ClassTable(weight, bias), index);
-  }
-  index.step.add_(1);
 }
 
 // midx_note_: see the header.
@@ -283,28 +229,45 @@ void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const
 
 } // namespace
 
+Tensor MidxFamily::refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
+                           const std::optional<at::Generator>& generator) {
+  const Tensor statistics = with_seed(table.weight.device(), generator, [&](const Tensor& seed) {
+    return xsoftmax::refresh(op, seed, table, index, options, index.step.item<int64_t>() > 0);
+  });
+  copy_table(table, index);
+  return statistics;
+}
+
+void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
+                                   const MidxOptions& options) {
+  if (given(index.touched) && index.step.item<int64_t>() % options.update_every == 0) {
+    update(op, ClassTable(weight, bias, false), index, index.touched->nonzero().squeeze(1));
+    index.touched->zero_();
+  }
+  if (given(index.table)) {
+    const ClassTable table(weight, bias);
+    check_finite_rows(op, table.weight);
+    check_finite_bias(op, table.bias);
+    copy_table(table, index);
+  }
+}
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_refresh_(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> Tensor");
   m.def("midx_update_(Tensor weight, Tensor? bias, Tensor rows, Tensor(a!) step, Tensor(b!)[] index, str options) -> ()");
-  m.def("midx_step_(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> ()");
   m.def("midx_note_(Tensor(a!) touched, Tensor(b!)? query_square, Tensor step, Tensor queries, Tensor? target, Tensor ids) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("midx_refresh_", midx_refresh_);
   m.impl("midx_update_", midx_update_);
-  m.impl("midx_step_", midx_step_);
   m.impl("midx_note_", midx_note_);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("midx_refresh_", midx_refresh_meta);
   m.impl("midx_update_", midx_update_meta);
-  m.impl("midx_step_", midx_step_meta);
   m.impl("midx_note_", midx_note_meta);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_refresh_", "midx_update_", "midx_step_", "midx_note_"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_refresh_", "midx_update_", "midx_step_", "midx_note_"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_update_", "midx_note_"}); }
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_update_", "midx_note_"}); }
 
 } // namespace xsoftmax

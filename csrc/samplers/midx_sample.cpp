@@ -1,10 +1,9 @@
 #include "samplers/midx_sample.h"
 
-#include "core/autocast.h"
-#include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -13,8 +12,8 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -22,24 +21,6 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-
-PrivateDraws midx_sample_meta(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                              std::string_view text) {
-  const MidxOptions options = midx_options("midx_sample", text);
-  check_midx_sample("midx_sample", seed, queries, target, MidxIndex("midx_sample", tables, options), options);
-  if (!options.shared) {
-    return empty_private_draws(seed, queries, target, options.num_samples);
-  }
-  return {at::empty({options.num_samples}, seed.options()), at::empty({options.num_samples}, seed.options().dtype(at::kFloat)),
-          empty_target_count(seed, target)};
-}
-
-Tensor midx_log_count_meta(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
-  const MidxOptions options = midx_options("midx_log_count", text);
-  check_midx_log_count(queries, ids, MidxIndex("midx_log_count", tables, options), options);
-  const auto floats = ids.options().dtype(at::kFloat);
-  return options.shared ? at::empty_symint(ids.sym_sizes(), floats) : at::empty_symint({queries.sym_size(0), ids.sym_size(-1)}, floats);
-}
 
 // log of the weight of a class in its cell, -inf where it is never drawn; the cells of those.
 std::tuple<Tensor, Tensor> log_weight_and_cell(const MidxIndex& index, const Tensor& ids) {
@@ -67,45 +48,9 @@ Tensor private_log_q(const MidxQueries& queries, const Tensor& ids, const MidxIn
   return score + log_weight - queries.log_z.unsqueeze(1);
 }
 
-// A device without a kernel of its own gets the CPU's draws.
-PrivateDraws midx_sample_elsewhere(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                   std::string_view text) {
-  return sample_on_cpu("midx_sample", seed, queries, target, tables, text);
-}
-
-Tensor midx_log_count_elsewhere(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
-  const MidxOptions options = midx_options("midx_log_count", text);
-  if (!options.is_distinct() && options.form != "exact") {
-    return midx_log_count_reference(queries, ids, MidxIndex("midx_log_count", tables, options), options);
-  }
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::midx_log_count", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, at::TensorList, std::string_view)>();
-  return op.call(queries.cpu(), ids.cpu(), to_cpu(tables), text).to(queries.device());
-}
-
 } // namespace
 
-void check_midx_sample(const char* op, const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
-                       const MidxOptions& options) {
-  check_queries(op, queries, index.dim());
-  check::same_device(op, "codewords1", index.codewords1, "queries", queries);
-  check_draws(op, seed, queries, target);
-  TORCH_CHECK_VALUE(!options.is_distinct() || options.num_samples <= index.order.sym_size(0), op, ": expected num_samples of at most ",
-                    index.order.sym_size(0), " (the classes, of which each is drawn once), got ", options.num_samples);
-}
-
-void check_midx_log_count(const Tensor& queries, const Tensor& ids, const MidxIndex& index, const MidxOptions& options) {
-  constexpr const char* op = "midx_log_count";
-  check_queries(op, queries, index.dim());
-  check::same_device(op, "codewords1", index.codewords1, "queries", queries);
-  check_query_ids(op, queries, ids);
-  TORCH_CHECK_VALUE(options.shared || !options.is_distinct(), op,
-                    ": expected independent private draws, got distinct ones, whose counts only a draw knows");
-}
-
-Tensor midx_log_count_reference(const Tensor& queries, const Tensor& ids, const MidxIndex& index, const MidxOptions& options) {
-  check_midx_log_count(queries, ids, index, options);
+Tensor MidxFamily::log_count_reference(const Tensor& queries, const Tensor& ids, const MidxIndex& index, const MidxOptions& options) {
   const auto products = midx_queries(options.shared ? midx_mixed_queries(queries) : queries, MidxCodewords(queries, index), index.mass);
   const Tensor log_q = options.shared ? mixture_log_q(products, ids, index, options.mixture == "rms")
                                       : private_log_q(products, ids_of_queries(queries, ids), index);
@@ -154,8 +99,27 @@ Tensor midx_density_sums(const MidxQueries& queries, bool rms) {
   return rms ? at::mm(first.square().t(), second.square()) : at::mm(first.t(), second);
 }
 
+namespace {
+
+// bool [Q]: whether a query is not all zeros. On the CPU nearly all of them show it by their first element.
+Tensor is_not_zero(const Tensor& queries) {
+  if (!queries.is_cpu()) {
+    return queries.ne(0).any(1);
+  }
+  const Tensor rows = queries.contiguous(), found = at::empty({queries.size(0)}, queries.options().dtype(at::kBool));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "midx_mixed_queries", [&] {
+    const scalar_t* row = rows.const_data_ptr<scalar_t>();
+    for (int64_t q = 0; q < rows.size(0); ++q, row += rows.size(1)) {
+      found.mutable_data_ptr<bool>()[q] = std::any_of(row, row + rows.size(1), [](scalar_t x) { return x != scalar_t(0); });
+    }
+  });
+  return found;
+}
+
+} // namespace
+
 Tensor midx_mixed_queries(const Tensor& queries) {
-  const Tensor rows = queries.ne(0).any(1).nonzero().squeeze(1);
+  const Tensor rows = is_not_zero(queries).nonzero().squeeze(1);
   return rows.size(0) == 0 || rows.size(0) == queries.size(0) ? queries : queries.index_select(0, rows);
 }
 
@@ -163,24 +127,5 @@ Tensor midx_mixture_shares(const Tensor& density_sums, const Tensor& mass, bool 
   const Tensor share = (rms ? density_sums.sqrt() : density_sums) * mass;
   return share / share.sum();
 }
-
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
-        "(Tensor ids, Tensor log_count, Tensor target_log_count)");
-  m.def("midx_log_count(Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("midx_sample", midx_sample_elsewhere);
-  m.impl("midx_log_count", midx_log_count_elsewhere);
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("midx_sample", midx_sample_meta);
-  m.impl("midx_log_count", midx_log_count_meta);
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_sample", "midx_log_count"}); }
-TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) { below_autocast(m, {"midx_sample", "midx_log_count"}); }
 
 } // namespace xsoftmax

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "samplers/adaptive.h"
 #include "samplers/midx_index.h"
 
 namespace xsoftmax {
@@ -18,16 +17,9 @@ namespace xsoftmax {
 // midx_log_count: the same counts of any ids, O(1) a pair once a query's 2 K products are there. Queries of zeros do not count. Distinct private
 // draws are an error: c is known by a draw alone.
 
-// Checked, for all kernels.
-void check_midx_sample(const char* op, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
-                       const MidxOptions& options);
-void check_midx_log_count(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, const MidxOptions& options);
-/// The composite in ATen calls, of independent draws: any device, and the oracle of the tests.
-at::Tensor midx_log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, const MidxOptions& options);
-
-/// The exact form, checked, on the CPU (midx_exact.cpp).
-PrivateDraws midx_exact_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
-                               int64_t num_samples);
+/// The exact form on the CPU (midx_exact.cpp).
+PrivateDraws midx_exact_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets,
+                               const MidxIndex& index, int64_t num_samples);
 at::Tensor midx_exact_log_count(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, int64_t num_samples);
 
 /// The codewords as products take them, in one dtype.

@@ -1,13 +1,9 @@
-#include "core/checks.h"
-#include "core/impl.h"
-#include "samplers/adaptive.h"
 #include "samplers/midx_private_draws.h"
 #include "samplers/midx_shared_draws.h"
 #include "samplers/sampling.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <vector>
 
@@ -44,21 +40,6 @@ PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const Opti
   return {ids, log_count, target_log_count};
 }
 
-PrivateDraws midx_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                             std::string_view text) {
-  constexpr const char* op = "midx_sample";
-  const MidxOptions options = midx_options(op, text);
-  const MidxIndex index(op, tables, options);
-  check_midx_sample(op, seed, queries, target, index, options);
-  const Targets targets(op, target, queries, index.cell.size(0));
-  if (options.form == "exact") {
-    return midx_exact_sample(seed, queries, target, index, options.num_samples);
-  }
-  const CheckedMidxIndex checked(op, queries, index);
-  return options.shared ? sample_shared(seed, queries, target, checked, options, targets)
-                        : sample_private(seed, queries, target, checked, options, targets);
-}
-
 Tensor private_log_count(const Tensor& queries, const Tensor& ids, const CheckedMidxIndex& checked, double log_samples) {
   const Tensor flat = ids.contiguous(), log_count = at::empty({queries.size(0), ids.size(-1)}, flat.options().dtype(at::kFloat));
   const int64_t width = ids.size(-1), k = checked.codewords;
@@ -88,28 +69,25 @@ Tensor shared_log_count(const Tensor& queries, const Tensor& ids, const CheckedM
   return log_count;
 }
 
-Tensor midx_log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
-  constexpr const char* op = "midx_log_count";
-  const MidxOptions options = midx_options(op, text);
-  const MidxIndex index(op, tables, options);
-  check_midx_log_count(queries, ids, index, options);
-  check::class_ids(op, "ids", ids, index.cell.size(0));
+} // namespace
+
+PrivateDraws MidxFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets,
+                                    const MidxIndex& index, const MidxOptions& options) {
+  if (options.form == "exact") {
+    return midx_exact_sample(seed, queries, target, targets, index, options.num_samples);
+  }
+  const CheckedMidxIndex checked("midx_sample", queries, index);
+  return options.shared ? sample_shared(seed, queries, target, checked, options, targets)
+                        : sample_private(seed, queries, target, checked, options, targets);
+}
+
+Tensor MidxFamily::log_count_cpu(const Tensor& queries, const Tensor& ids, const MidxIndex& index, const MidxOptions& options) {
   if (options.form == "exact") {
     return midx_exact_log_count(queries, ids, index, options.num_samples);
   }
-  if (use_reference() && !options.is_distinct()) {
-    return midx_log_count_reference(queries, ids, index, options);
-  }
-  const CheckedMidxIndex checked(op, queries, index);
+  const CheckedMidxIndex checked("midx_log_count", queries, index);
   return options.shared ? shared_log_count(queries, ids, checked, options)
                         : private_log_count(queries, ids, checked, std::log(double(options.num_samples)));
-}
-
-} // namespace
-
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
-  m.impl("midx_sample", midx_sample_cpu);
-  m.impl("midx_log_count", midx_log_count_cpu);
 }
 
 } // namespace xsoftmax

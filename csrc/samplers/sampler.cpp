@@ -4,6 +4,9 @@
 
 #include <ATen/ops/randint.h>
 
+#include <torch/serialize/input-archive.h>
+
+#include <algorithm>
 #include <limits>
 
 namespace xsoftmax::samplers {
@@ -35,6 +38,37 @@ void SamplerImpl::claim(const std::string& owner) {
   TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler of its own, got a ", name(), " that a ", owner_,
                     " has already: build a second one");
   owner_ = owner;
+}
+
+namespace {
+
+void load_children(torch::nn::Module& module, torch::serialize::InputArchive& archive) {
+  for (auto& child : module.named_children()) {
+    torch::serialize::InputArchive state;
+    if (archive.try_read(child.key(), state)) {
+      const bool is_sampler = dynamic_cast<SamplerImpl*>(child.value().get()) != nullptr;
+      is_sampler ? child.value()->load(state) : load_children(*child.value(), state);
+    }
+  }
+}
+
+} // namespace
+
+void SamplerImpl::load(torch::serialize::InputArchive& archive) {
+  const auto keys = archive.keys();
+  auto buffers = named_buffers(/*recurse=*/false);
+  if (std::any_of(buffers.begin(), buffers.end(), [&](const auto& buffer) { return std::count(keys.begin(), keys.end(), buffer.key()) > 0; })) {
+    std::vector<Tensor> saved(buffers.size());
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      archive.read(buffers[i].key(), saved[i], /*is_buffer=*/true);
+      TORCH_CHECK_VALUE(saved[i].sizes() == buffers[i].value().sizes(), name(), ": expected a checkpoint with ", buffers[i].key(), " of shape ",
+                        buffers[i].value().sizes(), ", got ", saved[i].sizes());
+    }
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      buffers[i].value().set_data(saved[i].to(buffers[i].value().device()));
+    }
+  }
+  load_children(*this, archive);
 }
 
 // Module::to(dtype) casts integers as well.

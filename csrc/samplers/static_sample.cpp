@@ -66,7 +66,7 @@ Tensor law_weights(const StaticOptions& options, at::Device device) {
   return weights;
 }
 
-// Excluded classes that go on where the range's lower end is raise that end.
+// Whether the excluded classes of the range are its first ones (or none); if so, the range's lower end goes past them.
 bool exclude_prefix(StaticOptions& options, const Tensor& excluded) {
   const Tensor above = excluded.masked_select(excluded.ge(options.low));
   const int64_t count = above.numel();

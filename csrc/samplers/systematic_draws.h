@@ -22,7 +22,7 @@ struct SystematicTables {
     return bucket * (classes / buckets) + (bucket < longer ? bucket : longer);
   }
   /// Slots of `bucket` that hold one of the first `count` sorted positions.
-  XS_HOST_DEVICE int64_t held(int64_t bucket, int64_t count) const {
+  XS_HOST_DEVICE int64_t slots_within(int64_t bucket, int64_t count) const {
     return count <= bucket ? 0 : (count - bucket + buckets - 1) / buckets;
   }
   /// Slot of a sorted position.
@@ -44,8 +44,8 @@ struct SystematicPlan {
 XS_HOST_DEVICE inline double systematic_tail(const SystematicTables& tables, int64_t position) {
   double tail = 0;
   for (int64_t b = 0; b < tables.buckets; ++b) {
-    const int64_t held = tables.held(b, position);
-    tail += held < tables.held(b, tables.classes) ? tables.cumulative[tables.begin(b) + held] : 0.0;
+    const int64_t slots = tables.slots_within(b, position);
+    tail += slots < tables.slots_within(b, tables.classes) ? tables.cumulative[tables.begin(b) + slots] : 0.0;
   }
   return tail;
 }
@@ -82,8 +82,8 @@ XS_HOST_DEVICE SystematicPlan make_systematic_plan(const SystematicTables& table
       first_where(num_samples, [&](int64_t t) { return double(num_samples - t) * weight_at(t) <= systematic_tail(tables, t); });
   plan.tail = systematic_tail(tables, plan.certain);
   for (int64_t b = 0; b < tables.buckets; ++b) {
-    const int64_t begin = tables.begin(b), first = begin + tables.held(b, plan.certain);
-    plan.last[b] = begin + tables.held(b, plan.support);
+    const int64_t begin = tables.begin(b), first = begin + tables.slots_within(b, plan.certain);
+    plan.last[b] = begin + tables.slots_within(b, plan.support);
     plan.first[b] = first < plan.last[b] ? first : plan.last[b];
     plan.mass[b] = plan.first[b] < plan.last[b] ? tables.cumulative[plan.first[b]] : 0.0;
   }

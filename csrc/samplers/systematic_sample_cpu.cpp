@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor> systematic_table_cpu(const Tensor& weights) {
   double* sum_at = cumulative.mutable_data_ptr<double>();
   const SystematicTables tables{weight, class_at, sum_at, n, systematic_buckets(n)};
   for (int64_t b = 0; b < tables.buckets; ++b) {
-    const int64_t begin = tables.begin(b), end = begin + tables.held(b, n);
+    const int64_t begin = tables.begin(b), end = begin + tables.slots_within(b, n);
     double sum = 0;
     for (int64_t slot = end - 1; slot >= begin; --slot) {
       class_at[slot] = sorted[(slot - begin) * tables.buckets + b];

@@ -44,6 +44,11 @@ bool all(const Parts& parts, Predicate predicate) {
   return std::all_of(parts.begin(), parts.end(), [&](const auto& part) { return predicate(*part); });
 }
 
+template <typename Predicate>
+bool any(const Parts& parts, Predicate predicate) {
+  return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return predicate(*part); });
+}
+
 // Shared parts draw first, then private ones, those of distinct draws last.
 int turn_of(const SamplerImpl& part) { return part.shared() ? 0 : part.distinct() ? 2 : 1; }
 
@@ -88,20 +93,20 @@ Proposal UnionSamplerImpl::sample(const Tensor& queries, const Tensor& target, s
       if (shared) {
         counts[k].push_back(part->log_count(queries, sets[k].ids));
       }
-      for (const CandidateSet& own : drawn) {
-        if (!shared && own.target_log_count.defined()) {
-          counts[k].push_back(own.target_log_count.narrow(1, column, width));
+      for (const CandidateSet& drawn_set : drawn) {
+        if (!shared && drawn_set.target_log_count.defined()) {
+          counts[k].push_back(drawn_set.target_log_count.narrow(1, column, width));
         }
       }
       column += width;
     }
-    for (const CandidateSet& own : drawn) {
-      counts.push_back({own.log_count});
+    for (const CandidateSet& drawn_set : drawn) {
+      counts.push_back({drawn_set.log_count});
       for (const auto& other : before) {
-        counts.back().push_back(other->log_count(queries, own.ids));
+        counts.back().push_back(other->log_count(queries, drawn_set.ids));
       }
-      sets.push_back(own);
-      classes = at::cat({classes, own.ids.expand({rows, own.ids.size(-1)})}, 1);
+      sets.push_back(drawn_set);
+      classes = at::cat({classes, drawn_set.ids.expand({rows, drawn_set.ids.size(-1)})}, 1);
     }
     before.push_back(part);
   }
@@ -152,14 +157,14 @@ std::shared_ptr<SamplerImpl> UnionSamplerImpl::excluding(const Tensor& ids) cons
   return std::make_shared<UnionSamplerImpl>(std::move(parts));
 }
 
-bool UnionSamplerImpl::follows_table() const {
-  return std::any_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->follows_table(); });
-}
+bool UnionSamplerImpl::follows_table() const { return any(parts_, std::mem_fn(&SamplerImpl::follows_table)); }
+bool UnionSamplerImpl::has_distinct() const { return any(parts_, std::mem_fn(&SamplerImpl::has_distinct)); }
+bool UnionSamplerImpl::has_independent() const { return any(parts_, std::mem_fn(&SamplerImpl::has_independent)); }
 
 std::string UnionSamplerImpl::default_estimator() const {
   const bool independent = all(parts_, [](const SamplerImpl& part) { return turn_of(part) == 1; });
-  const bool sampled = all(parts_, [](const SamplerImpl& part) { return part.default_estimator() != "ranking"; });
-  return independent && !sampled ? "ranking" : "sampled_softmax";
+  const bool ranks = any(parts_, [](const SamplerImpl& part) { return part.default_estimator() == "ranking"; });
+  return independent && ranks ? "ranking" : "sampled_softmax";
 }
 
 } // namespace xsoftmax::samplers

@@ -145,15 +145,15 @@ Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, con
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor query = input.to(dtype);
-  const Tensor own = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
-  const Tensor own_rows = weight.index_select(0, own.flatten()).to(dtype).view({own.size(0), own.size(1), weight.size(1)});
-  Tensor own_scores = at::bmm(own_rows, query.unsqueeze(2)).squeeze(2);
+  const Tensor pair_ids = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
+  const Tensor pair_rows = weight.index_select(0, pair_ids.flatten()).to(dtype).view({pair_ids.size(0), pair_ids.size(1), weight.size(1)});
+  Tensor pair_scores = at::bmm(pair_rows, query.unsqueeze(2)).squeeze(2);
   Tensor all_scores = at::mm(query, weight.index_select(0, all).to(dtype).t());
   if (given(bias)) {
-    own_scores = own_scores + bias->index_select(0, own.flatten()).to(dtype).view_as(own);
+    pair_scores = pair_scores + bias->index_select(0, pair_ids.flatten()).to(dtype).view_as(pair_ids);
     all_scores = all_scores + bias->index_select(0, all).to(dtype);
   }
-  return at::cat({own_scores, all_scores}, 1);
+  return at::cat({pair_scores, all_scores}, 1);
 }
 
 RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight,
@@ -165,29 +165,29 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
     query = query.masked_fill(scale->eq(0).unsqueeze(1), 0);
   }
   const Tensor scores_grad = given(scale) ? grad * scale->unsqueeze(1) : grad;
-  const Tensor own = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
-  const int64_t width = own.size(1), shared = all.size(0), dims = weight.size(1);
-  const Tensor own_grad = scores_grad.narrow(1, 0, width), all_grad = scores_grad.narrow(1, width, shared);
+  const Tensor pair_ids = ids_or_empty(private_ids, input, true), all = ids_or_empty(shared_ids, input, false);
+  const int64_t width = pair_ids.size(1), shared = all.size(0), dims = weight.size(1);
+  const Tensor pair_grad = scores_grad.narrow(1, 0, width), all_grad = scores_grad.narrow(1, width, shared);
   const auto [want_input, want_weight, want_bias] = output_mask;
 
-  Tensor grad_input = input.new_empty({0, dims}), rows = own.new_empty({0}), values = input.new_empty({0, dims}),
+  Tensor grad_input = input.new_empty({0, dims}), rows = pair_ids.new_empty({0}), values = input.new_empty({0, dims}),
          bias_values = input.new_empty({0});
   if (want_input) {
-    const Tensor own_rows = weight.index_select(0, own.flatten()).to(grad.scalar_type()).view({own.size(0), width, dims});
-    grad_input = at::bmm(own_grad.unsqueeze(1), own_rows).squeeze(1) +
+    const Tensor pair_rows = weight.index_select(0, pair_ids.flatten()).to(grad.scalar_type()).view({pair_ids.size(0), width, dims});
+    grad_input = at::bmm(pair_grad.unsqueeze(1), pair_rows).squeeze(1) +
         at::mm(all_grad, weight.index_select(0, all).to(grad.scalar_type()));
     grad_input = grad_input.to(input.scalar_type());
   }
   if (want_weight || want_bias) {
-    const Tensor ids = at::cat({own.flatten(), all});
+    const Tensor ids = at::cat({pair_ids.flatten(), all});
     rows = std::get<0>(sort_rows(ids));
     if (want_weight) {
-      const Tensor own_values = (own_grad.unsqueeze(2) * query.unsqueeze(1)).flatten(0, 1);
-      const Tensor every = at::cat({own_values, at::mm(all_grad.t(), query)});
+      const Tensor pair_values = (pair_grad.unsqueeze(2) * query.unsqueeze(1)).flatten(0, 1);
+      const Tensor every = at::cat({pair_values, at::mm(all_grad.t(), query)});
       values = std::get<1>(sum_equal_rows(ids, every)).to(input.scalar_type());
     }
     if (want_bias) {
-      const Tensor every = at::cat({own_grad.flatten(), all_grad.sum(0)});
+      const Tensor every = at::cat({pair_grad.flatten(), all_grad.sum(0)});
       bias_values = std::get<1>(sum_equal_rows(ids, every)).to(input.scalar_type());
     }
   }

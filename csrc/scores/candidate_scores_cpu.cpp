@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 
 struct Ids {
-  Tensor own, shared; // contiguous, perhaps empty
+  Tensor pair_ids, shared; // contiguous, perhaps empty
   PairLayout pairs;
 };
 
@@ -28,11 +28,11 @@ Ids checked_ids(const char* op, const Tensor& input, const Tensor& weight, const
                 const OptionalTensor& shared_ids) {
   const auto options = input.options().dtype(at::kLong);
   Ids ids;
-  ids.own = given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
+  ids.pair_ids = given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
   ids.shared = given(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options);
-  check::class_ids(op, "private_ids", ids.own, weight.size(0));
+  check::class_ids(op, "private_ids", ids.pair_ids, weight.size(0));
   check::class_ids(op, "shared_ids", ids.shared, weight.size(0));
-  ids.pairs = {ids.own.const_data_ptr<int64_t>(), nullptr, ids.own.size(1), input.size(0)};
+  ids.pairs = {ids.pair_ids.const_data_ptr<int64_t>(), nullptr, ids.pair_ids.size(1), input.size(0)};
   return ids;
 }
 
@@ -85,7 +85,7 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
     grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());
   }
   if (!want_weight && !want_bias) {
-    return {grad_input, ids.own.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
+    return {grad_input, ids.pair_ids.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
   // The scale goes to the smaller side of each product.
   Tensor shared_values, shared_bias;

@@ -18,7 +18,7 @@ namespace {
 using at::Tensor;
 
 struct Ids {
-  CudaPairs own;
+  CudaPairs pairs;
   Tensor shared; // contiguous, perhaps empty
 };
 
@@ -52,13 +52,13 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
     return candidate_scores_reference(input, weight, bias, private_ids, shared_ids, sparse_grad);
   }
   const Ids ids = contiguous_ids(input, private_ids, shared_ids);
-  const int64_t width = ids.own.ids.size(1), shared = ids.shared.size(0);
+  const int64_t width = ids.pairs.ids.size(1), shared = ids.shared.size(0);
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
   const Tensor scores = at::empty({input.size(0), width + shared}, input.options().dtype(opmath_dtype(input.scalar_type())));
   if (scores.numel() == 0) {
     return scores;
   }
-  pair_scores_cuda(scores, width + shared, query, table, bias, ids.own);
+  pair_scores_cuda(scores, width + shared, query, table, bias, ids.pairs);
   if (shared > 0) {
     Tensor out = scores.narrow(1, width, shared);
     product_out(out, query, table.index_select(0, ids.shared).t());
@@ -84,13 +84,13 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   const Tensor scores_grad = given(scale) ? (grad * scale->unsqueeze(1)).masked_fill_(ignored, 0) : grad.contiguous();
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
   const int64_t stride = grad.size(1);
-  const Tensor shared_grad = scores_grad.narrow(1, ids.own.ids.size(1), ids.shared.size(0));
+  const Tensor shared_grad = scores_grad.narrow(1, ids.pairs.ids.size(1), ids.shared.size(0));
 
   Tensor grad_input = input.new_empty({0, input.size(1)});
   if (want_input) {
     grad_input = ids.shared.size(0) > 0 ? weighted_sum(shared_grad, table.index_select(0, ids.shared))
                                         : at::zeros({input.size(0), input.size(1)}, scores_grad.options());
-    add_pair_input_grad_cuda(grad_input, scores_grad, stride, table, ids.own);
+    add_pair_input_grad_cuda(grad_input, scores_grad, stride, table, ids.pairs);
     grad_input = grad_input.to(input.scalar_type());
   }
   if (!want_weight && !want_bias) {
@@ -102,7 +102,7 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   }
   const Tensor shared_bias = want_bias ? shared_grad.sum(0) : Tensor();
   auto [rows, values, bias_values] =
-      row_gradient_cuda(scores_grad, stride, query, ids.own, ids.shared, shared_values, shared_bias, want_weight, want_bias);
+      row_gradient_cuda(scores_grad, stride, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);
   return {grad_input, rows, values, bias_values};
 }
 

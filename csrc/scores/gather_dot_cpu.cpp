@@ -110,9 +110,9 @@ struct RowGradient {
       query.clear();
       coefficient.clear();
       opmath<T> bias_sum = 0;
-      size_t own = 0; // positions rise: pairs stand before shared ids
-      for (; own < members.size() && members[own] < total; ++own) {
-        const auto [query_of_pair, gradient] = pair(members[own]);
+      size_t pair_count = 0; // positions rise: pairs stand before shared ids
+      for (; pair_count < members.size() && members[pair_count] < total; ++pair_count) {
+        const auto [query_of_pair, gradient] = pair(members[pair_count]);
         query.push_back(query_of_pair);
         coefficient.push_back(gradient);
         bias_sum += gradient;
@@ -122,8 +122,8 @@ struct RowGradient {
         if constexpr (kInPlace) {
           sum = values + row * width;
         }
-        kernels.sum_rows(sum, input, width, query.data(), coefficient.data(), int64_t(own), width);
-        for (size_t i = own; i < members.size(); ++i) {
+        kernels.sum_rows(sum, input, width, query.data(), coefficient.data(), int64_t(pair_count), width);
+        for (size_t i = pair_count; i < members.size(); ++i) {
           const opmath<T>* shared_row = shared_values + (members[i] - total) * width;
           for (int64_t d = 0; d < width; ++d) {
             sum[d] += shared_row[d];
@@ -135,7 +135,7 @@ struct RowGradient {
         std::memset(static_cast<void*>(values + (row + 1) * width), 0, zero_rows * width * sizeof(T));
       }
       if (bias) {
-        for (size_t i = own; i < members.size(); ++i) {
+        for (size_t i = pair_count; i < members.size(); ++i) {
           bias_sum += shared_bias[members[i] - total];
         }
         kernels.round_row(bias + row, &bias_sum, 1);

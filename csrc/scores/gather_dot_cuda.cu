@@ -171,11 +171,11 @@ __device__ inline void sum_class(T* values, const int64_t* rows, const int64_t* 
     const int64_t mine = base + lane();
     const bool member = mine < row_count && rows[mine] == rows[first];
     const int members = __popc(__ballot_sync(kAllLanes, member)); // the first `members` lanes: rows are sorted
-    const Term<opmath> own = member ? term_of(pairs, grad, grad_stride, order[mine]) : Term<opmath>{0, opmath(0)};
+    const Term<opmath> term = member ? term_of(pairs, grad, grad_stride, order[mine]) : Term<opmath>{0, opmath(0)};
 #pragma unroll 4
     for (int m = 0; m < members; ++m) {
-      const int64_t row = __shfl_sync(kAllLanes, own.row, m);
-      const opmath coefficient = __shfl_sync(kAllLanes, own.coefficient, m);
+      const int64_t row = __shfl_sync(kAllLanes, term.row, m);
+      const opmath coefficient = __shfl_sync(kAllLanes, term.coefficient, m);
       if (d < width && coefficient != opmath(0)) {
         if (row < pairs.queries) {
           add_scaled(sum, coefficient, input + row * width + d);

@@ -57,13 +57,13 @@ RowGradients at_most_rows(const RowGradients& gradients, int64_t num_rows) {
   if (rows.size(0) <= num_rows) {
     return gradients;
   }
-  const auto all = [&](const at::Tensor& some) {
-    if (some.size(0) == 0) { // not wanted
-      return some;
+  const auto all = [&](const at::Tensor& tensor) {
+    if (tensor.size(0) == 0) { // not wanted
+      return tensor;
     }
-    c10::DimVector size(some.sizes().begin(), some.sizes().end());
+    c10::DimVector size(tensor.sizes().begin(), tensor.sizes().end());
     size[0] = num_rows;
-    return at::zeros(size, some.options()).index_add_(0, rows, some);
+    return at::zeros(size, tensor.options()).index_add_(0, rows, tensor);
   };
   return {grad_input, at::arange(num_rows, rows.options()), all(values), all(bias_values)};
 }

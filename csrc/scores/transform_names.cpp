@@ -16,12 +16,12 @@ at::Tensor NamedTransform::operator()(const at::Tensor& z) const {
 
 NamedTransform transform_named(const char* op, std::string_view name) {
   const bool log = name.substr(0, 4) == "log-";
-  const std::string_view rest = log ? name.substr(4) : name;
-  if (rest == "sigmoid") {
+  const std::string_view base = log ? name.substr(4) : name;
+  if (base == "sigmoid") {
     return {log ? ScoreTransform::LogSigmoid : ScoreTransform::Sigmoid, 1};
   }
-  if (rest.size() == 8 && rest[0] == 'l' && rest[1] >= '1' && rest[1] <= '6' && rest.substr(2) == "-hinge") {
-    return {log ? ScoreTransform::LogHinge : ScoreTransform::Hinge, rest[1] - '0'};
+  if (base.size() == 8 && base[0] == 'l' && base[1] >= '1' && base[1] <= '6' && base.substr(2) == "-hinge") {
+    return {log ? ScoreTransform::LogHinge : ScoreTransform::Hinge, base[1] - '0'};
   }
   TORCH_CHECK_VALUE(name == "identity", op,
                     ": expected transform as \"l1-hinge\" .. \"l6-hinge\", \"sigmoid\", \"log-l1-hinge\" .. \"log-l6-hinge\", \"log-sigmoid\" or "

@@ -89,18 +89,18 @@ BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight
   const Tensor children = first_child.diff(), leaf = children.eq(0);
   const Tensor parent = at::cat({at::zeros({1}, children.options()), at::arange(nodes, children.options()).repeat_interleave(children)});
   const Tensor scores = node_scores(edges, first_child, parent), order = at::arange(nodes, children.options());
-  Tensor held = order.eq(0).expand({input.size(0), nodes}), best;
+  Tensor in_beam = order.eq(0).expand({input.size(0), nodes}), best;
   for (bool open = true; open;) {
-    const Tensor inner = held.logical_and(leaf.logical_not());
+    const Tensor inner = in_beam.logical_and(leaf.logical_not());
     open = inner.any().item<bool>();
-    const Tensor candidates = held.logical_and(leaf).logical_or(inner.index_select(1, parent).logical_and(order.gt(0)));
+    const Tensor candidates = in_beam.logical_and(leaf).logical_or(inner.index_select(1, parent).logical_and(order.gt(0)));
     // Candidates first, by falling score; the sorts are stable, so that lower nodes stand before equal ones.
     const Tensor by_score = std::get<1>(scores.sort(/*stable=*/true, /*dim=*/1, /*descending=*/true));
     const Tensor last = candidates.logical_not().gather(1, by_score).to(at::kByte);
     best = by_score.gather(1, std::get<1>(last.sort(/*stable=*/true, /*dim=*/1, /*descending=*/false))).narrow(1, 0, std::min(beam, nodes));
-    held = at::zeros_like(candidates).scatter_(1, best, candidates.gather(1, best));
+    in_beam = at::zeros_like(candidates).scatter_(1, best, candidates.gather(1, best));
   }
-  const Tensor found = held.gather(1, best);
+  const Tensor found = in_beam.gather(1, best);
   const Tensor values = at::full({input.size(0), beam}, -kInfinity, scores.options());
   const Tensor classes = at::full({input.size(0), beam}, -1, node_class.options());
   values.narrow(1, 0, best.size(1)).copy_(scores.gather(1, best).masked_fill(found.logical_not(), -kInfinity));

@@ -67,11 +67,11 @@ struct Tree {
       if (next <= end || next > nodes) {
         break; // said where it is met
       }
-      int64_t most = 1; // children of a node of this layer
+      int64_t max_children = 1; // children of a node of this layer
       for (int64_t v = begin; v < end; ++v) {
-        most = std::max(most, first_child[v + 1] - first_child[v]);
+        max_children = std::max(max_children, first_child[v + 1] - first_child[v]);
       }
-      const int64_t widest = std::min(width, end - begin) * most; // edges that a beam meets here
+      const int64_t widest = std::min(width, end - begin) * max_children; // edges that a beam meets here
       if (next - 1 > kDenseEdges || next - end > cheaper * widest) {
         break;
       }

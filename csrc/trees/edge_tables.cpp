@@ -67,8 +67,9 @@ Tensor hierarchical_log_prob(const Tensor& edges, const Tensor& parent, const Te
   for (const int64_t size : layer_sizes) {
     const Tensor scores = edges.narrow(1, begin - 1, size), group = parent.narrow(0, begin, size) - before;
     const Tensor index = group.expand_as(scores);
-    const Tensor most = at::full_like(above, -std::numeric_limits<double>::infinity()).detach().scatter_reduce(1, index, scores.detach(), "amax");
-    const Tensor shifted = scores - most.index_select(1, group);
+    const Tensor lowest = at::full_like(above, -std::numeric_limits<double>::infinity()).detach();
+    const Tensor largest = lowest.scatter_reduce(1, index, scores.detach(), "amax");
+    const Tensor shifted = scores - largest.index_select(1, group);
     const Tensor total = at::zeros_like(above).scatter_add(1, index, shifted.exp());
     above = above.index_select(1, group) + shifted - total.index_select(1, group).log();
     nodes.push_back(above);
@@ -120,12 +121,12 @@ void tree_balance_reference(const Tensor& table, const Tensor& first_child, at::
     begin -= size;
     const int64_t above_begin = begin - above_size;
     const Tensor count = first_child.narrow(0, above_begin, above_size + 1).diff();
-    const Tensor group = at::repeat_interleave(at::arange(above_size, count.options()), count), own = table.narrow(0, begin - 1, size);
+    const Tensor group = at::repeat_interleave(at::arange(above_size, count.options()), count), children = table.narrow(0, begin - 1, size);
     Tensor above = table.narrow(0, above_begin - 1, above_size);
     std::vector<int64_t> column(table.dim(), 1);
     column[0] = above_size;
-    const Tensor mean = at::zeros_like(above).index_add_(0, group, own).div_(count.clamp_min(1).to(table.scalar_type()).view(column));
-    own.sub_(mean.index_select(0, group));
+    const Tensor mean = at::zeros_like(above).index_add_(0, group, children).div_(count.clamp_min(1).to(table.scalar_type()).view(column));
+    children.sub_(mean.index_select(0, group));
     above.add_(mean);
   }
 }

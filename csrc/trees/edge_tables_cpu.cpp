@@ -16,9 +16,9 @@ using at::Tensor;
 
 constexpr int64_t kElementsPerTask = 65536;
 
-// One node: of the rows of its children, which lie side by side, the mean goes to its own.
+// One node: the mean of its children's rows, which lie side by side, is taken from each of them and added to the node's row.
 template <typename T>
-void balance_node(T* own, T* children, int64_t count, int64_t width, std::vector<T>& mean) {
+void balance_node(T* node_row, T* children, int64_t count, int64_t width, std::vector<T>& mean) {
   std::copy_n(children, width, mean.begin());
   for (int64_t c = 1; c < count; ++c) {
     for (int64_t d = 0; d < width; ++d) {
@@ -27,7 +27,7 @@ void balance_node(T* own, T* children, int64_t count, int64_t width, std::vector
   }
   for (int64_t d = 0; d < width; ++d) {
     mean[d] /= T(count);
-    own[d] += mean[d];
+    node_row[d] += mean[d];
   }
   for (int64_t c = 0; c < count; ++c) {
     for (int64_t d = 0; d < width; ++d) {

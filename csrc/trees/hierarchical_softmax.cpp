@@ -170,8 +170,8 @@ std::vector<Layer> layers_of(const Tensor& first_child, const Tensor& parent, co
     const Tensor active = node.ge(begin), above = at::where(active, parent.index_select(0, node), 0);
     const Tensor first = first_child.index_select(0, above), last = first_child.index_select(0, above + 1);
     const Tensor child = first.unsqueeze(1) + at::arange(group_sizes[l], nodes.options());
-    const Tensor held = child.lt(last.unsqueeze(1)).logical_and(active.unsqueeze(1));
-    layers.push_back({active, at::where(active, node - 1, -1), at::where(held, child - 1, -1)});
+    const Tensor exists = child.lt(last.unsqueeze(1)).logical_and(active.unsqueeze(1));
+    layers.push_back({active, at::where(active, node - 1, -1), at::where(exists, child - 1, -1)});
     node = at::where(active, above, node);
   }
   return layers;
@@ -247,10 +247,10 @@ HierarchicalState hierarchical_softmax_forward_reference(const Tensor& input, co
   std::vector<Tensor> grad_edges;
   for (const Layer& layer : layers_of(first_child, parent, nodes, layer_sizes, group_sizes)) {
     const Tensor none = layer.edges.lt(0), edges = layer.edges.clamp_min(0);
-    const Tensor own = scores.gather(1, layer.edge.clamp_min(0).unsqueeze(1)).squeeze(1);
+    const Tensor target_score = scores.gather(1, layer.edge.clamp_min(0).unsqueeze(1)).squeeze(1);
     // A group that is not there: any scores.
     const Tensor group = scores.gather(1, edges).masked_fill(none, -kInfinity).masked_fill(layer.active.logical_not().unsqueeze(1), 0);
-    loss = loss + at::where(layer.active, group.logsumexp(1) - own, 0.0);
+    loss = loss + at::where(layer.active, group.logsumexp(1) - target_score, 0.0);
     const Tensor gradient = at::where(none, 0.0, group.softmax(1) - layer.edges.eq(layer.edge.unsqueeze(1)).to(scores.scalar_type()));
     by_edge.scatter_add_(1, layer.edges + 1, gradient);
     grad_edges.insert(grad_edges.begin(), gradient);

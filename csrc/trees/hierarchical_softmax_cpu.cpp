@@ -30,12 +30,12 @@ constexpr int64_t kQueriesPerTask = 8;
 // scores - logsumexp(scores), in place; returns whether it is a number.
 template <typename A>
 bool log_softmax(A* scores, int64_t n) {
-  const A most = *std::max_element(scores, scores + n);
+  const A largest = *std::max_element(scores, scores + n);
   A sum = 0;
   for (int64_t i = 0; i < n; ++i) {
-    sum += std::exp(scores[i] - most);
+    sum += std::exp(scores[i] - largest);
   }
-  const A normalizer = most + std::log(sum);
+  const A normalizer = largest + std::log(sum);
   for (int64_t i = 0; i < n; ++i) {
     scores[i] -= normalizer;
   }
@@ -47,7 +47,7 @@ struct Way {
   std::vector<int64_t> edges;   // of all groups
   std::vector<int64_t> columns; // of each of those, where its gradient goes
   std::vector<int64_t> starts;  // [groups + 1]
-  std::vector<int64_t> own;     // of each group, which of its edges is the way's
+  std::vector<int64_t> targets; // of each group, the position of its edge on the way
 };
 
 class Ways {
@@ -72,7 +72,7 @@ class Ways {
     const int64_t *first = first_child_.const_data_ptr<int64_t>(), *parent = parent_.const_data_ptr<int64_t>();
     way.edges.clear();
     way.columns.clear();
-    way.own.clear();
+    way.targets.clear();
     way.starts.assign(1, 0);
     int64_t node = nodes_.const_data_ptr<int64_t>()[query];
     for (int64_t l = int64_t(begins_.size()) - 1; l >= 0 && node > 0; --l) {
@@ -84,7 +84,7 @@ class Ways {
       const int64_t begin = first[above], end = first[above + 1];
       TORCH_CHECK_VALUE(begin > 0 && begin <= node && node < end && end <= parent_.size(0) && end - begin <= groups_[l], op_,
                         ": expected node ", node, " among at most ", groups_[l], " children of node ", above, ", got ", begin, " .. ", end - 1);
-      way.own.push_back(node - begin);
+      way.targets.push_back(node - begin);
       for (int64_t child = begin; child < end; ++child) {
         way.edges.push_back(child - 1);
         way.columns.push_back(columns_[l] + child - begin);
@@ -128,13 +128,13 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
         ways.find(q, way);
         edges.score(scores, const_data<T>(query) + q * features, way.edges);
         A sum = 0;
-        for (size_t g = 0; g < way.own.size(); ++g) {
+        for (size_t g = 0; g < way.targets.size(); ++g) {
           A* group = scores.data() + way.starts[g];
           const int64_t n = way.starts[g + 1] - way.starts[g];
           log_softmax(group, n);
-          sum -= group[way.own[g]];
+          sum -= group[way.targets[g]];
           for (int64_t i = 0; (want_input || want_edges) && i < n; ++i) {
-            group[i] = std::exp(group[i]) - (i == way.own[g] ? A(1) : A(0));
+            group[i] = std::exp(group[i]) - (i == way.targets[g] ? A(1) : A(0));
           }
         }
         data<A>(loss)[q] = sum;

@@ -33,19 +33,21 @@ struct Node {
 std::vector<Node> shape(int64_t classes, int64_t arity, int64_t max_leaf_size) {
   const int64_t leaves = (classes + max_leaf_size - 1) / max_leaf_size;
   std::vector<Node> nodes{{-1, 0, classes, leaves, 0, 0}};
-  int64_t most = 1; // clusters below a node of the layer to be made
-  while (most * arity < leaves) {
-    most *= arity;
+  int64_t child_leaves = 1; // clusters below a node of the layer to be made, at most
+  while (child_leaves * arity < leaves) {
+    child_leaves *= arity;
   }
   int64_t layer_begin = 0;
-  for (; leaves > 1 && most >= 1; most /= arity) {
+  for (; leaves > 1 && child_leaves >= 1; child_leaves /= arity) {
     const int64_t layer_end = int64_t(nodes.size());
     for (int64_t v = layer_begin; v < layer_end; ++v) {
       const Node node = nodes[v];
-      const int64_t children = (node.leaves + most - 1) / most, first = int64_t(nodes.size());
+      const int64_t children = (node.leaves + child_leaves - 1) / child_leaves, first = int64_t(nodes.size());
       for (int64_t c = 0, leaf = 0; c < children; ++c) {
         const int64_t next = node.leaves * (c + 1) / children; // clusters and classes in equal shares
-        const auto at = [&](int64_t some) { return node.begin + int64_t(static_cast<__int128>(node.end - node.begin) * some / node.leaves); };
+        const auto at = [&](int64_t clusters) {
+          return node.begin + int64_t(static_cast<__int128>(node.end - node.begin) * clusters / node.leaves);
+        };
         nodes.push_back({v, at(leaf), at(next), next - leaf, 0, 0});
         leaf = next;
       }
@@ -57,7 +59,7 @@ std::vector<Node> shape(int64_t classes, int64_t arity, int64_t max_leaf_size) {
   return nodes;
 }
 
-constexpr int64_t kSumBlocks = 8; // of a sum over many rows: each its own, whichever thread makes it, then one after the other
+constexpr int64_t kSumBlocks = 8; // parts of a sum over many rows, added in order: the same sum for any number of threads
 
 /// Cuts a part in two. Threads share the work, unless it runs on one of several already.
 class Bisection {

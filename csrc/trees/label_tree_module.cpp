@@ -15,7 +15,7 @@ namespace {
 
 using at::Tensor;
 
-LabelTree of(const LabelTreeNodes& nodes) { return LabelTree(std::get<0>(nodes), std::get<1>(nodes)); }
+LabelTree make_label_tree(const LabelTreeNodes& nodes) { return LabelTree(std::get<0>(nodes), std::get<1>(nodes)); }
 
 } // namespace
 
@@ -56,7 +56,7 @@ void LabelTreeImpl::to(torch::Device device, bool non_blocking) { Module::to(dev
 
 LabelTree LabelTree::from_parents(const Tensor& parents, const Tensor& classes) { return LabelTree(parents, classes); }
 
-LabelTree LabelTree::balanced(const Tensor& order, int64_t arity) { return of(label_tree_balanced(order, arity)); }
+LabelTree LabelTree::balanced(const Tensor& order, int64_t arity) { return make_label_tree(label_tree_balanced(order, arity)); }
 
 LabelTree LabelTree::balanced(int64_t num_classes, int64_t arity) {
   TORCH_CHECK_VALUE(num_classes >= 1, "LabelTree::balanced: expected num_classes of at least 1, got ", num_classes);
@@ -70,11 +70,11 @@ LabelTree LabelTree::random(int64_t num_classes, int64_t arity, std::optional<at
 
 LabelTree LabelTree::from_vectors(const Tensor& vectors, const TreeFromVectors& options, std::optional<at::Generator> generator) {
   const Tensor seed = at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::kLong);
-  return of(label_tree_from_vectors(seed, vectors, print_options(options)));
+  return make_label_tree(label_tree_from_vectors(seed, vectors, print_options(options)));
 }
 
-LabelTree LabelTree::from_frequencies(const Tensor& counts, int64_t subsets) { return of(label_tree_equal_mass(counts, subsets)); }
+LabelTree LabelTree::from_frequencies(const Tensor& counts, int64_t subsets) { return make_label_tree(label_tree_equal_mass(counts, subsets)); }
 
-LabelTree LabelTree::huffman(const Tensor& counts, int64_t arity) { return of(label_tree_huffman(counts, arity)); }
+LabelTree LabelTree::huffman(const Tensor& counts, int64_t arity) { return make_label_tree(label_tree_huffman(counts, arity)); }
 
 } // namespace xsoftmax

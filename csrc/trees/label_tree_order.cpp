@@ -125,7 +125,7 @@ class SmallKmeans {
     }
   }
 
-  // Centroids to the means of their rows; whether any has moved. One without rows takes the row that is farthest from its own.
+  // Centroids to the means of their rows; whether any has moved. One without rows takes the row that is farthest from its centroid.
   bool move(const int64_t* id, int64_t n) {
     before_ = centroid_;
     std::fill(centroid_.begin(), centroid_.end(), 0.0f);
@@ -146,11 +146,11 @@ class SmallKmeans {
     for (int64_t k = 0; k < clusters_; ++k) {
       if (count_[k] == 0) {
         int64_t far = 0;
-        double most = -1;
+        double largest = -1;
         for (int64_t i = 0; i < n; ++i) {
           const double d = squared_distance(id[i], cluster_[i]);
-          far = d > most ? i : far;
-          most = std::max(d, most);
+          far = d > largest ? i : far;
+          largest = std::max(d, largest);
         }
         std::copy_n(row(id[far]), width_, centroid(k));
         cluster_[far] = k; // and is not taken again
@@ -208,10 +208,10 @@ Tensor label_tree_kmeans_order(const Tensor& seed, const Tensor& rows, int64_t a
   while (!large.empty()) { // on all threads, one part after another
     const Part part = large.back();
     large.pop_back();
-    const Tensor members = result.slice(0, part.begin, part.end), own = x.index_select(0, members);
+    const Tensor members = result.slice(0, part.begin, part.end), member_rows = x.index_select(0, members);
     const Tensor part_seed = at::full({}, int64_t(seed_of(key, part)), at::TensorOptions(at::kLong));
-    const Tensor centroids = std::get<0>(kmeans(part_seed, own, arity, iterations, std::nullopt));
-    const Tensor cluster = (at::mm(own, centroids.t()) - 0.5 * centroids.square().sum(1)).argmax(1);
+    const Tensor centroids = std::get<0>(kmeans(part_seed, member_rows, arity, iterations, std::nullopt));
+    const Tensor cluster = (at::mm(member_rows, centroids.t()) - 0.5 * centroids.square().sum(1)).argmax(1);
     std::vector<Part> parts;
     push_parts(parts, part, order, cluster.const_data_ptr<int64_t>(), arity);
     sort_in(std::move(parts));

@@ -184,12 +184,12 @@ RowGradients tree_scores_backward_cpu(const Tensor& grad, const Tensor& input, c
     return tree_scores_backward_reference(grad, input, weight, parent, nodes, layer_sizes, differences_only, output_mask);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
-  const int64_t queries = input.size(0), features = input.size(1), most = tree.paths * tree.layers;
+  const int64_t queries = input.size(0), features = input.size(1), max_edges = tree.paths * tree.layers;
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight), scores_grad = grad.contiguous();
 
   // The edges of each query and their gradients, first with room for as many as there can be.
-  std::vector<int64_t> ids(queries * most), offsets(queries + 1, 0);
-  const Tensor edge_grad = at::empty({queries * most}, grad.options());
+  std::vector<int64_t> ids(queries * max_edges), offsets(queries + 1, 0);
+  const Tensor edge_grad = at::empty({queries * max_edges}, grad.options());
   Tensor grad_input = input.new_empty({0, features});
   if (want_input) {
     grad_input = at::zeros({queries, features}, grad.options());
@@ -202,20 +202,20 @@ RowGradients tree_scores_backward_cpu(const Tensor& grad, const Tensor& input, c
       std::vector<A> sums;
       for (int64_t q = first; q < last; ++q) {
         paths.collect(tree.of(q), tree.paths);
-        A* own_grad = data<A>(edge_grad) + q * most;
-        paths.spread(own_grad, tree.of(q), tree.paths, const_data<A>(scores_grad) + q * tree.paths, sums);
+        A* query_edge_grad = data<A>(edge_grad) + q * max_edges;
+        paths.spread(query_edge_grad, tree.of(q), tree.paths, const_data<A>(scores_grad) + q * tree.paths, sums);
         const int64_t count = int64_t(paths.edges().size());
-        std::copy(paths.edges().begin(), paths.edges().end(), ids.begin() + q * most);
+        std::copy(paths.edges().begin(), paths.edges().end(), ids.begin() + q * max_edges);
         offsets[q + 1] = count;
         if (want_input) {
-          kernels.add_rows(data<A>(grad_input) + q * features, const_data<T>(table), table.stride(0), ids.data() + q * most, own_grad, count,
-                           features);
+          kernels.add_rows(data<A>(grad_input) + q * features, const_data<T>(table), table.stride(0), ids.data() + q * max_edges,
+                           query_edge_grad, count, features);
         }
       }
     });
     for (int64_t q = 0; q < queries; ++q) { // then side by side
-      std::copy_n(ids.begin() + q * most, offsets[q + 1], ids.begin() + offsets[q]);
-      std::copy_n(data<A>(edge_grad) + q * most, offsets[q + 1], data<A>(edge_grad) + offsets[q]);
+      std::copy_n(ids.begin() + q * max_edges, offsets[q + 1], ids.begin() + offsets[q]);
+      std::copy_n(data<A>(edge_grad) + q * max_edges, offsets[q + 1], data<A>(edge_grad) + offsets[q]);
       offsets[q + 1] += offsets[q];
     }
   });

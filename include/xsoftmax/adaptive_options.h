@@ -48,6 +48,8 @@ struct LshOptions {
   int64_t refresh_every = 500; ///< steps; 0: only at step 0
   at::Tensor exclude = {};     ///< int64 [K]: classes that are never drawn; no part of the text
 
+  bool is_distinct() const { return false; }
+
   template <typename Visitor>
   void visit(Visitor& v) {
     v("num_samples", num_samples); v("tables", tables); v("bits", bits); v("uniform", uniform); v("bias", bias);
@@ -68,6 +70,7 @@ struct KernelOptions {
   std::string kernel = "sphere"; ///< or "rff"; the class sets it
   at::Tensor exclude = {};       ///< int64 [K]: classes that are never drawn; no part of the text
 
+  bool is_distinct() const { return false; }
   bool sphere() const { return kernel == "sphere"; }
   double scale() const { return sphere() ? alpha : floor; }
 

@@ -50,8 +50,7 @@ class AdaptiveSamplerImpl : public SamplerImpl {
                       const torch::Tensor& exclude, std::string options);
   /// A sampler with these options that never draws `exclude`.
   virtual std::shared_ptr<AdaptiveSamplerImpl> like(const torch::Tensor& exclude) const = 0;
-  /// What operators take; what those take that write to it, beside `step`.
-  std::vector<torch::Tensor> index() const;
+  /// The index without its last table, `step`: what operators take that write to it.
   std::vector<torch::Tensor> tables() const;
   const std::string& options() const { return options_; }
   int64_t dim() const { return dim_; }

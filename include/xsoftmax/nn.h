@@ -18,6 +18,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 namespace xsoftmax::nn {
 
@@ -45,9 +46,37 @@ struct SamplingOptions {
   std::optional<bool> shared = std::nullopt;         ///< of a sampler that is named; none: as suits it
 };
 
-/// Base: the table as `linear`, the exact loss, prediction. What reads the whole table settles it first: applies the steps that a row optimizer
-/// owes its rows.
-class LinearLossImpl : public torch::nn::Module {
+/// Base of losses over a table of rows, one for each class or for each edge of a tree. What reads the whole table settles it first: applies the
+/// steps that a row optimizer owes its rows.
+class TableLossImpl : public torch::nn::Module {
+ public:
+  void settle() const;
+  void train(bool on = true) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  /// What a loss of another kind need not have, a sampler's state or the like, may be missing, and stays as it is.
+  void load(torch::serialize::InputArchive& archive) override;
+  /// What holds integers keeps its dtype.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+  torch::Tensor weight; ///< class weights, undefined: none
+
+ protected:
+  /// optional: names of modules, buffers and parameters that a checkpoint may lack.
+  TableLossImpl(const char* name, int64_t num_classes, const LossOptions& options, std::vector<std::string> optional);
+  virtual const torch::nn::Linear& table() const = 0;
+
+  const char* name_;
+  int64_t num_classes_;
+  LossOptions options_;
+
+ private:
+  std::vector<std::string> optional_;
+};
+
+/// Base: the table as `linear`, the exact loss, prediction.
+class LinearLossImpl : public TableLossImpl {
  public:
   LinearLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options);
 
@@ -59,21 +88,12 @@ class LinearLossImpl : public torch::nn::Module {
   std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const;
   /// The best class: [*, D] -> [*].
   torch::Tensor predict(const torch::Tensor& input) const;
-  void settle() const;
-
-  void train(bool on = true) override;
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
 
   torch::nn::Linear linear{nullptr}; ///< share or tie the table by assigning linear->weight
-  torch::Tensor weight;              ///< class weights, undefined: none
 
  protected:
   void check_table(const torch::Tensor& input, const torch::Tensor& target = {}) const;
-
-  const char* name_;
-  int64_t num_classes_;
-  LossOptions options_;
+  const torch::nn::Linear& table() const override { return linear; }
 };
 
 /// The exact loss, in train() and eval() alike.
@@ -88,8 +108,6 @@ TORCH_MODULE(LinearCrossEntropyLoss);
 class CandidateLossImpl : public LinearLossImpl {
  public:
   CandidateLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options);
-  /// A checkpoint of LinearCrossEntropyLoss, or of a loss whose sampler keeps nothing, loads as well: samplers stay as they are.
-  void load(torch::serialize::InputArchive& archive) override;
 
  protected:
   torch::Tensor candidate_loss(const torch::Tensor& input, const torch::Tensor& target, const Proposal& sets, const torch::Tensor& log_z = {}) const;
@@ -108,13 +126,14 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
                          const LossOptions& options = {});
   /// Draws from `generator`, or from the default one of input's device.
   torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
+  /// The sampled loss, also in eval(), from the sampler as it is, without a refresh.
+  torch::Tensor estimate(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
   /// One draw: the head and what the sampler proposes, for queries [Q, D] and target [Q] as a sampler takes them.
   Proposal propose(const torch::Tensor& queries, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
 
-  /// The head and the sampler's tables move with the device alone.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
+  using CandidateLossImpl::to;
 
   std::shared_ptr<samplers::SamplerImpl> sampler;
   torch::Tensor head;  ///< int64 [H], sorted; not in a checkpoint, which so goes with any head
@@ -122,6 +141,9 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())})
+
+ private:
+  torch::Tensor sampled(const torch::Tensor& input, const torch::Tensor& target, bool prepares, std::optional<at::Generator> generator);
 };
 TORCH_MODULE(SampledSoftmaxLoss);
 

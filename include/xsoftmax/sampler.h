@@ -50,11 +50,16 @@ class SamplerImpl : public torch::nn::Module {
   int64_t num_samples() const { return num_samples_; }
   bool shared() const { return shared_; }
   bool distinct() const { return distinct_; }
+  /// Whether some of its sets are distinct, or independent draws: more than one kind only in a union.
+  virtual bool has_distinct() const { return distinct_; }
+  virtual bool has_independent() const { return !distinct_; }
 
   /// A sampler belongs to one loss: the second claim is an error.
   void claim(const std::string& owner);
   bool claimed() const { return !owner_.empty(); }
 
+  /// The state of another sampler, or none, changes nothing: a checkpoint's class table loads into any loss.
+  void load(torch::serialize::InputArchive& archive) override;
   /// Only the device moves: counts and tables are what they are whatever the dtype of a loss.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;

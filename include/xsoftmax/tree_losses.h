@@ -37,9 +37,8 @@ struct BeamOptions {
 
 namespace nn {
 
-/// Base of losses over a tree, of which each keeps a copy: a row of parameters on each edge. What reads all edges settles them first: applies the
-/// steps that a row optimizer owes their rows.
-class TreeLossImpl : public torch::nn::Module {
+/// Base of losses over a tree, of which each keeps a copy: a row of parameters on each edge. Losses over one tree share their checkpoints.
+class TreeLossImpl : public TableLossImpl {
  public:
   TreeLossImpl(const char* name, int64_t in_features, LabelTree tree, const LossOptions& options);
 
@@ -49,24 +48,18 @@ class TreeLossImpl : public torch::nn::Module {
   virtual std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const = 0;
   /// log-probabilities of all classes: [*, N].
   virtual torch::Tensor log_prob(const torch::Tensor& input) = 0;
-  void settle() const;
-
-  void train(bool on = true) override;
-  void save(torch::serialize::OutputArchive& archive) const override;
-  /// Losses over one tree share their checkpoints; noise samplers that keep nothing stay as they are.
   void load(torch::serialize::InputArchive& archive) override;
 
   torch::nn::Linear edges{nullptr}; ///< edge e ends in node e + 1 of the tree
   LabelTree tree{nullptr};
-  torch::Tensor weight;             ///< class weights, undefined: none
 
  protected:
+  /// A tree that is about to be loaded: one of as many nodes.
+  virtual void check_tree(const LabelTree& loaded) const;
   void check_k(int64_t k) const; // of topk
+  const torch::nn::Linear& table() const override { return edges; }
   std::optional<torch::Tensor> bias() const;
   std::optional<torch::Tensor> class_weight() const;
-
-  const char* name_;
-  LossOptions options_;
 };
 
 /// Hierarchical softmax over any tree (Morin and Bengio, 2005): exact and normalised, O(depth * arity) a query.
@@ -74,10 +67,14 @@ class HierarchicalSoftmaxLossImpl : public TreeLossImpl {
  public:
   HierarchicalSoftmaxLossImpl(int64_t in_features, LabelTree tree, const LossOptions& options = {}, bool sparse_grad = true);
   torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target);
+  /// The loss itself, which is exact.
+  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target) const;
   std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
   torch::Tensor log_prob(const torch::Tensor& input) override;
 
  private:
+  torch::Tensor loss(const torch::Tensor& input, const torch::Tensor& target) const;
+
   HierarchicalSoftmaxOptions step_;
 };
 TORCH_MODULE(HierarchicalSoftmaxLoss);
@@ -104,8 +101,9 @@ class BeamTreeLossImpl : public TreeLossImpl {
   /// The same scores as a plain table: weight [N, D], and bias [N] or undefined.
   std::tuple<torch::Tensor, torch::Tensor> class_table() const;
   torch::Tensor log_prob(const torch::Tensor& input) override;
-  /// What a beam of the larger of k and BeamTreeOptions::beam finds; scores, not normalised.
-  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
+  /// What a beam of the larger of k and BeamTreeOptions::beam finds, or one of `width`; scores, not normalised.
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override { return topk(input, k, {}); }
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, std::optional<int64_t> width) const;
   /// What a step takes as candidates: [*, D] -> int64 [*, num_candidates], -1 where there are fewer.
   torch::Tensor candidates(const torch::Tensor& input, std::optional<at::Generator> generator = std::nullopt) const;
   /// Moves what the children of a node have in common to the edge above it. No score changes; the beam finds more. A loss that waits for its
@@ -119,6 +117,7 @@ class BeamTreeLossImpl : public TreeLossImpl {
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())})
 
  private:
+  void check_tree(const LabelTree& loaded) const override;
   void count_step();
 
   SampledSoftmaxOptions step_;

@@ -26,6 +26,8 @@ class UnionSamplerImpl : public SamplerImpl {
   /// Null where a part cannot leave classes out.
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
   /// "ranking" where all parts draw private independent classes and one of them says "ranking".
+  bool has_distinct() const override;
+  bool has_independent() const override;
   std::string default_estimator() const override;
   bool follows_table() const override; ///< where a part does
 

@@ -1,6 +1,5 @@
 """CANE: candidates against noises, over a plain class table."""
 
-import math
 from typing import List, Optional, Union
 
 import torch
@@ -8,8 +7,9 @@ from torch import Tensor
 
 from ._checks import check_count
 from ._memory import device_of_values
-from .losses import CandidateLoss, different_ids, noise_outside
+from .losses import CandidateLoss, different_ids
 from .samplers import CandidateSet, Sampler
+from .samplers.complement import noise_outside
 
 NOISE_REDUCTIONS = {"mean_of_logs": "cane", "log_of_mean": "cane_log_of_mean"}
 
@@ -64,7 +64,7 @@ class CaneLoss(CandidateLoss):
                          dtype=dtype)
         name = self._name
         num_noises = check_count(name, "num_noises", num_noises, 0)
-        self._init_options(estimator_of(name, noise_reduction), True, sparse_grad)
+        self._init_options(estimator=estimator_of(name, noise_reduction), remove_accidental_hits=True, sparse_grad=sparse_grad)
         device = device_of_values(device)
         self.candidate_sampler = None
         ids: Optional[Tensor] = None
@@ -80,12 +80,12 @@ class CaneLoss(CandidateLoss):
                 raise ValueError(f"{name}: expected two samplers for candidates and noise, got one for both: build a second one")
             if candidates._owner:  # before the noise is claimed
                 candidates._claim(name)
-            self.candidate_sampler = candidates
+            self.candidate_sampler = candidates.to(device)
         elif candidates is not None:
             ids = different_ids(name, "candidates", candidates, num_classes, device)
             if ids.numel() == 0:
                 raise ValueError(f"{name}: expected at least one of candidates, without which there is nothing to learn, got none")
-        self.noise = noise_outside(name, noise_sampler, num_noises, num_classes, in_features, bias, device, ids)
+        self.noise = noise_outside(name, noise_sampler, num_noises, num_classes, in_features, bias, ids).to(device)
         self.noise._claim(name)
         if self.candidate_sampler is not None:
             self.candidate_sampler._claim(name)
@@ -99,9 +99,8 @@ class CaneLoss(CandidateLoss):
         found = self._candidates(queries, counted, list(target.shape), candidates, generator)
         self.noise.prepare(self.linear.weight, self.linear.bias, generator)
         noise = self.noise.sample_outside(queries, found, counted, generator)
-        absent = found < 0
-        log_count = torch.zeros(found.shape, device=found.device).masked_fill(absent, math.inf)
-        return self._candidate_loss(input, target, [CandidateSet(found.clamp(min=0), log_count, None, True), noise], None)
+        ids, log_count = torch.ops.xsoftmax.present_set(found)
+        return self._candidate_loss(input, target, [CandidateSet(ids, log_count, None, True), noise], None)
 
     def _candidates(self, queries: Tensor, target: Tensor, batch: List[int], given: Optional[Tensor],
                     generator: Optional[torch.Generator]) -> Tensor:
@@ -125,12 +124,7 @@ class CaneLoss(CandidateLoss):
         sampler.prepare(self.linear.weight, self.linear.bias, generator)
         # Candidates must not look at the target: it says no more than which queries count.
         sets = sampler.sample(queries, target.clamp(max=0), generator)
-        if len(sets) == 1 and sets[0].distinct:
-            return sets[0].ids
-        if len(sets) == 1:
-            return torch.ops.xsoftmax.candidate_set(sets[0].ids, self.num_classes)
-        ids = torch.cat([part.ids.expand(queries.shape[0], part.ids.shape[-1]) for part in sets], 1)
-        return torch.ops.xsoftmax.candidate_set(ids, self.num_classes)
+        return torch.ops.xsoftmax.drawn_candidates([part.ids for part in sets], [part.distinct for part in sets], queries.size(0), self.num_classes)
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", num_noises={self.noise.num_samples}"

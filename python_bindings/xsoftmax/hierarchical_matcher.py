@@ -1,16 +1,16 @@
 """A hierarchical matcher under an encoder: extreme multi-label classification of what a network has read."""
 
-from typing import Optional
+from typing import List, Optional
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._checks import check_count
+from ._memory import device_of_values
 from ._sparse import checked
-from ._checks import check_count, check_reduction
+from ._table import TableModule, make_linear
 from .label_tree import LabelTree
-from .losses import flat_queries, make_linear, settle_before
-from .optim.settle import settle
 
 _TRANSFORMS = {"squared_hinge": "log-l3-hinge", "logistic": "log-sigmoid"}
 
@@ -21,7 +21,7 @@ def _fake_shortlist(parents, targets, first_child, parent):
     return parents.new_empty(size), parents.new_empty(parents.shape[0] + 1), parents.new_empty(size, dtype=torch.float32)
 
 
-class HierarchicalMatcher(nn.Module):
+class HierarchicalMatcher(TableModule):
     r"""A tree of labels with a linear classifier for each node, trained layer after layer over one encoder (PECOS paper, section 4).
 
     On the layer at work, a query's shortlist S holds the children of the ``beam`` best nodes of the layer above, and those of the nodes above
@@ -52,34 +52,26 @@ class HierarchicalMatcher(nn.Module):
     def __init__(self, in_features: int, tree: LabelTree, *, loss: str = "squared_hinge", beam: int = 10, bias: bool = True,
                  reduction: str = "mean", sparse_grad: bool = True, device=None, dtype=None) -> None:
         super().__init__()
-        check_count("HierarchicalMatcher", "in_features", in_features, 0)
         if not isinstance(tree, LabelTree):
             raise TypeError(f"HierarchicalMatcher: expected tree to be a LabelTree, got {type(tree).__name__}")
         if tree.depth == 0:
             raise ValueError("HierarchicalMatcher: expected a tree of at least 2 nodes, got 1")
         if loss not in _TRANSFORMS:
             raise ValueError(f"HierarchicalMatcher: expected loss as one of {sorted(_TRANSFORMS)}, got {loss!r}")
-        check_reduction("HierarchicalMatcher", reduction)
-        self.in_features, self.num_classes = in_features, tree.num_classes
-        self.loss, self.transform, self.reduction, self.sparse_grad = loss, _TRANSFORMS[loss], reduction, sparse_grad
+        self._init_table(in_features, tree.num_classes, reduction=reduction, sparse_grad=sparse_grad)
+        self.loss, self.transform = loss, _TRANSFORMS[loss]
         self.beam = check_count("HierarchicalMatcher", "beam", beam, 1)
-        self.tree = tree.clone().to(device)
-        self.edges = make_linear(in_features, tree.num_edges, bias, device, dtype)
-        self.register_buffer("layer", torch.ones((), dtype=torch.int64, device=device))
-        self.register_state_dict_pre_hook(settle_before)
+        self.tree = tree.clone().to(device_of_values(device))
+        self.edges = make_linear(self.in_features, tree.num_edges, bias, device, dtype)
+        self.register_buffer("layer", torch.ones((), dtype=torch.int64, device=device_of_values(device)))
 
-    def settle(self) -> None:
-        """Applies the steps that a row optimizer owes the rows of edges. `eval()`, `topk`, `predict` and `state_dict` do so by themselves."""
-        settle(self.edges.weight)
-        settle(self.edges.bias)
-
-    def train(self, mode: bool = True) -> "HierarchicalMatcher":
-        if not mode:
-            self.settle()
-        return super().train(mode)
+    def _tables(self) -> List[Optional[Tensor]]:
+        tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]
+        return tables
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        queries = self._queries(input, target)
+        queries = self._examples(input, target)
+        self._check_step()
         layer = int(self.layer.item())
         nodes, offsets, right = self._shortlist(queries.detach(), self._nodes(target.reshape(queries.size(0), target.size(-1)), layer), layer)
         each = self._each(torch.ops.xsoftmax.ragged_scores(queries, self.edges.weight, self.edges.bias, nodes - 1, offsets, self.sparse_grad), right)
@@ -90,8 +82,8 @@ class HierarchicalMatcher(nn.Module):
         query = torch.repeat_interleave(torch.arange(queries.size(0), device=offsets.device), offsets.diff(), output_size=nodes.size(0))
         return torch.zeros(queries.size(0), dtype=each.dtype, device=each.device).index_add(0, query, each).reshape(input.shape[:-1])
 
-    def _queries(self, input: Tensor, target: Tensor) -> Tensor:
-        queries = flat_queries("HierarchicalMatcher", self.in_features, input, None)
+    def _examples(self, input: Tensor, target: Tensor) -> Tensor:
+        queries = self._queries(input, None)
         if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
             raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
                              f"{list(target.shape)}")
@@ -159,6 +151,7 @@ class HierarchicalMatcher(nn.Module):
         layer = int(self.layer)
         if layer == self.tree.depth:
             return False
+        self.settle()  # what a parent owes is not for its children to pay
         begin, end = self._begin(layer + 1), self._begin(layer + 2)
         parent = self.tree.parent[begin:end]
         for table in self.edges.parameters():
@@ -190,13 +183,14 @@ class HierarchicalMatcher(nn.Module):
             ValueError: no example, another shape, or input, sums or scores that are not finite. TypeError: input of another dtype than the
                 weights. Nothing has changed then.
         """
-        queries, table = self._queries(input, target), self.edges.weight
+        queries, table = self._examples(input, target), self.edges.weight
         if len(queries) == 0:
             raise ValueError("HierarchicalMatcher.init_from_prototypes: expected at least one example, got none")
         if queries.dtype != table.dtype:
             raise TypeError(f"HierarchicalMatcher.init_from_prototypes: expected input of the weights' dtype, {table.dtype}, got {queries.dtype}")
         if not bool(queries.isfinite().all()):
             raise ValueError("HierarchicalMatcher.init_from_prototypes: expected input of finite numbers, got others")
+        self.settle()  # the beam looks at the layers above; what rows owe is not for new ones to pay
         layer = int(self.layer)
         nodes = self._nodes(target.reshape(len(queries), -1), layer)
         rows, shift = self._prototypes(queries, nodes, layer)
@@ -216,23 +210,23 @@ class HierarchicalMatcher(nn.Module):
         dtype = torch.promote_types(queries.dtype, torch.float32)
         mean = queries.mean(0, dtype=dtype) if self.edges.bias is not None else queries.new_zeros(queries.size(1), dtype=dtype)
         sums, counts = queries.new_zeros(count, queries.size(1), dtype=dtype), queries.new_zeros(count, dtype=dtype)
-        for some, right in zip(queries.split(4096), nodes.split(4096)):
+        for block, right in zip(queries.split(4096), nodes.split(4096)):
             right = right.sort(1).values  # a node above two labels of an example counts once
             right[:, 1:][right[:, 1:] == right[:, :-1]] = -1
             row, column = (right >= 0).nonzero(as_tuple=True)
             found, at = (right[row, column] - begin).unique(return_inverse=True)  # a block meets some of the nodes: the others cost nothing
-            of = torch.sparse_coo_tensor(torch.stack([at, row]), torch.ones(len(at), dtype=dtype, device=at.device), (len(found), len(some)),
-                                         check_invariants=False)
-            sums.index_add_(0, found, of @ (some.to(dtype) - mean))
+            has = torch.sparse_coo_tensor(torch.stack([at, row]), torch.ones(len(at), dtype=dtype, device=at.device), (len(found), len(block)),
+                                          check_invariants=False)
+            sums.index_add_(0, found, has @ (block.to(dtype) - mean))
             counts.index_add_(0, found, torch.bincount(at, minlength=len(found)).to(dtype))
         sums /= counts.clamp(min=1).sqrt().unsqueeze(1)
         return sums, -(sums @ mean)
 
     def _fit(self, queries: Tensor, nodes: Tensor, layer: int, rows: Tensor, shift: Tensor) -> tuple[float, float]:
         """scale and offset (0 without bias) with which the scores ``scale * (rows @ h + shift) + offset`` have the least loss."""
-        some = torch.linspace(0, len(queries) - 1, min(len(queries), 4096), device=queries.device).long()
+        sample = torch.linspace(0, len(queries) - 1, min(len(queries), 4096), device=queries.device).long()
         begin, scores, right = self._begin(layer), [], []
-        for part in some.split(512):
+        for part in sample.split(512):
             on_list, offsets, is_right = self._shortlist(queries[part], nodes[part], layer)
             scores.append(torch.ops.xsoftmax.ragged_scores(queries[part].to(rows.dtype), rows, shift, on_list - begin, offsets, False).double())
             right.append(is_right.double())
@@ -269,10 +263,8 @@ class HierarchicalMatcher(nn.Module):
         width = max(k, self.beam) if beam is None else beam
         if k < 0 or k > self.num_classes or width < k:
             raise ValueError(f"HierarchicalMatcher: expected k in [0, {self.num_classes}] and a beam of at least k, got {k} and {width}")
-        self.settle()
-        scores, labels = torch.ops.xsoftmax.beam_search(flat_queries("HierarchicalMatcher", self.in_features, input, None), self.edges.weight,
-                                                        self.edges.bias, self.tree.first_child, self.tree.node_class, max(width, 1),
-                                                        self.transform)
+        scores, labels = torch.ops.xsoftmax.beam_search(self._table_queries(input, None), self.edges.weight, self.edges.bias,
+                                                        self.tree.first_child, self.tree.node_class, max(width, 1), self.transform)
         shape = list(input.shape[:-1]) + [k]
         return scores[:, :k].exp().reshape(shape), labels[:, :k].reshape(shape)
 
@@ -292,4 +284,4 @@ class HierarchicalMatcher(nn.Module):
         return torch.from_numpy(padded)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, loss={self.loss!r}, beam={self.beam}, layer={int(self.layer)}"
+        return super().extra_repr() + f", loss={self.loss!r}, beam={self.beam}, layer={int(self.layer)}"

@@ -2,78 +2,38 @@
 
 import math
 import numbers
-import warnings
 from typing import List, Optional, Union
 
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_class_weights, check_count, check_reduction
-from ._memory import advise_huge_pages, device_of_values, moved_table
-from ._options import option_text
-from .optim.settle import settle
+from ._checks import check_count
+from ._memory import device_of_values, moved_table
+from ._table import TableModule, flat_queries, make_linear
 from .estimators import check_estimator, has_noise, registered_loss
-from .samplers import CandidateSet, ComplementSampler, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
-
-_REDUCTIONS = ("none", "mean", "sum")  # by at::Reduction
-_OPTIONS = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "sparse_grad")  # of sampled_softmax_loss
+from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
+from .samplers.complement import noise_outside
 
 
-def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor]) -> Tensor:
-    """input [*, D] as [Q, D], after its shape and target's have been checked."""
-    if not torch.jit.is_scripting():
-        for name, tensor in (("input", input), ("target", target)):
-            if not isinstance(tensor, Tensor) and (name == "input" or tensor is not None):
-                raise TypeError(f"{owner}: expected {name} as a tensor, got {type(tensor).__name__}")
-    if input.dim() < 1 or input.shape[-1] != in_features:
-        raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got {list(input.shape)}")
-    if target is not None:
-        if input.shape[:-1] != target.shape:
-            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
-                             f"got {list(target.shape)}")
-    return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 
-
-def settle_before(module: nn.Module, *_) -> None:
-    """A state-dict hook: rows that a row optimizer owes steps to are brought up to date first."""
-    module.settle()
-
-
-def refuse_data_parallel(owner: str, table: Tensor) -> None:
-    """DistributedDataParallel cannot reduce a row-sparse gradient of ours, and dies in the backward pass."""
-    active = nn.parallel.DistributedDataParallel._active_ddp_module if torch.distributed.is_available() else None
-    if active is not None and any(parameter is table for parameter in active._module_parameters):
-        raise RuntimeError(f"{owner}: expected sparse_grad=False under DistributedDataParallel, whose reducer does not know the row-sparse "
-                           "gradient of a class table, got sparse_grad=True")
-
-
-class LinearLoss(nn.Module):
-    """What every loss over a plain class table shares: the table as `.linear`, the exact loss, and prediction.
+class LinearLoss(TableModule):
+    """Base of losses over a plain class table: the table as `.linear`, the exact loss, and prediction.
 
     The state dict holds `linear.weight`, `linear.bias` and, where class weights were given, `weight`: the keys of
     :class:`torch.nn.LinearCrossEntropyLoss`, so that a checkpoint of either loads into the other.
     """
 
+    # What a sampler kept, or a log Z, is of no use to a loss without one, and stays as it is where a checkpoint has none.
+    _optional_state = ("sampler.", "noise.", "candidate_sampler.", "log_z")
+
     def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Optional[Tensor] = None,
                  reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, device=None, dtype=None) -> None:
         super().__init__()
-        self._name = name = type(self).__name__
-        self.in_features = check_count(name, "in_features", in_features, 0)
-        self.num_classes = check_count(name, "num_classes", num_classes, 1)
-        check_class_weights(name, weight, num_classes)
+        self._init_table(in_features, num_classes, reduction=reduction, weight=weight, ignore_index=ignore_index)
         if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {label_smoothing}")
-        self.reduction = reduction
-        self.ignore_index = check_count(name, "ignore_index", ignore_index, None)
+            raise ValueError(f"{self._name}: expected label_smoothing in [0, 1], got {label_smoothing}")
         self.label_smoothing = float(label_smoothing)
-        self.linear = make_linear(in_features, num_classes, bias, device, dtype)
-        self.register_buffer("weight", weight)
-        self.register_state_dict_pre_hook(settle_before)
-
-    def __setattr__(self, name: str, value) -> None:
-        if name == "reduction":
-            super().__setattr__("_reduction", _REDUCTIONS.index(check_reduction(self._name, value)))
-        super().__setattr__(name, value)
+        self.linear = make_linear(self.in_features, self.num_classes, bias, device, dtype)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **kwargs) -> "LinearLoss":
@@ -91,38 +51,15 @@ class LinearLoss(nn.Module):
         loss.to(linear.weight.device)
         return loss
 
-    @torch.jit.export
-    def settle(self) -> None:
-        """Brings the table up to date: applies the steps that a row optimizer owes its rows. What reads all of it, `eval()`, `exact`, `topk`,
-        `predict`, `log_prob` and `state_dict`, does so by itself."""
-        settle(self.linear.weight)
-        settle(self.linear.bias)
-
-    def train(self, mode: bool = True) -> "LinearLoss":
-        if not mode:
-            self.settle()
-        return super().train(mode)
+    def _tables(self) -> List[Optional[Tensor]]:
+        tables: List[Optional[Tensor]] = [self.linear.weight, self.linear.bias]
+        return tables
 
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
-        """input [*, D] as [Q, D], checked, and the table as well."""
         if self.linear.weight.shape[0] != self.num_classes:
             raise ValueError(f"{self._name}: expected linear.weight with a row for each of {self.num_classes} classes, "
                              f"got shape {list(self.linear.weight.shape)}")
         return flat_queries(self._name, self.in_features, input, target)
-
-    def _table_queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
-        """The same for what reads the whole table."""
-        queries = self._queries(input, target)
-        self.settle()
-        return queries
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        self.settle()  # steps that are owed to the old table must not move the new one
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        # What a sampler kept, or a log Z, is of no use to a loss without one, and stays as it is where a checkpoint has none.
-        foreign = tuple(prefix + name for name in ("sampler.", "noise.", "candidate_sampler.", "log_z"))
-        unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(foreign)]
-        missing_keys[:] = [key for key in missing_keys if not key.startswith(foreign)]
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
@@ -132,7 +69,7 @@ class LinearLoss(nn.Module):
         """
         loss = torch.ops.xsoftmax.linear_cross_entropy(
             self._table_queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
-            self._reduction, self.ignore_index, self.label_smoothing)
+            ["none", "mean", "sum"].index(self.reduction), self.ignore_index, self.label_smoothing)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     @torch.jit.export
@@ -156,14 +93,7 @@ class LinearLoss(nn.Module):
         return self.topk(input, 1)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
-        text = f"in_features={self.in_features}, num_classes={self.num_classes}"
-        if self.reduction != "mean":
-            text += f", reduction={self.reduction!r}"
-        if self.ignore_index != -100:
-            text += f", ignore_index={self.ignore_index}"
-        if self.label_smoothing != 0.0:
-            text += f", label_smoothing={self.label_smoothing}"
-        return text
+        return super().extra_repr() + (f", label_smoothing={self.label_smoothing}" if self.label_smoothing != 0.0 else "")
 
 
 class LinearCrossEntropyLoss(LinearLoss):
@@ -194,26 +124,12 @@ class LinearCrossEntropyLoss(LinearLoss):
 class CandidateLoss(LinearLoss):
     """What losses share that score candidates in train() and are exact in eval()."""
 
-    def _init_options(self, estimator: str, remove_accidental_hits: bool, sparse_grad: bool) -> None:
-        self.estimator = estimator
-        self.remove_accidental_hits = remove_accidental_hits
-        self.sparse_grad = sparse_grad
-        self._options = self._option_text()
-
-    def _option_text(self) -> str:
-        return option_text(**{name: getattr(self, name) for name in _OPTIONS})
-
-    def __setattr__(self, name: str, value) -> None:
-        super().__setattr__(name, value)
-        if name in _OPTIONS and "_options" in self.__dict__:
-            self._options = self._option_text()
+    _option_names = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "sparse_grad")
 
     def _counted(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """What samplers are shown: queries [Q, D] and targets [Q], zeros and -1 where a target is ignored."""
         self._queries(input, target)
-        if not torch.jit.is_scripting():
-            if self.sparse_grad and not torch.compiler.is_compiling():
-                refuse_data_parallel(self._name, self.linear.weight)
+        self._check_step()
         return torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index)
 
     def _candidate_loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], log_z: Optional[Tensor]) -> Tensor:
@@ -289,12 +205,12 @@ class SampledSoftmaxLoss(CandidateLoss):
             raise ValueError(f"{name}: expected private draws, head_classes=0 and label_smoothing=0 beside "
                              f"estimator=\"complementary_sum\", got shared={shared}, {head.numel()} classes and {label_smoothing}")
         if isinstance(sampler, str) and outside:
-            sampler = noise_outside(name, sampler, 20 if num_samples is None else num_samples, num_classes, in_features, bias, device)
+            sampler = noise_outside(name, sampler, 20 if num_samples is None else num_samples, num_classes, in_features, bias)
         elif isinstance(sampler, str):
             if shared is None and estimator is not None and has_noise(estimator):
                 shared = False  # draws that stand for what others leave out are each query's
             options = {} if shared is None else {"shared": shared}
-            sampler = make_sampler(sampler, num_classes, num_samples, dim=in_features, bias=bias, **options).to(device)
+            sampler = make_sampler(sampler, num_classes, num_samples, dim=in_features, bias=bias, **options)
         elif not isinstance(sampler, Sampler):
             raise TypeError(f"{name}: expected sampler to be a Sampler or a name, got {type(sampler).__name__}")
         elif num_samples is not None or shared is not None:
@@ -306,9 +222,12 @@ class SampledSoftmaxLoss(CandidateLoss):
             raise ValueError(f"{name}: expected candidates to learn from, got num_samples=0 and head_classes=0")
         estimator = "sampled_softmax" if outside else sampler.default_estimator if estimator is None else estimator
         check_estimator(name, estimator, label_smoothing)
-        self._init_options(estimator, remove_accidental_hits, sparse_grad)
+        if has_noise(estimator) and not ((head.numel() > 0 or sampler.has_distinct) and sampler.has_independent):
+            raise ValueError(f"{name}: expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with "
+                             f"estimator={estimator!r}, got {head.numel()} head classes and {sampler}")
+        self._init_options(estimator=estimator, remove_accidental_hits=remove_accidental_hits, sparse_grad=sparse_grad)
         self._init_log_z(log_z, device)
-        if outside:  # from here on the sampler is claimed: nothing but that may fail
+        if outside:  # the sampler is claimed below: all other checks come before
             sampler = sampler.outside_target()
         elif head.numel() > 0:
             left = sampler.excluding(head)
@@ -316,7 +235,7 @@ class SampledSoftmaxLoss(CandidateLoss):
                 left, self.head = UnionSampler(FixedSampler(num_classes, head), sampler), head[:0]
             sampler = left
         sampler._claim(name)
-        self.sampler = sampler
+        self.sampler = sampler.to(device)
 
     def _init_log_z(self, log_z: Union[float, str], device) -> None:
         learned = isinstance(log_z, str) and log_z == "learned"
@@ -342,7 +261,7 @@ class SampledSoftmaxLoss(CandidateLoss):
 
     @torch.jit.export
     def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
-        """The sampled loss, also in eval(), from the sampler as it is: no refresh, and nothing counts as a step."""
+        """The sampled loss, also in eval(), from the sampler as it is, without a refresh. In eval() nothing counts as a step."""
         queries, counted = self._counted(input, target)
         return self._loss(input, target, self.propose(queries, counted, generator))
 
@@ -376,19 +295,6 @@ class SampledSoftmaxLoss(CandidateLoss):
         return text
 
 
-def make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -> nn.Linear:
-    """nn.Linear on memory of our choice."""
-    device = torch.get_default_device() if device is None else torch.device(device)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # a tree of one class has no edges
-        linear = nn.Linear(in_features, num_classes, bias=bias, device="meta", dtype=dtype)
-        if device.type != "meta":
-            linear.to_empty(device=device)
-            advise_huge_pages(linear.weight.detach())
-            linear.reset_parameters()
-    return linear
-
-
 def different_ids(owner: str, argument: str, ids: Union[int, Tensor], num_classes: int, device) -> Tensor:
     """A set of classes, the first so many or those of a 1-D int64 tensor: sorted, int64; checked."""
     if not isinstance(ids, Tensor):
@@ -397,35 +303,3 @@ def different_ids(owner: str, argument: str, ids: Union[int, Tensor], num_classe
             raise ValueError(f"{owner}: expected {argument} in [0, {num_classes}], got {count}")
         return torch.arange(count, device=device)
     return torch.ops.xsoftmax.different_ids(ids.to(device), num_classes, owner, argument)
-
-
-def noise_outside(owner: str, noise: Union[Sampler, str], num_noises: int, num_classes: int, dim: int, bias: bool, device,
-                  candidates: Optional[Tensor] = None, follows_table: bool = True) -> ComplementSampler:
-    """Draws from outside a set for each query, by what users give.
-
-    Args:
-        noise: a sampler of private independent draws, or its name, for a class table of width dim; each noise then has up to four tries.
-        candidates: where the set is always the same.
-        follows_table: False where there is no class table that a sampler could follow.
-    """
-    if noise == "uniform":
-        return ComplementSampler(None, num_noises, num_classes=num_classes).to(device)
-    if isinstance(noise, str):
-        noise = make_sampler(noise, num_classes, 4 * max(num_noises, 1), dim=dim, bias=bias, shared=False).to(device)
-    if not isinstance(noise, Sampler):
-        raise TypeError(f"{owner}: expected noise_sampler to be a Sampler or a name, got {type(noise).__name__}")
-    if noise.num_classes != num_classes:
-        raise ValueError(f"{owner}: expected a noise_sampler of {num_classes} classes, got one of {noise.num_classes}")
-    if not follows_table and noise.follows_table:
-        raise ValueError(f"{owner}: expected a noise_sampler that follows no class table, which a tree has none of, got {type(noise).__name__}")
-    inside = torch.zeros(0, dtype=torch.int64) if candidates is None or candidates.is_meta else candidates.cpu()
-    if 0 < inside.numel() < num_classes:
-        noise = noise.excluding(inside) or noise  # whose draws then are all outside
-    # A class that is neither a candidate nor ever drawn would learn nothing of how it compares with the others.
-    count = noise.log_count(torch.zeros(1, dim, device=device), torch.arange(num_classes, device=device)).reshape(-1)
-    never = count.isneginf().nonzero().squeeze(1).cpu()
-    never = never[~torch.isin(never, inside)]
-    if never.numel() > 0:
-        raise ValueError(f"{owner}: expected a noise_sampler that draws every class outside the candidates, got one that never draws "
-                         f"{never.numel()} of them, such as {int(never[0])}")
-    return ComplementSampler(noise, num_noises)

@@ -1,80 +1,44 @@
 """Losses over a tree of classes, with a row of parameters on each edge."""
 
-import math
 from typing import List, Optional, Union
 
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_class_weights, check_count, check_reduction
+from ._checks import check_count
 from ._memory import device_of_values
 from ._options import option_text
+from ._table import TableModule, make_linear
 from .cane import estimator_of
 from .label_tree import LabelTree
-from .optim.settle import settle
-from .losses import flat_queries, make_linear, noise_outside, settle_before
 from .samplers import Sampler
+from .samplers.complement import noise_outside
 from .samplers.sampler import draw_seed
 
 
-class TreeLoss(nn.Module):
-    """What losses over a tree share: the tree, its edges as `.edges` (a Linear with a row for each), and the reduction."""
+class TreeLoss(TableModule):
+    """Base of losses over a tree: the tree, and its edges as `.edges`, a Linear with a row for each."""
+
+    # Losses over one tree share their checkpoints: only a beam tree counts steps, or has noise, which may keep nothing.
+    _optional_state = ("steps", "noise.")
 
     def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
                  ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
         super().__init__()
-        self._name = name = type(self).__name__
-        check_count(name, "in_features", in_features, 0)
         if not isinstance(tree, LabelTree):
-            raise TypeError(f"{name}: expected tree to be a LabelTree, got {type(tree).__name__}")
-        check_class_weights(name, weight, tree.num_classes)
-        self.in_features = in_features
-        self.num_classes = tree.num_classes
-        self.reduction = check_reduction(name, reduction)
-        self.ignore_index = check_count(name, "ignore_index", ignore_index, None)
-        self.sparse_grad = sparse_grad
+            raise TypeError(f"{type(self).__name__}: expected tree to be a LabelTree, got {type(tree).__name__}")
+        self._init_table(in_features, tree.num_classes, reduction=reduction, weight=weight, ignore_index=ignore_index, sparse_grad=sparse_grad)
         # Its own: a checkpoint that is loaded changes no other loss.
         self.tree = tree.clone().to(device_of_values(device))
-        self.edges = make_linear(in_features, tree.num_edges, bias, device, dtype)
-        self.register_buffer("weight", weight)
-        self._options = option_text(reduction=reduction, ignore_index=ignore_index, sparse_grad=sparse_grad)
-        self.register_state_dict_pre_hook(settle_before)
+        self.edges = make_linear(self.in_features, tree.num_edges, bias, device, dtype)
 
-    @torch.jit.export
-    def settle(self) -> None:
-        """Brings all edges up to date: applies the steps that a row optimizer owes their rows. What reads all of them, `eval()`, `exact`, `scores`,
-        `topk`, `predict`, `log_prob`, `class_table`, `balance` and `state_dict`, does so by itself."""
-        settle(self.edges.weight)
-        settle(self.edges.bias)
-
-    def train(self, mode: bool = True) -> "TreeLoss":
-        if not mode:
-            self.settle()
-        return super().train(mode)
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        # Losses over one tree share their checkpoints: only a beam tree counts steps, or has noise, which may keep nothing.
-        foreign = (prefix + "steps", prefix + "noise.")
-        for keys in (missing_keys, unexpected_keys):
-            keys[:] = [key for key in keys if not key.startswith(foreign)]
-
-    def _all_edges(self, input: Tensor) -> Tensor:
-        """input [*, D] as [Q, D], checked, for what reads all edges."""
-        self.settle()
-        return flat_queries(self._name, self.in_features, input, None)
+    def _tables(self) -> List[Optional[Tensor]]:
+        tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]
+        return tables
 
     def _check_k(self, k: int) -> None:
         if k < 0 or k > self.num_classes:
             raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
-
-    def extra_repr(self) -> str:
-        text = f"in_features={self.in_features}"
-        if self.reduction != "mean":
-            text += f", reduction={self.reduction!r}"
-        if self.ignore_index != -100:
-            text += f", ignore_index={self.ignore_index}"
-        return text
 
 
 class BeamTreeLoss(TreeLoss):
@@ -110,6 +74,8 @@ class BeamTreeLoss(TreeLoss):
     a query that is not finite finds classes that mean nothing.
     """
 
+    _option_names = ("estimator", "reduction", "ignore_index", "sparse_grad")
+
     def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int, beam: Optional[int] = None,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
                  balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
@@ -124,10 +90,9 @@ class BeamTreeLoss(TreeLoss):
         self.beam = self.num_candidates if beam is None else min(check_count(name, "beam", beam, 1), tree.num_classes)
         if self.beam < self.num_candidates:
             raise ValueError(f"{name}: expected beam of at least num_candidates, {self.num_candidates}, got {beam}")
-        self.estimator = estimator_of(name, noise_reduction)
+        estimator = estimator_of(name, noise_reduction)
         device = device_of_values(device)
-        noise_sampler = noise_sampler if self.num_noises > 0 else "uniform"  # which then draws nothing
-        self.noise = noise_outside(name, noise_sampler, self.num_noises, tree.num_classes, in_features, bias, device, follows_table=False)
+        self.noise = noise_outside(name, noise_sampler, self.num_noises, tree.num_classes, in_features, bias, follows_table=False).to(device)
         self.noise._claim(name)
         self._balances_16_bits = True
         if balance_every is None:
@@ -138,8 +103,7 @@ class BeamTreeLoss(TreeLoss):
         self.routed = routed
         if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
             raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
-        self._reduction_options = option_text(reduction=reduction, ignore_index=ignore_index)
-        self._options = f"{self._reduction_options},{option_text(estimator=self.estimator, sparse_grad=sparse_grad)}"
+        self._init_options(estimator=estimator)
         self._search = option_text(num_candidates=self.num_candidates, beam=self.beam, routed=routed)
         if not self.edges.weight.is_meta and tree.depth > 1:
             with torch.no_grad():
@@ -148,17 +112,18 @@ class BeamTreeLoss(TreeLoss):
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         if not self.training:
             return self.exact(input, target)
-        flat_queries(self._name, self.in_features, input, target)
+        self._queries(input, target)
+        self._check_step()
         weight, bias, tree = self.edges.weight, self.edges.bias, self.tree.tables()
         queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree, self.ignore_index)
         found = self._candidates(queries, generator)
         noise = self.noise.sample_outside(queries, found, counted, generator)
-        log_count = torch.zeros(found.shape, device=found.device).masked_fill(found < 0, math.inf)
+        ids, log_count = torch.ops.xsoftmax.present_set(found)
         if not torch.jit.is_scripting():
             self._count_step()  # nothing below can go wrong
         target_log_count: List[Optional[Tensor]] = [None, noise.target_log_count]
         return torch.ops.xsoftmax.beam_tree_loss(
-            input, weight, bias, target, tree, self.tree.layer_sizes, [found.clamp(min=0), noise.ids], [log_count, noise.log_count],
+            input, weight, bias, target, tree, self.tree.layer_sizes, [ids, noise.ids], [log_count, noise.log_count],
             target_log_count, [True, False], self.weight, self._options)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
@@ -179,17 +144,16 @@ class BeamTreeLoss(TreeLoss):
     def candidates(self, input: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         """The classes that a step takes as candidates: [*, D] -> int64 [*, Nc], -1 where there are fewer. See
         :func:`xsoftmax.metrics.coverage`."""
-        queries = flat_queries(self._name, self.in_features, input, None).detach()
+        queries = self._queries(input, None).detach()
         return self._candidates(queries, generator).reshape(list(input.shape[:-1]) + [self.num_candidates])
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         """`F.cross_entropy(self.scores(input), target, ...)`; what `forward` gives in eval(). Each call makes :meth:`class_table`, [N, D] in
         float32 for 16-bit edges, and nothing of [Q, N]: evaluate many queries at once."""
-        self.settle()
-        flat_queries(self._name, self.in_features, input, target)
+        self._table_queries(input, target)
         return torch.ops.xsoftmax.tree_cross_entropy(input, self.edges.weight, self.edges.bias, target, self.tree.tables(), self.tree.layer_sizes,
-                                                     self.weight, self._reduction_options)
+                                                     self.weight, self._options)
 
     def _along_paths(self, edges: Tensor, dim: int) -> Tensor:
         """Something of each edge, along `dim`, summed along the path to each class, which then are that dimension."""
@@ -227,7 +191,7 @@ class BeamTreeLoss(TreeLoss):
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:
         """The scores of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
-        return self._along_paths(self.edges(self._all_edges(input)), 1).reshape(list(input.shape[:-1]) + [self.num_classes])
+        return self._along_paths(self.edges(self._table_queries(input, None)), 1).reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
@@ -242,7 +206,7 @@ class BeamTreeLoss(TreeLoss):
         width = max(k, self.beam) if width is None else width
         if width < k:
             raise ValueError(f"{self._name}: expected width of at least k={k}, got {width}")
-        scores, classes = torch.ops.xsoftmax.beam_search(self._all_edges(input), self.edges.weight, self.edges.bias,
+        scores, classes = torch.ops.xsoftmax.beam_search(self._table_queries(input, None), self.edges.weight, self.edges.bias,
                                                          self.tree.first_child, self.tree.node_class, width)
         shape = list(input.shape[:-1]) + [k]
         return scores[:, :k].reshape(shape), classes[:, :k].reshape(shape)
@@ -275,10 +239,18 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     Shape: input [*, D], target [*] int64 in [0, N). A scalar, or [*] with reduction="none".
     """
 
+    def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+                 ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
+        super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, sparse_grad=sparse_grad,
+                         device=device, dtype=dtype)
+        self._init_options()
+
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if not self.training:
+        if self.training:
+            self._check_step()
+        else:
             self.settle()
-        flat_queries(self._name, self.in_features, input, target)
+        self._queries(input, target)
         return torch.ops.xsoftmax.hierarchical_softmax_loss(input, self.edges.weight, self.edges.bias, target, self.tree.tables(),
                                                             self.tree.layer_sizes, self.tree.group_sizes, self.weight, self._options)
 
@@ -291,7 +263,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
         """The log-probabilities of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
-        edges = self.edges(self._all_edges(input))
+        edges = self.edges(self._table_queries(input, None))
         log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 
@@ -300,7 +272,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         """`self.log_prob(input).topk(k)`, by a best-first search that scores few of the classes: (log-probabilities, class ids), both [*, k],
         best first."""
         self._check_k(k)
-        values, classes = torch.ops.xsoftmax.hierarchical_topk(self._all_edges(input), self.edges.weight, self.edges.bias,
+        values, classes = torch.ops.xsoftmax.hierarchical_topk(self._table_queries(input, None), self.edges.weight, self.edges.bias,
                                                                self.tree.first_child, self.tree.node_class, k)
         shape = list(input.shape[:-1]) + [k]
         return values.reshape(shape), classes.reshape(shape)

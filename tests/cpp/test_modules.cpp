@@ -151,6 +151,35 @@ TEST_F(Modules, CheckpointsGoIntoLossesWithAnotherHead) {
   }
 }
 
+TEST_F(Modules, TheStateOfAnotherSamplerStaysOut) {
+  const auto midx = [] { return samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.num_samples = 4, .codewords = 4}).ptr(); };
+  const auto batch = [] { return samplers::InBatchSampler(kClasses).ptr(); };
+  const std::vector<std::function<Sampler()>> makers{
+      midx, batch, [&] { return samplers::UnionSampler(std::vector<Sampler>{batch(), midx()}).ptr(); },
+      [&] { return samplers::ComplementSampler(midx(), 2).ptr(); }, [] { return uniform(); }};
+  for (const auto& from : makers) {
+    SampledSoftmaxLoss saved(kWidth, kClasses, from());
+    saved->forward(input, target);
+    for (const auto& to : makers) {
+      SampledSoftmaxLoss loss(kWidth, kClasses, to());
+      std::stringstream stream;
+      torch::save(saved, stream);
+      torch::load(loss, stream);
+      EXPECT_TRUE(torch::equal(loss->linear->weight, saved->linear->weight));
+      EXPECT_TRUE(loss->forward(input, target).isfinite().item<bool>());
+    }
+  }
+}
+
+TEST_F(Modules, ACheckpointOfAnotherShapeChangesNothing) {
+  SampledSoftmaxLoss saved(kWidth, kClasses + 1, "in_batch"), loss(kWidth, kClasses, "in_batch");
+  const Tensor before = loss->linear->weight.clone();
+  std::stringstream stream;
+  torch::save(saved, stream);
+  EXPECT_THROW(torch::load(loss, stream), c10::ValueError);
+  EXPECT_TRUE(torch::equal(loss->linear->weight, before));
+}
+
 TEST_F(Modules, CastsLeaveHeadAndTablesAsTheyAre) {
   const auto counts = torch::arange(1, kClasses + 1);
   for (const auto dtype : {torch::kBFloat16, torch::kDouble}) {
@@ -308,7 +337,27 @@ TEST_F(Modules, ASamplerFromOutsideDoesWhatABuiltInOneDoes) {
   EXPECT_TRUE(cane->forward(input, target).isfinite().item<bool>());
 }
 
+TEST_F(Modules, AMoveSettlesTheTable) {
+  const auto owing = [&](bool move) {
+    torch::manual_seed(3);
+    SampledSoftmaxLoss loss(kWidth, kClasses, "uniform", SamplingOptions{.num_samples = 3});
+    xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05).weight_decay(0.5));
+    for (int step = 0; step < 6; ++step) {
+      optimizer.zero_grad();
+      loss->forward(input, target, generator(step)).backward();
+      optimizer.step();
+    }
+    move ? loss->to(torch::kDouble) : optimizer.flush();
+    return loss->linear->weight.detach().to(torch::kDouble);
+  };
+  EXPECT_TRUE(torch::allclose(owing(true), owing(false), 1e-6, 1e-7));
+}
+
 TEST_F(Modules, BadArgumentsThrow) {
+  EXPECT_THROW(LinearCrossEntropyLoss(kWidth, kClasses, LossOptions{.weight = torch::ones({kClasses}, torch::kLong)}), c10::TypeError);
+  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, "midx", SamplingOptions{.estimator = "cane"}), c10::ValueError);
+  EXPECT_THROW(SampledSoftmaxLoss(kWidth, kClasses, "uniform", SamplingOptions{.estimator = "complementary_sum", .num_samples = 4, .shared = true}),
+               c10::ValueError);
   const auto make = [](const SamplingOptions& sampling, const LossOptions& options = {}, const Sampler& sampler = uniform()) {
     SampledSoftmaxLoss(kWidth, kClasses, sampler, sampling, options);
   };

@@ -228,6 +228,34 @@ TEST_F(Trees, LossesOverTreesChangeTheirDtypeAndKeepTheirTree) {
   EXPECT_EQ(beam->exact(input.to(torch::kBFloat16), target).scalar_type(), torch::kFloat);
 }
 
+TEST_F(Trees, CastsLeaveTheCountOfSteps) {
+  BeamTreeLoss beam(kWidth, tree, BeamTreeOptions{.num_candidates = 3});
+  beam->steps.fill_(4099); // which bfloat16 and float16 do not know
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf, torch::kFloat}) {
+    beam->to(dtype);
+    beam->to(torch::kCPU, dtype);
+  }
+  EXPECT_EQ(beam->steps.item<int64_t>(), 4099);
+}
+
+TEST_F(Trees, ACheckpointOfATreeThatDoesNotFitChangesNothing) {
+  const auto routed = [](const LabelTree& over) { return BeamTreeLoss(kWidth, over, BeamTreeOptions{.num_candidates = 2, .routed = true}); };
+  HierarchicalSoftmaxLoss larger(kWidth, LabelTree::balanced(kClasses + 1, 3)), loss(kWidth, tree);
+  const LabelTree subsets = LabelTree::from_frequencies(torch::ones({4}), 2), deep = LabelTree::from_parents(torch::tensor({-1, 0, 0, 1, 1, 3, 3}));
+  const auto refused = [](auto& saved, auto& given) {
+    const Tensor before = given->edges->weight.clone();
+    std::stringstream stream;
+    torch::save(saved, stream);
+    EXPECT_THROW(torch::load(given, stream), c10::ValueError);
+    EXPECT_TRUE(torch::equal(given->edges->weight, before));
+  };
+  refused(larger, loss);
+  EXPECT_EQ(subsets->parent.size(0), deep->parent.size(0));
+  HierarchicalSoftmaxLoss of_deep(kWidth, deep);
+  BeamTreeLoss of_subsets = routed(subsets);
+  refused(of_deep, of_subsets);
+}
+
 TEST_F(Trees, BadArguments) {
   EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidates = torch::zeros({0}, torch::kLong)}), c10::ValueError);
   EXPECT_THROW(CaneLoss(kWidth, kClasses, CaneOptions{.candidates = torch::tensor({1, 40})}), c10::IndexError);

@@ -45,22 +45,21 @@ CLASSES = {"uniform": "UniformSampler", "log_uniform": "LogUniformSampler", "uni
 # Samplers that follow the table: (num_classes, dim, ...).
 ADAPTIVE = {"midx": "MidxSampler", "exact_midx": "ExactMidxSampler", "spread_midx": "SpreadMidxSampler", "learnable_midx": "LearnableMidxSampler",
             "lsh": "LshSampler", "sphere": "SphereSampler", "rff": "RffSampler"}
-if hasattr(samplers, "MidxSampler"):
-    _MIDX = dict(codewords=4, refresh_every=2)
-    SAMPLERS |= {
-        "midx": sampler("midx", num_samples=4, **_MIDX),
-        "midx, distinct": sampler("midx", num_samples=4, distinct=True, kind="pq", **_MIDX),
-        "midx, shared": sampler("midx", num_samples=6, shared=True, **_MIDX),
-        "midx, updated": sampler("midx", num_samples=4, codewords=4, refresh_every=4, update_every=1, exclude=torch.tensor([1, 3])),
-        "exact_midx": sampler("exact_midx", num_samples=4, **_MIDX),
-        "spread_midx": sampler("spread_midx", num_samples=4, **_MIDX),
-        "learnable_midx": sampler("learnable_midx", num_samples=4, **_MIDX),
-        "lsh": sampler("lsh", num_samples=4, tables=4, bits=2, refresh_every=2),
-        "sphere": sampler("sphere", num_samples=4, refresh_every=2),
-        "rff": sampler("rff", num_samples=4, features=8, refresh_every=2),
-        "unigram and midx": sampler("union", parts=[sampler("unigram", num_samples=5, counts=COUNTS), sampler("midx", num_samples=3, **_MIDX)]),
-        "outside, midx": sampler("complement", num_samples=2, sampler=sampler("midx", num_samples=4, **_MIDX)),
-    }
+_MIDX = dict(codewords=4, refresh_every=2)
+SAMPLERS |= {
+    "midx": sampler("midx", num_samples=4, **_MIDX),
+    "midx, distinct": sampler("midx", num_samples=4, distinct=True, kind="pq", **_MIDX),
+    "midx, shared": sampler("midx", num_samples=6, shared=True, **_MIDX),
+    "midx, updated": sampler("midx", num_samples=4, codewords=4, refresh_every=4, update_every=1, exclude=torch.tensor([1, 3])),
+    "exact_midx": sampler("exact_midx", num_samples=4, **_MIDX),
+    "spread_midx": sampler("spread_midx", num_samples=4, **_MIDX),
+    "learnable_midx": sampler("learnable_midx", num_samples=4, **_MIDX),
+    "lsh": sampler("lsh", num_samples=4, tables=4, bits=2, refresh_every=2),
+    "sphere": sampler("sphere", num_samples=4, refresh_every=2),
+    "rff": sampler("rff", num_samples=4, features=8, refresh_every=2),
+    "unigram and midx": sampler("union", parts=[sampler("unigram", num_samples=5, counts=COUNTS), sampler("midx", num_samples=3, **_MIDX)]),
+    "outside, midx": sampler("complement", num_samples=2, sampler=sampler("midx", num_samples=4, **_MIDX)),
+}
 
 OPTIMIZERS = {"sgd": (xs.optim.RowSGD, dict(lr=0.1, momentum=0.9, weight_decay=0.1)),
               "adam": (xs.optim.RowAdam, dict(lr=0.05, weight_decay=0.01)),

@@ -133,11 +133,11 @@ def option_changes(text):
     for i, part in enumerate(parts):
         name = part.split("=")[0]
         for other in ("", "nan", "inf", "-1", "0", "1e400", "1e-50", str(LARGEST), str(2**64), "true", "x", "=", "1 2", "0x10", "x" * 10_000):
-            changes[f"{name}={other[:9]}"] = lambda text, i=i, name=name, other=other: ", ".join([*parts[:i], f"{name}={other}", *parts[i + 1:]])
-        changes[f"{name} twice"] = lambda text, part=part: f"{text}, {part}"
-        changes[f"no {name}"] = lambda text, i=i: ", ".join(parts[:i] + parts[i + 1:])
+            changes[f"{name}={other[:9]}"] = lambda text, i=i, name=name, other=other: ",".join([*parts[:i], f"{name}={other}", *parts[i + 1:]])
+        changes[f"{name} twice"] = lambda text, part=part: f"{text},{part}"
+        changes[f"no {name}"] = lambda text, i=i: ",".join(parts[:i] + parts[i + 1:])
     if parts:
-        changes |= {"unknown": lambda text: text + ", nobody=1", "comma": lambda text: text + ",", "no =": lambda text: text + ", nobody"}
+        changes |= {"unknown": lambda text: text + ",nobody=1", "comma": lambda text: text + ",", "no =": lambda text: text + ",nobody"}
     return changes
 
 

@@ -97,6 +97,11 @@ def samples():
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
     return optimizer_samples() | dict(
         advise_huge_pages=(weight,),
+        adaptive_index=("lsh", "Sampler", N, D, shared[:2], LSH),
+        adaptive_log_count=("kernel", input, private, [*kernel, step], KERNEL),
+        adaptive_refresh_=("midx", weight, bias, step, midx, MIDX),
+        adaptive_sample=("lsh", seed, input, target, [*lsh, step], LSH),
+        adaptive_step_=("midx", weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
         alias_sample=(seed, *ops.alias_table(weights), Q, S),
         alias_table=(weights,),
         beam_search=(input, *edges, tree.first_child, tree.node_class, 4, "identity"),
@@ -113,6 +118,7 @@ def samples():
         counted_queries=(input, target, weight, -100),
         cpu_capability=(),
         different_ids=(shared, N, "Sampler", "exclude"),
+        drawn_candidates=([private, shared], [False, True], Q, N),
         estimator_has_noise=("nce",),
         estimator_loss=(scores, target, *candidates, estimator),
         estimator_loss_backward=(ones, scores, target, *candidates, estimator),
@@ -168,6 +174,7 @@ def samples():
         midx_sample=(seed, input, target, [*midx, step], MIDX),
         midx_step_=(weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
         midx_update_=(weight, bias, shared, step, midx, MIDX),
+        present_set=(private,),
         ragged_scores=(input, weight, bias, *ragged, True),
         ragged_scores_backward=(torch.randn(9), input, weight, *ragged, mask),
         read_examples=("examples.txt",),

@@ -28,6 +28,8 @@ class Model(nn.Module):
 def losses(**kwargs):
     yield xs.SampledSoftmaxLoss(4, 9, sampler="uniform", num_samples=3, **kwargs)
     yield xs.CaneLoss(4, 9, candidates=2, **kwargs)
+    yield xs.BeamTreeLoss(4, xs.LabelTree.balanced(9, 3), num_candidates=2, num_noises=1, **kwargs)
+    yield xs.HierarchicalSoftmaxLoss(4, xs.LabelTree.balanced(9, 3), **kwargs)
 
 
 def test_sparse_gradients_are_refused_and_dense_ones_reduced(one_process):

@@ -63,8 +63,10 @@ def test_ignored_queries_change_nothing(made):
                       if parameter.grad is not None}
         results.append(found | all_tensors(loss))
     assert all(value.isfinite().all() for value in results[1].values() if value.is_floating_point())
-    # Sums over rows of another number, or of columns that take no part, may round otherwise; codebooks are float32.
-    assert_same(results[1], results[0], rtol=1e-6, atol=1e-8)
+    # Sums over rows of another number, or of columns that take no part, may round otherwise; codebooks are float32. The features of RFF are
+    # float32 sums of terms up to 1 that cancel down to the floor, 0.01: 1.2e-7 / 0.01 for each level of its tree.
+    tolerance = 5e-5 if made.sampler is not None and made.sampler["name"] == "rff" else 1e-6
+    assert_same(results[1], results[0], rtol=tolerance, atol=tolerance / 100)
 
 
 # ---- errors

@@ -402,8 +402,12 @@ def test_options_may_change_after_construction():
 
 
 def test_cane_needs_candidates():
+    with pytest.raises(ValueError, match="expected a head or a sampler of distinct classes as candidates, and independent draws as noise"):
+        sampled(estimator="cane")
+    loss = sampled(shared=False)
+    loss.estimator = "cane"
     with pytest.raises(ValueError, match='expected candidates, sets of distinct classes such as a head, and noise, .* "cane", got 0 of 1 sets distinct'):
-        sampled(estimator="cane")(*batch(3))
+        loss(*batch(3))
 
 
 def test_the_table_has_a_row_for_each_class():

@@ -1,6 +1,6 @@
 """What the samplers that follow the class table share."""
 
-from typing import Optional
+from typing import Dict, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +8,8 @@ from torch import Tensor, nn
 from .._checks import check_count
 from .._memory import device_of_values
 from .._options import option_text
-from .sampler import Sampler
+from .sampler import CandidateSet, Sampler, draw_seed, one_set
 from .static import Exclude, _bool, _ids
-
-
-def detached(tensor: Optional[Tensor]) -> Optional[Tensor]:
-    return None if tensor is None else tensor.detach()
 
 
 class AdaptiveSampler(Sampler):
@@ -36,12 +32,16 @@ class AdaptiveSampler(Sampler):
     The index is in the state dict. One that is missing there, or that is of other options or of another head, is built anew: ``step`` is then 0.
     """
 
-    # What a family calls its operators, its tables as they take them, those that are parameters, and the one of [num_classes] that is
-    # negative for an excluded class.
+    # What a family calls its operators (csrc/samplers/adaptive.h), its tables as they take them, those that are parameters, the one of
+    # [num_classes] that is negative for an excluded class, and the statistics of a refresh.
     _family = ""
     _tables = ("step",)
     _learnt = ()
     _places = ""
+    _statistics = []
+
+    family: str
+    statistics: List[str]
 
     def _begin(self, num_classes: int, dim: int, num_samples: int, shared: Optional[bool], exclude: Exclude, **options) -> None:
         """What a constructor calls; `options`: those of the operators beside these."""
@@ -65,12 +65,40 @@ class AdaptiveSampler(Sampler):
         self.follows_table = True
         if not (self.shared or self.distinct):
             self.default_estimator = "ranking"
-        make_index = getattr(torch.ops.xsoftmax, self._family + "_index")
-        for name, table in zip(self._tables, make_index(type(self).__name__, num_classes, dim, excluded.cpu(), options)):
+        self.family, self.statistics = self._family, self._statistics  # scripted methods know attributes of the instance
+        index = torch.ops.xsoftmax.adaptive_index(self.family, type(self).__name__, num_classes, dim, excluded.cpu(), options)
+        for name, table in zip(self._tables, index):
             if name in self._learnt:
                 self.register_parameter(name, nn.Parameter(table))
             else:
                 self.register_buffer(name, table)
+
+    def _index(self) -> List[Tensor]:
+        """The tables, as operators take them."""
+        raise NotImplementedError(f"{type(self).__name__} does not define _index")
+
+    @torch.jit.export
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        drawn = torch.ops.xsoftmax.adaptive_sample(self.family, draw_seed(queries, generator), queries, target, self._index(), self.options)
+        return one_set(drawn, target, self.distinct)
+
+    @torch.jit.export
+    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
+        return torch.ops.xsoftmax.adaptive_log_count(self.family, queries, ids, self._index(), self.options)
+
+    @torch.jit.export
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+        torch.ops.xsoftmax.adaptive_step_(self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
+
+    @torch.jit.export
+    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
+        """Follows the class table at once: ``weight [N, D]`` and, where the sampler has one, ``bias [N]``. Returns the statistics that the
+        class names."""
+        values: List[float] = torch.ops.xsoftmax.adaptive_refresh_(self.family, weight, bias, self.step, self._index()[:-1], self.options).tolist()
+        named: Dict[str, float] = {}
+        for name, value in zip(self.statistics, values):
+            named[name] = value
+        return named
 
     def _excluded(self) -> Tensor:
         return (getattr(self, self._places).view(self.num_classes, -1)[:, 0] < 0).nonzero().squeeze(1)

@@ -1,13 +1,13 @@
 """Draws from what a set of classes leaves over."""
 
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Union
 
 import torch
 from torch import Tensor
 
 from .._checks import check_count
 from .._options import option_text
-from .sampler import CandidateSet, Sampler, draw_seed
+from .sampler import CandidateSet, Sampler, draw_seed, make_sampler
 
 
 class ComplementSampler(Sampler):
@@ -114,3 +114,36 @@ class ComplementSampler(Sampler):
         if self.sampler is not None:
             stats = self.sampler.refresh(weight, bias)
         return stats
+
+
+def noise_outside(owner: str, noise: Union[Sampler, str], num_noises: int, num_classes: int, dim: int, bias: bool,
+                  candidates: Optional[Tensor] = None, follows_table: bool = True) -> ComplementSampler:
+    """Draws from outside a set for each query, by what users give.
+
+    Args:
+        noise: a sampler of private independent draws, or its name, for a class table of width dim; each noise then has up to four tries.
+        candidates: where the set is always the same.
+        follows_table: False where there is no class table that a sampler could follow.
+    """
+    if isinstance(noise, str) and noise != "uniform":
+        noise = make_sampler(noise, num_classes, 4 * num_noises, dim=dim, bias=bias, shared=False)
+    if not isinstance(noise, Sampler) and noise != "uniform":
+        raise TypeError(f"{owner}: expected noise_sampler to be a Sampler or a name, got {type(noise).__name__}")
+    if noise == "uniform" or num_noises == 0:
+        return ComplementSampler(None, num_noises, num_classes=num_classes)
+    if noise.num_classes != num_classes:
+        raise ValueError(f"{owner}: expected a noise_sampler of {num_classes} classes, got one of {noise.num_classes}")
+    if not follows_table and noise.follows_table:
+        raise ValueError(f"{owner}: expected a noise_sampler that follows no class table, which a tree has none of, got {type(noise).__name__}")
+    inside = torch.zeros(0, dtype=torch.int64) if candidates is None or candidates.is_meta else candidates.cpu()
+    if 0 < inside.numel() < num_classes:
+        noise = noise.excluding(inside) or noise  # whose draws then are all outside
+    # A class that is neither a candidate nor ever drawn would learn nothing of how it compares with the others.
+    device = next(iter(noise.buffers()), inside).device
+    count = noise.log_count(torch.zeros(1, dim, device=device), torch.arange(num_classes, device=device)).reshape(-1)
+    never = count.isneginf().nonzero().squeeze(1).cpu()
+    never = never[~torch.isin(never, inside)]
+    if never.numel() > 0:
+        raise ValueError(f"{owner}: expected a noise_sampler that draws every class outside the candidates, got one that never draws "
+                         f"{never.numel()} of them, such as {int(never[0])}")
+    return ComplementSampler(noise, num_noises)

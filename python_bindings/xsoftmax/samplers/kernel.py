@@ -1,12 +1,11 @@
 """Classes drawn in proportion to a kernel of query and row, by a tree of feature sums."""
 
-from typing import Dict, List, Optional
+from typing import List, Optional
 
-import torch
 from torch import Tensor
 
-from .adaptive import AdaptiveSampler, detached
-from .sampler import CandidateSet, draw_seed, one_set, register
+from .adaptive import AdaptiveSampler
+from .sampler import register
 from .static import Exclude
 
 
@@ -24,26 +23,6 @@ class KernelSampler(AdaptiveSampler):
 
     def _index(self) -> List[Tensor]:
         return [self.directions, self.rows, self.sums, self.order, self.place, self.step]
-
-    @torch.jit.export
-    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        seed = draw_seed(queries, generator)
-        return one_set(torch.ops.xsoftmax.kernel_sample(seed, queries.detach(), target, self._index(), self.options), target, False)
-
-    @torch.jit.export
-    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.xsoftmax.kernel_log_count(queries.detach(), ids, self._index(), self.options)
-
-    @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
-        torch.ops.xsoftmax.kernel_step_(weight.detach(), detached(bias), self.step, self._index()[:-1], self.options, generator)
-
-    @torch.jit.export
-    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
-        """Takes in ``weight [N, D]`` (and ``bias [N]``, where the sampler has one)."""
-        torch.ops.xsoftmax.kernel_refresh_(weight.detach(), detached(bias), self.step, self._index()[:-1], self.options)
-        stats: Dict[str, float] = {}
-        return stats
 
 
 @register("sphere")

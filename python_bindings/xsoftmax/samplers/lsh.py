@@ -1,12 +1,11 @@
 """Classes drawn from the hash buckets that a query falls into."""
 
-from typing import Dict, List, Optional
+from typing import List, Optional
 
-import torch
 from torch import Tensor
 
-from .adaptive import AdaptiveSampler, detached
-from .sampler import CandidateSet, draw_seed, one_set, register
+from .adaptive import AdaptiveSampler
+from .sampler import register
 from .static import Exclude
 
 
@@ -32,12 +31,13 @@ class LshSampler(AdaptiveSampler):
         uniform: u in [0, 1].
 
     Buffers: ``planes`` float32 [T bits, D] (or D + 1), ``code`` int32 [N, T], ``order`` int64 [T, A], ``start`` int64
-    [T, 2^bits + 1], ``step`` int64.
+    [T, 2^bits + 1], ``step`` int64. A refresh returns ``largest``, the share of the classes that the fullest bucket holds.
     """
 
     _family = "lsh"
     _tables = ("planes", "code", "order", "start", "step")
     _places = "code"
+    _statistics = ["largest"]
 
     def __init__(self, num_classes: int, dim: int, num_samples: int = 20, *, shared: Optional[bool] = None, tables: int = 16, bits: int = 4,
                  uniform: float = 0.1, bias: bool = False, exclude: Exclude = None, refresh_every: int = 500):
@@ -46,22 +46,3 @@ class LshSampler(AdaptiveSampler):
 
     def _index(self) -> List[Tensor]:
         return [self.planes, self.code, self.order, self.start, self.step]
-
-    @torch.jit.export
-    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        seed = draw_seed(queries, generator)
-        return one_set(torch.ops.xsoftmax.lsh_sample(seed, queries.detach(), target, self._index(), self.options), target, False)
-
-    @torch.jit.export
-    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.xsoftmax.lsh_log_count(queries.detach(), ids, self._index(), self.options)
-
-    @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
-        torch.ops.xsoftmax.lsh_step_(weight.detach(), detached(bias), self.step, self._index()[:-1], self.options, generator)
-
-    @torch.jit.export
-    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
-        """Hashes every row of ``weight [N, D]`` (with ``bias [N]``, where the sampler has one). Returns ``largest``, the share of the classes
-        that the fullest bucket holds."""
-        return {"largest": float(torch.ops.xsoftmax.lsh_refresh_(weight.detach(), detached(bias), self.step, self._index()[:-1], self.options)[0])}

@@ -1,11 +1,11 @@
 """MIDX: classes drawn by a quantised copy of the class table."""
 
-from typing import Dict, List, Optional
+from typing import List, Optional
 
 import torch
 from torch import Tensor
 
-from .adaptive import AdaptiveSampler, detached
+from .adaptive import AdaptiveSampler
 from .sampler import CandidateSet, draw_seed, one_set, register
 from .static import Exclude
 
@@ -42,11 +42,15 @@ class MidxSampler(AdaptiveSampler):
     Buffers (of size 0 where there is none): ``codewords1``, ``codewords2`` float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A],
     ``start`` int64 [K K + 1], ``mass`` float64 [K, K]; with a bias ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64
     [K K]; ``touched`` bool [N] where update_every > 0; ``step`` int64.
+
+    A refresh returns ``distortion``: mean squared distance of a row from its codewords; ``mean_square``: of a row from 0; ``inertia1``,
+    ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
     """
 
     _family = "midx"
     _tables = ("codewords1", "codewords2", "cell", "order", "start", "mass", "log_weight", "prefix", "heaviest", "touched", "step")
     _places = "cell"
+    _statistics = ["distortion", "mean_square", "inertia1", "inertia2", "cells"]
     _form = "plain"
 
     def __init__(self, num_classes: int, dim: int, num_samples: int = 20, *, codewords: int = 64, kind: str = "rq", bias: bool = False,
@@ -65,33 +69,16 @@ class MidxSampler(AdaptiveSampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        queries = queries.detach()
-        drawn = torch.ops.xsoftmax.midx_sample(draw_seed(queries, generator), queries, target, self._index(), self.options)
+        drawn = torch.ops.xsoftmax.adaptive_sample(self.family, draw_seed(queries, generator), queries, target, self._index(), self.options)
         query_square = self._query_square()
         if self.training and (self.touched.numel() > 0 or query_square is not None):
-            torch.ops.xsoftmax.midx_note_(self.touched, query_square, self.step, queries, target, drawn[0])
+            torch.ops.xsoftmax.midx_note_(self.touched, query_square, self.step, queries.detach(), target, drawn[0])
         return one_set(drawn, target, self.distinct)
-
-    @torch.jit.export
-    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.xsoftmax.midx_log_count(queries.detach(), ids, self._index(), self.options)
-
-    @torch.jit.export
-    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
-        torch.ops.xsoftmax.midx_step_(weight.detach(), detached(bias), self.step, self._index()[:-1], self.options, generator)
-
-    @torch.jit.export
-    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
-        """New codebooks from ``weight [N, D]`` (and ``bias [N]``, where the sampler has one), every class coded.
-
-        Returns:
-            ``distortion``: mean squared distance of a row from its codewords; ``mean_square``: of a row from 0; ``inertia1``,
-            ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
-        """
-        values: List[float] = torch.ops.xsoftmax.midx_refresh_(weight.detach(), detached(bias), self.step, self._index()[:-1], self.options).tolist()
-        return {"distortion": values[0], "mean_square": values[1], "inertia1": values[2], "inertia2": values[3], "cells": values[4]}
 
     @torch.jit.export
     def update(self, weight: Tensor, bias: Optional[Tensor], rows: Tensor) -> None:
         """Codes the classes ``rows`` (int64 [R]) again under the present codebooks, and takes in all biases."""
-        torch.ops.xsoftmax.midx_update_(weight.detach(), detached(bias), rows, self.step, self._index()[:-1], self.options)
+        detached: Optional[Tensor] = None
+        if bias is not None:
+            detached = bias.detach()
+        torch.ops.xsoftmax.midx_update_(weight.detach(), detached, rows, self.step, self._index()[:-1], self.options)

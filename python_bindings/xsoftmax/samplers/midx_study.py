@@ -75,8 +75,8 @@ class LearnableMidxSampler(MidxSampler):
         in the codewords alone; queries of zeros do not count."""
         size = self.order.size(0)
         ids = self.order[torch.randint(size, [min(self.learn_rows, size)], generator=generator, device=self.order.device)]
-        some_bias: Optional[Tensor] = None
+        bias_of_rows: Optional[Tensor] = None
         if bias is not None:
-            some_bias = bias.detach()[ids].float()
-        return torch.ops.xsoftmax.midx_codebook_loss(self.codewords1, self.codewords2, weight.detach()[ids].float(), some_bias,
+            bias_of_rows = bias.detach()[ids].float()
+        return torch.ops.xsoftmax.midx_codebook_loss(self.codewords1, self.codewords2, weight.detach()[ids].float(), bias_of_rows,
                                                      queries.detach().float())

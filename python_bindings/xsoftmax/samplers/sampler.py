@@ -63,6 +63,7 @@ class Sampler(nn.Module):
         distinct: whether no class stands twice in a set.
 
     Attributes:
+        has_distinct, has_independent: whether some of its sets are distinct, or independent draws: more than one kind only in a union.
         default_estimator: the estimator that suits its draws, which a loss takes where none is named.
         follows_table: it defines :meth:`prepare`, and goes with losses that have a class table alone.
     """
@@ -81,6 +82,7 @@ class Sampler(nn.Module):
         self.num_samples = OF_BATCH if num_samples == OF_BATCH else check_count(name, "num_samples", num_samples, 0)
         self.shared = bool(shared)
         self.distinct = bool(distinct)
+        self.has_distinct, self.has_independent = self.distinct, not self.distinct
         self.default_estimator = "sampled_softmax"
         self.follows_table = False
         self._owner = ""

@@ -40,6 +40,7 @@ class UnionSampler(Sampler):
             part._claim("UnionSampler")
         self.parts = nn.ModuleList(parts)
         self.follows_table = any(part.follows_table for part in parts)
+        self.has_distinct, self.has_independent = any(part.has_distinct for part in parts), any(part.has_independent for part in parts)
         self._turns: List[int] = [0 if part.shared else 2 if part.distinct else 1 for part in parts]
         if all(turn == 1 for turn in self._turns) and any(part.default_estimator == "ranking" for part in parts):
             self.default_estimator = "ranking"
@@ -64,25 +65,25 @@ class UnionSampler(Sampler):
                         end = column + sets[k].ids.size(-1)
                         if turn == 0:
                             counts[k].append(part.log_count(queries, sets[k].ids))
-                        for own in drawn:
-                            of_classes = own.target_log_count
+                        for drawn_set in drawn:
+                            of_classes = drawn_set.target_log_count
                             if turn > 0 and of_classes is not None:
                                 counts[k].append(of_classes[:, column:end])
                         column = end
-                    for own in drawn:
-                        known = [own.log_count]
+                    for drawn_set in drawn:
+                        known = [drawn_set.log_count]
                         for j, before in enumerate(self.parts):
                             if self._turns[j] < turn or (self._turns[j] == turn and j < i):
-                                known.append(before.log_count(queries, own.ids))
-                        sets.append(own)
+                                known.append(before.log_count(queries, drawn_set.ids))
+                        sets.append(drawn_set)
                         counts.append(known)
-                        classes = torch.cat([classes, own.ids.expand(rows, own.ids.size(-1))], 1)
+                        classes = torch.cat([classes, drawn_set.ids.expand(rows, drawn_set.ids.size(-1))], 1)
         merged: List[CandidateSet] = []
-        for k, own in enumerate(sets):
-            of_target = None if target is None else own.target_log_count
+        for k, drawn_set in enumerate(sets):
+            of_target = None if target is None else drawn_set.target_log_count
             if target is not None and of_target is not None and of_target.dim() == 2:
                 of_target = of_target[:, :given].reshape(target.shape)
-            merged.append(CandidateSet(own.ids, torch.ops.xsoftmax.merge_log_counts(counts[k]), of_target, own.distinct))
+            merged.append(CandidateSet(drawn_set.ids, torch.ops.xsoftmax.merge_log_counts(counts[k]), of_target, drawn_set.distinct))
         return merged
 
     @torch.jit.export

@@ -4,7 +4,6 @@
 #include "losses/candidate_set.h"
 #include "losses/estimators.h"
 #include "losses/reduction.h"
-#include "optim/settle.h"
 
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
@@ -29,11 +28,7 @@ std::vector<int64_t> with_last(const Tensor& input, int64_t last) {
 Tensor as_rows(const Tensor& input) { return input.unsqueeze(0).flatten(0, -2); }
 
 LinearLossImpl::LinearLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options)
-    : name_(name), num_classes_(num_classes), options_(options) {
-  TORCH_CHECK_VALUE(num_classes >= 1, name, ": expected num_classes of at least 1, got ", num_classes);
-  reduction_code(name, options.reduction);
-  TORCH_CHECK_VALUE(!options.weight.defined() || (options.weight.dim() == 1 && options.weight.size(0) == num_classes), name,
-                    ": expected weight of shape [", num_classes, "], got ", options.weight.sizes());
+    : TableLossImpl(name, num_classes, options, {"sampler", "noise", "candidate_sampler", "log_z"}) {
   TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, name, ": expected label_smoothing in [0, 1], got ",
                     options.label_smoothing);
   if (options.linear.is_empty()) {
@@ -45,28 +40,6 @@ LinearLossImpl::LinearLossImpl(const char* name, int64_t in_features, int64_t nu
                       " classes and ", in_features, " features, got weight of shape ", linear->weight.sizes());
   }
   register_module("linear", linear);
-  if (options.weight.defined()) {
-    weight = register_buffer("weight", options.weight);
-  }
-}
-
-void LinearLossImpl::settle() const {
-  xsoftmax::settle(linear->weight);
-  if (linear->bias.defined()) {
-    xsoftmax::settle(linear->bias);
-  }
-}
-
-void LinearLossImpl::train(bool on) {
-  if (!on) {
-    settle();
-  }
-  Module::train(on);
-}
-
-void LinearLossImpl::save(torch::serialize::OutputArchive& archive) const {
-  settle();
-  Module::save(archive);
 }
 
 void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) const {
@@ -85,11 +58,6 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
   const Tensor loss = linear_cross_entropy(as_rows(input), linear->weight, optional(linear->bias), target.reshape({-1}), optional(weight),
                                            reduction, options_.ignore_index, options_.label_smoothing);
   return reduction == at::Reduction::None ? loss.reshape(target.sizes()) : loss;
-}
-
-void LinearLossImpl::load(torch::serialize::InputArchive& archive) {
-  settle(); // steps that are owed to the old table must not move the new one
-  Module::load(archive);
 }
 
 Tensor LinearLossImpl::log_prob(const Tensor& input) {
@@ -123,25 +91,6 @@ Tensor CandidateLossImpl::candidate_loss(const Tensor& input, const Tensor& targ
   return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, sets, step_, optional(weight), optional(log_z));
 }
 
-void CandidateLossImpl::load(torch::serialize::InputArchive& archive) {
-  settle(); // steps that are owed to the old table must not move the new one
-  torch::serialize::InputArchive table;
-  archive.read("linear", table);
-  linear->load(table);
-  for (auto& buffer : named_buffers(/*recurse=*/false)) {
-    archive.read(buffer.key(), buffer.value(), /*is_buffer=*/true);
-  }
-  for (auto& parameter : named_parameters(/*recurse=*/false)) { // a log Z is of no use to a loss without one
-    archive.try_read(parameter.key(), parameter.value());
-  }
-  for (auto& child : named_children()) {
-    torch::serialize::InputArchive state;
-    if (child.key() != "linear" && archive.try_read(child.key(), state) && !state.keys().empty()) {
-      child.value()->load(state);
-    }
-  }
-}
-
 namespace {
 
 constexpr const char* kName = "SampledSoftmaxLoss";
@@ -153,6 +102,7 @@ std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t 
   samplers::SamplerRequest request{.num_classes = num_classes, .num_samples = sampling.num_samples, .dim = in_features, .bias = bias,
                                    .shared = sampling.shared, .exclude = {}};
   if (sampling.estimator == kComplementary) {
+    TORCH_CHECK_VALUE(!sampling.shared.value_or(false), kName, ": expected private draws beside estimator \"", kComplementary, "\", got shared");
     const int64_t draws = sampling.num_samples.value_or(20);
     if (name == "uniform") {
       return samplers::ComplementSampler(num_classes, draws).ptr();
@@ -173,10 +123,10 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
                                                const LossOptions& options)
     : SampledSoftmaxLossImpl(in_features, num_classes, by_name(name, in_features, num_classes, sampling, options),
                              [&] {
-                               SamplingOptions rest = sampling;
-                               rest.num_samples.reset();
-                               rest.shared.reset();
-                               return rest;
+                               SamplingOptions others = sampling;
+                               others.num_samples.reset();
+                               others.shared.reset();
+                               return others;
                              }(),
                              options) {}
 
@@ -198,12 +148,16 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   step_.estimator = outside ? "sampled_softmax" : sampling.estimator.empty() ? given_sampler->default_estimator() : sampling.estimator;
   step_.remove_accidental_hits = sampling.remove_accidental_hits;
   step_.sparse_grad = sampling.sparse_grad;
-  TORCH_CHECK_VALUE(find_estimator(kName, step_.estimator).traits.smooths || options.label_smoothing == 0, kName,
+  const EstimatorTraits& traits = find_estimator(kName, step_.estimator).traits;
+  TORCH_CHECK_VALUE(!traits.has_noise || ((head.numel() > 0 || given_sampler->has_distinct()) && given_sampler->has_independent()), kName,
+                    ": expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with estimator \"",
+                    step_.estimator, "\", got ", head.numel(), " head classes and a ", given_sampler->name());
+  TORCH_CHECK_VALUE(traits.smooths || options.label_smoothing == 0, kName,
                     ": expected label_smoothing of 0 with estimator \"", step_.estimator, "\", got ", options.label_smoothing);
   TORCH_CHECK_VALUE(std::isfinite(sampling.log_z), kName, ": expected log_z as a finite number, got ", sampling.log_z);
   TORCH_CHECK_VALUE((sampling.log_z == 0 && !sampling.learn_log_z) || step_.estimator == "nce", kName,
                     ": expected log_z of 0 with estimator \"", step_.estimator, "\", which knows no log Z");
-  sampler = given_sampler; // from here on it is claimed: nothing but that may fail
+  sampler = given_sampler; // it is claimed below: all other checks come before
   if (outside) {
     sampler = given_sampler->outside_target();
   } else if (head.numel() > 0) {
@@ -224,14 +178,12 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
 }
 
 void SampledSoftmaxLossImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
-  Module::to(device, dtype, non_blocking);
+  CandidateLossImpl::to(device, dtype, non_blocking);
   head = head.to(device, non_blocking);
 }
 
-void SampledSoftmaxLossImpl::to(torch::Dtype dtype, bool non_blocking) { Module::to(dtype, non_blocking); }
-
 void SampledSoftmaxLossImpl::to(torch::Device device, bool non_blocking) {
-  Module::to(device, non_blocking);
+  CandidateLossImpl::to(device, non_blocking);
   head = head.to(device, non_blocking);
 }
 
@@ -243,14 +195,21 @@ Proposal SampledSoftmaxLossImpl::propose(const Tensor& queries, const Tensor& ta
   return sets;
 }
 
-Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
-  if (!is_training()) {
-    return exact(input, target);
-  }
+Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target, bool prepares, std::optional<at::Generator> generator) {
   check_table(input, target);
   const auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index);
-  sampler->prepare(linear->weight, optional(linear->bias), generator);
+  if (prepares) {
+    sampler->prepare(linear->weight, optional(linear->bias), generator);
+  }
   return candidate_loss(input, target, propose(queries, counted, generator), log_z.defined() ? log_z.to(input.device()) : log_z);
+}
+
+Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
+  return is_training() ? sampled(input, target, /*prepares=*/true, std::move(generator)) : exact(input, target);
+}
+
+Tensor SampledSoftmaxLossImpl::estimate(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
+  return sampled(input, target, /*prepares=*/false, std::move(generator));
 }
 
 } // namespace xsoftmax::nn

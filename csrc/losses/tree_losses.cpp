@@ -1,4 +1,4 @@
-#include "trees/tree_losses.h"
+#include "losses/tree_losses.h"
 
 #include "core/checks.h"
 #include "core/options.h"
@@ -62,23 +62,24 @@ struct Batch {
 
 // The columns of a proposal as tree_scores and candidate_loss take them, behind that of the target.
 Tensor nodes_of(const Batch& batch, const TreeTables& tree, const Proposal& sets, const std::string& estimator) {
-  const Tensor own = batch.known().unsqueeze(1);
-  std::vector<Tensor> ids{own}, absent;
+  const Tensor target_ids = batch.known().unsqueeze(1);
+  std::vector<Tensor> ids{target_ids}, absent;
   Tensor covered = at::zeros_symint({batch.size(), 1}, batch.counts.options());
   const auto wide = [&](const Tensor& tensor) { return tensor.expand_symint({batch.size(), tensor.sym_size(-1)}); };
   for (const CandidateSet& set : sets) {
     ids.push_back(wide(set.ids));
     absent.push_back(wide(set.log_count).eq(std::numeric_limits<double>::infinity()));
     if (set.distinct) {
-      covered = covered.logical_or(ids.back().eq(own).logical_and(absent.back().logical_not()).any(1, true));
+      covered = covered.logical_or(ids.back().eq(target_ids).logical_and(absent.back().logical_not()).any(1, true));
     }
   }
-  // At the target's node what takes no part costs no edge: absent candidates, and the noises of a query that is its own noise.
+  // Columns that take no part are put at the target's node, where they cost no edge: absent candidates, and the draws of CANE for a query
+  // whose target no distinct set holds.
   std::vector<Tensor> unused{at::zeros_symint({batch.size(), 1}, batch.counts.options())};
   for (size_t i = 0; i < sets.size(); ++i) {
     unused.push_back(estimator == "cane" && !sets[i].distinct ? absent[i].logical_or(covered.logical_not()) : absent[i]);
   }
-  const Tensor nodes = label_tree_nodes(tree.class_node, at::where(at::cat(unused, 1), own, at::cat(ids, 1)), kNoId);
+  const Tensor nodes = label_tree_nodes(tree.class_node, at::where(at::cat(unused, 1), target_ids, at::cat(ids, 1)), kNoId);
   return at::where(batch.counts.unsqueeze(1), nodes, 0);
 }
 
@@ -166,7 +167,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
            at::IntArrayRef layer_sizes, const OptionalTensor& class_weight, std::string_view options) {
           constexpr const char* op = "tree_cross_entropy";
           return tree_cross_entropy(input, weight, bias, target, {op, tree}, layer_sizes, class_weight,
-                                    parse_options<ReductionOptions>(op, options));
+                                    parse_options<SampledSoftmaxOptions>(op, options));
         });
   m.def("tree_queries(Tensor input, Tensor target, Tensor weight, Tensor? bias, Tensor[] tree, int ignore_index) -> "
         "(Tensor queries, Tensor counted)",

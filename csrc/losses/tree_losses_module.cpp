@@ -1,8 +1,9 @@
+#include "losses/candidate_set.h"
 #include "losses/modules.h"
+#include "losses/tree_losses.h"
 #include "trees/beam_search.h"
 #include "trees/edge_tables.h"
 #include "trees/hierarchical_softmax.h"
-#include "trees/tree_losses.h"
 
 #include <xsoftmax/optim.h>
 
@@ -10,6 +11,7 @@
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
+#include <torch/serialize/input-archive.h>
 
 #include <cmath>
 #include <limits>
@@ -22,59 +24,37 @@ namespace {
 
 TreeTables tables(const LabelTree& tree) { return {"LabelTree", tree->tables()}; }
 
+int64_t classes_of(const char* name, const LabelTree& tree) {
+  TORCH_CHECK_VALUE(!tree.is_empty(), name, ": expected a tree, got none");
+  return tree->num_classes();
+}
+
 } // namespace
 
 TreeLossImpl::TreeLossImpl(const char* name, int64_t in_features, LabelTree given_tree, const LossOptions& options)
-    : name_(name), options_(options) {
-  TORCH_CHECK_VALUE(!given_tree.is_empty(), name, ": expected a tree, got none");
-  TORCH_CHECK_VALUE(options.reduction == "mean" || options.reduction == "sum" || options.reduction == "none", name,
-                    ": expected reduction to be \"mean\", \"sum\" or \"none\", got \"", options.reduction, "\"");
+    : TableLossImpl(name, classes_of(name, given_tree), options, {"noise", "steps"}) {
   TORCH_CHECK_VALUE(options.label_smoothing == 0, name, ": expected label_smoothing of 0, got ", options.label_smoothing);
-  TORCH_CHECK_VALUE(!options.weight.defined() || (options.weight.dim() == 1 && options.weight.size(0) == given_tree->num_classes()), name,
-                    ": expected weight of shape [", given_tree->num_classes(), "], got ", options.weight.sizes());
   tree = register_module("tree", LabelTree(given_tree->parent, given_tree->node_class));
   edges = register_module("edges", torch::nn::Linear(torch::nn::LinearOptions(in_features, tree->num_edges()).bias(options.bias)));
-  if (options.weight.defined()) {
-    weight = register_buffer("weight", options.weight);
-  }
 }
 
 std::optional<Tensor> TreeLossImpl::bias() const { return optional(edges->bias); }
 std::optional<Tensor> TreeLossImpl::class_weight() const { return optional(weight); }
 
-void TreeLossImpl::settle() const {
-  for (const Tensor& table : edges->parameters()) {
-    xsoftmax::settle(table);
-  }
-}
-
-void TreeLossImpl::train(bool on) {
-  if (!on) {
-    settle();
-  }
-  Module::train(on);
-}
-
-void TreeLossImpl::save(torch::serialize::OutputArchive& archive) const {
-  settle();
-  Module::save(archive);
-}
-
 void TreeLossImpl::load(torch::serialize::InputArchive& archive) {
-  settle();
-  for (auto& child : named_children()) {
-    torch::serialize::InputArchive state;
-    const bool found = archive.try_read(child.key(), state);
-    TORCH_CHECK_VALUE(found || child.key() == "noise", name_, ": expected a checkpoint with ", child.key(), ", got one without");
-    if (found && !state.keys().empty()) {
-      child.value()->load(state);
-    }
+  torch::serialize::InputArchive state;
+  if (archive.try_read("tree", state)) {
+    LabelTree loaded = LabelTree::balanced(1);
+    loaded->load(state);
+    check_tree(loaded);
   }
-  for (auto& buffer : named_buffers(/*recurse=*/false)) {
-    if (!archive.try_read(buffer.key(), buffer.value(), /*is_buffer=*/true)) {
-      TORCH_CHECK_VALUE(buffer.key() == "steps", name_, ": expected a checkpoint with ", buffer.key(), ", got one without");
-    }
-  }
+  TableLossImpl::load(archive);
+}
+
+void TreeLossImpl::check_tree(const LabelTree& loaded) const {
+  TORCH_CHECK_VALUE(loaded->parent.sizes() == tree->parent.sizes() && loaded->num_classes() == tree->num_classes(), name_,
+                    ": expected a checkpoint of a tree of ", tree->parent.size(0), " nodes and ", tree->num_classes(), " classes, got one of ",
+                    loaded->parent.size(0), " and ", loaded->num_classes());
 }
 
 void TreeLossImpl::check_k(int64_t k) const {
@@ -85,10 +65,14 @@ HierarchicalSoftmaxLossImpl::HierarchicalSoftmaxLossImpl(int64_t in_features, La
     : TreeLossImpl("HierarchicalSoftmaxLoss", in_features, std::move(tree), options),
       step_{{.reduction = options.reduction, .ignore_index = options.ignore_index}, sparse_grad} {}
 
-Tensor HierarchicalSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target) {
-  if (!is_training()) {
-    settle();
-  }
+Tensor HierarchicalSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target) { return is_training() ? loss(input, target) : exact(input, target); }
+
+Tensor HierarchicalSoftmaxLossImpl::exact(const Tensor& input, const Tensor& target) const {
+  settle();
+  return loss(input, target);
+}
+
+Tensor HierarchicalSoftmaxLossImpl::loss(const Tensor& input, const Tensor& target) const {
   return hierarchical_softmax_loss(input, edges->weight, bias(), target, tables(tree), tree->layer_sizes, tree->group_sizes, class_weight(),
                                    step_);
 }
@@ -112,8 +96,6 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   TORCH_CHECK_VALUE(beam.num_candidates >= 1, name_, ": expected num_candidates of at least 1, got ", beam.num_candidates);
   TORCH_CHECK_VALUE(beam.num_noises >= 0, name_, ": expected num_noises of at least 0, got ", beam.num_noises);
   TORCH_CHECK_VALUE(balance_every_.value_or(0) >= 0, name_, ": expected balance_every of at least 0, got ", *balance_every_);
-  TORCH_CHECK_VALUE(!beam.routed || (tree->depth() == 2 && tree->parent.index_select(0, tree->class_node).gt(0).all().item<bool>()), name_,
-                    ": expected a tree of one layer of subsets beside routed");
   step_.estimator = cane_estimator(name_, beam.noise_reduction);
   step_.reduction = options.reduction;
   step_.ignore_index = options.ignore_index;
@@ -121,20 +103,26 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   beam_.num_candidates = std::min(beam.num_candidates, tree->num_classes());
   beam_.beam = std::min(beam.beam.value_or(beam_.num_candidates), tree->num_classes());
   beam_.routed = beam.routed;
+  BeamTreeLossImpl::check_tree(tree);
   TORCH_CHECK_VALUE(beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ",
                     beam_.beam);
   // Nothing is outside all classes; a routed query has those of its own subset alone.
   const bool outside = beam_.num_candidates < tree->num_classes() || beam.routed;
   TORCH_CHECK_VALUE(beam.noise_sampler == nullptr || !beam.noise_sampler->follows_table(), name_,
                     ": expected a noise_sampler that follows no class table, which a tree has none of, got ", beam.noise_sampler->name());
-  noise = register_module("noise", noise_outside(name_, outside ? beam.noise_sampler : nullptr, outside ? beam.num_noises : 0,
-                                                 tree->num_classes(), in_features));
+  noise = register_module("noise", noise_outside(name_, beam.noise_sampler, outside ? beam.num_noises : 0, tree->num_classes(), in_features));
   noise->claim(name_);
   steps = register_buffer("steps", at::zeros({}, at::kLong));
   if (tree->depth() > 1) {
     const at::NoGradGuard no_grad;
     edges->weight.mul_(std::pow(double(tree->depth()), -0.5)); // so that a class scores as it would with a row of its own
   }
+}
+
+void BeamTreeLossImpl::check_tree(const LabelTree& loaded) const {
+  TreeLossImpl::check_tree(loaded);
+  TORCH_CHECK_VALUE(!beam_.routed || (loaded->depth() == 2 && loaded->parent.index_select(0, loaded->class_node).gt(0).all().item<bool>()), name_,
+                    ": expected a tree of one layer of subsets beside routed");
 }
 
 Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
@@ -144,10 +132,10 @@ Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std:
   const auto [queries, counted] = tree_queries(input, target, edges->weight, bias(), tables(tree), options_.ignore_index);
   const Tensor found = candidates(queries, generator);
   const CandidateSet outside = noise->sample_outside(queries, found, counted, generator);
-  const Tensor log_count = at::zeros(found.sizes(), outside.log_count.options()).masked_fill(found.lt(0), std::numeric_limits<double>::infinity());
+  const auto [ids, log_count] = present_set(found);
   count_step(); // nothing below can go wrong
   return beam_tree_loss(input, edges->weight, bias(), target, tables(tree), tree->layer_sizes,
-                        {{found.clamp_min(0), log_count, {}, true}, outside}, class_weight(), step_);
+                        {{ids, log_count, {}, true}, outside}, class_weight(), step_);
 }
 
 void BeamTreeLossImpl::count_step() {
@@ -156,9 +144,6 @@ void BeamTreeLossImpl::count_step() {
   const bool fine = balance_every_.has_value() || dtype == at::kFloat || dtype == at::kDouble;
   if (every == 0 || !fine || !at::GradMode::is_enabled() || !edges->weight.requires_grad()) {
     return;
-  }
-  if (steps.scalar_type() != at::kLong) { // to(dtype) converts it like any buffer
-    steps.set_data(steps.to(at::kLong));
   }
   steps.add_(1);
   if (steps.item<int64_t>() % every == 0) {
@@ -193,10 +178,12 @@ std::tuple<Tensor, Tensor> BeamTreeLossImpl::class_table() const {
 
 Tensor BeamTreeLossImpl::log_prob(const Tensor& input) { return at::log_softmax(scores(input), -1); }
 
-std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k) const {
+std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k, std::optional<int64_t> given_width) const {
   check_k(k);
+  const int64_t width = given_width.value_or(std::max(k, beam_.beam));
+  TORCH_CHECK_VALUE(width >= k, name_, ": expected width of at least k=", k, ", got ", width);
   settle();
-  const auto [values, classes] = beam_search(as_rows(input), edges->weight, bias(), tree->first_child, tree->node_class, std::max(k, beam_.beam));
+  const auto [values, classes] = beam_search(as_rows(input), edges->weight, bias(), tree->first_child, tree->node_class, width);
   const auto shape = with_last(input, k);
   return {values.narrow(1, 0, k).reshape(shape), classes.narrow(1, 0, k).reshape(shape)};
 }

@@ -37,7 +37,8 @@ at::Tensor beam_tree_loss(const at::Tensor& input, const at::Tensor& weight, con
                           const SampledSoftmaxOptions& options);
 
 // tree_cross_entropy(input, weight, bias, target, tree, layer_sizes, class_weight, options) -> loss: the exact loss of the same scores, by way of
-// the class table, [N, D], in float32 for 16-bit edges: paths are summed in that. options: ReductionOptions.
+// the class table, [N, D], in float32 for 16-bit edges: paths are summed in that. options: those of
+// beam_tree_loss, of which it takes the reduction.
 //
 //     F.cross_entropy(tree_class_scores(F.linear(input, weight, bias)), target, class_weight, ...)
 at::Tensor tree_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,

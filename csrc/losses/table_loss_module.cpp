@@ -1,0 +1,112 @@
+#include "losses/reduction.h"
+#include "optim/settle.h"
+
+#include <xsoftmax/nn.h>
+
+#include <torch/serialize/input-archive.h>
+#include <torch/serialize/output-archive.h>
+
+#include <algorithm>
+
+namespace xsoftmax::nn {
+
+using at::Tensor;
+
+TableLossImpl::TableLossImpl(const char* name, int64_t num_classes, const LossOptions& options, std::vector<std::string> optional)
+    : name_(name), num_classes_(num_classes), options_(options), optional_(std::move(optional)) {
+  TORCH_CHECK_VALUE(num_classes >= 1, name, ": expected num_classes of at least 1, got ", num_classes);
+  reduction_code(name, options.reduction);
+  if (options.weight.defined()) {
+    TORCH_CHECK_VALUE(options.weight.dim() == 1 && options.weight.size(0) == num_classes, name, ": expected weight of shape [", num_classes,
+                      "], got ", options.weight.sizes());
+    TORCH_CHECK_TYPE(options.weight.is_floating_point(), name, ": expected weight of a floating dtype, got ", options.weight.scalar_type());
+    weight = register_buffer("weight", options.weight);
+  }
+}
+
+void TableLossImpl::settle() const {
+  for (const Tensor& rows : table()->parameters()) {
+    xsoftmax::settle(rows);
+  }
+}
+
+void TableLossImpl::train(bool on) {
+  if (!on) {
+    settle();
+  }
+  Module::train(on);
+}
+
+void TableLossImpl::save(torch::serialize::OutputArchive& archive) const {
+  settle();
+  Module::save(archive);
+}
+
+void TableLossImpl::load(torch::serialize::InputArchive& archive) {
+  for (const auto& child : named_children()) { // an error changes nothing
+    torch::serialize::InputArchive state;
+    if (child.value() == table().ptr() && archive.try_read(child.key(), state)) {
+      Tensor rows;
+      state.read("weight", rows);
+      TORCH_CHECK_VALUE(rows.sizes() == table()->weight.sizes(), name_, ": expected a checkpoint with ", child.key(), ".weight of shape ",
+                        table()->weight.sizes(), ", got ", rows.sizes());
+    }
+  }
+  settle(); // steps that are owed to the old table must not move the new one
+  const auto check = [&](bool found, const std::string& key) {
+    const bool needed = std::find(optional_.begin(), optional_.end(), key) == optional_.end();
+    TORCH_CHECK_VALUE(found || !needed, name_, ": expected a checkpoint with ", key, ", got one without");
+  };
+  for (auto& child : named_children()) {
+    torch::serialize::InputArchive state;
+    const bool found = archive.try_read(child.key(), state);
+    check(found, child.key());
+    if (found && !state.keys().empty()) {
+      child.value()->load(state);
+    }
+  }
+  for (auto& buffer : named_buffers(/*recurse=*/false)) {
+    check(archive.try_read(buffer.key(), buffer.value(), /*is_buffer=*/true), buffer.key());
+  }
+  for (auto& parameter : named_parameters(/*recurse=*/false)) {
+    check(archive.try_read(parameter.key(), parameter.value()), parameter.key());
+  }
+}
+
+namespace {
+
+/// Calls move(), after which buffers of integers have their dtype again, on the device that they are then on.
+template <typename Move>
+void keep_integers(torch::nn::Module& module, const Move& move) {
+  std::vector<std::pair<Tensor, Tensor>> integers;
+  for (auto& buffer : module.buffers(/*recurse=*/false)) {
+    if (!buffer.is_floating_point()) {
+      integers.emplace_back(buffer, buffer.detach());
+    }
+  }
+  move();
+  for (auto& [buffer, value] : integers) {
+    buffer.set_data(value.to(buffer.device()));
+  }
+}
+
+} // namespace
+
+// What is owed is known by the memory of the table.
+
+void TableLossImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  settle();
+  keep_integers(*this, [&] { Module::to(device, dtype, non_blocking); });
+}
+
+void TableLossImpl::to(torch::Dtype dtype, bool non_blocking) {
+  settle();
+  keep_integers(*this, [&] { Module::to(dtype, non_blocking); });
+}
+
+void TableLossImpl::to(torch::Device device, bool non_blocking) {
+  settle();
+  Module::to(device, non_blocking);
+}
+
+} // namespace xsoftmax::nn

@@ -1,0 +1,241 @@
+#pragma once
+
+#include "core/autocast.h"
+#include "core/checks.h"
+#include "core/impl.h"
+#include "core/options.h"
+#include "samplers/adaptive.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <string>
+
+namespace xsoftmax {
+
+/// What the index of every family has.
+struct AdaptiveIndex {
+  at::Tensor places; ///< the table with a row for each of N classes, negative for one that is never drawn
+  at::Tensor step;
+  c10::SymInt dim; ///< of a row of the class table, its bias apart
+};
+
+/// The operators of adaptive.h, from a struct F that says what a family is:
+///
+///     name                                             X
+///     num_statistics                                   of a refresh
+///     Options                                          of xsoftmax/adaptive_options.h
+///     Index(op, tables, options)                       an AdaptiveIndex whose tables are checked
+///     check_options(op, options)                       what goes beyond the options that all families have
+///     least_dim(options)                               of the class table
+///     make(is_drawn bool [N], dim, options)            the tables of X_index, without `step`
+///     refresh(op, table, index, options, generator)    writes to the index and returns the statistics; must not write before all has succeeded
+///     between_refreshes(op, weight, bias, index, options)  optional: what a step does that refreshes nothing
+///     has_reference(options)                           whether log_count_reference goes with them
+///     log_count_reference(queries, ids, index, options)    the composite in ATen calls: any device, and the oracle of the tests
+///     sample_cpu(seed, queries, target, targets, index, options), log_count_cpu(queries, ids, index, options)
+///
+/// They are called with checked arguments. A device without kernels of its own gets the CPU's draws.
+template <typename F>
+class AdaptiveFamily {
+ public:
+  using Tensor = at::Tensor;
+  using Options = typename F::Options;
+  using Index = typename F::Index;
+
+  static Options options(const char* op, std::string_view text) {
+    const Options options = parse_options<Options>(op, text);
+    check_at_least(op, "num_samples", options.num_samples, 0);
+    check_at_least(op, "refresh_every", options.refresh_every, 0);
+    F::check_options(op, options);
+    return options;
+  }
+
+  static void define(torch::Library& m) {
+    const auto def = [&](const char* operation, const char* signature) { m.def((name(operation) + signature).c_str()); };
+    def("_index", "(str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
+    def("_sample", "(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
+                   "(Tensor ids, Tensor log_count, Tensor target_log_count)");
+    def("_log_count", "(Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor");
+    def("_refresh_", "(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> Tensor");
+    def("_step_", "(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> ()");
+  }
+
+  static void on_any_device(torch::Library& m) {
+    m.impl(name("_index").c_str(), make_index);
+    m.impl(name("_sample").c_str(), sample_elsewhere);
+    m.impl(name("_log_count").c_str(), log_count_elsewhere);
+    m.impl(name("_refresh_").c_str(), refresh_);
+    m.impl(name("_step_").c_str(), step_);
+  }
+
+  static void on_meta(torch::Library& m) {
+    m.impl(name("_sample").c_str(), sample_meta);
+    m.impl(name("_log_count").c_str(), log_count_meta);
+    m.impl(name("_refresh_").c_str(), refresh_meta);
+    m.impl(name("_step_").c_str(), step_meta);
+  }
+
+  static void on_cpu(torch::Library& m) {
+    m.impl(name("_sample").c_str(), sample_cpu);
+    m.impl(name("_log_count").c_str(), log_count_cpu);
+  }
+
+  static void under_autocast(torch::Library& m) {
+    for (const char* operation : {"_sample", "_log_count", "_refresh_", "_step_"}) {
+      below_autocast(m, {name(operation).c_str()});
+    }
+  }
+
+ private:
+  static std::string name(const char* operation) { return std::string(F::name) + operation; }
+
+  /// The names of operators in errors.
+  static const char* sampling() {
+    static const std::string op = name("_sample");
+    return op.c_str();
+  }
+  static const char* counting() {
+    static const std::string op = name("_log_count");
+    return op.c_str();
+  }
+  static const char* refreshing() {
+    static const std::string op = name("_refresh_");
+    return op.c_str();
+  }
+  static const char* stepping() {
+    static const std::string op = name("_step_");
+    return op.c_str();
+  }
+
+  /// Options and index of a call, checked.
+  struct Sampler {
+    Sampler(const char* op, at::TensorList tables, std::string_view text)
+        : options(AdaptiveFamily::options(op, text)), index(op, tables, options) {}
+    Options options;
+    Index index;
+  };
+
+  static Sampler checked_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                                std::string_view text) {
+    Sampler sampler(sampling(), tables, text);
+    check_queries(sampling(), queries, sampler.index.dim);
+    check::same_device(sampling(), "index", sampler.index.places, "queries", queries);
+    check_draws(sampling(), seed, queries, target);
+    return sampler;
+  }
+
+  static Sampler checked_log_count(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+    Sampler sampler(counting(), tables, text);
+    check_queries(counting(), queries, sampler.index.dim);
+    check::same_device(counting(), "index", sampler.index.places, "queries", queries);
+    check_query_ids(counting(), queries, ids);
+    TORCH_CHECK_VALUE(sampler.options.shared || !sampler.options.is_distinct(), counting(),
+                      ": expected independent private draws, got distinct ones, whose counts only a draw knows");
+    return sampler;
+  }
+
+  static Sampler checked_refresh(const char* op, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others,
+                                 std::string_view text) {
+    Sampler sampler(op, with_step(others, step), text);
+    check_class_table(op, weight, bias, sampler.index.places.sym_size(0), sampler.index.dim, sampler.options.bias);
+    check::same_device(op, "index", sampler.index.places, "weight", weight);
+    return sampler;
+  }
+
+  static std::vector<Tensor> make_index(std::string_view given_owner, int64_t num_classes, int64_t dim, const Tensor& exclude,
+                                        std::string_view text) {
+    const std::string owner(given_owner);
+    const Options given = options(owner.c_str(), text);
+    const Tensor is_drawn =
+        check_constructor(owner, num_classes, dim, F::least_dim(given), exclude, given.is_distinct() ? given.num_samples : 1);
+    std::vector<Tensor> index = F::make(is_drawn, dim, given);
+    index.push_back(at::zeros({}, exclude.options()));
+    return index;
+  }
+
+  static PrivateDraws sample_meta(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                                  std::string_view text) {
+    const Options options = checked_sample(seed, queries, target, tables, text).options;
+    if (!options.shared) {
+      return empty_private_draws(seed, queries, target, options.num_samples);
+    }
+    return {at::empty({options.num_samples}, seed.options()), at::empty({options.num_samples}, seed.options().dtype(at::kFloat)),
+            empty_target_count(seed, target)};
+  }
+
+  static PrivateDraws sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                                 std::string_view text) {
+    const Sampler sampler = checked_sample(seed, queries, target, tables, text);
+    const Targets targets(sampling(), target, queries, sampler.index.places.size(0));
+    return F::sample_cpu(seed, queries, target, targets, sampler.index, sampler.options);
+  }
+
+  static PrivateDraws sample_elsewhere(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                                       std::string_view text) {
+    const auto [ids, log_count, target_log_count] =
+        adaptive_sample(F::name, seed.cpu(), queries.cpu(), to_cpu(target), to_cpu(tables), text);
+    return {ids.to(queries.device()), log_count.to(queries.device()), target_log_count.to(queries.device())};
+  }
+
+  static Tensor log_count_meta(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+    const Options options = checked_log_count(queries, ids, tables, text).options;
+    const auto floats = ids.options().dtype(at::kFloat);
+    return options.shared ? at::empty_symint(ids.sym_sizes(), floats) : at::empty_symint({queries.sym_size(0), ids.sym_size(-1)}, floats);
+  }
+
+  static Tensor log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+    const Sampler sampler = checked_log_count(queries, ids, tables, text);
+    check::class_ids(counting(), "ids", ids, sampler.index.places.size(0));
+    return (use_reference() && F::has_reference(sampler.options) ? F::log_count_reference : F::log_count_cpu)(queries, ids, sampler.index,
+                                                                                                            sampler.options);
+  }
+
+  static Tensor log_count_elsewhere(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+    const Sampler sampler = checked_log_count(queries, ids, tables, text);
+    return F::has_reference(sampler.options)
+        ? F::log_count_reference(queries, ids, sampler.index, sampler.options)
+        : adaptive_log_count(F::name, queries.cpu(), ids.cpu(), to_cpu(tables), text).to(queries.device());
+  }
+
+  static Tensor refreshed(const char* op, const Tensor& weight, const OptionalTensor& bias, const Sampler& sampler,
+                          std::optional<at::Generator> generator) {
+    const ClassTable table(weight, bias);
+    const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
+    return F::refresh(op, table, sampler.index, sampler.options, generator);
+  }
+
+  static Tensor refresh_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                         std::optional<at::Generator> generator) {
+    const Sampler sampler = checked_refresh(refreshing(), weight, bias, step, others, text);
+    const Tensor statistics = refreshed(refreshing(), weight, bias, sampler, std::move(generator));
+    sampler.index.step.clamp_min_(1);
+    return statistics;
+  }
+
+  static void step_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                    std::optional<at::Generator> generator) {
+    const Sampler sampler = checked_refresh(stepping(), weight, bias, step, others, text);
+    if (refresh_is_due(sampler.index.step.template item<int64_t>(), sampler.options.refresh_every)) {
+      refreshed(stepping(), weight, bias, sampler, std::move(generator));
+    } else if constexpr (requires { F::between_refreshes(stepping(), weight, bias, sampler.index, sampler.options); }) {
+      F::between_refreshes(stepping(), weight, bias, sampler.index, sampler.options);
+    }
+    sampler.index.step.add_(1);
+  }
+
+  static Tensor refresh_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                             std::optional<at::Generator>) {
+    checked_refresh(refreshing(), weight, bias, step, others, text);
+    return at::empty({F::num_statistics}, weight.options().dtype(at::kDouble).requires_grad(false));
+  }
+
+  static void step_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                        std::optional<at::Generator>) {
+    checked_refresh(stepping(), weight, bias, step, others, text);
+  }
+};
+
+} // namespace xsoftmax

@@ -1,0 +1,135 @@
+"""What modules share that train a table of rows: one for each class, or for each edge of a tree."""
+
+import warnings
+from typing import List, Optional
+
+import torch
+from torch import Tensor, nn
+
+from ._checks import check_class_weights, check_count, check_reduction
+from ._memory import advise_huge_pages
+from ._options import option_text
+from .optim.settle import settle
+
+
+class TableModule(nn.Module):
+    """Base of modules over a table, an nn.Linear whose rows a row optimizer may owe steps to. Whatever reads all of it settles it first: `eval()`,
+    `state_dict`, moves to another device or dtype, and the methods that say so."""
+
+    # Attributes that are part of the text of options, which follows them; prefixes of names that a state dict may lack, or have too many of.
+    _option_names = ("reduction", "ignore_index", "sparse_grad")
+    _optional_state = ()
+
+    def _init_table(self, in_features: int, num_classes: int, *, reduction: str, weight: Optional[Tensor] = None, ignore_index: int = -100,
+                    sparse_grad: bool = True) -> None:
+        self._name = name = type(self).__name__
+        self.in_features = check_count(name, "in_features", in_features, 0)
+        self.num_classes = check_count(name, "num_classes", num_classes, 1)
+        check_class_weights(name, weight, num_classes)
+        self.reduction = reduction
+        self.ignore_index = check_count(name, "ignore_index", ignore_index, None)
+        self.sparse_grad = sparse_grad
+        self.register_buffer("weight", weight)
+        self.register_state_dict_pre_hook(_settle_before)
+
+    def _init_options(self, **others) -> None:
+        """`others`: attributes beside those of every loss. From here on the text of options follows what is assigned."""
+        for name, value in others.items():
+            setattr(self, name, value)
+        self._options = self._option_text()
+
+    def _option_text(self) -> str:
+        return option_text(**{name: getattr(self, name) for name in self._option_names})
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "reduction":
+            check_reduction(self._name, value)
+        super().__setattr__(name, value)
+        if name in self._option_names and "_options" in self.__dict__:
+            self._options = self._option_text()
+
+    def _tables(self) -> List[Optional[Tensor]]:
+        raise NotImplementedError(f"{self._name} does not define _tables")
+
+    @torch.jit.export
+    def settle(self) -> None:
+        """Brings all rows up to date: applies the steps that a row optimizer owes them. What reads the whole table does so by itself; call it
+        before the table is read by other means."""
+        for table in self._tables():
+            settle(table)
+
+    def train(self, mode: bool = True) -> "TableModule":
+        if not mode:
+            self.settle()
+        return super().train(mode)
+
+    def _apply(self, fn, recurse=True):
+        self.settle()  # what is owed is known by the memory of the table
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        self.settle()  # steps that are owed to the old table must not move the new one
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        optional = tuple(prefix + name for name in self._optional_state)
+        for keys in (missing_keys, unexpected_keys):
+            keys[:] = [key for key in keys if not key.startswith(optional)]
+
+    def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
+        """input [*, D] as [Q, D], after its shape and target's have been checked."""
+        return flat_queries(self._name, self.in_features, input, target)
+
+    def _table_queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
+        """The same, for what reads the whole table."""
+        queries = self._queries(input, target)
+        self.settle()
+        return queries
+
+    def _check_step(self) -> None:
+        if not torch.jit.is_scripting():
+            if self.sparse_grad and not torch.compiler.is_compiling():
+                refuse_data_parallel(self._name, self._tables())
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, num_classes={self.num_classes}"
+        text += f", reduction={self.reduction!r}" if self.reduction != "mean" else ""
+        return text + (f", ignore_index={self.ignore_index}" if self.ignore_index != -100 else "")
+
+
+def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
+    """DistributedDataParallel cannot reduce a row-sparse gradient of ours, and dies in the backward pass."""
+    active = nn.parallel.DistributedDataParallel._active_ddp_module if torch.distributed.is_available() else None
+    if active is not None and any(parameter is table for table in tables for parameter in active._module_parameters):
+        raise RuntimeError(f"{owner}: expected sparse_grad=False under DistributedDataParallel, whose reducer does not know the row-sparse "
+                           "gradient of a class table, got sparse_grad=True")
+
+
+def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor]) -> Tensor:
+    """input [*, D] as [Q, D], after its shape and target's have been checked."""
+    if not torch.jit.is_scripting():
+        for name, tensor in (("input", input), ("target", target)):
+            if not isinstance(tensor, Tensor) and (name == "input" or tensor is not None):
+                raise TypeError(f"{owner}: expected {name} as a tensor, got {type(tensor).__name__}")
+    if input.dim() < 1 or input.shape[-1] != in_features:
+        raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got {list(input.shape)}")
+    if target is not None:
+        if input.shape[:-1] != target.shape:
+            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
+                             f"got {list(target.shape)}")
+    return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
+
+
+def _settle_before(module: TableModule, *_) -> None:
+    module.settle()
+
+
+def make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -> nn.Linear:
+    """nn.Linear on memory of our choice."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # a tree of one class has no edges
+        linear = nn.Linear(in_features, num_classes, bias=bias, device="meta", dtype=dtype)
+        if device.type != "meta":
+            linear.to_empty(device=device)
+            advise_huge_pages(linear.weight.detach())
+            linear.reset_parameters()
+    return linear

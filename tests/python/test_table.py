@@ -1,0 +1,154 @@
+"""What all modules over a table of rows share: when the steps that a row optimizer owes are applied, options, data parallelism."""
+
+import copy
+
+import pytest
+import torch
+
+import xsoftmax as xs
+
+D, N = 4, 12
+
+
+def tree():
+    return xs.LabelTree.balanced(N, 3)
+
+
+MODULES = {
+    "linear": lambda **options: xs.LinearCrossEntropyLoss(D, N, bias=True, **options),
+    "sampled": lambda **options: xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=3, bias=True, **options),
+    "cane": lambda **options: xs.CaneLoss(D, N, candidates=3, bias=True, **options),
+    "beam tree": lambda **options: xs.BeamTreeLoss(D, tree(), num_candidates=2, num_noises=1, balance_every=0, bias=True, **options),
+    "hierarchical softmax": lambda **options: xs.HierarchicalSoftmaxLoss(D, tree(), bias=True, **options),
+    "matcher": lambda **options: xs.HierarchicalMatcher(D, tree(), **options),
+}
+
+
+def owing(module):
+    """The module after steps that met a few of its rows, and its optimizer."""
+    optimizer = xs.optim.RowAdam(module.parameters(), lr=0.05, weight_decay=0.5)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(8):
+        target = torch.tensor([step % N, 0])
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        module(torch.randn(2, D, generator=generator), target if not isinstance(module, xs.HierarchicalMatcher) else target[:, None]).backward()
+        optimizer.step()
+    return module, optimizer
+
+
+def made(name, **options):
+    torch.manual_seed(0)
+    return MODULES[name](**options)
+
+
+def tables(module):
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+SPARSE = sorted(set(MODULES) - {"linear"})
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("move", [lambda module: module.double(), lambda module: module.to(torch.float64), lambda module: module._apply(lambda t: t.clone())],
+                         ids=["double", "to", "another memory"])
+def test_a_move_settles_the_table(name, move):
+    module, optimizer = owing(made(name))
+    want, flushing = owing(made(name))
+    assert any(not torch.equal(a, b) for a, b in zip(tables(module), (flushing.flush(), tables(want))[1])), "nothing was owed"
+    move(module)
+    for got, settled in zip(tables(module), tables(want)):
+        torch.testing.assert_close(got.float(), settled, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_loaded_table_is_as_it_was_saved(name):
+    """What the rows owed before is not applied to those that take their place."""
+    module, optimizer = owing(made(name))
+    torch.manual_seed(1)
+    saved = MODULES[name]().state_dict()
+    module.load_state_dict(copy.deepcopy(saved))
+    module.eval()
+    optimizer.flush()
+    assert all(torch.equal(value, saved[key]) for key, value in module.state_dict().items())
+
+
+def test_rows_of_a_next_layer_owe_nothing():
+    results = []
+    for flush_first in (False, True):
+        module, optimizer = owing(made("matcher"))
+        if flush_first:
+            optimizer.flush()
+        assert module.next_layer()
+        optimizer.flush()
+        results.append(tables(module))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_prototypes_owe_nothing():
+    module, optimizer = owing(made("matcher"))
+    module.init_from_prototypes(torch.randn(30, D), torch.randint(N, (30, 1)))
+    before = tables(module)
+    optimizer.flush()
+    assert all(torch.equal(a, b) for a, b in zip(tables(module), before))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_state_that_an_optimizer_refuses_leaves_its_debts(name):
+    module, optimizer = owing(made(name))
+    want, flushing = owing(made(name))
+    flushing.flush()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    module.eval()
+    for got, settled in zip(tables(module), tables(want)):
+        torch.testing.assert_close(got, settled, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"matcher"}))
+def test_reduction_and_ignore_index_may_be_assigned(name):
+    input, target = torch.randn(3, D), torch.tensor([1, 2, 5])
+    assigned, want = made(name), made(name, reduction="none", ignore_index=2)
+    assigned.reduction, assigned.ignore_index = "none", 2
+    for training in (True, False):
+        values = []
+        for module in (assigned, want):
+            torch.manual_seed(4)
+            values.append(module.train(training)(input, target).detach())
+        assert torch.equal(*values) and values[0].shape == (3,) and values[0][1] == 0
+    with pytest.raises(ValueError, match="expected reduction to be"):
+        assigned.reduction = "max"
+    assert assigned.reduction == "none"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_numpy_counts_and_repr(name):
+    import numpy as np
+
+    module = made(name)
+    assert "in_features=4" in repr(module) and f"num_classes={N}" in repr(module)
+    assert xs.LinearCrossEntropyLoss(np.int64(D), np.int32(N)).in_features == D
+    assert type(xs.HierarchicalSoftmaxLoss(np.int64(D), tree()).in_features) is int
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_on_the_meta_device_only_the_table_is_left_unmade(name):
+    module = made(name, device="meta")
+    assert "in_features=4" in repr(module)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert not any(buffer.is_meta for buffer in module.buffers())
+
+
+def test_an_estimator_with_noise_wants_candidates_and_noise():
+    for options in (dict(sampler="midx"), dict(sampler=xs.samplers.UniformSampler(N, 4), head_classes=0)):
+        with pytest.raises(ValueError, match="expected a head or a sampler of distinct classes as candidates, and independent draws as noise"):
+            xs.SampledSoftmaxLoss(D, N, estimator="cane", **options)
+    union = xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.UniformSampler(N, 4, shared=False))
+    assert xs.SampledSoftmaxLoss(D, N, sampler=union, estimator="cane")(torch.randn(2, D), torch.tensor([0, 1])).isfinite()
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "log_uniform", "midx"])
+def test_cane_without_noise(sampler):
+    loss = xs.CaneLoss(D, N, candidates=6, num_noises=0, noise_sampler=sampler)
+    assert loss(torch.randn(2, D), torch.tensor([0, 1])).isfinite()
