@@ -337,6 +337,38 @@ TEST_F(Modules, ASamplerFromOutsideDoesWhatABuiltInOneDoes) {
   EXPECT_TRUE(cane->forward(input, target).isfinite().item<bool>());
 }
 
+// One of a formula that the library has: the same losses and gradients, in a union, beside a head, as CANE has it over noise.
+TEST_F(Modules, AnEstimatorFromOutsideDoesWhatABuiltInOneDoes) {
+  xsoftmax::register_estimator("outside", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
+                               [](const xsoftmax::CandidateBatch& batch) {
+                                 return torch::logaddexp(batch.adjusted.logsumexp(1), batch.target) - batch.target;
+                               });
+  EXPECT_THROW(xsoftmax::register_estimator("outside", {}, [](const xsoftmax::CandidateBatch& batch) { return batch.target; }), c10::ValueError);
+  const std::vector<std::function<SampledSoftmaxLoss(const SamplingOptions&)>> ways{
+      [](const SamplingOptions& options) { return SampledSoftmaxLoss(kWidth, kClasses, uniform(), options); },
+      [](const SamplingOptions& options) {
+        const Sampler both = samplers::UnionSampler(std::vector<Sampler>{uniform(3), uniform(4, false)}).ptr();
+        return SampledSoftmaxLoss(kWidth, kClasses, both, options, LossOptions{.bias = true});
+      },
+      [](SamplingOptions options) {
+        options.head = torch::arange(4);
+        return SampledSoftmaxLoss(kWidth, kClasses, uniform(5, false), options);
+      }};
+  for (const auto& way : ways) {
+    std::vector<Tensor> losses, gradients;
+    for (const std::string estimator : {"sampled_softmax", "outside"}) {
+      torch::manual_seed(1);
+      SampledSoftmaxLoss loss = way(SamplingOptions{.estimator = estimator});
+      losses.push_back(loss->forward(input, target, generator(3)));
+      losses.back().backward();
+      gradients.push_back(loss->linear->weight.grad().to_dense());
+    }
+    EXPECT_TRUE(torch::allclose(losses[0], losses[1], 1e-5));
+    EXPECT_TRUE(torch::allclose(gradients[0], gradients[1], 1e-4, 1e-6));
+    EXPECT_GT(gradients[0].abs().max().item<double>(), 0);
+  }
+}
+
 TEST_F(Modules, AMoveSettlesTheTable) {
   const auto owing = [&](bool move) {
     torch::manual_seed(3);
