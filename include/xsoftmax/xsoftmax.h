@@ -1,6 +1,7 @@
 #pragma once
 
-// Everything: operators, samplers, losses, optimizers, matchers.
+// Everything: operators, estimators, samplers, losses, optimizers, matchers.
+#include <xsoftmax/estimators.h>
 #include <xsoftmax/matcher.h>
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>

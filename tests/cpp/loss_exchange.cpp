@@ -79,18 +79,21 @@ Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
 
 // What constructors of Python take beside modules and tensors.
 struct Options : nn::SamplingOptions, nn::LossOptions {
-  int64_t num_noises = 1;
+  int64_t num_noises = 1, num_candidates = 1, balance_every = 0;
+  std::optional<int64_t> beam;
+  bool routed = false;
   std::string noise_reduction = "mean_of_logs";
   template <typename Visitor>
   void visit(Visitor& v) {
     v("bias", bias); v("reduction", reduction); v("ignore_index", ignore_index); v("label_smoothing", label_smoothing);
     v("estimator", estimator); v("remove_accidental_hits", remove_accidental_hits); v("log_z", log_z); v("learn_log_z", learn_log_z);
     v("sparse_grad", sparse_grad); v("num_noises", num_noises); v("noise_reduction", noise_reduction);
+    v("num_candidates", num_candidates); v("balance_every", balance_every); v("beam", beam); v("routed", routed);
   }
 };
 
 struct Loss {
-  std::shared_ptr<nn::LinearLossImpl> module;
+  std::shared_ptr<nn::TableLossImpl> module;
   std::function<Tensor(const Tensor&, const Tensor&, at::Generator)> call;
 };
 
@@ -102,7 +105,21 @@ Loss make_loss(const Dict& in) {
     return in.at(key).isNone() ? nullptr : make_sampler(in.at(key).toGenericDict(), n, dim, options.bias);
   };
   options.weight = tensor_of(tensors, "weight");
-  if (in.at("loss").toStringRef() == "SampledSoftmaxLoss") {
+  const std::string name = in.at("loss").toStringRef();
+  if (name == "HierarchicalSoftmaxLoss") {
+    const xsoftmax::LabelTree tree(tensors.at("parents").toTensor(), tensors.at("classes").toTensor());
+    const auto loss = std::make_shared<nn::HierarchicalSoftmaxLossImpl>(dim, tree, options, options.sparse_grad);
+    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator) { return loss->forward(input, target); }};
+  }
+  if (name == "BeamTreeLoss") {
+    const xsoftmax::LabelTree tree(tensors.at("parents").toTensor(), tensors.at("classes").toTensor());
+    const nn::BeamTreeOptions beam{.num_candidates = options.num_candidates, .num_noises = options.num_noises, .beam = options.beam,
+                                   .noise_sampler = sampler("sampler"), .noise_reduction = options.noise_reduction, .routed = options.routed,
+                                   .balance_every = options.balance_every, .sparse_grad = options.sparse_grad};
+    const auto loss = std::make_shared<nn::BeamTreeLossImpl>(dim, tree, beam, options);
+    return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, generator); }};
+  }
+  if (name == "SampledSoftmaxLoss") {
     options.head = tensor_of(tensors, "head");
     const auto loss = std::make_shared<nn::SampledSoftmaxLossImpl>(dim, n, sampler("sampler"), options, options);
     return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, generator); }};
@@ -123,12 +140,12 @@ std::unique_ptr<optim::RowOptimizer> make_optimizer(const Dict& in, const std::v
   return std::make_unique<optim::RowAdagrad>(parameters, parse<optim::RowAdagradOptions>(in, "optimizer_options"));
 }
 
-void write_state(const nn::LinearLossImpl& module, const std::string& prefix, Results& out) {
+void write_state(const nn::TableLossImpl& module, const std::string& prefix, Results& out) {
   for (const auto& item : module.named_parameters()) { out.insert(prefix + item.key(), item.value().detach().clone()); }
   for (const auto& item : module.named_buffers()) { out.insert(prefix + item.key(), item.value().clone()); }
 }
 
-void read_state(nn::LinearLossImpl& module, const Dict& state) {
+void read_state(nn::TableLossImpl& module, const Dict& state) {
   torch::NoGradGuard guard;
   for (auto& tensors : {module.named_parameters(), module.named_buffers()}) {
     for (const auto& item : tensors) {

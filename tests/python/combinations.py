@@ -110,6 +110,7 @@ class Combination:
     tensors: Dict[str, torch.Tensor]  # weight, head, candidates
     optimizer: str
     candidates: Optional[Dict[str, Any]] = None  # of CANE: a sampler
+    tree: Optional[Dict[str, torch.Tensor]] = None  # parents and classes
 
     def make(self, dtype=torch.float64, seed: int = 0):
         torch.manual_seed(seed)
@@ -119,9 +120,22 @@ class Combination:
         if self.loss == "SampledSoftmaxLoss":
             options["head_classes"] = tensors.get("head", 0)
             return xs.SampledSoftmaxLoss(D, N, sampler=make_sampler(self.sampler, options["bias"]), dtype=dtype, **options)
-        candidates = make_sampler(self.candidates, options["bias"]) if self.candidates else tensors["candidates"]
         noise = make_sampler(self.sampler, options["bias"]) if self.sampler else "uniform"
+        if self.tree is not None:
+            tree = xs.LabelTree.from_parents(self.tree["parents"], self.tree["classes"])
+            noises = {"noise_sampler": noise} if self.loss == "BeamTreeLoss" else {}
+            return getattr(xs, self.loss)(D, tree, dtype=dtype, **noises, **options)
+        candidates = make_sampler(self.candidates, options["bias"]) if self.candidates else tensors["candidates"]
         return xs.CaneLoss(D, N, candidates=candidates, noise_sampler=noise, dtype=dtype, **options)
+
+    def call(self, loss, input, target, generator):
+        """The loss of a step; one draws nothing."""
+        return loss(input, target) if self.loss == "HierarchicalSoftmaxLoss" else loss(input, target, generator=generator)
+
+    @staticmethod
+    def table(loss):
+        """The Linear whose rows the loss trains."""
+        return loss.linear if hasattr(loss, "linear") else loss.edges
 
     def make_optimizer(self, loss):
         make, options = OPTIMIZERS[self.optimizer]
@@ -190,4 +204,31 @@ def _cane():
                                                                         list(OPTIMIZERS)[index % len(OPTIMIZERS)], candidates)
 
 
-COMBINATIONS = {**dict(_sampled()), **dict(_cane())}
+TREES = {"even": lambda: xs.LabelTree.balanced(N, 3), "huffman": lambda: xs.LabelTree.huffman(COUNTS),
+         "subsets": lambda: xs.LabelTree.from_frequencies(COUNTS, 4)}
+
+
+def _trees():
+    noises = {"uniform": None, "unigram": SAMPLERS["unigram, private"], "log_uniform": SAMPLERS["log_uniform, private"]}
+    index = 0
+    for name, make_tree in TREES.items():
+        made = make_tree()
+        tree = {"parents": made.parent, "classes": made.node_class}
+        shapes = [("beam", "BeamTreeLoss", dict(num_candidates=3)), ("hierarchical", "HierarchicalSoftmaxLoss", {})]
+        if name == "subsets":
+            shapes.append(("routed", "BeamTreeLoss", dict(num_candidates=3, routed=True)))
+        for shape, loss, extra in shapes:
+            for noise, spec in noises.items() if loss == "BeamTreeLoss" else [("none", None)]:
+                index += 1
+                options = dict(bias=index % 3 == 0, reduction=("mean", "sum", "none")[index % 3], **extra)
+                if loss == "BeamTreeLoss":
+                    options |= dict(num_noises=2, noise_reduction=("mean_of_logs", "log_of_mean")[index % 2], balance_every=(0, 2)[index % 2])
+                if shape == "beam" and index % 2 == 0:
+                    options["beam"] = 5
+                if index % 5 == 0:
+                    options["sparse_grad"] = False
+                tensors = {"weight": WEIGHT} if index % 4 == 1 else {}
+                yield f"{shape}-{name}-{noise}", Combination(loss, spec, options, tensors, list(OPTIMIZERS)[index % len(OPTIMIZERS)], tree=tree)
+
+
+COMBINATIONS = {**dict(_sampled()), **dict(_cane()), **dict(_trees())}

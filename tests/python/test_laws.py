@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+import xsoftmax as xs
 from combinations import COMBINATIONS, D, N, Q
 
 each = pytest.mark.parametrize("made", COMBINATIONS.values(), ids=COMBINATIONS.keys())
@@ -30,9 +31,9 @@ def assert_same(got, want, **tolerance):
             assert torch.equal(got[name], value), name
 
 
-def train_step(loss, optimizer, input, target, seed):
+def train_step(made, loss, optimizer, input, target, seed):
     optimizer.zero_grad()
-    value = loss(input, target, generator=generator(seed))
+    value = made.call(loss, input, target, generator(seed))
     value.sum().backward()
     optimizer.step()
     return value.detach()
@@ -54,7 +55,7 @@ def test_ignored_queries_change_nothing(made):
             loss.reduction = reduction
             loss.zero_grad()
             queries = input.clone().requires_grad_()
-            value = loss(queries, target, generator=generator(step))
+            value = made.call(loss, queries, target, generator(step))
             assert reduction != "none" or value[Q:].eq(0).all()
             value.sum().backward()
             assert queries.grad[Q:].eq(0).all()
@@ -74,24 +75,26 @@ def test_ignored_queries_change_nothing(made):
 def bad_calls(made, loss, optimizer):
     input, target = made.batch()
 
-    def call(*args, **kwargs):
-        return lambda: loss(*args, **{"generator": generator()} | kwargs)
+    def call(input, target):
+        return lambda: made.call(loss, input, target, generator())
+
+    table = made.table(loss)
 
     def with_table(change, what):
         def run():
-            kept = loss.linear.weight
-            loss.linear.weight = torch.nn.Parameter(change(kept.detach()))
+            kept = table.weight
+            table.weight = torch.nn.Parameter(change(kept.detach()))
             try:
                 what()
             finally:
-                loss.linear.weight = kept
+                table.weight = kept
         return run
 
     def refused_step():
-        weight = loss.linear.weight
+        weight = table.weight
         kept = weight.grad
-        weight.grad = torch.sparse_coo_tensor([[1]], torch.zeros(1, D, dtype=weight.dtype), (N, D))
-        weight.grad._indices().fill_(N)
+        weight.grad = torch.sparse_coo_tensor([[1]], torch.zeros(1, D, dtype=weight.dtype), weight.shape)
+        weight.grad._indices().fill_(len(weight))
         try:
             optimizer.step()
         finally:
@@ -112,7 +115,7 @@ def bad_calls(made, loss, optimizer):
     yield "target of the exact loss", lambda: loss.exact(input, one), IndexError
     yield "step", refused_step, IndexError
     if made.loss == "CaneLoss":
-        yield "candidates beside others", call(input, target, torch.tensor([1, 2])), ValueError
+        yield "candidates beside others", lambda: loss(input, target, torch.tensor([1, 2]), generator=generator()), ValueError
     if made.follows_table:
         def spoiled(table):
             table = table.clone()
@@ -127,7 +130,7 @@ def test_errors_change_nothing(made):
     loss = made.make()
     optimizer = made.make_optimizer(loss)
     for step in range(2):  # samplers that refresh at every second step are due in the next call
-        train_step(loss, optimizer, *made.batch(seed=step), step)
+        train_step(made, loss, optimizer, *made.batch(seed=step), step)
     optimizer.flush()
     before, state = all_tensors(loss), copy.deepcopy(optimizer.state_dict())
     for what, wrong, error in bad_calls(made, loss, optimizer):
@@ -173,7 +176,10 @@ def refreshed(loss, optimizer):
     for name in ("sampler", "noise", "candidate_sampler"):
         sampler = getattr(loss, name, None)
         if sampler is not None:
-            sampler.refresh(loss.linear.weight, loss.linear.bias)
+            if sampler.follows_table:
+                sampler.refresh(loss.linear.weight, loss.linear.bias)
+    if isinstance(loss, xs.BeamTreeLoss):
+        loss.balance()
 
 
 @each
@@ -186,7 +192,7 @@ def test_order_does_not_matter(made):
         loss = made.make()
         optimizer = made.make_optimizer(loss)
         for step in range(5):
-            train_step(loss, optimizer, *made.batch(seed=step), step)
+            train_step(made, loss, optimizer, *made.batch(seed=step), step)
             doings = [settled, refreshed]
             if variant > 0:
                 doings = [refreshed, rng.choice([settled, flushed, evaluated, saved, predicted])]

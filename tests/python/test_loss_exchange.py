@@ -40,7 +40,7 @@ def task(made, loss, state, first):
     batches = [made.batch(torch.float32, seed) for seed in range(first, first + STEPS)]
     optimizer, text = optimizer_text(made, loss)
     return {"loss": made.loss, "num_classes": N, "dim": D, "sampler": described(made.sampler), "candidates": described(made.candidates),
-            "options": option_text(**options), "tensors": made.tensors, "optimizer": optimizer, "optimizer_options": text, "state": state,
+            "options": option_text(**options), "tensors": made.tensors | (made.tree or {}), "optimizer": optimizer, "optimizer_options": text, "state": state,
             "input": torch.stack([input for input, _ in batches]), "target": torch.stack([target for _, target in batches])}
 
 
@@ -54,7 +54,7 @@ def train(made, loss, first):
     optimizer = made.make_optimizer(loss)
     for step in range(STEPS):
         optimizer.zero_grad()
-        value = loss(*made.batch(torch.float32, first + step), generator=torch.Generator().manual_seed(step))
+        value = made.call(loss, *made.batch(torch.float32, first + step), torch.Generator().manual_seed(step))
         value.sum().backward()
         out[f"loss.{step}"] = value.detach()
         out |= {f"gradient.{step}.{name}": parameter.grad.to_dense().clone() for name, parameter in loss.named_parameters()
