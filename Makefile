@@ -73,10 +73,10 @@ test: test-python test-cpp test-consumer
 test-python: $(INSTALLED) exchange | python-headers
 	python -m pytest tests/python -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
-# The C++ programs that Python tests compare with.
+# What Python tests compare with, or load.
 exchange: $(INSTALLED) | gtest
 	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
-	cmake --build build/package --target loss_exchange optim_exchange
+	cmake --build build/package --target loss_exchange optim_exchange cuda_stand_in
 
 # What the C++ that torch.compile writes includes.
 python-headers: $(READY)

@@ -75,7 +75,7 @@ void TableLossImpl::load(torch::serialize::InputArchive& archive) {
 
 namespace {
 
-/// Calls move(), after which buffers of integers have their dtype again, on the device that they are then on.
+/// Calls move(), after which buffers of integers (counts of steps, which every step reads) are what they were, on the host.
 template <typename Move>
 void keep_integers(torch::nn::Module& module, const Move& move) {
   std::vector<std::pair<Tensor, Tensor>> integers;
@@ -86,7 +86,7 @@ void keep_integers(torch::nn::Module& module, const Move& move) {
   }
   move();
   for (auto& [buffer, value] : integers) {
-    buffer.set_data(value.to(buffer.device()));
+    buffer.set_data(value);
   }
 }
 
@@ -106,7 +106,7 @@ void TableLossImpl::to(torch::Dtype dtype, bool non_blocking) {
 
 void TableLossImpl::to(torch::Device device, bool non_blocking) {
   settle();
-  Module::to(device, non_blocking);
+  keep_integers(*this, [&] { Module::to(device, non_blocking); });
 }
 
 } // namespace xsoftmax::nn

@@ -55,7 +55,7 @@ class TableLossImpl : public torch::nn::Module {
   void save(torch::serialize::OutputArchive& archive) const override;
   /// What a loss of another kind need not have, a sampler's state or the like, may be missing, and stays as it is.
   void load(torch::serialize::InputArchive& archive) override;
-  /// What holds integers keeps its dtype.
+  /// Counts of steps stay as they are, on the host.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;

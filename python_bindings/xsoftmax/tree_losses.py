@@ -99,7 +99,7 @@ class BeamTreeLoss(TreeLoss):
             balance_every = max(100, tree.num_edges // 500)
             self._balances_16_bits = False
         self.balance_every = check_count(name, "balance_every", balance_every, 0)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
         self.routed = routed
         if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
             raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
@@ -108,6 +108,12 @@ class BeamTreeLoss(TreeLoss):
         if not self.edges.weight.is_meta and tree.depth > 1:
             with torch.no_grad():
                 self.edges.weight.mul_(tree.depth**-0.5)  # so that a class scores as it would with a row of its own
+
+    def _apply(self, fn, recurse=True):
+        steps = self.steps
+        super()._apply(fn, recurse)
+        self.steps = steps  # which every step reads: it stays on the host
+        return self
 
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         if not self.training:
@@ -163,7 +169,7 @@ class BeamTreeLoss(TreeLoss):
     def _count_step(self) -> None:
         low = self.edges.weight.dtype in (torch.float16, torch.bfloat16)
         learns = torch.is_grad_enabled() and isinstance(self.edges.weight, nn.Parameter) and self.edges.weight.requires_grad
-        if self.balance_every == 0 or not learns or torch.compiler.is_compiling() or self.steps.is_meta or (low and not self._balances_16_bits):
+        if self.balance_every == 0 or not learns or torch.compiler.is_compiling() or self.edges.weight.is_meta or (low and not self._balances_16_bits):
             return
         self.steps += 1
         if int(self.steps) % self.balance_every == 0:

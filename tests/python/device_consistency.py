@@ -1,0 +1,74 @@
+"""Takes steps of every combination with tensors that FakeTensorMode says are on "cuda", and says what went wrong as JSON, by combination.
+
+A process of its own (test_device_consistency.py):  python device_consistency.py LIBRARY
+
+LIBRARY: tests/cpp/cuda_stand_in.cpp. An operator that mixes devices fails under FakeTensorMode, and so does a step that reads a value on the host.
+"""
+
+import ctypes
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+# Before torch has asked for its CUDA.
+ctypes.CDLL(Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so", ctypes.RTLD_GLOBAL)
+ctypes.CDLL(sys.argv[1])
+
+import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+
+from combinations import COMBINATIONS, D, N, Q  # noqa: E402
+
+torch.autograd.set_multithreading_enabled(False)  # no thread of a device that is not there
+
+
+def moved(loss, mode):
+    """The loss with its tensors on "cuda", but for what stays on the host."""
+    def fake(tensor):
+        return FakeTensor(mode, torch.empty_like(tensor.detach(), device="meta"), torch.device("cuda:0"))
+
+    for module in loss.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = None if parameter is None else torch.nn.Parameter(fake(parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = mode.from_tensor(buffer, static_shapes=True) if name == "steps" else fake(buffer)
+    return loss
+
+
+def run(made):
+    mode = FakeTensorMode()
+    loss = moved(made.make(torch.float32), mode)
+    if hasattr(loss, "balance_every"):
+        loss.balance_every = 0  # its counter is a number of the host, which no fake tensor tells
+    with mode:
+        optimizer = made.make_optimizer(loss)
+        for step in range(2):
+            input = torch.randn(Q, D, device="cuda", requires_grad=True)
+            target = torch.randint(0, N, (Q,), device="cuda")
+            optimizer.zero_grad()
+            value = made.call(loss, input, target, None)
+            value.sum().backward()
+            optimizer.step()
+            assert value.is_cuda and input.grad.is_cuda, "a result that is not on the device"
+        assert all(parameter.grad.is_cuda for parameter in loss.parameters() if parameter.grad is not None)
+        loss.eval()
+        with torch.no_grad():
+            results = [loss(input, target), *loss.topk(input, 2), loss.predict(input), loss.log_prob(input)]
+        assert all(result.is_cuda for result in results), "a prediction that is not on the device"
+        optimizer.flush()
+
+
+def main():
+    found = {}
+    for name, made in COMBINATIONS.items():
+        try:
+            run(made)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"[:500]
+    print(json.dumps({"combinations": len(COMBINATIONS), "found": found}))
+
+
+if __name__ == "__main__":
+    main()
