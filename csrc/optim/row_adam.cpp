@@ -64,6 +64,7 @@ struct AdamRule {
   static void step_rows(const ParamStep<Options>& item) {
     const TensorList state = item.state;
     const Options& options = *item.options;
+    drop_if_written_to(item.param, state);
     int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
     const auto [beta1, beta2] = options.betas();
     const OwedSteps::Coefficients coefficients{beta1, beta2, options.eps()};
@@ -81,7 +82,11 @@ struct AdamRule {
     record_debt(item.param, state, flush_row_adam);
   }
 
-  static void flush(const Tensor& param, TensorList state) { make_up(param, state, OwedSteps::coefficients(state[kOwed]), false); }
+  static void flush(const Tensor& param, TensorList state) {
+    drop_if_written_to(param, state);
+    make_up(param, state, OwedSteps::coefficients(state[kOwed]), false);
+    made_up(param, state);
+  }
 
   // next: of the steps to come.
   static void make_up(const Tensor& param, TensorList state, const OwedSteps::Coefficients& next, bool rebase) {

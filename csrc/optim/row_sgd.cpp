@@ -64,6 +64,7 @@ struct SgdRule {
   static void step_rows(const ParamStep<Options>& item) {
     const TensorList state = item.state;
     const Options& options = *item.options;
+    drop_if_written_to(item.param, state);
     int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
     const double momentum = options.momentum();
     const OwedSteps::Coefficients coefficients{momentum, double(options.nesterov()), 0};
@@ -99,7 +100,11 @@ struct SgdRule {
     }
   }
 
-  static void flush(const Tensor& param, TensorList state) { make_up(param, state, OwedSteps::coefficients(state[kOwed]), false); }
+  static void flush(const Tensor& param, TensorList state) {
+    drop_if_written_to(param, state);
+    make_up(param, state, OwedSteps::coefficients(state[kOwed]), false);
+    made_up(param, state);
+  }
 
   // next: of the steps to come.
   static void make_up(const Tensor& param, TensorList state, const OwedSteps::Coefficients& next, bool rebase) {

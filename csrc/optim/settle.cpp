@@ -4,7 +4,7 @@
 #include "optim/row_adam.h"
 #include "optim/row_sgd.h"
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -23,10 +23,27 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 WeakTensor weak(const Tensor& tensor) { return WeakTensor(tensor.getIntrusivePtr()); }
 
+// How often a tensor was written to, by whoever; 0 where nobody counts (inference tensors).
+uint32_t version_of(const Tensor& tensor) {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? counter.current_version() : 0;
+}
+
+bool owes(at::TensorList state) { return state[0].const_data_ptr<int64_t>()[0] != OwedSteps::settled(state.back()); }
+
+// Nothing is owed any more, and nothing is made up.
+void drop(at::TensorList state) {
+  const int64_t step = state[0].const_data_ptr<int64_t>()[0];
+  OwedSteps(state.back(), step, 0).settle(step, OwedSteps::coefficients(state.back()));
+  TORCH_WARN_ONCE("a row optimizer's table was written to while rows owed steps, which are dropped: call the optimizer's flush() before a table is "
+             "written to (or loaded) by other means than the methods of its loss");
+}
+
 struct Debt {
   WeakTensor param;
   std::vector<WeakTensor> state;
   FlushRows flush;
+  uint32_t version; // of the parameter when its optimizer was done
 
   bool is(const Tensor& other_param, at::TensorList other_state) const {
     return param._unsafe_get_target() == other_param.unsafeGetTensorImpl() && state.size() == other_state.size() &&
@@ -53,17 +70,16 @@ class Debts {
 
   void record(const Tensor& param, at::TensorList state, FlushRows flush) {
     const std::lock_guard lock(mutex_);
-    auto* storage = param.storage().unsafeGetStorageImpl();
-    const auto found = entries_.find(storage);
-    if (found == entries_.end()) {
-      sweep();
-    } else if (std::any_of(found->second.debts.begin(), found->second.debts.end(), [&](const Debt& debt) { return debt.is(param, state); })) {
+    if (Debt* known = find(param, state)) {
+      known->version = version_of(param);
       return;
     }
-    Entry& entry = found != entries_.end()
-        ? found->second
-        : entries_.emplace(storage, Entry{WeakStorage(param.storage().getWeakStorageImpl()), {}}).first->second;
-    Debt debt{weak(param), {}, flush};
+    auto* storage = param.storage().unsafeGetStorageImpl();
+    if (!entries_.contains(storage)) {
+      sweep();
+    }
+    Entry& entry = entries_.try_emplace(storage, Entry{WeakStorage(param.storage().getWeakStorageImpl()), {}}).first->second;
+    Debt debt{weak(param), {}, flush, version_of(param)};
     std::transform(state.begin(), state.end(), std::back_inserter(debt.state), weak);
     entry.debts.push_back(std::move(debt));
   }
@@ -75,8 +91,24 @@ class Debts {
     }
   }
 
+  // The operator that is at work may have raised the version by one (core/guards.cpp).
+  void drop_if_written_to(const Tensor& param, at::TensorList state) {
+    const std::lock_guard lock(mutex_);
+    const Debt* debt = find(param, state);
+    if (debt != nullptr && version_of(param) - debt->version > 1 && owes(state)) {
+      drop(state);
+    }
+  }
+
+  void made_up(const Tensor& param, at::TensorList state) {
+    const std::lock_guard lock(mutex_);
+    if (Debt* debt = find(param, state)) {
+      debt->version = version_of(param);
+    }
+  }
+
   // Under the lock throughout: of two threads that read a table, the second must find it made up, not half.
-  void settle(const Tensor& table) {
+  void settle(const Tensor& table, bool raised) {
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(table.storage().unsafeGetStorageImpl());
     if (found == entries_.end()) {
@@ -85,7 +117,7 @@ class Debts {
     auto& debts = found->second.debts;
     std::erase_if(debts, [](const Debt& debt) { return debt.dead(); });
     for (const Debt& debt : debts) {
-      make_up(debt);
+      make_up(debt, raised);
     }
     if (debts.empty()) {
       entries_.erase(found);
@@ -93,16 +125,22 @@ class Debts {
   }
 
  private:
-  static void make_up(const Debt& debt) {
+  static void make_up(const Debt& debt, bool raised) {
     const auto locked = [](const WeakTensor& tensor) { return Tensor(tensor.lock()); };
     const Tensor param = locked(debt.param);
     std::vector<Tensor> state;
     std::transform(debt.state.begin(), debt.state.end(), std::back_inserter(state), locked);
     const bool alive = param.defined() && std::all_of(state.begin(), state.end(), [](const Tensor& tensor) { return tensor.defined(); });
-    if (alive && state[0].const_data_ptr<int64_t>()[0] != OwedSteps::settled(state.back())) {
-      const at::NoGradGuard no_grad;
-      debt.flush(param, state);
+    if (!alive || !owes(state)) {
+      return;
     }
+    if (version_of(param) - debt.version > uint32_t(raised)) {
+      drop(state);
+      return;
+    }
+    // Below the key that raises versions: a loss that waits for its backward pass goes on, with the rows as they are brought up to date.
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    debt.flush(param, state);
   }
 
   // Removes what is gone whenever as many entries have come as had been left.
@@ -117,13 +155,23 @@ class Debts {
     limit_ = 2 * entries_.size() + 16;
   }
 
-  std::mutex mutex_;
+  Debt* find(const Tensor& param, at::TensorList state) {
+    const auto found = entries_.find(param.storage().unsafeGetStorageImpl());
+    if (found == entries_.end()) {
+      return nullptr;
+    }
+    auto& debts = found->second.debts;
+    const auto debt = std::find_if(debts.begin(), debts.end(), [&](const Debt& debt) { return debt.is(param, state); });
+    return debt == debts.end() ? nullptr : &*debt;
+  }
+
+  std::recursive_mutex mutex_; // what makes rows up comes back here
   std::unordered_map<const c10::StorageImpl*, Entry> entries_;
   size_t limit_ = 16;
 };
 
-void settle_op(const Tensor& table) { settle(table); }
-void settle_meta(const Tensor&) {}
+void settle_op(const Tensor& table, bool raised) { settle(table, raised); }
+void settle_meta(const Tensor&, bool) {}
 
 void register_debt(const Tensor& table, at::TensorList state, std::string_view optimizer) {
   const bool adam = optimizer == "row_adam";
@@ -141,13 +189,16 @@ void forget_debt_op(at::TensorList state) { forget_debt(state); }
 
 } // namespace
 
-void settle(const Tensor& table) {
+void settle(const Tensor& table, bool raised) {
   if (table.has_storage() && table.layout() == at::kStrided) {
-    Debts::all().settle(table);
+    Debts::all().settle(table, raised);
   }
 }
 
 void record_debt(const Tensor& param, at::TensorList state, FlushRows flush) { Debts::all().record(param, state, flush); }
+
+void drop_if_written_to(const Tensor& param, at::TensorList state) { Debts::all().drop_if_written_to(param, state); }
+void made_up(const Tensor& param, at::TensorList state) { Debts::all().made_up(param, state); }
 
 void forget_debt(at::TensorList state) {
   if (!state.empty()) {
@@ -156,7 +207,7 @@ void forget_debt(at::TensorList state) {
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("settle_(Tensor(a!) table) -> ()");
+  m.def("settle_(Tensor(a!) table, bool raised=False) -> ()");
   m.def("register_debt(Tensor table, Tensor[] state, str optimizer) -> ()");
   m.def("forget_debt(Tensor[] state) -> ()");
 }
@@ -175,7 +226,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
 // A table that owes nothing is not changed, so autograd must not take it for written. Where it is changed, the flush says so.
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("settle_", torch::CppFunction::makeFallthrough()); }
 
-// The operators that make rows up raise versions; where nothing is owed a waiting backward pass goes on.
+// Nor does it raise versions: a waiting backward pass goes on.
 TORCH_LIBRARY_IMPL(xsoftmax, ADInplaceOrView, m) { m.impl("settle_", torch::CppFunction::makeFallthrough()); }
 
 } // namespace xsoftmax

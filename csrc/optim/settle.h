@@ -4,14 +4,15 @@
 
 namespace xsoftmax {
 
-// settle_(Tensor(a!) table): brings every row of a class table up to date if a row optimizer owes it steps. Anything that reads a whole
+// settle_(Tensor(a!) table, bool raised=False): brings every row of a class table up to date if a row optimizer owes it steps. Anything that reads a whole
 // table calls it first: eval(), exact losses, topk, predict, log_prob, refresh, balance, state dicts, and load_state_dict before it copies.
 // Where nothing is owed it is one look-up, and neither the table nor its version changes. `table` may be any alias of the parameter (.data,
-// .detach()): debts are found by storage. On meta and fake tensors it does nothing. Safe to call from several threads at a time.
+// .detach()): debts are found by storage. Versions stay: a loss that waits for its backward pass goes on, with the rows as they are then. On meta and fake tensors it does nothing. Safe to call from several threads at a time.
 // Call it where no gradients are recorded (Python: xs.optim.settle): torch.compile otherwise gives it a copy of a parameter, which owes nothing.
 //
 // A debt is what a row optimizer's step leaves behind: which parameter, the state tensors, how to make it up. It holds weak references: with
-// the parameter or its state it is gone. A parameter that moves to other memory (`module.to(...)`) is found again from its next step on.
+// the parameter or its state it is gone. Where others have written to the parameter since (its version tells), what is owed would move values that
+// it does not belong to: it is dropped, with a warning. A parameter that moves to other memory (`module.to(...)`) is found again from its next step on.
 //
 // register_debt(Tensor table, Tensor[] state, str optimizer): the same for state that was loaded or copied. optimizer: "row_adam", "row_sgd".
 // forget_debt(Tensor[] state): what this state owed is owed no more; for state that is about to be replaced.
@@ -19,9 +20,13 @@ namespace xsoftmax {
 /// Makes up what `param` owes by `state`.
 using FlushRows = void (*)(const at::Tensor& param, at::TensorList state);
 
-void settle(const at::Tensor& table);
+/// raised: the caller has raised the version by one, as torch.compile does for what a graph writes to.
+void settle(const at::Tensor& table, bool raised = false);
 /// `state`: its first tensor counts the steps (int64), its last is "owed" (optim/owed_steps.h).
 void record_debt(const at::Tensor& param, at::TensorList state, FlushRows flush);
 void forget_debt(at::TensorList state);
+/// What an optimizer's operator asks before it makes rows up, and says when all are.
+void drop_if_written_to(const at::Tensor& param, at::TensorList state);
+void made_up(const at::Tensor& param, at::TensorList state);
 
 } // namespace xsoftmax

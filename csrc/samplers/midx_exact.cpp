@@ -37,10 +37,10 @@ class Levels {
   /// score [N]: z.table + bias. omega e^{codeword scores} of a cell is the sum of e^score over it: codeword scores apart from the rest of
   /// a score may both be beyond any float.
   void fill(const double* score) {
-    double most = -std::numeric_limits<double>::infinity();
-    for_slots([&](int64_t slot, int64_t) { most = std::max(most, score[tables_.order[slot]]); });
+    double best = -std::numeric_limits<double>::infinity();
+    for_slots([&](int64_t slot, int64_t) { best = std::max(best, score[tables_.order[slot]]); });
     std::fill(cell_sum_.begin(), cell_sum_.end(), 0.0);
-    for_slots([&](int64_t slot, int64_t cell) { prefix_[slot] = cell_sum_[cell] += std::exp(score[tables_.order[slot]] - most); });
+    for_slots([&](int64_t slot, int64_t cell) { prefix_[slot] = cell_sum_[cell] += std::exp(score[tables_.order[slot]] - best); });
     double total = 0;
     for (int64_t k1 = 0; k1 < k_; ++k1) {
       double psi = 0;
@@ -49,7 +49,7 @@ class Levels {
       }
       sum_[k1] = total += psi;
     }
-    log_z_ = std::log(total) + most;
+    log_z_ = std::log(total) + best;
   }
 
   double log_z() const { return log_z_; }

@@ -111,9 +111,9 @@ void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const 
   for (int64_t k = 0; k < cells; ++k) {
     first_of[k] = place;
     for (int64_t c = 0; c < chunks; ++c) {
-      const int64_t held = places[c * cells + k];
+      const int64_t count = places[c * cells + k];
       places[c * cells + k] = place;
-      place += held;
+      place += count;
     }
     mass_of[k] = double(place - first_of[k]);
   }
@@ -136,14 +136,14 @@ void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const 
   double *sum_at = prefix.mutable_data_ptr<double>(), *heaviest_of = heaviest.mutable_data_ptr<double>();
   at::parallel_for(0, cells, 64, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      double sum = 0, most = 0;
+      double sum = 0, heaviest = 0;
       for (int64_t slot = first_of[k]; slot < first_of[k + 1]; ++slot) {
         const double weight = std::exp(double(log_weight_of[class_at[slot]]));
-        most = std::max(most, weight);
+        heaviest = std::max(heaviest, weight);
         sum_at[slot] = sum += weight;
       }
       mass_of[k] = sum;
-      heaviest_of[k] = most;
+      heaviest_of[k] = heaviest;
     }
   });
 }

@@ -59,8 +59,8 @@ class MidxSystematicSet {
     std::copy_n(row_share, rows_, row_tail_.data());
     certain_ = 0;
     for (bool grown = true; grown;) {
-      const double rest = std::accumulate(row_tail_.begin(), row_tail_.end(), 0.0);
-      scale_ = rest > 0 ? double(samples_ - certain_) / rest : 0.0;
+      const double uncertain = std::accumulate(row_tail_.begin(), row_tail_.end(), 0.0);
+      scale_ = uncertain > 0 ? double(samples_ - certain_) / uncertain : 0.0;
       grown = false;
       for (int64_t row = 0; certain_ < samples_ && row < rows_; ++row) {
         // No class has more than its row.
@@ -141,8 +141,8 @@ class MidxSystematicSet {
   double uncertain_part(int64_t cell, double threshold) const {
     double weight = 0;
     for (int64_t slot = tables_.start[cell]; slot < tables_.start[cell + 1]; ++slot) {
-      const double own = tables_.weight(slot, cell);
-      weight += own >= threshold ? 0.0 : own;
+      const double of_class = tables_.weight(slot, cell);
+      weight += of_class >= threshold ? 0.0 : of_class;
     }
     return weight / tables_.mass[cell];
   }
@@ -211,8 +211,8 @@ class MidxSystematicSet {
     return done;
   }
 
-  // Puts down the slots under the points at, at + 1, ... below `end` in a cell, `most` at most; returns how many.
-  int64_t pick(int64_t cell, double length, double at, double end, int64_t most, uint64_t bits, int64_t* out) {
+  // Puts down the slots under the points at, at + 1, ... below `end` in a cell, `limit` at most; returns how many.
+  int64_t pick(int64_t cell, double length, double at, double end, int64_t limit, uint64_t bits, int64_t* out) {
     const int64_t begin = tables_.start[cell], n = tables_.size(cell), cut = int64_t(multiply_shift(bits, uint64_t(n)));
     const bool mixed = threshold(cell) != kNever; // some are certain, others are not
     if (mixed) {
@@ -224,18 +224,18 @@ class MidxSystematicSet {
         }
       }
     }
-    const int64_t held = mixed ? int64_t(left_.size()) : n;
+    const int64_t count = mixed ? int64_t(left_.size()) : n;
     const double base = tables_.prefix == nullptr || cut == 0 ? 0.0 : tables_.prefix[begin + cut - 1];
     double sum = 0; // of the classes of left_ before `rank`
     int64_t rank = 0, picked = 0;
-    for (; picked < std::min(most, held) && at + double(picked) < end; ++picked) {
+    for (; picked < std::min(limit, count) && at + double(picked) < end; ++picked) {
       const double fraction = (at + double(picked)) / length;
       int64_t place;
       if (tables_.prefix == nullptr) {
         place = int64_t(fraction * double(n));
       } else if (mixed) {
         const double aim = fraction * tail_weight(cell);
-        for (; rank + 1 < held && sum + tables_.weight(left_[rank], cell) <= aim; ++rank) {
+        for (; rank + 1 < count && sum + tables_.weight(left_[rank], cell) <= aim; ++rank) {
           sum += tables_.weight(left_[rank], cell);
         }
         place = rank;
@@ -247,7 +247,7 @@ class MidxSystematicSet {
       // No class is longer than the distance of two points, so places rise, but for rounding.
       out[picked] = picked > 0 ? std::max(place, out[picked - 1] + 1) : place;
     }
-    int64_t bound = held;
+    int64_t bound = count;
     for (int64_t i = picked - 1; i >= 0 && out[i] >= bound; --i) {
       out[i] = --bound;
     }

@@ -54,7 +54,10 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
   register_law<UniformSamplerImpl>("uniform");
   register_law<LogUniformSamplerImpl>("log_uniform");
   register_sampler("unigram", make_unigram);
-  register_sampler("in_batch", [](const SamplerRequest& request) { return std::make_shared<InBatchSamplerImpl>(request.num_classes); });
+  register_sampler("in_batch", [](const SamplerRequest& request) {
+    TORCH_CHECK_VALUE(!request.num_samples.has_value(), "make_sampler: expected no num_samples for \"in_batch\", whose draws are the batch's targets");
+    return std::make_shared<InBatchSamplerImpl>(request.num_classes);
+  });
   return true;
 }();
 

@@ -15,6 +15,13 @@ def check_count(owner: str, argument: str, value: int, least: Optional[int]) -> 
     return int(value)
 
 
+def check_bool(owner: str, argument: str, value: bool) -> bool:
+    """True or False, numpy's or Python's."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{owner}: expected {argument} of type bool, got {type(value).__name__}")
+    return bool(value)
+
+
 def check_class_weights(owner: str, weight: Optional[Tensor], num_classes: int) -> None:
     if weight is None:
         return

@@ -6,7 +6,7 @@ from typing import List, Optional
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_class_weights, check_count, check_reduction
+from ._checks import check_bool, check_class_weights, check_count, check_reduction
 from ._memory import advise_huge_pages
 from ._options import option_text
 from .optim.settle import settle
@@ -28,7 +28,7 @@ class TableModule(nn.Module):
         check_class_weights(name, weight, num_classes)
         self.reduction = reduction
         self.ignore_index = check_count(name, "ignore_index", ignore_index, None)
-        self.sparse_grad = sparse_grad
+        self.sparse_grad = check_bool(name, "sparse_grad", sparse_grad)
         self.register_buffer("weight", weight)
         self.register_state_dict_pre_hook(_settle_before)
 
@@ -67,6 +67,10 @@ class TableModule(nn.Module):
         self.settle()  # what is owed is known by the memory of the table
         return super()._apply(fn, recurse)
 
+    def __getstate__(self):
+        self.settle()  # a copy is another table, which owes nothing: by copy.deepcopy, torch.save or pickle
+        return self.__dict__.copy()
+
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         self.settle()  # steps that are owed to the old table must not move the new one
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -77,6 +81,21 @@ class TableModule(nn.Module):
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         """input [*, D] as [Q, D], after its shape and target's have been checked."""
         return flat_queries(self._name, self.in_features, input, target)
+
+    def _given(self, target: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if not isinstance(target, Tensor):
+                raise TypeError(f"{self._name}: expected target as a tensor, got {type(target).__name__}")
+        return target
+
+    def _best(self, k: int) -> int:
+        """k of topk, checked."""
+        if not torch.jit.is_scripting():
+            if not torch.compiler.is_compiling():
+                check_count(self._name, "k", k, None)
+        if k < 0 or k > self.num_classes:
+            raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
+        return k
 
     def _table_queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         """The same, for what reads the whole table."""
@@ -109,6 +128,8 @@ def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[T
         for name, tensor in (("input", input), ("target", target)):
             if not isinstance(tensor, Tensor) and (name == "input" or tensor is not None):
                 raise TypeError(f"{owner}: expected {name} as a tensor, got {type(tensor).__name__}")
+            if tensor is not None and tensor.layout != torch.strided:
+                raise TypeError(f"{owner}: expected {name} as a dense tensor, got layout {tensor.layout}")
     if input.dim() < 1 or input.shape[-1] != in_features:
         raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got {list(input.shape)}")
     if target is not None:
@@ -122,8 +143,14 @@ def _settle_before(module: TableModule, *_) -> None:
     module.settle()
 
 
+def _settle_linear(linear: nn.Linear, *_) -> None:
+    settle(linear.weight)
+    settle(linear.bias)
+
+
 def make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -> nn.Linear:
     """nn.Linear on memory of our choice."""
+    check_bool("nn.Linear", "bias", bias)
     device = torch.get_default_device() if device is None else torch.device(device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # a tree of one class has no edges
@@ -132,4 +159,6 @@ def make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -
             linear.to_empty(device=device)
             advise_huge_pages(linear.weight.detach())
             linear.reset_parameters()
+    linear.register_state_dict_pre_hook(_settle_linear)
+    linear.register_load_state_dict_pre_hook(_settle_linear)
     return linear

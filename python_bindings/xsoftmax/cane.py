@@ -5,7 +5,7 @@ from typing import List, Optional, Union
 import torch
 from torch import Tensor
 
-from ._checks import check_count
+from ._checks import check_bool, check_count
 from ._memory import device_of_values
 from .losses import CandidateLoss, different_ids
 from .samplers import CandidateSet, Sampler
@@ -64,7 +64,7 @@ class CaneLoss(CandidateLoss):
                          dtype=dtype)
         name = self._name
         num_noises = check_count(name, "num_noises", num_noises, 0)
-        self._init_options(estimator=estimator_of(name, noise_reduction), remove_accidental_hits=True, sparse_grad=sparse_grad)
+        self._init_options(estimator=estimator_of(name, noise_reduction), remove_accidental_hits=True, sparse_grad=check_bool(name, "sparse_grad", sparse_grad))
         device = device_of_values(device)
         self.candidate_sampler = None
         ids: Optional[Tensor] = None

@@ -106,9 +106,9 @@ def ranks(predictions: "scipy.sparse.csr_matrix") -> np.ndarray:  # noqa: F821
 
 
 def _softmax(part, row: np.ndarray) -> np.ndarray:
-    most = np.full(part.shape[0], -np.inf)
-    np.maximum.at(most, row, part.data)
-    raised = np.exp(part.data - most[row])
+    best = np.full(part.shape[0], -np.inf)
+    np.maximum.at(best, row, part.data)
+    raised = np.exp(part.data - best[row])
     total = np.bincount(row, raised, minlength=part.shape[0])
     return raised / total[row]
 

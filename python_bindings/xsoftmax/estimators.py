@@ -81,7 +81,7 @@ def registered_loss(module: nn.Module, input: Tensor, target: Tensor, sets: List
     sets = sorted(sets, key=lambda part: (part.ids.dim() == 1, not part.distinct))  # as the scores stand side by side
     counts = (target != module.ignore_index).reshape(-1)
     known = torch.where(counts, target.reshape(-1), 0)
-    queries = torch.where(counts.unsqueeze(1), input.reshape(len(known), -1), 0.0)
+    queries = torch.where(counts.unsqueeze(1), input.reshape(len(known), input.shape[-1]), 0.0)
     private = torch.cat([known.unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)], 1)
     shared = [part.ids for part in sets if part.ids.dim() == 1]
     scores = torch.ops.xsoftmax.candidate_scores(queries, module.linear.weight, module.linear.bias, private,

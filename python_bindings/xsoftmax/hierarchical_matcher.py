@@ -84,6 +84,7 @@ class HierarchicalMatcher(TableModule):
 
     def _examples(self, input: Tensor, target: Tensor) -> Tensor:
         queries = self._queries(input, None)
+        target = self._given(target)
         if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
             raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
                              f"{list(target.shape)}")
@@ -260,9 +261,10 @@ class HierarchicalMatcher(TableModule):
         if int(self.layer.item()) != self.tree.depth:
             raise ValueError(f"HierarchicalMatcher: expected all of {self.tree.depth} layers trained, got layer {int(self.layer.item())} at work; "
                              "see next_layer")
+        k = self._best(k)
         width = max(k, self.beam) if beam is None else beam
-        if k < 0 or k > self.num_classes or width < k:
-            raise ValueError(f"HierarchicalMatcher: expected k in [0, {self.num_classes}] and a beam of at least k, got {k} and {width}")
+        if width < k:
+            raise ValueError(f"HierarchicalMatcher: expected a beam of at least k={k}, got {width}")
         scores, labels = torch.ops.xsoftmax.beam_search(self._table_queries(input, None), self.edges.weight, self.edges.bias,
                                                         self.tree.first_child, self.tree.node_class, max(width, 1), self.transform)
         shape = list(input.shape[:-1]) + [k]

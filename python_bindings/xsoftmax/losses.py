@@ -7,7 +7,7 @@ from typing import List, Optional, Union
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_count
+from ._checks import check_bool, check_count
 from ._memory import device_of_values, moved_table
 from ._table import TableModule, flat_queries, make_linear
 from .estimators import check_estimator, has_noise, registered_loss
@@ -20,7 +20,7 @@ class LinearLoss(TableModule):
     """Base of losses over a plain class table: the table as `.linear`, the exact loss, and prediction.
 
     The state dict holds `linear.weight`, `linear.bias` and, where class weights were given, `weight`: the keys of
-    :class:`torch.nn.LinearCrossEntropyLoss`, so that a checkpoint of either loads into the other.
+    :class:`torch.nn.LinearCrossEntropyLoss`, whose checkpoints load here, and the other way round (with strict=False where a sampler keeps state).
     """
 
     # What a sampler kept, or a log Z, is of no use to a loss without one, and stays as it is where a checkpoint has none.
@@ -68,7 +68,7 @@ class LinearLoss(TableModule):
         Where gradients are recorded they are made together with the loss: evaluate under torch.no_grad().
         """
         loss = torch.ops.xsoftmax.linear_cross_entropy(
-            self._table_queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
+            self._table_queries(input, self._given(target)), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
             ["none", "mean", "sum"].index(self.reduction), self.ignore_index, self.label_smoothing)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
@@ -82,6 +82,7 @@ class LinearLoss(TableModule):
     def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`self.log_prob(input).topk(k)`: (log-probabilities, class ids), both [*, k], best first, without [*, N] in memory;
         log-probabilities in float32 for 16-bit tables."""
+        k = self._best(k)
         values, indices = torch.ops.xsoftmax.linear_topk(
             self._table_queries(input, None), self.linear.weight, self.linear.bias, k)
         shape = list(input.shape[:-1]) + [k]
@@ -128,7 +129,7 @@ class CandidateLoss(LinearLoss):
 
     def _counted(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """What samplers are shown: queries [Q, D] and targets [Q], zeros and -1 where a target is ignored."""
-        self._queries(input, target)
+        self._queries(input, self._given(target))
         self._check_step()
         return torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index)
 
@@ -225,7 +226,8 @@ class SampledSoftmaxLoss(CandidateLoss):
         if has_noise(estimator) and not ((head.numel() > 0 or sampler.has_distinct) and sampler.has_independent):
             raise ValueError(f"{name}: expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with "
                              f"estimator={estimator!r}, got {head.numel()} head classes and {sampler}")
-        self._init_options(estimator=estimator, remove_accidental_hits=remove_accidental_hits, sparse_grad=sparse_grad)
+        self._init_options(estimator=estimator, remove_accidental_hits=check_bool(name, "remove_accidental_hits", remove_accidental_hits),
+                           sparse_grad=check_bool(name, "sparse_grad", sparse_grad))
         self._init_log_z(log_z, device)
         if outside:  # the sampler is claimed below: all other checks come before
             sampler = sampler.outside_target()

@@ -162,10 +162,10 @@ def _hits(name: str, predictions: Predictions, truth: Truth, k: int) -> Tuple[Te
     sizes = torch.bincount(right // span, minlength=len(predictions))
     rows = torch.arange(len(predictions), device=predictions.device).unsqueeze(1)
     keys = torch.where(predictions >= 0, rows * span + predictions, -1)
-    some = sizes > 0
-    if not some.any():
+    found = sizes > 0
+    if not found.any():
         raise ValueError(f"{name}: expected a query for which a class is right, got none of {len(predictions)}")
-    return torch.isin(keys[some], right).double(), sizes[some], _Right(right // span, right % span, predictions[some])
+    return torch.isin(keys[found], right).double(), sizes[found], _Right(right // span, right % span, predictions[found])
 
 
 def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:  # noqa: F821

@@ -36,10 +36,6 @@ class TreeLoss(TableModule):
         tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]
         return tables
 
-    def _check_k(self, k: int) -> None:
-        if k < 0 or k > self.num_classes:
-            raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
-
 
 class BeamTreeLoss(TreeLoss):
     r"""The beam tree (CANE paper, Algorithm 2): CANE whose candidates a beam search in a tree of the classes finds, at a cost of O(log N).
@@ -118,7 +114,7 @@ class BeamTreeLoss(TreeLoss):
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         if not self.training:
             return self.exact(input, target)
-        self._queries(input, target)
+        self._queries(input, self._given(target))
         self._check_step()
         weight, bias, tree = self.edges.weight, self.edges.bias, self.tree.tables()
         queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree, self.ignore_index)
@@ -157,7 +153,7 @@ class BeamTreeLoss(TreeLoss):
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         """`F.cross_entropy(self.scores(input), target, ...)`; what `forward` gives in eval(). Each call makes :meth:`class_table`, [N, D] in
         float32 for 16-bit edges, and nothing of [Q, N]: evaluate many queries at once."""
-        self._table_queries(input, target)
+        self._table_queries(input, self._given(target))
         return torch.ops.xsoftmax.tree_cross_entropy(input, self.edges.weight, self.edges.bias, target, self.tree.tables(), self.tree.layer_sizes,
                                                      self.weight, self._options)
 
@@ -208,7 +204,7 @@ class BeamTreeLoss(TreeLoss):
     def topk(self, input: Tensor, k: int, width: Optional[int] = None) -> tuple[Tensor, Tensor]:
         """The best k classes that a beam of `width` (None: the larger of k and `beam`) finds: (scores, class ids), both [*, k], best first; -inf
         and -1 behind the last of fewer than k. The scores are not normalised: that would take all classes."""
-        self._check_k(k)
+        k = self._best(k)
         width = max(k, self.beam) if width is None else width
         if width < k:
             raise ValueError(f"{self._name}: expected width of at least k={k}, got {width}")
@@ -256,7 +252,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
             self._check_step()
         else:
             self.settle()
-        self._queries(input, target)
+        self._queries(input, self._given(target))
         return torch.ops.xsoftmax.hierarchical_softmax_loss(input, self.edges.weight, self.edges.bias, target, self.tree.tables(),
                                                             self.tree.layer_sizes, self.tree.group_sizes, self.weight, self._options)
 
@@ -277,7 +273,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`self.log_prob(input).topk(k)`, by a best-first search that scores few of the classes: (log-probabilities, class ids), both [*, k],
         best first."""
-        self._check_k(k)
+        k = self._best(k)
         values, classes = torch.ops.xsoftmax.hierarchical_topk(self._table_queries(input, None), self.edges.weight, self.edges.bias,
                                                                self.tree.first_child, self.tree.node_class, k)
         shape = list(input.shape[:-1]) + [k]

@@ -286,7 +286,7 @@ class _Watch:
         if self.progress is True:
             from tqdm import tqdm
 
-            self.bar = tqdm(total=100 * self.layers, unit="%", bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}")
+            self.bar = tqdm(total=100 * self.layers, unit="%", disable=None, bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}")
         return self
 
     def __exit__(self, *_) -> None:

@@ -530,7 +530,9 @@ def test_counts_are_integers_of_numpy_too():
 
 
 def test_names():
-    assert isinstance(make_sampler("in_batch", 30, 5), InBatchSampler)
+    assert isinstance(make_sampler("in_batch", 30), InBatchSampler)
+    with pytest.raises(ValueError, match='expected no num_samples for "in_batch"'):
+        make_sampler("in_batch", 30, 5)
     sampler = make_sampler("unigram", 30, 5, counts=zipf(30), shared=False, dim=8, bias=True)
     assert isinstance(sampler, UnigramSampler) and sampler.num_samples == 5 and not sampler.shared
 

@@ -1,9 +1,11 @@
 """What all modules over a table of rows share: when the steps that a row optimizer owes are applied, options, data parallelism."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import xsoftmax as xs
 
@@ -59,6 +61,48 @@ def test_a_move_settles_the_table(name, move):
     move(module)
     for got, settled in zip(tables(module), tables(want)):
         torch.testing.assert_close(got.float(), settled, rtol=1e-6, atol=1e-7)
+
+
+READS = [lambda module, input: module.predict(input), lambda module, input: module.topk(input, 2), lambda module, input: module.state_dict(),
+         lambda module, input: module.eval().train(), lambda module, input: copy.deepcopy(module)]
+
+
+@pytest.mark.parametrize("name", sorted(set(SPARSE) - {"matcher"}))
+@pytest.mark.parametrize("read", READS, ids=["predict", "topk", "state_dict", "eval", "deepcopy"])
+def test_a_table_may_be_read_between_forward_and_backward(name, read):
+    module, optimizer = owing(made(name))
+    for step in range(3):
+        input = torch.randn(2, D, requires_grad=True)
+        optimizer.zero_grad()
+        value = module(input, torch.tensor([step, 0]))
+        read(module, input.detach())
+        value.backward()
+        assert input.grad.ne(0).any()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), lambda module: copy.deepcopy(nn.ModuleList([module]))[0]],
+                         ids=["deepcopy", "pickle", "of a model"])
+def test_a_copy_owes_nothing(name, copied):
+    module, optimizer = owing(made(name))
+    other = copied(module)
+    optimizer.flush()
+    assert all(torch.equal(a, b) for a, b in zip(tables(other), tables(module)))
+    assert other.reduction == module.reduction and other(torch.ones(2, D), torch.tensor([1, 2]) if name != "matcher" else torch.tensor([[1], [2]])).isfinite()
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_linear_alone_is_saved_and_loaded_as_it_should_be(name):
+    (module, optimizer), (want, flushing) = owing(made(name)), owing(made(name))
+    flushing.flush()
+    linear, other = (getattr(each, "linear", None) or each.edges for each in (module, want))
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in linear.state_dict().items())
+    module, optimizer = owing(made(name))
+    linear = getattr(module, "linear", None) or module.edges
+    linear.load_state_dict({key: torch.ones_like(value) for key, value in linear.state_dict().items()})
+    optimizer.flush()
+    assert all(value.eq(1).all() for value in linear.parameters())
 
 
 @pytest.mark.parametrize("name", SPARSE)

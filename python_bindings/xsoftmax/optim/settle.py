@@ -8,13 +8,16 @@ def settle(table: Optional[Tensor]) -> None:
     """Brings every row of a class table up to date if a row optimizer owes it steps; a look-up otherwise.
 
     The losses call it before they read a whole table; call it (or the optimizer's ``flush``) before a table is read by other means. ``table``
-    is the parameter or an alias of its memory (``.data``, ``.detach()``). Where nothing is owed, neither the table nor its version changes.
+    is the parameter or an alias of its memory (``.data``, ``.detach()``). The table's version stays as it is: a loss that waits for its backward pass
+    goes on, with the rows as they are then.
     What a step left behind is forgotten with the optimizer's state. Compiles and scripts; torch.export leaves it out, so settle before it.
     """
     if table is None:
         return
+    raised = False
     if not torch.jit.is_scripting():
         if torch.compiler.is_exporting():
             return  # an exported program may not write to its parameters
+        raised = torch.compiler.is_compiling()
     with torch.no_grad():  # torch.compile gives a copy to an operator that writes to a parameter while gradients are recorded
-        torch.ops.xsoftmax.settle_(table)
+        torch.ops.xsoftmax.settle_(table, raised)

@@ -50,4 +50,6 @@ class InBatchSampler(Sampler):
 
     @classmethod
     def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options) -> "InBatchSampler":
+        if num_samples is not None:
+            raise ValueError(f"make_sampler: expected no num_samples for \"in_batch\", whose draws are the batch's targets, got {num_samples}")
         return cls(num_classes, **options)
