@@ -67,7 +67,6 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/log_uniform_sample_cpu.cpp
   csrc/samplers/lsh_sample.cpp
   csrc/samplers/lsh_sample_cpu.cpp
-  csrc/samplers/merge_log_counts.cpp
   csrc/samplers/midx_codebook_loss.cpp
   csrc/samplers/midx_exact.cpp
   csrc/samplers/midx_index.cpp
@@ -86,6 +85,7 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/table_log_prob.cpp
   csrc/samplers/uniform_sample.cpp
   csrc/samplers/uniform_sample_cpu.cpp
+  csrc/samplers/union_merge.cpp
   csrc/samplers/union_module.cpp
   csrc/scores/candidate_scores.cpp
   csrc/scores/candidate_scores_cpu.cpp

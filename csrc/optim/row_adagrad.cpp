@@ -10,7 +10,6 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/full_like.h>
-#include <torch/library.h>
 
 namespace xsoftmax {
 namespace {
@@ -93,22 +92,8 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, c
   u.param.index_copy_(0, ids, (old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(u.lr)).to(u.param.scalar_type()));
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("row_adagrad_state(Tensor param, bool rows, str options) -> Tensor[]");
-  m.def("row_adagrad_step_(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()");
-  m.def("row_adagrad_flush_(Tensor(a!) param, Tensor(b!)[] state) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("row_adagrad_state", row_state<AdagradRule>);
-  m.impl("row_adagrad_step_", row_step<AdagradRule>);
-  m.impl("row_adagrad_flush_", row_flush<AdagradRule>);
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("row_adagrad_state", row_state<AdagradRule>);
-  m.impl("row_adagrad_step_", row_step_meta<AdagradRule>);
-  m.impl("row_adagrad_flush_", row_flush_meta<AdagradRule>);
-}
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<AdagradRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<AdagradRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<AdagradRule>(m); }
 
 } // namespace xsoftmax

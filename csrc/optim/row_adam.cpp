@@ -13,7 +13,6 @@
 #include <ATen/ops/pow.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
 
 #include <cmath>
 
@@ -177,22 +176,8 @@ void row_adam_flush_reference(const RowAdamUpdate& u) {
   }
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("row_adam_state(Tensor param, bool rows, str options) -> Tensor[]");
-  m.def("row_adam_step_(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()");
-  m.def("row_adam_flush_(Tensor(a!) param, Tensor(b!)[] state) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("row_adam_state", row_state<AdamRule>);
-  m.impl("row_adam_step_", row_step<AdamRule>);
-  m.impl("row_adam_flush_", row_flush<AdamRule>);
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("row_adam_state", row_state<AdamRule>);
-  m.impl("row_adam_step_", row_step_meta<AdamRule>);
-  m.impl("row_adam_flush_", row_flush_meta<AdamRule>);
-}
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<AdamRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<AdamRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<AdamRule>(m); }
 
 } // namespace xsoftmax

@@ -14,7 +14,6 @@
 #include <ATen/ops/pow.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
 
 #include <cmath>
 
@@ -226,22 +225,8 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
   }
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("row_sgd_state(Tensor param, bool rows, str options) -> Tensor[]");
-  m.def("row_sgd_step_(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()");
-  m.def("row_sgd_flush_(Tensor(a!) param, Tensor(b!)[] state) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
-  m.impl("row_sgd_state", row_state<SgdRule>);
-  m.impl("row_sgd_step_", row_step<SgdRule>);
-  m.impl("row_sgd_flush_", row_flush<SgdRule>);
-}
-
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
-  m.impl("row_sgd_state", row_state<SgdRule>);
-  m.impl("row_sgd_step_", row_step_meta<SgdRule>);
-  m.impl("row_sgd_flush_", row_flush_meta<SgdRule>);
-}
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<SgdRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<SgdRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<SgdRule>(m); }
 
 } // namespace xsoftmax

@@ -7,6 +7,7 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <torch/library.h>
 #include <xsoftmax/optim.h>
 
 #include <map>
@@ -207,6 +208,29 @@ void row_flush(const at::Tensor& param, at::TensorList state) {
 template <typename Rule>
 void row_flush_meta(const at::Tensor& param, at::TensorList state) {
   check_flush<Rule>(param, state);
+}
+
+/// The three operators, in TORCH_LIBRARY blocks.
+template <typename Rule>
+void define(torch::Library& m) {
+  m.def((std::string(Rule::kState) + "(Tensor param, bool rows, str options) -> Tensor[]").c_str());
+  m.def((std::string(Rule::kStep) + "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()")
+            .c_str());
+  m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str());
+}
+
+template <typename Rule>
+void on_any_device(torch::Library& m) {
+  m.impl(Rule::kState, row_state<Rule>);
+  m.impl(Rule::kStep, row_step<Rule>);
+  m.impl(Rule::kFlush, row_flush<Rule>);
+}
+
+template <typename Rule>
+void on_meta(torch::Library& m) {
+  m.impl(Rule::kState, row_state<Rule>);
+  m.impl(Rule::kStep, row_step_meta<Rule>);
+  m.impl(Rule::kFlush, row_flush_meta<Rule>);
 }
 
 /// One member of a fused kernel's list, of each parameter.

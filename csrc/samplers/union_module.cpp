@@ -1,10 +1,9 @@
 #include <xsoftmax/union_sampler.h>
 
-#include "samplers/merge_log_counts.h"
+#include "core/optional.h"
 #include "samplers/modules.h"
+#include "samplers/union_merge.h"
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/zeros.h>
 #include <torch/nn/modules/container/modulelist.h>
 
 #include <algorithm>
@@ -57,11 +56,6 @@ Parts in_turn(Parts parts) {
   return parts;
 }
 
-Tensor merge(const std::vector<Tensor>& log_counts) {
-  static const auto op = find_op<Tensor(at::TensorList)>("xsoftmax::merge_log_counts");
-  return op.call(log_counts);
-}
-
 } // namespace
 
 UnionSamplerImpl::UnionSamplerImpl(Parts parts)
@@ -76,48 +70,36 @@ UnionSamplerImpl::UnionSamplerImpl(Parts parts)
 }
 
 Proposal UnionSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
-  const int64_t rows = queries.size(0);
-  // The classes that a private part counts while it draws: the targets, and the ids of the parts before it.
-  Tensor classes = target.defined() ? target.reshape({rows, target.dim() == 1 ? 1 : target.size(1)})
-                                    : at::zeros({rows, 1}, queries.options().dtype(at::kLong));
-  const int64_t given = classes.size(1);
   Proposal sets;
-  std::vector<std::vector<Tensor>> counts; // what the sets of all parts say of each set's ids
-  Parts before;
-  for (const auto& part : in_turn(parts_)) {
-    const bool shared = part->shared();
-    const Proposal drawn = part->sample(queries, shared ? target : classes, generator);
-    int64_t column = given;
-    for (size_t k = 0; k < sets.size(); ++k) {
-      const int64_t width = sets[k].ids.size(-1);
-      if (shared) {
-        counts[k].push_back(part->log_count(queries, sets[k].ids));
-      }
-      for (const CandidateSet& drawn_set : drawn) {
-        if (!shared && drawn_set.target_log_count.defined()) {
-          counts[k].push_back(drawn_set.target_log_count.narrow(1, column, width));
-        }
-      }
-      column += width;
+  std::vector<Tensor> ids, log_counts, asked; // asked: what other parts say of a set's ids
+  c10::List<OptionalTensor> target_log_counts;
+  std::vector<int64_t> part_of, of_set;
+  int64_t first_private = 0, number = 0;
+  const Parts parts = in_turn(parts_);
+  for (const auto& part : parts) {
+    const Proposal drawn = part->sample(queries, part->shared() ? target : union_classes(queries, optional(target), ids), generator);
+    for (size_t k = 0; part->shared() && k < ids.size(); ++k) {
+      asked.push_back(part->log_count(queries, ids[k]));
+      of_set.push_back(int64_t(k));
     }
-    for (const CandidateSet& drawn_set : drawn) {
-      counts.push_back({drawn_set.log_count});
-      for (const auto& other : before) {
-        counts.back().push_back(other->log_count(queries, drawn_set.ids));
+    for (const CandidateSet& set : drawn) {
+      for (int64_t before = 0; before < number; ++before) {
+        asked.push_back(parts[before]->log_count(queries, set.ids));
+        of_set.push_back(int64_t(ids.size()));
       }
-      sets.push_back(drawn_set);
-      classes = at::cat({classes, drawn_set.ids.expand({rows, drawn_set.ids.size(-1)})}, 1);
+      sets.push_back(set);
+      ids.push_back(set.ids);
+      log_counts.push_back(set.log_count);
+      target_log_counts.push_back(optional(set.target_log_count));
+      part_of.push_back(number);
+      first_private += part->shared();
     }
-    before.push_back(part);
+    ++number;
   }
+  const auto [merged, of_target] = union_merge(ids, log_counts, target_log_counts, part_of, first_private, asked, of_set, optional(target));
   for (size_t k = 0; k < sets.size(); ++k) {
-    Tensor& of_target = sets[k].target_log_count;
-    sets[k].log_count = merge(counts[k]);
-    if (!target.defined()) {
-      of_target = Tensor();
-    } else if (of_target.defined() && of_target.dim() == 2) {
-      of_target = of_target.narrow(1, 0, given).reshape(target.sizes());
-    }
+    sets[k].log_count = merged[k];
+    sets[k].target_log_count = target.defined() && target_log_counts.get(k).has_value() ? of_target[k] : Tensor();
   }
   return sets;
 }
@@ -127,7 +109,7 @@ Tensor UnionSamplerImpl::log_count(const Tensor& queries, const Tensor& ids) {
   for (const auto& part : parts_) {
     log_counts.push_back(part->log_count(queries, ids));
   }
-  return merge(log_counts);
+  return merge_log_counts(log_counts);
 }
 
 void UnionSamplerImpl::prepare(const Tensor& weight, const std::optional<Tensor>& bias, std::optional<at::Generator> generator) {

@@ -198,6 +198,8 @@ def samples():
         tree_routed_candidates=(seed, torch.randn(Q, 6), tree.first_child, tree.node_class, 3),
         tree_scores=(input, *edges, tree.parent, paths, sizes, True, True),
         tree_scores_backward=(torch.randn(Q, 2), input, edges[0], tree.parent, paths, sizes, True, mask),
+        union_classes=(input, target, [private, shared]),
+        union_merge=([shared, private], [private_count[0], private_count], [None, torch.randn(Q, 1 + len(shared))], [0, 1], 1, [private_count], [1], target),
         uniform_sample=(seed, 2, N, Q, S, True),
         xr_linear_check_target=("model",),
         xr_linear_load=("model",),

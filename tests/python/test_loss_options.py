@@ -11,22 +11,8 @@ import xsoftmax as xs
 from xsoftmax._options import option_text
 from xsoftmax.samplers import InBatchSampler, LogUniformSampler, MidxSampler, UniformSampler, UnigramSampler, UnionSampler, columns_of
 from gradient_checks import seeded  # noqa: F401 (a fixture of every test)
+from loss_checks import D, N, batch, exact, sampled
 
-D, N = 6, 40
-
-
-def sampled(**kwargs):
-    return xs.SampledSoftmaxLoss(D, N, **(dict(sampler="uniform", num_samples=8) | kwargs))
-
-
-def batch(*shape, ignored=0):
-    input, target = torch.randn(*shape, D), torch.randint(N, shape)
-    target.view(-1)[:ignored] = -100
-    return input, target
-
-
-def exact(loss, input, target, **kwargs):
-    return F.cross_entropy(loss.linear(input).flatten(0, -2), target.flatten(), **kwargs)
 
 
 @pytest.mark.parametrize("kwargs", [dict(), dict(bias=True), dict(reduction="sum"), dict(reduction="none"), dict(ignore_index=3),

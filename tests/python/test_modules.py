@@ -12,22 +12,8 @@ from torch import nn
 import xsoftmax as xs
 
 from gradient_checks import seeded  # noqa: F401 (a fixture of every test)
+from loss_checks import D, N, batch, exact, sampled
 
-D, N = 6, 40
-
-
-def sampled(**kwargs):
-    return xs.SampledSoftmaxLoss(D, N, **(dict(sampler="uniform", num_samples=8) | kwargs))
-
-
-def batch(*shape, ignored=0):
-    input, target = torch.randn(*shape, D), torch.randint(N, shape)
-    target.view(-1)[:ignored] = -100
-    return input, target
-
-
-def exact(loss, input, target, **kwargs):
-    return F.cross_entropy(loss.linear(input).flatten(0, -2), target.flatten(), **kwargs)
 
 
 def roundtrip(loss):

@@ -5,7 +5,7 @@ from typing import Dict, List, Optional
 import torch
 from torch import Tensor, nn
 
-from .sampler import OF_BATCH, CandidateSet, Sampler
+from .sampler import OF_BATCH, CandidateSet, Sampler, columns_of
 
 
 class UnionSampler(Sampler):
@@ -47,44 +47,35 @@ class UnionSampler(Sampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        rows = queries.size(0)
-        # The classes that a private part counts while it draws: the targets, and the ids of the parts before it.
-        if target is None:
-            classes = torch.zeros([rows, 1], dtype=torch.int64, device=queries.device)
-        else:
-            classes = target.unsqueeze(1) if target.dim() == 1 else target
-        given = classes.size(1)
         sets: List[CandidateSet] = []
-        counts: List[List[Tensor]] = []  # what the sets of all parts say of each set's ids
+        asked: List[Tensor] = []  # what other parts say of a set's ids
+        of_set: List[int] = []
+        part_of: List[int] = []
+        first_private = 0
         for turn in range(3):
             for i, part in enumerate(self.parts):
                 if self._turns[i] == turn:
-                    drawn = part.sample(queries, target if turn == 0 else classes, generator)
-                    column = given
-                    for k in range(len(sets)):
-                        end = column + sets[k].ids.size(-1)
-                        if turn == 0:
-                            counts[k].append(part.log_count(queries, sets[k].ids))
-                        for drawn_set in drawn:
-                            of_classes = drawn_set.target_log_count
-                            if turn > 0 and of_classes is not None:
-                                counts[k].append(of_classes[:, column:end])
-                        column = end
-                    for drawn_set in drawn:
-                        known = [drawn_set.log_count]
+                    shown = target if turn == 0 else torch.ops.xsoftmax.union_classes(queries, target, [one.ids for one in sets])
+                    drawn = part.sample(queries, shown, generator)
+                    if turn == 0:
+                        for k, one in enumerate(sets):
+                            asked.append(part.log_count(queries, one.ids))
+                            of_set.append(k)
+                    for one in drawn:
                         for j, before in enumerate(self.parts):
                             if self._turns[j] < turn or (self._turns[j] == turn and j < i):
-                                known.append(before.log_count(queries, drawn_set.ids))
-                        sets.append(drawn_set)
-                        counts.append(known)
-                        classes = torch.cat([classes, drawn_set.ids.expand(rows, drawn_set.ids.size(-1))], 1)
-        merged: List[CandidateSet] = []
-        for k, drawn_set in enumerate(sets):
-            of_target = None if target is None else drawn_set.target_log_count
-            if target is not None and of_target is not None and of_target.dim() == 2:
-                of_target = of_target[:, :given].reshape(target.shape)
-            merged.append(CandidateSet(drawn_set.ids, torch.ops.xsoftmax.merge_log_counts(counts[k]), of_target, drawn_set.distinct))
-        return merged
+                                asked.append(before.log_count(queries, one.ids))
+                                of_set.append(len(sets))
+                        sets.append(one)
+                        part_of.append(turn * len(self.parts) + i)
+                        first_private += int(turn == 0)
+        ids, log_count, target_log_count, _ = columns_of(sets)
+        merged, of_target = torch.ops.xsoftmax.union_merge(ids, log_count, target_log_count, part_of, first_private, asked, of_set, target)
+        proposal: List[CandidateSet] = []
+        for k, one in enumerate(sets):
+            known = target is not None and one.target_log_count is not None
+            proposal.append(CandidateSet(one.ids, merged[k], of_target[k] if known else None, one.distinct))
+        return proposal
 
     @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
