@@ -1,0 +1,70 @@
+"""A plugin of pytest (-p emulation_plugin): CPU tensors go the way of CUDA tensors, whose kernels run on the emulator.
+
+XSOFTMAX_EMULATE_LIBRARY   libxsoftmax_emulated.so
+XSOFTMAX_EMULATE_ORDER     in which threads and blocks run: forward (default), reverse, or a number, the seed of random orders
+XSOFTMAX_EMULATE_BLOCKS    at most so many blocks in x, so that loops that stride over the grid do stride; 0 (default): as launched
+
+Tests that differ by nature are deselected; differs.txt lists them with the reasons.
+"""
+
+import os
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+
+import xsoftmax  # noqa: F401 (the library whose operators are taken over)
+
+ORDER = os.environ.get("XSOFTMAX_EMULATE_ORDER", "forward")
+BLOCKS = int(os.environ.get("XSOFTMAX_EMULATE_BLOCKS", "0"))
+DIFFERS = Path(__file__).with_name("differs.txt")
+
+torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+emulator = torch.ops.cuda_emulator
+emulator.set_order(ORDER)
+emulator.set_most_blocks(BLOCKS)
+no_way = emulator.take_over()
+launched: dict[str, list[int]] = {}  # kernel -> launches, blocks, threads
+
+
+def patterns():
+    lines = (line.split("#")[0].strip() for line in DIFFERS.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def pytest_report_header():
+    return f"CPU tensors go the way of CUDA tensors, threads {ORDER}; operators without such a way: {', '.join(no_way) or 'none'}"
+
+
+def pytest_collection_modifyitems(config, items):
+    differs = patterns()
+    names = {item: f"{item.path.name}::{item.nodeid.partition('::')[2]}" for item in items}
+    gone = [item for item in items if any(fnmatchcase(names[item].replace("[", "("), pattern.replace("[", "(")) for pattern in differs)]
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=gone)
+
+
+def add(lines):
+    for line in lines:
+        kernel, _, numbers = line.rpartition(": ")
+        found = launched.setdefault(kernel, [0, 0, 0])
+        for i, part in enumerate(numbers.split(", ")):
+            found[i] += int(part.split()[0])
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["launched"] = emulator.launched()
+    else:
+        add(emulator.launched())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    add(getattr(node, "workeroutput", {}).get("launched", []))
+
+
+def pytest_terminal_summary(terminalreporter):
+    for kernel, (launches, blocks, threads) in sorted(launched.items()):
+        terminalreporter.write_line(f"emulated {kernel}: {launches} launches, {blocks} blocks, {threads} threads")

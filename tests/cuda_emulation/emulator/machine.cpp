@@ -1,0 +1,350 @@
+#include "machine.h"
+
+#include "fiber.h"
+#include "order.h"
+#include "shared_memory.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace emulator {
+
+BuiltIn built_in;
+
+namespace {
+
+constexpr unsigned kWarp = 32, kMaxThreads = 1024;
+constexpr size_t kMaxStaticShared = 48 * 1024, kMaxShared = 227 * 1024;
+constexpr uint64_t kMaxBlocks = uint64_t(1) << 24; // more would take hours here
+
+/// Thrown in device code, and caught where the thread began.
+struct Undefined {
+  std::string message;
+};
+/// Thrown where a thread waits when another one of its block has failed, so that nothing is left on its stack.
+struct Abandoned {};
+
+enum class State { Ended, Ready, AtBarrier, InWarp };
+
+struct Thread {
+  std::unique_ptr<Fiber> fiber;
+  uint3 index;
+  unsigned rank = 0; // in the order of the block
+  State state = State::Ended;
+  const char* barrier = ""; // where it waits
+  bool predicate = false;
+  WarpCall call;
+  Bits result;
+};
+
+/// The threads that can run, by rank.
+class Ready {
+ public:
+  void add(unsigned rank) { words_[rank / 64] |= uint64_t(1) << rank % 64; }
+  void clear() { std::fill(std::begin(words_), std::end(words_), 0); }
+  /// Takes out the first, or returns kMaxThreads.
+  unsigned take() {
+    for (unsigned i = 0; i < kMaxThreads / 64; ++i) {
+      if (words_[i] != 0) {
+        const unsigned bit = unsigned(std::countr_zero(words_[i]));
+        words_[i] &= words_[i] - 1;
+        return i * 64 + bit;
+      }
+    }
+    return kMaxThreads;
+  }
+
+ private:
+  uint64_t words_[kMaxThreads / 64] = {};
+};
+
+/// What is known of a kernel when tests have run. Bytes read and written would be counted here: compiled with -fsanitize=thread, but linked
+/// without its runtime, kernels call a function for each access to memory, which is the emulator's to define.
+struct Counts {
+  int64_t launches = 0, blocks = 0, threads = 0;
+};
+
+// One block runs at a time, whatever threads of the host launch.
+std::mutex machine;
+Order order;
+SharedMemory shared_memory;
+std::vector<Thread> threads(kMaxThreads);
+unsigned block_size = 0, unfinished = 0, at_barrier = 0;
+Ready ready;
+Thread* running = nullptr;
+const std::function<void()>* body = nullptr;
+std::string failure; // the first of the launch
+std::map<std::string, Counts> counts;
+unsigned most_blocks = 0; // 0: as launched
+
+std::string text(const Where& where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()); }
+std::string text(unsigned x, unsigned y, unsigned z) {
+  return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
+}
+bool same(const Where& a, const Where& b) {
+  return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+}
+
+void fail(const std::string& what) {
+  if (failure.empty()) {
+    const uint3 b = built_in.block, t = running == nullptr ? uint3{} : running->index;
+    failure = what + "; block " + text(b.x, b.y, b.z) + (running == nullptr ? "" : ", thread " + text(t.x, t.y, t.z));
+  }
+}
+
+void make_ready(Thread& thread) {
+  thread.state = State::Ready;
+  ready.add(thread.rank);
+}
+
+// What every fiber runs: its thread of each block.
+void fiber_function() {
+  for (;;) {
+    Thread& self = *running;
+    if (failure.empty()) {
+      try {
+        (*body)();
+      } catch (const Undefined& caught) {
+        fail(caught.message);
+      } catch (const Abandoned&) {
+      } catch (const std::exception& caught) {
+        fail(std::string("an exception in device code: ") + caught.what());
+      }
+    }
+    self.state = State::Ended;
+    --unfinished;
+    self.fiber->suspend();
+  }
+}
+
+void resume(Thread& thread) {
+  running = &thread;
+  built_in.thread = thread.index;
+  thread.fiber->resume();
+  running = nullptr;
+}
+
+void wait() {
+  running->fiber->suspend();
+  if (!failure.empty()) {
+    throw Abandoned();
+  }
+}
+
+// Why threads that have not ended cannot go on.
+std::string who_waits() {
+  std::map<std::string, int> places;
+  for (unsigned i = 0; i < block_size; ++i) {
+    const Thread& thread = threads[i];
+    if (thread.state != State::Ended) {
+      ++places[(thread.state == State::AtBarrier ? thread.barrier : thread.call.name) + (" at " + text(thread.call.where))];
+    }
+  }
+  std::string result = "threads wait for others that never come";
+  for (const auto& [place, count] : places) {
+    result += ", " + std::to_string(count) + " in " + place;
+  }
+  return result;
+}
+
+void run_block(size_t dynamic_bytes) {
+  shared_memory.begin_block(dynamic_bytes);
+  ready.clear();
+  at_barrier = 0;
+  unfinished = block_size;
+  const std::vector<uint32_t> sequence = order.threads(block_size);
+  const dim3 size = built_in.block_dim;
+  for (unsigned rank = 0; rank < block_size; ++rank) {
+    const unsigned i = sequence[rank];
+    Thread& thread = threads[i];
+    if (!thread.fiber) {
+      thread.fiber = std::make_unique<Fiber>(fiber_function);
+    }
+    thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+    thread.rank = rank;
+    make_ready(thread);
+  }
+  for (unsigned rank = ready.take(); rank < kMaxThreads && failure.empty(); rank = ready.take()) {
+    resume(threads[sequence[rank]]);
+  }
+  if (failure.empty() && unfinished > 0) {
+    fail(who_waits());
+  }
+  for (unsigned i = 0; i < block_size; ++i) { // after a failure: each throws Abandoned
+    while (threads[i].state != State::Ended) {
+      resume(threads[i]);
+    }
+  }
+  const std::string spoiled = shared_memory.end_block();
+  if (!spoiled.empty()) {
+    fail(spoiled);
+  }
+}
+
+} // namespace
+
+void undefined(const Where& where, const std::string& what) { throw Undefined{what + " at " + text(where)}; }
+
+int barrier(const char* name, bool predicate, const Where& where) {
+  Thread& self = *running;
+  if (unfinished < block_size) {
+    undefined(where, std::string(name) + " after " + std::to_string(block_size - unfinished) + " threads of the block have ended");
+  }
+  self.barrier = name;
+  self.call.where = where;
+  self.predicate = predicate;
+  self.state = State::AtBarrier;
+  if (++at_barrier == block_size) {
+    at_barrier = 0;
+    uint64_t count = 0;
+    for (unsigned i = 0; i < block_size; ++i) {
+      count += threads[i].predicate;
+      if (!same(threads[i].call.where, where)) {
+        undefined(where, std::string(name) + " for some threads of the block, while others are in " + threads[i].barrier + " at " +
+                             text(threads[i].call.where) + ", and");
+      }
+    }
+    for (unsigned i = 0; i < block_size; ++i) {
+      threads[i].result.word[0] = count;
+      make_ready(threads[i]); // who came last need not go on first
+    }
+  }
+  wait();
+  return int(self.result.word[0]);
+}
+
+Bits warp(WarpCall call, Combine combine) {
+  Thread& self = *running;
+  const unsigned index = unsigned(&self - threads.data()), first = index / kWarp * kWarp;
+  Thread* lanes = &threads[first];
+  call.lane = index - first;
+  const unsigned mask = call.mask;
+  if ((mask >> call.lane & 1) == 0) {
+    undefined(call.where, std::string(call.name) + ": the mask leaves out its caller, lane " + std::to_string(call.lane) + ",");
+  }
+  if (call.width < 1 || call.width > int(kWarp) || !std::has_single_bit(unsigned(call.width))) {
+    undefined(call.where, std::string(call.name) + ": expected a power of two up to 32 as width, got " + std::to_string(call.width) + ",");
+  }
+  self.call = call;
+  self.state = State::InWarp;
+  bool all_here = true;
+  for (unsigned i = 0; i < kWarp; ++i) {
+    if ((mask >> i & 1) == 0) {
+      continue;
+    }
+    const auto lane_is = [&](const std::string& what) {
+      undefined(call.where, std::string(call.name) + ": lane " + std::to_string(i) + " of the mask " + what + ",");
+    };
+    if (first + i >= block_size) {
+      lane_is("is beyond the end of the block");
+    } else if (lanes[i].state == State::Ended) {
+      lane_is("has ended");
+    } else if (lanes[i].state != State::InWarp) {
+      all_here = false;
+    } else if (lanes[i].call.mask != mask || !same(lanes[i].call.where, call.where)) {
+      lane_is(std::string("is in ") + lanes[i].call.name + " at " + text(lanes[i].call.where) + " with mask " +
+              std::to_string(lanes[i].call.mask) + ", not " + std::to_string(mask));
+    }
+  }
+  if (all_here) {
+    Bits values[kWarp];
+    for (unsigned i = 0; i < kWarp; ++i) {
+      values[i] = (mask >> i & 1) != 0 ? lanes[i].call.value : Bits();
+    }
+    for (unsigned i = 0; i < kWarp; ++i) {
+      if ((mask >> i & 1) != 0) {
+        lanes[i].result = combine(lanes[i].call, values);
+        make_ready(lanes[i]);
+      }
+    }
+  }
+  wait();
+  return self.result;
+}
+
+void* shared_variable(const void* key, const char* names, size_t size, size_t alignment) {
+  void* memory = shared_memory.variable(key, names, size, alignment);
+  const size_t limit = shared_memory.dynamic() == nullptr ? kMaxStaticShared : kMaxShared;
+  if (shared_memory.bytes() > limit) {
+    throw Undefined{"the block has " + std::to_string(shared_memory.bytes()) + " bytes of shared memory, more than " + std::to_string(limit)};
+  }
+  return memory;
+}
+
+void* dynamic_shared(const Where& where) {
+  if (shared_memory.dynamic() == nullptr) {
+    undefined(where, "dynamic shared memory, of which the launch has none,");
+  }
+  return shared_memory.dynamic();
+}
+
+void Launch::run(const std::function<void()>& thread) const {
+  const std::lock_guard lock(machine);
+  const auto count = uint64_t(block.x) * block.y * block.z;
+  TORCH_CHECK(count > 0 && count <= kMaxThreads && block.x <= kMaxThreads && block.y <= kMaxThreads && block.z <= 64 && grid.x > 0 &&
+                  grid.x <= 0x7FFFFFFFu && grid.y > 0 && grid.y <= 65535 && grid.z > 0 && grid.z <= 65535 && shared <= kMaxShared,
+              "CUDA error: invalid configuration argument: ", kernel, " at ", text(where), ", grid ", text(grid.x, grid.y, grid.z),
+              ", block ", text(block.x, block.y, block.z), ", ", shared, " bytes of shared memory");
+  dim3 blocks = grid;
+  if (most_blocks > 0) {
+    blocks.x = std::min(blocks.x, most_blocks);
+  }
+  const uint64_t total = uint64_t(blocks.x) * blocks.y * blocks.z;
+  TORCH_CHECK(total <= kMaxBlocks, kernel, " at ", text(where), ": expected at most ", kMaxBlocks, " blocks to emulate, got ", total);
+  body = &thread;
+  block_size = unsigned(count);
+  built_in.block_dim = block;
+  built_in.grid_dim = blocks;
+  failure.clear();
+  for (const uint32_t i : order.blocks(uint32_t(total))) {
+    built_in.block = {i % blocks.x, i / blocks.x % blocks.y, i / blocks.x / blocks.y};
+    run_block(shared);
+    if (!failure.empty()) {
+      break;
+    }
+  }
+  Counts& known = counts[kernel];
+  known.launches += 1;
+  known.blocks += int64_t(total);
+  known.threads += int64_t(total * count);
+  TORCH_CHECK(failure.empty(), "CUDA error: ", kernel, ", launched at ", text(where), ": ", failure);
+}
+
+namespace {
+
+void set_order(const std::string& name) {
+  const std::lock_guard lock(machine);
+  order.set(name);
+}
+
+void set_most_blocks(int64_t count) {
+  TORCH_CHECK_VALUE(count >= 0 && count < (int64_t(1) << 31), "XSOFTMAX_EMULATE_BLOCKS: expected 0 or more, got ", count);
+  const std::lock_guard lock(machine);
+  most_blocks = unsigned(count);
+}
+
+std::vector<std::string> launched() {
+  const std::lock_guard lock(machine);
+  std::vector<std::string> lines;
+  for (const auto& [name, count] : counts) {
+    lines.push_back(name + ": " + std::to_string(count.launches) + " launches, " + std::to_string(count.blocks) + " blocks, " +
+                    std::to_string(count.threads) + " threads");
+  }
+  return lines;
+}
+
+TORCH_LIBRARY(cuda_emulator, m) {
+  m.def("set_order(str order) -> ()", set_order);
+  m.def("set_most_blocks(int count) -> ()", set_most_blocks);
+  m.def("launched() -> str[]", launched);
+}
+
+} // namespace
+} // namespace emulator

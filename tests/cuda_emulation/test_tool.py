@@ -1,0 +1,117 @@
+"""The emulator: right kernels give the right result in any order of threads, and faults put in on purpose are found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from translate import translate
+
+ORDERS = ["forward", "reverse", "1", "2", "3"]
+BUILD = Path(os.environ["XSOFTMAX_EMULATE_LIBRARY"]).parent
+SANITIZED = BUILD.with_name(BUILD.name + "-sanitize")
+
+torch.ops.load_library(str(BUILD / "libexamples.so"))
+emulator = torch.ops.cuda_emulator
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    yield
+    emulator.set_order("forward")
+    emulator.set_most_blocks(0)
+
+
+def run(name, order="forward", x=None):
+    emulator.set_order(order)
+    return torch.ops.emulator_examples.run(name, tiles(1) if x is None else x)
+
+
+def tiles(count, dtype=torch.float32):
+    return torch.arange(128 * count, dtype=torch.float32).to(dtype)
+
+
+def turned(x):
+    return x.view(-1, 128).flip(1).flatten()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["turn", "turn_dynamic", "turn_by_intrinsics"])
+def test_right_kernels_pass_in_any_order(name, order):
+    x = tiles(5)
+    assert torch.equal(run(name, order, x), turned(x))
+    assert torch.equal(run("turn", order, x.half()), turned(x.half()))
+
+
+def test_most_blocks_make_kernels_stride():
+    emulator.set_most_blocks(2)
+    x = tiles(5)
+    assert torch.equal(run("turn", x=x), turned(x))
+    assert not torch.equal(run("turn_dynamic", x=x), turned(x))  # a block a tile: it does not stride
+
+
+@pytest.mark.parametrize("name, passes", [("no_barrier", set()), ("no_barrier_in_loop", set()), ("no_syncwarp", set())])
+def test_missing_barriers_give_another_result(name, passes):
+    x = tiles(3 if name == "no_barrier_in_loop" else 1)
+    assert {order for order in ORDERS if torch.equal(run(name, order, x), turned(x))} == passes
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name, message", [
+    ("barrier_of_some", "threads wait for others that never come, 40 in __syncthreads at .*examples.cu:|__syncthreads after [0-9]+ threads of the block have ended"),
+    ("two_barriers", r"__syncthreads for some threads of the block, while others are in __syncthreads at .*examples.cu:"),
+    ("barrier_after_the_end", "__syncthreads after 1 threads of the block have ended at|threads wait for others that never come, 127 in __syncthreads"),
+    ("lane_outside_the_mask", r"__shfl_sync: lane [0-9]+ reads lane 16, which is not in the mask, at .*examples.cu:"),
+    ("lane_that_does_not_come", "threads wait for others that never come, .*31 in __shfl_xor_sync at"),
+    ("masks_differ", r"__ballot_sync: lane [0-9]+ of the mask is in __ballot_sync at .* with mask"),
+    ("half_a_warp", "__shfl_xor_sync: lane 16 of the mask is beyond the end of the block"),
+    ("shared_write_too_far", "byte 512 from the beginning of shared variable tile was written to, which has 512 bytes"),
+    ("assert", r"device-side assert: `threadIdx.x != 3` does not hold at .*examples.cu:[0-9]+; block \(0, 0, 0\), thread \(3, 0, 0\)"),
+    ("no_dynamic_memory", "dynamic shared memory, of which the launch has none"),
+    ("much_shared_memory", "the block has 65536 bytes of shared memory, more than 49152"),
+    ("many_threads", r"invalid configuration argument: nothing_kernel at .*examples.cu:[0-9]+, grid \(1, 1, 1\), block \(64, 32, 1\)"),
+    ("no_blocks", r"invalid configuration argument: .*grid \(0, 1, 1\)")])
+def test_what_a_device_leaves_undefined_is_an_error(name, message, order):
+    with pytest.raises(RuntimeError, match=message):
+        run(name, order)
+    x = tiles(2)
+    assert torch.equal(run("turn", order, x), turned(x)), "a failed launch spoiled the next"
+
+
+def test_unknown_orders_are_refused():
+    with pytest.raises(ValueError, match='expected forward, reverse or a number below 10\\^8, got "backward"'):
+        emulator.set_order("backward")
+
+
+@pytest.mark.skipif(not (SANITIZED / "libexamples.so").exists(), reason="make cuda-emulate builds it")
+@pytest.mark.parametrize("name, report", [("turn", ""), ("turn_by_intrinsics", ""), ("shared_write_too_far", "use-after-poison"), ("shared_read_too_far", "use-after-poison"),
+                                          ("global_write_too_far", "heap-buffer-overflow")])
+def test_sanitizers_find_an_index_too_far(name, report):
+    program = f"import torch; torch.ops.load_library({str(SANITIZED / 'libexamples.so')!r}); x = torch.zeros(256); torch.ops.emulator_examples.run({name!r}, x)"
+    done = subprocess.run([Path(__file__).with_name("sanitized"), sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode == 0) == (report == ""), done.stderr
+    assert not report or f"AddressSanitizer: {report}" in done.stderr and "examples.cu" in done.stderr, done.stderr
+
+
+# ---- translate.py
+
+def test_translation_keeps_lines_and_comments():
+    source = '// __shared__ int x; f<<<1, 2>>>();\nint a;\nf<T, g<int>><<<dim3(1, (2 >> 1)),\n  3>>>(a,\n b);\n/* __shared__ int x; */ "<<<";\n'
+    result = translate(source)
+    assert result.count("\n") == source.count("\n")
+    assert result.startswith("// __shared__ int x; f<<<1, 2>>>();\nint a;\n") and result.endswith('(a,\n b);\n/* __shared__ int x; */ "<<<";\n')
+    assert '"f<T, g<int>>", dim3(1, (2 >> 1)),\n  3).of(' in result and "{ f<T, g<int>>(launched...); }" in result
+
+
+@pytest.mark.parametrize("declaration, names", [("__shared__ float tile[32][33];", ["tile"]), ("__shared__ alignas(Pair<int, 2>) char a[2], b;", ["a", "b"]),
+                                                ("alignas(16) __shared__ Pack<T, N> packs[sizeof(T)];", ["packs"])])
+def test_translation_of_shared_variables(declaration, names):
+    result = translate(declaration)
+    assert "__shared__" not in result and all(f"auto& {name} = emulated0.{name};" in result for name in names)
+
+
+def test_translation_of_dynamic_shared_memory():
+    assert translate("extern __shared__ __align__(16) float tile[];") == "auto* const tile = static_cast<float*>(::emulator::dynamic_shared());"
