@@ -121,7 +121,7 @@ __global__ void lane_that_does_not_come_kernel(float* out) {
   __syncthreads();
 }
 
-__global__ void masks_differ_kernel(int* count) { *count = __ballot_sync(threadIdx.x % kWarp < 16 ? kAllLanes : 0xFFFF0000u, 1); }
+__global__ void masks_differ_kernel(int* count) { *count = __ballot_sync(threadIdx.x % kWarp < 16 ? kAllLanes : ~1u, 1); }
 
 __global__ void warp_sum_kernel(float* out) { out[threadIdx.x] = warp_sum(1.0f); }
 

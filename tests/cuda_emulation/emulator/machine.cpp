@@ -248,7 +248,11 @@ Bits warp(WarpCall call, Combine combine) {
       lane_is("has ended");
     } else if (lanes[i].state != State::InWarp) {
       all_here = false;
-    } else if (lanes[i].call.mask != mask || !same(lanes[i].call.where, call.where)) {
+    } else if (lanes[i].call.mask == mask && same(lanes[i].call.where, call.where)) {
+      continue;
+    } else if ((lanes[i].call.mask >> call.lane & 1) == 0) {
+      all_here = false; // it is behind, in a call for others
+    } else {
       lane_is(std::string("is in ") + lanes[i].call.name + " at " + text(lanes[i].call.where) + " with mask " +
               std::to_string(lanes[i].call.mask) + ", not " + std::to_string(mask));
     }
