@@ -4,7 +4,7 @@ XSOFTMAX_EMULATE_LIBRARY   libxsoftmax_emulated.so
 XSOFTMAX_EMULATE_ORDER     in which threads and blocks run: forward (default), reverse, or a number, the seed of random orders
 XSOFTMAX_EMULATE_BLOCKS    at most so many blocks in x, so that loops that stride over the grid do stride; 0 (default): as launched
 
-Tests that differ by nature are deselected; differs.txt lists them with the reasons.
+Tests that differ by nature are left out; differs.txt lists them with the reasons.
 """
 
 import os
@@ -33,16 +33,26 @@ def patterns():
     return [line for line in lines if line]
 
 
+def matches(item, pattern):
+    """As in a shell, but for brackets, which stand for themselves."""
+    name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+    return fnmatchcase(name.replace("[", "("), pattern.replace("[", "("))
+
+
 def pytest_report_header():
     return f"CPU tensors go the way of CUDA tensors, threads {ORDER}; operators without such a way: {', '.join(no_way) or 'none'}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k leaves out others
 def pytest_collection_modifyitems(config, items):
-    differs = patterns()
-    names = {item: f"{item.path.name}::{item.nodeid.partition('::')[2]}" for item in items}
-    gone = [item for item in items if any(fnmatchcase(names[item].replace("[", "("), pattern.replace("[", "(")) for pattern in differs)]
-    items[:] = [item for item in items if item not in gone]
-    config.hook.pytest_deselected(items=gone)
+    left_out, files = set(), {item.path.name for item in items}
+    for pattern in patterns():
+        found = {item for item in items if matches(item, pattern)}
+        if not found and pattern.partition("::")[0] in files and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"{DIFFERS.name}: {pattern} matches no test")
+        left_out |= found
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
 
 
 def add(lines):

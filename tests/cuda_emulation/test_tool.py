@@ -66,7 +66,7 @@ FAULTS = {
     "two_barriers": "__syncthreads for some threads of the block, while others are in __syncthreads at .*examples.cu:",
     "lane_outside_the_mask": r"__shfl_sync: lane [0-9]+ reads lane 16, which is not in the mask, at .*examples.cu:",
     "lane_that_does_not_come": f"{WAITING}, 124 in __shfl_xor_sync at .*, 4 in __syncthreads at",
-    "masks_differ": "__ballot_sync: lane [0-9]+ of the mask is in __ballot_sync at .* with mask [0-9]+, not [0-9]+",
+    "masks_differ": "__ballot_sync: lane [0-9]+ of the mask is in __ballot_sync at .* with mask [0-9]+, not [0-9]+|" + WAITING,
     "half_a_warp": "__shfl_xor_sync: lane 16 of the mask is beyond the end of the block",
     "shared_write_too_far": "byte 512 from the beginning of shared variable tile was written to, which has 512 bytes",
     "assert": r"device-side assert: `threadIdx.x != 3` does not hold at .*examples.cu:[0-9]+; block \(0, 0, 0\), thread \(3, 0, 0\)",

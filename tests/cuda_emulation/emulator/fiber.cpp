@@ -80,8 +80,10 @@ Fiber::Fiber(void (*function)()) : function_(function) {
   stack_ = static_cast<unsigned char*>(memory) + kPage;
 #ifdef __x86_64__
   // What emulator_switch finds on a stack: six registers and the address to return to. Above it a stack stands as after a call.
+  // Stacks begin at different offsets in their pages, or all would compete for the same lines of the cache.
   constexpr int kRegisters = 6;
-  void** top = reinterpret_cast<void**>(stack_ + kStack) - (kRegisters + 2);
+  static unsigned made = 0;
+  void** top = reinterpret_cast<void**>(stack_ + kStack - made++ % 16 * 192) - (kRegisters + 2);
   std::memset(top, 0, (kRegisters + 2) * sizeof(void*));
   top[kRegisters] = reinterpret_cast<void*>(&Fiber::enter);
   own_ = top;

@@ -77,6 +77,10 @@ Order order;
 SharedMemory shared_memory;
 std::vector<Thread> threads(kMaxThreads);
 unsigned block_size = 0, unfinished = 0, at_barrier = 0;
+/// Lanes that have not ended, and lanes that wait in an intrinsic.
+struct Warp {
+  unsigned alive = 0, waiting = 0;
+} warps[kMaxThreads / kWarp];
 Ready ready;
 Thread* running = nullptr;
 const std::function<void()>* body = nullptr;
@@ -89,7 +93,7 @@ std::string text(unsigned x, unsigned y, unsigned z) {
   return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
 }
 bool same(const Where& a, const Where& b) {
-  return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+  return a.line() == b.line() && a.column() == b.column() && (a.file_name() == b.file_name() || std::strcmp(a.file_name(), b.file_name()) == 0);
 }
 
 void fail(const std::string& what) {
@@ -119,6 +123,8 @@ void fiber_function() {
       }
     }
     self.state = State::Ended;
+    const auto index = unsigned(&self - threads.data());
+    warps[index / kWarp].alive &= ~(1u << index % kWarp);
     --unfinished;
     self.fiber->suspend();
   }
@@ -159,6 +165,9 @@ void run_block(size_t dynamic_bytes) {
   ready.clear();
   at_barrier = 0;
   unfinished = block_size;
+  for (unsigned first = 0; first < block_size; first += kWarp) {
+    warps[first / kWarp] = {block_size - first >= kWarp ? ~0u : (1u << (block_size - first)) - 1, 0};
+  }
   const std::vector<uint32_t> sequence = order.threads(block_size);
   const dim3 size = built_in.block_dim;
   for (unsigned rank = 0; rank < block_size; ++rank) {
@@ -222,52 +231,51 @@ int barrier(const char* name, bool predicate, const Where& where) {
 
 Bits warp(WarpCall call, Combine combine) {
   Thread& self = *running;
-  const unsigned index = unsigned(&self - threads.data()), first = index / kWarp * kWarp;
+  const unsigned index = unsigned(&self - threads.data()), first = index / kWarp * kWarp, mask = call.mask;
+  Warp& warp = warps[index / kWarp];
   Thread* lanes = &threads[first];
   call.lane = index - first;
-  const unsigned mask = call.mask;
+  const auto lane_of_the_mask = [&](unsigned lane, const std::string& what) {
+    undefined(call.where, std::string(call.name) + ": lane " + std::to_string(lane) + " of the mask " + what + ",");
+  };
   if ((mask >> call.lane & 1) == 0) {
     undefined(call.where, std::string(call.name) + ": the mask leaves out its caller, lane " + std::to_string(call.lane) + ",");
   }
   if (call.width < 1 || call.width > int(kWarp) || !std::has_single_bit(unsigned(call.width))) {
     undefined(call.where, std::string(call.name) + ": expected a power of two up to 32 as width, got " + std::to_string(call.width) + ",");
   }
+  if (const unsigned gone = mask & ~warp.alive; gone != 0) {
+    const unsigned lane = unsigned(std::countr_zero(gone));
+    lane_of_the_mask(lane, first + lane < block_size ? "has ended" : "is beyond the end of the block");
+  }
   self.call = call;
   self.state = State::InWarp;
-  bool all_here = true;
-  for (unsigned i = 0; i < kWarp; ++i) {
-    if ((mask >> i & 1) == 0) {
+  warp.waiting |= 1u << call.lane;
+  bool all_here = (mask & ~warp.waiting) == 0;
+  for (unsigned rest = all_here ? mask : 0; rest != 0; rest &= rest - 1) {
+    const unsigned i = unsigned(std::countr_zero(rest));
+    const WarpCall& other = lanes[i].call;
+    if (other.mask == mask && same(other.where, call.where)) {
       continue;
     }
-    const auto lane_is = [&](const std::string& what) {
-      undefined(call.where, std::string(call.name) + ": lane " + std::to_string(i) + " of the mask " + what + ",");
-    };
-    if (first + i >= block_size) {
-      lane_is("is beyond the end of the block");
-    } else if (lanes[i].state == State::Ended) {
-      lane_is("has ended");
-    } else if (lanes[i].state != State::InWarp) {
-      all_here = false;
-    } else if (lanes[i].call.mask == mask && same(lanes[i].call.where, call.where)) {
-      continue;
-    } else if ((lanes[i].call.mask >> call.lane & 1) == 0) {
-      all_here = false; // it is behind, in a call for others
-    } else {
-      lane_is(std::string("is in ") + lanes[i].call.name + " at " + text(lanes[i].call.where) + " with mask " +
-              std::to_string(lanes[i].call.mask) + ", not " + std::to_string(mask));
+    if ((other.mask >> call.lane & 1) != 0) {
+      lane_of_the_mask(i, std::string("is in ") + other.name + " at " + text(other.where) + " with mask " + std::to_string(other.mask) + ", not " +
+                              std::to_string(mask));
     }
+    all_here = false; // it is behind, in a call for others, and may still come
   }
   if (all_here) {
     Bits values[kWarp];
-    for (unsigned i = 0; i < kWarp; ++i) {
-      values[i] = (mask >> i & 1) != 0 ? lanes[i].call.value : Bits();
+    for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
+      const unsigned i = unsigned(std::countr_zero(rest));
+      values[i] = lanes[i].call.value;
     }
-    for (unsigned i = 0; i < kWarp; ++i) {
-      if ((mask >> i & 1) != 0) {
-        lanes[i].result = combine(lanes[i].call, values);
-        make_ready(lanes[i]);
-      }
+    for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
+      Thread& lane = lanes[std::countr_zero(rest)];
+      lane.result = combine(lane.call, values);
+      make_ready(lane);
     }
+    warp.waiting &= ~mask;
   }
   wait();
   return self.result;

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/mm.h>
+#include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/library.h>
 
@@ -46,8 +47,15 @@ class Detour : public c10::OperatorKernel {
   c10::SafeKernelFunction cpu_; // what CPU tensors ran before
 };
 
+/// Torch warns of kernels that are replaced: here they are meant to be.
+class NoWarnings : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 std::vector<std::string> take_over() {
-  // Never freed: taking an operator's kernels back is no business of static objects that end a process.
+  NoWarnings none;
+  const c10::WarningUtils::WarningHandlerGuard quiet(&none);
+  // Never freed: the kernels stay for as long as the process runs.
   static auto* const library = new torch::Library(torch::Library::IMPL, "xsoftmax", DispatchKey::CPU, __FILE__, __LINE__);
   std::vector<std::string> neither;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
