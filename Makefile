@@ -7,6 +7,7 @@
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
 #   make cuda-check  compiles and links the CUDA kernels; needs no GPU
+#   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
 #   make clean       removes all that make made
 #
 # Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test processes at once), PYTEST_ARGS, and
@@ -23,7 +24,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check clean gtest python-headers
+.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate clean gtest python-headers
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -108,6 +109,17 @@ test-consumer: $(INSTALLED)
 
 cuda-check: $(INSTALLED)
 	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so
+
+# Two builds, and what tests/cuda_emulation/suite runs with them.
+cuda-emulate: $(INSTALLED) | python-headers
+	for build in emulate emulate-sanitize; do \
+	  cmake -S tests/cuda_emulation -B build/$$build -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" \
+	    -DEMULATE_SANITIZE=$$([ $$build = emulate ] && echo OFF || echo ON) >build/$$build.log || { cat build/$$build.log; exit 1; }; \
+	  cmake --build build/$$build; \
+	done
+	JOBS=$(JOBS) tests/cuda_emulation/suite all build/emulate
+	for order in reverse 1 2 3; do JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate $$order; done
+	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
 
 # ---------------------------------------------------------------------------------------------------------------------- demo, bench
 
