@@ -11,7 +11,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -34,8 +34,8 @@ RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor
 
 // Query of each id.
 Tensor query_of_ids(const Tensor& ids, const Tensor& offsets) {
-  const Tensor queries = at::arange(offsets.size(0) - 1, offsets.options());
-  return at::repeat_interleave(queries, offsets.diff(), /*dim=*/0, /*output_size=*/ids.size(0));
+  const Tensor ends = offsets.narrow(0, 1, offsets.size(0) - 1).contiguous();
+  return at::searchsorted(ends, at::arange(ids.size(0), offsets.options()), /*out_int32=*/false, /*right=*/true);
 }
 
 Tensor ragged_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
