@@ -189,6 +189,8 @@ void forget_debt_op(at::TensorList state) { forget_debt(state); }
 
 } // namespace
 
+void settle(const Tensor& table) { settle(table, false); }
+
 void settle(const Tensor& table, bool raised) {
   if (table.has_storage() && table.layout() == at::kStrided) {
     Debts::all().settle(table, raised);

@@ -20,8 +20,9 @@ namespace xsoftmax {
 /// Makes up what `param` owes by `state`.
 using FlushRows = void (*)(const at::Tensor& param, at::TensorList state);
 
+void settle(const at::Tensor& table);
 /// raised: the caller has raised the version by one, as torch.compile does for what a graph writes to.
-void settle(const at::Tensor& table, bool raised = false);
+void settle(const at::Tensor& table, bool raised);
 /// `state`: its first tensor counts the steps (int64), its last is "owed" (optim/owed_steps.h).
 void record_debt(const at::Tensor& param, at::TensorList state, FlushRows flush);
 void forget_debt(at::TensorList state);
