@@ -4,8 +4,8 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/memory.h"
+#include "optim/owing_rule.h"
 #include "optim/row_step.h"
-#include "optim/settle.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_foreach_add.h>
@@ -24,7 +24,6 @@ using at::TensorList;
 
 enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kOwed };
 
-double ratio_of(const OwedSteps::Coefficients& c) { return c[0] == 0 ? 0.0 : c[0] / std::sqrt(c[1]); }
 double power(double beta, int64_t step) { return std::pow(beta, double(step)); }
 
 bool has_kernel(const Tensor& param, TensorList state) {
@@ -34,7 +33,7 @@ bool has_kernel(const Tensor& param, TensorList state) {
 // m / root, 0 where a row has no moments.
 Tensor over_root(const Tensor& first, const Tensor& root) { return at::where(root.eq(0), 0.0, first / root); }
 
-struct AdamRule {
+struct AdamRule : OwingRule<AdamRule> {
   using Options = optim::RowAdamOptions;
   static constexpr const char *kStep = "row_adam_step_", *kState = "row_adam_state", *kFlush = "row_adam_flush_";
   static constexpr size_t kRowState = 5, kDenseState = 3;
@@ -63,16 +62,10 @@ struct AdamRule {
   static void step_rows(const ParamStep<Options>& item) {
     const TensorList state = item.state;
     const Options& options = *item.options;
-    drop_if_written_to(item.param, state);
     int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
     const auto [beta1, beta2] = options.betas();
     const OwedSteps::Coefficients coefficients{beta1, beta2, options.eps()};
-    if (OwedSteps::coefficients(state[kOwed]) != coefficients) {
-      make_up(item.param, state, coefficients, /*rebase=*/true);
-    } else if (OwedSteps::full(state[kOwed], step)) {
-      flush(item.param, state);
-    }
-    OwedSteps owed(state[kOwed], step, ratio_of(coefficients));
+    OwedSteps owed = ready(item.param, state, coefficients);
     const RowAdamUpdate next{item.param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step + 1, beta1, beta2, options.eps(),
                              options.lr(), 1 - options.lr() * options.weight_decay()};
     (has_kernel(item.param, state) ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows, item.values);
@@ -81,22 +74,12 @@ struct AdamRule {
     record_debt(item.param, state, flush_row_adam);
   }
 
-  static void flush(const Tensor& param, TensorList state) {
-    drop_if_written_to(param, state);
-    make_up(param, state, OwedSteps::coefficients(state[kOwed]), false);
-    made_up(param, state);
-  }
+  static double ratio_of(const OwedSteps::Coefficients& c) { return c[0] == 0 ? 0.0 : c[0] / std::sqrt(c[1]); }
 
-  // next: of the steps to come.
-  static void make_up(const Tensor& param, TensorList state, const OwedSteps::Coefficients& next, bool rebase) {
-    const int64_t step = state[kCount].const_data_ptr<int64_t>()[0];
-    const auto past = OwedSteps::coefficients(state[kOwed]);
-    OwedSteps owed(state[kOwed], step, ratio_of(past));
-    if (!owed.empty() || (rebase && step > 0)) {
-      (has_kernel(param, state) ? row_adam_flush_cpu : row_adam_flush_reference)({param, state[kExpAvg], state[kExpAvgSq], state[kLastStep],
-                                                                                 owed, step, past[0], past[1], past[2], 0, 1, rebase});
-    }
-    owed.settle(step, next);
+  static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase) {
+    const auto [beta1, beta2, eps] = OwedSteps::coefficients(state[kOwed]);
+    (has_kernel(param, state) ? row_adam_flush_cpu : row_adam_flush_reference)({param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed,
+                                                                               step, beta1, beta2, eps, 0, 1, rebase});
   }
 
   static bool can_fuse(const Tensor&) { return true; }

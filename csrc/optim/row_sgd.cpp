@@ -4,8 +4,8 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/memory.h"
+#include "optim/owing_rule.h"
 #include "optim/row_step.h"
-#include "optim/settle.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_foreach_add.h>
@@ -32,7 +32,7 @@ bool has_kernel(const Tensor& param, TensorList state) {
   return param.is_cpu() && !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]);
 }
 
-struct SgdRule {
+struct SgdRule : OwingRule<SgdRule> {
   using Options = optim::RowSGDOptions;
   static constexpr const char *kStep = "row_sgd_step_", *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
   static constexpr size_t kRowState = 4, kDenseState = 2;
@@ -63,16 +63,10 @@ struct SgdRule {
   static void step_rows(const ParamStep<Options>& item) {
     const TensorList state = item.state;
     const Options& options = *item.options;
-    drop_if_written_to(item.param, state);
     int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
     const double momentum = options.momentum();
     const OwedSteps::Coefficients coefficients{momentum, double(options.nesterov()), 0};
-    if (OwedSteps::coefficients(state[kOwed]) != coefficients) {
-      make_up(item.param, state, coefficients, /*rebase=*/true);
-    } else if (OwedSteps::full(state[kOwed], step)) {
-      flush(item.param, state);
-    }
-    OwedSteps owed(state[kOwed], step, momentum);
+    OwedSteps owed = ready(item.param, state, coefficients);
     const bool first = step == 0 || !has_buffer(item.param, state);
     if (momentum != 0 && !has_buffer(item.param, state)) {
       state[kBuffer].set_(table_zeros(item.param.sizes(), state[kBuffer].options()));
@@ -99,26 +93,16 @@ struct SgdRule {
     }
   }
 
-  static void flush(const Tensor& param, TensorList state) {
-    drop_if_written_to(param, state);
-    make_up(param, state, OwedSteps::coefficients(state[kOwed]), false);
-    made_up(param, state);
-  }
+  static double ratio_of(const OwedSteps::Coefficients& c) { return c[0]; } // the momentum
 
-  // next: of the steps to come.
-  static void make_up(const Tensor& param, TensorList state, const OwedSteps::Coefficients& next, bool rebase) {
-    const int64_t step = state[kCount].const_data_ptr<int64_t>()[0];
-    const double momentum = OwedSteps::coefficients(state[kOwed])[0];
-    OwedSteps owed(state[kOwed], step, momentum);
-    if (!owed.empty() || (rebase && step > 0)) {
-      RowSGDUpdate update{param, std::nullopt, state[kLastStep], owed, step, momentum};
-      update.rebase = rebase;
-      if (momentum != 0 && has_buffer(param, state)) { // steps without momentum left the buffer alone
-        update.momentum_buffer = state[kBuffer];
-      }
-      (has_kernel(param, state) ? row_sgd_flush_cpu : row_sgd_flush_reference)(update);
+  static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase) {
+    const double momentum = ratio_of(OwedSteps::coefficients(state[kOwed]));
+    RowSGDUpdate update{param, std::nullopt, state[kLastStep], owed, step, momentum};
+    update.rebase = rebase;
+    if (momentum != 0 && has_buffer(param, state)) { // steps without momentum left the buffer alone
+      update.momentum_buffer = state[kBuffer];
     }
-    owed.settle(step, next);
+    (has_kernel(param, state) ? row_sgd_flush_cpu : row_sgd_flush_reference)(update);
   }
 
   static bool can_fuse(const Tensor&) { return true; }

@@ -4,6 +4,7 @@
 #include "core/optional.h"
 #include "core/options.h"
 #include "optim/row_update.h"
+#include "optim/settle.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
@@ -149,6 +150,7 @@ void row_step_meta(at::TensorList params, const c10::List<std::optional<at::Tens
 template <typename Rule>
 void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,
               const c10::List<std::string>& texts, at::IntArrayRef counts) {
+  const WriteToTables write(params);
   const auto options = group_options<Rule>(texts);
   const auto steps = plan_step<Rule>(params, rows, values, state, options, counts);
   std::map<std::tuple<const void*, int, int, bool>, std::vector<StepOf<Rule>>> dense; // by group, device, dtype, whether fused
@@ -200,6 +202,7 @@ bool check_flush(const at::Tensor& param, at::TensorList state) {
 
 template <typename Rule>
 void row_flush(const at::Tensor& param, at::TensorList state) {
+  const WriteToTables write(param);
   if (check_flush<Rule>(param, state)) {
     Rule::flush(param, state);
   }

@@ -10,8 +10,10 @@
 #include <algorithm>
 #include <iterator>
 #include <mutex>
+#include <span>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace xsoftmax {
@@ -50,6 +52,13 @@ struct Debt {
         std::equal(state.begin(), state.end(), other_state.begin(),
                    [](const WeakTensor& a, const Tensor& b) { return a._unsafe_get_target() == b.unsafeGetTensorImpl(); });
   }
+  /// Parameter and state, or an undefined parameter where one of them is gone.
+  std::pair<Tensor, std::vector<Tensor>> locked() const {
+    std::vector<Tensor> tensors;
+    std::transform(state.begin(), state.end(), std::back_inserter(tensors), [](const WeakTensor& tensor) { return Tensor(tensor.lock()); });
+    const bool alive = std::all_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) { return tensor.defined(); });
+    return {alive ? Tensor(param.lock()) : Tensor(), std::move(tensors)};
+  }
   bool dead() const {
     return param.expired() || std::any_of(state.begin(), state.end(), [](const WeakTensor& tensor) { return tensor.expired(); });
   }
@@ -70,11 +79,13 @@ class Debts {
 
   void record(const Tensor& param, at::TensorList state, FlushRows flush) {
     const std::lock_guard lock(mutex_);
-    if (Debt* known = find(param, state)) {
-      known->version = version_of(param);
-      return;
+    for (Debt& known : debts_of(param)) {
+      if (known.is(param, state)) {
+        known.version = version_of(param);
+        return;
+      }
     }
-    auto* storage = param.storage().unsafeGetStorageImpl();
+    const auto* storage = storage_of(param);
     if (!entries_.contains(storage)) {
       sweep();
     }
@@ -91,26 +102,36 @@ class Debts {
     }
   }
 
-  // The operator that is at work may have raised the version by one (core/guards.cpp).
-  void drop_if_written_to(const Tensor& param, at::TensorList state) {
+  // What others wrote since an optimizer was done, beyond what the operator itself has raised: once for each of its tables. Tables that are views
+  // of one tensor count their versions together, so those of a storage are looked at together.
+  void begin_write(at::TensorList params) {
     const std::lock_guard lock(mutex_);
-    const Debt* debt = find(param, state);
-    if (debt != nullptr && version_of(param) - debt->version > 1 && owes(state)) {
-      drop(state);
+    for (const Tensor& param : params) {
+      const auto raised = std::count_if(params.begin(), params.end(), [&](const Tensor& other) { return storage_of(other) == storage_of(param); });
+      for (const Debt& debt : debts_of(param)) {
+        const auto [table, state] = debt.locked();
+        if (table.defined() && version_of(table) - debt.version > raised && owes(state)) {
+          drop(state);
+        }
+      }
     }
   }
 
-  void made_up(const Tensor& param, at::TensorList state) {
+  void end_write(at::TensorList params) {
     const std::lock_guard lock(mutex_);
-    if (Debt* debt = find(param, state)) {
-      debt->version = version_of(param);
+    for (const Tensor& param : params) {
+      for (Debt& debt : debts_of(param)) {
+        if (const auto table = debt.param.lock()) {
+          debt.version = version_of(Tensor(table));
+        }
+      }
     }
   }
 
   // Under the lock throughout: of two threads that read a table, the second must find it made up, not half.
   void settle(const Tensor& table, bool raised) {
     const std::lock_guard lock(mutex_);
-    const auto found = entries_.find(table.storage().unsafeGetStorageImpl());
+    const auto found = entries_.find(storage_of(table));
     if (found == entries_.end()) {
       return;
     }
@@ -126,12 +147,8 @@ class Debts {
 
  private:
   static void make_up(const Debt& debt, bool raised) {
-    const auto locked = [](const WeakTensor& tensor) { return Tensor(tensor.lock()); };
-    const Tensor param = locked(debt.param);
-    std::vector<Tensor> state;
-    std::transform(debt.state.begin(), debt.state.end(), std::back_inserter(state), locked);
-    const bool alive = param.defined() && std::all_of(state.begin(), state.end(), [](const Tensor& tensor) { return tensor.defined(); });
-    if (!alive || !owes(state)) {
+    const auto [param, state] = debt.locked();
+    if (!param.defined() || !owes(state)) {
       return;
     }
     if (version_of(param) - debt.version > uint32_t(raised)) {
@@ -155,14 +172,13 @@ class Debts {
     limit_ = 2 * entries_.size() + 16;
   }
 
-  Debt* find(const Tensor& param, at::TensorList state) {
-    const auto found = entries_.find(param.storage().unsafeGetStorageImpl());
-    if (found == entries_.end()) {
-      return nullptr;
-    }
-    auto& debts = found->second.debts;
-    const auto debt = std::find_if(debts.begin(), debts.end(), [&](const Debt& debt) { return debt.is(param, state); });
-    return debt == debts.end() ? nullptr : &*debt;
+  static const c10::StorageImpl* storage_of(const Tensor& tensor) {
+    return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+  }
+
+  std::span<Debt> debts_of(const Tensor& table) {
+    const auto found = entries_.find(storage_of(table));
+    return found == entries_.end() ? std::span<Debt>() : std::span<Debt>(found->second.debts);
   }
 
   std::recursive_mutex mutex_; // what makes rows up comes back here
@@ -199,8 +215,8 @@ void settle(const Tensor& table, bool raised) {
 
 void record_debt(const Tensor& param, at::TensorList state, FlushRows flush) { Debts::all().record(param, state, flush); }
 
-void drop_if_written_to(const Tensor& param, at::TensorList state) { Debts::all().drop_if_written_to(param, state); }
-void made_up(const Tensor& param, at::TensorList state) { Debts::all().made_up(param, state); }
+WriteToTables::WriteToTables(at::TensorList params) : params_(params) { Debts::all().begin_write(params_); }
+WriteToTables::~WriteToTables() { Debts::all().end_write(params_); }
 
 void forget_debt(at::TensorList state) {
   if (!state.empty()) {

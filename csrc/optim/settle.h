@@ -26,8 +26,18 @@ void settle(const at::Tensor& table, bool raised);
 /// `state`: its first tensor counts the steps (int64), its last is "owed" (optim/owed_steps.h).
 void record_debt(const at::Tensor& param, at::TensorList state, FlushRows flush);
 void forget_debt(at::TensorList state);
-/// What an optimizer's operator asks before it makes rows up, and says when all are.
-void drop_if_written_to(const at::Tensor& param, at::TensorList state);
-void made_up(const at::Tensor& param, at::TensorList state);
+
+/// While an optimizer's operator writes to its tables, whose versions it has raised (core/guards.cpp), also where it then refuses the call. What others
+/// have written before is found at its begin; at its end the versions are those that the next one begins with.
+class WriteToTables {
+ public:
+  explicit WriteToTables(at::TensorList params);
+  ~WriteToTables();
+  WriteToTables(const WriteToTables&) = delete;
+  WriteToTables& operator=(const WriteToTables&) = delete;
+
+ private:
+  at::TensorList params_;
+};
 
 } // namespace xsoftmax

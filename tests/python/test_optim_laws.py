@@ -311,6 +311,39 @@ def test_what_is_owed_does_not_move_values_that_were_written_since(make, write, 
     assert torch.equal(table, torch.ones_like(table))
 
 
+@pytest.mark.parametrize("make", [RowSGD, RowAdam])
+@pytest.mark.parametrize("turns", [[(0, 1)] * 6, [(0,), (1,), (0, 1), (1,), (0,), (0, 1)]], ids=["together", "in turns"])
+def test_tables_that_are_views_of_one_tensor_owe_what_they_would_apart(make, turns):
+    """They count their versions together: a step of one is no write to the other."""
+    options = {"momentum": 0.9} if make is RowSGD else {}
+    both = torch.randn(2 * N, WIDTH)
+    apart = [torch.nn.Parameter(both[:N].clone()), torch.nn.Parameter(both[N:].clone())]
+    views = [torch.nn.Parameter(both[:N]), torch.nn.Parameter(both[N:])]
+    for tables in (views, apart):
+        optimizer = make(tables, lr=0.1, weight_decay=0.1, **options)
+        for t, turn in enumerate(turns):
+            for i, table in enumerate(tables):
+                table.grad = sparse(torch.tensor([t]), torch.ones(1, WIDTH), N) if i in turn else None
+            optimizer.step()
+        optimizer.flush()
+    assert all(torch.equal(view, alone) for view, alone in zip(views, apart))
+
+
+@pytest.mark.parametrize("make", [RowSGD, RowAdam])
+def test_a_refused_step_drops_nothing(make):
+    (table, optimizer), (other, other_optimizer) = owing(make), owing(make)
+    for wrong in (torch.tensor([N]), torch.tensor([-1])):
+        table.grad = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, WIDTH), (N, WIDTH))
+        table.grad._indices().copy_(wrong)
+        with pytest.raises(IndexError):
+            optimizer.step()
+    for parameter, each in ((table, optimizer), (other, other_optimizer)):
+        parameter.grad = sparse(torch.tensor([2]), torch.ones(1, WIDTH), N)
+        each.step()
+        each.flush()
+    assert torch.equal(table, other)
+
+
 def test_moments_go_on_after_a_write():
     """The steps that are dropped move nothing; the moments are as old as they are."""
     table, optimizer = owing(RowAdam)
