@@ -34,6 +34,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/tree_losses_module.cpp
   csrc/matcher/linear_beam.cpp
   csrc/matcher/linear_layer.cpp
+  csrc/matcher/linear_layer_input.cpp
   csrc/matcher/linear_layer_train.cpp
   csrc/matcher/read_examples.cpp
   csrc/matcher/shortlist.cpp

@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> candi
   const auto parsed = parse_options<BatchOptions>(op, options);
   check_scores(scores);
   const Proposal sets = make_proposal(op, ids, log_count, target_log_count, distinct);
-  const Candidates candidates = lay_out(op, sets, scores.sym_size(0), parsed);
+  const Candidates candidates = lay_out(sets, scores.sym_size(0), parsed);
   TORCH_CHECK_VALUE(!parsed.needs_target_count || given(candidates.target_log_count), op, ": expected target_log_count of the sets that are "
                     "drawn, got none");
   const auto batch = make_batch(scores, target, candidates, parsed, parsed.remove_accidental_hits, parsed.label_smoothing);
@@ -177,7 +177,7 @@ Tensor candidate_loss(const Tensor& scores, const Tensor& target, const Proposal
                     "of both the distinct ones first");
   check::dim(kOp, "scores", scores, 2); // their dtype is checked behind autocast
   const Estimator& estimator = find_estimator(kOp, options.estimator);
-  const Candidates candidates = lay_out(kOp, sets, scores.sym_size(0), estimator.traits);
+  const Candidates candidates = lay_out(sets, scores.sym_size(0), estimator.traits);
   if (estimator.has_kernels()) {
     return estimator_loss(scores, target, candidates, options);
   }

@@ -85,7 +85,7 @@ bool in_column_order(const Proposal& sets) {
   return std::is_sorted(sets.begin(), sets.end(), [](const CandidateSet& one, const CandidateSet& other) { return place(one) < place(other); });
 }
 
-Candidates lay_out(const char* op, const Proposal& sets, const c10::SymInt& queries, const EstimatorTraits& traits) {
+Candidates lay_out(const Proposal& sets, const c10::SymInt& queries, const EstimatorTraits& traits) {
   Columns of_query, of_all;
   Tensor among_all, among_draws;
   int64_t draws = 0; // sets of independent ones

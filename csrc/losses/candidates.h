@@ -42,7 +42,7 @@ struct Candidates {
 constexpr const char* kCandidatesSchema = "Tensor?[] candidates, int[] distinct, str options";
 
 /// The columns of a proposal for `queries` queries.
-Candidates lay_out(const char* op, const Proposal& sets, const c10::SymInt& queries, const EstimatorTraits& traits);
+Candidates lay_out(const Proposal& sets, const c10::SymInt& queries, const EstimatorTraits& traits);
 /// Whether the sets stand in the order of their columns: private before shared ones, of both the distinct ones first.
 bool in_column_order(const Proposal& sets);
 

@@ -67,7 +67,7 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
     TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kOp, ": expected candidates, sets of distinct classes such as a head, and "
                       "noise, independent draws, with estimator \"", estimator.name, "\", got ", distinct, " of ", sets.size(), " sets distinct");
   }
-  const Candidates candidates = lay_out(kOp, sets, flat.sym_size(0), estimator.traits);
+  const Candidates candidates = lay_out(sets, flat.sym_size(0), estimator.traits);
   const Tensor loss = given(log_z) || !estimator.has_kernels()
       ? loss_by_scores(queries, weight, bias, flat, candidates, log_z, options, estimator)
       : linear_candidate_loss(queries, weight, bias, flat, candidates, options);

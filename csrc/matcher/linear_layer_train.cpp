@@ -1,9 +1,9 @@
 #include "matcher/linear_layer.h"
 
 #include "core/checks.h"
-#include "core/options.h"
 #include "core/philox.h"
 #include "core/sparse_rows.h"
+#include "matcher/linear_layer_input.h"
 #include "matcher/sibling_solver.h"
 
 #include <ATen/Parallel.h>
@@ -27,25 +27,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "linear_layer_train";
-
-struct Lists { // of row numbers
-  int64_t count;
-  const int64_t* offset;
-  const int32_t* row;
-
-  int64_t size(int64_t i) const { return offset[i + 1] - offset[i]; }
-};
-
-/// LinearLayerOptions that have been checked, in the precision of the solver.
-struct Training {
-  LinearLoss loss;
-  float bias, positive_cost, negative_cost, tolerance;
-  int64_t sweeps;
-  float threshold;
-  int64_t max_weights; // 0: no limit
-  uint64_t seed;
-};
+constexpr const char* kOp = kLinearLayerTrain;
 
 /// Where to begin.
 struct InitialLayer {
@@ -196,7 +178,7 @@ class ParentRows {
 /// What one thread needs to train groups of siblings.
 class GroupTrainer {
  public:
-  GroupTrainer(const Training& training, const Lists& labels, const float* costs, const InitialLayer* initial, const int64_t* stop)
+  GroupTrainer(const LinearTraining& training, const RowLists& labels, const float* costs, const InitialLayer* initial, const int64_t* stop)
       : training_(training), labels_(labels), costs_(costs), initial_(initial), stop_(stop) {}
 
   /// The labels first .. first + count - 1, which are the children from `child` on of a parent; their weights, column after column.
@@ -293,8 +275,8 @@ class GroupTrainer {
     return any;
   }
 
-  const Training& training_;
-  const Lists& labels_;
+  const LinearTraining& training_;
+  const RowLists& labels_;
   const float* costs_;
   const InitialLayer* initial_;
   const int64_t* stop_;
@@ -342,8 +324,8 @@ struct Task {
 
 class LayerTrainer {
  public:
-  LayerTrainer(const SparseRowsView& examples, const int64_t* first_child, const Lists& parents, const Lists& labels, const float* costs,
-               const Training& training, const InitialLayer* initial, int64_t* progress)
+  LayerTrainer(const SparseRowsView& examples, const int64_t* first_child, const RowLists& parents, const RowLists& labels, const float* costs,
+               const LinearTraining& training, const InitialLayer* initial, int64_t* progress)
       : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training),
         initial_(initial), progress_(progress, total_work()), group_(parents.count), chunks_(parents.count), left_(parents.count) {}
 
@@ -410,133 +392,15 @@ class LayerTrainer {
 
   const SparseRowsView& examples_;
   const int64_t* first_child_;
-  const Lists &parents_, &labels_;
+  const RowLists &parents_, &labels_;
   const float* costs_;
-  const Training& training_;
+  const LinearTraining& training_;
   const InitialLayer* initial_;
   Progress progress_;
   std::vector<std::vector<std::vector<Weight>>> group_;
   std::vector<Chunk> chunks_;
   std::vector<std::atomic<int64_t>> left_;
 };
-
-LinearLoss loss_of(const std::string& name) {
-  const bool hinge = name == "hinge", logistic = name == "logistic";
-  TORCH_CHECK_VALUE(hinge || logistic || name == "squared_hinge", kOp, ": expected loss as squared_hinge, hinge or logistic, got ", name);
-  return hinge ? LinearLoss::Hinge : logistic ? LinearLoss::Logistic : LinearLoss::SquaredHinge;
-}
-
-Training training_of(std::string_view text) {
-  const auto options = parse_options<LinearLayerOptions>(kOp, text);
-  const auto number = [](const char* name, double value, const char* range, auto&& fits) {
-    TORCH_CHECK_VALUE(std::isfinite(float(value)) && fits(float(value)), kOp, ": expected ", name, " as a finite number", range, ", got ",
-                      value);
-    return float(value);
-  };
-  const auto any = [](float) { return true; };
-  const auto positive = [](float value) { return value > 0; };
-  const auto not_negative = [](float value) { return value >= 0; };
-  TORCH_CHECK_VALUE(options.sweeps >= 1, kOp, ": expected sweeps of at least 1, got ", options.sweeps);
-  TORCH_CHECK_VALUE(options.max_weights.value_or(1) >= 1, kOp, ": expected max_weights of at least 1 or none, got ", *options.max_weights);
-  return {.loss = loss_of(options.loss),
-          .bias = number("bias", options.bias, "", any),
-          .positive_cost = number("positive_cost", options.positive_cost, " above 0", positive),
-          .negative_cost = number("negative_cost", options.negative_cost, " above 0", positive),
-          .tolerance = number("tolerance", options.tolerance, " above 0", positive),
-          .sweeps = options.sweeps,
-          .threshold = number("threshold", options.threshold, " of at least 0", not_negative),
-          .max_weights = options.max_weights.value_or(0),
-          .seed = uint64_t(options.seed)};
-}
-
-/// Steps are divided by the square of a row's length, and margins are products of such numbers.
-void check_lengths(const SparseRowsView& examples, float bias) {
-  constexpr float kMaxSquare = 1e18F;
-  for (int64_t i = 0; i < examples.count; ++i) {
-    float square = bias * bias;
-    for (int64_t t = examples.offset[i]; t < examples.offset[i + 1]; ++t) {
-      square += examples.value[t] * examples.value[t];
-    }
-    TORCH_CHECK_VALUE(square <= kMaxSquare, kOp, ": expected rows whose squares and that of bias add up to ", kMaxSquare,
-                      " at most, got ", square, " in row ", i);
-  }
-}
-
-/// `tensors`, contiguous.
-std::vector<Tensor> parts_of(const char* arg, at::TensorList tensors, size_t size, const char* names) {
-  TORCH_CHECK_VALUE(tensors.size() == size, kOp, ": expected ", arg, " as ", size, " tensors, ", names, ", got ", tensors.size());
-  std::vector<Tensor> parts;
-  for (const Tensor& tensor : tensors) {
-    parts.push_back(tensor.contiguous());
-  }
-  return parts;
-}
-
-/// The tensors of a call that have passed their checks, and what they hold.
-class LayerInput {
- public:
-  LayerInput(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents, at::TensorList labels,
-             const OptionalTensor& label_costs)
-      : rows_(parts_of("rows", rows, 3, "offsets, columns and values")),
-        parents_(parts_of("parents", parents, 2, "parent_offsets and parent_rows")),
-        labels_(parts_of("labels", labels, 2, "label_offsets and label_rows")),
-        first_child_(first_child.contiguous()) {
-    constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
-    TORCH_CHECK_VALUE(features >= 0 && features < kLimit, kOp, ": expected features in [0, ", kLimit, "), got ", features);
-    examples_ = check::sparse_rows(kOp, rows_[0], rows_[1], rows_[2], features, /*rising=*/true);
-    TORCH_CHECK_VALUE(examples_.count < kLimit, kOp, ": expected fewer than ", kLimit, " examples, got ", examples_.count);
-    check::dim(kOp, "first_child", first_child_, 1);
-    check::int64(kOp, "first_child", first_child_);
-    check::lists(kOp, "parent_offsets", parents_[0], "parent_rows", parents_[1], examples_.count, /*rising=*/true);
-    check::size(kOp, "parent_offsets", parents_[0], 0, first_child_.size(0), "one for each parent, and one");
-    check::lists(kOp, "label_offsets", labels_[0], "label_rows", labels_[1], examples_.count, /*rising=*/true);
-    check::offsets(kOp, "first_child", first_child_, labels_[0].size(0) - 1);
-    if (given(label_costs)) {
-      costs_ = label_costs->contiguous();
-      check::finite_values(kOp, "label_costs", costs_, labels_[1].size(0));
-      for (const float cost : span_of<float>(costs_)) {
-        TORCH_CHECK_VALUE(cost >= 0, kOp, ": expected label_costs that are finite and not below 0, got ", cost);
-      }
-    }
-  }
-
-  const SparseRowsView& examples() const { return examples_; }
-  Lists parents() const { return lists(parents_); }
-  Lists labels() const { return lists(labels_); }
-  std::span<const int64_t> first_child() const { return span_of<int64_t>(first_child_); }
-  const Tensor& first_child_tensor() const { return first_child_; }
-  /// null: 1 everywhere.
-  const float* costs() const { return costs_.defined() ? costs_.const_data_ptr<float>() : nullptr; }
-
-  /// Of the parent that has the most.
-  int64_t most_children() const {
-    int64_t largest = 0;
-    for (int64_t p = 0; p < parents().count; ++p) {
-      largest = std::max(largest, first_child()[p + 1] - first_child()[p]);
-    }
-    return largest;
-  }
-
- private:
-  static Lists lists(const std::vector<Tensor>& parts) {
-    return {parts[0].size(0) - 1, parts[0].const_data_ptr<int64_t>(), parts[1].const_data_ptr<int32_t>()};
-  }
-
-  std::vector<Tensor> rows_, parents_, labels_;
-  Tensor first_child_, costs_;
-  SparseRowsView examples_;
-};
-
-/// The three numbers, or null.
-int64_t* progress_of(const OptionalTensor& progress) {
-  if (!given(progress)) {
-    return nullptr;
-  }
-  check::dim(kOp, "progress", *progress, 1);
-  check::int64(kOp, "progress", *progress);
-  check::size(kOp, "progress", *progress, 0, 3, "done, total, stop");
-  return progress->mutable_data_ptr<int64_t>();
-}
 
 /// The chunks one after the other. Narrow: a byte for the children and their number.
 template <typename Narrow>
@@ -571,23 +435,23 @@ LinearLayer lay_out(const std::vector<Chunk>& chunks, const Stats& stats) {
 LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents,
                                at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options,
                                const OptionalTensor& progress) {
-  const LayerInput input(rows, features, first_child, parents, labels, label_costs);
-  const Training training = training_of(options);
+  const LinearLayerInput input(rows, features, first_child, parents, labels, label_costs);
+  const LinearTraining training = linear_training(options);
   check_lengths(input.examples(), training.bias);
 
   std::vector<Tensor> initial_parts;
   std::optional<InitialLayer> begin;
   if (!initial.empty()) {
-    initial_parts = parts_of("initial", initial, kLinearLayerParts, "the parts of a layer");
+    initial_parts = contiguous_parts("initial", initial, kLinearLayerParts, "the parts of a layer");
     TORCH_CHECK_VALUE(initial_parts[0].equal(input.first_child_tensor()), kOp,
                       ": expected initial as the parts of a layer with this first_child, got another one");
     begin.emplace(linear_layer_view(kOp, input.parents().count, features, initial_parts));
   }
 
   Stats stats;
-  const Lists of_parents = input.parents(), of_labels = input.labels();
+  const RowLists of_parents = input.parents(), of_labels = input.labels();
   LayerTrainer trainer(input.examples(), input.first_child().data(), of_parents, of_labels, input.costs(), training,
-                       begin.has_value() ? &*begin : nullptr, progress_of(progress));
+                       begin.has_value() ? &*begin : nullptr, progress_numbers(progress));
   const std::vector<Chunk> chunks = trainer.train(stats);
   return input.most_children() > kMostNarrowChildren ? lay_out<int32_t>(chunks, stats) : lay_out<uint8_t>(chunks, stats);
 }

@@ -104,6 +104,7 @@ StaticOptions parsed(const char* op, at::TensorList tables, std::string_view tex
 }
 
 double log_of(int64_t count) { return std::log(double(count)); }
+double uniform_log_count(const StaticOptions& options) { return log_of(options.num_samples) - log_of(options.num_classes - options.low); }
 
 struct Drawn {
   Tensor ids;
@@ -147,7 +148,7 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
   }
   Tensor log_count;
   if (options.law == "uniform") {
-    log_count = at::full({}, log_of(options.num_samples) - log_of(options.num_classes - options.low), ids.options().dtype(at::kFloat));
+    log_count = at::full({}, uniform_log_count(options), ids.options().dtype(at::kFloat));
   } else {
     const double log_span = std::log(std::log1p(double(options.num_classes)) - std::log1p(double(options.low)));
     log_count = ids.to(at::kDouble).clamp_min_(0.0).add_(1).reciprocal_().log1p_().log_().add_(log_of(options.num_samples) - log_span);
@@ -159,19 +160,17 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
 // Of what was drawn, the uniform law knows the counts without a look.
 Tensor log_counts_of_draws(const StaticOptions& options, const Drawn& drawn, at::TensorList tables) {
   if (options.law == "uniform" || options.law == "fixed") {
-    const double value = options.law == "fixed" ? 0.0 : log_of(options.num_samples) - log_of(options.num_classes - options.low);
+    const double value = options.law == "fixed" ? 0.0 : uniform_log_count(options);
     return at::full_symint(drawn.ids.sym_sizes(), value, drawn.ids.options().dtype(at::kFloat));
   }
   return log_counts(options, drawn.log_scale, drawn.ids, tables);
 }
 
-void check_ids(const char* op, const char* argument, const Tensor& ids) { check::int64(op, argument, ids); }
-
 Draws static_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
                         std::string_view text) {
   if (given(target)) {
     const StaticOptions options = parsed("static_sample", tables, text);
-    check_ids("static_sample", "target", *target);
+    check::int64("static_sample", "target", *target);
     check::class_ids("static_sample", "target", *target, options.num_classes, -1);
   }
   return static_sample(seed, queries, target, tables, text);
@@ -179,7 +178,7 @@ Draws static_sample_cpu(const Tensor& seed, const Tensor& queries, const Optiona
 
 Tensor static_log_count_cpu(const Tensor& ids, at::TensorList tables, std::string_view text) {
   const StaticOptions options = parsed("static_log_count", tables, text);
-  check_ids("static_log_count", "ids", ids);
+  check::int64("static_log_count", "ids", ids);
   check::class_ids("static_log_count", "ids", ids, options.num_classes, -1);
   return static_log_count(ids, tables, text);
 }
@@ -232,7 +231,7 @@ Draws static_sample(const Tensor& seed, const Tensor& queries, const OptionalTen
   const Drawn drawn = draw(options, seed, options.shared ? OptionalSize() : OptionalSize(queries.sym_size(0)), tables);
   Tensor of_target = at::empty({0}, seed.options().dtype(at::kFloat));
   if (given(target)) {
-    check_ids(op, "target", *target);
+    check::int64(op, "target", *target);
     of_target = log_counts(options, drawn.log_scale, *target, tables);
   }
   return {drawn.ids, log_counts_of_draws(options, drawn, tables), of_target};
@@ -241,7 +240,7 @@ Draws static_sample(const Tensor& seed, const Tensor& queries, const OptionalTen
 Tensor static_log_count(const Tensor& ids, at::TensorList tables, std::string_view text) {
   constexpr const char* op = "static_log_count";
   const StaticOptions options = parsed(op, tables, text);
-  check_ids(op, "ids", ids);
+  check::int64(op, "ids", ids);
   Tensor log_scale;
   if (options.law == "table") { // a draw for no query: what is wanted is its scale
     log_scale = draw(options, at::zeros({}, ids.options()), c10::SymInt(0), tables).log_scale;

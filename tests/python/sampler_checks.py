@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+import xsoftmax as xs
 from xsoftmax._options import option_text
 
 
@@ -57,3 +58,15 @@ def check_scripted_compiled_and_saved(make_loss):
     want = loss(x, target)
     torch.manual_seed(8)
     torch.testing.assert_close(loaded(x, target), want)
+
+
+def loss_before_and_after_training(loss, steps=60):
+    """The exact loss of three queries of each class, before and after steps of RowAdam."""
+    input, target = torch.randn(3 * loss.num_classes, loss.in_features), torch.arange(loss.num_classes).repeat(3)
+    optimizer = xs.optim.RowAdam(loss.parameters(), lr=0.05)
+    before = loss.exact(input, target).item()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(input, target).backward()
+        optimizer.step()
+    return before, loss.eval()(input, target).item()

@@ -1,0 +1,74 @@
+#pragma once
+
+#include "core/optional.h"
+#include "core/sparse_rows.h"
+#include "matcher/sibling_solver.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+// What a call of linear_layer_train (linear_layer.h) holds, checked before anything is trained.
+
+namespace xsoftmax {
+
+constexpr const char* kLinearLayerTrain = "linear_layer_train"; ///< named in errors
+
+/// Lists of row numbers.
+struct RowLists {
+  int64_t count;
+  const int64_t* offset;
+  const int32_t* row;
+
+  int64_t size(int64_t i) const { return offset[i + 1] - offset[i]; }
+};
+
+/// LinearLayerOptions that have been checked, in the precision of the solver.
+struct LinearTraining {
+  LinearLoss loss;
+  float bias, positive_cost, negative_cost, tolerance;
+  int64_t sweeps;
+  float threshold;
+  int64_t max_weights; // 0: no limit
+  uint64_t seed;
+};
+LinearTraining linear_training(std::string_view options);
+
+/// Rows are not too long: steps are divided by the square of a row's length, and margins are products of such numbers.
+void check_lengths(const SparseRowsView& examples, float bias);
+
+/// `tensors`, contiguous, of which `size` are expected: `names`.
+std::vector<at::Tensor> contiguous_parts(const char* arg, at::TensorList tensors, size_t size, const char* names);
+
+/// done, total and stop, or null.
+int64_t* progress_numbers(const OptionalTensor& progress);
+
+/// The tensors of a call that have passed their checks, and what they hold.
+class LinearLayerInput {
+ public:
+  LinearLayerInput(at::TensorList rows, int64_t features, const at::Tensor& first_child, at::TensorList parents, at::TensorList labels,
+                   const OptionalTensor& label_costs);
+
+  const SparseRowsView& examples() const { return examples_; }
+  RowLists parents() const { return lists(parents_); }
+  RowLists labels() const { return lists(labels_); }
+  std::span<const int64_t> first_child() const { return span_of<int64_t>(first_child_); }
+  const at::Tensor& first_child_tensor() const { return first_child_; }
+  /// null: 1 everywhere.
+  const float* costs() const { return costs_.defined() ? costs_.const_data_ptr<float>() : nullptr; }
+  /// Of the parent that has the most.
+  int64_t most_children() const;
+
+ private:
+  static RowLists lists(const std::vector<at::Tensor>& parts) {
+    return {parts[0].size(0) - 1, parts[0].const_data_ptr<int64_t>(), parts[1].const_data_ptr<int32_t>()};
+  }
+
+  std::vector<at::Tensor> rows_, parents_, labels_;
+  at::Tensor first_child_, costs_;
+  SparseRowsView examples_;
+};
+
+} // namespace xsoftmax
