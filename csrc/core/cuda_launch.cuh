@@ -35,6 +35,67 @@ __device__ inline T warp_sum(T value) {
   }
   return value;
 }
+
+/// The largest in the warp, in every lane. A NaN that a lane brings may be lost: look for it beside.
+template <typename T>
+__device__ inline T warp_max(T value) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const T other = __shfl_xor_sync(kAllLanes, value, distance);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+/// In lane l the sum over lanes 0 ... l.
+template <typename T>
+__device__ inline T warp_inclusive_sum(T value) {
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const T below = __shfl_up_sync(kAllLanes, value, distance);
+    value += lane() >= distance ? below : T(0);
+  }
+  return value;
+}
+
+/// reduce_warp(value) over the warps of a block of whole warps, kThreads at most; in every thread. `storage`: shared, of kWarp elements; it may be
+/// used again at once.
+template <typename T, typename ReduceWarp>
+__device__ inline T block_reduce(T value, T nothing, T* storage, const ReduceWarp& reduce_warp) {
+  value = reduce_warp(value);
+  __syncthreads(); // what the last call left may still be read
+  if (lane() == 0) {
+    storage[threadIdx.x / kWarp] = value;
+  }
+  __syncthreads();
+  return reduce_warp(lane() < int(blockDim.x / kWarp) ? storage[lane()] : nothing);
+}
+
+/// The sum over the block, in every thread; the order of the additions is fixed.
+template <typename T>
+__device__ inline T block_sum(T value, T* storage) {
+  return block_reduce(value, T(0), storage, [](T x) { return warp_sum(x); });
+}
+
+/// The largest in the block, no less than `least`, in every thread.
+template <typename T>
+__device__ inline T block_max(T value, T least, T* storage) {
+  return block_reduce(value, least, storage, [](T x) { return warp_max(x); });
+}
+
+/// The sum over threads 0 ... threadIdx.x, in a block of whole warps; `total`: over all.
+template <typename T>
+__device__ inline T block_inclusive_sum(T value, T* total, T* storage) {
+  const T sum = warp_inclusive_sum(value);
+  __syncthreads();
+  if (lane() == kWarp - 1) {
+    storage[threadIdx.x / kWarp] = sum;
+  }
+  __syncthreads();
+  const T of_warp = warp_inclusive_sum(lane() < int(blockDim.x / kWarp) ? storage[lane()] : T(0));
+  *total = __shfl_sync(kAllLanes, of_warp, kWarp - 1);
+  const int warp = int(threadIdx.x) / kWarp;
+  const T before = __shfl_sync(kAllLanes, of_warp, warp > 0 ? warp - 1 : 0);
+  return sum + (warp > 0 ? before : T(0));
+}
 #endif
 
 } // namespace xsoftmax::cuda
