@@ -4,7 +4,8 @@ XSOFTMAX_EMULATE_LIBRARY   libxsoftmax_emulated.so
 XSOFTMAX_EMULATE_ORDER     in which threads and blocks run: forward (default), reverse, or a number, the seed of random orders
 XSOFTMAX_EMULATE_BLOCKS    at most so many blocks in x, so that loops that stride over the grid do stride; 0 (default): as launched
 
-Tests that differ by nature are left out; differs.txt lists them with the reasons.
+Tests that differ by nature are left out; differs.txt lists them with the reasons. An operator that would wait for the device is a failure, but for those
+of waits.txt.
 """
 
 import os
@@ -19,6 +20,7 @@ import xsoftmax  # noqa: F401 (the library whose operators are taken over)
 ORDER = os.environ.get("XSOFTMAX_EMULATE_ORDER", "forward")
 BLOCKS = int(os.environ.get("XSOFTMAX_EMULATE_BLOCKS", "0"))
 DIFFERS = Path(__file__).with_name("differs.txt")
+WAITS = Path(__file__).with_name("waits.txt")
 
 torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
 emulator = torch.ops.cuda_emulator
@@ -26,10 +28,11 @@ emulator.set_order(ORDER)
 emulator.set_most_blocks(BLOCKS)
 no_way = emulator.take_over()
 launched: dict[str, list[int]] = {}  # kernel -> launches, blocks, threads
+waits: set[str] = set()  # what would have waited for a device
 
 
-def patterns():
-    lines = (line.split("#")[0].strip() for line in DIFFERS.read_text().splitlines())
+def patterns(file):
+    lines = (line.split("#")[0].strip() for line in file.read_text().splitlines())
     return [line for line in lines if line]
 
 
@@ -46,7 +49,7 @@ def pytest_report_header():
 @pytest.hookimpl(tryfirst=True)  # before -k leaves out others
 def pytest_collection_modifyitems(config, items):
     left_out, files = set(), {item.path.name for item in items}
-    for pattern in patterns():
+    for pattern in patterns(DIFFERS):
         found = {item for item in items if matches(item, pattern)}
         if not found and pattern.partition("::")[0] in files and not any("::" in argument for argument in config.args):
             raise pytest.UsageError(f"{DIFFERS.name}: {pattern} matches no test")
@@ -63,18 +66,31 @@ def add(lines):
             found[i] += int(part.split()[0])
 
 
+def forbidden_waits():
+    return sorted(wait for wait in waits if not any(fnmatchcase(wait, pattern) for pattern in patterns(WAITS)))
+
+
+@pytest.hookimpl(trylast=True)  # when all processes have told theirs
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["launched"] = emulator.launched()
-    else:
-        add(emulator.launched())
+        session.config.workeroutput["waits"] = emulator.waits()
+        return
+    add(emulator.launched())
+    waits.update(emulator.waits())
+    if forbidden_waits():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    add(getattr(node, "workeroutput", {}).get("launched", []))
+    output = getattr(node, "workeroutput", {})
+    add(output.get("launched", []))
+    waits.update(output.get("waits", []))
 
 
 def pytest_terminal_summary(terminalreporter):
     for kernel, (launches, blocks, threads) in sorted(launched.items()):
         terminalreporter.write_line(f"emulated {kernel}: {launches} launches, {blocks} blocks, {threads} threads")
+    for wait in forbidden_waits():
+        terminalreporter.write_line(f"FAILED: waits for the device: {wait}", red=True)

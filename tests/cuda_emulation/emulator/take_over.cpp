@@ -2,6 +2,9 @@
 //
 //   cuda_emulator::take_over() -> str[]   from now on each operator of xsoftmax runs, for CPU tensors, what it runs for CUDA tensors: its
 //                                         CUDA kernel, emulated, or else its composite. Returns the operators that have neither.
+//   cuda_emulator::waits() -> str[]       "operator: what it calls" of each that would have waited for a device since: it called an operator of
+//                                         ATen that tells the host a value, or copied its arguments to the CPU. What a kernel's host code reads
+//                                         from memory by itself is not seen.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,6 +15,8 @@
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,17 +30,28 @@ class Detour;
 thread_local std::vector<const Detour*> under_way; // operators that run as on CUDA
 thread_local bool at_home = false;                 // within a CPU kernel
 
+std::mutex waits_mutex;
+std::set<std::string> waits_seen;
+
+// Of the operator that runs as on CUDA.
+void waits_for(const std::string& what);
+
 /// A composite may copy its arguments to the CPU and call its operator again. Here that call looks like the first; it is for the CPU
 /// kernel, as is all that happens within.
 class Detour : public c10::OperatorKernel {
  public:
-  explicit Detour(c10::SafeKernelFunction cpu) : cpu_(std::move(cpu)) {}
+  /// cpu: what CPU tensors ran before; none for an operator that runs its composite on any device.
+  Detour(std::string name, std::optional<c10::SafeKernelFunction> cpu) : name_(std::move(name)), cpu_(std::move(cpu)) {}
 
   void operator()(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-    if (at_home || std::find(under_way.begin(), under_way.end(), this) != under_way.end()) {
+    const bool again = std::find(under_way.begin(), under_way.end(), this) != under_way.end();
+    if (cpu_.has_value() && (at_home || again)) {
+      if (!at_home) {
+        waits_for("the CPU's kernel");
+      }
       const auto leave = c10::make_scope_exit([before = at_home] { at_home = before; });
       at_home = true;
-      cpu_.callBoxed(op, DispatchKeySet(DispatchKey::CPU), stack);
+      cpu_->callBoxed(op, DispatchKeySet(DispatchKey::CPU), stack);
       return;
     }
     under_way.push_back(this);
@@ -43,9 +59,52 @@ class Detour : public c10::OperatorKernel {
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CUDA), stack);
   }
 
+  const std::string& name() const { return name_; }
+
  private:
-  c10::SafeKernelFunction cpu_; // what CPU tensors ran before
+  const std::string name_;
+  std::optional<c10::SafeKernelFunction> cpu_;
 };
+
+void waits_for(const std::string& what) {
+  if (!under_way.empty() && !at_home) {
+    const std::lock_guard lock(waits_mutex);
+    waits_seen.insert(under_way.back()->name() + ": " + what);
+  }
+}
+
+std::vector<std::string> waits() {
+  const std::lock_guard lock(waits_mutex);
+  return {waits_seen.begin(), waits_seen.end()};
+}
+
+/// An operator of ATen for which a CUDA tensor makes the host wait.
+class Watch : public c10::OperatorKernel {
+ public:
+  Watch(std::string name, c10::SafeKernelFunction cpu) : name_(std::move(name)), cpu_(std::move(cpu)) {}
+
+  void operator()(const OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+    waits_for(name_);
+    cpu_.callBoxed(op, keys, stack);
+  }
+
+ private:
+  const std::string name_;
+  c10::SafeKernelFunction cpu_;
+};
+
+// Those whose result is on the host, or as long as values say.
+constexpr const char* kWaiting[] = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim",
+                                    "unique_consecutive", "unique_dim_consecutive"};
+
+void watch() {
+  static auto* const library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CPU, __FILE__, __LINE__);
+  for (const std::string name : kWaiting) {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + name).c_str(), "");
+    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(
+                                    std::make_unique<Watch>("aten::" + name, op.getComputedKernelForDispatchKey(DispatchKey::CPU))));
+  }
+}
 
 /// Torch warns of kernels that are replaced: here they are meant to be.
 class NoWarnings : public c10::WarningHandler {
@@ -57,15 +116,21 @@ std::vector<std::string> take_over() {
   const c10::WarningUtils::WarningHandlerGuard quiet(&none);
   // Never freed: the kernels stay for as long as the process runs.
   static auto* const library = new torch::Library(torch::Library::IMPL, "xsoftmax", DispatchKey::CPU, __FILE__, __LINE__);
+  watch();
   std::vector<std::string> neither;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findOp(name);
-    if (!name.name.starts_with("xsoftmax::") || !op.has_value() || !op->hasKernelForDispatchKey(DispatchKey::CPU)) {
-      continue; // one without a CPU kernel of its own runs its composite on any device
+    if (!name.name.starts_with("xsoftmax::") || !op.has_value()) {
+      continue;
+    }
+    const bool on_cpu = op->hasKernelForDispatchKey(DispatchKey::CPU), anywhere = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+    if (!on_cpu && !anywhere) {
+      continue; // made of other operators
     }
     const std::string stem = name.name.substr(name.name.find("::") + 2);
-    if (op->hasKernelForDispatchKey(DispatchKey::CUDA) || op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd)) {
-      auto detour = std::make_unique<Detour>(op->getComputedKernelForDispatchKey(DispatchKey::CPU));
+    if (op->hasKernelForDispatchKey(DispatchKey::CUDA) || anywhere) {
+      auto detour = std::make_unique<Detour>(
+          stem, on_cpu ? std::optional(op->getComputedKernelForDispatchKey(DispatchKey::CPU)) : std::nullopt);
       library->impl(stem.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(detour)));
     } else {
       neither.push_back(stem);
@@ -84,7 +149,10 @@ at::Tensor& mm_dtype_out(const at::Tensor& a, const at::Tensor& b, at::ScalarTyp
 
 } // namespace
 
-TORCH_LIBRARY_FRAGMENT(cuda_emulator, m) { m.def("take_over() -> str[]", take_over); }
+TORCH_LIBRARY_FRAGMENT(cuda_emulator, m) {
+  m.def("take_over() -> str[]", take_over);
+  m.def("waits() -> str[]", waits);
+}
 
 TORCH_LIBRARY_IMPL(aten, CPU, m) {
   m.impl("mm.dtype", mm_dtype);
