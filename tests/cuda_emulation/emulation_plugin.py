@@ -4,8 +4,8 @@ XSOFTMAX_EMULATE_LIBRARY   libxsoftmax_emulated.so
 XSOFTMAX_EMULATE_ORDER     in which threads and blocks run: forward (default), reverse, or a number, the seed of random orders
 XSOFTMAX_EMULATE_BLOCKS    at most so many blocks in x, so that loops that stride over the grid do stride; 0 (default): as launched
 
-Tests that differ by nature are left out; differs.txt lists them with the reasons. An operator that would wait for the device is a failure, but for those
-of waits.txt.
+Tests that differ by nature are left out; differs.txt lists them with the reasons. So is what an operator must
+not do on a device (emulator/take_over.cpp): allowed.txt lists what may be.
 """
 
 import os
@@ -20,7 +20,7 @@ import xsoftmax  # noqa: F401 (the library whose operators are taken over)
 ORDER = os.environ.get("XSOFTMAX_EMULATE_ORDER", "forward")
 BLOCKS = int(os.environ.get("XSOFTMAX_EMULATE_BLOCKS", "0"))
 DIFFERS = Path(__file__).with_name("differs.txt")
-WAITS = Path(__file__).with_name("waits.txt")
+ALLOWED = Path(__file__).with_name("allowed.txt")
 
 torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
 emulator = torch.ops.cuda_emulator
@@ -28,7 +28,7 @@ emulator.set_order(ORDER)
 emulator.set_most_blocks(BLOCKS)
 no_way = emulator.take_over()
 launched: dict[str, list[int]] = {}  # kernel -> launches, blocks, threads
-waits: set[str] = set()  # what would have waited for a device
+findings: set[str] = set()  # what operators did that they must not do on a device
 
 
 def patterns(file):
@@ -66,19 +66,19 @@ def add(lines):
             found[i] += int(part.split()[0])
 
 
-def forbidden_waits():
-    return sorted(wait for wait in waits if not any(fnmatchcase(wait, pattern) for pattern in patterns(WAITS)))
+def faults():
+    return sorted(finding for finding in findings if not any(fnmatchcase(finding, pattern) for pattern in patterns(ALLOWED)))
 
 
 @pytest.hookimpl(trylast=True)  # when all processes have told theirs
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["launched"] = emulator.launched()
-        session.config.workeroutput["waits"] = emulator.waits()
+        session.config.workeroutput["findings"] = emulator.findings()
         return
     add(emulator.launched())
-    waits.update(emulator.waits())
-    if forbidden_waits():
+    findings.update(emulator.findings())
+    if faults():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -86,11 +86,11 @@ def pytest_sessionfinish(session):
 def pytest_testnodedown(node, error):
     output = getattr(node, "workeroutput", {})
     add(output.get("launched", []))
-    waits.update(output.get("waits", []))
+    findings.update(output.get("findings", []))
 
 
 def pytest_terminal_summary(terminalreporter):
     for kernel, (launches, blocks, threads) in sorted(launched.items()):
         terminalreporter.write_line(f"emulated {kernel}: {launches} launches, {blocks} blocks, {threads} threads")
-    for wait in forbidden_waits():
-        terminalreporter.write_line(f"FAILED: waits for the device: {wait}", red=True)
+    for fault in faults():
+        terminalreporter.write_line(f"FAILED {fault}", red=True)

@@ -103,24 +103,25 @@ def test_sanitizers_find_an_index_too_far(name, report):
 
 # ---- take_over.cpp
 
-def test_operators_that_would_wait_are_found():
+def test_operators_are_found_that_do_what_no_device_should():
     program = f"""
 import torch, xsoftmax
 library = torch.library.Library("xsoftmax", "FRAGMENT")
-for name, function in (("waits_for_a_value", lambda x: x * x.sum().item()), ("waits_for_a_size", lambda x: x[x > 0]), ("goes_on", lambda x: x * x.sum()),
+for name, function in (("waits_for_a_value", lambda x: x * x.sum().item()), ("waits_for_a_size", lambda x: x[x > 0]), ("goes_on", lambda x: x * x.sum() + torch.ones_like(x, dtype=int).cumsum(0)),
+                       ("adds", lambda x: x.cumsum(0)),
                        ("asks_another", lambda x: torch.ops.xsoftmax.goes_to_the_cpu(x)), ("goes_to_the_cpu", lambda x: torch.ops.xsoftmax.goes_to_the_cpu(x.cpu()))):
     library.define(name + "(Tensor x) -> Tensor")
     library.impl(name, function, "CompositeExplicitAutograd")
 library.impl("goes_to_the_cpu", lambda x: x * x.sum().item(), "CPU")
 torch.ops.load_library({str(BUILD / "libxsoftmax_emulated.so")!r})
 torch.ops.cuda_emulator.take_over()
-for name in ("waits_for_a_value", "waits_for_a_size", "goes_on", "asks_another"):
+for name in ("waits_for_a_value", "waits_for_a_size", "goes_on", "adds", "asks_another"):
     getattr(torch.ops.xsoftmax, name)(torch.ones(3))
-print(*torch.ops.cuda_emulator.waits(), sep="\\n")
+print(*torch.ops.cuda_emulator.findings(), sep="\\n")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["goes_to_the_cpu: the CPU's kernel", "waits_for_a_size: aten::nonzero",
-                                        "waits_for_a_value: aten::_local_scalar_dense"], done.stderr
+    assert done.stdout.splitlines() == ["adds: adds in any order (aten::cumsum)", "goes_to_the_cpu: runs the CPU's kernel",
+                                        "waits_for_a_size: waits (aten::nonzero)", "waits_for_a_value: waits (aten::_local_scalar_dense)"], done.stderr
 
 
 # ---- translate.py

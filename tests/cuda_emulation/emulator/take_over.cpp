@@ -2,9 +2,9 @@
 //
 //   cuda_emulator::take_over() -> str[]   from now on each operator of xsoftmax runs, for CPU tensors, what it runs for CUDA tensors: its
 //                                         CUDA kernel, emulated, or else its composite. Returns the operators that have neither.
-//   cuda_emulator::waits() -> str[]       "operator: what it calls" of each that would have waited for a device since: it called an operator of
-//                                         ATen that tells the host a value, or copied its arguments to the CPU. What a kernel's host code reads
-//                                         from memory by itself is not seen.
+//   cuda_emulator::findings() -> str[]    "operator: what it did" of each that since has done what an operator must not do on a device: wait for it, by an
+//                                         operator of ATen that tells the host a value; copy its arguments to the CPU; add in an order that
+//                                         is not fixed. What a kernel's host code reads from memory by itself is not seen.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -18,6 +18,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -30,11 +31,11 @@ class Detour;
 thread_local std::vector<const Detour*> under_way; // operators that run as on CUDA
 thread_local bool at_home = false;                 // within a CPU kernel
 
-std::mutex waits_mutex;
-std::set<std::string> waits_seen;
+std::mutex findings_mutex;
+std::set<std::string> findings_seen;
 
 // Of the operator that runs as on CUDA.
-void waits_for(const std::string& what);
+void found(const std::string& what);
 
 /// A composite may copy its arguments to the CPU and call its operator again. Here that call looks like the first; it is for the CPU
 /// kernel, as is all that happens within.
@@ -47,7 +48,7 @@ class Detour : public c10::OperatorKernel {
     const bool again = std::find(under_way.begin(), under_way.end(), this) != under_way.end();
     if (cpu_.has_value() && (at_home || again)) {
       if (!at_home) {
-        waits_for("the CPU's kernel");
+        found("runs the CPU's kernel");
       }
       const auto leave = c10::make_scope_exit([before = at_home] { at_home = before; });
       at_home = true;
@@ -66,43 +67,55 @@ class Detour : public c10::OperatorKernel {
   std::optional<c10::SafeKernelFunction> cpu_;
 };
 
-void waits_for(const std::string& what) {
+void found(const std::string& what) {
   if (!under_way.empty() && !at_home) {
-    const std::lock_guard lock(waits_mutex);
-    waits_seen.insert(under_way.back()->name() + ": " + what);
+    const std::lock_guard lock(findings_mutex);
+    findings_seen.insert(under_way.back()->name() + ": " + what);
   }
 }
 
-std::vector<std::string> waits() {
-  const std::lock_guard lock(waits_mutex);
-  return {waits_seen.begin(), waits_seen.end()};
+std::vector<std::string> findings() {
+  const std::lock_guard lock(findings_mutex);
+  return {findings_seen.begin(), findings_seen.end()};
 }
 
-/// An operator of ATen for which a CUDA tensor makes the host wait.
+enum class Fault { Waits, UnorderedSum };
+
+/// An operator of ATen that is as it should be on a CPU, not on CUDA.
 class Watch : public c10::OperatorKernel {
  public:
-  Watch(std::string name, c10::SafeKernelFunction cpu) : name_(std::move(name)), cpu_(std::move(cpu)) {}
+  Watch(std::string name, Fault fault, c10::SafeKernelFunction cpu) : name_(std::move(name)), fault_(fault), cpu_(std::move(cpu)) {}
 
   void operator()(const OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
-    waits_for(name_);
+    const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+    if (fault_ == Fault::Waits) {
+      found("waits (" + name_ + ")");
+    } else if (self.is_floating_point()) {
+      found("adds in any order (" + name_ + ")");
+    }
     cpu_.callBoxed(op, keys, stack);
   }
 
  private:
   const std::string name_;
+  const Fault fault_;
   c10::SafeKernelFunction cpu_;
 };
 
-// Those whose result is on the host, or as long as values say.
-constexpr const char* kWaiting[] = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim",
-                                    "unique_consecutive", "unique_dim_consecutive"};
+// Those whose result is on the host, or as long as values say; and those that add by atomics, or scan in parts that come as they come.
+constexpr std::pair<const char*, Fault> kWatched[] = {
+    {"_local_scalar_dense", Fault::Waits}, {"nonzero", Fault::Waits}, {"masked_select", Fault::Waits}, {"equal", Fault::Waits},
+    {"bincount", Fault::Waits}, {"_unique2", Fault::Waits}, {"unique_dim", Fault::Waits}, {"unique_consecutive", Fault::Waits},
+    {"unique_dim_consecutive", Fault::Waits}, {"cumsum", Fault::UnorderedSum}, {"cumsum_", Fault::UnorderedSum}, {"index_add", Fault::UnorderedSum},
+    {"index_add_", Fault::UnorderedSum}, {"scatter_add", Fault::UnorderedSum}, {"scatter_add_", Fault::UnorderedSum}};
 
 void watch() {
   static auto* const library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CPU, __FILE__, __LINE__);
-  for (const std::string name : kWaiting) {
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + name).c_str(), "");
-    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(
-                                    std::make_unique<Watch>("aten::" + name, op.getComputedKernelForDispatchKey(DispatchKey::CPU))));
+  for (const auto& [name, fault] : kWatched) {
+    const std::string full = std::string("aten::") + name;
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "");
+    auto cpu = op.getComputedKernelForDispatchKey(DispatchKey::CPU);
+    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Watch>(full, fault, std::move(cpu))));
   }
 }
 
@@ -151,7 +164,7 @@ at::Tensor& mm_dtype_out(const at::Tensor& a, const at::Tensor& b, at::ScalarTyp
 
 TORCH_LIBRARY_FRAGMENT(cuda_emulator, m) {
   m.def("take_over() -> str[]", take_over);
-  m.def("waits() -> str[]", waits);
+  m.def("findings() -> str[]", findings);
 }
 
 TORCH_LIBRARY_IMPL(aten, CPU, m) {
