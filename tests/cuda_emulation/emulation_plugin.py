@@ -58,12 +58,9 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
 
 
-def add(lines):
-    for line in lines:
-        kernel, _, numbers = line.rpartition(": ")
-        found = launched.setdefault(kernel, [0, 0, 0])
-        for i, part in enumerate(numbers.split(", ")):
-            found[i] += int(part.split()[0])
+def add(kernels):
+    for kernel, numbers in kernels.items():
+        launched[kernel] = [a + b for a, b in zip(launched.get(kernel, [0, 0, 0]), numbers)]
 
 
 def faults():
@@ -73,7 +70,7 @@ def faults():
 @pytest.hookimpl(trylast=True)  # when all processes have told theirs
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["launched"] = emulator.launched()
+        session.config.workeroutput["launched"] = dict(emulator.launched())
         session.config.workeroutput["findings"] = emulator.findings()
         return
     add(emulator.launched())
@@ -85,7 +82,7 @@ def pytest_sessionfinish(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
     output = getattr(node, "workeroutput", {})
-    add(output.get("launched", []))
+    add(output.get("launched", {}))
     findings.update(output.get("findings", []))
 
 

@@ -1,6 +1,6 @@
 // Small kernels for test_tool.py: some are right, the others have a fault that the emulator must find.
 
-#include "core/cuda_launch.cuh"
+#include "core/cuda_rows.cuh"
 
 #include <ATen/ops/full_like.h>
 
@@ -58,6 +58,34 @@ __global__ void turn_by_intrinsics_kernel(const float* x, float* out, int* count
   __syncthreads();
   CUDA_KERNEL_ASSERT(sum == kTile);
   out[int64_t(blockIdx.x) * kTile + t] = tile[kTile / kWarp - 1 - t / kWarp][me];
+}
+
+// Known traffic: every thread copies 16 bytes, by way of memory of its own.
+__global__ void copy_packs_kernel(const float* x, float* out, int64_t n) {
+  const int64_t at = 4 * global_thread();
+  if (at < n) {
+    const auto pack = load_pack<4>(x + at);
+    volatile float mine[4];
+    for (int i = 0; i < 4; ++i) {
+      mine[i] = pack.values[i];
+    }
+    const float sums[4] = {mine[0], mine[1], mine[2], mine[3]};
+    store_pack(out + at, sums);
+  }
+}
+
+// Of eight elements one is read, and one written.
+__global__ void one_of_eight_kernel(const float* x, float* out, int64_t n) {
+  const int64_t at = 8 * global_thread();
+  if (at < n) {
+    out[at] = x[at];
+  }
+}
+
+// Every block reads the first tile, each element twice.
+__global__ void same_tile_kernel(const float* x, float* out) {
+  const volatile float* again = x;
+  out[global_thread()] = again[threadIdx.x] + again[kTile - 1 - threadIdx.x];
 }
 
 // ----------------------------------------------------------------------------------------------------------------------- faults
@@ -181,6 +209,9 @@ Tensor run(const std::string& name, const Tensor& x) {
          turn_by_intrinsics_kernel<<<blocks, kTile, 0, stream>>>(in, to, &count);
          TORCH_CHECK(count == n, "atomicAdd: ", count);
        }},
+      {"copy_packs", [&] { copy_packs_kernel<<<blocks, kTile, 0, stream>>>(in, to, n); }},
+      {"one_of_eight", [&] { one_of_eight_kernel<<<blocks, kTile, 0, stream>>>(in, to, n); }},
+      {"same_tile", [&] { same_tile_kernel<<<blocks, kTile, 0, stream>>>(in, to); }},
       {"no_barrier", [&] { no_barrier_kernel<<<1, kTile, 0, stream>>>(in, to); }},
       {"no_barrier_in_loop", [&] { no_barrier_in_loop_kernel<<<1, kTile, 0, stream>>>(in, to, n); }},
       {"no_syncwarp", [&] { no_syncwarp_kernel<<<1, kTile, 0, stream>>>(in, to); }},

@@ -23,6 +23,7 @@ def as_it_was():
     yield
     emulator.set_order("forward")
     emulator.set_most_blocks(0)
+    emulator.count_bytes(False)
 
 
 def run(name, order="forward", x=None):
@@ -84,6 +85,33 @@ def test_what_a_device_leaves_undefined_is_an_error(name, order):
         run(name, order)
     x = tiles(2)
     assert torch.equal(run("turn", order, x), turned(x)), "a failed launch spoiled the next"
+
+
+# Kernel, and for 8 tiles of 512 bytes the bytes it reads and writes: as asked for, per block, per launch.
+TRAFFIC = {
+    "turn": ("turn_kernel<float>", (4096, 4096), (4096, 4096), (4096, 4096)),
+    "turn_dynamic": ("turn_dynamic_kernel", (4096, 4096), (4096, 4096), (4096, 4096)),
+    "copy_packs": ("copy_packs_kernel", (4096, 4096), (4096, 4096), (4096, 4096)),
+    "one_of_eight": ("one_of_eight_kernel", (512, 512), (4096, 4096), (4096, 4096)),
+    "same_tile": ("same_tile_kernel", (8192, 4096), (4096, 4096), (512, 4096)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_bytes_of_global_memory_are_counted(name, order):
+    kernel, *expected = TRAFFIC[name]
+    base = torch.empty(8 * 128 + 8)
+    x = base[-base.data_ptr() % 32 // 4:][:8 * 128].copy_(tiles(8))  # sectors are 32 bytes
+    run(name, order, x)  # not counted
+    emulator.forget()
+    emulator.count_bytes(True)
+    for times in (1, 2):
+        run(name, order, x)
+        launches, blocks, threads, *found = emulator.launched()[kernel]
+        assert (launches, blocks, threads) == (times, times * 8, times * 1024)
+        # What a run makes begins on a boundary of 64 bytes.
+        assert found == [times * count for pair in expected for count in pair]
 
 
 def test_unknown_orders_are_refused():

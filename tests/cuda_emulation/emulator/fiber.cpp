@@ -105,6 +105,8 @@ void Fiber::enter() {
   __builtin_unreachable();
 }
 
+std::pair<uintptr_t, uintptr_t> Fiber::stack() const { return {uintptr_t(stack_), uintptr_t(stack_) + kStack}; }
+
 void Fiber::resume() {
   entering = this;
   void* fake_stack = nullptr;

@@ -3,6 +3,8 @@
 // A function with a stack of its own, which runs until it suspends itself and is resumed where it left off.
 
 #include <cstddef>
+#include <cstdint>
+#include <utility>
 
 namespace emulator {
 
@@ -14,6 +16,7 @@ class Fiber {
 
   void resume();  ///< called by whoever drives the fibers: returns when the fiber suspends itself
   void suspend(); ///< called by the fiber
+  std::pair<uintptr_t, uintptr_t> stack() const; ///< from and to
 
  private:
   static void enter();

@@ -3,6 +3,7 @@
 #include "fiber.h"
 #include "order.h"
 #include "shared_memory.h"
+#include "traffic.h"
 
 #include <torch/library.h>
 
@@ -65,10 +66,10 @@ class Ready {
   uint64_t words_[kMaxThreads / 64] = {};
 };
 
-/// What is known of a kernel when tests have run. Bytes read and written would be counted here: compiled with -fsanitize=thread, but linked
-/// without its runtime, kernels call a function for each access to memory, which is the emulator's to define.
+/// What is known of a kernel when tests have run.
 struct Counts {
   int64_t launches = 0, blocks = 0, threads = 0;
+  Traffic traffic; // where bytes are counted
 };
 
 // One block runs at a time, whatever threads of the host launch.
@@ -87,6 +88,8 @@ const std::function<void()>* body = nullptr;
 std::string failure; // the first of the launch
 std::map<std::string, Counts> counts;
 unsigned most_blocks = 0; // 0: as launched
+bool counts_bytes = false;
+TrafficCounter traffic;
 
 std::string text(const Where& where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()); }
 std::string text(unsigned x, unsigned y, unsigned z) {
@@ -133,7 +136,12 @@ void fiber_function() {
 void resume(Thread& thread) {
   running = &thread;
   built_in.thread = thread.index;
+  if (counts_bytes) {
+    const auto [begin, end] = thread.fiber->stack();
+    watch = {&traffic, begin, end};
+  }
   thread.fiber->resume();
+  watch = {};
   running = nullptr;
 }
 
@@ -162,6 +170,7 @@ std::string who_waits() {
 
 void run_block(size_t dynamic_bytes) {
   shared_memory.begin_block(dynamic_bytes);
+  traffic.begin_block();
   ready.clear();
   at_barrier = 0;
   unfinished = block_size;
@@ -290,6 +299,8 @@ void* shared_variable(const void* key, const char* names, size_t size, size_t al
   return memory;
 }
 
+bool is_shared(uintptr_t at) { return shared_memory.holds(at); }
+
 void* dynamic_shared(const Where& where) {
   if (shared_memory.dynamic() == nullptr) {
     undefined(where, "dynamic shared memory, of which the launch has none,");
@@ -315,6 +326,9 @@ void Launch::run(const std::function<void()>& thread) const {
   built_in.block_dim = block;
   built_in.grid_dim = blocks;
   failure.clear();
+  if (counts_bytes) {
+    traffic.begin_launch({{uintptr_t(threads.data()), uintptr_t(threads.data() + threads.size())}});
+  }
   for (const uint32_t i : order.blocks(uint32_t(total))) {
     built_in.block = {i % blocks.x, i / blocks.x % blocks.y, i / blocks.x / blocks.y};
     run_block(shared);
@@ -326,6 +340,7 @@ void Launch::run(const std::function<void()>& thread) const {
   known.launches += 1;
   known.blocks += int64_t(total);
   known.threads += int64_t(total * count);
+  known.traffic += counts_bytes ? traffic.found() : Traffic();
   TORCH_CHECK(failure.empty(), "CUDA error: ", kernel, ", launched at ", text(where), ": ", failure);
 }
 
@@ -342,20 +357,34 @@ void set_most_blocks(int64_t count) {
   most_blocks = unsigned(count);
 }
 
-std::vector<std::string> launched() {
+void count_bytes(bool count) {
   const std::lock_guard lock(machine);
-  std::vector<std::string> lines;
-  for (const auto& [name, count] : counts) {
-    lines.push_back(name + ": " + std::to_string(count.launches) + " launches, " + std::to_string(count.blocks) + " blocks, " +
-                    std::to_string(count.threads) + " threads");
+  counts_bytes = count;
+}
+
+void forget() {
+  const std::lock_guard lock(machine);
+  counts.clear();
+}
+
+c10::Dict<std::string, c10::List<int64_t>> launched() {
+  const std::lock_guard lock(machine);
+  c10::Dict<std::string, c10::List<int64_t>> result;
+  for (const auto& [name, known] : counts) {
+    const auto& [asked, per_block, per_launch] = known.traffic;
+    result.insert(name, c10::List<int64_t>({known.launches, known.blocks, known.threads, asked.read, asked.written, per_block.read,
+                                            per_block.written, per_launch.read, per_launch.written}));
   }
-  return lines;
+  return result;
 }
 
 TORCH_LIBRARY(cuda_emulator, m) {
   m.def("set_order(str order) -> ()", set_order);
   m.def("set_most_blocks(int count) -> ()", set_most_blocks);
-  m.def("launched() -> str[]", launched);
+  m.def("count_bytes(bool count) -> ()", count_bytes); // off until then: it takes time
+  m.def("forget() -> ()", forget);                     // what was launched before
+  // By kernel: launches, blocks, threads; bytes read and written, three times: asked for, per block, per launch (Traffic).
+  m.def("launched() -> Dict(str, int[])", launched);
 }
 
 } // namespace

@@ -78,6 +78,9 @@ void* shared_variable(const void* key, const char* names, size_t size, size_t al
 /// The bytes that the launch asks for, aligned as on the device. An error where it asks for none.
 void* dynamic_shared(const Where& where = Where::current());
 
+/// Whether the address is in shared memory of the block.
+bool is_shared(uintptr_t at);
+
 template <typename T>
 T& shared(const char* names) {
   static const char key = 0;
@@ -93,8 +96,11 @@ class Launch {
 
   template <typename Kernel>
   auto of(Kernel kernel) const {
-    // Parameters are copied at the launch, and for each thread.
-    return [this, kernel](auto... arguments) { run([&] { kernel(arguments...); }); };
+    // Parameters are copied at the launch, and for each thread. All of it lies on the stack of the host, which is no memory of the device.
+    return [this, kernel](auto... arguments) {
+      const auto thread = [&] { kernel(arguments...); };
+      run(std::ref(thread));
+    };
   }
 
   Where where;

@@ -51,6 +51,12 @@ void* SharedMemory::variable(const void* key, const char* names, size_t size, si
   return memory;
 }
 
+bool SharedMemory::holds(uintptr_t at) const {
+  return std::any_of(variables_.begin(), variables_.end(), [at](const Variable& variable) {
+    return at >= uintptr_t(variable.base) && at < uintptr_t(variable.memory + variable.size + variable.margin);
+  });
+}
+
 std::string SharedMemory::end_block() {
   std::string found;
   for (const Variable& variable : variables_) {

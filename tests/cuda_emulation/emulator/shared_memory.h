@@ -3,6 +3,7 @@
 // The shared memory of the block that runs.
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@ class SharedMemory {
   void* variable(const void* key, const char* names, size_t size, size_t alignment);
   void* dynamic() const { return variables_.empty() || variables_[0].key != this ? nullptr : variables_[0].memory; }
   size_t bytes() const { return bytes_; }
+  bool holds(uintptr_t at) const;
 
  private:
   struct Variable {

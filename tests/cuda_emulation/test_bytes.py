@@ -1,0 +1,211 @@
+"""Bytes of global memory that kernels read and write, against the least possible. As a program it prints the table:
+
+    PYTHONPATH=tests/cuda_emulation XSOFTMAX_EMULATE_LIBRARY=$PWD/build/emulate/libxsoftmax_emulated.so python tests/cuda_emulation/test_bytes.py
+
+The emulator counts sectors of 32 bytes, which is what a GPU moves (emulator/traffic.h), in two ways:
+
+  memory   a sector that a launch reads counts once, one that it writes once more: what passes between memory and an L2 that holds all
+  blocks   a sector counts once for each block that reads it, and for each that writes it: what passes between L2 and the multiprocessors
+
+The least possible is a formula of the operator's shape, not of the kernel: every byte that it needs and makes once. In `blocks` what is gathered
+counts each time that it is asked for. A look-up at random is a sector.
+
+A kernel is added by a function that returns a Case.
+"""
+
+import dataclasses
+import math
+import os
+from typing import Callable, Dict, Optional
+
+import pytest
+import torch
+
+import xsoftmax  # noqa: F401 (the library whose operators are taken over)
+
+LIMIT = 1.15
+SECTOR = 32
+ops = torch.ops.xsoftmax
+
+
+@dataclasses.dataclass
+class Case:
+    call: Callable[[], object]  # launches the kernel
+    kernel: str  # without template arguments
+    memory: float  # the least possible
+    blocks: Optional[float] = None  # None: as memory
+    shape: str = ""
+    limit: float = LIMIT
+    why: str = ""  # a limit above 1.15
+
+
+CASES: Dict[str, Callable[[], Case]] = {}
+
+
+def case(make):
+    CASES[make.__name__] = make
+    return make
+
+
+# ------------------------------------------------------------------------------------------------------------- gather-dot, backward
+
+def rows_of(dtype=torch.float32, queries=128, width=20, dim=256, classes=20_000):
+    """Queries with private candidates, no class twice: what is read twice is the kernel's doing."""
+    torch.manual_seed(0)
+    ids = torch.randperm(classes)[:queries * width].view(queries, width)
+    return torch.randn(queries, dim).to(dtype), torch.randn(classes, dim).to(dtype), ids
+
+
+def private_scores(dtype):
+    input, weight, ids = rows_of(dtype)
+    row, pairs = input[0].nbytes, ids.numel()
+    return Case(lambda: ops.candidate_scores(input, weight, None, ids, None), "pair_scores_kernel",
+                memory=(len(input) + pairs) * row + pairs * (8 + 4), shape=f"Q 128, 20 private, D 256, {str(dtype)[6:]}")
+
+
+@case
+def private_scores_float32():
+    return private_scores(torch.float32)
+
+
+@case
+def private_scores_bfloat16():
+    return private_scores(torch.bfloat16)
+
+
+@case
+def ragged_scores():
+    input, weight, ids = rows_of()
+    offsets = torch.arange(len(input) + 1) * ids.size(1)
+    row, pairs = input[0].nbytes, ids.numel()
+    return Case(lambda: ops.ragged_scores(input, weight, None, ids.flatten(), offsets), "pair_scores_kernel",
+                memory=(len(input) + pairs) * row + pairs * (8 + 4) + offsets.nbytes, shape="Q 128, 20 pairs each, D 256, float32")
+
+
+def backward(dtype, mask):
+    input, weight, ids = rows_of(dtype)
+    grad = torch.randn(ids.shape)
+    return input, ids, grad, lambda: ops.candidate_scores_backward(grad, input, weight, ids, None, mask)
+
+
+@case
+def private_input_grad():
+    input, ids, grad, call = backward(torch.float32, [True, False, False])
+    row, pairs = input[0].nbytes, ids.numel()
+    return Case(call, "add_input_grad_kernel", memory=(pairs + len(input)) * row + pairs * (8 + 4), shape="Q 128, 20 private, D 256, float32")
+
+
+def private_row_gradient(dtype):
+    input, ids, grad, call = backward(dtype, [False, True, False])
+    row, pairs = input[0].nbytes, ids.numel()
+    made = pairs * (row + 8 + 8 + 4)  # the rows; of a pair its class, its place and its coefficient
+    return Case(call, "row_gradient_kernel", memory=len(input) * row + made, blocks=pairs * row + made,
+                shape=f"Q 128, 20 private, D 256, {str(dtype)[6:]}")
+
+
+@case
+def private_row_gradient_float32():
+    return private_row_gradient(torch.float32)
+
+
+@case
+def private_row_gradient_bfloat16():
+    return private_row_gradient(torch.bfloat16)
+
+
+# --------------------------------------------------------------------------------------------------------------------------- draws
+
+DRAWS = dict(num_queries=512, num_samples=64)
+DRAWN = "512 x 64 private"
+WRITTEN = 8 * 512 * 64
+
+
+def seed():
+    return torch.tensor(7)
+
+
+@case
+def uniform_draws():
+    return Case(lambda: ops.uniform_sample(seed(), 0, 1_000_000, distinct=False, **DRAWS), "draw_kernel", memory=WRITTEN, shape=f"{DRAWN} of 1M")
+
+
+@case
+def uniform_distinct_draws():
+    return Case(lambda: ops.uniform_sample(seed(), 0, 1_000_000, distinct=True, **DRAWS), "draw_kernel", memory=WRITTEN, shape=f"{DRAWN} of 1M")
+
+
+@case
+def log_uniform_draws():
+    return Case(lambda: ops.log_uniform_sample(seed(), 0, 1_000_000, **DRAWS), "draw_kernel", memory=WRITTEN, shape=f"{DRAWN} of 1M")
+
+
+@case
+def alias_draws():
+    classes = 1_000_000
+    threshold, alias = ops.alias_table(1 / torch.arange(1, classes + 1, dtype=torch.float64))
+    draws = 512 * 64
+    # Of the sectors that an entry of 16 bytes would lie in, how many are met: draws fall on bins evenly.
+    sectors = classes * 16 / SECTOR * (1 - math.exp(-draws / (classes * 16 / SECTOR)))
+    return Case(lambda: ops.alias_sample(seed(), threshold, alias, **DRAWS), "draw_kernel", memory=WRITTEN + SECTOR * sectors,
+                blocks=WRITTEN + SECTOR * draws, shape=f"{DRAWN} of 1M, Zipf", limit=1.7,
+                why="threshold and alias lie in two tables, so that a draw that takes the alias reads two sectors")
+
+
+@case
+def systematic_draws():
+    classes, samples = 1_000_000, 512
+    weights = 1 / torch.arange(1, classes + 1, dtype=torch.float64)
+    order, cumulative = ops.systematic_table(weights)
+    return Case(lambda: ops.systematic_sample(seed(), weights, order, cumulative, None, samples), "systematic_kernel",
+                memory=samples * (8 + 2 * SECTOR), shape="512 shared of 1M, Zipf", limit=4,
+                why="a class is found by a binary search, whose steps are a sector each; all of them together are a matter of time, not of bytes")
+
+
+# ------------------------------------------------------------------------------------------------------------------------- measure
+
+@pytest.fixture(scope="module", autouse=True)
+def emulator():
+    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+    torch.ops.cuda_emulator.take_over()
+
+
+def measure(made: Case) -> dict:
+    """Bytes, and what they are of the least possible."""
+    emulator = torch.ops.cuda_emulator
+    emulator.forget()
+    emulator.count_bytes(True)
+    try:
+        made.call()
+    finally:
+        emulator.count_bytes(False)
+    found = [numbers for name, numbers in emulator.launched().items() if name.partition("<")[0] == made.kernel]
+    assert len(found) == 1, f"expected a launch of {made.kernel}, got {list(emulator.launched())}"
+    *_, block_read, block_written, read, written = found[0]
+    blocks = made.memory if made.blocks is None else made.blocks
+    return {"kernel": made.kernel, "shape": made.shape, "memory": read + written, "least": made.memory,
+            "memory / least": (read + written) / made.memory, "blocks / least": (block_read + block_written) / blocks}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_near_the_least_possible(name):
+    made = CASES[name]()
+    found = measure(made)
+    worst = max(found["memory / least"], found["blocks / least"])
+    assert found["memory / least"] > 0.95, "less than the least possible: the formula, or the counter, is wrong"
+    assert worst <= made.limit, found
+    assert made.limit == LIMIT or made.why and worst > LIMIT, "the reason for a higher limit is gone"
+
+
+def main():
+    torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
+    torch.ops.cuda_emulator.take_over()
+    print("| kernel | of | shape | memory, MB | memory / least | blocks / least |\n|---|---|---|---|---|---|")
+    for name, make in CASES.items():
+        made = make()
+        found = measure(made)
+        print(f"| {made.kernel} | {name.replace('_', ' ')} | {made.shape} | {found['memory'] / 1e6:.3g} | {found['memory / least']:.3f} | "
+              f"{found['blocks / least']:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
