@@ -177,6 +177,13 @@ __global__ void no_dynamic_memory_kernel(float* out) {
   out[0] = memory[0];
 }
 
+__global__ void much_dynamic_memory_kernel(float* out) {
+  extern __shared__ alignas(16) float memory[];
+  memory[threadIdx.x + 16384 - kTile] = float(threadIdx.x);
+  __syncthreads();
+  out[threadIdx.x] = memory[16383 - threadIdx.x];
+}
+
 __global__ void much_shared_memory_kernel(float* out) {
   __shared__ float tile[16384];
   tile[threadIdx.x] = 1;
@@ -227,6 +234,14 @@ Tensor run(const std::string& name, const Tensor& x) {
       {"global_write_too_far", [&] { global_write_too_far_kernel<<<1, kTile>>>(to, n); }},
       {"assert", [&] { assert_kernel<<<1, kTile>>>(); }},
       {"no_dynamic_memory", [&] { no_dynamic_memory_kernel<<<1, kTile>>>(to); }},
+      {"much_dynamic_memory_refused", [&] { much_dynamic_memory_kernel<<<1, kTile, 65536>>>(to); }},
+      {"much_dynamic_memory",
+       [&] {
+         C10_CUDA_CHECK(cudaMemsetAsync(to, 0, size_t(n) * sizeof(float), stream));
+         C10_CUDA_CHECK(cudaFuncSetAttribute(much_dynamic_memory_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536));
+         much_dynamic_memory_kernel<<<1, kTile, 65536, stream>>>(to);
+         TORCH_CHECK(cudaFuncSetAttribute(much_dynamic_memory_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 1 << 20) != cudaSuccess);
+       }},
       {"much_shared_memory", [&] { much_shared_memory_kernel<<<1, kTile>>>(to); }},
       {"many_threads", [&] { nothing_kernel<<<1, dim3(64, 32)>>>(); }},
       {"no_blocks", [&] { nothing_kernel<<<0, kTile>>>(); }},

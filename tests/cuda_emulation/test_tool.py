@@ -114,6 +114,13 @@ def test_bytes_of_global_memory_are_counted(name, order):
         assert found == [times * count for pair in expected for count in pair]
 
 
+def test_more_dynamic_shared_memory_is_asked_for_first():
+    with pytest.raises(RuntimeError, match="invalid configuration argument: .*, 65536 bytes of shared memory"):
+        run("much_dynamic_memory_refused")
+    x = tiles(2)
+    assert torch.equal(run("much_dynamic_memory", x=x), torch.cat([x[:128].flip(0), torch.zeros(128)]))
+
+
 def test_unknown_orders_are_refused():
     with pytest.raises(ValueError, match='expected forward, reverse or a number below 10\\^8, got "backward"'):
         emulator.set_order("backward")

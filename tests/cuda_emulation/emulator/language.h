@@ -28,6 +28,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
+#define __builtin_assume(condition) ((void)0)
 #define threadIdx (::emulator::built_in.thread)
 #define blockIdx (::emulator::built_in.block)
 #define blockDim (::emulator::built_in.block_dim)
@@ -180,8 +181,13 @@ template <typename T> T __ldg(const T* from) { return *from; }
 template <typename T> T __ldcs(const T* from) { return *from; }
 template <typename T> T __ldcg(const T* from) { return *from; }
 template <typename T> void __stcs(T* to, std::type_identity_t<T> value) { *to = value; }
+template <typename T> T __ldlu(const T* from) { return *from; }
+template <typename T> T __ldca(const T* from) { return *from; }
 template <typename T> void __stcg(T* to, std::type_identity_t<T> value) { *to = value; }
+template <typename T> void __stwt(T* to, std::type_identity_t<T> value) { *to = value; }
+template <typename T> void __stwb(T* to, std::type_identity_t<T> value) { *to = value; }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 inline void __threadfence_block() {}
 
 // No two threads run at once, so that a plain change is an atomic one.
@@ -213,6 +219,13 @@ inline int __clz(int x) { return std::countl_zero(unsigned(x)); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(unsigned(x)) + 1; }
 inline int __ffsll(long long x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned long long>(x)) + 1; }
+inline unsigned __brev(unsigned x) {
+  unsigned result = 0;
+  for (int i = 0; i < 32; ++i) {
+    result |= (x >> i & 1) << (31 - i);
+  }
+  return result;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 __extension__ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
@@ -221,6 +234,19 @@ inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+inline float __frcp_rn(float x) { return 1 / x; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float __frsqrt_rn(float x) { return 1 / std::sqrt(x); }
+inline double __dmul_rn(double x, double y) { return x * y; }
+inline double __dadd_rn(double x, double y) { return x + y; }
+inline double __ddiv_rn(double x, double y) { return x / y; }
+inline float __saturatef(float x) { return x > 0 ? std::min(x, 1.0f) : 0; } // NaN gives 0
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
@@ -236,3 +262,32 @@ struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) longlong2 { long long x, y; };
+struct alignas(16) ulonglong2 { unsigned long long x, y; };
+
+// ------------------------------------------------------------------------------------------------------------------------- host
+
+// What the host asks of the runtime beside launches. Work is done when a call returns, so that streams and events have nothing to do.
+using cudaError_t = int;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
+
+/// A launch may ask for 48 KB of dynamic shared memory, or what this call allows: here to any kernel, on a device to this one.
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute attribute, int value) {
+  return attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || ::emulator::allow_shared(value) ? cudaSuccess : cudaErrorInvalidValue;
+}
+template <typename Stream>
+cudaError_t cudaMemsetAsync(void* to, int value, size_t size, const Stream&) {
+  std::memset(to, value, size);
+  return cudaSuccess;
+}
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
+template <typename Stream>
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, const Stream&) {
+  std::memmove(to, from, size);
+  return cudaSuccess;
+}
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+/// A small device, so that grids cut to its size stride.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 4, cudaSuccess; }

@@ -88,6 +88,7 @@ const std::function<void()>* body = nullptr;
 std::string failure; // the first of the launch
 std::map<std::string, Counts> counts;
 unsigned most_blocks = 0; // 0: as launched
+size_t most_dynamic = kMaxStaticShared; // as the host may change it
 bool counts_bytes = false;
 TrafficCounter traffic;
 
@@ -299,6 +300,12 @@ void* shared_variable(const void* key, const char* names, size_t size, size_t al
   return memory;
 }
 
+bool allow_shared(int bytes) {
+  const std::lock_guard lock(machine);
+  most_dynamic = std::max(most_dynamic, size_t(bytes) <= kMaxShared ? size_t(bytes) : 0);
+  return size_t(bytes) <= kMaxShared;
+}
+
 bool is_shared(uintptr_t at) { return shared_memory.holds(at); }
 
 void* dynamic_shared(const Where& where) {
@@ -312,7 +319,7 @@ void Launch::run(const std::function<void()>& thread) const {
   const std::lock_guard lock(machine);
   const auto count = uint64_t(block.x) * block.y * block.z;
   TORCH_CHECK(count > 0 && count <= kMaxThreads && block.x <= kMaxThreads && block.y <= kMaxThreads && block.z <= 64 && grid.x > 0 &&
-                  grid.x <= 0x7FFFFFFFu && grid.y > 0 && grid.y <= 65535 && grid.z > 0 && grid.z <= 65535 && shared <= kMaxShared,
+                  grid.x <= 0x7FFFFFFFu && grid.y > 0 && grid.y <= 65535 && grid.z > 0 && grid.z <= 65535 && shared <= most_dynamic,
               "CUDA error: invalid configuration argument: ", kernel, " at ", text(where), ", grid ", text(grid.x, grid.y, grid.z),
               ", block ", text(block.x, block.y, block.z), ", ", shared, " bytes of shared memory");
   dim3 blocks = grid;

@@ -1,4 +1,4 @@
 #pragma once
 // A launch has been checked when it returns.
 #define C10_CUDA_KERNEL_LAUNCH_CHECK() (void)0
-#define C10_CUDA_CHECK(expression) (void)(expression)
+#define C10_CUDA_CHECK(expression) TORCH_CHECK((expression) == cudaSuccess, "CUDA error: " #expression)
