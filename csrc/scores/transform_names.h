@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/philox.h"
 #include "scores/score_transform.h"
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +20,7 @@ struct NamedTransform {
 
   /// Of one score; the additive ones only.
   template <typename T>
-  T operator()(T z) const {
+  XS_HOST_DEVICE T operator()(T z) const {
     if (transform == ScoreTransform::LogSigmoid) {
       return z < T(0) ? z - std::log1p(std::exp(z)) : -std::log1p(std::exp(-z));
     }

@@ -1,0 +1,87 @@
+#pragma once
+
+#include "core/cuda_rows.cuh"
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+// The table of edges as kernels read it, and what the kernels of trees share. What a tree's tables say is asserted where it is read: they may
+// come from a state dict of anybody's.
+
+namespace xsoftmax::cuda {
+
+template <typename T>
+struct EdgeTable {
+  const T* weight;
+  const T* bias; ///< nullptr: none
+  int64_t stride, features;
+
+  /// `weight` with unit column stride, `bias` contiguous or undefined.
+  EdgeTable(const at::Tensor& weight, const at::Tensor& bias)
+      : weight(weight.const_data_ptr<T>()), bias(bias.defined() ? bias.const_data_ptr<T>() : nullptr), stride(weight.stride(0)),
+        features(weight.size(1)) {}
+
+  /// Whether rows of it, and of a contiguous matrix `x` of its width, can be read 16 bytes at a time.
+  bool wide(const T* x) const { return aligned(x, features, sizeof(T)) && aligned(weight, stride, sizeof(T)); }
+};
+
+#ifdef __CUDACC__
+constexpr int kRowsAtOnce = 4;                ///< rows whose loads a warp has under way
+constexpr int kRowLanes = kWarp / kRowsAtOnce; ///< lanes that hold a row's sum
+
+/// In lane l: <x, row> + bias of the edge edges[l / kRowLanes], 0 for -1, whose row is not read. `edges` are the same in all lanes, which must all
+/// call it; the order of the additions is fixed.
+template <typename T, int N>
+__device__ inline at::opmath_type<T> score_edges(const EdgeTable<T>& table, const T* x, const int64_t (&edges)[kRowsAtOnce]) {
+  using opmath = at::opmath_type<T>;
+  static_assert(kRowsAtOnce == 4);
+  opmath sum[kRowsAtOnce] = {};
+  for (int64_t d = lane() * N; d < table.features; d += kWarp * N) {
+    Pack<T, N> row[kRowsAtOnce];
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      row[r] = edges[r] < 0 ? Pack<T, N>{} : load_pack<N>(table.weight + edges[r] * table.stride + d);
+    }
+    const auto a = load_pack<N>(x + d);
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+#pragma unroll
+      for (int i = 0; i < N && edges[r] >= 0; ++i) {
+        sum[r] += opmath(a.values[i]) * opmath(row[r].values[i]);
+      }
+    }
+  }
+  // Each exchange halves the rows that a lane still sums: 6 shuffles in place of 20.
+  const bool upper = (lane() & 16) != 0, odd = (lane() & 8) != 0;
+  const opmath first = (upper ? sum[2] : sum[0]) + __shfl_xor_sync(kAllLanes, upper ? sum[0] : sum[2], 16);
+  const opmath second = (upper ? sum[3] : sum[1]) + __shfl_xor_sync(kAllLanes, upper ? sum[1] : sum[3], 16);
+  opmath score = (odd ? second : first) + __shfl_xor_sync(kAllLanes, odd ? first : second, 8);
+#pragma unroll
+  for (int distance = kRowLanes / 2; distance > 0; distance /= 2) {
+    score += __shfl_xor_sync(kAllLanes, score, distance);
+  }
+  const int r = lane() / kRowLanes;
+  const int64_t mine = r < 2 ? (r == 0 ? edges[0] : edges[1]) : (r == 2 ? edges[2] : edges[3]);
+  return mine >= 0 && table.bias != nullptr ? score + opmath(table.bias[mine]) : score;
+}
+
+/// The node above one that is not the root.
+__device__ inline int64_t node_above(const int64_t* parent, int64_t node) {
+  const int64_t above = parent[node];
+  CUDA_KERNEL_ASSERT(above >= 0 && above < node);
+  return above;
+}
+
+struct ChildRange {
+  int64_t begin, end;
+};
+
+__device__ inline ChildRange children_of(const int64_t* first_child, int64_t node, int64_t nodes) {
+  const ChildRange range{first_child[node], first_child[node + 1]};
+  CUDA_KERNEL_ASSERT(range.begin > node && range.begin <= range.end && range.end <= nodes);
+  return range;
+}
+#endif
+
+} // namespace xsoftmax::cuda
