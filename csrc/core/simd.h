@@ -3,6 +3,8 @@
 // Scalar building blocks for *.simd.cpp files: written so that the compiler vectorises the loops that call them, at the width of the
 // instruction set the file is compiled for. Everything is `static inline`: each instruction set keeps its own copy.
 
+#include "core/philox.h" // XS_HOST_DEVICE
+
 #include <cstdint>
 
 namespace xsoftmax {
@@ -22,7 +24,7 @@ template <typename T> using opmath = typename OpMath<T>::type;
 namespace xsoftmax::XS_ISA {
 
 template <typename To, typename From>
-static inline To bit_cast(From from) {
+XS_HOST_DEVICE static inline To bit_cast(From from) {
   return __builtin_bit_cast(To, from);
 }
 
@@ -70,20 +72,20 @@ static inline void store(F16* to, float x) {
 
 // Integers in the order of the floats: their maximum vectorises, which a maximum of floats does not while NaN has a meaning. A
 // positive NaN is above infinity and thus becomes the maximum; a negative one is missed here and reaches the sum all the same.
-static inline int32_t ordered(float x) {
+XS_HOST_DEVICE static inline int32_t ordered(float x) {
   const int32_t bits = bit_cast<int32_t>(x);
   return bits ^ ((bits >> 31) & 0x7FFFFFFF);
 }
-static inline int64_t ordered(double x) {
+XS_HOST_DEVICE static inline int64_t ordered(double x) {
   const int64_t bits = bit_cast<int64_t>(x);
   return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF);
 }
-static inline float from_ordered(int32_t key) { return bit_cast<float>(key ^ ((key >> 31) & 0x7FFFFFFF)); }
-static inline double from_ordered(int64_t key) { return bit_cast<double>(key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)); }
+XS_HOST_DEVICE static inline float from_ordered(int32_t key) { return bit_cast<float>(key ^ ((key >> 31) & 0x7FFFFFFF)); }
+XS_HOST_DEVICE static inline double from_ordered(int64_t key) { return bit_cast<double>(key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)); }
 
 // e^x to 2 ulp, for x less a maximum: below -87.3 it is 0, so e^-inf = 0; above 88 it stays at e^88; NaN stays NaN. Cody-Waite
 // reduction, polynomial of degree 6; no branches, so that loops vectorise.
-static inline float exponential(float x) {
+XS_HOST_DEVICE static inline float exponential(float x) {
   float y = x < -87.3f ? -87.3f : x;
   y = y > 88.0f ? 88.0f : y;
   // The nearest integer: the sum is positive. Unsigned, since a NaN may become any integer.
@@ -102,7 +104,7 @@ static inline float exponential(float x) {
 }
 
 // The same in float64: below -708 it is 0, above 709 it stays at e^709. A polynomial of degree 13.
-static inline double exponential(double x) {
+XS_HOST_DEVICE static inline double exponential(double x) {
   double y = x < -708.0 ? -708.0 : x;
   y = y > 709.0 ? 709.0 : y;
   const uint32_t n = uint32_t(int32_t(y * 0x1.71547652b82fep+0 + 1024.5)) - 1024u;

@@ -18,8 +18,9 @@ constexpr int64_t kScoresPerTask = 8192;
 template <typename T>
 void run_rows(const EstimatorArguments& arguments, const LossRows<T>& rows, int64_t queries) {
   at::parallel_for(0, queries, std::max<int64_t>(1, kScoresPerTask / (1 + rows.candidates())), [&](int64_t first, int64_t last) {
-    std::vector<T> buffer(rows.buffer_size());
-    estimator_rows().of(T{}).of(*arguments.estimator.row_loss)(rows, first, last, buffer.data());
+    const RowLoss loss = *arguments.estimator.row_loss;
+    std::vector<T> buffer(rows.buffer_size(loss));
+    estimator_rows().of(T{}).of(loss)(rows, first, last, buffer.data());
   });
 }
 

@@ -2,8 +2,15 @@
 
 // The arithmetic of estimators, a row of candidates at a time: inline functions for host and CUDA code, in the namespace XS_ISA of the file that
 // includes them (core/cpu_dispatch.h says why each instruction set has its copies).
+//
+// `lanes` says who works on a row: one thread (Alone), or on a device a warp or a block (estimator_lanes.cuh), each lane of which goes over some of
+// the columns:
+//
+//     for (int64_t j = lanes.first(begin); j < end; j += Lanes::kStep)
+//
+// A column is the same lane's in every loop over the same array, so a lane finds there what it has written; what another one has written it finds
+// behind lanes.sync(). Sums begin with what the row itself brings in one lane (once), and end where the lanes' shares are joined (sum).
 
-#include "core/philox.h"
 #include "core/simd.h"
 #include "losses/estimator_rows.h"
 
@@ -11,8 +18,35 @@
 #error "estimator_arithmetic.h: expected XS_ISA, the namespace of an instruction set"
 #endif
 
+// Host code in a C++ file, device code in a CUDA file: the lanes of a warp have no side on the host.
+#if defined(__CUDACC__)
+#define XS_ROW __device__
+#else
+#define XS_ROW
+#endif
+
 namespace xsoftmax::XS_ISA {
 namespace {
+
+// One thread, which has all columns.
+struct Alone {
+  static constexpr int64_t kStep = 1;
+  static XS_ROW int64_t first(int64_t begin) { return begin; }
+  static XS_ROW bool leads() { return true; }
+  static XS_ROW void sync() {}
+  template <typename T> static XS_ROW T once(T value) { return value; }
+  template <typename T> static XS_ROW T sum(T value) { return value; }
+  template <typename T> static XS_ROW T largest(T value) { return value; }
+  static XS_ROW bool any(bool value) { return value; }
+  // The first column of [begin, end) that `found` says yes to; `end` where there is none.
+  template <typename Found>
+  static XS_ROW int64_t find(int64_t begin, int64_t end, const Found& found) {
+    while (begin < end && !found(begin)) {
+      ++begin;
+    }
+    return begin;
+  }
+};
 
 template <typename T>
 constexpr T kInfinity = T(__builtin_inf());
@@ -34,20 +68,21 @@ template <typename T> struct CountOf { using type = int64_t; };
 template <> struct CountOf<float> { using type = int32_t; };
 
 // Whether a candidate is `id`, one that takes part.
-template <typename T>
-XS_HOST_DEVICE bool holds(const int64_t* ids, const T* log_count, int64_t n, int64_t id) {
+template <typename Lanes, typename T>
+XS_ROW bool holds(const Lanes& lanes, const int64_t* ids, const T* log_count, int64_t n, int64_t id) {
   int64_t equal = 0;
-  for (int64_t j = 0; j < n; ++j) {
+  for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
     equal += ids[j] == id;
   }
-  if (log_count == nullptr || equal == 0) {
-    return equal > 0;
+  const bool found = lanes.any(equal > 0);
+  if (log_count == nullptr || !found) {
+    return found;
   }
   equal = 0;
-  for (int64_t j = 0; j < n; ++j) {
+  for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
     equal += ids[j] == id && log_count[j] != kInfinity<T>;
   }
-  return equal > 0;
+  return lanes.any(equal > 0);
 }
 
 // Two ranges of columns.
@@ -71,46 +106,43 @@ struct Row {
   T target_log_count;
   int64_t draws; // independent ones that take part
 
-  XS_HOST_DEVICE Ranges distinct_columns() const { return {{0, private_width}, {distinct_private, private_width + distinct_shared}}; }
-  XS_HOST_DEVICE Ranges drawn_columns() const { return {{distinct_private, private_width + distinct_shared}, {private_width, width}}; }
+  XS_ROW Ranges distinct_columns() const { return {{0, private_width}, {distinct_private, private_width + distinct_shared}}; }
+  XS_ROW Ranges drawn_columns() const { return {{distinct_private, private_width + distinct_shared}, {private_width, width}}; }
   /// Whether the target is one of the distinct sets.
-  XS_HOST_DEVICE bool covered() const {
-    return holds(private_ids, private_log_count, distinct_private, target_id) || holds(shared_ids, shared_log_count, distinct_shared, target_id);
+  template <typename Lanes>
+  XS_ROW bool covered(const Lanes& lanes) const {
+    return holds(lanes, private_ids, private_log_count, distinct_private, target_id) ||
+        holds(lanes, shared_ids, shared_log_count, distinct_shared, target_id);
   }
   /// The first independent draw that takes part; `width` where there is none.
-  XS_HOST_DEVICE int64_t first_draw() const {
-    int64_t j = distinct_private;
-    for (; j < private_width; ++j) {
-      if (private_log_count == nullptr || private_log_count[j] != kInfinity<T>) {
-        return j;
-      }
-    }
-    for (j = private_width + distinct_shared; j < width; ++j) {
-      if (shared_log_count == nullptr || shared_log_count[j - private_width] != kInfinity<T>) {
-        return j;
-      }
-    }
-    return width;
+  template <typename Lanes>
+  XS_ROW int64_t first_draw(const Lanes& lanes) const {
+    const int64_t of_query = lanes.find(distinct_private, private_width, [this](int64_t j) {
+      return private_log_count == nullptr || private_log_count[j] != kInfinity<T>;
+    });
+    return of_query < private_width ? of_query : lanes.find(private_width + distinct_shared, width, [this](int64_t j) {
+      return shared_log_count == nullptr || shared_log_count[j - private_width] != kInfinity<T>;
+    });
   }
 };
 
-// How many candidates take no part: hits that are removed, and those of infinite count.
+// How many candidates take no part: hits that are removed, and those of infinite count. Of one lane.
 struct Missing {
   int64_t hits = 0, absent = 0;
 };
 
 // out[j] = score[j] - log_count[j], or -inf where a candidate takes no part.
-template <typename T>
-XS_HOST_DEVICE Missing adjust(T* __restrict out, const T* __restrict score, const T* __restrict log_count, const int64_t* __restrict ids,
-               int64_t target, bool remove_hits, bool weigh, int64_t n) {
+template <typename Lanes, typename T>
+XS_ROW Missing adjust(const Lanes& lanes, T* __restrict out, const T* __restrict score, const T* __restrict log_count, const int64_t* __restrict ids,
+                      int64_t target, bool remove_hits, bool weigh, int64_t n) {
   typename CountOf<T>::type absent = 0;
   int64_t hits = 0;
   if (log_count == nullptr) {
-    for (int64_t j = 0; j < n; ++j) {
+    for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
       out[j] = score[j];
     }
   } else {
-    for (int64_t j = 0; j < n; ++j) {
+    for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
       const bool gone = log_count[j] == kInfinity<T>;
       const T value = score[j] - (weigh ? log_count[j] : T(0));
       out[j] = gone ? -kInfinity<T> : value;
@@ -118,11 +150,11 @@ XS_HOST_DEVICE Missing adjust(T* __restrict out, const T* __restrict score, cons
     }
   }
   if (remove_hits) {
-    for (int64_t j = 0; j < n; ++j) {
+    for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
       hits += ids[j] == target;
     }
     if (hits > 0) { // rare: the second pass is not paid for every query
-      for (int64_t j = 0; j < n; ++j) {
+      for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
         hits -= ids[j] == target && log_count != nullptr && log_count[j] == kInfinity<T>;
         out[j] = ids[j] == target ? -kInfinity<T> : out[j];
       }
@@ -132,45 +164,47 @@ XS_HOST_DEVICE Missing adjust(T* __restrict out, const T* __restrict score, cons
 }
 
 // Adjusts the columns of distinct sets, then the independent draws; says what is missing of the latter.
-template <typename T>
-XS_HOST_DEVICE Missing adjust_columns(T* out, const T* score, const T* log_count, const int64_t* ids, int64_t target, const LossRows<T>& rows, int64_t distinct,
-                       int64_t n) {
-  adjust(out, score, log_count, ids, target, rows.remove_distinct_hits, rows.weigh, distinct);
-  return adjust(out + distinct, score + distinct, log_count ? log_count + distinct : nullptr, ids + distinct, target, rows.remove_drawn_hits,
+template <typename Lanes, typename T>
+XS_ROW Missing adjust_columns(const Lanes& lanes, T* out, const T* score, const T* log_count, const int64_t* ids, int64_t target, const LossRows<T>& rows,
+                              int64_t distinct, int64_t n) {
+  adjust(lanes, out, score, log_count, ids, target, rows.remove_distinct_hits, rows.weigh, distinct);
+  return adjust(lanes, out + distinct, score + distinct, log_count ? log_count + distinct : nullptr, ids + distinct, target, rows.remove_drawn_hits,
                 rows.weigh, n - distinct);
 }
 
 // Not adjusted - score: beside a large score, that difference has lost its digits.
-template <typename T>
-XS_HOST_DEVICE void set_log_weight(T* __restrict out, const T* __restrict adjusted, const T* __restrict log_count, T factor, int64_t distinct, int64_t n) {
-  for (int64_t j = 0; j < n; ++j) {
+template <typename Lanes, typename T>
+XS_ROW void set_log_weight(const Lanes& lanes, T* __restrict out, const T* __restrict adjusted, const T* __restrict log_count, T factor,
+                           int64_t distinct, int64_t n) {
+  for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
     const T weight = (log_count ? -log_count[j] : T(0)) + (j < distinct ? T(0) : factor);
     out[j] = adjusted[j] == -kInfinity<T> ? -kInfinity<T> : weight;
   }
 }
 
-template <typename T>
-XS_HOST_DEVICE Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // apart: score and log_weight as well
+template <typename Lanes, typename T>
+XS_ROW Row<T> prepare(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T* buffer, bool apart) { // apart: score and log_weight as well
   const int64_t p = rows.private_width, s = rows.shared_width;
   const T* scores = rows.scores + q * (1 + p + s);
   const T* score = scores + 1;
   const int64_t target = rows.target[q];
   const T* private_log_count = rows.private_log_count ? rows.private_log_count + q * p : nullptr;
   const T* shared_log_count = rows.shared_log_count ? rows.shared_log_count + q * rows.shared_count_stride : nullptr;
-  const Missing of_query = adjust_columns(buffer, score, private_log_count, rows.private_ids + q * p, target, rows, rows.distinct_private, p);
-  const Missing of_all = adjust_columns(buffer + p, score + p, shared_log_count, rows.shared_ids, target, rows, rows.distinct_shared, s);
+  const Missing of_query = adjust_columns(lanes, buffer, score, private_log_count, rows.private_ids + q * p, target, rows, rows.distinct_private, p);
+  const Missing of_all = adjust_columns(lanes, buffer + p, score + p, shared_log_count, rows.shared_ids, target, rows, rows.distinct_shared, s);
 
   // M independent draws, m of them live: q renormalised to the classes other than the target gives each the factor (M - c_y) / m.
   T factor = 0;
   const int64_t columns = (p - rows.distinct_private) + (s - rows.distinct_shared);
-  const int64_t draws = columns - of_query.absent - of_all.absent, live = draws - of_query.hits - of_all.hits;
+  const int64_t draws = columns - lanes.sum(of_query.absent + of_all.absent), live = draws - lanes.sum(of_query.hits + of_all.hits);
+  lanes.sync();
   if (rows.remove_drawn_hits && rows.renormalize && live > 0 && rows.target_log_count) {
     const T others = T(draws) - T(widened_exponential(double(rows.target_log_count[q])));
     factor = logarithm((others < 0 ? T(0) : others) / T(live)); // a NaN stays one
-    for (int64_t j = rows.distinct_private; j < p; ++j) {
+    for (int64_t j = lanes.first(rows.distinct_private); j < p; j += Lanes::kStep) {
       buffer[j] += factor;
     }
-    for (int64_t j = p + rows.distinct_shared; j < p + s; ++j) {
+    for (int64_t j = lanes.first(p + rows.distinct_shared); j < p + s; j += Lanes::kStep) {
       buffer[j] += factor;
     }
   }
@@ -181,27 +215,32 @@ XS_HOST_DEVICE Row<T> prepare(const LossRows<T>& rows, int64_t q, T* buffer, boo
   const Row<T> row{scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.distinct_private, p, rows.distinct_shared,
                    rows.private_ids + q * p, rows.shared_ids, private_log_count, shared_log_count, target,
                    rows.target_log_count ? rows.target_log_count[q] : T(0), draws};
-  if (rows.take_a_draw && draws > 0 && !row.covered()) {
-    buffer[row.first_draw()] = -kInfinity<T>;
+  if (rows.take_a_draw && draws > 0 && !row.covered(lanes)) {
+    const int64_t first = row.first_draw(lanes);
+    if (lanes.first(first) == first) { // whose column it is
+      buffer[first] = -kInfinity<T>;
+    }
   }
   if (apart) {
-    set_log_weight(log_weight, buffer, private_log_count, factor, rows.distinct_private, p);
-    set_log_weight(log_weight + p, buffer + p, shared_log_count, factor, rows.distinct_shared, s);
-    for (int64_t j = 0; j < p + s; ++j) {
+    lanes.sync();
+    set_log_weight(lanes, log_weight, buffer, private_log_count, factor, rows.distinct_private, p);
+    set_log_weight(lanes, log_weight + p, buffer + p, shared_log_count, factor, rows.distinct_shared, s);
+    for (int64_t j = lanes.first(0); j < p + s; j += Lanes::kStep) {
       score_copy[j] = score[j]; // the gradient may take the scores' place
     }
   }
+  lanes.sync();
   return row;
 }
 
-template <typename T>
-XS_HOST_DEVICE T largest(const T* __restrict x, int64_t n, T start) {
+template <typename Lanes, typename T>
+XS_ROW T largest(const Lanes& lanes, const T* __restrict x, int64_t n, T start) {
   auto key = ordered(start);
-  for (int64_t j = 0; j < n; ++j) {
+  for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
     const auto k = ordered(x[j]);
     key = k > key ? k : key;
   }
-  return from_ordered(key);
+  return from_ordered(lanes.largest(key));
 }
 
 // Label smoothing: the estimated mean of all scores, e^log_weight and 1 for the target being the weights.
@@ -210,49 +249,57 @@ struct SmoothingMean {
   T value;
   T total; // of the weights
 
-  XS_HOST_DEVICE explicit SmoothingMean(const Row<T>& row) {
-    T weights = 1, sum = row.target;
+  template <typename Lanes>
+  XS_ROW SmoothingMean(const Lanes& lanes, const Row<T>& row) {
+    T weights = lanes.once(T(1)), sum = lanes.once(row.target);
 #pragma omp simd reduction(+ : weights, sum)
-    for (int64_t j = 0; j < row.width; ++j) {
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       const T weight = exponential(row.log_weight[j]);
       weights += weight;
       sum += weight == 0 ? T(0) : weight * row.score[j];
     }
-    value = sum / weights;
-    total = weights;
+    total = lanes.sum(weights);
+    value = lanes.sum(sum) / total;
   }
 
   // Takes `scale` times the gradient of the mean from grad.
-  XS_HOST_DEVICE void subtract_gradient(const Row<T>& row, T scale, T* grad_target, T* __restrict grad) const {
-    *grad_target -= scale / total;
-    for (int64_t j = 0; j < row.width; ++j) {
+  template <typename Lanes>
+  XS_ROW void subtract_gradient(const Lanes& lanes, const Row<T>& row, T scale, T* grad_target, T* __restrict grad) const {
+    if (lanes.leads()) {
+      *grad_target -= scale / total;
+    }
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       grad[j] -= scale / total * exponential(row.log_weight[j]);
     }
   }
 };
 
-// Returns the loss; the gradient, times grad_loss, only where grad is given.
-template <typename T>
-XS_HOST_DEVICE T softmax_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
+// Returns the loss, to every lane; the gradient, times grad_loss, only where grad is given.
+template <typename Lanes, typename T>
+XS_ROW T softmax_row(const Lanes& lanes, const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
   const T* __restrict adjusted = row.adjusted;
-  const T max_score = largest(adjusted, row.width, row.target);
+  const T max_score = largest(lanes, adjusted, row.width, row.target);
   const T target_term = exponential(row.target - max_score);
-  T sum = target_term;
+  T sum = lanes.once(target_term);
   if (grad == nullptr) {
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < row.width; ++j) {
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       sum += exponential(adjusted[j] - max_score);
     }
+    sum = lanes.sum(sum);
   } else {
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < row.width; ++j) {
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       const T value = exponential(adjusted[j] - max_score);
       grad[j] = value;
       sum += value;
     }
+    sum = lanes.sum(sum);
     const T scale = grad_loss / sum;
-    *grad_target = target_term * scale - (1 - smoothing) * grad_loss;
-    for (int64_t j = 0; j < row.width; ++j) {
+    if (lanes.leads()) {
+      *grad_target = target_term * scale - (1 - smoothing) * grad_loss;
+    }
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       grad[j] *= scale;
     }
   }
@@ -260,24 +307,24 @@ XS_HOST_DEVICE T softmax_row(const Row<T>& row, T smoothing, T grad_loss, T* gra
   if (smoothing == 0) {
     return normalizer - row.target;
   }
-  const SmoothingMean<T> mean(row);
+  const SmoothingMean<T> mean(lanes, row);
   if (grad != nullptr) {
-    mean.subtract_gradient(row, smoothing * grad_loss, grad_target, grad);
+    mean.subtract_gradient(lanes, row, smoothing * grad_loss, grad_target, grad);
   }
   return normalizer - (1 - smoothing) * row.target - smoothing * mean.value;
 }
 
 // sum_j log(1 + e^x_j): products of factors between 1 and 2, whose logarithm is taken once for as many as a float holds. Writes
 // sigmoid(x_j) where grad is given.
-template <typename T>
-XS_HOST_DEVICE T softplus_sum(const T* __restrict x, int64_t n, T* __restrict grad) {
+template <typename Lanes, typename T>
+XS_ROW T softplus_sum(const Lanes& lanes, const T* __restrict x, int64_t n, T* __restrict grad) {
   T sum = 0;
-  constexpr int64_t kFactors = 64;
+  constexpr int64_t kFactors = 64 * Lanes::kStep; // 64 of a lane
   for (int64_t begin = 0; begin < n; begin += kFactors) {
     const int64_t end = begin + kFactors < n ? begin + kFactors : n;
     T product = 1, linear = 0;
 #pragma omp simd reduction(* : product) reduction(+ : linear)
-    for (int64_t j = begin; j < end; ++j) {
+    for (int64_t j = lanes.first(begin); j < end; j += Lanes::kStep) {
       const T small = exponential(-magnitude(x[j]));
       product *= 1 + small;
       linear += x[j] > 0 ? x[j] : T(0);
@@ -287,29 +334,31 @@ XS_HOST_DEVICE T softplus_sum(const T* __restrict x, int64_t n, T* __restrict gr
     }
     sum += linear + logarithm(product);
   }
-  return sum;
+  return lanes.sum(sum);
 }
 
-template <typename T>
-XS_HOST_DEVICE T logistic_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+template <typename Lanes, typename T>
+XS_ROW T logistic_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
   const T opposite = -row.target;
   T slope;
-  T loss = softplus_sum(&opposite, 1, &slope);
-  loss += softplus_sum(row.adjusted, row.width, grad);
+  T loss = softplus_sum(Alone{}, &opposite, 1, &slope);
+  loss += softplus_sum(lanes, row.adjusted, row.width, grad);
   if (grad != nullptr) {
-    *grad_target = -slope * grad_loss;
-    for (int64_t j = 0; j < row.width; ++j) {
+    if (lanes.leads()) {
+      *grad_target = -slope * grad_loss;
+    }
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       grad[j] *= grad_loss;
     }
   }
   return loss;
 }
 
-template <typename T>
-XS_HOST_DEVICE T one_vs_each_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+template <typename Lanes, typename T>
+XS_ROW T one_vs_each_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
   T loss = 0, total = 0;
 #pragma omp simd reduction(+ : loss, total)
-  for (int64_t j = 0; j < row.width; ++j) {
+  for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
     const T weight = exponential(row.log_weight[j]), x = row.score[j] - row.target;
     const T small = exponential(-magnitude(x)), slope = (x > 0 ? T(1) : small) / (1 + small);
     const T value = weight * ((x > 0 ? x : T(0)) + logarithm(1 + small));
@@ -320,68 +369,75 @@ XS_HOST_DEVICE T one_vs_each_row(const Row<T>& row, T, T grad_loss, T* grad_targ
     }
   }
   if (grad != nullptr) {
-    *grad_target = -total;
+    total = lanes.sum(total);
+    if (lanes.leads()) {
+      *grad_target = -total;
+    }
   }
-  return loss;
+  return lanes.sum(loss);
 }
 
 // p: the softmax over {target} and candidates; -log p_y - sum_j log(1 - p_j). The best candidate b apart, where it is above the target: see
 // BlackOut in estimators.cpp.
-template <typename T>
-XS_HOST_DEVICE T blackout_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+template <typename Lanes, typename T>
+XS_ROW T blackout_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
   const T* __restrict adjusted = row.adjusted;
-  const T max_score = largest(adjusted, row.width, row.target);
-  int64_t best = row.width;
-  for (int64_t j = row.width; j-- > 0 && row.target < max_score;) {
-    best = adjusted[j] == max_score ? j : best;
-  }
+  const T max_score = largest(lanes, adjusted, row.width, row.target);
+  const int64_t best = row.target < max_score ? lanes.find(0, row.width, [=](int64_t j) { return adjusted[j] == max_score; }) : row.width;
   const bool exists = best < row.width;
-  const T second = exists ? largest(adjusted + best + 1, row.width - best - 1, largest(adjusted, best, row.target)) : max_score;
+  const T second = exists ? largest(lanes, adjusted + best + 1, row.width - best - 1, largest(lanes, adjusted, best, row.target)) : max_score;
   const T target_term = exponential(row.target - second);
-  T others = target_term; // the sum without b, over e^second
+  T others = lanes.once(target_term); // the sum without b, over e^second
 #pragma omp simd reduction(+ : others)
-  for (int64_t j = 0; j < row.width; ++j) {
+  for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
     const T value = exponential(adjusted[j] - second);
     others += j == best ? T(0) : value;
   }
+  others = lanes.sum(others);
   const T scale = exponential(second - max_score), sum = scale * others + (exists ? T(1) : T(0)); // over e^max_score
   const T of_best = exists ? 1 / sum : T(0);
   T loss = max_score + logarithm(sum) - row.target;
   loss += exists ? max_score + logarithm(sum) - second - logarithm(others) : T(0);
+  loss = lanes.once(loss);
   T odds_sum = 0;
 #pragma omp simd reduction(+ : loss, odds_sum)
-  for (int64_t j = 0; j < row.width; ++j) {
+  for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
     const T value = scale * exponential(adjusted[j] - second), odds = j == best ? T(0) : value / (sum - value);
     loss += logarithm(1 + odds);
     odds_sum += odds;
   }
   if (grad != nullptr) {
-    const T left = 1 - odds_sum;
-    *grad_target = grad_loss * (target_term * (scale * left / sum - of_best / others) - 1);
-    for (int64_t j = 0; j < row.width; ++j) {
+    const T left = 1 - lanes.sum(odds_sum);
+    if (lanes.leads()) {
+      *grad_target = grad_loss * (target_term * (scale * left / sum - of_best / others) - 1);
+    }
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       const T share = exponential(adjusted[j] - second), value = scale * share;
       const T of_other = value * left / sum + value / (sum - value) - of_best * share / others;
       grad[j] = grad_loss * (j == best ? of_best * (left + 1) : of_other);
     }
   }
-  return loss;
+  return lanes.sum(loss);
 }
 
-template <typename T>
-XS_HOST_DEVICE T importance_row(const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
-  const T max_score = largest(row.adjusted, row.width, -kInfinity<T>);
+template <typename Lanes, typename T>
+XS_ROW T importance_row(const Lanes& lanes, const Row<T>& row, T, T grad_loss, T* grad_target, T* __restrict grad) {
+  const T max_score = largest(lanes, row.adjusted, row.width, -kInfinity<T>);
   T sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < row.width; ++j) {
+  for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
     const T value = max_score == -kInfinity<T> ? T(0) : exponential(row.adjusted[j] - max_score);
     sum += value;
     if (grad != nullptr) {
       grad[j] = value;
     }
   }
+  sum = lanes.sum(sum);
   if (grad != nullptr) {
-    *grad_target = sum == 0 ? T(0) : -grad_loss;
-    for (int64_t j = 0; j < row.width; ++j) {
+    if (lanes.leads()) {
+      *grad_target = sum == 0 ? T(0) : -grad_loss;
+    }
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       grad[j] *= sum == 0 ? T(0) : grad_loss / sum;
     }
   }
@@ -390,25 +446,25 @@ XS_HOST_DEVICE T importance_row(const Row<T>& row, T, T grad_loss, T* grad_targe
 
 // log(e^target_score + sum of e^adjusted over the ranges); see Cane in estimators.cpp. With grad: the shares in that sum, times scale, 0
 // elsewhere.
-template <typename T>
-XS_HOST_DEVICE T log_sum(const Row<T>& row, T target_score, const Ranges& in, T scale, T* grad_target, T* __restrict grad) {
+template <typename Lanes, typename T>
+XS_ROW T log_sum(const Lanes& lanes, const Row<T>& row, T target_score, const Ranges& in, T scale, T* grad_target, T* __restrict grad) {
   auto key = ordered(target_score);
   for (int r = 0; r < 2; ++r) {
-    for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+    for (int64_t j = lanes.first(in.begin[r]); j < in.end[r]; j += Lanes::kStep) {
       const auto k = ordered(row.adjusted[j]);
       key = k > key ? k : key;
     }
   }
-  const T max_score = from_ordered(key), first = exponential(target_score - max_score);
+  const T max_score = from_ordered(lanes.largest(key)), first = exponential(target_score - max_score);
   if (grad != nullptr) {
-    for (int64_t j = 0; j < row.width; ++j) {
+    for (int64_t j = lanes.first(0); j < row.width; j += Lanes::kStep) {
       grad[j] = 0;
     }
   }
-  T sum = first;
+  T sum = lanes.once(first);
   for (int r = 0; r < 2; ++r) {
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+    for (int64_t j = lanes.first(in.begin[r]); j < in.end[r]; j += Lanes::kStep) {
       const T value = exponential(row.adjusted[j] - max_score);
       sum += value;
       if (grad != nullptr) {
@@ -416,10 +472,13 @@ XS_HOST_DEVICE T log_sum(const Row<T>& row, T target_score, const Ranges& in, T 
       }
     }
   }
+  sum = lanes.sum(sum);
   if (grad != nullptr) {
-    *grad_target = scale * first / sum;
+    if (lanes.leads()) {
+      *grad_target = scale * first / sum;
+    }
     for (int r = 0; r < 2; ++r) {
-      for (int64_t j = in.begin[r]; j < in.end[r]; ++j) {
+      for (int64_t j = lanes.first(in.begin[r]); j < in.end[r]; j += Lanes::kStep) {
         grad[j] *= scale / sum;
       }
     }
@@ -429,13 +488,13 @@ XS_HOST_DEVICE T log_sum(const Row<T>& row, T target_score, const Ranges& in, T 
 
 // The mean of log(e^log_a + e^m) over the draws, less log_a. With grad: shares are those in log_a, of the distinct columns, and become
 // gradients; the draws get theirs.
-template <typename T>
-XS_HOST_DEVICE T mean_above(const Row<T>& row, T log_a, T grad_loss, T* grad_target, T* __restrict grad) {
+template <typename Lanes, typename T>
+XS_ROW T mean_above(const Lanes& lanes, const Row<T>& row, T log_a, T grad_loss, T* grad_target, T* __restrict grad) {
   const T n = T(row.draws > 0 ? row.draws : 1), log_draws = logarithm(n);
   const Ranges drawn = row.drawn_columns(), distinct = row.distinct_columns();
   T above = 0, share_of_draws = 0;
   for (int r = 0; r < 2; ++r) {
-    for (int64_t j = drawn.begin[r]; j < drawn.end[r]; ++j) {
+    for (int64_t j = lanes.first(drawn.begin[r]); j < drawn.end[r]; j += Lanes::kStep) {
       const T x = row.adjusted[j] + log_draws - log_a, small = exponential(-magnitude(x));
       const T share = (x > 0 ? T(1) : small) / (1 + small) / n;
       above += ((x > 0 ? x : T(0)) + logarithm(1 + small)) / n;
@@ -446,61 +505,71 @@ XS_HOST_DEVICE T mean_above(const Row<T>& row, T log_a, T grad_loss, T* grad_tar
     }
   }
   if (grad != nullptr) {
-    const T left = grad_loss * (1 - share_of_draws);
-    *grad_target *= left;
+    const T left = grad_loss * (1 - lanes.sum(share_of_draws));
+    if (lanes.leads()) {
+      *grad_target *= left;
+    }
     for (int r = 0; r < 2; ++r) {
-      for (int64_t j = distinct.begin[r]; j < distinct.end[r]; ++j) {
+      for (int64_t j = lanes.first(distinct.begin[r]); j < distinct.end[r]; j += Lanes::kStep) {
         grad[j] *= left;
       }
     }
   }
-  return above;
+  return lanes.sum(above);
 }
 
-template <typename T, bool kMeanOfLogs>
-XS_HOST_DEVICE T cane_row(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
-  const bool covered = row.covered();
+template <bool kMeanOfLogs, typename Lanes, typename T>
+XS_ROW T cane_row(const Lanes& lanes, const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
+  const bool covered = row.covered(lanes);
   if (covered && !kMeanOfLogs) {
-    return softmax_row(row, smoothing, grad_loss, grad_target, grad);
+    return softmax_row(lanes, row, smoothing, grad_loss, grad_target, grad);
   }
   T normalizer;
   if (covered) {
-    normalizer = log_sum(row, row.target, row.distinct_columns(), T(1), grad_target, grad);
-    normalizer += mean_above(row, normalizer, grad_loss, grad_target, grad);
+    normalizer = log_sum(lanes, row, row.target, row.distinct_columns(), T(1), grad_target, grad);
+    normalizer += mean_above(lanes, row, normalizer, grad_loss, grad_target, grad);
   } else {
-    const int64_t n = row.draws, first = row.first_draw();
+    const int64_t n = row.draws, first = row.first_draw(lanes);
     const T count = row.target_log_count - (kMeanOfLogs && n > 0 ? logarithm(T(n)) : T(0));
     const T corrected_target = row.target - (row.target_log_count == -kInfinity<T> ? T(0) : count);
     const Ranges others = first < row.width ? Ranges{{0, first + 1}, {first, row.width}} : Ranges{{0, 0}, {row.width, 0}};
-    normalizer = log_sum(row, corrected_target, kMeanOfLogs ? row.distinct_columns() : others, grad_loss, grad_target, grad);
+    normalizer = log_sum(lanes, row, corrected_target, kMeanOfLogs ? row.distinct_columns() : others, grad_loss, grad_target, grad);
   }
-  if (grad != nullptr) {
+  if (grad != nullptr && lanes.leads()) {
     *grad_target -= grad_loss;
   }
   return normalizer - row.target;
 }
 
-template <typename T>
-using RowFunction = T (*)(const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad);
+template <RowLoss kLoss, typename Lanes, typename T>
+XS_ROW T row_loss(const Lanes& lanes, const Row<T>& row, T smoothing, T grad_loss, T* grad_target, T* __restrict grad) {
+  switch (kLoss) {
+    case RowLoss::Softmax: return softmax_row(lanes, row, smoothing, grad_loss, grad_target, grad);
+    case RowLoss::Logistic: return logistic_row(lanes, row, smoothing, grad_loss, grad_target, grad);
+    case RowLoss::OneVsEach: return one_vs_each_row(lanes, row, smoothing, grad_loss, grad_target, grad);
+    case RowLoss::BlackOut: return blackout_row(lanes, row, smoothing, grad_loss, grad_target, grad);
+    case RowLoss::Importance: return importance_row(lanes, row, smoothing, grad_loss, grad_target, grad);
+    case RowLoss::Cane: return cane_row<true>(lanes, row, smoothing, grad_loss, grad_target, grad);
+    case RowLoss::CaneLogOfMean: return cane_row<false>(lanes, row, smoothing, grad_loss, grad_target, grad);
+  }
+}
 
-// Queries first .. last - 1: their losses, the gradients of their scores, or both. apart: whether a row wants score and log_weight, too.
-template <typename T, RowFunction<T> row_loss, bool apart>
-XS_HOST_DEVICE void run(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
+// A query's loss, the gradient of its scores, or both.
+template <RowLoss kLoss, typename Lanes, typename T>
+XS_ROW void run_query(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T* buffer) {
   const int64_t width = 1 + rows.candidates();
-  for (int64_t q = first; q < last; ++q) {
-    T* grad = rows.grad_scores ? rows.grad_scores + q * width : nullptr;
-    const T grad_loss = rows.grad_loss ? rows.grad_loss[q] : T(1);
-    if (grad != nullptr && grad_loss == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
-      for (int64_t j = 0; j < width; ++j) {
-        grad[j] = 0;
-      }
-      continue;
+  T* grad = rows.grad_scores ? rows.grad_scores + q * width : nullptr;
+  const T grad_loss = rows.grad_loss ? rows.grad_loss[q] : T(1);
+  if (grad != nullptr && grad_loss == 0) { // a query that was ignored or weighs nothing: zero even where its scores are not finite
+    for (int64_t j = lanes.first(0); j < width; j += Lanes::kStep) {
+      grad[j] = 0;
     }
-    const Row<T> row = prepare(rows, q, buffer, apart || rows.label_smoothing != 0);
-    const T loss = row_loss(row, rows.label_smoothing, grad_loss, grad, grad ? grad + 1 : nullptr);
-    if (rows.loss) {
-      rows.loss[q] = loss;
-    }
+    return;
+  }
+  const Row<T> row = prepare(lanes, rows, q, buffer, rows.apart(kLoss));
+  const T loss = row_loss<kLoss>(lanes, row, rows.label_smoothing, grad_loss, grad, grad ? grad + 1 : nullptr);
+  if (rows.loss && lanes.leads()) {
+    rows.loss[q] = loss;
   }
 }
 

@@ -1,10 +1,14 @@
 #pragma once
 
 #include "core/cpu_dispatch.h"
+#include "core/philox.h"
 
 #include <cstdint>
 
 namespace xsoftmax {
+
+/// The loops that estimators choose from.
+enum class RowLoss { Softmax, Logistic, OneVsEach, BlackOut, Importance, Cane, CaneLogOfMean };
 
 /// Scores, candidates and gradients of a batch for the loop over its queries; see candidate_loss.h for the meaning. Null where absent.
 template <typename T>
@@ -26,13 +30,12 @@ struct LossRows {
   T* grad_scores;                  ///< [Q, 1 + P + S]: likewise
   const T* grad_loss;              ///< [Q]: what grad_scores is times; ones where absent
 
-  int64_t candidates() const { return private_width + shared_width; }
-  /// Elements of a thread's buffer.
-  int64_t buffer_size() const { return 3 * candidates(); }
+  XS_HOST_DEVICE int64_t candidates() const { return private_width + shared_width; }
+  /// Whether an estimator wants scores and weights apart, beside their sums.
+  XS_HOST_DEVICE bool apart(RowLoss of) const { return of == RowLoss::OneVsEach || label_smoothing != 0; }
+  /// Elements of the buffer of whoever works on a row.
+  int64_t buffer_size(RowLoss of) const { return (apart(of) ? 3 : 1) * candidates(); }
 };
-
-/// The loops that estimators choose from.
-enum class RowLoss { Softmax, Logistic, OneVsEach, BlackOut, Importance, Cane, CaneLogOfMean };
 
 /// A function for each RowLoss, over queries first .. last - 1: loss, gradient of the scores, or both.
 template <typename T>

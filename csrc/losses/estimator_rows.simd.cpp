@@ -3,10 +3,18 @@
 namespace xsoftmax::XS_ISA {
 namespace {
 
+// Queries first .. last - 1.
+template <typename T, RowLoss kLoss>
+void run(const LossRows<T>& rows, int64_t first, int64_t last, T* buffer) {
+  for (int64_t q = first; q < last; ++q) {
+    run_query<kLoss>(Alone{}, rows, q, buffer);
+  }
+}
+
 template <typename T>
 constexpr EstimatorRows<T> functions() {
-  return {run<T, softmax_row<T>, false>, run<T, logistic_row<T>, false>, run<T, one_vs_each_row<T>, true>, run<T, blackout_row<T>, false>,
-          run<T, importance_row<T>, false>, run<T, cane_row<T, true>, false>, run<T, cane_row<T, false>, false>};
+  return {run<T, RowLoss::Softmax>,    run<T, RowLoss::Logistic>, run<T, RowLoss::OneVsEach>,    run<T, RowLoss::BlackOut>,
+          run<T, RowLoss::Importance>, run<T, RowLoss::Cane>,     run<T, RowLoss::CaneLogOfMean>};
 }
 
 } // namespace

@@ -38,7 +38,7 @@ struct QueryPass {
   A* scores;
   A* grad_input;  // nullptr: not wanted
   LossRows<A> rows;
-  typename EstimatorRows<A>::Function row_loss;
+  RowLoss row_loss;
 
   void run(int64_t first, int64_t last, A* buffer) const {
     const int64_t width = 1 + rows.candidates();
@@ -53,13 +53,14 @@ struct QueryPass {
       }
       const int64_t* ids = row_ids + q * row_width;
       const auto& kernels = row_kernels().of(input);
+      const auto estimate = estimator_rows().of(A{}).of(row_loss);
       kernels.dot_rows(score, input + q * features, weight, stride, ids, row_width, (queries - q) * row_width, features);
       for (int64_t j = 0; bias != nullptr && j < row_width; ++j) {
         A value;
         kernels.widen_row(&value, bias + ids[j], 1);
         score[j] += value;
       }
-      row_loss(rows, q, q + 1, buffer);
+      estimate(rows, q, q + 1, buffer);
       if (gradient) { // from the rows that the scores came from, while they are in cache
         kernels.sum_rows(gradient, weight, stride, ids, score, row_width, features);
       }
@@ -71,7 +72,7 @@ template <typename T>
 void run_queries(const QueryPass<T>& pass) {
   const int64_t elements = pass.row_width * pass.features + pass.rows.candidates();
   at::parallel_for(0, pass.queries, std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, elements)), [&](int64_t first, int64_t last) {
-    std::vector<opmath<T>> buffer(pass.rows.buffer_size());
+    std::vector<opmath<T>> buffer(pass.rows.buffer_size(pass.row_loss));
     pass.run(first, last, buffer.data());
   });
 }
@@ -128,7 +129,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
     run_queries(QueryPass<T>{const_data<T>(query), const_data<T>(table), bias_row.defined() ? const_data<T>(bias_row) : nullptr, features,
                              table.stride(0), row_ids.const_data_ptr<int64_t>(), queries, row_width,
                              targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores), wanted[0] ? data<A>(grad_input) : nullptr, rows,
-                             estimator_rows().of(A{}).of(*estimation.estimator.row_loss)});
+                             *estimation.estimator.row_loss});
   });
   if (wanted[0] && shared_rows.defined()) {
     Tensor sum = grad_input;
