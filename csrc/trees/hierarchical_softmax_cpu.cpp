@@ -7,6 +7,7 @@
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
 #include "trees/edge_rows.h"
+#include "trees/sibling_softmax.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -35,7 +36,7 @@ bool log_softmax(A* scores, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     sum += std::exp(scores[i] - largest);
   }
-  const A normalizer = largest + std::log(sum);
+  const A normalizer = sibling_normalizer(largest, sum);
   for (int64_t i = 0; i < n; ++i) {
     scores[i] -= normalizer;
   }
@@ -134,7 +135,7 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
           log_softmax(group, n);
           sum -= group[way.targets[g]];
           for (int64_t i = 0; (want_input || want_edges) && i < n; ++i) {
-            group[i] = std::exp(group[i]) - (i == way.targets[g] ? A(1) : A(0));
+            group[i] = sibling_gradient(group[i], i == way.targets[g]);
           }
         }
         data<A>(loss)[q] = sum;
