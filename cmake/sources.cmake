@@ -135,6 +135,7 @@ set(XSOFTMAX_CUDA_SOURCES
   csrc/scores/gather_dot_cuda.cu
   csrc/scores/ragged_scores_cuda.cu
   csrc/trees/beam_search_cuda.cu
+  csrc/trees/edge_tables_cuda.cu
   csrc/trees/hierarchical_softmax_cuda.cu
   csrc/trees/tree_scores_cuda.cu
 )

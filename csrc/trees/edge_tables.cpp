@@ -1,7 +1,6 @@
 #include "trees/edge_tables.h"
 
 #include "core/checks.h"
-#include "core/permutation.h"
 #include "trees/tree_scores.h"
 
 #include <ATen/TensorOperators.h>
@@ -10,7 +9,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/where.h>
@@ -137,12 +135,11 @@ Tensor tree_routed_candidates(const Tensor& seed, const Tensor& scores, const Te
   return op.call(seed, scores, first_child, node_class, count);
 }
 
-namespace {
-
 void check_routed(const Tensor& seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
   constexpr const char* op = "tree_routed_candidates";
   check::dim(op, "seed", seed, 0);
   check::int64(op, "seed", seed);
+  check::same_device(op, "seed", seed, "scores", scores);
   check::dim(op, "scores", scores, 2);
   check::floating(op, "scores", scores);
   for (const auto& [name, tensor] : {std::pair<const char*, const Tensor&>{"first_child", first_child}, {"node_class", node_class}}) {
@@ -156,30 +153,12 @@ void check_routed(const Tensor& seed, const Tensor& scores, const Tensor& first_
   TORCH_CHECK_VALUE(count >= 0, op, ": expected count of at least 0, got ", count);
 }
 
-// The draws of the CPU, for any device.
-Tensor routed_candidates(const Tensor& given_seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
-  check_routed(given_seed, scores, first_child, node_class, count);
-  const auto cpu = [](const Tensor& tensor) { return tensor.cpu().contiguous(); };
-  const Tensor best = cpu(scores.argmax(1)), offsets = cpu(first_child), classes = cpu(node_class);
-  const Tensor found = at::full({scores.size(0), count}, -1, best.options());
-  const int64_t *subset = best.const_data_ptr<int64_t>(), *first = offsets.const_data_ptr<int64_t>(), *known = classes.const_data_ptr<int64_t>();
-  int64_t* to = found.mutable_data_ptr<int64_t>();
-  const uint64_t seed = uint64_t(given_seed.item<int64_t>());
-  for (int64_t q = 0; q < scores.size(0); ++q) {
-    const int64_t begin = first[subset[q] + 1], end = first[subset[q] + 2];
-    TORCH_CHECK_VALUE(begin >= 0 && begin <= end && end <= classes.size(0), "tree_routed_candidates: expected the children of node ",
-                      subset[q] + 1, " in [0, ", classes.size(0), "), got [", begin, ", ", end, ")");
-    const int64_t size = end - begin;
-    if (size == 0) {
-      continue;
-    }
-    const RandomPermutation place(seed, uint64_t(q), uint64_t(size));
-    for (int64_t k = 0; k < std::min(count, size); ++k) {
-      to[q * count + k] = known[begin + (size <= count ? k : int64_t(place(uint64_t(k))))];
-    }
-  }
-  return found.to(scores.device());
+Tensor routed_candidates_reference(const Tensor& seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
+  const auto cpu = [](const Tensor& tensor) { return tensor.cpu(); };
+  return tree_routed_candidates(cpu(seed), cpu(scores), cpu(first_child), cpu(node_class), count).to(scores.device());
 }
+
+namespace {
 
 Tensor routed_candidates_meta(const Tensor& seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
   check_routed(seed, scores, first_child, node_class, count);
@@ -197,7 +176,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("tree_balance_", tree_balance_reference);
-  m.impl("tree_routed_candidates", routed_candidates);
+  m.impl("tree_routed_candidates", routed_candidates_reference);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {

@@ -25,9 +25,13 @@ void check_children(const at::Tensor& first_child, at::IntArrayRef layer_sizes);
 void tree_balance_reference(const at::Tensor& table, const at::Tensor& first_child, at::IntArrayRef layer_sizes);
 
 /// Of a tree of one layer of subsets, up to `count` classes of the subset of the best score, a uniform set of them without repeats: int64
-/// [Q, count], -1 where it has fewer. seed int64, 0-dim; query q reads Philox blocks (q, 0 .. 2). scores [Q, subsets], the first of equal ones
-/// the best.
+/// [Q, count], -1 where it has fewer. seed int64, 0-dim, on the device of scores; query q reads Philox blocks (q, 0 .. 2). scores [Q, subsets],
+/// the first of equal ones the best.
 at::Tensor tree_routed_candidates(const at::Tensor& seed, const at::Tensor& scores, const at::Tensor& first_child,
                                   const at::Tensor& node_class, int64_t count);
+void check_routed(const at::Tensor& seed, const at::Tensor& scores, const at::Tensor& first_child, const at::Tensor& node_class, int64_t count);
+/// The draws of the CPU, for any device.
+at::Tensor routed_candidates_reference(const at::Tensor& seed, const at::Tensor& scores, const at::Tensor& first_child,
+                                       const at::Tensor& node_class, int64_t count);
 
 } // namespace xsoftmax

@@ -1,9 +1,12 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "trees/edge_tables.h"
+#include "trees/routed_draws.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/argmax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -69,8 +72,30 @@ void tree_balance_cpu(const Tensor& table, const Tensor& first_child, at::IntArr
   run(table, offsets.const_data_ptr<int64_t>(), table.size(0) + 1, layer_sizes);
 }
 
+Tensor routed_candidates_cpu(const Tensor& given_seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
+  check_routed(given_seed, scores, first_child, node_class, count);
+  const Tensor best = scores.argmax(1), offsets = first_child.contiguous(), classes = node_class.contiguous();
+  const Tensor found = at::full({scores.size(0), count}, -1, best.options());
+  const int64_t *subset = best.const_data_ptr<int64_t>(), *first = offsets.const_data_ptr<int64_t>(), *known = classes.const_data_ptr<int64_t>();
+  int64_t* to = found.mutable_data_ptr<int64_t>();
+  const uint64_t seed = uint64_t(given_seed.item<int64_t>());
+  for (int64_t q = 0; q < scores.size(0); ++q) {
+    const int64_t begin = first[subset[q] + 1], end = first[subset[q] + 2];
+    TORCH_CHECK_VALUE(begin >= 0 && begin <= end && end <= classes.size(0), "tree_routed_candidates: expected the children of node ",
+                      subset[q] + 1, " in [0, ", classes.size(0), "), got [", begin, ", ", end, ")");
+    const RoutedDraws draws(seed, uint64_t(q), begin, end, count);
+    for (int64_t k = 0; k < draws.size(); ++k) {
+      to[q * count + k] = known[draws[k]];
+    }
+  }
+  return found;
+}
+
 } // namespace
 
-TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("tree_balance_", tree_balance_cpu); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("tree_balance_", tree_balance_cpu);
+  m.impl("tree_routed_candidates", routed_candidates_cpu);
+}
 
 } // namespace xsoftmax
