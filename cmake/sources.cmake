@@ -126,6 +126,10 @@ set(XSOFTMAX_SIMD_SOURCES
 
 # Built with XSOFTMAX_CUDA=ON.
 set(XSOFTMAX_CUDA_SOURCES
+  csrc/optim/row_adagrad_cuda.cu
+  csrc/optim/row_adam_cuda.cu
+  csrc/optim/row_norm_cuda.cu
+  csrc/optim/row_sgd_cuda.cu
   csrc/samplers/alias_sample_cuda.cu
   csrc/samplers/log_uniform_sample_cuda.cu
   csrc/samplers/systematic_sample_cuda.cu

@@ -236,6 +236,11 @@ void RowOptimizer::load(InputArchive& archive) {
   for (const auto& group : param_groups_) {
     for (const Tensor& param : group.params()) {
       const auto found = state_.find(param.unsafeGetTensorImpl());
+      if (found != state_.end()) {
+        for (auto& [name, tensor] : static_cast<RowParamState&>(*found->second).tensors) {
+          tensor = tensor.to(param.device()); // a checkpoint may come from another
+        }
+      }
       if (found != state_.end() && static_cast<const RowParamState&>(*found->second).tensors.contains("owed")) {
         register_debt.call(param, tensors_of(rule_, *found->second), rule_.op);
       }

@@ -6,25 +6,12 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 namespace xsoftmax {
 namespace {
 
 using at::Tensor;
-
-constexpr int64_t kHeader = 4; // settled, and the coefficients
-
-int64_t capacity_of(const Tensor& owed) { return (owed.numel() - kHeader) / 2 - 1; }
-
-// Past this many steps r^k is below 4e-18 of the first.
-int64_t window_of(double ratio) {
-  if (ratio == 0) {
-    return 0;
-  }
-  return ratio < 1 ? int64_t(std::ceil(-40 / std::log(ratio))) : std::numeric_limits<int32_t>::max();
-}
 
 // r^0 ... r^n at least; the last r's are kept.
 const std::vector<double>& powers_of(double ratio, int64_t n) {
@@ -44,16 +31,16 @@ const std::vector<double>& powers_of(double ratio, int64_t n) {
 
 Tensor OwedSteps::make(int64_t num_rows, c10::Device device) {
   const int64_t capacity = std::clamp<int64_t>(num_rows / 4, 1024, 262144);
-  return at::zeros({kHeader + 2 * (capacity + 1)}, at::TensorOptions(device).dtype(at::kDouble));
+  return at::zeros({OwedTable::kHeader + 2 * (capacity + 1)}, at::TensorOptions(device).dtype(at::kDouble));
 }
 
-void OwedSteps::check(const char* op, const Tensor& owed) {
+void OwedSteps::check(const char* op, const Tensor& owed, const Tensor& param) {
   check::dim(op, "owed", owed, 1);
   check::dtype(op, "owed", owed, at::kDouble);
-  const bool fits = owed.is_meta() || (owed.is_cpu() && owed.is_contiguous() && owed.numel() >= kHeader + 4 && owed.numel() % 2 == 0);
-  TORCH_CHECK_VALUE(fits, op,
-                    ": expected owed as the contiguous CPU tensor that the optimizer's state was made with, got shape ",
-                    owed.sym_sizes(), " on ", owed.device());
+  check::same_device(op, "owed", owed, "param", param);
+  const bool fits = owed.is_meta() || (owed.is_contiguous() && owed.numel() >= OwedTable::kHeader + 4 && owed.numel() % 2 == 0);
+  TORCH_CHECK_VALUE(fits, op, ": expected owed as the contiguous tensor that the optimizer's state was made with, got shape ",
+                    owed.sym_sizes());
 }
 
 OwedSteps::Coefficients OwedSteps::coefficients(const Tensor& owed) {
@@ -61,49 +48,49 @@ OwedSteps::Coefficients OwedSteps::coefficients(const Tensor& owed) {
   return {header[1], header[2], header[3]};
 }
 
-bool OwedSteps::full(const Tensor& owed, int64_t step) { return step - settled(owed) >= capacity_of(owed); }
+bool OwedSteps::full(const Tensor& owed, int64_t step) { return step - settled(owed) >= owed_capacity(owed.numel()); }
 
 OwedSteps::OwedSteps(const Tensor& owed, int64_t step, double ratio)
-    : header_(owed.mutable_data_ptr<double>()),
-      movement_(header_ + kHeader),
-      settled_(settled(owed)),
-      count_(step - settled_),
-      capacity_(capacity_of(owed)),
-      window_(window_of(ratio)),
-      ratio_(ratio) {
-  log_decay_ = movement_ + capacity_ + 1;
-  TORCH_CHECK_VALUE(settled_ >= 0 && count_ >= 0 && count_ <= capacity_, "expected an optimizer's state with ", capacity_,
-                    " steps owed at most, got step ", step, " and rows made up to step ", settled_);
+    : OwedTable(owed_table(owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), step, ratio)),
+      header_(owed.mutable_data_ptr<double>()) {
+  TORCH_CHECK_VALUE(OwedTable::settled >= 0 && count >= 0 && count <= capacity, "expected an optimizer's state with ", capacity,
+                    " steps owed at most, got step ", step, " and rows made up to step ", OwedTable::settled);
 }
 
 std::pair<Tensor, Tensor> OwedSteps::operator()(const Tensor& s) const {
   const Tensor steps = s.to(at::kCPU, at::kLong).contiguous();
-  Tensor movement = at::empty(s.sizes(), at::kDouble), decay = at::empty(s.sizes(), at::kDouble);
+  const Tensor moved = at::empty(s.sizes(), at::kDouble), decay = at::empty(s.sizes(), at::kDouble);
   for (int64_t i = 0; i < s.numel(); ++i) {
-    const Debt debt = (*this)(steps.const_data_ptr<int64_t>()[i]);
-    movement.mutable_data_ptr<double>()[i] = debt.movement;
+    const OwedDebt debt = (*this)(steps.const_data_ptr<int64_t>()[i]);
+    moved.mutable_data_ptr<double>()[i] = debt.movement;
     decay.mutable_data_ptr<double>()[i] = debt.decay;
   }
-  return {movement.to(s.device()), decay.to(s.device())};
+  return {moved.to(s.device()), decay.to(s.device())};
 }
 
-void OwedSteps::add(double rate, double log_decay) {
-  const double decay = std::exp(log_decay);
-  const int64_t t = ++count_, first = std::max<int64_t>(0, t - window_);
-  const double* powers = powers_of(ratio_, t - first).data();
+void OwedSteps::add(double rate, double log_decay_of_step) {
+  const double decay = std::exp(log_decay_of_step);
+  const int64_t first = first_moved(), t = ++count;
+  const double* powers = powers_of(ratio, t - first).data();
   for (int64_t i = first; i < t; ++i) {
-    movement_[i] = movement_[i] * decay + rate * powers[t - i];
+    move(i, decay, rate, powers[t - i]);
   }
-  movement_[t] = 0;
-  log_decay_[t] = log_decay_[t - 1] + log_decay;
+  movement[t] = 0;
+  log_decay[t] = log_decay[t - 1] + log_decay_of_step;
+}
+
+void OwedSteps::settle(const Tensor& owed, const Tensor& step) {
+  owed.select(0, 0).copy_(step);
+  owed.select(0, OwedTable::kHeader).zero_(); // movement[0]
+  owed.select(0, OwedTable::kHeader + owed_capacity(owed.numel()) + 1).zero_(); // log_decay[0]
 }
 
 void OwedSteps::settle(int64_t step, const Coefficients& coefficients) {
   header_[0] = double(step);
   std::copy(coefficients.begin(), coefficients.end(), header_ + 1);
-  movement_[0] = log_decay_[0] = 0;
-  settled_ = step;
-  count_ = 0;
+  movement[0] = log_decay[0] = 0;
+  OwedTable::settled = step;
+  count = 0;
 }
 
 } // namespace xsoftmax

@@ -1,9 +1,10 @@
 #pragma once
 
+#include "optim/owed_table.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <array>
-#include <cmath>
 #include <cstdint>
 
 namespace xsoftmax {
@@ -19,12 +20,13 @@ namespace xsoftmax {
 // it is read. No sum is taken as a difference of prefix sums, so no digits are lost. A step costs min(t, 40 / log(1/r)) additions
 // (380 for r = .9), a row a look-up.
 //
-// The table is a float64 tensor on the CPU, part of the optimizer's state: "owed". It starts at the step up to which the whole table was last
+// The table is a float64 tensor on the parameter's device, part of the optimizer's state: "owed". It starts at the step up to which the whole table was last
 // made up (`settled`) and has room for N / 4 steps (1,024 to 262,144). A step that finds it full makes up all N rows first: 4 rows a step on
 // average. Making up moves and decays the parameter's rows and leaves their state as it was after s, the step of their last gradient: so it
 // changes nothing but rounding whether and when it is done. A row with s < settled owes what one with s = settled does, times r^(settled-s).
 
-class OwedSteps {
+/// `owed` on the CPU.
+class OwedSteps : private OwedTable {
  public:
   /// The numbers that rows owe by beside the rates: all steps in the table were taken under these. A step that changes them first brings the
   /// table and the state of all rows up to date.
@@ -32,7 +34,7 @@ class OwedSteps {
 
   /// State for a table of N rows, of which none owes a step.
   static at::Tensor make(int64_t num_rows, c10::Device device);
-  static void check(const char* op, const at::Tensor& owed);
+  static void check(const char* op, const at::Tensor& owed, const at::Tensor& param);
 
   /// View of the state `owed` after `step` steps; `ratio` is r.
   OwedSteps(const at::Tensor& owed, int64_t step, double ratio);
@@ -41,40 +43,21 @@ class OwedSteps {
   static bool full(const at::Tensor& owed, int64_t step);
   static int64_t settled(const at::Tensor& owed) { return int64_t(owed.const_data_ptr<double>()[0]); }
 
-  int64_t step() const { return settled_ + count_; }
-  int64_t settled() const { return settled_; }
-  bool empty() const { return count_ == 0; }
-
-  struct Debt {
-    double movement, decay;
-  };
-  /// Of a row whose last gradient was in step s (0: it had none).
-  Debt operator()(int64_t s) const {
-    const int64_t i = s > settled_ ? s - settled_ : 0, last = i + window_;
-    const double decay = log_decay_[count_] - log_decay_[i];
-    const double late = last < count_ ? log_decay_[count_] - log_decay_[last] : 0;
-    double movement = s == 0 ? 0 : movement_[i];
-    if (late != 0) {
-      movement *= std::exp(late);
-    }
-    if (s < settled_ && movement != 0) {
-      movement *= std::pow(ratio_, double(settled_ - s));
-    }
-    return {movement, decay == 0 ? 1 : std::exp(decay)};
-  }
+  using OwedTable::step;
+  bool empty() const { return count == 0; }
+  using OwedTable::operator();
   /// The same for a tensor of steps, float64 on its device.
   std::pair<at::Tensor, at::Tensor> operator()(const at::Tensor& s) const;
 
-  /// Adds step t = step() + 1, in which rows decay by exp(log_decay) and then move by `rate`.
-  void add(double rate, double log_decay);
+  /// Adds step t = step() + 1, in which rows decay by exp(log_decay_of_step) and then move by `rate`.
+  void add(double rate, double log_decay_of_step);
   /// All rows are made up to `step`.
   void settle(int64_t step, const Coefficients& coefficients);
+  /// The same under the coefficients as they are, for `owed` and int64 [] `step` on any device.
+  static void settle(const at::Tensor& owed, const at::Tensor& step);
 
  private:
   double* header_;
-  double *movement_, *log_decay_; // by step - settled
-  int64_t settled_, count_, capacity_, window_;
-  double ratio_;
 };
 
 } // namespace xsoftmax

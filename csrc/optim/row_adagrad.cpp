@@ -2,7 +2,6 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
-#include "core/impl.h"
 #include "core/memory.h"
 #include "optim/row_step.h"
 
@@ -10,6 +9,8 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/full_like.h>
+
+#include <array>
 
 namespace xsoftmax {
 namespace {
@@ -21,8 +22,9 @@ enum State { kCount, kSum };
 
 struct AdagradRule {
   using Options = optim::RowAdagradOptions;
-  static constexpr const char *kStep = "row_adagrad_step_", *kState = "row_adagrad_state", *kFlush = "row_adagrad_flush_";
+  static constexpr const char *kStep = "row_adagrad_step_", *kRows = "row_adagrad_rows_", *kState = "row_adagrad_state", *kFlush = "row_adagrad_flush_";
   static constexpr size_t kRowState = 2, kDenseState = 2;
+  static constexpr std::array<size_t, 1> kHostState{kCount};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
     if (!rows) {
@@ -43,19 +45,19 @@ struct AdagradRule {
   static void check_dense(const char* op, const Tensor& param, TensorList state) { check_dense_state(op, "sum", state[kSum], param); }
   static void check_step(const Options&) {}
 
-  static double rate(const Options& options, double step) { return options.lr() / (1 + (step - 1) * options.lr_decay()); }
+  static bool fits_kernel(const Tensor& param, TensorList state) { return has_row_view(param) && has_row_view(state[kSum]); }
 
-  static void step_rows(const ParamStep<Options>& item) {
+  static void step_rows(const ParamStep<Options>& item, bool kernel) {
     const Options& options = *item.options;
     const Tensor& sum = item.state[kSum];
     int64_t& step = *item.state[kCount].mutable_data_ptr<int64_t>();
-    const bool kernel = item.param.is_cpu() && !use_reference() && has_row_view(item.param) && has_row_view(sum);
     (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)(
-        {item.param, sum, rate(options, double(step + 1)), options.weight_decay(), options.eps()}, *item.rows, item.values);
+        {item.param, sum, row_adagrad_rate(options.lr(), options.lr_decay(), step + 1), options.weight_decay(), options.eps()}, *item.rows, item.values);
     ++step;
   }
 
-  static void flush(const Tensor&, TensorList) {}
+  static void flush(const Tensor&, TensorList, bool) {}
+  static void record(const Tensor&, TensorList, const Options&) {}
 
   // Torch fuses Adagrad for the CPU in all releases that this library supports, elsewhere in a few.
   static bool can_fuse(const Tensor& param) { return param.is_cpu(); }
@@ -72,7 +74,8 @@ struct AdagradRule {
     for (const auto& item : items) {
       const Tensor g = options.weight_decay() != 0 ? item.values.add(item.param, options.weight_decay()) : item.values;
       item.state[kSum].addcmul_(g, g);
-      item.param.addcdiv_(g, item.state[kSum].sqrt().add_(options.eps()), -rate(options, item.state[kCount].item<double>()));
+      const Tensor slower = (item.state[kCount].to(at::kDouble) - 1) * options.lr_decay() + 1;
+      item.param.addcdiv_(g, item.state[kSum].sqrt().add_(options.eps()).mul_(slower), -options.lr());
     }
   }
 };
@@ -92,8 +95,20 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, c
   u.param.index_copy_(0, ids, (old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(u.lr)).to(u.param.scalar_type()));
 }
 
+RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values,
+                                         std::string_view text) {
+  const auto options = parse_options<optim::RowAdagradOptions>(AdagradRule::kRows, text);
+  plan_rows<AdagradRule>(param, state, rows, values, options);
+  return {options.lr(), options.lr_decay(), options.weight_decay(), options.eps()};
+}
+
+void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
+  row_rows_composite<AdagradRule>(param, state, rows, values, text);
+}
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<AdagradRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<AdagradRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { on_cpu<AdagradRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<AdagradRule>(m); }
 
 } // namespace xsoftmax

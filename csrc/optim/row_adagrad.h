@@ -1,6 +1,9 @@
 #pragma once
 
+#include "core/philox.h"
 #include "optim/row_update.h"
+
+#include <string_view>
 
 namespace xsoftmax {
 
@@ -14,6 +17,18 @@ namespace xsoftmax {
 // Weight decay acts in the steps in which a row has a gradient. Rows owe nothing.
 //
 // State for rows: step int64 [], sum of param's shape or [N] in opmath dtype. Dense: step float32 [], sum.
+
+/// What CUDA kernels ask of this file: the checks, the options as numbers, and the composite.
+struct RowAdagradNumbers {
+  double lr, lr_decay, weight_decay, eps;
+};
+RowAdagradNumbers check_row_adagrad_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
+                                         std::string_view options);
+void row_adagrad_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
+                                std::string_view options);
+
+/// Of step t.
+XS_HOST_DEVICE inline double row_adagrad_rate(double lr, double lr_decay, int64_t t) { return lr / (1 + double(t - 1) * lr_decay); }
 
 struct RowAdagradUpdate {
   at::Tensor param, sum;

@@ -2,7 +2,6 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
-#include "core/impl.h"
 #include "core/memory.h"
 #include "optim/owing_rule.h"
 #include "optim/row_step.h"
@@ -14,6 +13,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <array>
 #include <cmath>
 
 namespace xsoftmax {
@@ -26,17 +26,14 @@ enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kOwed };
 
 double power(double beta, int64_t step) { return std::pow(beta, double(step)); }
 
-bool has_kernel(const Tensor& param, TensorList state) {
-  return param.is_cpu() && !use_reference() && has_row_view(param) && has_row_view(state[kExpAvg]) && has_row_view(state[kExpAvgSq]);
-}
-
 // m / root, 0 where a row has no moments.
 Tensor over_root(const Tensor& first, const Tensor& root) { return at::where(root.eq(0), 0.0, first / root); }
 
 struct AdamRule : OwingRule<AdamRule> {
   using Options = optim::RowAdamOptions;
-  static constexpr const char *kStep = "row_adam_step_", *kState = "row_adam_state", *kFlush = "row_adam_flush_";
+  static constexpr const char *kStep = "row_adam_step_", *kRows = "row_adam_rows_", *kState = "row_adam_state", *kFlush = "row_adam_flush_";
   static constexpr size_t kRowState = 5, kDenseState = 3;
+  static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options&) {
     if (!rows) {
@@ -44,7 +41,7 @@ struct AdamRule : OwingRule<AdamRule> {
     }
     const auto options = param.options().dtype(opmath_dtype(param.scalar_type()));
     return {table_zeros(param.sizes(), options), table_zeros(param.sizes(), options), table_zeros({param.size(0)}, options.dtype(at::kInt)),
-            OwedSteps::make(param.size(0), host_of(param))};
+            OwedSteps::make(param.size(0), param.device())};
   }
 
   static void check_rows(const char* op, const Tensor& param, TensorList state) { check_row_adam_state(op, param, state); }
@@ -59,27 +56,32 @@ struct AdamRule : OwingRule<AdamRule> {
                       options.weight_decay());
   }
 
-  static void step_rows(const ParamStep<Options>& item) {
+  static bool fits_kernel(const Tensor& param, TensorList state) {
+    return has_row_view(param) && has_row_view(state[kExpAvg]) && has_row_view(state[kExpAvgSq]);
+  }
+
+  static void step_rows(const ParamStep<Options>& item, bool kernel) {
     const TensorList state = item.state;
     const Options& options = *item.options;
     int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
     const auto [beta1, beta2] = options.betas();
     const OwedSteps::Coefficients coefficients{beta1, beta2, options.eps()};
-    OwedSteps owed = ready(item.param, state, coefficients);
+    OwedSteps owed = ready(item.param, state, coefficients, kernel);
     const RowAdamUpdate next{item.param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step + 1, beta1, beta2, options.eps(),
                              options.lr(), 1 - options.lr() * options.weight_decay()};
-    (has_kernel(item.param, state) ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows, item.values);
+    (kernel ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows, item.values);
     ++step;
-    owed.add(options.lr() * std::sqrt(1 - power(beta2, step)) / (1 - power(beta1, step)), std::log1p(-options.lr() * options.weight_decay()));
-    record_debt(item.param, state, flush_row_adam);
+    owed.add(row_adam_owed_rate(options.lr(), power(beta1, step), power(beta2, step)), std::log1p(-options.lr() * options.weight_decay()));
   }
 
-  static double ratio_of(const OwedSteps::Coefficients& c) { return c[0] == 0 ? 0.0 : c[0] / std::sqrt(c[1]); }
+  static void record(const Tensor& param, TensorList state, const Options&) { record_debt(param, state, flush_row_adam); }
 
-  static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase) {
+  static double ratio_of(const OwedSteps::Coefficients& c) { return row_adam_ratio(c[0], c[1]); }
+
+  static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase, bool kernel) {
     const auto [beta1, beta2, eps] = OwedSteps::coefficients(state[kOwed]);
-    (has_kernel(param, state) ? row_adam_flush_cpu : row_adam_flush_reference)({param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed,
-                                                                               step, beta1, beta2, eps, 0, 1, rebase});
+    (kernel ? row_adam_flush_cpu : row_adam_flush_reference)(
+        {param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step, beta1, beta2, eps, 0, 1, rebase});
   }
 
   static bool can_fuse(const Tensor&) { return true; }
@@ -95,13 +97,13 @@ struct AdamRule : OwingRule<AdamRule> {
       return;
     }
     for (const auto& item : items) {
-      const double step = item.state[kCount].item<double>();
+      const Tensor step = item.state[kCount].to(at::kDouble);
       const Tensor &first = item.state[kExpAvg], &second = item.state[kExpAvgSq];
       item.param.mul_(1 - options.lr() * options.weight_decay());
       first.lerp_(item.values, 1 - beta1);
       second.mul_(beta2).addcmul_(item.values, item.values, 1 - beta2);
-      const Tensor root = second.sqrt().div_(std::sqrt(1 - std::pow(beta2, step))).add_(options.eps());
-      item.param.addcdiv_(first, root, -options.lr() / (1 - std::pow(beta1, step)));
+      const Tensor root = second.sqrt().div_((1 - at::pow(at::Scalar(beta2), step)).sqrt_()).add_(options.eps());
+      item.param.addcdiv_(first, root.mul_(1 - at::pow(at::Scalar(beta1), step)), -options.lr());
     }
   }
 };
@@ -112,11 +114,11 @@ void check_row_adam_state(const char* op, const Tensor& param, TensorList state)
   if (state.size() != AdamRule::kRowState) {
     wrong_state(op, 0, AdamRule::kRowState, state.size());
   }
-  check_row_step(op, state[kCount]);
+  check_row_step(op, state[kCount], param);
   check_row_state(op, "exp_avg", state[kExpAvg], param, true, opmath_dtype(param.scalar_type()));
   check_row_state(op, "exp_avg_sq", state[kExpAvgSq], param, true, opmath_dtype(param.scalar_type()));
   check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
-  OwedSteps::check(op, state[kOwed]);
+  OwedSteps::check(op, state[kOwed], param);
 }
 
 void flush_row_adam(const Tensor& param, TensorList state) {
@@ -159,8 +161,22 @@ void row_adam_flush_reference(const RowAdamUpdate& u) {
   }
 }
 
+RowAdamNumbers check_row_adam_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
+  const auto options = parse_options<optim::RowAdamOptions>(AdamRule::kRows, text);
+  plan_rows<AdamRule>(param, state, rows, values, options);
+  return {options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(), options.weight_decay()};
+}
+
+void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
+  row_rows_composite<AdamRule>(param, state, rows, values, text);
+}
+
+bool check_row_adam_flush(const Tensor& param, TensorList state) { return check_flush<AdamRule>(param, state); }
+void row_adam_flush_composite(const Tensor& param, TensorList state) { row_flush_composite<AdamRule>(param, state); }
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<AdamRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<AdamRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { on_cpu<AdamRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<AdamRule>(m); }
 
 } // namespace xsoftmax

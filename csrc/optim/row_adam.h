@@ -2,6 +2,10 @@
 
 #include "optim/owed_steps.h"
 #include "optim/row_update.h"
+#include "optim/row_updates.h"
+
+#include <cmath>
+#include <string_view>
 
 namespace xsoftmax {
 
@@ -28,6 +32,37 @@ namespace xsoftmax {
 void check_row_adam_state(const char* op, const at::Tensor& param, at::TensorList state);
 /// row_adam_flush_ by way of the dispatcher.
 void flush_row_adam(const at::Tensor& param, at::TensorList state);
+
+/// What CUDA kernels ask of this file: the checks, the options as numbers, and the composites.
+struct RowAdamNumbers {
+  double lr, beta1, beta2, eps, weight_decay;
+};
+RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
+                                   std::string_view options);
+void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
+                             std::string_view options);
+/// Whether the state is of rows.
+bool check_row_adam_flush(const at::Tensor& param, at::TensorList state);
+void row_adam_flush_composite(const at::Tensor& param, at::TensorList state);
+
+/// r of optim/owed_steps.h.
+XS_HOST_DEVICE inline double row_adam_ratio(double beta1, double beta2) { return beta1 == 0 ? 0.0 : beta1 / std::sqrt(beta2); }
+/// Of the step whose betas have come to these powers.
+XS_HOST_DEVICE inline double row_adam_step_size(double lr, double beta1_power) { return lr / (1 - beta1_power); }
+XS_HOST_DEVICE inline double row_adam_scale(double beta2_power) { return 1 / std::sqrt(1 - beta2_power); }
+/// What rows move by in that step that owe it.
+XS_HOST_DEVICE inline double row_adam_owed_rate(double lr, double beta1_power, double beta2_power) {
+  return lr * std::sqrt(1 - beta2_power) / (1 - beta1_power);
+}
+
+/// Of a row whose last gradient was in step s: kept1, kept2 are the betas to the power of the steps since (0 of them where moments stay as they
+/// are), before is beta2^s. `decay` of the step.
+template <typename M>
+XS_HOST_DEVICE AdamStep<M> row_adam_coefficients(const RowAdamNumbers& n, const OwedDebt& debt, double decay, double step_size, double scale,
+                                                 double kept1, double kept2, double before) {
+  return {M(debt.decay * decay), M(step_size), M(scale), M(kept1),           M(1 - n.beta1),
+          M(kept2),              M(1 - n.beta2), M(n.eps), M(debt.movement * decay), M(n.eps * std::sqrt(1 - before))};
+}
 
 /// What a step does to rows with a gradient, and a flush to all.
 struct RowAdamUpdate {

@@ -19,8 +19,8 @@ class AdamRows {
         exp_avg_(row_view<M>(update.exp_avg)),
         exp_avg_sq_(row_view<M>(update.exp_avg_sq)),
         last_step_(row_view<int32_t>(update.last_step)),
-        step_size_(update.lr / (1 - std::pow(update.beta1, double(update.step)))),
-        scale_(1 / std::sqrt(1 - std::pow(update.beta2, double(update.step)))) {}
+        step_size_(row_adam_step_size(update.lr, std::pow(update.beta1, double(update.step)))),
+        scale_(row_adam_scale(std::pow(update.beta2, double(update.step)))) {}
 
   int64_t width() const { return param_.width; }
 
@@ -36,16 +36,8 @@ class AdamRows {
     const auto debt = update_.owed(s);
     const bool keeps = update_.step == update_.owed.step() && !update_.rebase;
     const double count = keeps ? 0 : double(update_.step - s);
-    return {M(debt.decay * update_.decay),
-            M(step_size_),
-            M(scale_),
-            M(std::pow(update_.beta1, count)),
-            M(1 - update_.beta1),
-            M(std::pow(update_.beta2, count)),
-            M(1 - update_.beta2),
-            M(update_.eps),
-            M(debt.movement * update_.decay),
-            M(update_.eps * std::sqrt(1 - std::pow(update_.beta2, double(s))))};
+    return row_adam_coefficients<M>({update_.lr, update_.beta1, update_.beta2, update_.eps, 0}, debt, update_.decay, step_size_, scale_,
+                                    std::pow(update_.beta1, count), std::pow(update_.beta2, count), std::pow(update_.beta2, double(s)));
   }
 
   // g: none in a flush.

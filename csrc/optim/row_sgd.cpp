@@ -2,7 +2,6 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
-#include "core/impl.h"
 #include "core/memory.h"
 #include "optim/owing_rule.h"
 #include "optim/row_step.h"
@@ -15,6 +14,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <array>
 #include <cmath>
 
 namespace xsoftmax {
@@ -28,14 +28,20 @@ enum State { kCount, kBuffer, kLastStep, kOwed };
 // A buffer that was not needed yet is [0].
 bool has_buffer(const Tensor& param, TensorList state) { return state[kBuffer].sizes() == param.sizes(); }
 
-bool has_kernel(const Tensor& param, TensorList state) {
-  return param.is_cpu() && !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]);
+// The buffer of steps with a momentum; true: it was not there.
+bool make_buffer(const Tensor& param, TensorList state) {
+  const bool missing = !has_buffer(param, state);
+  if (missing) {
+    state[kBuffer].set_(table_zeros(param.sizes(), state[kBuffer].options()));
+  }
+  return missing;
 }
 
 struct SgdRule : OwingRule<SgdRule> {
   using Options = optim::RowSGDOptions;
-  static constexpr const char *kStep = "row_sgd_step_", *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
+  static constexpr const char *kStep = "row_sgd_step_", *kRows = "row_sgd_rows_", *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
   static constexpr size_t kRowState = 4, kDenseState = 2;
+  static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
     const auto dtype = param.options().dtype(rows ? opmath_dtype(param.scalar_type()) : param.scalar_type());
@@ -44,7 +50,7 @@ struct SgdRule : OwingRule<SgdRule> {
       return {buffer ? at::zeros_like(param) : at::empty({0}, dtype)};
     }
     return {buffer ? table_zeros(param.sizes(), dtype) : at::empty({0}, dtype), table_zeros({param.size(0)}, dtype.dtype(at::kInt)),
-            OwedSteps::make(param.size(0), host_of(param))};
+            OwedSteps::make(param.size(0), param.device())};
   }
 
   static void check_rows(const char* op, const Tensor& param, TensorList state) { check_row_sgd_state(op, param, state); }
@@ -60,16 +66,18 @@ struct SgdRule : OwingRule<SgdRule> {
                       options.weight_decay());
   }
 
-  static void step_rows(const ParamStep<Options>& item) {
+  static bool fits_kernel(const Tensor& param, TensorList state) { return has_row_view(param) && has_row_view(state[kBuffer]); }
+
+  static void step_rows(const ParamStep<Options>& item, bool kernel) {
     const TensorList state = item.state;
     const Options& options = *item.options;
     int64_t& step = *state[kCount].mutable_data_ptr<int64_t>();
     const double momentum = options.momentum();
     const OwedSteps::Coefficients coefficients{momentum, double(options.nesterov()), 0};
-    OwedSteps owed = ready(item.param, state, coefficients);
+    OwedSteps owed = ready(item.param, state, coefficients, kernel);
     const bool first = step == 0 || !has_buffer(item.param, state);
-    if (momentum != 0 && !has_buffer(item.param, state)) {
-      state[kBuffer].set_(table_zeros(item.param.sizes(), state[kBuffer].options()));
+    if (momentum != 0) {
+      make_buffer(item.param, state);
     }
     const bool owes = momentum != 0 || options.weight_decay() != 0 || !owed.empty();
     const RowSGDUpdate update{item.param,
@@ -83,67 +91,73 @@ struct SgdRule : OwingRule<SgdRule> {
                               first ? 1 : 1 - options.dampening(),
                               options.nesterov(),
                               options.maximize()};
-    (has_kernel(item.param, state) ? row_sgd_rows_cpu : row_sgd_rows_reference)(update, *item.rows, item.values);
+    (kernel ? row_sgd_rows_cpu : row_sgd_rows_reference)(update, *item.rows, item.values);
     ++step;
     if (owes) {
       owed.add(options.lr() * (options.nesterov() ? momentum : 1), std::log1p(-options.lr() * options.weight_decay()));
-      record_debt(item.param, state, flush_row_sgd);
     } else {
       owed.settle(step, coefficients);
     }
   }
 
+  // A step that leaves no debt may follow on one that has.
+  static void record(const Tensor& param, TensorList state, const Options& options) {
+    if (options.momentum() != 0 || options.weight_decay() != 0) {
+      record_debt(param, state, flush_row_sgd);
+    }
+  }
+
   static double ratio_of(const OwedSteps::Coefficients& c) { return c[0]; } // the momentum
 
-  static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase) {
+  static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase, bool kernel) {
     const double momentum = ratio_of(OwedSteps::coefficients(state[kOwed]));
     RowSGDUpdate update{param, std::nullopt, state[kLastStep], owed, step, momentum};
     update.rebase = rebase;
     if (momentum != 0 && has_buffer(param, state)) { // steps without momentum left the buffer alone
       update.momentum_buffer = state[kBuffer];
     }
-    (has_kernel(param, state) ? row_sgd_flush_cpu : row_sgd_flush_reference)(update);
+    (kernel ? row_sgd_flush_cpu : row_sgd_flush_reference)(update);
   }
 
   static bool can_fuse(const Tensor&) { return true; }
 
   static void step_dense(const std::vector<ParamStep<Options>>& items, bool fused) {
     const Options& options = *items[0].options;
-    std::vector<ParamStep<Options>> first, later; // the fused kernel takes all buffers as new or none
+    const bool dampened = options.momentum() != 0 && options.dampening() != 0;
+    std::vector<ParamStep<Options>> fusing;
     for (const auto& item : items) {
-      const bool fresh = item.state[kCount].item<double>() == 0 || !has_buffer(item.param, item.state);
-      if (options.momentum() != 0 && !has_buffer(item.param, item.state)) {
+      const bool fresh = options.momentum() != 0 && !has_buffer(item.param, item.state);
+      if (fresh) {
         item.state[kBuffer].set_(at::zeros_like(item.param));
       }
-      (fresh ? first : later).push_back(item);
-    }
-    for (const auto* part : {&first, &later}) {
-      if (!part->empty()) {
-        at::_foreach_add_(state_of(*part, kCount), 1);
-        (fused ? step_fused : step_each)(*part, options, part == &first);
+      // The fused kernel is told by the host whether a step is the first, which matters to a gradient that is dampened.
+      if (fused && !dampened) {
+        fusing.push_back(item);
+      } else {
+        step_one(item, options, fresh);
       }
     }
+    if (!fusing.empty()) {
+      const auto buffers = options.momentum() != 0 ? state_of(fusing, kBuffer) : std::vector<Tensor>();
+      at::_fused_sgd_(params_of(fusing), values_of(fusing), buffers, options.weight_decay(), options.momentum(), options.lr(),
+                      options.dampening(), options.nesterov(), options.maximize(), /*is_first_step=*/false);
+    }
+    at::_foreach_add_(state_of(items, kCount), 1);
   }
 
-  static void step_fused(const std::vector<ParamStep<Options>>& items, const Options& options, bool first) {
-    const auto buffers = options.momentum() != 0 ? state_of(items, kBuffer) : std::vector<Tensor>();
-    at::_fused_sgd_(params_of(items), values_of(items), buffers, options.weight_decay(), options.momentum(), options.lr(), options.dampening(),
-                    options.nesterov(), options.maximize(), first);
-  }
-
-  static void step_each(const std::vector<ParamStep<Options>>& items, const Options& options, bool first) {
-    for (const auto& item : items) {
-      Tensor direction = options.maximize() ? item.values.neg() : item.values;
-      if (options.weight_decay() != 0) {
-        direction = direction.add(item.param, options.weight_decay());
-      }
-      if (options.momentum() != 0) {
-        const Tensor& buffer = item.state[kBuffer];
-        buffer.mul_(first ? 0 : options.momentum()).add_(direction, first ? 1 : 1 - options.dampening());
-        direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
-      }
-      item.param.add_(direction, -options.lr());
+  static void step_one(const ParamStep<Options>& item, const Options& options, bool fresh) {
+    Tensor direction = options.maximize() ? item.values.neg() : item.values;
+    if (options.weight_decay() != 0) {
+      direction = direction.add(item.param, options.weight_decay());
     }
+    if (options.momentum() != 0) {
+      const Tensor& buffer = item.state[kBuffer];
+      const bool whole = fresh || options.dampening() == 0;
+      const auto taken = [&] { return 1 - item.state[kCount].ne(0).to(at::kDouble) * options.dampening(); }; // all of it at the first step
+      buffer.mul_(options.momentum()).add_(whole ? direction : direction.mul(taken()));
+      direction = options.nesterov() ? direction.add(buffer, options.momentum()) : buffer;
+    }
+    item.param.add_(direction, -options.lr());
   }
 };
 
@@ -153,14 +167,14 @@ void check_row_sgd_state(const char* op, const Tensor& param, TensorList state) 
   if (state.size() != SgdRule::kRowState) {
     wrong_state(op, 0, SgdRule::kRowState, state.size());
   }
-  check_row_step(op, state[kCount]);
+  check_row_step(op, state[kCount], param);
   const auto dtype = opmath_dtype(param.scalar_type());
   if (state[kBuffer].dim() != 1 || state[kBuffer].sym_size(0) != 0) {
     check_row_state(op, "momentum_buffer", state[kBuffer], param, true, dtype);
   }
   check::dtype(op, "momentum_buffer", state[kBuffer], dtype);
   check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
-  OwedSteps::check(op, state[kOwed]);
+  OwedSteps::check(op, state[kOwed], param);
 }
 
 void flush_row_sgd(const Tensor& param, TensorList state) {
@@ -209,8 +223,24 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
   }
 }
 
+RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
+  const auto options = parse_options<optim::RowSGDOptions>(SgdRule::kRows, text);
+  plan_rows<SgdRule>(param, state, rows, values, options);
+  return {options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), options.maximize()};
+}
+
+bool make_row_sgd_buffer(const Tensor& param, TensorList state) { return make_buffer(param, state); }
+
+void row_sgd_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
+  row_rows_composite<SgdRule>(param, state, rows, values, text);
+}
+
+bool check_row_sgd_flush(const Tensor& param, TensorList state) { return check_flush<SgdRule>(param, state); }
+void row_sgd_flush_composite(const Tensor& param, TensorList state) { row_flush_composite<SgdRule>(param, state); }
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { define<SgdRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { on_any_device<SgdRule>(m); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { on_cpu<SgdRule>(m); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { on_meta<SgdRule>(m); }
 
 } // namespace xsoftmax

@@ -2,6 +2,9 @@
 
 #include "optim/owed_steps.h"
 #include "optim/row_update.h"
+#include "optim/row_updates.h"
+
+#include <string_view>
 
 namespace xsoftmax {
 
@@ -22,6 +25,27 @@ namespace xsoftmax {
 void check_row_sgd_state(const char* op, const at::Tensor& param, at::TensorList state);
 /// row_sgd_flush_ by way of the dispatcher.
 void flush_row_sgd(const at::Tensor& param, at::TensorList state);
+
+/// What CUDA kernels ask of this file: the checks, the options as numbers, the buffer of a first step with a momentum (true: it was not there),
+/// and the composites.
+struct RowSGDNumbers {
+  double lr, momentum, dampening, weight_decay;
+  bool nesterov, maximize;
+};
+RowSGDNumbers check_row_sgd_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
+                                 std::string_view options);
+bool make_row_sgd_buffer(const at::Tensor& param, at::TensorList state);
+void row_sgd_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
+                            std::string_view options);
+/// Whether the state is of rows.
+bool check_row_sgd_flush(const at::Tensor& param, at::TensorList state);
+void row_sgd_flush_composite(const at::Tensor& param, at::TensorList state);
+
+/// Of a row whose buffer is to be kept by the factor `kept`; `decay` and `take` of the step.
+template <typename M>
+XS_HOST_DEVICE MomentumStep<M> row_sgd_coefficients(const RowSGDNumbers& n, const OwedDebt& debt, double decay, double take, double kept) {
+  return {M(debt.decay * decay), M(debt.movement * decay), M(kept), M(take), M(n.momentum), M(n.lr), n.nesterov};
+}
 
 /// What a step does to rows with a gradient, and a flush to all.
 struct RowSGDUpdate {

@@ -34,8 +34,8 @@ class SgdRows {
     const auto debt = update_.owed(s);
     const bool keeps = s == 0 || (update_.step == update_.owed.step() && !update_.rebase);
     const double count = keeps ? 0 : double(update_.step - s);
-    return {M(debt.decay * update_.decay), M(debt.movement * update_.decay), M(std::pow(update_.momentum, count)), M(update_.take),
-            M(update_.momentum),           M(update_.lr),                    update_.nesterov};
+    return row_sgd_coefficients<M>({update_.lr, update_.momentum, 0, 0, update_.nesterov, update_.maximize}, debt, update_.decay, update_.take,
+                                   std::pow(update_.momentum, count));
   }
 
   void update(int64_t row, M* g, ByStep<MomentumStep<M>>& by_step) const {

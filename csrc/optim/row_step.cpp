@@ -11,10 +11,10 @@ namespace xsoftmax {
 
 using at::Tensor;
 
-void check_row_step(const char* op, const Tensor& step) {
+void check_row_step(const char* op, const Tensor& step, const Tensor& param) {
   check::dim(op, "step", step, 0);
   check::dtype(op, "step", step, at::kLong);
-  TORCH_CHECK_VALUE(step.is_cpu() || step.is_meta(), op, ": expected step on the CPU, got it on ", step.device());
+  check::same_device(op, "step", step, "param", param);
   if (step.is_cpu()) {
     const int64_t count = step.const_data_ptr<int64_t>()[0];
     TORCH_CHECK_VALUE(count >= 0 && count < std::numeric_limits<int32_t>::max(), op, ": expected step in [0, 2^31 - 1), got ", count);
@@ -55,10 +55,20 @@ Tensor dense_gradient(const Tensor& param, const OptionalTensor& rows, const Ten
   return given(rows) ? at::zeros_like(param, at::MemoryFormat::Contiguous).index_add_(0, *rows, values) : values.contiguous();
 }
 
-c10::Device host_of(const Tensor& param) { return param.is_meta() ? param.device() : c10::Device(c10::kCPU); }
+Tensor new_step(const Tensor& param, bool rows) { return at::zeros({}, param.options().dtype(rows ? at::kLong : at::kFloat)); }
 
-Tensor new_step(const Tensor& param, bool rows) {
-  return rows ? at::zeros({}, at::TensorOptions(host_of(param)).dtype(at::kLong)) : at::zeros({}, param.options().dtype(at::kFloat));
+HostState::HostState(at::TensorList state, at::ArrayRef<size_t> which) : state_(state), which_(which), tensors_(state.vec()) {
+  for (const size_t i : which_) {
+    tensors_[i] = state_[i].cpu();
+  }
+}
+
+void HostState::write_back() const {
+  for (const size_t i : which_) {
+    if (!tensors_[i].is_same(state_[i])) {
+      state_[i].copy_(tensors_[i]);
+    }
+  }
 }
 
 Tensor all_rows(const Tensor& param) { return at::arange(param.size(0), param.options().dtype(at::kLong)); }

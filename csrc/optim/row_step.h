@@ -1,13 +1,16 @@
 #pragma once
 
 #include "core/checks.h"
+#include "core/impl.h"
 #include "core/optional.h"
 #include "core/options.h"
 #include "optim/row_update.h"
 #include "optim/settle.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 #include <xsoftmax/optim.h>
 
@@ -32,14 +35,20 @@
 //
 //     row_adam_state(Tensor param, bool rows, str options) -> Tensor[]
 //
-// makes the state of a parameter before its first step, for rows or for dense gradients. Its first tensor counts the steps: int64 [] on the CPU
-// for rows, float32 [] on param's device for dense gradients, as torch.optim has it. That tells the two kinds apart. Either kind takes
+// makes the state of a parameter before its first step, for rows or for dense gradients, all of it on param's device. Its first tensor counts
+// the steps: int64 [] for rows, float32 [] for dense gradients, as torch.optim has it. That tells the two kinds apart. Either kind takes
 // both kinds of gradient afterwards.
 //
 //     row_adam_flush_(Tensor(a!) param, Tensor(b!)[] state) -> ()
 //
 // makes up all that rows owe, in O(N). Training goes on as if it had not been called, up to rounding. Nothing happens for dense state, or
 // where no step was taken since the last.
+//
+//     row_adam_rows_(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options) -> ()
+//
+// is what row_adam_step_ does for each parameter with state for rows, when all are checked. By itself it leaves no debt for settle_ to find.
+// It and the flush have a kernel for each device. That for CUDA reads no state on the host: a step that a graph has captured is the next step
+// whenever it is replayed, under the options that it was captured with.
 
 namespace xsoftmax {
 
@@ -51,22 +60,26 @@ struct ParamStep {
   at::Tensor values;
   at::TensorList state;
   const Options* options;
+  size_t group = 0;
 };
 
 /// What an optimizer is, by static members:
-///     Options, kStep, kState, kFlush (names of its ops), kRowState, kDenseState (numbers of state tensors)
+///     Options, kStep, kRows, kState, kFlush (names of its ops), kRowState, kDenseState (numbers of state tensors)
 ///     new_state(param, rows, options)            the tensors
 ///     check_rows(op, param, state), check_dense  shapes and dtypes of state
 ///     check_step(options)                        what row steps ask of options beyond options.check()
-///     step_rows(step), flush(param, state)       for state of rows
+///     fits_kernel(param, state)                  whether the kernels take tensors of these strides
+///     kHostState                                 which state the two below read on the host
+///     step_rows(step, kernel), flush(param, state, kernel)   for state of rows: by the CPU's kernels or in ATen calls
+///     record(param, state, options)              what a step of rows leaves behind
 ///     step_dense(op, steps, fused)               of one group, device and dtype, by torch's fused kernel or one by one
 ///     can_fuse(param)
 template <typename Rule>
 using StepOf = ParamStep<typename Rule::Options>;
 
-/// int64 [] on the CPU.
 inline bool keeps_rows(at::TensorList state) { return state[0].scalar_type() == at::kLong; }
-void check_row_step(const char* op, const at::Tensor& step);
+/// int64 [] on param's device.
+void check_row_step(const char* op, const at::Tensor& step, const at::Tensor& param);
 void check_dense_step(const char* op, const at::Tensor& step);
 /// A dense gradient fits its parameter.
 void check_dense_gradient(const char* op, const at::Tensor& param, const at::Tensor& grad);
@@ -79,15 +92,12 @@ bool can_fuse_dense(const at::Tensor& param, at::TensorList state);
 at::Tensor dense_gradient(const at::Tensor& param, const OptionalTensor& rows, const at::Tensor& values);
 /// The step counter of new state.
 at::Tensor new_step(const at::Tensor& param, bool rows);
-/// The CPU, or meta for meta tensors.
-c10::Device host_of(const at::Tensor& param);
 at::Tensor all_rows(const at::Tensor& param);
 void check_lengths(const char* op, size_t params, size_t rows, size_t values, size_t options, at::IntArrayRef counts);
 [[noreturn]] void wrong_state(const char* op, size_t param, size_t expected, size_t got);
 
 template <typename Rule>
-void check_param(const StepOf<Rule>& step) {
-  const char* op = Rule::kStep;
+void check_param(const char* op, const StepOf<Rule>& step) {
   const bool rows = keeps_rows(step.state);
   if (given(step.rows)) {
     check_row_gradient(op, step.param, *step.rows, step.values);
@@ -96,7 +106,7 @@ void check_param(const StepOf<Rule>& step) {
     check_dense_gradient(op, step.param, step.values);
   }
   if (rows) {
-    check_row_step(op, step.state[0]);
+    check_row_step(op, step.state[0], step.param);
     Rule::check_rows(op, step.param, step.state);
     Rule::check_step(*step.options);
   } else {
@@ -121,8 +131,8 @@ std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::
       if (size > left) {
         wrong_state(Rule::kStep, i, size, left);
       }
-      steps.push_back({params[i], rows.get(i), values[i], state.slice(at, size), &options[group]});
-      check_param<Rule>(steps.back());
+      steps.push_back({params[i], rows.get(i), values[i], state.slice(at, size), &options[group], group});
+      check_param<Rule>(Rule::kStep, steps.back());
       at += size;
     }
   }
@@ -147,6 +157,67 @@ void row_step_meta(at::TensorList params, const c10::List<std::optional<at::Tens
   plan_step<Rule>(params, rows, values, state, group_options<Rule>(options), counts);
 }
 
+/// A call of row_adam_rows_, checked.
+template <typename Rule>
+StepOf<Rule> plan_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
+                       const typename Rule::Options& options) {
+  if (state.size() != Rule::kRowState) {
+    wrong_state(Rule::kRows, 0, Rule::kRowState, state.size());
+  }
+  options.check();
+  check_row_step(Rule::kRows, state[0], param);
+  StepOf<Rule> step{param, rows, values, state, &options};
+  check_param<Rule>(Rule::kRows, step);
+  return step;
+}
+
+/// State of which some lies on the CPU, as the composites read it; written back by write_back().
+class HostState {
+ public:
+  HostState(at::TensorList state, at::ArrayRef<size_t> which);
+  operator at::TensorList() const { return tensors_; }
+  void write_back() const;
+
+ private:
+  at::TensorList state_;
+  at::ArrayRef<size_t> which_;
+  std::vector<at::Tensor> tensors_;
+};
+
+template <typename Rule>
+void row_rows_cpu(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text) {
+  const auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
+  const auto step = plan_rows<Rule>(param, state, rows, values, options);
+  Rule::step_rows(step, !use_reference() && Rule::fits_kernel(param, state));
+}
+
+template <typename Rule>
+void row_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
+                        std::string_view text) {
+  const auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
+  auto step = plan_rows<Rule>(param, state, rows, values, options);
+  const HostState host(state, Rule::kHostState);
+  step.state = host;
+  Rule::step_rows(step, false);
+  host.write_back();
+}
+
+template <typename Rule>
+void row_rows_meta(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text) {
+  const auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
+  plan_rows<Rule>(param, state, rows, values, options);
+}
+
+/// row_adam_rows_ of the param's device. Versions were raised by the step.
+template <typename Rule>
+void call_rows(const StepOf<Rule>& step, std::string_view text) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow((std::string("xsoftmax::") + Rule::kRows).c_str(), "")
+                             .template typed<void(const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, std::string_view)>();
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  op.call(step.param, step.state, given(step.rows) ? *step.rows : all_rows(step.param), step.values, text);
+}
+
 template <typename Rule>
 void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,
               const c10::List<std::string>& texts, at::IntArrayRef counts) {
@@ -156,8 +227,8 @@ void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>&
   std::map<std::tuple<const void*, int, int, bool>, std::vector<StepOf<Rule>>> dense; // by group, device, dtype, whether fused
   for (StepOf<Rule> step : steps) {
     if (keeps_rows(step.state)) {
-      step.rows = given(step.rows) ? step.rows : all_rows(step.param);
-      Rule::step_rows(step);
+      call_rows<Rule>(step, texts.get(step.group));
+      Rule::record(step.param, step.state, *step.options);
       continue;
     }
     const bool fused = can_fuse_dense(step.param, step.state) && Rule::can_fuse(step.param);
@@ -194,17 +265,28 @@ bool check_flush(const at::Tensor& param, at::TensorList state) {
       wrong_state(Rule::kFlush, 0, Rule::kRowState, state.size());
     }
     check_row_param(Rule::kFlush, param, true);
-    check_row_step(Rule::kFlush, state[0]);
+    check_row_step(Rule::kFlush, state[0], param);
     Rule::check_rows(Rule::kFlush, param, state);
   }
   return rows;
 }
 
 template <typename Rule>
-void row_flush(const at::Tensor& param, at::TensorList state) {
+void row_flush_cpu(const at::Tensor& param, at::TensorList state) {
   const WriteToTables write(param);
   if (check_flush<Rule>(param, state)) {
-    Rule::flush(param, state);
+    Rule::flush(param, state, !use_reference() && Rule::fits_kernel(param, state));
+  }
+}
+
+template <typename Rule>
+void row_flush_composite(const at::Tensor& param, at::TensorList state) {
+  const WriteToTables write(param);
+  if (check_flush<Rule>(param, state)) {
+    const HostState host(state, Rule::kHostState);
+    Rule::flush(param, host, false);
+    host.write_back();
+    made_up(param, state);
   }
 }
 
@@ -213,12 +295,13 @@ void row_flush_meta(const at::Tensor& param, at::TensorList state) {
   check_flush<Rule>(param, state);
 }
 
-/// The three operators, in TORCH_LIBRARY blocks.
+/// The four operators, in TORCH_LIBRARY blocks.
 template <typename Rule>
 void define(torch::Library& m) {
   m.def((std::string(Rule::kState) + "(Tensor param, bool rows, str options) -> Tensor[]").c_str());
   m.def((std::string(Rule::kStep) + "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()")
             .c_str());
+  m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options) -> ()").c_str());
   m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str());
 }
 
@@ -226,13 +309,21 @@ template <typename Rule>
 void on_any_device(torch::Library& m) {
   m.impl(Rule::kState, row_state<Rule>);
   m.impl(Rule::kStep, row_step<Rule>);
-  m.impl(Rule::kFlush, row_flush<Rule>);
+  m.impl(Rule::kRows, row_rows_composite<Rule>);
+  m.impl(Rule::kFlush, row_flush_composite<Rule>);
+}
+
+template <typename Rule>
+void on_cpu(torch::Library& m) {
+  m.impl(Rule::kRows, row_rows_cpu<Rule>);
+  m.impl(Rule::kFlush, row_flush_cpu<Rule>);
 }
 
 template <typename Rule>
 void on_meta(torch::Library& m) {
   m.impl(Rule::kState, row_state<Rule>);
   m.impl(Rule::kStep, row_step_meta<Rule>);
+  m.impl(Rule::kRows, row_rows_meta<Rule>);
   m.impl(Rule::kFlush, row_flush_meta<Rule>);
 }
 

@@ -1,10 +1,8 @@
+#include "optim/row_arithmetic.h"
 #include "optim/row_updates.h"
 
 namespace xsoftmax::XS_ISA {
 namespace {
-
-inline float square_root(float x) { return __builtin_sqrtf(x); }
-inline double square_root(double x) { return __builtin_sqrt(x); }
 
 template <typename T>
 bool sum_rows(opmath<T>* __restrict sum, const T* values, const int64_t* position, int64_t n, int64_t width) {
@@ -38,16 +36,12 @@ void momentum(T* __restrict w, opmath<T>* __restrict buffer, const opmath<T>* __
   const MomentumStep<opmath<T>> s = step; // a copy: stores to the row cannot change it
   if (s.nesterov) {
     for (int64_t d = 0; d < width; ++d) {
-      const opmath<T> next = s.keep * buffer[d] + s.take * g[d];
-      store(w + d, s.decay * load(w[d]) - s.drift * buffer[d] - s.lr * (g[d] + s.momentum * next));
-      buffer[d] = next;
+      store(w + d, momentum_element(load(w[d]), buffer[d], g[d], s, true));
     }
     return;
   }
   for (int64_t d = 0; d < width; ++d) {
-    const opmath<T> next = s.keep * buffer[d] + s.take * g[d];
-    store(w + d, s.decay * load(w[d]) - s.drift * buffer[d] - s.lr * next);
-    buffer[d] = next;
+    store(w + d, momentum_element(load(w[d]), buffer[d], g[d], s, false));
   }
 }
 
@@ -56,11 +50,7 @@ void adagrad(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __rest
              int64_t width) {
   const AdagradStep<opmath<T>> s = step;
   for (int64_t d = 0; d < width; ++d) {
-    const opmath<T> x = load(w[d]);
-    const opmath<T> gradient = g[d] + s.weight_decay * x;
-    const opmath<T> next = sum[d] + gradient * gradient;
-    sum[d] = next;
-    store(w + d, x - s.lr * (gradient / (square_root(next) + s.eps)));
+    store(w + d, adagrad_element(load(w[d]), sum[d], g[d], s));
   }
 }
 
@@ -76,7 +66,7 @@ void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, opmath<T>* __restri
     squares += gradient * gradient;
   }
   *sum += squares / opmath<T>(width);
-  const opmath<T> rate = s.lr / (square_root(*sum) + s.eps);
+  const opmath<T> rate = adagrad_row_rate(*sum, s);
   for (int64_t d = 0; d < width; ++d) {
     store(w + d, load(w[d]) - rate * g[d]);
   }
@@ -89,15 +79,13 @@ void adam(T* __restrict w, opmath<T>* __restrict m, opmath<T>* __restrict v, con
   const AdamStep<M> s = step;
   if (g == nullptr && s.keep1 == 1 && s.keep2 == 1) {
     for (int64_t d = 0; d < width; ++d) {
-      const M root = square_root(v[d]) + s.owed_eps;
-      store(w + d, s.decay * load(w[d]) - s.owed * (m[d] / (root == 0 ? M(1) : root)));
+      store(w + d, adam_owed_element(load(w[d]), m[d], v[d], s));
     }
     return;
   }
   if (s.owed != 0 || g == nullptr) {
     for (int64_t d = 0; d < width; ++d) {
-      const M root = square_root(v[d]) + s.owed_eps;
-      store(w + d, s.decay * load(w[d]) - s.owed * (m[d] / (root == 0 ? M(1) : root)));
+      store(w + d, adam_owed_element(load(w[d]), m[d], v[d], s));
       m[d] *= s.keep1;
       v[d] *= s.keep2;
     }
@@ -107,12 +95,7 @@ void adam(T* __restrict w, opmath<T>* __restrict m, opmath<T>* __restrict v, con
   }
   const M decay = s.owed != 0 ? M(1) : s.decay, keep1 = s.owed != 0 ? M(1) : s.keep1, keep2 = s.owed != 0 ? M(1) : s.keep2;
   for (int64_t d = 0; d < width; ++d) {
-    const M first = keep1 * m[d] + s.take1 * g[d];
-    const M second = keep2 * v[d] + s.take2 * g[d] * g[d];
-    m[d] = first;
-    v[d] = second;
-    const M root = s.scale * square_root(second) + s.eps;
-    store(w + d, decay * load(w[d]) - s.step_size * (first / (root == 0 ? M(1) : root)));
+    store(w + d, adam_element(load(w[d]), m[d], v[d], g[d], s, decay, keep1, keep2));
   }
 }
 

@@ -31,21 +31,12 @@ uint32_t version_of(const Tensor& tensor) {
   return counter.enabled() ? counter.current_version() : 0;
 }
 
-bool owes(at::TensorList state) { return state[0].const_data_ptr<int64_t>()[0] != OwedSteps::settled(state.back()); }
-
-// Nothing is owed any more, and nothing is made up.
-void drop(at::TensorList state) {
-  const int64_t step = state[0].const_data_ptr<int64_t>()[0];
-  OwedSteps(state.back(), step, 0).settle(step, OwedSteps::coefficients(state.back()));
-  TORCH_WARN_ONCE("a row optimizer's table was written to while rows owed steps, which are dropped: call the optimizer's flush() before a table is "
-             "written to (or loaded) by other means than the methods of its loss");
-}
-
 struct Debt {
   WeakTensor param;
   std::vector<WeakTensor> state;
   FlushRows flush;
   uint32_t version; // of the parameter when its optimizer was done
+  bool stepped = true; // since the last flush, as far as the host has seen
 
   bool is(const Tensor& other_param, at::TensorList other_state) const {
     return param._unsafe_get_target() == other_param.unsafeGetTensorImpl() && state.size() == other_state.size() &&
@@ -58,6 +49,19 @@ struct Debt {
     std::transform(state.begin(), state.end(), std::back_inserter(tensors), [](const WeakTensor& tensor) { return Tensor(tensor.lock()); });
     const bool alive = std::all_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) { return tensor.defined(); });
     return {alive ? Tensor(param.lock()) : Tensor(), std::move(tensors)};
+  }
+  /// Whether rows may owe steps; of state on a device, where graphs are replayed unseen, nothing is known.
+  bool may_owe(at::TensorList tensors) const {
+    return !tensors[0].is_cpu() || tensors[0].const_data_ptr<int64_t>()[0] != OwedSteps::settled(tensors.back());
+  }
+  /// Nothing is owed any more, and nothing is made up.
+  void drop(at::TensorList tensors) {
+    OwedSteps::settle(tensors.back(), tensors[0]);
+    if (tensors[0].is_cpu() || stepped) {
+      TORCH_WARN_ONCE("a row optimizer's table was written to while rows owed steps, which are dropped: call the optimizer's flush() before a table "
+                      "is written to (or loaded) by other means than the methods of its loss");
+    }
+    stepped = false;
   }
   bool dead() const {
     return param.expired() || std::any_of(state.begin(), state.end(), [](const WeakTensor& tensor) { return tensor.expired(); });
@@ -82,6 +86,7 @@ class Debts {
     for (Debt& known : debts_of(param)) {
       if (known.is(param, state)) {
         known.version = version_of(param);
+        known.stepped = true;
         return;
       }
     }
@@ -93,6 +98,13 @@ class Debts {
     Debt debt{weak(param), {}, flush, version_of(param)};
     std::transform(state.begin(), state.end(), std::back_inserter(debt.state), weak);
     entry.debts.push_back(std::move(debt));
+  }
+
+  void made_up(const Tensor& param, at::TensorList state) {
+    const std::lock_guard lock(mutex_);
+    for (Debt& known : debts_of(param)) {
+      known.stepped = known.stepped && !known.is(param, state);
+    }
   }
 
   void forget(const Tensor& step) {
@@ -108,10 +120,10 @@ class Debts {
     const std::lock_guard lock(mutex_);
     for (const Tensor& param : params) {
       const auto raised = std::count_if(params.begin(), params.end(), [&](const Tensor& other) { return storage_of(other) == storage_of(param); });
-      for (const Debt& debt : debts_of(param)) {
+      for (Debt& debt : debts_of(param)) {
         const auto [table, state] = debt.locked();
-        if (table.defined() && version_of(table) - debt.version > raised && owes(state)) {
-          drop(state);
+        if (table.defined() && version_of(table) - debt.version > raised && debt.may_owe(state)) {
+          debt.drop(state);
         }
       }
     }
@@ -137,7 +149,7 @@ class Debts {
     }
     auto& debts = found->second.debts;
     std::erase_if(debts, [](const Debt& debt) { return debt.dead(); });
-    for (const Debt& debt : debts) {
+    for (Debt& debt : debts) {
       make_up(debt, raised);
     }
     if (debts.empty()) {
@@ -146,18 +158,20 @@ class Debts {
   }
 
  private:
-  static void make_up(const Debt& debt, bool raised) {
+  static void make_up(Debt& debt, bool raised) {
     const auto [param, state] = debt.locked();
-    if (!param.defined() || !owes(state)) {
+    if (!param.defined() || !debt.may_owe(state)) {
       return;
     }
     if (version_of(param) - debt.version > uint32_t(raised)) {
-      drop(state);
+      debt.drop(state);
+      debt.version = version_of(param);
       return;
     }
     // Below the key that raises versions: a loss that waits for its backward pass goes on, with the rows as they are brought up to date.
     const at::AutoDispatchBelowADInplaceOrView guard;
     debt.flush(param, state);
+    debt.version = version_of(param);
   }
 
   // Removes what is gone whenever as many entries have come as had been left.
@@ -214,6 +228,8 @@ void settle(const Tensor& table, bool raised) {
 }
 
 void record_debt(const Tensor& param, at::TensorList state, FlushRows flush) { Debts::all().record(param, state, flush); }
+
+void made_up(const Tensor& param, at::TensorList state) { Debts::all().made_up(param, state); }
 
 WriteToTables::WriteToTables(at::TensorList params) : params_(params) { Debts::all().begin_write(params_); }
 WriteToTables::~WriteToTables() { Debts::all().end_write(params_); }

@@ -12,7 +12,8 @@ namespace xsoftmax {
 //
 // A debt is what a row optimizer's step leaves behind: which parameter, the state tensors, how to make it up. It holds weak references: with
 // the parameter or its state it is gone. Where others have written to the parameter since (its version tells), what is owed would move values that
-// it does not belong to: it is dropped, with a warning. A parameter that moves to other memory (`module.to(...)`) is found again from its next step on.
+// it does not belong to: it is dropped, with a warning. What state on a device says of debts is not read on the host: there it is the flush
+// that finds whether anything is owed. A parameter that moves to other memory (`module.to(...)`) is found again from its next step on.
 //
 // register_debt(Tensor table, Tensor[] state, str optimizer): the same for state that was loaded or copied. optimizer: "row_adam", "row_sgd".
 // forget_debt(Tensor[] state): what this state owed is owed no more; for state that is about to be replaced.
@@ -25,6 +26,8 @@ void settle(const at::Tensor& table);
 void settle(const at::Tensor& table, bool raised);
 /// `state`: its first tensor counts the steps (int64), its last is "owed" (optim/owed_steps.h).
 void record_debt(const at::Tensor& param, at::TensorList state, FlushRows flush);
+/// Rows were made up by a flush of `param`.
+void made_up(const at::Tensor& param, at::TensorList state);
 void forget_debt(at::TensorList state);
 
 /// While an optimizer's operator writes to its tables, whose versions it has raised (core/guards.cpp), also where it then refuses the call. What others

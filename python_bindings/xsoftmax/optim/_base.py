@@ -124,7 +124,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
-        16-bit parameters stays float32. Checkpoints of torch.optim's optimizer of the same name load as dense state."""
+        16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer of the same name load as dense state."""
         replaced = [self._tensors(state) for state in self.state.values() if state]
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
         reveal = self.register_load_state_dict_post_hook(RowOptimizer._reveal_tensors, prepend=True)
@@ -141,8 +141,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for param, state in self.state.items():
             for name, value in state.items():
                 if isinstance(value, _Hidden):
-                    on_host = name == "owed" or (name == "step" and "last_step" in state)
-                    state[name] = value.tensor.to("cpu" if on_host else param.device, copy=True)
+                    state[name] = value.tensor.to(param.device, copy=True)
             if state and any(state.get(name) is None for name in self._state_names[:2]):  # torch.optim.SGD counts no steps
                 complete = dict(zip(self._state_names, self._call("_state", param, False, self._text(groups[param]))))
                 complete["step"].fill_(1)

@@ -1,0 +1,125 @@
+#include "core/impl.h"
+#include "optim/row_adagrad.h"
+#include "optim/row_update_cuda.cuh"
+
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using namespace cuda;
+
+enum State { kCount, kSum };
+
+// kRowWise: one sum a row. Its mean of squares takes the parameter's row once more where there is weight decay; a cache holds it.
+template <typename T, bool kRowWise>
+struct AdagradRows {
+  using Scalar = T;
+  using M = at::opmath_type<T>;
+  static constexpr bool kOneSum = kRowWise;
+
+  DeviceRows<T> param;
+  DeviceRows<M> sum;
+  const int64_t* steps;
+  RowAdagradNumbers numbers;
+  bool wide;
+
+  struct Row {
+    AdagradStep<M> step;
+    M sum; ///< of kRowWise
+    M rate;
+  };
+
+  __device__ M read(int64_t row) const { return kRowWise ? *sum[row] : M(0); }
+
+  template <bool kAlone>
+  __device__ Row begin(int64_t, M old) const {
+    const M lr = M(row_adagrad_rate(numbers.lr, numbers.lr_decay, *steps + 1));
+    return {{lr, M(numbers.weight_decay), M(numbers.eps)}, old, 0};
+  }
+
+  template <int N>
+  __device__ void full_gradient(int64_t row, int64_t d, M (&g)[N]) const {
+    if (numbers.weight_decay != 0) {
+      add_scaled(g, M(numbers.weight_decay), param[row] + d);
+    }
+  }
+
+  template <int N>
+  __device__ M squares(int64_t row, int64_t d, const M (&g)[N]) const {
+    M full[N], result = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      full[i] = g[i];
+    }
+    full_gradient(row, d, full);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      result += full[i] * full[i];
+    }
+    return result;
+  }
+
+  __device__ void with_squares(Row& of_row, M mean) const {
+    of_row.sum += mean;
+    of_row.rate = adagrad_row_rate(of_row.sum, of_row.step);
+  }
+
+  template <int N>
+  __device__ void update(const Row& of_row, int64_t row, int64_t d, const M (&g)[N]) const {
+    const auto old = load_pack<N>(param[row] + d);
+    M next[N];
+    if constexpr (kRowWise) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const M w = M(old.values[i]);
+        next[i] = w - of_row.rate * (g[i] + of_row.step.weight_decay * w);
+      }
+    } else {
+      auto sums = load_pack<N>(sum[row] + d);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        next[i] = adagrad_element(M(old.values[i]), sums.values[i], g[i], of_row.step);
+      }
+      store_pack(sum[row] + d, sums.values);
+    }
+    store_pack(param[row] + d, next);
+  }
+
+  __device__ void finish(const Row& of_row, int64_t row) const {
+    if constexpr (kRowWise) {
+      *sum[row] = of_row.sum;
+    }
+  }
+};
+
+template <typename T, bool kRowWise>
+void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowAdagradNumbers& numbers) {
+  AdagradRows<T, kRowWise> rule{device_rows<T>(param), device_rows<at::opmath_type<T>>(state[kSum]), state[kCount].const_data_ptr<int64_t>(),
+                                numbers, false};
+  constexpr int64_t kPack = 16 / sizeof(T);
+  rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
+  update_rows(rule, rows, values, param.size(0));
+}
+
+void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options) {
+  const RowAdagradNumbers numbers = check_row_adagrad_rows(param, state, rows, values, options);
+  const c10::cuda::CUDAGuard guard(param.device());
+  if (use_reference() || !has_row_view(param) || !has_row_view(state[kSum])) {
+    row_adagrad_rows_composite(param, state, rows, values, options);
+    return;
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_adagrad_rows_cuda", [&] {
+    const bool row_wise = state[kSum].dim() < param.dim();
+    (row_wise ? step_rows<scalar_t, true> : step_rows<scalar_t, false>)(param, state, rows, values, numbers);
+  });
+  state[kCount].add_(1);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) { m.impl("row_adagrad_rows_", row_adagrad_rows_cuda); }
+
+} // namespace xsoftmax

@@ -1,0 +1,194 @@
+#include "core/impl.h"
+#include "optim/row_sgd.h"
+#include "optim/row_update_cuda.cuh"
+#include "optim/settle.h"
+
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using namespace cuda;
+
+enum State { kCount, kBuffer, kLastStep, kOwed };
+
+template <typename T>
+struct SgdRows {
+  using Scalar = T;
+  using M = at::opmath_type<T>;
+  static constexpr bool kOneSum = false;
+
+  DeviceRows<T> param;
+  DeviceRows<M> buffer; // none: without momentum
+  DeviceRows<int32_t> last_step;
+  Owing owing;
+  RowSGDNumbers numbers; // of a step
+  double decay;
+  bool fresh;  // the buffer
+  bool always; // a step is owed also where nothing was before
+  bool wide;
+
+  struct Row {
+    MomentumStep<M> step;
+    int32_t number; ///< 0: nothing is owed
+  };
+
+  __device__ bool owes() const { return always || (!owing.settles() && *owing.step > int64_t(owing.owed[0])); }
+
+  __device__ int32_t read(int64_t row) const { return owes() ? *last_step[row] : 0; }
+
+  template <bool kAlone>
+  __device__ Row begin(int64_t, int32_t s) const {
+    const int64_t t = *owing.step + 1;
+    const double take = t == 1 || fresh ? 1 : 1 - numbers.dampening;
+    const bool debts = owes();
+    const OwedDebt debt = debts ? owing.debt(s, numbers.momentum) : OwedDebt{0, 1};
+    const double kept = s == 0 || buffer.data == nullptr ? 1 : std::pow(numbers.momentum, double(t - s));
+    return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), debts ? int32_t(t) : 0};
+  }
+
+  template <int N>
+  __device__ void update(const Row& of_row, int64_t row, int64_t d, const M (&g)[N]) const {
+    const auto old = load_pack<N>(param[row] + d);
+    const MomentumStep<M>& s = of_row.step;
+    const M sign = numbers.maximize ? M(-1) : M(1);
+    M next[N];
+    if (buffer.data == nullptr) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        next[i] = s.decay * M(old.values[i]) - s.lr * (sign * g[i]);
+      }
+    } else {
+      auto kept = load_pack<N>(buffer[row] + d);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        next[i] = momentum_element(M(old.values[i]), kept.values[i], sign * g[i], s, s.nesterov);
+      }
+      store_pack(buffer[row] + d, kept.values);
+    }
+    store_pack(param[row] + d, next);
+  }
+
+  __device__ void finish(const Row& of_row, int64_t row) const {
+    if (of_row.number != 0) {
+      *last_step[row] = of_row.number;
+    }
+  }
+
+  template <int N, bool kAlone>
+  __device__ void make_up(Due due, int64_t row, int64_t width, int thread) const {
+    const int64_t s = *last_step[row], t = *owing.step;
+    if (s >= t) {
+      return;
+    }
+    const bool rebase = due == Due::Rebase && s != 0;
+    const double momentum = owing.owed[1];
+    const OwedDebt debt = owed_table(owing.owed, owing.capacity, t, momentum)(s);
+    if constexpr (!kAlone) {
+      __syncwarp(); // all have read last_step
+    }
+    if (rebase && thread == 0) {
+      *last_step[row] = int32_t(t);
+    }
+    const bool moves = s != 0 && momentum != 0 && buffer.data != nullptr; // steps without momentum left the buffer alone
+    if (!moves && debt.decay == 1) {
+      return;
+    }
+    const M owed_decay = M(debt.decay), drift = M(debt.movement), kept = M(rebase ? std::pow(momentum, double(t - s)) : 1.0);
+    constexpr int kTeam = kAlone ? 1 : kWarp;
+    for (int64_t d = int64_t(thread) * N; d < width; d += kTeam * N) {
+      const auto old = load_pack<N>(param[row] + d);
+      M next[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        next[i] = owed_decay * M(old.values[i]);
+      }
+      if (moves) {
+        auto of_buffer = load_pack<N>(buffer[row] + d);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          next[i] -= drift * of_buffer.values[i];
+          of_buffer.values[i] *= kept;
+        }
+        if (kept != 1) {
+          store_pack(buffer[row] + d, of_buffer.values);
+        }
+      }
+      store_pack(param[row] + d, next);
+    }
+  }
+};
+
+// What rows that owe a step move by, in units of their buffer.
+struct SgdRate {
+  double rate;
+  __device__ double operator()(int64_t) const { return rate; }
+};
+
+template <typename T>
+SgdRows<T> sgd_rows(const Tensor& param, TensorList state, const Owing& owing, const RowSGDNumbers& numbers) {
+  using M = at::opmath_type<T>;
+  const bool has_buffer = state[kBuffer].sizes() == param.sizes(); // one that was not needed yet is [0]
+  SgdRows<T> rows{device_rows<T>(param), has_buffer ? device_rows<M>(state[kBuffer]) : DeviceRows<M>{}, device_rows<int32_t>(state[kLastStep]),
+                  owing, numbers, 1 - numbers.lr * numbers.weight_decay, false, numbers.momentum != 0 || numbers.weight_decay != 0, false};
+  constexpr int64_t kPack = 16 / sizeof(T);
+  rows.wide = rows.param.packs(kPack) && rows.buffer.packs(kPack) && (param.dim() < 2 || param.size(1) % kPack == 0);
+  return rows;
+}
+
+bool fits(const Tensor& param, TensorList state) { return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]); }
+
+template <typename T>
+void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowSGDNumbers& numbers) {
+  const Owing steps = owing(state[kCount], state[kOwed], numbers.momentum, double(numbers.nesterov), 0);
+  make_up(sgd_rows<T>(param, state, steps, numbers), param);
+  const bool fresh = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
+  SgdRows<T> rule = sgd_rows<T>(param, state, steps, numbers);
+  rule.fresh = fresh;
+  if (numbers.momentum == 0) {
+    rule.buffer = {};
+  }
+  update_rows(rule, rows, values, param.size(0));
+  advance(steps, SgdRate{numbers.lr * (numbers.nesterov ? numbers.momentum : 1)}, numbers.momentum,
+          std::log1p(-numbers.lr * numbers.weight_decay), rule.always);
+}
+
+void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options) {
+  const RowSGDNumbers numbers = check_row_sgd_rows(param, state, rows, values, options);
+  const c10::cuda::CUDAGuard guard(param.device());
+  if (!fits(param, state)) {
+    row_sgd_rows_composite(param, state, rows, values, options);
+    return;
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_sgd_rows_cuda",
+                                  [&] { step_rows<scalar_t>(param, state, rows, values, numbers); });
+}
+
+void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
+  const WriteToTables write(param);
+  if (!check_row_sgd_flush(param, state)) {
+    return;
+  }
+  const c10::cuda::CUDAGuard guard(param.device());
+  if (!fits(param, state)) {
+    row_sgd_flush_composite(param, state);
+    return;
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_sgd_flush_cuda", [&] {
+    const Owing steps = owing(state[kCount], state[kOwed]);
+    make_up(sgd_rows<scalar_t>(param, state, steps, {}), param);
+    settle_owed(steps);
+  });
+  made_up(param, state);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
+  m.impl("row_sgd_rows_", row_sgd_rows_cuda);
+  m.impl("row_sgd_flush_", row_sgd_flush_cuda);
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,480 @@
+#pragma once
+
+#include "core/cuda_rows.cuh"
+#include "core/dtypes.h"
+#include "optim/owed_table.h"
+#include "optim/row_updates.h"
+
+#define XS_ISA isa_cuda
+#include "optim/row_arithmetic.h"
+#undef XS_ISA
+
+#include <ATen/Dispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <tuple>
+
+// What the CUDA kernels of the row-wise optimizers share: a row-sparse gradient whose equal rows are summed where a row is updated, and what rows
+// owe. Nothing is read on the host: the number of steps, what follows from it, and whether all rows must be made up first are the device's.
+//
+// An optimizer is a rule, a struct that kernels take by value:
+//     Scalar                              of the parameter
+//     wide                                whether its rows may be read 16 bytes at a time (those of float32 state beside a 16-bit parameter: 32)
+//     Old read(row)                       what finish() overwrites
+//     Row begin<kAlone>(row, old)         the coefficients; kAlone: called by a thread, else by whole warps
+//     bool kOneSum; squares, with_squares   of one that needs the mean of squares before it updates (row-wise Adagrad)
+//     update<N>(Row, row, d, g)           N elements from d on, by their summed gradient
+//     finish(Row, row)                    by one thread
+//     make_up<kAlone, N>(due, row, width, thread, threads)   what a row owes
+//
+// Bytes that a step reads and writes at least: R rows of values and, of D distinct rows, param and state, each once in and once out. That is what
+// row_update_kernel moves, and 16 bytes a row for its place, as long as a row is held in registers (kHeld): up to 4,096 float32 columns. The sums of
+// chunks, of rows that stand more than 32 times, are a 32nd of their values, out and in.
+
+namespace xsoftmax::cuda {
+
+using namespace isa_cuda;
+
+/// A tensor whose row r begins at data + r * stride.
+template <typename T>
+struct DeviceRows {
+  T* data = nullptr;
+  int64_t stride = 0;
+
+#ifdef __CUDACC__
+  __device__ T* operator[](int64_t row) const { return data + row * stride; }
+#endif
+  /// Whether N elements of each row, from a multiple of N on, are one load.
+  bool packs(int64_t n) const {
+    return reinterpret_cast<uintptr_t>(data) % (sizeof(T) * n) == 0 && stride % n == 0;
+  }
+};
+
+template <typename T>
+DeviceRows<T> device_rows(const at::Tensor& tensor) {
+  return {static_cast<T*>(tensor.mutable_data_ptr()), tensor.stride(0)};
+}
+
+/// What all rows need before a step.
+enum class Due { Nothing, Flush, Rebase };
+
+/// The steps that rows owe, and those to come.
+struct Owing {
+  int64_t* step;
+  double* owed;
+  int64_t capacity;
+  double next[3];  ///< the coefficients of the steps to come
+  bool flush;      ///< no step is taken: what is owed is made up
+
+#ifdef __CUDACC__
+  __device__ bool changed() const { return owed[1] != next[0] || owed[2] != next[1] || owed[3] != next[2]; }
+
+  __device__ Due due() const {
+    const int64_t taken = *step, settled = int64_t(owed[0]);
+    CUDA_KERNEL_ASSERT(taken >= 0 && taken < INT32_MAX && settled >= 0 && settled <= taken && taken - settled <= capacity);
+    if (!flush && changed()) {
+      return taken > 0 ? Due::Rebase : Due::Nothing;
+    }
+    return taken - settled >= (flush ? 1 : capacity) ? Due::Flush : Due::Nothing;
+  }
+
+  /// Whether the step finds nothing owed: make_up_kernel has seen to it, or no step was taken under these coefficients.
+  __device__ bool settles() const { return changed() || due() != Due::Nothing; }
+
+  /// Of a row before the step.
+  __device__ OwedDebt debt(int64_t s, double ratio) const {
+    return settles() ? OwedDebt{0, 1} : owed_table(owed, capacity, *step, ratio)(s);
+  }
+#endif
+};
+
+inline Owing owing(const at::Tensor& step, const at::Tensor& owed) {
+  return {step.mutable_data_ptr<int64_t>(), owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), {0, 0, 0}, true};
+}
+inline Owing owing(const at::Tensor& step, const at::Tensor& owed, double a, double b, double c) {
+  return {step.mutable_data_ptr<int64_t>(), owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), {a, b, c}, false};
+}
+
+/// A row-sparse gradient, sorted by row: the i-th of its rows stands at order[i].
+template <typename T>
+struct SortedGradient {
+  const T* values;
+  const int64_t *rows, *order;
+  at::opmath_type<T>* chunks; ///< [count / 32, width]: the sums of chunk_sums_kernel
+  int64_t count, width, num_rows;
+};
+
+#ifdef __CUDACC__
+/// Packs of N columns that a thread holds of a row.
+template <int N>
+constexpr int kHeld = N == 1 ? 8 : 4;
+
+/// base[i]^exponent[i]. A power in float64 takes as long as a row: the lanes of a warp share the work.
+template <bool kAlone, int P>
+__device__ inline void powers(double (&result)[P], const double (&base)[P], const double (&exponent)[P]) {
+  if constexpr (kAlone) {
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      result[i] = std::pow(base[i], exponent[i]);
+    }
+  } else {
+    double b = base[0], e = exponent[0];
+#pragma unroll
+    for (int i = 1; i < P; ++i) {
+      b = lane() == i ? base[i] : b;
+      e = lane() == i ? exponent[i] : e;
+    }
+    const double mine = std::pow(b, e);
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      result[i] = __shfl_sync(kAllLanes, mine, i);
+    }
+  }
+}
+
+template <typename T>
+__device__ inline bool begins(const SortedGradient<T>& g, int64_t i) {
+  return i == 0 || g.rows[i] != g.rows[i - 1];
+}
+
+/// Whether a chunk of 32 sorted rows is of one that has begun before it: these are summed beforehand, so that no row is the work of one warp.
+template <typename T>
+__device__ inline bool whole_chunk(const SortedGradient<T>& g, int64_t chunk) {
+  const int64_t begin = chunk * kWarp, end = begin + kWarp;
+  return chunk > 0 && end <= g.count && g.rows[begin - 1] == g.rows[end - 1];
+}
+
+template <int K, int N, typename opmath, typename T>
+__device__ inline void add_row(opmath (&sum)[K][N], const T* row, int64_t width, int64_t d, int64_t stride) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (d + k * stride < width) {
+      add_scaled(sum[k], opmath(1), row + d + k * stride);
+    }
+  }
+}
+
+/// K packs of N columns, `stride` apart from d on, of the sum of the row that begins at `first`. By whole warps, in a fixed order.
+template <int K, int N, typename T>
+__device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGradient<T>& g, int64_t first, int64_t d, int64_t stride) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      sum[k][n] = 0;
+    }
+  }
+  const int64_t row = g.rows[first];
+  if (first + 1 == g.count || g.rows[first + 1] != row) {
+    add_row(sum, g.values + g.order[first] * g.width, g.width, d, stride);
+    return;
+  }
+  for (int64_t begin = first; begin < g.count;) {
+    int64_t chunk = begin / kWarp;
+    if (begin % kWarp == 0 && begin > first) {
+      const int64_t mine = chunk + lane();
+      const unsigned whole = __ballot_sync(kAllLanes, mine < g.count / kWarp && g.rows[mine * kWarp + kWarp - 1] == row);
+      const int chunks = __popc(whole); // the first of the lanes: rows are sorted
+#pragma unroll 4
+      for (int c = 0; c < chunks; ++c) {
+        add_row(sum, g.chunks + (chunk + c) * g.width, g.width, d, stride);
+      }
+      chunk += chunks;
+      begin = chunk * kWarp;
+      if (chunks == kWarp) {
+        continue;
+      }
+    }
+    const int64_t mine = begin + lane(), end = (chunk + 1) * kWarp;
+    const bool member = mine < end && mine < g.count && g.rows[mine] == row;
+    const int members = __popc(__ballot_sync(kAllLanes, member)); // the first of the lanes
+    const int64_t place = member ? g.order[mine] : 0;
+#pragma unroll 4
+    for (int m = 0; m < members; ++m) {
+      add_row(sum, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, stride);
+    }
+    if (begin + members < end) {
+      return;
+    }
+    begin = end;
+  }
+}
+
+/// The same by one thread, of rows that are a number each.
+template <typename T>
+__device__ inline at::opmath_type<T> sum_numbers(const SortedGradient<T>& g, int64_t first) {
+  const int64_t row = g.rows[first];
+  at::opmath_type<T> sum = 0;
+  for (int64_t i = first; i < g.count && g.rows[i] == row;) {
+    if (i % kWarp == 0 && whole_chunk(g, i / kWarp)) {
+      sum += g.chunks[i / kWarp];
+      i += kWarp;
+    } else {
+      sum += at::opmath_type<T>(g.values[g.order[i]]);
+      ++i;
+    }
+  }
+  return sum;
+}
+
+/// A warp a chunk that whole_chunk names, and 32 N of its columns (blockIdx.y picks them).
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads) chunk_sums_kernel(SortedGradient<T> g) {
+  for (int64_t chunk = global_thread() / kWarp; chunk < g.count / kWarp; chunk += grid_threads() / kWarp) {
+    if (!whole_chunk(g, chunk)) {
+      continue;
+    }
+    const int64_t place = g.order[chunk * kWarp + lane()], d = (int64_t(blockIdx.y) * kWarp + lane()) * N;
+    at::opmath_type<T> sum[1][N] = {};
+#pragma unroll 8
+    for (int m = 0; m < kWarp; ++m) {
+      add_row(sum, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, 0);
+    }
+    if (d < g.width) {
+      store_pack(g.chunks + chunk * g.width + d, sum[0]);
+    }
+  }
+}
+
+/// Whether any thread of those who work on a row says so: a warp, or a block of several.
+__device__ inline bool team_any(bool mine) {
+  return blockDim.x == kWarp ? __any_sync(kAllLanes, mine) != 0 : __syncthreads_or(mine) != 0;
+}
+
+template <typename T>
+__device__ inline T team_sum(T mine) {
+  __shared__ alignas(8) unsigned char storage[kWarp * sizeof(T)];
+  return blockDim.x == kWarp ? warp_sum(mine) : block_sum(mine, reinterpret_cast<T*>(storage));
+}
+
+/// A warp a row (threadIdx.y picks it), or a block for long ones. The first of equal rows sums them; a sum of zeros touches nothing.
+template <typename Rule, int N>
+__global__ void __launch_bounds__(kThreads) row_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
+  using M = at::opmath_type<typename Rule::Scalar>;
+  constexpr int K = kHeld<N>;
+  const int64_t d = int64_t(threadIdx.x) * N, stride = int64_t(blockDim.x) * N, piece = stride * K;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; i < g.count; i += int64_t(gridDim.x) * blockDim.y) {
+    if (!begins(g, i)) {
+      continue;
+    }
+    const int64_t row = g.rows[i];
+    CUDA_KERNEL_ASSERT(row >= 0 && row < g.num_rows);
+    const auto old = rule.read(row); // before the barrier behind which a thread overwrites it
+    M sum[K][N];
+    bool any = false;
+    for (int64_t from = 0; from < g.width; from += piece) {
+      sum_row(sum, g, i, from + d, stride);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          any |= sum[k][n] != 0;
+        }
+      }
+    }
+    if (!team_any(any)) {
+      continue;
+    }
+    auto of_row = rule.template begin<false>(row, old);
+    if constexpr (Rule::kOneSum) {
+      M squares = 0;
+      for (int64_t from = 0; from < g.width; from += piece) {
+        if (g.width > piece) {
+          sum_row(sum, g, i, from + d, stride);
+        }
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          if (from + d + k * stride < g.width) {
+            squares += rule.template squares<N>(row, from + d + k * stride, sum[k]);
+          }
+        }
+      }
+      rule.with_squares(of_row, team_sum(squares) / M(g.width));
+    }
+    for (int64_t from = 0; from < g.width; from += piece) {
+      if (g.width > piece) {
+        sum_row(sum, g, i, from + d, stride);
+      }
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (from + d + k * stride < g.width) {
+          rule.template update<N>(of_row, row, from + d + k * stride, sum[k]);
+        }
+      }
+    }
+    if (threadIdx.x == 0) {
+      rule.finish(of_row, row);
+    }
+  }
+}
+
+/// A thread a row, of one number.
+template <typename Rule>
+__global__ void __launch_bounds__(kThreads) number_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
+  using M = at::opmath_type<typename Rule::Scalar>;
+  for (int64_t i = global_thread(); i < g.count; i += grid_threads()) {
+    if (!begins(g, i)) {
+      continue;
+    }
+    const int64_t row = g.rows[i];
+    CUDA_KERNEL_ASSERT(row >= 0 && row < g.num_rows);
+    const M sum[1] = {sum_numbers(g, i)};
+    if (sum[0] == 0) {
+      continue;
+    }
+    auto of_row = rule.template begin<true>(row, rule.read(row));
+    if constexpr (Rule::kOneSum) {
+      rule.with_squares(of_row, rule.template squares<1>(row, 0, sum));
+    }
+    rule.template update<1>(of_row, row, 0, sum);
+    rule.finish(of_row, row);
+  }
+}
+
+/// Brings all rows up to date, where that is due; else all threads leave at once. A warp a row, or a thread where rows are a number each. Bytes at
+/// least: param in and out and the state that decides its movement in, of rows that owe; where options have changed, that state out as well.
+template <typename Rule, int N, bool kAlone>
+__global__ void __launch_bounds__(kThreads) make_up_kernel(Rule rule, int64_t rows, int64_t width) {
+  const Due due = rule.owing.due();
+  if (due == Due::Nothing) {
+    return;
+  }
+  constexpr int kTeam = kAlone ? 1 : kWarp;
+  for (int64_t row = global_thread() / kTeam; row < rows; row += grid_threads() / kTeam) {
+    rule.template make_up<N, kAlone>(due, row, width, kAlone ? 0 : lane());
+  }
+}
+
+/// One block: the step is taken, and all that rows owe by it is in the table. `rate`: of step t, what rows that owe it move by; `log_decay`: of it.
+/// always: the step is owed also where nothing was before.
+template <typename Rate>
+__global__ void __launch_bounds__(1024) advance_kernel(Owing owing, Rate rate, double ratio, double log_decay, bool always) {
+  const int64_t taken = *owing.step, settled = int64_t(owing.owed[0]);
+  const bool settles = owing.settles();
+  const bool owes = always || (!settles && taken > settled);
+  __syncthreads(); // before any thread writes
+  double* const header = owing.owed;
+  if (threadIdx.x == 0) {
+    *owing.step = taken + 1;
+    if (settles || !owes) {
+      header[0] = double(owes ? taken : taken + 1);
+      header[1] = owing.next[0];
+      header[2] = owing.next[1];
+      header[3] = owing.next[2];
+      header[OwedTable::kHeader] = header[OwedTable::kHeader + owing.capacity + 1] = 0;
+    }
+  }
+  __syncthreads();
+  if (!owes) {
+    return;
+  }
+  const OwedTable table = owed_table(owing.owed, owing.capacity, taken, ratio);
+  const double decay = std::exp(log_decay), moved = rate(taken + 1);
+  for (int64_t i = table.first_moved() + threadIdx.x; i <= table.count; i += blockDim.x) {
+    table.move(i, decay, moved, std::pow(ratio, double(table.count + 1 - i)));
+  }
+  if (threadIdx.x == 0) {
+    table.movement[table.count + 1] = 0;
+    table.log_decay[table.count + 1] = table.log_decay[table.count] + log_decay;
+  }
+}
+
+/// One thread: all rows are made up.
+__global__ inline void settle_kernel(Owing owing) {
+  owing.owed[0] = double(*owing.step);
+  owing.owed[OwedTable::kHeader] = owing.owed[OwedTable::kHeader + owing.capacity + 1] = 0;
+}
+
+// ------------------------------------------------------------------------------------------------------------------------- hosts
+
+/// The gradient, sorted, with what it points to.
+template <typename T>
+struct GradientOnDevice {
+  at::Tensor values, rows, order, chunks;
+  SortedGradient<T> view;
+
+  GradientOnDevice(const at::Tensor& ids, const at::Tensor& gradient, int64_t num_rows) : values(gradient.contiguous()) {
+    std::tie(rows, order) = ids.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+    const int64_t count = rows.numel(), width = values.dim() == 2 ? values.size(1) : 1;
+    chunks = at::empty({count / kWarp, width}, values.options().dtype(opmath_dtype(values.scalar_type())));
+    view = {values.const_data_ptr<T>(), rows.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(),
+            chunks.mutable_data_ptr<at::opmath_type<T>>(), count, width, num_rows};
+  }
+  bool wide() const {
+    constexpr int64_t kPack = 16 / sizeof(T);
+    return DeviceRows<const T>{view.values, view.width}.packs(kPack) &&
+        DeviceRows<const at::opmath_type<T>>{view.chunks, view.width}.packs(kPack);
+  }
+  template <int N>
+  void sum_chunks() const {
+    if (view.count / kWarp > 1) {
+      const dim3 grid(grid_size(view.count / kWarp, kThreads / kWarp), unsigned((view.width + kWarp * N - 1) / (kWarp * N)));
+      chunk_sums_kernel<T, N><<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(view);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  }
+};
+
+template <typename Rule>
+void update_rows(const Rule& rule, const at::Tensor& rows, const at::Tensor& values, int64_t num_rows) {
+  using T = typename Rule::Scalar;
+  if (values.numel() == 0) {
+    return;
+  }
+  const GradientOnDevice<T> gradient(rows, values, num_rows);
+  const SortedGradient<T>& view = gradient.view;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (view.width == 1) {
+    gradient.template sum_chunks<1>();
+    number_update_kernel<Rule><<<grid_size(view.count, kThreads), kThreads, 0, stream>>>(rule, view);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return;
+  }
+  dispatch_pack<T>(rule.wide && gradient.wide(), [&](auto pack) {
+    constexpr int N = decltype(pack)::value;
+    gradient.template sum_chunks<N>();
+    const int64_t held = kWarp * N * kHeld<N>, warps = std::min<int64_t>((view.width + held - 1) / held, kThreads / kWarp);
+    const dim3 block(unsigned(kWarp * warps), warps == 1 ? kThreads / kWarp : 1);
+    row_update_kernel<Rule, N><<<grid_size(view.count, block.y), block, 0, stream>>>(rule, view);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+/// Launches what makes up all rows where that is due, which the device finds out.
+template <typename Rule>
+void make_up(const Rule& rule, const at::Tensor& param) {
+  const int64_t rows = param.size(0), width = param.dim() == 2 ? param.size(1) : 1;
+  if (rows == 0 || width == 0) {
+    return;
+  }
+  constexpr int64_t kBlocks = 2048; // fills any device, and is no work where nothing is due
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (width == 1) {
+    make_up_kernel<Rule, 1, true><<<unsigned(std::min<int64_t>(grid_size(rows, kThreads), kBlocks)), kThreads, 0, stream>>>(rule, rows, width);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return;
+  }
+  dispatch_pack<typename Rule::Scalar>(rule.wide, [&](auto pack) {
+    constexpr int N = decltype(pack)::value;
+    make_up_kernel<Rule, N, false>
+        <<<unsigned(std::min<int64_t>(grid_size(rows, kThreads / kWarp), kBlocks)), kThreads, 0, stream>>>(rule, rows, width);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+/// The step of rows is taken: so many are.
+template <typename Rate>
+void advance(const Owing& owing, const Rate& rate, double ratio, double log_decay, bool always) {
+  advance_kernel<Rate><<<1, 1024, 0, c10::cuda::getCurrentCUDAStream()>>>(owing, rate, ratio, log_decay, always);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+inline void settle_owed(const Owing& owing) {
+  settle_kernel<<<1, 1, 0, c10::cuda::getCurrentCUDAStream()>>>(owing);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+#endif
+
+} // namespace xsoftmax::cuda
