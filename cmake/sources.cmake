@@ -131,7 +131,13 @@ set(XSOFTMAX_CUDA_SOURCES
   csrc/optim/row_norm_cuda.cu
   csrc/optim/row_sgd_cuda.cu
   csrc/samplers/alias_sample_cuda.cu
+  csrc/samplers/kernel_sample_cuda.cu
   csrc/samplers/log_uniform_sample_cuda.cu
+  csrc/samplers/lsh_sample_cuda.cu
+  csrc/samplers/midx_exact_cuda.cu
+  csrc/samplers/midx_index_cuda.cu
+  csrc/samplers/midx_sample_cuda.cu
+  csrc/samplers/midx_sets_cuda.cu
   csrc/samplers/systematic_sample_cuda.cu
   csrc/samplers/uniform_sample_cuda.cu
   csrc/scores/candidate_scores_cuda.cu

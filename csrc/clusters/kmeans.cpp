@@ -3,21 +3,21 @@
 #include "clusters/nearest.h"
 #include "core/autocast.h"
 #include "core/checks.h"
-#include "core/permutation.h"
 #include "core/impl.h"
 #include "core/optional.h"
 #include "core/row_groups.h"
+#include "core/uniform_draws.h"
 #include "scores/row_kernels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mv.h>
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -31,6 +31,7 @@ using at::Tensor;
 
 constexpr const char* kOp = "kmeans";
 constexpr int64_t kSeedRows = 8; // a cluster
+constexpr int64_t kMembers = int64_t(1) << 24; // rows times clusters that a product takes
 
 void check_kmeans(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations, const OptionalTensor& init) {
   check::dim(kOp, "seed", seed, 0);
@@ -56,32 +57,48 @@ std::tuple<Tensor, Tensor> kmeans_meta(const Tensor& seed, const Tensor& rows, i
   return {at::empty_symint({clusters, rows.sym_size(1)}, options.dtype(at::kFloat)), at::empty({iterations + 1}, options.dtype(at::kDouble))};
 }
 
-// Each seed is a row, drawn in proportion to its squared distance from the seeds before it.
-Tensor plus_plus_seeds(uint64_t seed, const Tensor& rows, int64_t clusters) {
-  const int64_t n = std::min(rows.size(0), kSeedRows * clusters);
-  const RandomPermutation place(seed, 0, uint64_t(rows.size(0)));
-  std::vector<int64_t> chosen(n);
-  for (int64_t i = 0; i < n; ++i) {
-    chosen[i] = int64_t(place(uint64_t(i)));
+// Whether rows take the loops of the CPU, or ATen calls that no value is read for on the host.
+bool on_host(const Tensor& rows) { return rows.is_cpu() && !use_reference(); }
+
+// Running sums. A scan of a device may add in any order, a product does not: sums inside of blocks, then what stands before each.
+Tensor running_sums(const Tensor& values) {
+  if (on_host(values)) {
+    return values.cumsum(0);
   }
-  const Tensor x = rows.index_select(0, at::tensor(chosen, at::kLong).to(rows.device())), norm = x.square().sum(1);
+  constexpr int64_t kBlock = 64;
+  const int64_t n = values.size(0), blocks = (n + kBlock - 1) / kBlock;
+  const Tensor padded = at::zeros({blocks * kBlock}, values.options());
+  padded.narrow(0, 0, n).copy_(values);
+  const Tensor sums = at::mm(padded.view({blocks, kBlock}), at::ones({kBlock, kBlock}, values.options()).triu());
+  const Tensor before = at::mv(at::ones({blocks, blocks}, values.options()).tril(-1), sums.select(1, kBlock - 1));
+  return (sums + before.unsqueeze(1)).view({-1}).narrow(0, 0, n);
+}
+
+// Each seed is a row, drawn in proportion to its squared distance from the seeds before it.
+Tensor plus_plus_seeds(const Tensor& seed, const Tensor& rows, int64_t clusters) {
+  constexpr int64_t kResolution = int64_t(1) << 53;
+  const int64_t n = std::min(rows.size(0), kSeedRows * clusters);
+  const Tensor x = rows.index_select(0, uniform_draws(seed, 0, rows.size(0), n, true)), norm = x.square().sum(1);
+  const Tensor numbers = uniform_draws(seed, 1, kResolution, clusters, false).to(at::kDouble).div_(double(kResolution));
+  const Tensor any = (numbers * double(n)).to(at::kLong); // the first seed, and, once all rows are seeds, those behind: all alike
   const Tensor seeds = at::empty({clusters, rows.size(1)}, x.options());
-  Tensor distance = at::full({n}, std::numeric_limits<float>::infinity(), x.options());
+  Tensor distance;
   for (int64_t k = 0; k < clusters; ++k) {
-    const double u = unit_double(philox(seed, 1, k).low());
-    const Tensor sum = distance.to(at::kDouble, false, true).cumsum(0);
-    const double total = k == 0 ? 0.0 : sum[n - 1].item<double>();
-    // The first seed, and, once all rows are seeds, any: all alike.
-    const int64_t drawn = total > 0 ? sum.le(u * total).sum().item<int64_t>() : int64_t(u * double(n));
-    const Tensor row = x.select(0, std::min(drawn, n - 1));
+    Tensor place = any[k];
+    if (k > 0) {
+      const Tensor sum = running_sums(distance.to(at::kDouble)), total = sum[n - 1];
+      place = at::where(total.gt(0), sum.le(numbers[k] * total).sum(), place);
+    }
+    const Tensor row = x.index_select(0, place.clamp_max(n - 1).view({1})).squeeze(0);
     seeds.select(0, k).copy_(row);
-    distance = at::minimum(distance, (norm - 2 * at::mv(x, row) + row.square().sum()).clamp_min(0));
+    const Tensor from_row = (norm - 2 * at::mv(x, row) + row.square().sum()).clamp_min(0);
+    distance = k == 0 ? from_row : at::minimum(distance, from_row);
   }
   return seeds;
 }
 
 std::tuple<Tensor, Tensor> nearest(const Tensor& rows, const Tensor& centroids) {
-  if (rows.is_cpu() && !use_reference()) {
+  if (on_host(rows)) {
     return nearest_codeword_cpu(rows, centroids);
   }
   const Tensor score = at::mm(rows, centroids.t()) - 0.5 * centroids.square().sum(1);
@@ -89,11 +106,46 @@ std::tuple<Tensor, Tensor> nearest(const Tensor& rows, const Tensor& centroids) 
   return {index, (rows.square().sum(1) - 2 * best).clamp_min(0)};
 }
 
-Tensor cluster_sums(const Tensor& rows, const Tensor& index, int64_t clusters) {
-  const Tensor sums = at::zeros({clusters, rows.size(1)}, rows.options());
-  if (!rows.is_cpu() || use_reference()) {
-    return sums.index_add(0, index, rows);
+// The sums of each cluster's rows, by products with who is a member, which add in a fixed order.
+Tensor member_sums(const Tensor& rows, const Tensor& index, int64_t clusters) {
+  const int64_t block = std::max<int64_t>(1, kMembers / clusters);
+  const Tensor number = at::arange(clusters, index.options()), sums = at::zeros({clusters, rows.size(1)}, rows.options());
+  for (int64_t begin = 0; begin < rows.size(0); begin += block) {
+    const int64_t n = std::min(block, rows.size(0) - begin);
+    const Tensor is_member = number.unsqueeze(1).eq(index.narrow(0, begin, n)).to(rows.scalar_type());
+    sums.addmm_(is_member, rows.narrow(0, begin, n));
   }
+  return sums;
+}
+
+// How many rows each cluster has, int64 [K].
+Tensor cluster_sizes(const Tensor& index, int64_t clusters) {
+  if (on_host(index)) {
+    return index.bincount({}, clusters);
+  }
+  const Tensor sorted = std::get<0>(index.sort()), number = at::arange(clusters + 1, index.options());
+  return at::searchsorted(sorted, number).diff();
+}
+
+// Where a cluster has no row, a row far from its centroid, the next far one for each; as many as there are rows.
+Tensor with_restarts(const Tensor& centroids, const Tensor& count, const Tensor& rows, const Tensor& distance) {
+  const Tensor is_empty = count.eq(0);
+  if (on_host(rows)) {
+    const Tensor empty = is_empty.nonzero().squeeze(1);
+    const int64_t restarts = std::min(empty.size(0), rows.size(0));
+    return restarts == 0 ? centroids
+                         : centroids.index_copy(0, empty.narrow(0, 0, restarts), rows.index_select(0, std::get<1>(distance.topk(restarts))));
+  }
+  const int64_t most = std::min(centroids.size(0), rows.size(0));
+  const Tensor turn = is_empty.cumsum(0) - 1, far = rows.index_select(0, std::get<1>(distance.topk(most)));
+  return at::where(is_empty.logical_and(turn.lt(most)).unsqueeze(1), far.index_select(0, turn.clamp(0, most - 1)), centroids);
+}
+
+Tensor cluster_sums(const Tensor& rows, const Tensor& index, int64_t clusters) {
+  if (!on_host(rows)) {
+    return member_sums(rows, index, clusters);
+  }
+  const Tensor sums = at::zeros({clusters, rows.size(1)}, rows.options());
   const RowGroups groups = group_rows(index.const_data_ptr<int64_t>(), index.size(0));
   const std::vector<float> ones(index.size(0), 1.0f);
   const int64_t width = rows.size(1);
@@ -112,27 +164,23 @@ std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& ro
                                             const OptionalTensor& init) {
   check_kmeans(seed, rows, clusters, iterations, init);
   const Tensor x = rows.to(at::kFloat).contiguous();
-  const Tensor inertia = at::zeros({iterations + 1}, at::TensorOptions(at::kDouble));
+  const Tensor inertia = at::zeros({iterations + 1}, x.options().dtype(at::kDouble));
   if (x.size(0) == 0) {
-    return {given(init) ? init->to(at::kFloat, false, true) : at::zeros({clusters, x.size(1)}, x.options()), inertia.to(rows.device())};
+    return {given(init) ? init->to(at::kFloat, false, true) : at::zeros({clusters, x.size(1)}, x.options()), inertia};
   }
-  TORCH_CHECK_VALUE(x.isfinite().all().item<bool>(), kOp, ": expected rows that are finite, got an infinity or NaN");
+  if (x.is_cpu()) { // elsewhere centroids are no numbers either
+    TORCH_CHECK_VALUE(x.isfinite().all().item<bool>(), kOp, ": expected rows that are finite, got an infinity or NaN");
+  }
   Tensor centroids = given(init) ? init->to(at::kFloat, false, true).contiguous()
-                                 : plus_plus_seeds(uint64_t(seed.item<int64_t>()), x, clusters);
+                                 : plus_plus_seeds(seed, x, clusters);
   for (int64_t i = 0;; ++i) {
     const auto [index, distance] = nearest(x, centroids);
-    inertia[i].fill_(distance.to(at::kDouble).mean());
+    inertia[i].copy_(distance.to(at::kDouble).mean());
     if (i == iterations) {
-      return {centroids, inertia.to(rows.device())};
+      return {centroids, inertia};
     }
-    const Tensor count = index.bincount({}, clusters).unsqueeze(1);
-    centroids = at::where(count.gt(0), cluster_sums(x, index, clusters) / count.clamp_min(1), centroids);
-    const Tensor empty = count.squeeze(1).eq(0).nonzero().squeeze(1);
-    const int64_t restarts = std::min(empty.size(0), x.size(0));
-    if (restarts > 0) {
-      const Tensor far = std::get<1>(distance.topk(restarts));
-      centroids.index_copy_(0, empty.narrow(0, 0, restarts), x.index_select(0, far));
-    }
+    const Tensor count = cluster_sizes(index, clusters), size = count.unsqueeze(1);
+    centroids = with_restarts(at::where(size.gt(0), cluster_sums(x, index, clusters) / size.clamp_min(1), centroids), count, x, distance);
   }
 }
 

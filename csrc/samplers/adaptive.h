@@ -26,6 +26,7 @@
 //   X_refresh_(weight, bias, step!, index!, options, generator) -> float64 statistics: follows the class table now. A step that is 0 becomes 1.
 //
 // `index` is a list of plain tensors, in the order of the family's header; its last one is `step` int64 []. An absent table has size 0.
+// All are on one device but `step`, which modules keep on the CPU: X_step_ looks at it, and no step is to wait for a device.
 // What writes to an index takes `step` before the others: TorchScript drops calls that write to nothing but elements of a list.
 // `options` is the text of a struct of xsoftmax/adaptive_options.h. Where X_step_ or X_refresh_ refuses a table, index, step and generator
 // are what they were.
@@ -97,6 +98,8 @@ void check_query_ids(const char* op, const at::Tensor& queries, const at::Tensor
 /// `ids` [Q, P] of ids [S] or [Q, P].
 at::Tensor ids_of_queries(const at::Tensor& queries, const at::Tensor& ids);
 
+/// target of an op, int64 [Q] or [Q, T].
+void check_targets(const char* op, const at::Tensor& queries, const OptionalTensor& target);
 /// seed and target of an op that draws by its queries.
 void check_draws(const char* op, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target);
 

@@ -32,12 +32,15 @@ struct AdaptiveIndex {
 ///     least_dim(options)                               of the class table
 ///     make(is_drawn bool [N], dim, options)            the tables of X_index, without `step`
 ///     refresh(op, table, index, options, generator)    writes to the index and returns the statistics; must not write before all has succeeded
-///     between_refreshes(op, weight, bias, index, options)  optional: what a step does that refreshes nothing
+///     between_refreshes(op, weight, bias, index, options)  optional: what a step does that refreshes nothing, on the CPU;
+///     between_refreshes_cuda(op, weight, bias, index, options), with it
 ///     has_reference(options)                           whether log_count_reference goes with them
 ///     log_count_reference(queries, ids, index, options)    the composite in ATen calls: any device, and the oracle of the tests
 ///     sample_cpu(seed, queries, target, targets, index, options), log_count_cpu(queries, ids, index, options)
+///     sample_cuda(seed, queries, target, index, options), log_count_cuda(queries, ids, index, options)
 ///
-/// They are called with checked arguments. A device without kernels of its own gets the CPU's draws.
+/// They are called with checked arguments. CUDA kernels draw what the CPU does; they assert what a CPU checks of values. A device without kernels of
+/// its own gets the CPU's draws.
 template <typename F>
 class AdaptiveFamily {
  public:
@@ -81,6 +84,12 @@ class AdaptiveFamily {
   static void on_cpu(torch::Library& m) {
     m.impl(name("_sample").c_str(), sample_cpu);
     m.impl(name("_log_count").c_str(), log_count_cpu);
+  }
+
+  static void on_cuda(torch::Library& m) {
+    m.impl(name("_sample").c_str(), sample_cuda);
+    m.impl(name("_log_count").c_str(), log_count_cuda);
+    m.impl(name("_step_").c_str(), step_cuda_);
   }
 
   static void under_autocast(torch::Library& m) {
@@ -173,6 +182,12 @@ class AdaptiveFamily {
     return F::sample_cpu(seed, queries, target, targets, sampler.index, sampler.options);
   }
 
+  static PrivateDraws sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
+                                  std::string_view text) {
+    const Sampler sampler = checked_sample(seed, queries, target, tables, text);
+    return F::sample_cuda(seed, queries, target, sampler.index, sampler.options);
+  }
+
   static PrivateDraws sample_elsewhere(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
                                        std::string_view text) {
     const auto [ids, log_count, target_log_count] =
@@ -191,6 +206,12 @@ class AdaptiveFamily {
     check::class_ids(counting(), "ids", ids, sampler.index.places.size(0));
     return (use_reference() && F::has_reference(sampler.options) ? F::log_count_reference : F::log_count_cpu)(queries, ids, sampler.index,
                                                                                                             sampler.options);
+  }
+
+  static Tensor log_count_cuda(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
+    const Sampler sampler = checked_log_count(queries, ids, tables, text);
+    return (use_reference() && F::has_reference(sampler.options) ? F::log_count_reference : F::log_count_cuda)(queries, ids, sampler.index,
+                                                                                                             sampler.options);
   }
 
   static Tensor log_count_elsewhere(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
@@ -215,15 +236,34 @@ class AdaptiveFamily {
     return statistics;
   }
 
-  static void step_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
-                    std::optional<at::Generator> generator) {
+  template <typename Between>
+  static void one_step(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                       std::optional<at::Generator> generator, const Between& between) {
     const Sampler sampler = checked_refresh(stepping(), weight, bias, step, others, text);
     if (refresh_is_due(sampler.index.step.template item<int64_t>(), sampler.options.refresh_every)) {
       refreshed(stepping(), weight, bias, sampler, std::move(generator));
-    } else if constexpr (requires { F::between_refreshes(stepping(), weight, bias, sampler.index, sampler.options); }) {
-      F::between_refreshes(stepping(), weight, bias, sampler.index, sampler.options);
+    } else {
+      between(sampler);
     }
     sampler.index.step.add_(1);
+  }
+
+  static void step_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                    std::optional<at::Generator> generator) {
+    one_step(weight, bias, step, others, text, std::move(generator), [&](const Sampler& sampler) {
+      if constexpr (requires { F::between_refreshes(stepping(), weight, bias, sampler.index, sampler.options); }) {
+        F::between_refreshes(stepping(), weight, bias, sampler.index, sampler.options);
+      }
+    });
+  }
+
+  static void step_cuda_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,
+                         std::optional<at::Generator> generator) {
+    one_step(weight, bias, step, others, text, std::move(generator), [&](const Sampler& sampler) {
+      if constexpr (requires { F::between_refreshes_cuda(stepping(), weight, bias, sampler.index, sampler.options); }) {
+        F::between_refreshes_cuda(stepping(), weight, bias, sampler.index, sampler.options);
+      }
+    });
   }
 
   static Tensor refresh_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,

@@ -59,9 +59,16 @@ std::map<std::string, double> AdaptiveSamplerImpl::refresh(const Tensor& weight,
 }
 
 std::shared_ptr<SamplerImpl> AdaptiveSamplerImpl::excluding(const Tensor& ids) const {
-  const auto sampler = like(at::cat({excluded(), ids.to(tables_.back().device())}));
-  sampler->to(tables_.back().device());
+  const Tensor before = excluded();
+  const auto sampler = like(at::cat({before, ids.to(before.device())}));
+  sampler->to(before.device());
   return sampler;
+}
+
+void AdaptiveSamplerImpl::to(torch::Device device, bool non_blocking) {
+  const Tensor step = tables_.back().detach();
+  SamplerImpl::to(device, non_blocking);
+  tables_.back().set_data(step);
 }
 
 void AdaptiveSamplerImpl::load(torch::serialize::InputArchive& archive) {
@@ -75,6 +82,7 @@ void AdaptiveSamplerImpl::load(torch::serialize::InputArchive& archive) {
   }
   const Tensor before = excluded();
   Module::load(archive);
+  tables_.back().set_data(tables_.back().cpu());
   if (!at::equal(excluded(), before)) {
     const at::NoGradGuard guard;
     const auto fresh = like(before);

@@ -4,6 +4,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -25,22 +26,28 @@ namespace {
 
 using at::Tensor;
 
-// Products of two elements [n, E (E + 1) / 2] in the order of triu_indices.
-Tensor pairs(const Tensor& rows) {
-  const Tensor at = at::triu_indices(rows.size(1), rows.size(1), 0, rows.options().dtype(at::kLong));
-  return rows.index_select(1, at[0]) * rows.index_select(1, at[1]);
-}
+constexpr int64_t kLeafElements = int64_t(1) << 22; // of leaves that are summed side by side
 
-// The sum of pairs() over some rows, twice where the elements differ: what multiplies pairs(z) to sum (z.w)^2.
+// The sums of kernel_pairs() over some rows of each leaf, rows [L, R, E], twice where the elements differ: what multiplies kernel_pairs(z) to
+// sum (z.w)^2.
 Tensor pair_sums(const Tensor& rows) {
-  const Tensor at = at::triu_indices(rows.size(1), rows.size(1), 0, rows.options().dtype(at::kLong));
-  const Tensor all = at::mm(rows.t(), rows).view({-1}).index_select(0, at[0] * rows.size(1) + at[1]);
+  const int64_t width = rows.size(2);
+  const Tensor at = at::triu_indices(width, width, 0, rows.options().dtype(at::kLong));
+  const Tensor all = at::bmm(rows.transpose(1, 2), rows).view({rows.size(0), width * width}).index_select(1, at[0] * width + at[1]);
   return all * (at[0].ne(at[1]).to(all.scalar_type()) + 1);
 }
 
 // The first row of each leaf and, last, the number of rows [L + 1].
 Tensor leaf_edges(const KernelIndex& index) {
   return (at::arange(index.leaves() + 1, index.order.options()) * index.classes()).floor_divide_(index.leaves());
+}
+
+// The rows of leaves first .. first + count - 1, [count, R, E]: those that have fewer end with rows of zeros.
+Tensor rows_of_leaves(const KernelIndex& index, int64_t first, int64_t count) {
+  const Tensor edges = leaf_edges(index).narrow(0, first, count + 1), begin = edges.narrow(0, 0, count).unsqueeze(1);
+  const Tensor row = begin + at::arange((index.classes() + index.leaves() - 1) / index.leaves(), edges.options());
+  const Tensor rows = index.rows.index_select(0, row.clamp_max(index.classes() - 1).view({-1})).view({count, row.size(1), -1});
+  return rows.masked_fill(row.ge(edges.narrow(0, 1, count).unsqueeze(1)).unsqueeze(2), 0.0);
 }
 
 // The leaf of each row [A].
@@ -130,18 +137,23 @@ Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const Kern
   }
   const int64_t leaves = index.leaves();
   const Tensor of_leaves = index.sums.narrow(0, leaves, leaves);
-  if (index.sphere()) {
-    for (int64_t leaf = 0; leaf < leaves; ++leaf) {
-      const int64_t begin = index.leaf_begin(leaf);
-      of_leaves.select(0, leaf).copy_(pair_sums(index.rows.narrow(0, begin, index.leaf_begin(leaf + 1) - begin)));
-    }
-  } else {
-    of_leaves.zero_().index_add_(0, leaf_of_rows(index), index.rows);
+  // By products and sums over leaves side by side: additions in a fixed order on any device.
+  const int64_t width = index.rows.size(1), of_leaf = (index.sphere() ? width : 1) * width + (index.classes() / leaves + 1) * width;
+  const int64_t block = std::max<int64_t>(1, kLeafElements / of_leaf);
+  for (int64_t first = 0; first < leaves; first += block) {
+    const int64_t count = std::min(block, leaves - first);
+    const Tensor rows = rows_of_leaves(index, first, count);
+    of_leaves.narrow(0, first, count).copy_(index.sphere() ? pair_sums(rows) : rows.sum(1));
   }
   for (int64_t first = leaves / 2; first >= 1; first /= 2) {
     index.sums.narrow(0, first, first).copy_(index.sums.narrow(0, 2 * first, 2 * first).view({first, 2, -1}).sum(1));
   }
   return at::empty({0}, weight.options().dtype(at::kDouble));
+}
+
+Tensor kernel_pairs(const Tensor& rows) {
+  const Tensor at = at::triu_indices(rows.size(1), rows.size(1), 0, rows.options().dtype(at::kLong));
+  return rows.index_select(1, at[0]) * rows.index_select(1, at[1]);
 }
 
 Tensor kernel_rows(const Tensor& rows, const OptionalTensor& bias, const KernelIndex& index) {
@@ -165,7 +177,7 @@ Tensor KernelFamily::log_count_reference(const Tensor& queries, const Tensor& id
     sizes.narrow(0, first, first).copy_(sizes.narrow(0, 2 * first, 2 * first).view({first, 2}).sum(1));
   }
   const Tensor in_rows = at::mm(x, index.rows.t()).to(at::kDouble);
-  const Tensor in_nodes = at::mm(index.sphere() ? pairs(x) : x, index.sums.t()).to(at::kDouble), size = sizes.to(at::kDouble);
+  const Tensor in_nodes = at::mm(index.sphere() ? kernel_pairs(x) : x, index.sums.t()).to(at::kDouble), size = sizes.to(at::kDouble);
   const Tensor value = index.sphere() ? in_rows.square() * scale + 1 : in_rows.clamp_min(scale);
   const Tensor mass = index.sphere() ? in_nodes.clamp_min(0) * scale + size : at::maximum(in_nodes, size * scale);
 
@@ -175,12 +187,10 @@ Tensor KernelFamily::log_count_reference(const Tensor& queries, const Tensor& id
   const Tensor leaf = leaf_of_row.index_select(0, row.reshape({-1})).view(row.sizes());
   const Tensor leaf_sums = at::zeros({queries.size(0), leaves}, value.options()).index_add_(1, leaf_of_row, value);
   Tensor log_q = value.gather(1, row).log() - leaf_sums.gather(1, leaf).log();
-  for (Tensor node = leaf + leaves; leaves > 1; node = node.floor_divide(2)) {
+  Tensor node = leaf + leaves;
+  for (int64_t level = leaves; level > 1; level /= 2, node = node.floor_divide(2)) { // all leaves are of one depth
     const Tensor share = mass.gather(1, node);
     log_q = log_q + share.log() - (share + mass.gather(1, node.bitwise_xor(1))).log();
-    if (node.numel() == 0 || node.flatten()[0].lt(4).item<bool>()) {
-      break; // all leaves are of one depth
-    }
   }
   log_q = log_q + std::log(double(options.num_samples));
   return log_q.masked_fill(found.lt(0), -std::numeric_limits<double>::infinity()).to(at::kFloat);

@@ -56,8 +56,14 @@ struct KernelFamily {
   static at::Tensor log_count_cpu(const at::Tensor& queries, const at::Tensor& ids, const KernelIndex& index, const KernelOptions& options);
   static PrivateDraws sample_cpu(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets,
                                  const KernelIndex& index, const KernelOptions& options);
+  // kernel_sample_cuda.cu
+  static at::Tensor log_count_cuda(const at::Tensor& queries, const at::Tensor& ids, const KernelIndex& index, const KernelOptions& options);
+  static PrivateDraws sample_cuda(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const KernelIndex& index,
+                                  const KernelOptions& options);
 };
 
+/// Products of two elements [n, E (E + 1) / 2] in the order of triu_indices.
+at::Tensor kernel_pairs(const at::Tensor& rows);
 /// What a leaf compares: rows (and bias) as they are, or their random Fourier features; float32.
 at::Tensor kernel_rows(const at::Tensor& rows, const OptionalTensor& bias, const KernelIndex& index);
 

@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/philox.h"
 #include "samplers/kernel_sample.h"
+#include "samplers/kernel_tree.h"
 #include "samplers/sampling.h"
 #include "scores/row_kernels.h"
 
@@ -21,14 +22,14 @@ namespace {
 using at::Tensor;
 
 /// The index, checked and laid out for pointers.
-struct Tree {
+struct Tree : KernelTree {
   Tree(const char* op, const KernelIndex& index, double scale)
-      : op(op), sphere(index.sphere()), scale(scale), rows_(index.rows.contiguous()), sums_(index.sums.contiguous()),
-        order_(index.order.contiguous()), place_(index.place.contiguous()), classes(index.classes()), leaves(index.leaves()),
-        width(rows_.size(1)), features(sums_.size(1)), rows(rows_.const_data_ptr<float>()), sums(sums_.const_data_ptr<float>()),
-        largest_leaf((classes + leaves - 1) / leaves) {}
-
-  int64_t leaf_begin(int64_t leaf) const { return leaf * classes / leaves; }
+      : op(op), rows_(index.rows.contiguous()), sums_(index.sums.contiguous()), order_(index.order.contiguous()),
+        place_(index.place.contiguous()) {
+    static_cast<KernelTree&>(*this) = {index.sphere(), scale,          index.classes(), index.leaves(),
+                                       rows_.size(1),  sums_.size(1), rows_.const_data_ptr<float>(), sums_.const_data_ptr<float>()};
+    largest_leaf = (classes + leaves - 1) / leaves;
+  }
 
   int64_t class_at(int64_t row) const {
     const int64_t id = order_.const_data_ptr<int64_t>()[row];
@@ -46,22 +47,11 @@ struct Tree {
     return row;
   }
 
-  double value(double product) const { return sphere ? scale * product * product + 1 : std::max(product, scale); }
-  double mass(double sum, int64_t size) const {
-    return sphere ? scale * std::max(sum, 0.0) + double(size) : std::max(sum, scale * double(size));
-  }
-
   const char* op;
-  bool sphere;
-  double scale;
+  int64_t largest_leaf;
 
  private:
   Tensor rows_, sums_, order_, place_;
-
- public:
-  int64_t classes, leaves, width, features;
-  const float *rows, *sums;
-  int64_t largest_leaf;
 };
 
 /// One query in the tree; what it has computed of inner nodes is kept until the next.
@@ -103,8 +93,7 @@ class Descent {
     if (row < 0) {
       return -std::numeric_limits<double>::infinity();
     }
-    int64_t leaf = row * tree_.leaves / tree_.classes; // or the one behind it, as leaf_begin rounds down
-    leaf += leaf + 1 < tree_.leaves && tree_.leaf_begin(leaf + 1) <= row;
+    const int64_t leaf = tree_.leaf_of(row);
     const double share_of_leaf = descend([&](int64_t middle, double) { return leaf < middle; }).second;
     const int64_t begin = tree_.leaf_begin(leaf);
     const double total = values(begin, tree_.leaf_begin(leaf + 1) - begin);

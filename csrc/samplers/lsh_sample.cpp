@@ -7,6 +7,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
@@ -67,9 +68,11 @@ Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshInde
   const auto& [weight, bias] = table;
   check_finite_rows(op, weight);
   check_finite_bias(op, bias);
-  const Tensor drawn = index.code.select(1, 0).ge(0).nonzero().squeeze(1);
-  TORCH_CHECK_VALUE(drawn.size(0) == index.order.size(1), op, ": expected order with a place for each of ", drawn.size(0),
-                    " classes that are drawn, got ", index.order.size(1));
+  const int64_t num_classes = index.code.size(0), num_drawn = index.order.size(1);
+  if (index.code.is_cpu()) {
+    const int64_t drawn = index.code.select(1, 0).ge(0).sum().item<int64_t>();
+    TORCH_CHECK_VALUE(drawn == num_drawn, op, ": expected order with a place for each of ", drawn, " classes that are drawn, got ", num_drawn);
+  }
   const int64_t tables = index.code.size(1), buckets = index.start.size(1) - 1;
   constexpr int64_t kRows = 1 << 16; // bounds the products in memory
   for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {
@@ -78,11 +81,11 @@ Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshInde
     const Tensor codes = lsh_codes(weight.narrow(0, begin, n), part, index.planes, tables), old = index.code.narrow(0, begin, n);
     old.copy_(at::where(old.lt(0), old, codes.to(at::kInt)));
   }
+  const Tensor edges = at::arange(buckets + 1, index.code.options());
   for (int64_t t = 0; t < tables; ++t) {
-    const auto [sorted, places] = at::sort(index.code.select(1, t).index_select(0, drawn), /*stable=*/true, 0, false);
-    index.order.select(0, t).copy_(drawn.index_select(0, places));
-    index.start.select(0, t).zero_();
-    index.start.select(0, t).narrow(0, 1, buckets).copy_(sorted.to(at::kLong).bincount({}, buckets).cumsum(0));
+    const auto [sorted, places] = at::sort(index.code.select(1, t), /*stable=*/true, 0, false); // those that are never drawn come first
+    index.order.select(0, t).copy_(places.narrow(0, num_classes - num_drawn, num_drawn));
+    index.start.select(0, t).copy_(at::searchsorted(sorted.narrow(0, num_classes - num_drawn, num_drawn), edges));
   }
   return (index.start.diff().max().to(at::kDouble) / double(index.order.size(1))).view({1});
 }

@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/philox.h"
 #include "samplers/lsh_sample.h"
+#include "samplers/lsh_tables.h"
 #include "samplers/sampling.h"
 
 #include <ATen/Parallel.h>
@@ -19,63 +20,34 @@ using at::Tensor;
 class Tables {
  public:
   Tables(const char* op, const LshIndex& index, double uniform)
-      : op_(op), code_(index.code.contiguous()), order_(index.order.contiguous()), start_(index.start.contiguous()), uniform_(uniform) {
+      : op_(op), code_(index.code.contiguous()), order_(index.order.contiguous()), start_(index.start.contiguous()),
+        view_{code_.size(1), order_.size(1), code_.size(0), start_.size(1) - 1, code_.const_data_ptr<int32_t>(),
+              order_.const_data_ptr<int64_t>(), start_.const_data_ptr<int64_t>(), uniform} {
     for (int64_t t = 0; t < tables(); ++t) {
-      check::offsets(op, "start", start_[t], classes());
+      check::offsets(op, "start", start_[t], view_.classes);
     }
-    TORCH_CHECK_VALUE(classes() > 0, op, ": expected order with a class to draw, got none");
+    TORCH_CHECK_VALUE(view_.classes > 0, op, ": expected order with a class to draw, got none");
   }
 
-  int64_t tables() const { return code_.size(1); }
-  int64_t classes() const { return order_.size(1); }
-
-  /// First place and size of the bucket of `hash`.
-  std::pair<int64_t, int64_t> bucket(int64_t table, int64_t hash) const {
-    const int64_t* start = start_.const_data_ptr<int64_t>() + table * start_.size(1) + hash;
-    return {start[0], start[1] - start[0]};
-  }
-
-  int64_t class_at(int64_t table, int64_t place) const {
-    const int64_t id = order_.const_data_ptr<int64_t>()[table * classes() + place];
-    TORCH_CHECK_INDEX(id >= 0 && id < code_.size(0), op_, ": expected order in [0, ", code_.size(0), "), got ", id);
-    return id;
-  }
+  int64_t tables() const { return view_.tables; }
+  const LshTables* operator->() const { return &view_; }
 
   /// id: -1 for none.
   double log_q(const int64_t* hash, int64_t id) const {
-    if (id < 0) {
-      return -std::numeric_limits<double>::infinity();
-    }
-    const int32_t* code = code_.const_data_ptr<int32_t>() + id * tables();
-    if (code[0] < 0) {
-      return -std::numeric_limits<double>::infinity();
-    }
-    double sum = 0;
-    int64_t full = 0;
-    for (int64_t t = 0; t < tables(); ++t) {
-      const int64_t size = bucket(t, hash[t]).second;
-      full += size > 0;
-      sum += code[t] == hash[t] && size > 0 ? 1.0 / double(size) : 0.0;
-    }
-    const double even = 1.0 / double(classes());
-    return std::log(full > 0 ? uniform_ * even + (1 - uniform_) * sum / double(full) : even);
+    return id < 0 ? -std::numeric_limits<double>::infinity() : view_.log_q(hash, view_.code + id * view_.tables);
   }
 
   /// `full` [T']: the tables whose bucket is not empty.
   int64_t draw(const int64_t* hash, const int64_t* full, int64_t num_full, const PhiloxBlock& block) const {
-    const double u = unit_double(block.low());
-    if (num_full == 0 || u < uniform_) {
-      return class_at(0, int64_t(multiply_shift(block.high(), uint64_t(classes()))));
-    }
-    const int64_t table = full[std::min(num_full - 1, int64_t((u - uniform_) / (1 - uniform_) * double(num_full)))];
-    const auto [begin, size] = bucket(table, hash[table]);
-    return class_at(table, begin + int64_t(multiply_shift(block.high(), uint64_t(size))));
+    const int64_t turn = view_.table_of(block, num_full), id = view_.order[view_.place(hash, turn < 0 ? -1 : full[turn], block)];
+    TORCH_CHECK_INDEX(id >= 0 && id < view_.num_classes, op_, ": expected order in [0, ", view_.num_classes, "), got ", id);
+    return id;
   }
 
  private:
   const char* op_;
   Tensor code_, order_, start_;
-  double uniform_;
+  LshTables view_;
 };
 
 } // namespace
@@ -97,7 +69,7 @@ PrivateDraws LshFamily::sample_cpu(const Tensor& seed, const Tensor& queries, co
       const int64_t* hash = hashes.const_data_ptr<int64_t>() + q * tables.tables();
       full.clear();
       for (int64_t t = 0; t < tables.tables(); ++t) {
-        if (tables.bucket(t, hash[t]).second > 0) {
+        if (tables->size(t, hash[t]) > 0) {
           full.push_back(t);
         }
       }

@@ -63,6 +63,9 @@ struct MidxFamily {
                             const std::optional<at::Generator>& generator);
   static void between_refreshes(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
                                 const MidxOptions& options);
+  // midx_index_cuda.cu
+  static void between_refreshes_cuda(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
+                                     const MidxOptions& options);
   // midx_sample.cpp
   /// Of independent draws.
   static bool has_reference(const MidxOptions& options) { return !options.is_distinct() && options.form != "exact"; }
@@ -71,6 +74,10 @@ struct MidxFamily {
   static at::Tensor log_count_cpu(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, const MidxOptions& options);
   static PrivateDraws sample_cpu(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets,
                                  const MidxIndex& index, const MidxOptions& options);
+  // midx_sample_cuda.cu
+  static at::Tensor log_count_cuda(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, const MidxOptions& options);
+  static PrivateDraws sample_cuda(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
+                                  const MidxOptions& options);
 };
 
 /// How far below the best codeword of a codebook a score may be: of two of them, and squared, e^score is still a float64 above 0.

@@ -23,8 +23,9 @@ class MidxPrivateDraws {
         sum_(k_),
         heads_(k_ + 1),
         first_(samples),
-        draw_(samples),
-        block_(samples) {}
+        draw_(samples) {
+    bits_.reserve(samples);
+  }
 
   /// Of queries begin, begin + 1, ...: ids and log_count [Q, M], and the counts [Q, width] of the classes target [Q, width], -1: none.
   void run(uint64_t seed, int64_t begin, const MidxQueries& queries, int64_t width, const int64_t* target, int64_t* ids, float* log_count,
@@ -54,7 +55,7 @@ class MidxPrivateDraws {
   void draw(uint64_t seed, uint64_t query, const MidxQueryRow& row, int64_t* slots, float* log_count) {
     if (!finite_) { // its loss will say so: any classes do
       for (int64_t j = 0; j < samples_; ++j) {
-        slots[j] = distinct_ ? j : int64_t(multiply_shift(philox(seed, query, j).low(), uint64_t(tables_.classes)));
+        slots[j] = distinct_ ? j : midx_any_slot(seed, query, j, tables_.classes);
         log_count[j] = std::numeric_limits<float>::quiet_NaN();
       }
     } else if (distinct_) {
@@ -106,9 +107,10 @@ class MidxPrivateDraws {
       sum_[k] = total += row.first_probability[k];
     }
     std::fill(heads_.begin(), heads_.end(), 0);
-    for (int64_t j = 0; j < samples_; ++j) { // 42 bits for each codeword, 44 for the class
-      block_[j] = philox(seed, query, j);
-      first_[j] = search(double(block_[j].low() >> 22) * 0x1p-42 * total);
+    bits_.clear();
+    for (int64_t j = 0; j < samples_; ++j) {
+      bits_.emplace_back(seed, query, j);
+      first_[j] = search(bits_[j].first() * total);
       ++heads_[first_[j] + 1];
     }
     // The draws of one first codeword together: they share the sums over the second.
@@ -129,9 +131,8 @@ class MidxPrivateDraws {
       }
       for (; at < end; ++at) {
         const int64_t j = draw_[at];
-        const PhiloxBlock block = block_[j];
-        const int64_t k2 = search(double((block.low() & 0x3FFFFF) << 20 | block.high() >> 44) * 0x1p-42 * total);
-        slots[j] = tables_.draw(k1 * k_ + k2, block.high() & 0xFFFFFFFFFFF);
+        const int64_t k2 = search(bits_[j].second() * total);
+        slots[j] = tables_.draw(k1 * k_ + k2, bits_[j].in_cell());
         __builtin_prefetch(tables_.order + slots[j]);
         log_count[j] = float(of_first + row.second[k2]);
       }
@@ -164,7 +165,7 @@ class MidxPrivateDraws {
   MidxSystematicSet set_;
   std::vector<double> sum_;
   std::vector<int64_t> heads_, first_, draw_;
-  std::vector<PhiloxBlock> block_;
+  std::vector<MidxDrawBits> bits_;
 };
 
 } // namespace xsoftmax

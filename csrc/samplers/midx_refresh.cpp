@@ -4,7 +4,7 @@
 #include "core/checks.h"
 #include "core/impl.h"
 #include "core/optional.h"
-#include "core/permutation.h"
+#include "core/uniform_draws.h"
 #include "clusters/kmeans.h"
 #include "samplers/midx_index_cpu.h"
 #include "samplers/midx_sample.h"
@@ -13,64 +13,33 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
-#include <vector>
+#include <limits>
 
 namespace xsoftmax {
 namespace {
 
 using at::Tensor;
 
-// log of each class's weight, from the largest of those that are drawn down to kMidxWeightRange below it. `spread`: as it is about to be.
-OptionalTensor class_weights(const char* op, const ClassTable& table, const MidxIndex& index, const OptionalTensor& spread) {
-  if (!given(index.log_weight)) {
-    return std::nullopt;
-  }
-  Tensor value = given(table.bias) ? table.bias->to(at::kFloat) : at::zeros_like(*index.log_weight);
-  if (given(spread)) {
-    value = value + *spread * (*index.query_square / (2.0 * double(table.weight.size(1)))).to(at::kFloat);
-  }
-  TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), op, ": expected spread with finite values, got an infinity or NaN");
-  return (value - value.index_select(0, index.order).max()).clamp_(-kMidxWeightRange, 0);
+// What classes weigh by bias and spread, float32 [N].
+Tensor raw_log_weights(const ClassTable& table, const MidxIndex& index, const OptionalTensor& spread) {
+  const Tensor value = given(table.bias) ? table.bias->to(at::kFloat) : at::zeros_like(*index.log_weight);
+  return given(spread) ? value + *spread * (*index.query_square / (2.0 * double(table.weight.size(1)))).to(at::kFloat) : value;
 }
 
-// Overwrites what follows from cell and log_weight.
-void lay_out(const MidxIndex& index) {
-  const std::array<OptionalTensor, 5> tables{index.order, index.start, index.mass, index.prefix, index.heaviest};
-  const bool in_place = index.cell.is_cpu() && !use_reference() && std::all_of(tables.begin(), tables.end(), [](const auto& table) {
-    return !given(table) || table->is_contiguous();
-  });
-  if (in_place) {
-    fill_cells_cpu(index.cell, index.log_weight,
-                   {index.order, index.start, index.mass, index.prefix.value_or(Tensor()), index.heaviest.value_or(Tensor())});
-    return;
-  }
-  const auto [order, start, mass, prefix, heaviest] =
-      midx_cells(index.cell, index.log_weight, index.codewords1.size(0), index.order.size(0));
-  index.order.copy_(order);
-  index.start.copy_(start);
-  index.mass.copy_(mass);
+OptionalTensor finite_class_weights(const char* op, const ClassTable& table, const MidxIndex& index, const OptionalTensor& spread) {
   if (given(index.log_weight)) {
-    index.prefix->copy_(prefix);
-    index.heaviest->copy_(heaviest);
+    TORCH_CHECK_VALUE(raw_log_weights(table, index, spread).isfinite().all().item<bool>(), op,
+                      ": expected spread with finite values, got an infinity or NaN");
   }
-}
-
-// The exact form draws by the table of the day.
-void copy_table(const ClassTable& table, const MidxIndex& index) {
-  if (given(index.table)) {
-    index.table->copy_(table.weight);
-  }
-  if (given(index.table_bias)) {
-    index.table_bias->copy_(*table.bias);
-  }
+  return midx_class_weights(table, index, spread);
 }
 
 // Rows of classes that are drawn, at most `points`, picked at random.
@@ -79,12 +48,7 @@ Tensor training_rows(const Tensor& seed, const Tensor& weight, const Tensor& ord
   if (drawn <= points) {
     return weight.index_select(0, order).to(at::kFloat);
   }
-  const RandomPermutation place(uint64_t(seed.item<int64_t>()), 2, uint64_t(drawn));
-  std::vector<int64_t> picked(points);
-  for (int64_t i = 0; i < points; ++i) {
-    picked[i] = int64_t(place(uint64_t(i)));
-  }
-  return weight.index_select(0, order.index_select(0, at::tensor(picked, at::kLong).to(order.device()))).to(at::kFloat);
+  return weight.index_select(0, order.index_select(0, uniform_draws(seed, 2, drawn, points, true))).to(at::kFloat);
 }
 
 // `squares` come of rows and codewords, which the whole table need not be read again to trust: only where they are not finite.
@@ -116,7 +80,7 @@ Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, cons
   const auto [second, inertia2] = kmeans(seed, remainder, k, iterations, init(index.codewords2));
   const auto [cell, error] = midx_encode(weight, first, second);
   check_finite(op, error, table);
-  const OptionalTensor log_weight = class_weights(op, table, index, given(index.spread) ? OptionalTensor(error) : std::nullopt);
+  const OptionalTensor log_weight = finite_class_weights(op, table, index, given(index.spread) ? OptionalTensor(error) : std::nullopt);
 
   index.codewords1.copy_(first);
   index.codewords2.copy_(second);
@@ -127,7 +91,7 @@ Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, cons
   if (given(index.spread)) {
     index.spread->copy_(error);
   }
-  lay_out(index);
+  midx_lay_out(index);
   if (given(index.touched)) {
     index.touched->zero_();
   }
@@ -142,7 +106,7 @@ void update(const char* op, const ClassTable& table, const MidxIndex& index, con
   const auto [cell, error] = midx_encode(table.weight.index_select(0, drawn), index.codewords1, index.codewords2);
   check_finite(op, error, table);
   const OptionalTensor spread = given(index.spread) ? OptionalTensor(index.spread->index_copy(0, drawn, error)) : std::nullopt;
-  const OptionalTensor log_weight = class_weights(op, table, index, spread);
+  const OptionalTensor log_weight = finite_class_weights(op, table, index, spread);
 
   index.cell.index_copy_(0, drawn, cell);
   if (given(log_weight)) {
@@ -151,10 +115,12 @@ void update(const char* op, const ClassTable& table, const MidxIndex& index, con
   if (given(spread)) {
     index.spread->copy_(*spread);
   }
-  lay_out(index);
+  midx_lay_out(index);
 }
 
-MidxIndex checked_update(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
+} // namespace
+
+MidxIndex checked_midx_update(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
                          std::string_view text) {
   constexpr const char* op = "midx_update_";
   const MidxOptions options = AdaptiveFamily<MidxFamily>::options(op, text);
@@ -167,49 +133,80 @@ MidxIndex checked_update(const Tensor& weight, const OptionalTensor& bias, const
   return index;
 }
 
+OptionalTensor midx_class_weights(const ClassTable& table, const MidxIndex& index, const OptionalTensor& spread) {
+  if (!given(index.log_weight)) {
+    return std::nullopt;
+  }
+  constexpr double kLeast = std::numeric_limits<float>::lowest();
+  const Tensor value = at::nan_to_num(raw_log_weights(table, index, spread), kLeast, kLeast, kLeast);
+  return (value - value.index_select(0, index.order).max()).clamp_(-kMidxWeightRange, 0);
+}
+
+void midx_lay_out(const MidxIndex& index) {
+  const std::array<OptionalTensor, 5> tables{index.order, index.start, index.mass, index.prefix, index.heaviest};
+  const bool in_place = index.cell.is_cpu() && !use_reference() && std::all_of(tables.begin(), tables.end(), [](const auto& table) {
+    return !given(table) || table->is_contiguous();
+  });
+  if (in_place) {
+    fill_cells_cpu(index.cell, index.log_weight,
+                   {index.order, index.start, index.mass, index.prefix.value_or(Tensor()), index.heaviest.value_or(Tensor())});
+    return;
+  }
+  const auto [order, start, mass, prefix, heaviest] =
+      midx_cells(index.cell, index.log_weight, index.codewords1.size(0), index.order.size(0));
+  index.order.copy_(order);
+  index.start.copy_(start);
+  index.mass.copy_(mass);
+  if (given(index.log_weight)) {
+    index.prefix->copy_(prefix);
+    index.heaviest->copy_(heaviest);
+  }
+}
+
+void midx_copy_table(const ClassTable& table, const MidxIndex& index) {
+  if (given(index.table)) {
+    index.table->copy_(table.weight);
+  }
+  if (given(index.table_bias)) {
+    index.table_bias->copy_(*table.bias);
+  }
+}
+
+Tensor midx_next_query_square(const Tensor& query_square, const Tensor& mean, const Tensor& step) {
+  const double weight = 1.0 / double(std::clamp<int64_t>(step.item<int64_t>(), 1, 100));
+  const Tensor next = query_square.lerp(mean, weight);
+  return at::where(next.isfinite(), next, query_square);
+}
+
+namespace {
+
 void midx_update_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
                       std::string_view text) {
-  checked_update(weight, bias, rows, step, others, text);
+  checked_midx_update(weight, bias, rows, step, others, text);
 }
 
 void midx_update_(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
                   std::string_view text) {
-  const MidxIndex index = checked_update(weight, bias, rows, step, others, text);
+  const MidxIndex index = checked_midx_update(weight, bias, rows, step, others, text);
   if (rows.is_cpu()) {
     check::class_ids("midx_update_", "rows", rows, weight.size(0));
   }
   const ClassTable table(weight, bias, given(index.table));
   update("midx_update_", table, index, rows);
-  copy_table(table, index);
+  midx_copy_table(table, index);
 }
 
 // midx_note_: see the header.
 
-void midx_note_meta(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries,
-                    const OptionalTensor& target, const Tensor& ids) {
-  constexpr const char* op = "midx_note_";
-  check::dim(op, "touched", touched, 1);
-  check::dtype(op, "touched", touched, at::kBool);
-  if (given(query_square)) {
-    check::dim(op, "query_square", *query_square, 0);
-    check::dtype(op, "query_square", *query_square, at::kDouble);
-  }
-  check_step(op, step);
-  check::dim(op, "queries", queries, 2);
-  check_draws(op, step, queries, target);
-  check_query_ids(op, queries, ids);
-}
-
 void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries,
                 const OptionalTensor& target, const Tensor& ids) {
-  midx_note_meta(touched, query_square, step, queries, target, ids);
+  check_midx_note(touched, query_square, step, queries, target, ids);
   const at::AutoDispatchBelowADInplaceOrView guard;
   // All that may fail comes before the first write.
   const Tensor counted = given(query_square) ? counted_queries(queries, target) : Tensor();
   Tensor square;
   if (counted.defined() && counted.size(0) > 0) {
-    const Tensor mean = query_square->lerp(counted.to(at::kDouble).square().sum(1).mean(), step.to(at::kDouble).clamp(1, 100).reciprocal());
-    square = at::where(mean.isfinite(), mean, *query_square);
+    square = midx_next_query_square(*query_square, counted.to(at::kDouble).square().sum(1).mean(), step);
   }
   if (touched.numel() > 0) {
     if (touched.is_cpu()) {
@@ -229,12 +226,27 @@ void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const
 
 } // namespace
 
+void check_midx_note(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries,
+                     const OptionalTensor& target, const Tensor& ids) {
+  constexpr const char* op = "midx_note_";
+  check::dim(op, "touched", touched, 1);
+  check::dtype(op, "touched", touched, at::kBool);
+  if (given(query_square)) {
+    check::dim(op, "query_square", *query_square, 0);
+    check::dtype(op, "query_square", *query_square, at::kDouble);
+  }
+  check_step(op, step);
+  check::dim(op, "queries", queries, 2);
+  check_targets(op, queries, target);
+  check_query_ids(op, queries, ids);
+}
+
 Tensor MidxFamily::refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
                            const std::optional<at::Generator>& generator) {
   const Tensor statistics = with_seed(table.weight.device(), generator, [&](const Tensor& seed) {
     return xsoftmax::refresh(op, seed, table, index, options, index.step.item<int64_t>() > 0);
   });
-  copy_table(table, index);
+  midx_copy_table(table, index);
   return statistics;
 }
 
@@ -248,7 +260,7 @@ void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const O
     const ClassTable table(weight, bias);
     check_finite_rows(op, table.weight);
     check_finite_bias(op, table.bias);
-    copy_table(table, index);
+    midx_copy_table(table, index);
   }
 }
 
@@ -264,7 +276,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("midx_update_", midx_update_meta);
-  m.impl("midx_note_", midx_note_meta);
+  m.impl("midx_note_", check_midx_note);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) { below_autocast(m, {"midx_update_", "midx_note_"}); }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "samplers/draws.h"
+#include "samplers/midx_cell_tables.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,34 +12,6 @@
 // Sets of classes from the cells of a MIDX index on CPU.
 
 namespace xsoftmax {
-
-/// The tables of midx_index.h that say which classes a cell holds.
-struct MidxCellTables {
-  int64_t codewords, cells, classes; ///< K, K^2 and A
-  const int64_t* order;
-  const int64_t* start;
-  const double* mass;
-  const double* prefix;   ///< nullptr where all weights are 1, as the next
-  const double* heaviest;
-
-  int64_t size(int64_t cell) const { return start[cell + 1] - start[cell]; }
-  double weight(int64_t slot, int64_t cell) const {
-    return prefix == nullptr ? 1.0 : prefix[slot] - (slot > start[cell] ? prefix[slot - 1] : 0.0);
-  }
-  /// The slot of a class of `cell`, drawn by weight with 44 random bits.
-  int64_t draw(int64_t cell, uint64_t bits) const {
-    const int64_t begin = start[cell], n = size(cell);
-    if (prefix == nullptr) {
-      return begin + int64_t(multiply_shift(bits << 20, uint64_t(n)));
-    }
-    return begin + below(cell, double(bits) * 0x1p-44 * mass[cell]);
-  }
-  /// Which class of a cell lies at `weight` when they stand end to end.
-  int64_t below(int64_t cell, double weight) const {
-    const double *first = prefix + start[cell], *last = prefix + start[cell + 1];
-    return std::min<int64_t>(std::upper_bound(first, last, weight) - first, last - first - 1);
-  }
-};
 
 /// M different classes by systematic sampling proportional to size, with inclusion probabilities exactly pi_i = min(1, c q_i), sum pi_i =
 /// M. A cell's share of q goes to its classes by weight. Classes that are certain are taken; the others are laid end to end, cell after
@@ -204,7 +176,7 @@ class MidxSystematicSet {
       const double length = scale_ * tail[i], cell_end = i == last ? end : std::min(end, position + length), at = u + double(k + done);
       if (at < cell_end && tail[i] > 0) {
         const int64_t c = row * rows_ + i;
-        done += pick(c, length, at - position, cell_end - position, points - k - done, philox(seed, query, 1 + c).low(), out + done);
+        done += pick(c, length, at - position, cell_end - position, points - k - done, midx_cut(seed, query, c, tables_.size(c)), out + done);
       }
       position = cell_end;
     }
@@ -212,8 +184,8 @@ class MidxSystematicSet {
   }
 
   // Puts down the slots under the points at, at + 1, ... below `end` in a cell, `limit` at most; returns how many.
-  int64_t pick(int64_t cell, double length, double at, double end, int64_t limit, uint64_t bits, int64_t* out) {
-    const int64_t begin = tables_.start[cell], n = tables_.size(cell), cut = int64_t(multiply_shift(bits, uint64_t(n)));
+  int64_t pick(int64_t cell, double length, double at, double end, int64_t limit, int64_t cut, int64_t* out) {
+    const int64_t begin = tables_.start[cell], n = tables_.size(cell);
     const bool mixed = threshold(cell) != kNever; // some are certain, others are not
     if (mixed) {
       left_.clear();

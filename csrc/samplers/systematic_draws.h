@@ -65,34 +65,51 @@ XS_HOST_DEVICE int64_t first_where(int64_t end, Predicate holds) {
   return first;
 }
 
-/// The plan for `num_samples` (at most the number of classes). checks.id(id, classes) sees every class id before it is used,
-/// checks.samples(num_samples, support) whether so many classes can be drawn; each device has its own way to complain.
+/// Whether the class at a sorted position is one that may be drawn, and whether t heaviest classes are as many as are certain: where these turn
+/// from one to the other, a plan's support and certain classes end. checks.id(id, classes) sees every class id before it is used.
 template <typename Checks>
-XS_HOST_DEVICE SystematicPlan make_systematic_plan(const SystematicTables& tables, int64_t num_samples, const Checks& checks) {
-  const auto weight_at = [&](int64_t position) {
+struct SystematicSearches {
+  const SystematicTables& tables;
+  int64_t num_samples;
+  const Checks& checks;
+
+  XS_HOST_DEVICE double weight_at(int64_t position) const {
     const int64_t id = tables.order[tables.slot(position)];
     checks.id(id, tables.classes);
     return tables.probability[id];
-  };
+  }
+  XS_HOST_DEVICE bool has_no_weight(int64_t position) const { return !(weight_at(position) > 0); }
+  XS_HOST_DEVICE bool is_enough(int64_t t) const { return double(num_samples - t) * weight_at(t) <= systematic_tail(tables, t); }
+};
+
+/// What a plan says of one bucket, from its certain classes and support.
+XS_HOST_DEVICE inline void plan_bucket(SystematicPlan& plan, const SystematicTables& tables, int64_t b, int64_t certain, int64_t support) {
+  const int64_t begin = tables.begin(b), first = begin + tables.slots_within(b, certain);
+  plan.last[b] = begin + tables.slots_within(b, support);
+  plan.first[b] = first < plan.last[b] ? first : plan.last[b];
+  plan.mass[b] = plan.first[b] < plan.last[b] ? tables.cumulative[plan.first[b]] : 0.0;
+}
+
+/// The plan for `num_samples` (at most the number of classes). checks.samples(num_samples, support) sees whether so many classes can be drawn;
+/// each device has its own way to complain.
+template <typename Checks>
+SystematicPlan make_systematic_plan(const SystematicTables& tables, int64_t num_samples, const Checks& checks) {
+  const SystematicSearches<Checks> searches{tables, num_samples, checks};
   SystematicPlan plan;
   plan.samples = num_samples;
-  plan.support = first_where(tables.classes, [&](int64_t p) { return !(weight_at(p) > 0); });
+  plan.support = first_where(tables.classes, [&](int64_t p) { return searches.has_no_weight(p); });
   checks.samples(num_samples, plan.support);
-  plan.certain =
-      first_where(num_samples, [&](int64_t t) { return double(num_samples - t) * weight_at(t) <= systematic_tail(tables, t); });
+  plan.certain = first_where(num_samples, [&](int64_t t) { return searches.is_enough(t); });
   plan.tail = systematic_tail(tables, plan.certain);
   for (int64_t b = 0; b < tables.buckets; ++b) {
-    const int64_t begin = tables.begin(b), first = begin + tables.slots_within(b, plan.certain);
-    plan.last[b] = begin + tables.slots_within(b, plan.support);
-    plan.first[b] = first < plan.last[b] ? first : plan.last[b];
-    plan.mass[b] = plan.first[b] < plan.last[b] ? tables.cumulative[plan.first[b]] : 0.0;
+    plan_bucket(plan, tables, b, plan.certain, plan.support);
   }
   return plan;
 }
 
 /// Binary searches side by side. One search waits for memory at nearly every step; these wait together.
+template <int kLanes>
 struct SlotSearches {
-  static constexpr int kLanes = 16;
   int64_t first[kLanes];  ///< in: the slots to search are first .. first + size - 1
   int64_t size[kLanes];   ///< at least 1
   double target[kLanes];
@@ -116,25 +133,37 @@ struct SlotSearches {
 /// The layout of one set: buckets in a random order, each cut at a random slot.
 class SystematicLayout {
  public:
-  XS_HOST_DEVICE SystematicLayout(const SystematicTables& tables, const SystematicPlan& plan, uint64_t seed, uint64_t query)
-      : tables_(tables), plan_(plan) {
-    const int64_t buckets = tables.buckets;
-    for (int64_t b = 0; b < buckets; ++b) {
-      bucket_[b] = b;
+  XS_HOST_DEVICE SystematicLayout(const SystematicTables& tables, const SystematicPlan& plan) : tables_(tables), plan_(plan) {}
+
+  /// The layout of the set of a query. The same in two steps, of which the first may be shared out by buckets.
+  XS_HOST_DEVICE void lay_out(uint64_t seed, uint64_t query) {
+    for (int64_t b = 0; b < tables_.buckets; ++b) {
+      shuffle(seed, query, b);
     }
+    arrange(seed, query);
+  }
+
+  /// Where a bucket is cut, and which one it changes places with.
+  XS_HOST_DEVICE void shuffle(uint64_t seed, uint64_t query, int64_t b) {
+    const PhiloxBlock block = philox(seed, query, 1 + uint64_t(b));
+    bucket_[b] = b;
+    rank_[b] = int64_t(multiply_shift(block.low(), uint64_t(b) + 1));
+    cut_[b] = plan_.first[b] + int64_t(multiply_shift(block.high(), uint64_t(plan_.last[b] - plan_.first[b])));
+  }
+
+  XS_HOST_DEVICE void arrange(uint64_t seed, uint64_t query) {
+    const int64_t buckets = tables_.buckets;
     for (int64_t b = buckets - 1; b >= 0; --b) {
-      const PhiloxBlock block = philox(seed, query, 1 + b);
-      const int64_t other = int64_t(multiply_shift(block.low(), uint64_t(b) + 1));
-      const int64_t chosen = bucket_[other];
+      const int64_t other = rank_[b], chosen = bucket_[other];
       bucket_[other] = bucket_[b];
       bucket_[b] = chosen;
-      cut_[b] = plan.first[b] + int64_t(multiply_shift(block.high(), uint64_t(plan.last[b] - plan.first[b])));
     }
     start_[0] = 0;
     rank_[0] = 0;
+    last_place_ = 0;
     for (int64_t i = 0; i < buckets; ++i) {
-      start_[i + 1] = start_[i] + plan.mass[bucket_[i]];
-      rank_[i + 1] = rank_[i] + plan.last[bucket_[i]] - plan.first[bucket_[i]];
+      start_[i + 1] = start_[i] + plan_.mass[bucket_[i]];
+      rank_[i + 1] = rank_[i] + plan_.last[bucket_[i]] - plan_.first[bucket_[i]];
       last_place_ = rank_[i + 1] > rank_[i] ? i + 1 : last_place_;
     }
     offset_ = unit_double(philox(seed, query, 0).low());
@@ -144,17 +173,18 @@ class SystematicLayout {
 
   /// ids [points()]: the classes under the points. The same in three steps, of which the first and the last may be shared out by points.
   XS_HOST_DEVICE void pick(int64_t* ids) const {
-    rank(ids, 0, points());
+    rank<16>(ids, 0, points());
     settle(ids);
     name(ids, 0, points());
   }
 
-  /// ids[k], first <= k < last: the rank of the class under point k.
+  /// ids[k], first <= k < last: the rank of the class under point k; kLanes points at a time.
+  template <int kLanes>
   XS_HOST_DEVICE void rank(int64_t* ids, int64_t first, int64_t last) const {
     int64_t at = 0;
-    for (int64_t k = first; k < last; k += SlotSearches::kLanes) {
-      const int lanes = int(last - k < SlotSearches::kLanes ? last - k : SlotSearches::kLanes);
-      SlotSearches searches;
+    for (int64_t k = first; k < last; k += kLanes) {
+      const int lanes = int(last - k < kLanes ? last - k : kLanes);
+      SlotSearches<kLanes> searches;
       for (int i = 0; i < lanes; ++i) {
         at = aim(searches, i, (offset_ + double(k + i)) / double(points()), at);
       }
@@ -163,6 +193,11 @@ class SystematicLayout {
         ids[k + i] = searches.base[i] + searches.first[i];
       }
     }
+  }
+
+  /// Whether settle has nothing to do at point k.
+  XS_HOST_DEVICE bool is_settled(const int64_t* ids, int64_t k) const {
+    return (k == 0 || ids[k] > ids[k - 1]) && ids[k] < rank_[tables_.buckets];
   }
 
   /// Makes the ranks differ. No class is longer than the distance of two points, so ranks rise, but for rounding: where two points share
@@ -188,7 +223,8 @@ class SystematicLayout {
  private:
   /// Sets lane `lane` to search for the class at a fraction of the layout's length. `at` is the place of the bucket that the point
   /// before lies in; returns this one's.
-  XS_HOST_DEVICE int64_t aim(SlotSearches& searches, int lane, double fraction, int64_t at) const {
+  template <int kLanes>
+  XS_HOST_DEVICE int64_t aim(SlotSearches<kLanes>& searches, int lane, double fraction, int64_t at) const {
     const double total = start_[tables_.buckets];
     // Rounding may carry the last point past the end, where empty buckets may stand: those hold no class.
     while (at + 1 < last_place_ && std::fma(fraction, total, -start_[at + 1]) >= 0) {

@@ -60,7 +60,9 @@ void draw_set(int64_t* ids, const SystematicTables& tables, const SystematicPlan
   for (int64_t p = 0; p < plan.certain; ++p) {
     ids[p] = tables.order[tables.slot(p)];
   }
-  SystematicLayout(tables, plan, seed, query).pick(ids + plan.certain);
+  SystematicLayout layout(tables, plan);
+  layout.lay_out(seed, query);
+  layout.pick(ids + plan.certain);
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tensor& probability, const Tensor& order,

@@ -17,41 +17,108 @@ struct TableAsserts {
   __device__ void samples(int64_t num_samples, int64_t support) const { CUDA_KERNEL_ASSERT(num_samples <= support); }
 };
 
-// One thread: what follows from the number of samples. It stays on the device, where the draws read it.
-__global__ void plan_kernel(SystematicPlan* plan, double* log_scale, SystematicTables tables, int64_t num_samples) {
-  *plan = make_systematic_plan(tables, num_samples, TableAsserts{});
-  *log_scale = log(double(num_samples - plan->certain) / plan->tail);
+/// The first of [0, end) for which `holds` turns true, or end, in every thread of the block: each asks for one place of a round.
+template <typename Predicate>
+__device__ int64_t block_first_where(int64_t end, const Predicate& holds) {
+  int64_t low = 0, high = end; // where the first one lies, `high` included
+  while (low < high) {
+    const int64_t step = (high - low + blockDim.x - 1) / blockDim.x, probe = low + (int64_t(threadIdx.x) + 1) * step - 1;
+    const int64_t before = __syncthreads_count(!(probe >= high || holds(probe)));
+    const int64_t first = low + before * step, last = first + step - 1;
+    low = first < high ? first : high;
+    high = last < high ? last : high;
+  }
+  return low;
 }
 
-// A block a set. Points are looked up side by side, and only the rare steps between them (settle) are one thread's.
+// A block: what follows from the number of samples. It stays on the device, where the draws read it.
+__global__ void plan_kernel(SystematicPlan* plan, double* log_scale, SystematicTables tables, int64_t num_samples) {
+  const TableAsserts asserts;
+  const SystematicSearches<TableAsserts> searches{tables, num_samples, asserts};
+  const int64_t support = block_first_where(tables.classes, [&](int64_t p) { return searches.has_no_weight(p); });
+  asserts.samples(num_samples, support);
+  const int64_t certain = block_first_where(num_samples, [&](int64_t t) { return searches.is_enough(t); });
+  for (int64_t b = threadIdx.x; b < tables.buckets; b += blockDim.x) {
+    plan_bucket(*plan, tables, b, certain, support);
+  }
+  if (threadIdx.x == 0) {
+    plan->samples = num_samples;
+    plan->certain = certain;
+    plan->support = support;
+    plan->tail = systematic_tail(tables, certain);
+    *log_scale = log(double(num_samples - certain) / plan->tail);
+  }
+}
+
+/// The threads that draw a set: a block where there is one set, else a warp.
+template <bool kBlock>
+struct Team {
+  __device__ static int64_t first_set() { return kBlock ? int64_t(blockIdx.x) : cuda::global_thread() / cuda::kWarp; }
+  __device__ static int64_t teams() { return kBlock ? int64_t(gridDim.x) : cuda::grid_threads() / cuda::kWarp; }
+  __device__ static int64_t member() { return kBlock ? int64_t(threadIdx.x) : int64_t(cuda::lane()); }
+  __device__ static int64_t members() { return kBlock ? int64_t(blockDim.x) : int64_t(cuda::kWarp); }
+  __device__ static void sync() {
+    if constexpr (kBlock) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+  }
+  __device__ static bool any(bool condition) {
+    if constexpr (kBlock) {
+      return __syncthreads_or(condition);
+    } else {
+      return __any_sync(cuda::kAllLanes, condition);
+    }
+  }
+};
+
+// A team a set. Points are looked up side by side, and only the rare steps between them (settle) are one thread's.
+template <bool kBlock>
 __global__ void systematic_kernel(int64_t* ids, const int64_t* seed, SystematicTables tables, const SystematicPlan* plan,
                                   int64_t num_sets) {
-  __shared__ alignas(SystematicLayout) unsigned char storage[sizeof(SystematicLayout)];
-  const SystematicLayout& layout = *reinterpret_cast<const SystematicLayout*>(storage);
-  for (int64_t query = blockIdx.x; query < num_sets; query += gridDim.x) {
-    if (threadIdx.x == 0) {
-      new (storage) SystematicLayout(tables, *plan, uint64_t(*seed), uint64_t(query));
+  using Team = Team<kBlock>;
+  __shared__ alignas(SystematicLayout) unsigned char storage[(kBlock ? 1 : cuda::kThreads / cuda::kWarp) * sizeof(SystematicLayout)];
+  unsigned char* const mine = storage + (kBlock ? 0 : threadIdx.x / cuda::kWarp) * sizeof(SystematicLayout);
+  SystematicLayout& layout = *reinterpret_cast<SystematicLayout*>(mine);
+  if (Team::member() == 0) {
+    new (mine) SystematicLayout(tables, *plan);
+  }
+  const uint64_t key = uint64_t(*seed);
+  for (int64_t query = Team::first_set(); query < num_sets; query += Team::teams()) {
+    Team::sync(); // the layout is there, and the last set is done with it
+    for (int64_t b = Team::member(); b < tables.buckets; b += Team::members()) {
+      layout.shuffle(key, uint64_t(query), b);
     }
-    __syncthreads();
+    Team::sync();
+    if (Team::member() == 0) {
+      layout.arrange(key, uint64_t(query));
+    }
+    Team::sync();
     int64_t* set = ids + query * plan->samples;
-    for (int64_t p = threadIdx.x; p < plan->certain; p += blockDim.x) {
+    for (int64_t p = Team::member(); p < plan->certain; p += Team::members()) {
       set[p] = tables.order[tables.slot(p)];
       TableAsserts{}.id(set[p], tables.classes);
     }
     int64_t* picked = set + plan->certain;
-    for (int64_t k = threadIdx.x; k < layout.points(); k += blockDim.x) {
-      layout.rank(picked, k, k + 1);
+    for (int64_t k = Team::member(); k < layout.points(); k += Team::members()) {
+      layout.template rank<1>(picked, k, k + 1);
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      layout.settle(picked);
+    Team::sync();
+    bool unsettled = false;
+    for (int64_t k = Team::member(); k < layout.points(); k += Team::members()) {
+      unsettled = unsettled || !layout.is_settled(picked, k);
     }
-    __syncthreads();
-    for (int64_t k = threadIdx.x; k < layout.points(); k += blockDim.x) {
+    if (Team::any(unsettled)) {
+      if (Team::member() == 0) {
+        layout.settle(picked);
+      }
+      Team::sync();
+    }
+    for (int64_t k = Team::member(); k < layout.points(); k += Team::members()) {
       layout.name(picked, k, k + 1);
       TableAsserts{}.id(picked[k], tables.classes);
     }
-    __syncthreads(); // the next set's layout takes this one's place
   }
 }
 
@@ -67,11 +134,16 @@ std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tens
   const Tensor storage = at::empty({int64_t(sizeof(SystematicPlan))}, seed.options().dtype(at::kByte));
   auto* plan = reinterpret_cast<SystematicPlan*>(storage.mutable_data_ptr<uint8_t>());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  plan_kernel<<<1, 1, 0, stream>>>(plan, log_scale.mutable_data_ptr<double>(), tables, num_samples);
+  plan_kernel<<<1, cuda::kThreads, 0, stream>>>(plan, log_scale.mutable_data_ptr<double>(), tables, num_samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (ids.numel() > 0) {
-    systematic_kernel<<<cuda::grid_size(num_sets, 1), cuda::kThreads, 0, stream>>>(
-        ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), tables, plan, num_sets);
+    if (num_sets == 1) {
+      systematic_kernel<true><<<1, unsigned(std::clamp<int64_t>((num_samples + 31) / 32 * 32, 64, 512)), 0, stream>>>(
+          ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), tables, plan, num_sets);
+    } else {
+      systematic_kernel<false><<<cuda::grid_size(num_sets, cuda::kThreads / cuda::kWarp), cuda::kThreads, 0, stream>>>(
+          ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), tables, plan, num_sets);
+    }
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return {num_queries.has_value() ? ids : std::get<0>(ids.sort()), log_scale};

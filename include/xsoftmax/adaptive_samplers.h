@@ -29,6 +29,9 @@ class AdaptiveSamplerImpl : public SamplerImpl {
   bool follows_table() const override { return true; }
   /// An index that is not there, or that is one of other options or of another head, is built anew by the next step.
   void load(torch::serialize::InputArchive& archive) override;
+  using SamplerImpl::to;
+  /// `step` stays on the CPU: every step of training reads it.
+  void to(torch::Device device, bool non_blocking = false) override;
 
   /// A table of the index, by the name that it has in the state.
   torch::Tensor table(const std::string& name) const;

@@ -33,7 +33,7 @@ def moved(loss, mode):
             module._parameters[name] = None if parameter is None else torch.nn.Parameter(fake(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = mode.from_tensor(buffer, static_shapes=True) if name == "steps" else fake(buffer)
+                module._buffers[name] = mode.from_tensor(buffer, static_shapes=True) if name in ("steps", "step") else fake(buffer)
     return loss
 
 

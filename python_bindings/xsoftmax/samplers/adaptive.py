@@ -30,6 +30,7 @@ class AdaptiveSampler(Sampler):
         refresh_every: steps between two refreshes; 0: never again after step 0.
 
     The index is in the state dict. One that is missing there, or that is of other options or of another head, is built anew: ``step`` is then 0.
+    ``step`` stays on the CPU wherever the sampler moves, so that no step of training waits for a device to know whether a refresh is due.
     """
 
     # What a family calls its operators (csrc/samplers/adaptive.h), its tables as they take them, those that are parameters, the one of
@@ -106,11 +107,18 @@ class AdaptiveSampler(Sampler):
     def _like(self, excluded: Tensor) -> "AdaptiveSampler":
         other = type(self).__new__(type(self))
         other._make(self.num_classes, self.dim, self.num_samples, self.shared, self.distinct, excluded, self.options)
-        return other.to(self.step.device)
+        return other.to(getattr(self, self._places).device)
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> "AdaptiveSampler":
-        return self._like(torch.cat([self._excluded(), ids.to(self.step.device)]))
+        excluded = self._excluded()
+        return self._like(torch.cat([excluded, ids.to(excluded.device)]))
+
+    def _apply(self, fn, recurse=True):
+        step = self.step
+        super()._apply(fn, recurse)
+        self.step = step  # which every step of training reads: it stays on the host
+        return self
 
     @classmethod
     def for_table(cls, num_classes: int, *num_samples: int, dim: int, bias: bool, **options) -> "AdaptiveSampler":
@@ -123,6 +131,7 @@ class AdaptiveSampler(Sampler):
             return
         before = self._excluded()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        self.step = self.step.cpu()  # load_state_dict(assign=True) takes tensors as they are
         if not torch.equal(self._excluded(), before):
             fresh = self._like(before)
             with torch.no_grad():
