@@ -40,7 +40,7 @@ class NaiveSampled(nn.Module):
     @staticmethod
     def _cross_entropy(true: Tensor, sampled: Tensor) -> Tensor:
         logits = torch.cat([true, sampled], 1)
-        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def make_batch(queries: int, width: int, classes: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,178 @@
+"""On a GPU: operators give what they give on the CPU and what their composites give, no step waits for the device, steps can be captured in a CUDA
+graph, and results have the same bits twice.
+
+XSOFTMAX_TEST_DEVICE: another device than "cuda", to try the tests themselves.
+"""
+
+import contextlib
+import os
+
+import pytest
+import torch
+
+import op_samples
+import xsoftmax as xs
+from combinations import COMBINATIONS
+
+DEVICE = torch.device(os.environ.get("XSOFTMAX_TEST_DEVICE", "cuda"))
+CUDA = DEVICE.type == "cuda"
+pytestmark = pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="needs a GPU, and a CUDA build")
+on_a_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+each = pytest.mark.parametrize("made", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+
+# Operators that work on the host alone, and those that tell or keep something of the process.
+OF_THE_HOST = {"advise_huge_pages", "forget_debt", "get_impl", "linear_layer_train", "read_examples", "register_debt", "set_impl", "sparse_row_sums",
+               "xr_linear_check_target", "xr_linear_load"}
+# K-means and what is built by it: sums in another order may move a row to another centre.
+BY_KMEANS = {"label_tree_from_vectors", "label_tree_kmeans_order", "label_tree_clusters", "kmeans", "adaptive_refresh_", "adaptive_step_", "midx_refresh_",
+             "midx_step_", "midx_update_"}
+
+
+def tensors_in(value):
+    """All of them, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
+
+
+def moved(value, device):
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True)
+    return type(value)(moved(part, device) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+NAMES = [name for name, arguments in op_samples.samples().items() if tensors_in(arguments) and name not in OF_THE_HOST]
+
+
+def called(name, device, dtype=torch.float32, impl="kernel"):
+    """Results of an operator and its arguments after the call, on the CPU."""
+    arguments = moved(op_samples.samples()[name], device)
+    if dtype != torch.float32:  # of backward input and weight: gradients of scores are float32
+        arguments = tuple(cast(argument, dtype) if not name.endswith("backward") or i in (1, 2) else argument for i, argument in enumerate(arguments))
+    with xs.use_impl(impl):
+        results = getattr(torch.ops.xsoftmax, name)(*arguments)
+    return [tensor.cpu() for tensor in tensors_in([results, arguments])]
+
+
+def cast(value, dtype):
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+
+def assert_close(found, expected, tolerance):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected):
+        a, b = (tensor.coalesce().to_dense() if tensor.is_sparse else tensor for tensor in (a, b))
+        assert a.dtype == b.dtype and a.shape == b.shape
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_KMEANS])
+def test_operators_equal_those_of_the_cpu(name):
+    """Draws included: the seed is an argument."""
+    assert_close(called(name, DEVICE), called(name, "cpu"), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("name", ["candidate_scores", "candidate_scores_backward", "ragged_scores", "ragged_scores_backward", "linear_topk"])
+def test_kernels_equal_composites(name, dtype):
+    assert_close(called(name, DEVICE, dtype), called(name, DEVICE, dtype, "reference"), {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype])
+
+
+# ---- steps
+
+@contextlib.contextmanager
+def no_waiting():
+    """What waits for the device is an error."""
+    if CUDA:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if CUDA:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class Training:
+    def __init__(self, made, dtype=torch.float32):
+        self.made, self.loss = made, made.make(dtype).to(DEVICE)
+        self.optimizer = made.make_optimizer(self.loss)
+        self.input, self.target = (tensor.to(DEVICE) for tensor in made.batch(dtype))
+        self.input.requires_grad_()
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.input.grad = None
+        value = self.made.call(self.loss, self.input, self.target, None)
+        value.sum().backward()
+        self.optimizer.step()
+        return value.detach()
+
+    def tensors(self):
+        return {**dict(self.loss.named_parameters()), **dict(self.loss.named_buffers()), "input.grad": self.input.grad}
+
+
+def trained(made, steps):
+    training = Training(made)
+    for step in range(steps):
+        torch.manual_seed(step)
+        training.step()
+    return training
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor is None and b[name] is None or torch.equal(tensor, b[name]), name
+
+
+@each
+def test_no_step_waits_and_all_values_are_finite(made):
+    training = Training(made)
+    training.step()  # makes what is made once
+    torch.manual_seed(1)
+    with no_waiting():
+        values = [training.step(), training.step()]
+    assert all(value.isfinite().all() for value in values)
+    assert all(tensor.isfinite().all() for tensor in training.loss.parameters())
+
+
+@each
+def test_the_same_bits_twice(made):
+    assert_same_bits(trained(made, 3).tensors(), trained(made, 3).tensors())
+
+
+# A sampler that follows the table refreshes in steps that the host counts, and an edge of a tree is balanced in them.
+CAPTURED = [name for name, made in COMBINATIONS.items() if not made.follows_table and made.options.get("balance_every", 0) == 0]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_step_equals_an_eager_one(name):
+    made, steps = COMBINATIONS[name], 4
+    eager = trained(made, steps)
+    training, side = Training(made), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for step in range(steps - 1):
+            torch.manual_seed(step)
+            training.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.step()
+    torch.manual_seed(steps - 1)
+    graph.replay()
+    assert_same_bits(training.tensors(), eager.tensors())
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+def test_low_precision_steps_are_near_those_of_float32(dtype):
+    losses = []
+    for of in (torch.float32, dtype):
+        torch.manual_seed(0)
+        loss = xs.SampledSoftmaxLoss(64, 1000, sampler="uniform", num_samples=32, device=DEVICE).to(of)
+        input, target = torch.randn(16, 64).to(DEVICE, of), torch.randint(1000, (16,)).to(DEVICE)
+        torch.manual_seed(1)
+        losses.append(loss(input, target).float())
+    torch.testing.assert_close(*losses, rtol=3e-2, atol=3e-2)
