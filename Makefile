@@ -6,8 +6,9 @@
 #   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
-#   make cuda-check  compiles and links the CUDA kernels; needs no GPU
+#   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
+#   make cuda-page   fills the tables of docs/cuda.md from what cuda-emulate and cuda-check built
 #   make clean       removes all that make made
 #
 # Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test processes at once), PYTEST_ARGS, and
@@ -24,7 +25,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate clean gtest python-headers
+.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page clean gtest python-headers
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -120,6 +121,10 @@ cuda-emulate: $(INSTALLED) | python-headers
 	JOBS=$(JOBS) tests/cuda_emulation/suite all build/emulate
 	for order in reverse 1 2 3; do JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate $$order; done
 	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
+
+cuda-page:
+	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/cuda.md bytes
+	.ci/cuda_resources build/cuda | .ci/fill_page docs/cuda.md registers
 
 # ---------------------------------------------------------------------------------------------------------------------- demo, bench
 

@@ -200,11 +200,15 @@ def main():
     torch.ops.load_library(os.environ["XSOFTMAX_EMULATE_LIBRARY"])
     torch.ops.cuda_emulator.take_over()
     print("| kernel | of | shape | memory, MB | memory / least | blocks / least |\n|---|---|---|---|---|---|")
+    reasons = []
     for name, make in CASES.items():
         made = make()
         found = measure(made)
+        reasons += [f"- {name.replace('_', ' ')}: {made.why}"] if made.why else []
         print(f"| {made.kernel} | {name.replace('_', ' ')} | {made.shape} | {found['memory'] / 1e6:.3g} | {found['memory / least']:.3f} | "
               f"{found['blocks / least']:.3f} |")
+    if reasons:
+        print(f"\nAbove {LIMIT}:\n", *reasons, sep="\n")
 
 
 if __name__ == "__main__":
