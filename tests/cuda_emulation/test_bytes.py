@@ -31,7 +31,7 @@ ops = torch.ops.xsoftmax
 @dataclasses.dataclass
 class Case:
     call: Callable[[], object]  # launches the kernel
-    kernel: str  # without template arguments
+    kernel: str  # without template arguments; several, with commas, count together
     memory: float  # the least possible
     blocks: Optional[float] = None  # None: as memory
     shape: str = ""
@@ -178,9 +178,10 @@ def measure(made: Case) -> dict:
         made.call()
     finally:
         emulator.count_bytes(False)
-    found = [numbers for name, numbers in emulator.launched().items() if name.partition("<")[0] == made.kernel]
-    assert len(found) == 1, f"expected a launch of {made.kernel}, got {list(emulator.launched())}"
-    *_, block_read, block_written, read, written = found[0]
+    wanted = made.kernel.split(", ")
+    found = {name: numbers for name, numbers in emulator.launched().items() if name.partition("<")[0] in wanted}
+    assert {name.partition("<")[0] for name in found} == set(wanted), f"expected launches of {made.kernel}, got {list(emulator.launched())}"
+    *_, block_read, block_written, read, written = (sum(numbers) for numbers in zip(*found.values()))
     blocks = made.memory if made.blocks is None else made.blocks
     return {"kernel": made.kernel, "shape": made.shape, "memory": read + written, "least": made.memory,
             "memory / least": (read + written) / made.memory, "blocks / least": (block_read + block_written) / blocks}
