@@ -14,6 +14,16 @@ struct OwedDebt {
   double movement, decay;
 };
 
+/// base^n to n ulp at most, n >= 0: a multiplication for each bit of n. On a GPU std::pow takes ten times as long.
+XS_HOST_DEVICE inline double integer_power(double base, int64_t n) {
+  double power = 1;
+  for (; n > 0; n >>= 1) {
+    power = (n & 1) != 0 ? power * base : power;
+    base *= base;
+  }
+  return power;
+}
+
 struct OwedTable {
   static constexpr int64_t kHeader = 4; ///< numbers before the table: `settled`, and the coefficients
 
@@ -34,7 +44,7 @@ struct OwedTable {
       moved *= std::exp(late);
     }
     if (s < settled && moved != 0) {
-      moved *= std::pow(ratio, double(settled - s));
+      moved *= integer_power(ratio, settled - s);
     }
     return {moved, decay == 0 ? 1 : std::exp(decay)};
   }

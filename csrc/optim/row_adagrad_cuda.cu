@@ -13,7 +13,7 @@ using namespace cuda;
 
 enum State { kCount, kSum };
 
-// kRowWise: one sum a row. Its mean of squares takes the parameter's row once more where there is weight decay; a cache holds it.
+// kRowWise: one sum a row.
 template <typename T, bool kRowWise>
 struct AdagradRows {
   using Scalar = T;
@@ -41,23 +41,27 @@ struct AdagradRows {
   }
 
   template <int N>
-  __device__ void full_gradient(int64_t row, int64_t d, M (&g)[N]) const {
-    if (numbers.weight_decay != 0) {
-      add_scaled(g, M(numbers.weight_decay), param[row] + d);
+  struct Elements {
+    Pack<T, N> param;
+    Pack<M, N> sums; ///< not of kRowWise
+  };
+
+  template <int N>
+  __device__ Elements<N> fetch(int64_t row, int64_t d) const {
+    if constexpr (kRowWise) {
+      return {load_pack<N>(param[row] + d), {}};
+    } else {
+      return {load_pack<N>(param[row] + d), load_pack<N>(sum[row] + d)};
     }
   }
 
   template <int N>
-  __device__ M squares(int64_t row, int64_t d, const M (&g)[N]) const {
-    M full[N], result = 0;
+  __device__ M squares(const Elements<N>& old, const M (&g)[N]) const {
+    M result = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      full[i] = g[i];
-    }
-    full_gradient(row, d, full);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      result += full[i] * full[i];
+      const M gradient = g[i] + M(numbers.weight_decay) * M(old.param.values[i]);
+      result += gradient * gradient;
     }
     return result;
   }
@@ -68,22 +72,19 @@ struct AdagradRows {
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, int64_t row, int64_t d, const M (&g)[N]) const {
-    const auto old = load_pack<N>(param[row] + d);
+  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
     M next[N];
-    if constexpr (kRowWise) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const M w = M(old.values[i]);
+    for (int i = 0; i < N; ++i) {
+      const M w = M(old.param.values[i]);
+      if constexpr (kRowWise) {
         next[i] = w - of_row.rate * (g[i] + of_row.step.weight_decay * w);
+      } else {
+        next[i] = adagrad_element(w, old.sums.values[i], g[i], of_row.step);
       }
-    } else {
-      auto sums = load_pack<N>(sum[row] + d);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        next[i] = adagrad_element(M(old.values[i]), sums.values[i], g[i], of_row.step);
-      }
-      store_pack(sum[row] + d, sums.values);
+    }
+    if constexpr (!kRowWise) {
+      store_pack(sum[row] + d, old.sums.values);
     }
     store_pack(param[row] + d, next);
   }

@@ -40,28 +40,38 @@ struct AdamRows {
     const int64_t t = *owing.step + 1;
     const RowAdamNumbers& n = numbers;
     double power[5];
-    powers<kAlone>(power, {n.beta1, n.beta2, n.beta2, n.beta1, n.beta2}, {double(t - s), double(t - s), double(s), double(t), double(t)});
+    powers<kAlone>(power, [&](int i) { return i == 0 || i == 3 ? n.beta1 : n.beta2; },
+                   [&](int i) { return i < 2 ? t - s : (i == 2 ? int64_t(s) : t); });
     const double step_size = row_adam_step_size(n.lr, power[3]), scale = row_adam_scale(power[4]);
     return {row_adam_coefficients<M>(n, owing.debt(s, ratio), decay, step_size, scale, power[0], power[1], power[2]), int32_t(t)};
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, int64_t row, int64_t d, const M (&g)[N]) const {
-    const auto old = load_pack<N>(param[row] + d);
-    auto first = load_pack<N>(exp_avg[row] + d), second = load_pack<N>(exp_avg_sq[row] + d);
+  struct Elements {
+    Pack<T, N> param;
+    Pack<M, N> first, second;
+  };
+
+  template <int N>
+  __device__ Elements<N> fetch(int64_t row, int64_t d) const {
+    return {load_pack<N>(param[row] + d), load_pack<N>(exp_avg[row] + d), load_pack<N>(exp_avg_sq[row] + d)};
+  }
+
+  template <int N>
+  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
     const AdamStep<M>& s = of_row.step;
     M next[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      M w = M(old.values[i]), decay_left = s.decay;
+      M w = M(old.param.values[i]), decay_left = s.decay;
       if (s.owed != 0) {
-        w = adam_owed_element(w, first.values[i], second.values[i], s);
+        w = adam_owed_element(w, old.first.values[i], old.second.values[i], s);
         decay_left = 1;
       }
-      next[i] = adam_element(w, first.values[i], second.values[i], g[i], s, decay_left, s.keep1, s.keep2);
+      next[i] = adam_element(w, old.first.values[i], old.second.values[i], g[i], s, decay_left, s.keep1, s.keep2);
     }
-    store_pack(exp_avg[row] + d, first.values);
-    store_pack(exp_avg_sq[row] + d, second.values);
+    store_pack(exp_avg[row] + d, old.first.values);
+    store_pack(exp_avg_sq[row] + d, old.second.values);
     store_pack(param[row] + d, next);
   }
 
@@ -79,28 +89,27 @@ struct AdamRows {
     if (s == 0 && debt.decay == 1) {
       return;
     }
-    const double since = rebase ? double(t - s) : 0;
+    const int64_t since = rebase ? t - s : 0;
     double power[3];
-    powers<kAlone>(power, {past.beta1, past.beta2, past.beta2}, {since, since, double(s)});
+    powers<kAlone>(power, [&](int i) { return i == 0 ? past.beta1 : past.beta2; }, [&](int i) { return i < 2 ? since : s; });
     const auto step = row_adam_coefficients<M>(past, debt, 1, 0, 0, power[0], power[1], power[2]);
     if (rebase && s != 0 && thread == 0) { // all have read it: powers and the return above wait for them
       *last_step[row] = int32_t(t);
     }
     constexpr int kTeam = kAlone ? 1 : kWarp;
     for (int64_t d = int64_t(thread) * N; d < width; d += kTeam * N) {
-      const auto old = load_pack<N>(param[row] + d);
-      auto first = load_pack<N>(exp_avg[row] + d), second = load_pack<N>(exp_avg_sq[row] + d);
+      auto old = fetch<N>(row, d);
       M next[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        next[i] = adam_owed_element(M(old.values[i]), first.values[i], second.values[i], step);
-        first.values[i] *= step.keep1;
-        second.values[i] *= step.keep2;
+        next[i] = adam_owed_element(M(old.param.values[i]), old.first.values[i], old.second.values[i], step);
+        old.first.values[i] *= step.keep1;
+        old.second.values[i] *= step.keep2;
       }
       store_pack(param[row] + d, next);
       if (rebase) {
-        store_pack(exp_avg[row] + d, first.values);
-        store_pack(exp_avg_sq[row] + d, second.values);
+        store_pack(exp_avg[row] + d, old.first.values);
+        store_pack(exp_avg_sq[row] + d, old.second.values);
       }
     }
   }
@@ -109,7 +118,7 @@ struct AdamRows {
 // What rows that owe step t move by.
 struct AdamRate {
   double lr, beta1, beta2;
-  __device__ double operator()(int64_t t) const { return row_adam_owed_rate(lr, std::pow(beta1, double(t)), std::pow(beta2, double(t))); }
+  __device__ double operator()(int64_t t) const { return row_adam_owed_rate(lr, integer_power(beta1, t), integer_power(beta2, t)); }
 };
 
 template <typename T>

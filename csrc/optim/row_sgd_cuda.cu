@@ -45,28 +45,34 @@ struct SgdRows {
     const double take = t == 1 || fresh ? 1 : 1 - numbers.dampening;
     const bool debts = owes();
     const OwedDebt debt = debts ? owing.debt(s, numbers.momentum) : OwedDebt{0, 1};
-    const double kept = s == 0 || buffer.data == nullptr ? 1 : std::pow(numbers.momentum, double(t - s));
+    const double kept = s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
     return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), debts ? int32_t(t) : 0};
   }
 
   template <int N>
-  __device__ void update(const Row& of_row, int64_t row, int64_t d, const M (&g)[N]) const {
-    const auto old = load_pack<N>(param[row] + d);
+  struct Elements {
+    Pack<T, N> param;
+    Pack<M, N> buffer; ///< with momentum
+  };
+
+  template <int N>
+  __device__ Elements<N> fetch(int64_t row, int64_t d) const {
+    return {load_pack<N>(param[row] + d), buffer.data == nullptr ? Pack<M, N>{} : load_pack<N>(buffer[row] + d)};
+  }
+
+  template <int N>
+  __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
     const MomentumStep<M>& s = of_row.step;
     const M sign = numbers.maximize ? M(-1) : M(1);
     M next[N];
-    if (buffer.data == nullptr) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        next[i] = s.decay * M(old.values[i]) - s.lr * (sign * g[i]);
-      }
-    } else {
-      auto kept = load_pack<N>(buffer[row] + d);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        next[i] = momentum_element(M(old.values[i]), kept.values[i], sign * g[i], s, s.nesterov);
-      }
-      store_pack(buffer[row] + d, kept.values);
+    for (int i = 0; i < N; ++i) {
+      const M w = M(old.param.values[i]);
+      next[i] = buffer.data == nullptr ? s.decay * w - s.lr * (sign * g[i])
+                                       : momentum_element(w, old.buffer.values[i], sign * g[i], s, s.nesterov);
+    }
+    if (buffer.data != nullptr) {
+      store_pack(buffer[row] + d, old.buffer.values);
     }
     store_pack(param[row] + d, next);
   }
@@ -96,7 +102,7 @@ struct SgdRows {
     if (!moves && debt.decay == 1) {
       return;
     }
-    const M owed_decay = M(debt.decay), drift = M(debt.movement), kept = M(rebase ? std::pow(momentum, double(t - s)) : 1.0);
+    const M owed_decay = M(debt.decay), drift = M(debt.movement), kept = M(rebase ? integer_power(momentum, t - s) : 1.0);
     constexpr int kTeam = kAlone ? 1 : kWarp;
     for (int64_t d = int64_t(thread) * N; d < width; d += kTeam * N) {
       const auto old = load_pack<N>(param[row] + d);

@@ -24,13 +24,14 @@
 //     wide                                whether its rows may be read 16 bytes at a time (those of float32 state beside a 16-bit parameter: 32)
 //     Old read(row)                       what finish() overwrites
 //     Row begin<kAlone>(row, old)         the coefficients; kAlone: called by a thread, else by whole warps
-//     bool kOneSum; squares, with_squares   of one that needs the mean of squares before it updates (row-wise Adagrad)
-//     update<N>(Row, row, d, g)           N elements from d on, by their summed gradient
+//     Elements<N> fetch<N>(row, d)        N elements of the row from d on, and of its state: asked for before their coefficients are worked out
+//     kOneSum; squares, with_squares      of one that needs the mean of squares before it updates (row-wise Adagrad)
+//     update<N>(Row, Elements, row, d, g)   those elements, by their summed gradient
 //     finish(Row, row)                    by one thread
-//     make_up<kAlone, N>(due, row, width, thread, threads)   what a row owes
+//     make_up<N, kAlone>(due, row, width, thread)   what a row owes
 //
 // Bytes that a step reads and writes at least: R rows of values and, of D distinct rows, param and state, each once in and once out. That is what
-// row_update_kernel moves, and 16 bytes a row for its place, as long as a row is held in registers (kHeld): up to 4,096 float32 columns. The sums of
+// row_update_kernel moves, and 16 bytes a row for its place, as long as a row is held in registers (kHeld): up to 4,096 columns, 2,048 of float64 or of rows that do not begin on 16 bytes. The sums of
 // chunks, of rows that stand more than 32 times, are a 32nd of their values, out and in.
 
 namespace xsoftmax::cuda {
@@ -107,26 +108,23 @@ struct SortedGradient {
 };
 
 #ifdef __CUDACC__
+/// Of a block that works on a row.
+constexpr int kMostThreads = 512;
+
 /// Packs of N columns that a thread holds of a row.
 template <int N>
-constexpr int kHeld = N == 1 ? 8 : 4;
+constexpr int kHeld = N == 1 ? 4 : (N == 8 ? 1 : 2);
 
-/// base[i]^exponent[i]. A power in float64 takes as long as a row: the lanes of a warp share the work.
-template <bool kAlone, int P>
-__device__ inline void powers(double (&result)[P], const double (&base)[P], const double (&exponent)[P]) {
+/// base(i)^exponent(i): the lanes of a warp share the work.
+template <bool kAlone, int P, typename Base, typename Exponent>
+__device__ inline void powers(double (&result)[P], const Base& base, const Exponent& exponent) {
   if constexpr (kAlone) {
 #pragma unroll
     for (int i = 0; i < P; ++i) {
-      result[i] = std::pow(base[i], exponent[i]);
+      result[i] = integer_power(base(i), exponent(i));
     }
   } else {
-    double b = base[0], e = exponent[0];
-#pragma unroll
-    for (int i = 1; i < P; ++i) {
-      b = lane() == i ? base[i] : b;
-      e = lane() == i ? exponent[i] : e;
-    }
-    const double mine = std::pow(b, e);
+    const double mine = integer_power(base(lane()), exponent(lane()));
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       result[i] = __shfl_sync(kAllLanes, mine, i);
@@ -177,7 +175,7 @@ __device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGrad
       const int64_t mine = chunk + lane();
       const unsigned whole = __ballot_sync(kAllLanes, mine < g.count / kWarp && g.rows[mine * kWarp + kWarp - 1] == row);
       const int chunks = __popc(whole); // the first of the lanes: rows are sorted
-#pragma unroll 4
+#pragma unroll 2
       for (int c = 0; c < chunks; ++c) {
         add_row(sum, g.chunks + (chunk + c) * g.width, g.width, d, stride);
       }
@@ -191,7 +189,7 @@ __device__ inline void sum_row(at::opmath_type<T> (&sum)[K][N], const SortedGrad
     const bool member = mine < end && mine < g.count && g.rows[mine] == row;
     const int members = __popc(__ballot_sync(kAllLanes, member)); // the first of the lanes
     const int64_t place = member ? g.order[mine] : 0;
-#pragma unroll 4
+#pragma unroll 2
     for (int m = 0; m < members; ++m) {
       add_row(sum, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, stride);
     }
@@ -228,7 +226,7 @@ __global__ void __launch_bounds__(kThreads) chunk_sums_kernel(SortedGradient<T> 
     }
     const int64_t place = g.order[chunk * kWarp + lane()], d = (int64_t(blockIdx.y) * kWarp + lane()) * N;
     at::opmath_type<T> sum[1][N] = {};
-#pragma unroll 8
+#pragma unroll 4
     for (int m = 0; m < kWarp; ++m) {
       add_row(sum, g.values + __shfl_sync(kAllLanes, place, m) * g.width, g.width, d, 0);
     }
@@ -249,11 +247,12 @@ __device__ inline T team_sum(T mine) {
   return blockDim.x == kWarp ? warp_sum(mine) : block_sum(mine, reinterpret_cast<T*>(storage));
 }
 
-/// A warp a row (threadIdx.y picks it), or a block for long ones. The first of equal rows sums them; a sum of zeros touches nothing.
-template <typename Rule, int N>
-__global__ void __launch_bounds__(kThreads) row_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
+/// A warp a row (threadIdx.y picks it), or a block for long ones. The first of equal rows sums them; a sum of zeros touches nothing. kPieces: of
+/// rows that a block does not hold, which it reads once to find that they are not zero, and once more.
+template <typename Rule, int N, bool kPieces>
+__global__ void __launch_bounds__(kMostThreads) row_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
   using M = at::opmath_type<typename Rule::Scalar>;
-  constexpr int K = kHeld<N>;
+  constexpr int K = kPieces ? 1 : kHeld<N>;
   const int64_t d = int64_t(threadIdx.x) * N, stride = int64_t(blockDim.x) * N, piece = stride * K;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; i < g.count; i += int64_t(gridDim.x) * blockDim.y) {
     if (!begins(g, i)) {
@@ -263,8 +262,20 @@ __global__ void __launch_bounds__(kThreads) row_update_kernel(Rule rule, SortedG
     CUDA_KERNEL_ASSERT(row >= 0 && row < g.num_rows);
     const auto old = rule.read(row); // before the barrier behind which a thread overwrites it
     M sum[K][N];
+    typename Rule::template Elements<N> held[K];
+    const auto fetch = [&](int64_t from) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (from + k * stride < g.width) {
+          held[k] = rule.template fetch<N>(row, from + k * stride);
+        }
+      }
+    };
+    if constexpr (!kPieces) {
+      fetch(d);
+    }
     bool any = false;
-    for (int64_t from = 0; from < g.width; from += piece) {
+    const auto gather = [&](int64_t from) {
       sum_row(sum, g, i, from + d, stride);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
@@ -273,6 +284,9 @@ __global__ void __launch_bounds__(kThreads) row_update_kernel(Rule rule, SortedG
           any |= sum[k][n] != 0;
         }
       }
+    };
+    for (int64_t from = 0; from == 0 || (kPieces && from < g.width); from += piece) {
+      gather(from);
     }
     if (!team_any(any)) {
       continue;
@@ -280,27 +294,29 @@ __global__ void __launch_bounds__(kThreads) row_update_kernel(Rule rule, SortedG
     auto of_row = rule.template begin<false>(row, old);
     if constexpr (Rule::kOneSum) {
       M squares = 0;
-      for (int64_t from = 0; from < g.width; from += piece) {
-        if (g.width > piece) {
-          sum_row(sum, g, i, from + d, stride);
+      for (int64_t from = 0; from == 0 || (kPieces && from < g.width); from += piece) {
+        if constexpr (kPieces) {
+          gather(from);
+          fetch(from + d);
         }
 #pragma unroll
         for (int k = 0; k < K; ++k) {
           if (from + d + k * stride < g.width) {
-            squares += rule.template squares<N>(row, from + d + k * stride, sum[k]);
+            squares += rule.squares(held[k], sum[k]);
           }
         }
       }
       rule.with_squares(of_row, team_sum(squares) / M(g.width));
     }
-    for (int64_t from = 0; from < g.width; from += piece) {
-      if (g.width > piece) {
-        sum_row(sum, g, i, from + d, stride);
+    for (int64_t from = 0; from == 0 || (kPieces && from < g.width); from += piece) {
+      if constexpr (kPieces) {
+        gather(from);
+        fetch(from + d);
       }
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         if (from + d + k * stride < g.width) {
-          rule.template update<N>(of_row, row, from + d + k * stride, sum[k]);
+          rule.update(of_row, held[k], row, from + d + k * stride, sum[k]);
         }
       }
     }
@@ -325,10 +341,11 @@ __global__ void __launch_bounds__(kThreads) number_update_kernel(Rule rule, Sort
       continue;
     }
     auto of_row = rule.template begin<true>(row, rule.read(row));
+    const auto held = rule.template fetch<1>(row, 0);
     if constexpr (Rule::kOneSum) {
-      rule.with_squares(of_row, rule.template squares<1>(row, 0, sum));
+      rule.with_squares(of_row, rule.squares(held, sum));
     }
-    rule.template update<1>(of_row, row, 0, sum);
+    rule.update(of_row, held, row, 0, sum);
     rule.finish(of_row, row);
   }
 }
@@ -347,10 +364,12 @@ __global__ void __launch_bounds__(kThreads) make_up_kernel(Rule rule, int64_t ro
   }
 }
 
+constexpr int kAdvanceThreads = 256;
+
 /// One block: the step is taken, and all that rows owe by it is in the table. `rate`: of step t, what rows that owe it move by; `log_decay`: of it.
 /// always: the step is owed also where nothing was before.
 template <typename Rate>
-__global__ void __launch_bounds__(1024) advance_kernel(Owing owing, Rate rate, double ratio, double log_decay, bool always) {
+__global__ void __launch_bounds__(kAdvanceThreads) advance_kernel(Owing owing, Rate rate, double ratio, double log_decay, bool always) {
   const int64_t taken = *owing.step, settled = int64_t(owing.owed[0]);
   const bool settles = owing.settles();
   const bool owes = always || (!settles && taken > settled);
@@ -373,7 +392,7 @@ __global__ void __launch_bounds__(1024) advance_kernel(Owing owing, Rate rate, d
   const OwedTable table = owed_table(owing.owed, owing.capacity, taken, ratio);
   const double decay = std::exp(log_decay), moved = rate(taken + 1);
   for (int64_t i = table.first_moved() + threadIdx.x; i <= table.count; i += blockDim.x) {
-    table.move(i, decay, moved, std::pow(ratio, double(table.count + 1 - i)));
+    table.move(i, decay, moved, integer_power(ratio, table.count + 1 - i));
   }
   if (threadIdx.x == 0) {
     table.movement[table.count + 1] = 0;
@@ -382,7 +401,7 @@ __global__ void __launch_bounds__(1024) advance_kernel(Owing owing, Rate rate, d
 }
 
 /// One thread: all rows are made up.
-__global__ inline void settle_kernel(Owing owing) {
+static __global__ void settle_kernel(Owing owing) {
   owing.owed[0] = double(*owing.step);
   owing.owed[OwedTable::kHeader] = owing.owed[OwedTable::kHeader + owing.capacity + 1] = 0;
 }
@@ -435,9 +454,14 @@ void update_rows(const Rule& rule, const at::Tensor& rows, const at::Tensor& val
   dispatch_pack<T>(rule.wide && gradient.wide(), [&](auto pack) {
     constexpr int N = decltype(pack)::value;
     gradient.template sum_chunks<N>();
-    const int64_t held = kWarp * N * kHeld<N>, warps = std::min<int64_t>((view.width + held - 1) / held, kThreads / kWarp);
-    const dim3 block(unsigned(kWarp * warps), warps == 1 ? kThreads / kWarp : 1);
-    row_update_kernel<Rule, N><<<grid_size(view.count, block.y), block, 0, stream>>>(rule, view);
+    const int64_t held = kWarp * N * kHeld<N>, warps = (view.width + held - 1) / held;
+    const dim3 block(unsigned(kWarp * std::min<int64_t>(warps, kMostThreads / kWarp)), warps == 1 ? kThreads / kWarp : 1);
+    const unsigned grid = grid_size(view.count, block.y);
+    if (warps <= kMostThreads / kWarp) {
+      row_update_kernel<Rule, N, false><<<grid, block, 0, stream>>>(rule, view);
+    } else { // rare, and so without a variant for 16 bytes a load
+      row_update_kernel<Rule, 1, true><<<grid, block, 0, stream>>>(rule, view);
+    }
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
@@ -467,7 +491,7 @@ void make_up(const Rule& rule, const at::Tensor& param) {
 /// The step of rows is taken: so many are.
 template <typename Rate>
 void advance(const Owing& owing, const Rate& rate, double ratio, double log_decay, bool always) {
-  advance_kernel<Rate><<<1, 1024, 0, c10::cuda::getCurrentCUDAStream()>>>(owing, rate, ratio, log_decay, always);
+  advance_kernel<Rate><<<1, kAdvanceThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(owing, rate, ratio, log_decay, always);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

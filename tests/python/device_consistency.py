@@ -58,6 +58,12 @@ def run(made):
             results = [loss(input, target), *loss.topk(input, 2), loss.predict(input), loss.log_prob(input)]
         assert all(result.is_cuda for result in results), "a prediction that is not on the device"
         optimizer.flush()
+        saved = optimizer.state_dict()
+        saved["state"] = {key: {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+                          for key, state in saved["state"].items()}
+        optimizer.load_state_dict(saved)  # of a checkpoint that was made on the CPU
+        assert all(tensor.is_cuda for state in optimizer.state.values() for tensor in state.values()), "state that is not on the device"
+        optimizer.step()
 
 
 def main():

@@ -58,10 +58,10 @@ def optimizer_samples():
     made, weight, bias, rows, values = {}, torch.randn(N, D), torch.randn(N), integers(N, 5), torch.randn(5, D)
     for rule, options in (("row_adam", "lr=0.1,beta1=0.8,beta2=0.9,eps=1e-8,weight_decay=0.1"), ("row_adagrad", "lr=0.1,weight_decay=0.1,eps=1e-10"),
                           ("row_sgd", "lr=0.1,momentum=0.9,weight_decay=0.1,nesterov=true")):
-        state, step, flush = (getattr(ops, rule + suffix) for suffix in ("_state", "_step_", "_flush_"))
+        state, step = (getattr(ops, rule + suffix) for suffix in ("_state", "_step_"))
         of_rows, dense = state(weight, True, options), state(bias, False, options)
         step([weight.clone()], [rows], [values], of_rows, [options], [1])
-        made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows),
+        made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows), f"{rule}_rows_": (weight, of_rows, rows, values, options),
                  f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2])}
         made["forget_debt"], made["register_debt"] = (of_rows,), (weight, of_rows, "row_sgd")
     return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0))

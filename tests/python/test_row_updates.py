@@ -66,6 +66,33 @@ def test_kernel_against_reference(name, dtype, width, kind):
     assert not torch.equal(stepped, param)
 
 
+@pytest.mark.parametrize("width, dtype", [(0, torch.float32), (1, torch.bfloat16), (4, torch.float32), (33, torch.bfloat16), (264, torch.bfloat16),
+                                          (300, torch.float32), (2051, torch.float32)], ids=str)
+@pytest.mark.parametrize("name", ["momentum", "adagrad", "adagrad-row", "adam"])
+def test_rows_that_stand_many_times(name, dtype, width):
+    """One that is most of a gradient, ends in the midst of it and at its end; rows of several warps, and longer than a block holds."""
+    n, kind = 7, CASES[name][0]
+    param = torch.randn(n, *([width] if width else [])).to(dtype)
+    state = trained(name, param)
+    rows = torch.cat([torch.full((1200,), 3), torch.tensor([2, 1, 2]), torch.full((70,), 6)])[torch.randperm(1273)]
+    values = torch.randn(len(rows), *param.shape[1:]).mul(0.1).to(dtype)
+    results = {}
+    for impl in ("reference", "kernel"):
+        ops.set_impl(impl)
+        mine, tensors = param.clone(), [tensor.clone() for tensor in state]
+        for _ in range(2):
+            step(name, mine, tensors, rows, values)
+        results[impl] = [mine, *tensors, ops.row_norm(rows, values)]
+    tolerance = dict(rtol=2e-4, atol=2e-5) if dtype == torch.float32 else TOLERANCE[dtype]
+    for expected, got in zip(results["reference"], results["kernel"]):
+        torch.testing.assert_close(got, expected, **tolerance)
+    ops.set_impl("kernel")
+    again, tensors = param.clone(), [tensor.clone() for tensor in state]
+    for _ in range(2):
+        op(kind, "rows_")(again, tensors, rows, values, CASES[name][1])  # what a graph replays: the same arguments, and the next step
+    assert all(torch.equal(a, b) for a, b in zip(results["kernel"], [again, *tensors]))
+
+
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_kernels_of_other_instruction_sets(isa):
     levels = ["default", "avx2", "avx512"]
@@ -114,6 +141,7 @@ def test_opcheck(name):
     torch.library.opcheck(op(kind, "state").default, (param, True, options))
     torch.library.opcheck(op(kind, "step_").default,
                           ([param, bias], [rows, None], [values, torch.randn(3)], [*state, *dense], [options], [2]))
+    torch.library.opcheck(op(kind, "rows_").default, (param, state, rows, values, options))
     torch.library.opcheck(op(kind, "flush_").default, (param, state))
     torch.library.opcheck(ops.settle_.default, (param,))
     torch.library.opcheck(ops.row_norm.default, (rows, values, 2.0))
