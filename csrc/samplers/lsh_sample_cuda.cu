@@ -31,8 +31,9 @@ __global__ void draw_kernel(int64_t* ids, float* log_count, const int64_t* seed,
     const PhiloxBlock block = philox(uint64_t(*seed), uint64_t(query), uint64_t(i % samples));
     const int64_t turn = tables.table_of(block, tables.count_full(hash));
     int64_t table = -1;
-    for (int64_t before = -1; before < turn;) { // the tables that are full, one after the other
-      before += tables.size(++table, hash[table]) > 0;
+    for (int64_t left = turn; left >= 0;) { // the tables that are full, one after the other
+      ++table;
+      left -= tables.size(table, hash[table]) > 0;
     }
     const int64_t id = tables.order[tables.place(hash, table, block)];
     CUDA_KERNEL_ASSERT(id >= 0 && id < tables.num_classes);

@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <limits>
 
 namespace xsoftmax {
@@ -137,7 +138,7 @@ __global__ void recode_kernel(int32_t* cell, float* spread, const bool* touched,
         square += difference * difference;
       }
       square = warp_sum(square);
-      if (lane() == 0 && isfinite(square)) {
+      if (lane() == 0 && std::isfinite(square)) {
         cell[id] = int32_t(k1 * k + k2);
         if (spread != nullptr) {
           spread[id] = square;

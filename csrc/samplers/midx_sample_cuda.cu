@@ -9,6 +9,7 @@
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <limits>
 
 namespace xsoftmax {
@@ -125,7 +126,7 @@ struct QueryRows {
   __device__ double log_density(int64_t query, int64_t cell) const {
     const uint32_t c = uint32_t(cell), width = uint32_t(k); // at most 2^20 cells
     const double* of_query = score + query * 2 * k;
-    return isfinite(log_z[query]) ? of_query[c / width] + of_query[k + c % width] - log_z[query] : std::numeric_limits<double>::quiet_NaN();
+    return std::isfinite(log_z[query]) ? of_query[c / width] + of_query[k + c % width] - log_z[query] : std::numeric_limits<double>::quiet_NaN();
   }
 };
 
@@ -141,7 +142,7 @@ __global__ void draw_private_kernel(int64_t* ids, float* log_count, const int64_
   for (int64_t query = blockIdx.x; query < queries; query += gridDim.x) {
     const uint64_t number = uint64_t(first_query + query), key = uint64_t(*seed);
     const double offset = log_samples - rows.log_z[query], *first = rows.score + query * 2 * k, *second = first + k;
-    const bool is_number = isfinite(rows.log_z[query]);
+    const bool is_number = std::isfinite(rows.log_z[query]);
     __syncthreads(); // the last query's sums are done with
     for (int64_t i = threadIdx.x; i < k; i += blockDim.x) {
       second_exp[i] = rows.exp_of[(query * 2 + 1) * k + i];
@@ -183,7 +184,7 @@ __global__ void draw_shared_kernel(int64_t* ids, const int64_t* seed, MidxDevice
   __shared__ double storage[kWarp];
   const int64_t k = index.tables.codewords;
   const double total = running_sums(sums, k, storage, [&](int64_t i) { return row_share[i]; });
-  const bool is_number = isfinite(total);
+  const bool is_number = std::isfinite(total);
   for (int64_t begin = global_thread() / kWarp * kWarp; begin < samples; begin += grid_threads()) {
     const int64_t j = begin + lane();
     const PhiloxBlock block = philox(uint64_t(*seed), 0, uint64_t(j));

@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 
+#include <cmath>
 #include <limits>
 
 // Sets of different classes by systematic sampling (midx_sets.h has the method) on CUDA: a block a set. What a set is of, the shares of cells,
@@ -354,7 +355,7 @@ __global__ void pick_kernel(PointPlaces out, const int64_t* seed, int64_t first_
   for (int64_t number = blockIdx.x; number < sets; number += gridDim.x) {
     const double scale = plans.scale[number];
     int64_t* slots = out.place + number * samples;
-    if (!isfinite(scale)) { // a query that is no number, whose loss will say so: any classes do
+    if (!std::isfinite(scale)) { // a query that is no number, whose loss will say so: any classes do
       for (int64_t j = threadIdx.x; j < samples; j += blockDim.x) {
         slots[j] = index.class_at(j);
       }
@@ -433,9 +434,9 @@ Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, con
   }
   const Tensor cell = at::empty({sets, samples}, doubles.dtype(at::kInt)), count = at::empty({sets, samples}, longs);
   const unsigned warps = unsigned(std::clamp<int64_t>(sets == 1 ? samples : (samples + 7) / 8, 1, kThreads / kWarp));
+  const PointPlaces places{ids.mutable_data_ptr<int64_t>(), cell.mutable_data_ptr<int32_t>(), count.mutable_data_ptr<int64_t>()};
   pick_kernel<Shares><<<grid_size(sets, 1), warps * kWarp, 2 * k * sizeof(double), stream>>>(
-      {ids.mutable_data_ptr<int64_t>(), cell.mutable_data_ptr<int32_t>(), count.mutable_data_ptr<int64_t>()}, seed.const_data_ptr<int64_t>(),
-      first_query, index, shares, plans, sets, samples);
+      places, seed.const_data_ptr<int64_t>(), first_query, index, shares, plans, sets, samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return scales;
 }

@@ -183,7 +183,7 @@ class SystematicLayout {
   XS_HOST_DEVICE void rank(int64_t* ids, int64_t first, int64_t last) const {
     int64_t at = 0;
     for (int64_t k = first; k < last; k += kLanes) {
-      const int lanes = int(last - k < kLanes ? last - k : kLanes);
+      const int lanes = kLanes == 1 ? 1 : int(last - k < kLanes ? last - k : kLanes);
       SlotSearches<kLanes> searches;
       for (int i = 0; i < lanes; ++i) {
         at = aim(searches, i, (offset_ + double(k + i)) / double(points()), at);

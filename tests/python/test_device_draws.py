@@ -1,0 +1,110 @@
+"""What kernels of a device draw and count is what those of the CPU do, from one index and one seed.
+
+Where there is a GPU its kernels are asked, else whatever CPU tensors run: on the emulator (tests/cuda_emulation) CUDA's. The CPU's answers come from
+a process of its own:  python test_device_draws.py FILE
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import xsoftmax as xs
+
+N, D, Q, T, HEAD = 400, 9, 6, 3, 7
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ops = torch.ops.xsoftmax
+
+PRIVATE = [dict(), dict(num_samples=70), dict(distinct=True), dict(distinct=True, num_samples=150), dict(distinct=True, num_samples=N - HEAD)]
+SHARED = [dict(shared=True), dict(shared=True, num_samples=150), dict(shared=True, mixture="rms"), dict(shared=True, distinct=False, num_samples=50)]
+MIDX = [dict(codewords=6), dict(codewords=6, kind="pq", bias=True), dict(codewords=70, bias=True), dict(codewords=3, skew=True, bias=True)]
+CASES = {f"midx-{i}-{j}": ("midx", {**table, **set_}) for i, table in enumerate(MIDX) for j, set_ in enumerate(PRIVATE + SHARED)}
+CASES |= {f"spread-{j}": ("midx_spread", dict(codewords=6, **set_)) for j, set_ in enumerate([PRIVATE[0], PRIVATE[3], SHARED[1]])}
+CASES |= {f"unrefreshed-{j}": ("midx", dict(codewords=6, unseen=True, bias=bool(j % 2), **set_)) for j, set_ in enumerate(PRIVATE[1:] + SHARED)}
+CASES |= {f"exact-{bias}": ("midx_exact", dict(codewords=6, bias=bias)) for bias in (False, True)}
+CASES |= {f"{name}-{bias}": (name, dict(bias=bias)) for name in ("lsh", "sphere", "rff") for bias in (False, True)}
+
+
+def batch():
+    """Queries of which one is no number and one does not count, and their targets, some of which are never drawn."""
+    torch.manual_seed(1)
+    z, target = torch.randn(Q, D), torch.randint(N, (Q, T))
+    target[0, 1], target[2, 1], z[3] = -1, 0, 0.0
+    target[3] = -1
+    return z, target
+
+
+def make(name, unseen=False, skew=False, num_samples=20, **options):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(N, D), 1.5 * torch.randn(N)
+    bias = 4 * bias if skew else bias  # a few classes have it all: they are certain
+    sampler = xs.samplers.make_sampler(name, N, num_samples, dim=D, exclude=HEAD, **options)
+    if not unseen:
+        sampler.refresh(weight, bias if options.get("bias") else None)
+    return sampler
+
+
+def answers(sampler, z, target, with_nan):
+    """Draws, and counts of any classes. A query that is no number leaves nothing of a shared set."""
+    if with_nan:
+        z = z.clone()
+        z[1, 0] = float("nan")
+    index = [table.detach() for table in sampler._index()]
+    seed = torch.tensor(11, dtype=torch.int64, device=z.device)
+    sets = ops.adaptive_sample(sampler.family, seed, z, target, index, sampler.options)
+    counts = ()
+    if sampler.shared or not sampler.distinct:
+        classes = torch.arange(0, N, 3, device=z.device)
+        counts = (sampler.log_count(z, classes), sampler.log_count(z, target.clamp(min=0)))
+    return [result.cpu() for result in (*sets, *counts)]
+
+
+def every_case():
+    results = {}
+    for name, (family, options) in CASES.items():
+        sampler = make(family, **options)
+        z, target = batch()
+        private = not sampler.shared and family in ("midx", "midx_spread", "lsh")
+        results[name] = (sampler.state_dict(), answers(sampler, z, target, False), answers(sampler, z, target, True) if private else None)
+    return results
+
+
+@pytest.fixture(scope="module")
+def of_cpu(tmp_path_factory):
+    path = tmp_path_factory.mktemp("draws") / "answers.pt"
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("XSOFTMAX_EMULATE", "LD_PRELOAD"))}
+    subprocess.run([sys.executable, __file__, str(path)], check=True, env=plain)
+    return torch.load(path)
+
+
+def drawn(results, is_set):
+    """Ids and counts; those of a set in rising order: which classes are certain, and come first, rounding may decide."""
+    ids, order = results[0].sort(-1) if is_set else (results[0], None)
+    return ids, results[1].gather(-1, order) if is_set else results[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_of_devices(case, of_cpu):
+    family, options = CASES[case]
+    state, usual, with_nan = of_cpu[case]
+    sampler = make(family, **{**options, "unseen": True})
+    sampler.load_state_dict(state)
+    sampler.to(DEVICE)
+    z, target = (x.to(DEVICE) for x in batch())
+    for want, is_nan in ((usual, False), (with_nan, True)):
+        if want is None:
+            continue
+        got = answers(sampler, z, target, is_nan)
+        ids, of_ids = drawn(got, sampler.distinct), drawn(want, sampler.distinct)
+        same = ids[0] == of_ids[0]
+        assert same.double().mean() > 0.98  # but for points that rounding moves past an edge
+        torch.testing.assert_close(ids[1][same], of_ids[1][same], rtol=0, atol=2e-5, equal_nan=True)
+        for one, other in zip(got[2:], want[2:]):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5, equal_nan=True)
+        assert not sampler.distinct or (got[0].sort(-1).values.diff() > 0).all()
+
+
+if __name__ == "__main__":
+    torch.save(every_case(), sys.argv[1])
