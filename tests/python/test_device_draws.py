@@ -4,6 +4,7 @@ Where there is a GPU its kernels are asked, else whatever CPU tensors run: on th
 a process of its own:  python test_device_draws.py FILE
 """
 
+import copy
 import os
 import subprocess
 import sys
@@ -61,8 +62,33 @@ def answers(sampler, z, target, with_nan):
     return [result.cpu() for result in (*sets, *counts)]
 
 
+UPDATED = {f"{name}-{kind}-{bias}": (name, dict(codewords=6, kind=kind, bias=bias, update_every=2, refresh_every=0))
+           for name in ("midx", "midx_spread") for kind in ("rq", "pq") for bias in (False, True)}
+UPDATED |= {"midx_exact": ("midx_exact", dict(codewords=6, bias=True, refresh_every=0))}
+
+
+def trained(sampler, device):
+    """The index after steps that note what they score and bring it up to date now and then, and after an update of given rows."""
+    torch.manual_seed(2)
+    weight, bias = torch.randn(N, D).to(device), torch.randn(N).to(device) if "bias=true" in sampler.options else None
+    z, target = (x.to(device) for x in batch())
+    for step in range(4):
+        ids = torch.randint(N, (Q, 5)).to(device)
+        if sampler.touched.numel() > 0:
+            ops.midx_note_(sampler.touched, sampler._query_square(), sampler.step, z, target, ids)
+            ops.midx_note_(sampler.touched, sampler._query_square(), sampler.step, z, target[:, 0], ids[0])
+        marked = sampler.touched.clone()
+        sampler.prepare(weight, bias)
+        weight += 1
+    sampler.update(weight, bias, torch.tensor([N - 1, 300, 0, 300], device=device))
+    return [marked.cpu(), *(table.detach().cpu().clone() for table in sampler._index())]
+
+
 def every_case():
     results = {}
+    for name, (family, options) in UPDATED.items():
+        sampler = make(family, **options)
+        results[name] = (copy.deepcopy(sampler.state_dict()), trained(sampler, "cpu"))
     for name, (family, options) in CASES.items():
         sampler = make(family, **options)
         z, target = batch()
@@ -104,6 +130,17 @@ def test_draws_of_devices(case, of_cpu):
         for one, other in zip(got[2:], want[2:]):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5, equal_nan=True)
         assert not sampler.distinct or (got[0].sort(-1).values.diff() > 0).all()
+
+
+@pytest.mark.parametrize("case", UPDATED)
+def test_updates_of_devices(case, of_cpu):
+    family, options = UPDATED[case]
+    state, want = of_cpu[case]
+    sampler = make(family, **{**options, "unseen": True})
+    sampler.load_state_dict(state)
+    sampler.to(DEVICE)
+    for one, other in zip(trained(sampler, DEVICE), want):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -41,18 +41,18 @@ void found(const std::string& what);
 /// kernel, as is all that happens within.
 class Detour : public c10::OperatorKernel {
  public:
-  /// cpu: what CPU tensors ran before; none for an operator that runs its composite on any device.
-  Detour(std::string name, std::optional<c10::SafeKernelFunction> cpu) : name_(std::move(name)), cpu_(std::move(cpu)) {}
+  /// cpu: what CPU tensors ran before: a kernel for the CPU, or else the composite.
+  Detour(std::string name, bool on_cpu, c10::SafeKernelFunction cpu) : name_(std::move(name)), on_cpu_(on_cpu), cpu_(std::move(cpu)) {}
 
   void operator()(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     const bool again = std::find(under_way.begin(), under_way.end(), this) != under_way.end();
-    if (cpu_.has_value() && (at_home || again)) {
+    if (at_home || (again && on_cpu_)) {
       if (!at_home) {
         found("runs the CPU's kernel");
       }
       const auto leave = c10::make_scope_exit([before = at_home] { at_home = before; });
       at_home = true;
-      cpu_->callBoxed(op, DispatchKeySet(DispatchKey::CPU), stack);
+      cpu_.callBoxed(op, DispatchKeySet(DispatchKey::CPU), stack);
       return;
     }
     under_way.push_back(this);
@@ -64,7 +64,8 @@ class Detour : public c10::OperatorKernel {
 
  private:
   const std::string name_;
-  std::optional<c10::SafeKernelFunction> cpu_;
+  const bool on_cpu_;
+  c10::SafeKernelFunction cpu_;
 };
 
 void found(const std::string& what) {
@@ -137,13 +138,13 @@ std::vector<std::string> take_over() {
       continue;
     }
     const bool on_cpu = op->hasKernelForDispatchKey(DispatchKey::CPU), anywhere = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
-    if (!on_cpu && !anywhere) {
+    const bool on_cuda = op->hasKernelForDispatchKey(DispatchKey::CUDA);
+    if (!on_cpu && !on_cuda && !anywhere) {
       continue; // made of other operators
     }
     const std::string stem = name.name.substr(name.name.find("::") + 2);
-    if (op->hasKernelForDispatchKey(DispatchKey::CUDA) || anywhere) {
-      auto detour = std::make_unique<Detour>(
-          stem, on_cpu ? std::optional(op->getComputedKernelForDispatchKey(DispatchKey::CPU)) : std::nullopt);
+    if (on_cuda || anywhere) {
+      auto detour = std::make_unique<Detour>(stem, on_cpu, op->getComputedKernelForDispatchKey(DispatchKey::CPU));
       library->impl(stem.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(detour)));
     } else {
       neither.push_back(stem);
