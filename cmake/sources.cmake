@@ -126,6 +126,7 @@ set(XSOFTMAX_SIMD_SOURCES
 
 # Built with XSOFTMAX_CUDA=ON.
 set(XSOFTMAX_CUDA_SOURCES
+  csrc/matcher/shortlist_cuda.cu
   csrc/optim/row_adagrad_cuda.cu
   csrc/optim/row_adam_cuda.cu
   csrc/optim/row_norm_cuda.cu

@@ -27,17 +27,6 @@ using at::Tensor;
 
 constexpr const char* kOp = "shortlist";
 
-void check_shortlist(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent) {
-  for (const auto& [name, tensor, dim] : {std::tuple{"parents", &parents, 2}, {"targets", &targets, 2}, {"first_child", &first_child, 1},
-                                          {"parent", &parent, 1}}) {
-    check::dim(kOp, name, *tensor, dim);
-    check::int64(kOp, name, *tensor);
-    check::same_device(kOp, name, *tensor, "parents", parents);
-  }
-  check::size(kOp, "targets", targets, 0, parents.sym_size(0), "the rows of parents");
-  check::size(kOp, "first_child", first_child, 0, parent.sym_size(0) + 1, "the nodes of the tree, and one");
-}
-
 struct Tree {
   int64_t nodes;
   const int64_t *first_child, *parent;
@@ -94,10 +83,11 @@ struct List {
   }
 };
 
-Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent) {
-  check_shortlist(parents, targets, first_child, parent);
+Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent,
+                        std::optional<int64_t> most) {
+  check_shortlist(parents, targets, first_child, parent, most);
   if (use_reference()) {
-    return shortlist_reference(parents, targets, first_child, parent);
+    return shortlist_reference(parents, targets, first_child, parent, most);
   }
   const Tensor reached = parents.contiguous(), wanted = targets.contiguous(), children = first_child.contiguous(), above = parent.contiguous();
   const Tree tree{parent.size(0), children.const_data_ptr<int64_t>(), above.const_data_ptr<int64_t>()};
@@ -128,13 +118,27 @@ Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tens
 
 } // namespace
 
-Shortlist shortlist(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::shortlist", "").typed<decltype(shortlist_reference)>();
-  return op.call(parents, targets, first_child, parent);
+void check_shortlist(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent,
+                     std::optional<int64_t> most) {
+  for (const auto& [name, tensor, dim] : {std::tuple{"parents", &parents, 2}, {"targets", &targets, 2}, {"first_child", &first_child, 1},
+                                          {"parent", &parent, 1}}) {
+    check::dim(kOp, name, *tensor, dim);
+    check::int64(kOp, name, *tensor);
+    check::same_device(kOp, name, *tensor, "parents", parents);
+  }
+  check::size(kOp, "targets", targets, 0, parents.sym_size(0), "the rows of parents");
+  check::size(kOp, "first_child", first_child, 0, parent.sym_size(0) + 1, "the nodes of the tree, and one");
+  TORCH_CHECK_VALUE(most.value_or(1) >= 1, kOp, ": expected most of at least 1, got ", most.value_or(1));
 }
 
-Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent) {
-  check_shortlist(parents, targets, first_child, parent);
+Shortlist shortlist(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent, std::optional<int64_t> most) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::shortlist", "").typed<decltype(shortlist_reference)>();
+  return op.call(parents, targets, first_child, parent, most);
+}
+
+Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent,
+                              std::optional<int64_t> most) {
+  check_shortlist(parents, targets, first_child, parent, most);
   const int64_t nodes = parent.size(0), queries = parents.size(0);
   const Tensor above = at::where(targets.ge(0), parent.index_select(0, targets.clamp_min(0).flatten()).view_as(targets), -1);
   const Tensor sorted = std::get<0>(at::cat({parents, above}, 1).sort(1));
@@ -150,7 +154,8 @@ Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets, cons
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("shortlist(Tensor parents, Tensor targets, Tensor first_child, Tensor parent) -> (Tensor nodes, Tensor offsets, Tensor right)");
+  m.def("shortlist(Tensor parents, Tensor targets, Tensor first_child, Tensor parent, int? most=None) -> "
+        "(Tensor nodes, Tensor offsets, Tensor right)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("shortlist", shortlist_reference); }

@@ -16,6 +16,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/segment_reduce.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -280,22 +282,32 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
                                              const Tensor& first_child, const Tensor& node_class, c10::SymInt k) {
   check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
   const Tensor scores = all_edge_scores(input, weight, bias);
-  const int64_t nodes = node_class.size(0), wanted = k.expect_int();
-  Tensor log_prob = at::zeros({input.size(0), nodes}, scores.options());
-  const Tensor first = first_child.to(at::kCPU);
-  for (int64_t v = 0; v < nodes; ++v) {
-    const int64_t begin = first[v].item<int64_t>(), count = first[v + 1].item<int64_t>() - begin;
-    if (count > 0) {
-      log_prob.narrow(1, begin, count).copy_(log_prob.narrow(1, v, 1) + scores.narrow(1, begin - 1, count).log_softmax(1));
-    }
+  const int64_t nodes = node_class.size(0), wanted = k.expect_int(), found = std::min(wanted, nodes);
+  const auto none = scores.new_zeros({input.size(0), 1}); // of the root
+  const Tensor children = first_child.diff(), leaf = children.eq(0), order = at::arange(nodes, children.options());
+  const Tensor parent = at::cat({at::zeros({1}, children.options()), at::repeat_interleave(order, children, 0, nodes - 1)});
+  // A softmax over the children of each node. Values of one group stand together.
+  const auto of_groups = [&](const Tensor& values, c10::string_view reduction, double initial) {
+    const Tensor reduced = at::segment_reduce(values.t().contiguous(), reduction, {}, {}, first_child - 1, 0, /*unsafe=*/true, initial);
+    return reduced.t().index_select(1, parent.narrow(0, 1, nodes - 1));
+  };
+  const Tensor shifted = scores - of_groups(scores, "max", -kInfinity);
+  Tensor log_prob = at::cat({none, shifted - of_groups(shifted.exp(), "sum", 0).log()}, 1);
+  // Sums along paths, twice as long ones each time.
+  Tensor above = parent;
+  for (int64_t length = 1; length < nodes; length *= 2) {
+    log_prob = log_prob + log_prob.index_select(1, above);
+    above = above.index_select(0, above);
   }
-  const Tensor leaves = node_class.ge(0).nonzero().squeeze(1), by_leaf = log_prob.index_select(1, leaves);
-  const int64_t found = std::min(wanted, leaves.size(0));
-  auto [values, order] = by_leaf.sort(/*stable=*/true, /*dim=*/1, /*descending=*/true);
-  Tensor best = at::full({input.size(0), wanted}, -kInfinity, scores.options());
-  Tensor classes = at::full({input.size(0), wanted}, -1, node_class.options());
-  best.narrow(1, 0, found).copy_(values.narrow(1, 0, found));
-  classes.narrow(1, 0, found).copy_(node_class.take(leaves.take(order.narrow(1, 0, found))));
+  // Leaves first, by falling probability; the sorts are stable.
+  const Tensor by_value = std::get<1>(log_prob.sort(/*stable=*/true, /*dim=*/1, /*descending=*/true));
+  const Tensor inner = leaf.logical_not().to(at::kByte).index_select(0, by_value.flatten()).view_as(by_value);
+  const Tensor place = by_value.gather(1, std::get<1>(inner.sort(/*stable=*/true, /*dim=*/1, /*descending=*/false)).narrow(1, 0, found));
+  const Tensor there = leaf.index_select(0, place.flatten()).view_as(place);
+  const Tensor best = at::full({input.size(0), wanted}, -kInfinity, scores.options());
+  const Tensor classes = at::full({input.size(0), wanted}, -1, node_class.options());
+  best.narrow(1, 0, found).copy_(log_prob.gather(1, place).masked_fill(there.logical_not(), -kInfinity));
+  classes.narrow(1, 0, found).copy_(at::where(there, node_class.index_select(0, place.flatten()).view_as(place), -1));
   const Tensor bad = log_prob.isnan().any(1, true);
   return {best.masked_fill(bad, std::numeric_limits<double>::quiet_NaN()),
           at::where(bad, at::arange(wanted, node_class.options()), classes)};

@@ -16,8 +16,11 @@ _TRANSFORMS = {"squared_hinge": "log-l3-hinge", "logistic": "log-sigmoid"}
 
 
 @torch.library.register_fake("xsoftmax::shortlist")
-def _fake_shortlist(parents, targets, first_child, parent):
-    size = torch.library.get_ctx().new_dynamic_size()
+def _fake_shortlist(parents, targets, first_child, parent, most=None):
+    if most is not None and parents.device.type == "cuda":
+        size = parents.shape[0] * (parents.shape[1] + targets.shape[1]) * most
+    else:
+        size = torch.library.get_ctx().new_dynamic_size()
     return parents.new_empty(size), parents.new_empty(parents.shape[0] + 1), parents.new_empty(size, dtype=torch.float32)
 
 
@@ -63,7 +66,13 @@ class HierarchicalMatcher(TableModule):
         self.beam = check_count("HierarchicalMatcher", "beam", beam, 1)
         self.tree = tree.clone().to(device_of_values(device))
         self.edges = make_linear(self.in_features, tree.num_edges, bias, device, dtype)
-        self.register_buffer("layer", torch.ones((), dtype=torch.int64, device=device_of_values(device)))
+        self.register_buffer("layer", torch.ones((), dtype=torch.int64, device="cpu"))
+
+    def _apply(self, fn, recurse=True):
+        layer = self.layer
+        super()._apply(fn, recurse)
+        self.layer = layer  # which every step reads: it stays on the host
+        return self
 
     def _tables(self) -> List[Optional[Tensor]]:
         tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]
@@ -73,14 +82,17 @@ class HierarchicalMatcher(TableModule):
         queries = self._examples(input, target)
         self._check_step()
         layer = int(self.layer.item())
-        nodes, offsets, right = self._shortlist(queries.detach(), self._nodes(target.reshape(queries.size(0), target.size(-1)), layer), layer)
-        each = self._each(torch.ops.xsoftmax.ragged_scores(queries, self.edges.weight, self.edges.bias, nodes - 1, offsets, self.sparse_grad), right)
+        wanted = self._nodes(target.reshape(queries.size(0), target.size(-1)), layer)
+        nodes, offsets, right = torch.ops.xsoftmax.shortlist(self._reached(queries.detach(), layer), wanted, self.tree.first_child, self.tree.parent,
+                                                             self.tree.group_sizes[layer - 1])
+        nothing = right < 0  # places of a device that does not wait for how many there are
+        scores = torch.ops.xsoftmax.ragged_scores(queries, self.edges.weight, self.edges.bias, nodes - 1, offsets, self.sparse_grad)
+        each = self._each(scores.masked_fill(nothing, 0.0), right).masked_fill(nothing, 0.0)
         if self.reduction == "sum":
             return each.sum()
         if self.reduction == "mean":
             return each.sum() / queries.size(0)
-        query = torch.repeat_interleave(torch.arange(queries.size(0), device=offsets.device), offsets.diff(), output_size=nodes.size(0))
-        return torch.zeros(queries.size(0), dtype=each.dtype, device=each.device).index_add(0, query, each).reshape(input.shape[:-1])
+        return torch.segment_reduce(each, "sum", offsets=offsets, unsafe=True, initial=0.0).reshape(input.shape[:-1])
 
     def _examples(self, input: Tensor, target: Tensor) -> Tensor:
         queries = self._queries(input, None)
