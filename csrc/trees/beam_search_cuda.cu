@@ -211,7 +211,8 @@ void launch(const Tensor& scores, const Tensor& classes, const Tensor& input, co
   }
   dispatch_pack<T>(table.wide(in), [&](auto pack) {
     constexpr int N = decltype(pack)::value;
-    beam_search_kernel<T, N><<<blocks, kThreads, in_shared ? size_t(bytes) : 0, c10::cuda::getCurrentCUDAStream()>>>(
+    constexpr size_t kUnused = 16; // which nobody reads
+    beam_search_kernel<T, N><<<blocks, kThreads, in_shared ? size_t(bytes) : kUnused, c10::cuda::getCurrentCUDAStream()>>>(
         scores.mutable_data_ptr<opmath>(), classes.mutable_data_ptr<int64_t>(), in, table, first_child.const_data_ptr<int64_t>(),
         node_class.const_data_ptr<int64_t>(), node_class.size(0), queries, scores.size(1), width, capacity, transform,
         in_shared ? nullptr : workspace.mutable_data_ptr<uint8_t>(), bytes, in_shared);

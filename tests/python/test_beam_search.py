@@ -67,6 +67,18 @@ def test_any_tree_with_ties(queries, nodes, width, seed):
         assert all(torch.equal(a, b) for a, b in zip((scores, classes), search(*args, tree, width)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 40, 1400])
+@pytest.mark.parametrize("tree", ["flat", "subsets"])
+def test_many_children_and_wide_beams_with_ties(tree, width, dtype):
+    """More of them than a kernel holds at once."""
+    tree = LabelTree.from_parents([-1] + [0] * 2600) if tree == "flat" else LabelTree.from_frequencies(torch.ones(1800), 45)
+    args = edge_problem(tree, Q=2, D=16, dtype=dtype, whole=True)
+    scores, classes = search(*args, tree, width)
+    want_scores, want_classes = naive(*args, tree, width)
+    assert torch.equal(scores.double(), want_scores) and torch.equal(classes, want_classes)
+
+
 @pytest.mark.parametrize("queries", [1, 300])
 def test_a_large_tree(queries):
     """Some layers in a common product, others not."""

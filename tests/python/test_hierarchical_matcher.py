@@ -36,6 +36,30 @@ def test_shortlists(name, impl):
         assert list(zip(nodes.tolist(), right.tolist())) == [pair for row in want for pair in row]
 
 
+@pytest.mark.parametrize("impl", ["kernel", "reference"])
+@pytest.mark.parametrize("name", TREES)
+def test_shortlists_of_a_size_that_is_known(name, impl):
+    """A kernel may give each query as many places as its nodes can need: those behind them say so, and hold a node all the same."""
+    tree, random = TREES[name], torch.Generator().manual_seed(1)
+    most = tree.arity
+    for queries, width, count in ((70, 4, 3), (1, 1, 0), (3, 0, 2), (0, 2, 2), (3, 40, 30)):
+        parents = torch.randint(-1, tree.num_nodes, (queries, width), generator=random)
+        targets = torch.randint(0, tree.num_nodes, (queries, count), generator=random)
+        targets = torch.where(targets == 0, -1, targets)
+        with xs.use_impl(impl):
+            nodes, offsets, right = ops.shortlist(parents, targets, tree.first_child, tree.parent, most)
+        assert offsets[0] == 0 and len(nodes) == len(right) == offsets[-1]
+        for q, row in enumerate(naive_shortlist(tree, parents, targets)):
+            places = slice(int(offsets[q]), int(offsets[q + 1]))
+            got = list(zip(nodes[places].tolist(), right[places].tolist()))
+            assert got[: len(row)] == row and set(got[len(row) :]) <= {(row[-1][0] if row else 1, -1.0)}
+
+
+def test_the_layer_at_work_stays_on_the_host():
+    matcher, *_ = make()
+    assert matcher.to("meta").layer.device.type == "cpu"
+
+
 def make(name="even", **options):
     torch.manual_seed(0)
     tree = TREES[name]

@@ -58,6 +58,15 @@ def test_equals_the_plain_loss(impl, tree, bias):
         assert_same(got, want, torch.float64)
 
 
+@pytest.mark.parametrize("D", [5, 136])
+@pytest.mark.parametrize("tree", ["wide", "deep"])
+def test_wide_and_deep_trees(impl, tree, D):
+    """More children of a node than a block of a kernel has threads; more layers than a few."""
+    parents = [-1] + [0] * 300 if tree == "wide" else [-1] + [2 * (v // 2) - 1 if v > 1 else 0 for v in range(140)]
+    args = problem(LabelTree.from_parents(parents), 70, D, torch.float32)
+    assert_same(scores_and_gradients(ops.hierarchical_softmax, *args), scores_and_gradients(plain, *args), torch.float32)
+
+
 @given(parents_and_classes(), st.integers(0, 3))
 def test_any_tree(nodes, seed):
     tree = LabelTree.from_parents(*nodes)

@@ -49,6 +49,15 @@ def test_equals_the_plain_sums(impl, tree, bias, differences_only):
         assert_same(got, want, torch.float64)
 
 
+@pytest.mark.parametrize("differences_only", [False, True])
+@pytest.mark.parametrize("D", [3, 16, 136])
+@pytest.mark.parametrize("Q, P", [(70, 5), (3, 280)])
+def test_many_paths(Q, P, D, differences_only):
+    """Edges that very many paths share, and rows of whole and of broken 16 bytes."""
+    args = problem(LabelTree.balanced(300, 3), Q, P, D, torch.float32)
+    assert_same(scores_and_gradients(ops.tree_scores, *args, differences_only), scores_and_gradients(plain, *args, differences_only), torch.float32)
+
+
 @given(parents_and_classes(), st.integers(1, 5), st.booleans(), st.integers(0, 3))
 def test_any_tree(nodes, paths, differences_only, seed):
     tree = LabelTree.from_parents(*nodes)
