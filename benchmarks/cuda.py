@@ -21,6 +21,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path = [path for path in sys.path if os.path.abspath(path) != FOLDER] + [FOLDER]
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -41,29 +42,27 @@ from output_layer import NaiveSampled
 from timing import print_table
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = "cuda.py rows: "  # before what a part's process hands over
+MARK = "cuda.py row: "  # before each row that a part's process hands over
 FULL = dict(classes=1_000_000, many=100_000_000, exact_classes=131_072, width=256, queries=8192, shared=512, private=20, codewords=64, midx=64,
             index_width=128, tree_queries=256, repeats=15, flush=1 << 30)
 TINY = dict(classes=3000, many=5000, exact_classes=1000, width=16, queries=32, shared=64, private=4, codewords=4, midx=6, index_width=8, tree_queries=16,
             repeats=2, flush=1 << 20)
-PEAK = {"H200": 4.8e12, "H100": 3.35e12, "GH200": 4.0e12, "B200": 8e12, "A100": 2.0e12, "L40": 0.864e12}  # bytes a second, of data sheets
+PEAK = {"GH200": 4.0e12, "H200": 4.8e12, "H100": 3.35e12, "B200": 8e12, "A100": 2.0e12, "L40": 0.864e12}  # bytes a second, of data sheets
 
 Runs = Dict[str, Callable[[], object]]
 
 
 class Bench:
-    """Sizes and times of one process; the rows it has found so far."""
+    """Sizes and times of one process, which hands over each row when it is found."""
 
-    def __init__(self, device: str, tiny: bool, minutes: float = 9) -> None:
+    def __init__(self, device: str, tiny: bool) -> None:
         self.device, self.cuda, self.tiny = torch.device(device), device.startswith("cuda"), tiny
-        self.minutes = minutes
-        self.rows: List[dict] = []
         self.__dict__.update(TINY if tiny else FULL)
 
     # ---- rows
 
     def row(self, figure: str, value: Optional[float] = None, unit: str = "", aim: Optional[str] = None, detail: str = "") -> None:
-        self.rows.append({"figure": figure, "value": value, "unit": unit, "aim": aim, "detail": detail})
+        print(MARK + json.dumps({"figure": figure, "value": value, "unit": unit, "aim": aim, "detail": detail}), flush=True)
 
     def ratio(self, figure: str, seconds: Dict[str, float], ours: str, rival: str, aim: Optional[str] = None) -> None:
         detail = ", ".join(f"{name} {1e3 * value:.4g} ms" for name, value in seconds.items())
@@ -77,6 +76,7 @@ class Bench:
         rate = bytes_ / seconds
         self.row(figure, 100 * rate / self.peak(), "% of peak", aim, f"{1e6 * seconds:.4g} us, {rate / 1e9:.4g} GB/s")
 
+    @functools.lru_cache
     def peak(self) -> float:
         name = torch.cuda.get_device_name() if self.cuda else ""
         return next((rate for part, rate in PEAK.items() if part in name), None) or self.copy_rate()
@@ -157,8 +157,12 @@ class Bench:
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
+        try:
+            with torch.cuda.graph(graph):
+                step()
+        except Exception:  # the generator may not know that the capture has ended
+            torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
+            raise
         return graph.replay
 
     # ---- data
@@ -228,12 +232,17 @@ def sampled_steps(bench: Bench, num_samples: int, shared: bool) -> Runs:
             "naive": training_step(naive_loss, input, naive.parameters(), torch.optim.SparseAdam(naive.parameters())),
             "xsoftmax, no optimizer": training_step(lambda: ours(input, target), input, ours.parameters()),
             "naive, no optimizer": training_step(naive_loss, input, naive.parameters())}
-    if bench.cuda:
-        def captured() -> Callable[[], None]:
-            loss = our_loss(bench, num_samples, shared)
-            return bench.graphed(training_step(lambda: loss(input, target), input, loss.parameters(), xs.optim.RowAdam(loss.parameters())))
-        runs |= attempt(bench, "xsoftmax, as a CUDA graph", captured)
     return runs
+
+
+def captured_step(bench: Bench, num_samples: int, shared: bool, naive: float) -> None:
+    """Ours as a CUDA graph."""
+    def make() -> Callable[[], None]:
+        (input, target), loss = bench.batch(), our_loss(bench, num_samples, shared)
+        return bench.graphed(training_step(lambda: loss(input, target), input, loss.parameters(), xs.optim.RowAdam(loss.parameters())))
+    if bench.cuda:
+        name = "xsoftmax, as a CUDA graph"
+        bench.ratio(f"the same step, {name} / naive with SparseAdam", {**bench.steps(attempt(bench, name, make)), "naive": naive}, name, "naive")
 
 
 def attempt(bench: Bench, name: str, make: Callable[[], Callable[[], object]]) -> Runs:
@@ -255,16 +264,16 @@ def part_shared(bench: Bench) -> None:
     bench.ratio("512 shared, N 1M, D 256, Q 8,192: step / naive with SparseAdam", seconds, "xsoftmax", "naive", "0.35")
     bench.ratio("the same without optimizers", seconds, "xsoftmax, no optimizer", "naive, no optimizer")
     bench.ratio("the same step / Partial FC", seconds, "xsoftmax", "Partial FC")
-    if bench.cuda:
-        bench.ratio("the same step, ours as a CUDA graph / naive with SparseAdam", seconds, "xsoftmax, as a CUDA graph", "naive")
     for name, value in memory.items():
         bench.row(f"the same: memory of a step beside table and state, {name}", value, "MB")
+    captured_step(bench, bench.shared, True, seconds["naive"])
 
 
 def part_private(bench: Bench) -> None:
     seconds = bench.steps(sampled_steps(bench, bench.private, shared=False))
     bench.ratio("20 private, N 1M, D 256, Q 8,192: step / naive with SparseAdam", seconds, "xsoftmax", "naive", "0.2")
     bench.ratio("the same without optimizers", seconds, "xsoftmax, no optimizer", "naive, no optimizer")
+    captured_step(bench, bench.private, False, seconds["naive"])
 
 
 def part_gathers(bench: Bench) -> None:
@@ -296,23 +305,26 @@ def part_gathers(bench: Bench) -> None:
 def part_draws(bench: Bench) -> None:
     many, input = bench.many, torch.zeros(bench.queries, 1, device=bench.device)
     target = torch.zeros(bench.queries, dtype=torch.int64, device=bench.device)
-    samplers = {"distinct uniform": xs.samplers.UniformSampler(many, bench.shared),
-                "distinct Zipf": xs.samplers.UnigramSampler(1 / torch.arange(1, many + 1, dtype=torch.float64), bench.shared),
-                "20 private uniform": xs.samplers.UniformSampler(many, bench.private, shared=False),
-                "20 private log-uniform": xs.samplers.LogUniformSampler(many, bench.private, shared=False)}
-    runs = {name: lambda sampler=sampler.to(bench.device): sampler.sample(input, target) for name, sampler in samplers.items()}
+
+    def measure(name: str, sampler: xs.samplers.Sampler, aim: Optional[str] = None) -> None:
+        sampler = sampler.to(bench.device)
+        runs = {name: lambda: sampler.sample(input, target)}
+        for value in bench.kernels(runs).values():
+            bench.row(f"N 100M: {name}", 1e6 * value, "us", aim)
+        if bench.cuda:
+            for value in bench.kernels(attempt(bench, f"{name}, as a CUDA graph", lambda: bench.graphed(runs[name]))).values():
+                bench.row(f"N 100M: {name}, as a CUDA graph", 1e6 * value, "us", aim)
+
+    measure("20 private uniform draws, Q 8,192", xs.samplers.UniformSampler(many, bench.private, shared=False))
+    measure("20 private log-uniform draws, Q 8,192", xs.samplers.LogUniformSampler(many, bench.private, shared=False))
+    measure("512 distinct uniform draws", xs.samplers.UniformSampler(many, bench.shared), "50")
     ones = torch.ones(min(many, 1 << 24), device=bench.device)
-    runs["torch.multinomial of 16M"] = lambda: torch.multinomial(ones, bench.shared)
-    seconds = bench.kernels(runs)
-    for name, value in seconds.items():
-        aimed = name.startswith("distinct")
-        bench.row(f"N 100M: {'512 ' if aimed else ''}{name} draws" if "torch" not in name else f"512 distinct draws: {name}", 1e6 * value, "us",
-                  "50" if aimed else None)
-    if bench.cuda:
-        for name in list(samplers)[:2]:
-            captured = attempt(bench, name, lambda: bench.graphed(runs[name]))
-            if captured:
-                bench.row(f"N 100M: 512 {name} draws, as a CUDA graph", 1e6 * bench.kernels(captured)[name], "us", "50")
+    for value in bench.kernels({"multinomial": lambda: torch.multinomial(ones, bench.shared)}).values():
+        bench.row("torch.multinomial: 512 distinct draws of 16M, the most it takes", 1e6 * value, "us")
+    del ones
+    zipf = 1 / torch.arange(1, many + 1, dtype=torch.float64)
+    measure("512 distinct Zipf draws", xs.samplers.UnigramSampler(zipf, bench.shared), "50")
+    measure("20 private Zipf draws, Q 8,192", xs.samplers.UnigramSampler(zipf, bench.private, shared=False))
 
 
 # ---------------------------------------------------------------------------------------------------------------------- optimizers
@@ -496,7 +508,7 @@ PARTS = {"device": part_device, "shared": part_shared, "private": part_private, 
 # ----------------------------------------------------------------------------------------------------------------------------- main
 
 def run_part(name: str, args: argparse.Namespace) -> None:
-    """In the part's own process: hands over its rows, those that were found before it failed too."""
+    """In the part's own process."""
     bench = Bench(args.device, args.tiny)
     torch.manual_seed(0)
     try:
@@ -504,31 +516,30 @@ def run_part(name: str, args: argparse.Namespace) -> None:
     except BaseException as error:
         traceback.print_exc()
         bench.row(f"(part {name})", detail=reason(error))
-    print(MARK + json.dumps(bench.rows), flush=True)
     sys.stdout.flush()
     os._exit(0)  # a device that is lost may hang on the way out
 
 
 def process_of(name: str, args: argparse.Namespace, seconds: float) -> List[dict]:
-    def failed(why: str) -> List[dict]:
-        return [{"figure": f"(part {name})", "value": None, "unit": "", "aim": None, "detail": why}]
-
+    """The rows that the part finds, those before it failed too."""
     if seconds < 5:
-        return failed("no time was left for it")
+        return [failed(name, "no time was left for it")]
     seconds = min(seconds, 240 if name == "tests" else 120)
     command = [sys.executable, os.path.abspath(__file__), "--part", name, "--device", args.device, *(["--tiny"] if args.tiny else [])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         output, errors = process.communicate(timeout=seconds)
+        ended = [] if process.returncode == 0 else [failed(name, f"ended with {process.returncode}: {errors[-200:]}")]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # what the part has started too
-        process.communicate()
-        return failed(f"stopped after {seconds:.0f} s")
+        output, errors = process.communicate()
+        ended = [failed(name, f"stopped after {seconds:.0f} s")]
     sys.stderr.write(errors[-2000:])
-    for line in output.splitlines():
-        if line.startswith(MARK):
-            return json.loads(line.removeprefix(MARK))
-    return failed(f"ended with {process.returncode}: {errors[-200:]}")
+    return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)] + ended
+
+
+def failed(part: str, why: str) -> dict:
+    return {"figure": f"(part {part})", "value": None, "unit": "", "aim": None, "detail": why}
 
 
 def about(args: argparse.Namespace) -> dict:
