@@ -8,6 +8,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
 #include <type_traits>
 
 namespace xsoftmax {
@@ -221,7 +222,10 @@ std::tuple<Tensor, Tensor, Tensor> compact_row_gradient_cuda(const Tensor& ids, 
   if (row_count == 0) {
     return {rows, values, bias};
   }
-  const auto [sorted, order] = ids.flatten().sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  // A radix sort passes over the pairs once for each byte of an id.
+  const at::ScalarType narrow = none <= std::numeric_limits<int32_t>::max() ? at::kInt : at::kLong;
+  const auto [by_id, order] = ids.flatten().to(narrow).sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const Tensor sorted = by_id.to(at::kLong);
   const Tensor first = at::empty({total}, ids.options().dtype(at::kInt));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   first_of_runs_kernel<<<grid_size(total, kThreads), kThreads, 0, stream>>>(first.mutable_data_ptr<int>(), sorted.const_data_ptr<int64_t>(), total,
