@@ -182,7 +182,7 @@ def samples():
         sampled_softmax_loss=(input, weight, bias, target, *sets, class_weight, torch.tensor(0.5), options.replace("0.1", "0")),
         scale_gradient=(input, torch.rand(Q, 1), input),
         set_impl=("kernel",),
-        shortlist=(tree.parent[paths], paths, tree.first_child, tree.parent),
+        shortlist=(tree.parent[paths], paths, tree.first_child, tree.parent, tree.arity),
         sort_sets=(ops.candidate_set(private, N), N),
         sparse_row_sums=(*sparse_rows(8, 6), 6, *all_rows(3, 8)),
         static_log_count=(private, tables, static_options),
