@@ -552,6 +552,7 @@ XS_ROW T row_loss(const Lanes& lanes, const Row<T>& row, T smoothing, T grad_los
     case RowLoss::Cane: return cane_row<true>(lanes, row, smoothing, grad_loss, grad_target, grad);
     case RowLoss::CaneLogOfMean: return cane_row<false>(lanes, row, smoothing, grad_loss, grad_target, grad);
   }
+  __builtin_unreachable();
 }
 
 // A query's loss, the gradient of its scores, or both.

@@ -28,20 +28,10 @@ Ids contiguous_ids(const Tensor& input, const OptionalTensor& private_ids, const
           given(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options)};
 }
 
-// out = a @ b in out's dtype, float32 for the 16-bit types: their products are exact in float32, so tensor cores lose nothing.
-void product_out(Tensor out, const Tensor& a, const Tensor& b) {
-  if (a.scalar_type() == out.scalar_type()) {
-    at::mm_out(out, a, b);
-  } else {
-    at::mm_out(out, a, b, out.scalar_type());
-  }
-}
-
-// coefficients (float32 or float64) @ table, in coefficients' dtype. bfloat16 has the range of float32, so a coefficient rounds to it
-// as the result does, and the product runs on tensor cores; float16 could flush small coefficients to zero.
+// coefficients (float32 or float64) @ table, in coefficients' dtype.
 Tensor weighted_sum(const Tensor& coefficients, const Tensor& table) {
-  return table.scalar_type() == at::kBFloat16 ? at::mm(coefficients.to(at::kBFloat16), table, coefficients.scalar_type())
-                                              : at::mm(coefficients, table.to(coefficients.scalar_type()));
+  return multiplies_rounded(table.scalar_type()) ? at::mm(coefficients.to(table.scalar_type()), table, coefficients.scalar_type())
+                                                 : at::mm(coefficients, table.to(coefficients.scalar_type()));
 }
 
 Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
@@ -61,7 +51,7 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
   pair_scores_cuda(scores, width + shared, query, table, bias, ids.pairs);
   if (shared > 0) {
     Tensor out = scores.narrow(1, width, shared);
-    product_out(out, query, table.index_select(0, ids.shared).t());
+    product_out_cuda(out, query, table.index_select(0, ids.shared).t());
     if (given(bias)) {
       out.add_(bias->index_select(0, ids.shared));
     }
@@ -79,9 +69,7 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   }
   const Ids ids = contiguous_ids(input, private_ids, shared_ids);
   const auto [want_input, want_weight, want_bias] = output_mask;
-  // Of an ignored query, 0 times what is not finite would not be 0.
-  const Tensor ignored = given(scale) ? scale->eq(0).unsqueeze(1) : Tensor();
-  const Tensor scores_grad = given(scale) ? (grad * scale->unsqueeze(1)).masked_fill_(ignored, 0) : grad.contiguous();
+  const Tensor scores_grad = grad.contiguous(), factor = given(scale) ? scale->contiguous() : Tensor();
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
   const int64_t stride = grad.size(1);
   const Tensor shared_grad = scores_grad.narrow(1, ids.pairs.ids.size(1), ids.shared.size(0));
@@ -91,18 +79,21 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
     grad_input = ids.shared.size(0) > 0 ? weighted_sum(shared_grad, table.index_select(0, ids.shared))
                                         : at::zeros({input.size(0), input.size(1)}, scores_grad.options());
     add_pair_input_grad_cuda(grad_input, scores_grad, stride, table, ids.pairs);
-    grad_input = grad_input.to(input.scalar_type());
+    grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());
   }
   if (!want_weight && !want_bias) {
     return {grad_input, ids.shared.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
-  Tensor shared_values;
-  if (want_weight && ids.shared.size(0) > 0) {
-    shared_values = weighted_sum(shared_grad.t(), given(scale) ? query.masked_fill(ignored, 0) : query);
+  // Of an ignored query, 0 times what is not finite would not be 0.
+  const auto of_counted = [&](const Tensor& rows) { return factor.defined() ? rows.masked_fill(factor.eq(0).unsqueeze(1), 0) : rows; };
+  Tensor shared_values, shared_bias;
+  if (ids.shared.size(0) > 0) {
+    const Tensor scaled = factor.defined() ? of_counted(shared_grad * factor.unsqueeze(1)) : shared_grad;
+    shared_values = want_weight ? weighted_sum(scaled.t(), of_counted(query)) : shared_values;
+    shared_bias = want_bias ? scaled.sum(0) : shared_bias;
   }
-  const Tensor shared_bias = want_bias ? shared_grad.sum(0) : Tensor();
   auto [rows, values, bias_values] =
-      row_gradient_cuda(scores_grad, stride, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);
+      row_gradient_cuda(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);
   return {grad_input, rows, values, bias_values};
 }
 

@@ -49,7 +49,7 @@ RowGradients ragged_scores_backward_cuda(const Tensor& grad, const Tensor& input
   if (!want_weight && !want_bias) {
     return {grad_input, ids.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
-  auto [rows, values, bias_values] = row_gradient_cuda(scores_grad, kPacked, input.contiguous(), pairs, ids.new_empty({0}), Tensor(),
+  auto [rows, values, bias_values] = row_gradient_cuda(scores_grad, kPacked, Tensor(), input.contiguous(), pairs, ids.new_empty({0}), Tensor(),
                                                        Tensor(), want_weight, want_bias);
   return at_most_rows({grad_input, rows, values, bias_values}, weight.size(0));
 }

@@ -1,0 +1,326 @@
+#include "losses/estimator_lanes.cuh"
+
+#include "core/cuda_rows.cuh"
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "core/optional.h"
+#include "losses/linear_candidate_loss.h"
+#include "losses/loss_operands.h"
+#include "scores/gather_dot.h"
+#include "scores/gather_dot_cuda.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using namespace cuda;
+using at::Tensor;
+
+// The part of the work that goes query by query. T: of the table.
+template <typename T>
+struct QueryPass {
+  using A = at::opmath_type<T>;
+
+  const T* input;
+  const T* weight;
+  const T* bias;        // nullptr: none
+  const T* shared_bias; // [S], likewise
+  int64_t features, stride, num_classes;
+  const int64_t* target;
+  const int64_t* private_ids;
+  int64_t* row_ids; // [Q, 1 + P], written here: target, private ids
+  int64_t queries, row_width, ignore_index;
+  A* scores;        // [Q, 1 + P + S], of shared candidates as they came from the product
+  A* grad_input;    // nullptr: not wanted
+  T* shared_grad;   // [Q, S]: the gradients of shared candidates' scores once more, rounded to T; nullptr: not wanted
+  LossRows<A> rows;
+  RowLoss loss;
+  int64_t kept_width;  // of a row in shared memory; 0: rows are not kept
+  int64_t buffer_size;
+  A* scratch;          // of blocks, nullptr: in shared memory
+
+  __device__ bool ignored(int64_t q) const { return target[q] == ignore_index; }
+  __device__ int64_t id(int64_t q, int64_t j) const {
+    return j > 0 ? private_ids[q * (row_width - 1) + j - 1] : ignored(q) ? 0 : target[q];
+  }
+};
+
+// scores of the rows of a query. A warp takes kRows rows at once, so that so many loads are under way, and leaves them in `kept`.
+template <int N, typename T, typename Lanes>
+__device__ inline void score_rows(const QueryPass<T>& pass, const Lanes& lanes, int64_t q, T* kept) {
+  using A = at::opmath_type<T>;
+  constexpr int kRows = 8, kGroup = Lanes::kWarps == 1 ? kWarp : kRows; // rows whose ids a warp looks up at once
+  const T* x = pass.input + q * pass.features;
+  A* score = pass.scores + q * (1 + pass.rows.candidates());
+  for (int64_t group = lanes.index() / kWarp * kGroup; group < pass.row_width; group += Lanes::kWarps * kGroup) {
+    const int64_t mine = group + lane();
+    const bool have = lane() < kGroup && mine < pass.row_width;
+    const int64_t id = have ? pass.id(q, mine) : 0;
+    CUDA_KERNEL_ASSERT(!have || (id >= 0 && id < pass.num_classes));
+    if (have) {
+      pass.row_ids[q * pass.row_width + mine] = id;
+    }
+    const int members = pass.row_width - group < kGroup ? int(pass.row_width - group) : kGroup;
+    A own = 0;
+#pragma unroll 1
+    for (int base = 0; base < members; base += kRows) {
+      const T* row[kRows];
+      A sum[kRows];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) { // the last row again where there are fewer
+        row[k] = pass.weight + __shfl_sync(kAllLanes, id, base + k < members ? base + k : members - 1) * pass.stride;
+        sum[k] = 0;
+      }
+#pragma unroll 1 // the rows are what is under way at once
+      for (int64_t d = lane() * N; d < pass.features; d += kWarp * N) {
+        Pack<T, N> pack[kRows];
+        const auto own_pack = load_pack<N>(x + d);
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          pack[k] = load_pack<N>(row[k] + d);
+        }
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            sum[k] += A(own_pack.values[i]) * A(pack[k].values[i]);
+          }
+          if (pass.kept_width > 0 && base + k < members) {
+            *reinterpret_cast<Pack<T, N>*>(kept + (group + base + k) * pass.kept_width + d) = pack[k];
+          }
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const A total = warp_sum(sum[k]);
+        own = lane() == base + k ? total : own;
+      }
+    }
+    if (have) {
+      score[mine] = own + (pass.bias == nullptr ? A(0) : A(pass.bias[id]));
+    }
+  }
+}
+
+// out[d .. d + N) = the sum of rows(j)[d ...], times the gradients of their scores.
+template <int N, typename T, typename A, typename Rows>
+__device__ inline void sum_rows(A* out, const A* coefficient, int64_t count, int64_t d, const Rows& rows) {
+  A sum[N] = {};
+#pragma unroll 4
+  for (int64_t j = 0; j < count; ++j) {
+    const A c = coefficient[j];
+    const auto pack = load_pack<N>(rows(j) + d);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sum[i] += c == A(0) ? A(0) : c * A(pack.values[i]); // as on the CPU: a row that counts for nothing may hold anything
+    }
+  }
+  constexpr int kStored = N * sizeof(A) > 16 ? 16 / int(sizeof(A)) : N;
+#pragma unroll
+  for (int i = 0; i < N; i += kStored) {
+    Pack<A, kStored> pack;
+#pragma unroll
+    for (int k = 0; k < kStored; ++k) {
+      pack.values[k] = sum[i + k];
+    }
+    *reinterpret_cast<Pack<A, kStored>*>(out + d + i) = pack;
+  }
+}
+
+// A query: the scores of its rows, the estimator, and the gradient of its input from the same rows. `kept`: shared memory for them.
+template <int N, typename T, typename Lanes>
+__device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, int64_t q, T* kept, at::opmath_type<T>* buffer) {
+  using A = at::opmath_type<T>;
+  const int64_t width = 1 + pass.rows.candidates(), shared = width - pass.row_width;
+  A* score = pass.scores + q * width;
+  A* gradient = pass.grad_input ? pass.grad_input + q * pass.features : nullptr;
+  T* rounded = pass.shared_grad ? pass.shared_grad + q * shared : nullptr;
+  lanes.sync(); // shared memory may still be read for the last query
+  if (pass.ignored(q)) {
+    for (int64_t j = lanes.first(0); j < width; j += Lanes::kStep) {
+      score[j] = 0; // which may be the gradient
+    }
+    for (int64_t j = lanes.first(0); rounded != nullptr && j < shared; j += Lanes::kStep) {
+      rounded[j] = T(0);
+    }
+    for (int64_t d = lanes.first(0); gradient != nullptr && d < pass.features; d += Lanes::kStep) {
+      gradient[d] = 0;
+    }
+    for (int64_t j = lanes.first(0); j < pass.row_width; j += Lanes::kStep) {
+      const int64_t id = pass.id(q, j);
+      CUDA_KERNEL_ASSERT(id >= 0 && id < pass.num_classes);
+      pass.row_ids[q * pass.row_width + j] = id;
+    }
+    if (lanes.leads()) {
+      pass.rows.loss[q] = 0;
+    }
+    return;
+  }
+  score_rows<N>(pass, lanes, q, kept);
+  if (pass.shared_bias != nullptr) {
+    for (int64_t j = lanes.first(0); j < shared; j += Lanes::kStep) {
+      score[pass.row_width + j] += A(pass.shared_bias[j]);
+    }
+  }
+  lanes.sync();
+  run_query(lanes, pass.loss, pass.rows, q, buffer);
+  lanes.sync();
+  for (int64_t j = lanes.first(0); rounded != nullptr && j < shared; j += Lanes::kStep) {
+    rounded[j] = T(score[pass.row_width + j]);
+  }
+  if (gradient == nullptr) {
+    return;
+  }
+#pragma unroll 1
+  for (int64_t d = lanes.index() * N; d < pass.features; d += Lanes::kStep * N) {
+    if (pass.kept_width > 0) {
+      sum_rows<N, T>(gradient, score, pass.row_width, d, [&](int64_t j) { return kept + j * pass.kept_width; });
+    } else {
+      const int64_t* ids = pass.row_ids + q * pass.row_width;
+      sum_rows<N, T>(gradient, score, pass.row_width, d, [&](int64_t j) { return pass.weight + ids[j] * pass.stride; });
+    }
+  }
+}
+
+// A warp a query. Its shared memory: the buffer of the estimator, then its rows.
+template <typename T, int N>
+__global__ void warp_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
+  using A = at::opmath_type<T>;
+  extern __shared__ double shared[];
+  const int64_t warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp;
+  const int64_t bytes = pass.buffer_size * int64_t(sizeof(A)) + pass.row_width * pass.kept_width * int64_t(sizeof(T));
+  char* mine = reinterpret_cast<char*>(shared) + warp * bytes;
+  for (int64_t q = blockIdx.x * warps + warp; q < pass.queries; q += gridDim.x * warps) {
+    run_pass<N>(pass, WarpLanes{}, q, reinterpret_cast<T*>(mine + pass.buffer_size * sizeof(A)), reinterpret_cast<A*>(mine));
+  }
+}
+
+// A block a query.
+template <typename T, int N>
+__global__ void block_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
+  using A = at::opmath_type<T>;
+  extern __shared__ double shared[];
+  __shared__ double sums[kWarp];
+  const int64_t in_shared = pass.scratch == nullptr ? pass.buffer_size : 0;
+  A* buffer = pass.scratch == nullptr ? reinterpret_cast<A*>(shared) : pass.scratch + blockIdx.x * pass.buffer_size;
+  for (int64_t q = blockIdx.x; q < pass.queries; q += gridDim.x) {
+    run_pass<N>(pass, BlockLanes{sums}, q, reinterpret_cast<T*>(reinterpret_cast<A*>(shared) + in_shared), buffer);
+  }
+}
+
+// The least multiple of 16 bytes that holds so many.
+template <typename T>
+int64_t whole_packs(int64_t elements) {
+  constexpr int64_t kPack = 16 / sizeof(T);
+  return (elements + kPack - 1) / kPack * kPack;
+}
+
+template <typename T>
+void launch(QueryPass<T> pass, const Tensor& like) {
+  using A = at::opmath_type<T>;
+  if (pass.queries == 0) {
+    return;
+  }
+  pass.buffer_size = whole_packs<A>(pass.rows.buffer_size(pass.loss));
+  const int64_t kept_width = pass.grad_input ? whole_packs<T>(pass.features) : 0;
+  const RowPlan plan(pass.queries, pass.rows.candidates(), pass.buffer_size * int64_t(sizeof(A)),
+                     pass.row_width * kept_width * int64_t(sizeof(T)), like);
+  pass.kept_width = plan.keeps ? kept_width : 0;
+  pass.scratch = plan.scratch_pointer<A>();
+  const bool wide = aligned(pass.input, pass.features, sizeof(T)) && aligned(pass.weight, pass.stride, sizeof(T)) &&
+      aligned(pass.grad_input, pass.features, sizeof(A));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  dispatch_pack<T>(wide, [&](auto pack) {
+    constexpr int N = decltype(pack)::value;
+    if (plan.block) {
+      block_queries_kernel<T, N><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
+    } else {
+      warp_queries_kernel<T, N><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
+    }
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                                      const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
+                                                      std::array<bool, 2> wanted) {
+  constexpr const char* op = "sampled_softmax_loss"; // the op that users call
+  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options);
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (use_reference()) {
+    return linear_candidate_loss_forward_reference(arguments, wanted);
+  }
+  const Candidates& candidates = arguments.candidates;
+  const int64_t queries = input.size(0), features = input.size(1);
+  const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const Tensor private_ids = given(candidates.private_ids) ? candidates.private_ids->contiguous() : target.new_empty({queries, 0});
+  const Tensor shared = given(candidates.shared_ids) ? candidates.shared_ids->contiguous() : target.new_empty({0});
+  const int64_t row_width = 1 + private_ids.size(1), shared_width = shared.size(0);
+
+  // The gradient of the scores takes their place.
+  const Tensor scores = at::empty({queries, row_width + shared_width}, floats), loss = at::empty({queries}, floats);
+  const Tensor targets = target.contiguous(), row_ids = at::empty({queries, row_width}, target.options());
+  const EstimatorArguments estimation(scores, targets, candidates, arguments.options, find_estimator(op, arguments.options.estimator));
+  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op, ": expected an estimator with a loop over rows, got \"",
+                    estimation.estimator.name, "\"");
+  const bool want_gradient = wanted[0] || wanted[1];
+  const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
+  const Tensor grad_input = at::empty({wanted[0] ? queries : 0, features}, floats);
+  const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
+  Tensor shared_rows, shared_bias, shared_grad;
+  if (shared_width > 0) {
+    shared_rows = table.index_select(0, shared);
+    shared_bias = bias_row.defined() ? bias_row.index_select(0, shared) : shared_bias;
+    product_out_cuda(scores.narrow(1, row_width, shared_width), query, shared_rows.t());
+    if (wanted[0] && multiplies_rounded(input.scalar_type())) {
+      shared_grad = at::empty({queries, shared_width}, input.options());
+    }
+  }
+  const LossOperands operands(estimation);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "linear_candidate_loss_cuda", [&] {
+    using A = at::opmath_type<scalar_t>;
+    const auto pointer = [](const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<scalar_t>() : nullptr; };
+    QueryPass<scalar_t> pass{};
+    pass.input = pointer(query);
+    pass.weight = pointer(table);
+    pass.bias = pointer(bias_row);
+    pass.shared_bias = pointer(shared_bias);
+    pass.features = features;
+    pass.stride = table.stride(0);
+    pass.num_classes = weight.size(0);
+    pass.target = targets.const_data_ptr<int64_t>();
+    pass.private_ids = private_ids.const_data_ptr<int64_t>();
+    pass.row_ids = row_ids.mutable_data_ptr<int64_t>();
+    pass.queries = queries;
+    pass.row_width = row_width;
+    pass.ignore_index = arguments.options.ignore_index;
+    pass.scores = scores.mutable_data_ptr<A>();
+    pass.grad_input = wanted[0] ? grad_input.mutable_data_ptr<A>() : nullptr;
+    pass.shared_grad = shared_grad.defined() ? shared_grad.mutable_data_ptr<scalar_t>() : nullptr;
+    pass.rows = operands.rows<A>(estimation);
+    pass.rows.loss = loss.mutable_data_ptr<A>();
+    pass.rows.grad_scores = want_gradient ? pass.scores : nullptr;
+    pass.loss = *estimation.estimator.row_loss;
+    launch(pass, scores);
+  });
+  if (wanted[0] && shared_width > 0) {
+    Tensor sum = grad_input;
+    if (shared_grad.defined()) {
+      sum.add_(at::mm(shared_grad, shared_rows, sum.scalar_type()));
+    } else {
+      at::addmm_out(sum, grad_input, scores.narrow(1, row_width, shared_width), shared_rows.to(sum.scalar_type()));
+    }
+  }
+  return {loss, grad_input, wanted[1] ? scores : scores.new_empty({0, scores.size(1)}), row_ids};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) { m.impl("linear_candidate_loss_forward", linear_candidate_loss_forward_cuda); }
+
+} // namespace xsoftmax
