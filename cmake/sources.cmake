@@ -128,6 +128,8 @@ set(XSOFTMAX_SIMD_SOURCES
 set(XSOFTMAX_CUDA_SOURCES
   csrc/losses/candidate_loss_cuda.cu
   csrc/losses/linear_candidate_loss_cuda.cu
+  csrc/losses/linear_cross_entropy_cuda.cu
+  csrc/losses/linear_topk_cuda.cu
   csrc/matcher/shortlist_cuda.cu
   csrc/optim/row_adagrad_cuda.cu
   csrc/optim/row_adam_cuda.cu

@@ -1,0 +1,227 @@
+#include "losses/softmax_blocks.cuh"
+
+#include "core/dtypes.h"
+#include "core/impl.h"
+#include "losses/linear_cross_entropy.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using namespace cuda;
+using at::Tensor;
+
+// The weights of the terms of the loss of a query (linear_cross_entropy_cpu.cpp has the formula).
+template <typename A>
+struct Terms {
+  const int64_t* target;
+  int64_t ignore_index, classes;
+  const A* class_weight;    // nullptr: ones
+  const double* weight_sum; // of all class weights, nullptr: their number
+  A label_smoothing;
+  double even; // label_smoothing / classes
+
+  __device__ bool ignored(int64_t q) const {
+    CUDA_KERNEL_ASSERT(target[q] == ignore_index || (target[q] >= 0 && target[q] < classes));
+    return target[q] == ignore_index;
+  }
+  __device__ A target_weight(int64_t q) const { return (1 - label_smoothing) * (class_weight == nullptr ? A(1) : class_weight[target[q]]); }
+  __device__ double all_weights() const { return weight_sum == nullptr ? double(classes) : *weight_sum; }
+};
+
+// A thread a query: its loss, and the logarithm of its sum in the place of the sum.
+template <typename A>
+__global__ void finish_kernel(A* loss, SoftmaxState<A> state, Terms<A> terms, int64_t queries) {
+  for (int64_t q = global_thread(); q < queries; q += grid_threads()) {
+    const A max = state.max[q], log_sum = log(state.sum[q]);
+    state.sum[q] = log_sum;
+    if (terms.ignored(q)) {
+      loss[q] = 0;
+      continue;
+    }
+    A value = terms.target_weight(q) * ((max - state.target_logit[q]) + log_sum);
+    if (state.even != nullptr) {
+      value += A(terms.even * (terms.all_weights() * (double(max) + log_sum) - state.even[q]));
+    }
+    loss[q] = value;
+  }
+}
+
+// A block of threads a query: the gradient of its logits, (softmax - one-hot) times what reaches it; `out` [Q, size] may be the logits.
+template <typename A, typename Out, int N>
+__global__ void slope_kernel(Out* out, LogitBlock<A> block, Terms<A> terms, const A* grad, const A* normalizer) {
+  for (int64_t q = blockIdx.x; q < block.queries; q += gridDim.x) {
+    const bool ignored = terms.ignored(q);
+    const A target_grad = ignored ? A(0) : grad[q] * terms.target_weight(q), even = ignored ? A(0) : A(grad[q] * terms.even);
+    const A max = normalizer[q];
+    const A scale = ignored ? A(0) : A((target_grad + even * terms.all_weights()) * exp(-normalizer[block.queries + q]));
+    const int64_t place = ignored ? -1 : terms.target[q] - block.begin;
+    const A* row = block.logits + q * block.stride;
+    for (int64_t j = int64_t(threadIdx.x) * N; j < block.size; j += int64_t(blockDim.x) * N) {
+      const auto pack = load_pack<N>(row + j);
+      A slope[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const int64_t c = block.begin + j + i;
+        const A x = pack.values[i] + (block.bias == nullptr ? A(0) : block.bias[c]);
+        const A value = scale * on_device::exponential(x - max) - even * (block.class_weight == nullptr ? A(1) : block.class_weight[c]);
+        slope[i] = ignored ? A(0) : value - (j + i == place ? target_grad : A(0)); // 0 even where logits are not finite
+      }
+      store_pack(out + q * block.size + j, slope);
+    }
+  }
+}
+
+template <typename A, typename Out>
+void launch_slope(Out* out, const LogitBlock<A>& block, const Terms<A>& terms, const A* grad, const A* normalizer) {
+  const bool wide = aligned(block.logits, block.stride, sizeof(A)) && aligned(nullptr, block.size, sizeof(A));
+  dispatch_pack<A>(wide, [&](auto pack) {
+    constexpr int N = decltype(pack)::value;
+    slope_kernel<A, Out, N><<<grid_size(block.queries, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out, block, terms, grad, normalizer);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+// The tensors behind Terms and LogitBlock, contiguous, in opmath.
+struct Operands {
+  Tensor query, target, bias, class_weight, weight_sum;
+  int64_t queries, classes, ignore_index;
+  double label_smoothing;
+
+  Operands(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+           const c10::SymInt& ignore_index, double label_smoothing)
+      : query(input.contiguous()), target(target.contiguous()), queries(input.size(0)), classes(weight.size(0)),
+        ignore_index(ignore_index.expect_int()), label_smoothing(label_smoothing) {
+    const auto dtype = opmath_dtype(input.scalar_type());
+    this->bias = given(bias) ? bias->to(dtype).contiguous() : Tensor();
+    if (given(class_weight)) {
+      this->class_weight = class_weight->to(dtype).contiguous();
+      weight_sum = label_smoothing > 0 ? this->class_weight.sum(at::kDouble) : Tensor();
+    }
+  }
+
+  template <typename A>
+  static const A* pointer(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<A>() : nullptr; }
+  template <typename A>
+  Terms<A> terms() const {
+    return {target.const_data_ptr<int64_t>(), ignore_index, classes, pointer<A>(class_weight), pointer<double>(weight_sum), A(label_smoothing),
+            label_smoothing / double(classes)};
+  }
+  template <typename A>
+  LogitBlock<A> block(const Tensor& logits, int64_t begin) const {
+    return {logits.const_data_ptr<A>(), logits.stride(0), queries, begin, logits.size(1), pointer<A>(bias), pointer<A>(class_weight),
+            target.const_data_ptr<int64_t>()};
+  }
+};
+
+// Calls visit(begin, size) for each block of classes; the first `saved` classes and the others are not in one block.
+template <typename Visit>
+void for_each_block(int64_t classes, int64_t saved, int64_t width, const Visit& visit) {
+  for (int64_t begin = 0, size = 0; begin < classes; begin += size) {
+    size = std::min(width, (begin < saved ? saved : classes) - begin);
+    visit(begin, size);
+  }
+}
+
+CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                                    const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
+                                                    bool save_logits) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const int64_t queries = input.size(0), classes = weight.size(0);
+  if (use_reference() || queries == 0 || classes == 0) {
+    return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, ignore_index, label_smoothing, save_logits);
+  }
+  const Operands operands(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
+  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
+  const int64_t width = class_block(queries, classes, options.dtype().itemsize());
+  const Tensor loss = at::empty({queries}, options), normalizer = at::empty({2, queries}, options), saved_logits = at::empty({queries, saved}, options);
+  const Tensor target_logit = at::zeros({queries}, options), even = at::empty({label_smoothing > 0 ? queries : 0}, options.dtype(at::kDouble));
+  const Tensor buffer = at::empty({saved < classes ? queries * width : 0}, options);
+  AT_DISPATCH_FLOATING_TYPES(loss.scalar_type(), "linear_cross_entropy_forward_cuda", [&] {
+    const SoftmaxState<scalar_t> state{normalizer.mutable_data_ptr<scalar_t>(), normalizer.mutable_data_ptr<scalar_t>() + queries,
+                                       target_logit.mutable_data_ptr<scalar_t>(), label_smoothing > 0 ? even.mutable_data_ptr<double>() : nullptr};
+    for_each_block(classes, saved, width, [&](int64_t begin, int64_t size) {
+      const Tensor logits = begin < saved ? saved_logits.narrow(1, begin, size) : buffer.narrow(0, 0, queries * size).view({queries, size});
+      block_products(logits, operands.query, weight, begin, size);
+      fold_logits(state, operands.block<scalar_t>(logits, begin), nullptr, begin == 0);
+    });
+    finish_kernel<scalar_t><<<grid_size(queries, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        loss.mutable_data_ptr<scalar_t>(), state, operands.terms<scalar_t>(), queries);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return {loss, normalizer, saved_logits};
+}
+
+LinearGradients linear_cross_entropy_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                   const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
+                                                   const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
+                                                   std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1), saved = saved_logits.size(1);
+  const auto [want_input, want_weight, want_bias] = output_mask;
+  if (use_reference() || queries == 0 || classes == 0 || !(want_input || want_weight || want_bias)) {
+    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index,
+                                                   label_smoothing, output_mask);
+  }
+  const Operands operands(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
+  const auto options = grad.options();
+  const bool rounded = multiplies_rounded(input.scalar_type());
+  const int64_t width = class_block(queries, classes, options.dtype().itemsize());
+  const Tensor loss_grad = grad.contiguous(), state = normalizer.contiguous(), kept = saved_logits.contiguous();
+  const Tensor buffer = at::empty({queries * width}, options), narrow = at::empty({rounded ? queries * width : 0}, input.options());
+  const Tensor query = rounded ? operands.query : operands.query.to(options.dtype());
+  Tensor grad_input = at::empty({want_input ? queries : 0, features}, options);
+  const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
+  const Tensor grad_bias = at::empty({want_bias ? classes : 0}, options);
+  for_each_block(classes, saved, width, [&](int64_t begin, int64_t size) {
+    const auto place = [&](const Tensor& memory) { return memory.narrow(0, 0, queries * size).view({queries, size}); };
+    const Tensor logits = begin < saved ? kept.narrow(1, begin, size) : place(buffer), slope = place(rounded ? narrow : buffer);
+    if (begin >= saved) {
+      block_products(logits, operands.query, weight, begin, size);
+    }
+    AT_DISPATCH_FLOATING_TYPES(grad.scalar_type(), "linear_cross_entropy_backward_cuda", [&] {
+      const auto launch = [&](auto* out) {
+        launch_slope(out, operands.block<scalar_t>(logits, begin), operands.terms<scalar_t>(), loss_grad.const_data_ptr<scalar_t>(),
+                     state.const_data_ptr<scalar_t>());
+      };
+      rounded ? launch(slope.mutable_data_ptr<at::BFloat16>()) : launch(slope.mutable_data_ptr<scalar_t>());
+    });
+    if (want_input) {
+      const Tensor rows = weight.narrow(0, begin, size);
+      if (rounded) {
+        begin == 0 ? product_out_cuda(grad_input, slope, rows) : void(grad_input.add_(at::mm(slope, rows, grad_input.scalar_type())));
+      } else {
+        const Tensor wide = rows.to(options.dtype());
+        begin == 0 ? at::mm_out(grad_input, slope, wide) : at::addmm_out(grad_input, grad_input, slope, wide);
+      }
+    }
+    if (want_weight) {
+      Tensor out = grad_weight.narrow(0, begin, size);
+      out.scalar_type() == slope.scalar_type() ? at::mm_out(out, slope.t(), query) : out.copy_(at::mm(slope.t(), query));
+    }
+    if (want_bias) {
+      Tensor out = grad_bias.narrow(0, begin, size);
+      at::sum_out(out, slope, {0}, /*keepdim=*/false, out.scalar_type());
+    }
+  });
+  return {grad_input.to(input.scalar_type()), grad_weight, grad_bias.to(input.scalar_type())};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(xsoftmax, CUDA, m) {
+  m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_cuda);
+  m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_cuda);
+}
+
+} // namespace xsoftmax
