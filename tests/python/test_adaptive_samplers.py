@@ -1,5 +1,6 @@
 """LSH, sphere and RFF draw what they say, from an index that may be stale."""
 
+import copy
 import math
 
 import pytest
@@ -298,6 +299,15 @@ def test_state_dict_holds_the_index(name):
     sampler = make_sampler(name, N, dim=D, bias=True, exclude=torch.arange(1, HEAD + 1))
     sampler.load_state_dict(other.state_dict())
     assert sampler.log_count(z, CLASSES)[0].isneginf().nonzero().flatten().tolist() == list(range(1, HEAD + 1)) and sampler.step == 0
+
+
+@every_name
+def test_the_step_stays_on_the_host(name):
+    sampler = make_sampler(name, N, dim=D)
+    sampler.refresh(torch.randn(N, D))
+    moved = copy.deepcopy(sampler).to("meta")
+    assert all(table.is_meta for key, table in [*moved.named_buffers(), *moved.named_parameters()] if key != "step")
+    assert moved.step.device.type == "cpu" and moved.step == 1
 
 
 @every_name
