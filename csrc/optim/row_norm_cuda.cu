@@ -46,7 +46,7 @@ struct Norm {
 
 // A warp a row: the first of equal rows sums them. Bytes at least: values once in. They are, and 16 bytes a row for its place.
 template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) norm_kernel(double* partial, SortedGradient<T> g, Norm norm) {
+__global__ void __launch_bounds__(kThreads, 2) norm_kernel(double* partial, SortedGradient<T> g, Norm norm) {
   using M = at::opmath_type<T>;
   constexpr int K = kHeld<N>;
   constexpr int64_t kStride = kWarp * N;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(double* partial, SortedG
 
 // One block.
 template <typename M>
-__global__ void __launch_bounds__(kThreads) finish_norm_kernel(M* result, const double* partial, int64_t count, Norm norm) {
+__global__ void __launch_bounds__(kThreads, 2) finish_norm_kernel(M* result, const double* partial, int64_t count, Norm norm) {
   double total = 0;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
     total = norm.join(total, partial[i]);

@@ -219,7 +219,7 @@ __device__ inline at::opmath_type<T> sum_numbers(const SortedGradient<T>& g, int
 
 /// A warp a chunk that whole_chunk names, and 32 N of its columns (blockIdx.y picks them).
 template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) chunk_sums_kernel(SortedGradient<T> g) {
+__global__ void __launch_bounds__(kThreads, 2) chunk_sums_kernel(SortedGradient<T> g) {
   for (int64_t chunk = global_thread() / kWarp; chunk < g.count / kWarp; chunk += grid_threads() / kWarp) {
     if (!whole_chunk(g, chunk)) {
       continue;
@@ -250,7 +250,7 @@ __device__ inline T team_sum(T mine) {
 /// A warp a row (threadIdx.y picks it), or a block for long ones. The first of equal rows sums them; a sum of zeros touches nothing. kPieces: of
 /// rows that a block does not hold, which it reads once to find that they are not zero, and once more.
 template <typename Rule, int N, bool kPieces>
-__global__ void __launch_bounds__(kMostThreads) row_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
+__global__ void __launch_bounds__(kMostThreads, 1) row_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
   using M = at::opmath_type<typename Rule::Scalar>;
   constexpr int K = kPieces ? 1 : kHeld<N>;
   const int64_t d = int64_t(threadIdx.x) * N, stride = int64_t(blockDim.x) * N, piece = stride * K;
@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(kMostThreads) row_update_kernel(Rule rule, Sor
 
 /// A thread a row, of one number.
 template <typename Rule>
-__global__ void __launch_bounds__(kThreads) number_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
+__global__ void __launch_bounds__(kThreads, 2) number_update_kernel(Rule rule, SortedGradient<typename Rule::Scalar> g) {
   using M = at::opmath_type<typename Rule::Scalar>;
   for (int64_t i = global_thread(); i < g.count; i += grid_threads()) {
     if (!begins(g, i)) {
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kThreads) number_update_kernel(Rule rule, Sort
 /// Brings all rows up to date, where that is due; else all threads leave at once. A warp a row, or a thread where rows are a number each. Bytes at
 /// least: param in and out and the state that decides its movement in, of rows that owe; where options have changed, that state out as well.
 template <typename Rule, int N, bool kAlone>
-__global__ void __launch_bounds__(kThreads) make_up_kernel(Rule rule, int64_t rows, int64_t width) {
+__global__ void __launch_bounds__(kThreads, 2) make_up_kernel(Rule rule, int64_t rows, int64_t width) {
   const Due due = rule.owing.due();
   if (due == Due::Nothing) {
     return;
