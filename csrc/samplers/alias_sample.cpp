@@ -3,7 +3,7 @@
 #include "core/checks.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 namespace xsoftmax {
@@ -12,31 +12,27 @@ namespace {
 using at::Tensor;
 using OptionalSize = std::optional<c10::SymInt>;
 
-std::tuple<Tensor, Tensor> alias_table_meta(const Tensor& weights) {
+Tensor alias_table_meta(const Tensor& weights) {
   check_weights("alias_table", weights);
-  return {at::empty_like(weights, at::MemoryFormat::Contiguous),
-          at::empty_like(weights, weights.options().dtype(at::kLong), at::MemoryFormat::Contiguous)};
+  return at::empty_symint({weights.sym_size(0), 2}, weights.options().dtype(at::kLong));
 }
 
-Tensor alias_sample_meta(const Tensor& seed, const Tensor& threshold, const Tensor& alias, OptionalSize num_queries,
-                         c10::SymInt num_samples) {
-  check_alias_sample(seed, threshold, alias, num_queries, num_samples);
+Tensor alias_sample_meta(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples) {
+  check_alias_sample(seed, bins, num_queries, num_samples);
   return empty_samples(seed, num_queries, num_samples);
 }
 
 // A device without kernels of its own gets the CPU's tables and draws.
-std::tuple<Tensor, Tensor> alias_table_elsewhere(const Tensor& weights) {
+Tensor alias_table_elsewhere(const Tensor& weights) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_table", "").typed<decltype(alias_table_meta)>();
-  const auto [threshold, alias] = op.call(weights.cpu());
-  return {threshold.to(weights.device()), alias.to(weights.device())};
+  return op.call(weights.cpu()).to(weights.device());
 }
 
-Tensor alias_sample_elsewhere(const Tensor& seed, const Tensor& threshold, const Tensor& alias, OptionalSize num_queries,
-                              c10::SymInt num_samples) {
+Tensor alias_sample_elsewhere(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_sample", "").typed<decltype(alias_sample_meta)>();
-  return op.call(seed.cpu(), threshold.cpu(), alias.cpu(), num_queries, num_samples).to(seed.device());
+  return op.call(seed.cpu(), bins.cpu(), num_queries, num_samples).to(seed.device());
 }
 
 } // namespace
@@ -47,23 +43,19 @@ void check_weights(const char* op, const Tensor& weights) {
   TORCH_CHECK_VALUE(weights.sym_size(0) >= 1, op, ": expected at least 1 weight, got none");
 }
 
-void check_alias_sample(const Tensor& seed, const Tensor& threshold, const Tensor& alias, const OptionalSize& num_queries,
-                        const c10::SymInt& num_samples) {
+void check_alias_sample(const Tensor& seed, const Tensor& bins, const OptionalSize& num_queries, const c10::SymInt& num_samples) {
   constexpr const char* op = "alias_sample";
   check_sampling(op, seed, num_queries, num_samples);
-  check::dim(op, "threshold", threshold, 1);
-  check::dtype(op, "threshold", threshold, at::kDouble);
-  TORCH_CHECK_VALUE(threshold.sym_size(0) >= 1, op, ": expected threshold with at least 1 class, got none");
-  check::same_device(op, "threshold", threshold, "seed", seed);
-  check::dim(op, "alias", alias, 1);
-  check::int64(op, "alias", alias);
-  check::size(op, "alias", alias, 0, threshold.sym_size(0), "the size of threshold");
-  check::same_device(op, "alias", alias, "seed", seed);
+  check::dim(op, "bins", bins, 2);
+  check::int64(op, "bins", bins);
+  check::size(op, "bins", bins, 1, 2, "a threshold and a class");
+  TORCH_CHECK_VALUE(bins.sym_size(0) >= 1, op, ": expected at least 1 bin, got none");
+  check::same_device(op, "bins", bins, "seed", seed);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("alias_table(Tensor weights) -> (Tensor threshold, Tensor alias)");
-  m.def("alias_sample(Tensor seed, Tensor threshold, Tensor alias, SymInt? num_queries, SymInt num_samples) -> Tensor");
+  m.def("alias_table(Tensor weights) -> Tensor");
+  m.def("alias_sample(Tensor seed, Tensor bins, SymInt? num_queries, SymInt num_samples) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

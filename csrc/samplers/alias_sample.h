@@ -2,22 +2,20 @@
 
 #include "samplers/sampling.h"
 
-#include <tuple>
-
 namespace xsoftmax {
 
 // Independent draws in proportion to weights, O(1) a draw (Walker's alias method; tables by Vose, 1991).
 //
-// alias_table(weights) -> (threshold, alias): weights float64 [N], N >= 1, finite, not negative, not all zero, of any scale; threshold
-// float64 [N] in [0, 1], alias int64 [N]. Bin i holds class i below threshold[i] and class alias[i] above. A class of zero weight is
-// in no bin. Built on the CPU in O(N).
+// alias_table(weights) -> bins int64 [N, 2]: weights float64 [N], N >= 1, finite, not negative, not all zero, of any scale. Bin i holds class i
+// below bins[i, 0] / 2^53 and class bins[i, 1] above: side by side, since a draw looks up one bin anywhere in memory. A class of zero weight
+// is in no bin. Built on the CPU in O(N).
 //
-// alias_sample(seed, threshold, alias, num_queries, num_samples) -> ids: int64 [M] (num_queries none) or [Q, M], in [0, N). Draw j of
-// query q takes Philox block (q, j): 64 bits for the bin, 53 for the class.
+// alias_sample(seed, bins, num_queries, num_samples) -> ids: int64 [M] (num_queries none) or [Q, M], in [0, N). Draw j of query q takes Philox
+// block (q, j): 64 bits for the bin, 53 for the class.
 
 void check_weights(const char* op, const at::Tensor& weights);
-void check_alias_sample(const at::Tensor& seed, const at::Tensor& threshold, const at::Tensor& alias,
-                        const std::optional<c10::SymInt>& num_queries, const c10::SymInt& num_samples);
+void check_alias_sample(const at::Tensor& seed, const at::Tensor& bins, const std::optional<c10::SymInt>& num_queries,
+                        const c10::SymInt& num_samples);
 
 /// The values of CPU weights: finite, not negative, a sum above zero. Returns their maximum.
 double check_weight_values(const char* op, const at::Tensor& weights);

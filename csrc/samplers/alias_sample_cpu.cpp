@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace xsoftmax {
@@ -14,21 +15,21 @@ namespace {
 
 using at::Tensor;
 
+AliasBin alias_bin(double threshold, int64_t alias) { return {int64_t(std::ceil(std::ldexp(threshold, 53))), alias}; }
+
 // Vose's method over `mass`, the weights scaled to mean 1, which it uses up. `heaviest` takes what rounding leaves of empty bins.
-void fill_alias_table(double* threshold, int64_t* alias, std::vector<double>& mass, int64_t heaviest) {
+void fill_alias_table(AliasBin* bins, std::vector<double>& mass, int64_t heaviest) {
   const int64_t n = int64_t(mass.size());
   std::vector<int64_t> small, large;
   for (int64_t i = 0; i < n; ++i) {
     (mass[i] < 1.0 ? small : large).push_back(i);
     // What neither list pairs is a full bin, but for rounding: a class of zero weight must not be it.
-    threshold[i] = mass[i] > 0 ? 1.0 : 0.0;
-    alias[i] = mass[i] > 0 ? i : heaviest;
+    bins[i] = mass[i] > 0 ? alias_bin(1, i) : alias_bin(0, heaviest);
   }
   while (!small.empty() && !large.empty()) {
     const int64_t light = small.back(), heavy = large.back();
     small.pop_back();
-    threshold[light] = mass[light];
-    alias[light] = heavy;
+    bins[light] = alias_bin(mass[light], heavy);
     mass[heavy] = (mass[heavy] + mass[light]) - 1.0;
     if (mass[heavy] < 1.0) {
       large.pop_back();
@@ -37,7 +38,7 @@ void fill_alias_table(double* threshold, int64_t* alias, std::vector<double>& ma
   }
 }
 
-std::tuple<Tensor, Tensor> alias_table_cpu(const Tensor& weights) {
+Tensor alias_table_cpu(const Tensor& weights) {
   constexpr const char* op = "alias_table";
   check_weights(op, weights);
   const Tensor flat = weights.contiguous();
@@ -54,30 +55,27 @@ std::tuple<Tensor, Tensor> alias_table_cpu(const Tensor& weights) {
   for (double& m : mass) {
     m *= double(n) / sum;
   }
-  const Tensor threshold = table_empty({n}, flat.options()), alias = table_empty({n}, flat.options().dtype(at::kLong));
-  fill_alias_table(threshold.mutable_data_ptr<double>(), alias.mutable_data_ptr<int64_t>(), mass,
-                   std::max_element(weight, weight + n) - weight);
-  return {threshold, alias};
+  const Tensor bins = table_empty({n, 2}, flat.options().dtype(at::kLong));
+  fill_alias_table(reinterpret_cast<AliasBin*>(bins.mutable_data_ptr<int64_t>()), mass, std::max_element(weight, weight + n) - weight);
+  return bins;
 }
 
-Tensor alias_sample_cpu(const Tensor& seed, const Tensor& threshold, const Tensor& alias, std::optional<int64_t> num_queries,
-                        int64_t num_samples) {
-  check_alias_sample(seed, threshold, alias, num_queries, num_samples);
+Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<int64_t> num_queries, int64_t num_samples) {
+  check_alias_sample(seed, bins, num_queries, num_samples);
   const Tensor out = empty_samples(seed, num_queries, num_samples);
-  const Tensor limits = threshold.contiguous(), others = alias.contiguous();
+  const Tensor table = bins.contiguous();
   int64_t* ids = out.mutable_data_ptr<int64_t>();
-  const double* limit = limits.const_data_ptr<double>();
-  const int64_t* other = others.const_data_ptr<int64_t>();
+  const auto* bin = reinterpret_cast<const AliasBin*>(table.const_data_ptr<int64_t>());
   const uint64_t key = seed_value(seed);
-  const int64_t n = limits.numel();
+  const int64_t n = table.size(0);
   at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
     for (int64_t q = first; q < last; ++q) {
       for (int64_t j = 0; j < num_samples; ++j) {
-        ids[q * num_samples + j] = alias_draw(key, q, j, limit, other, n);
+        ids[q * num_samples + j] = alias_draw(key, q, j, bin, n);
       }
     }
   });
-  check::class_ids("alias_sample", "the classes in alias", out, n); // a table that was tampered with
+  check::class_ids("alias_sample", "the classes in bins", out, n); // a table that was tampered with
   return out;
 }
 

@@ -8,23 +8,21 @@ namespace xsoftmax {
 namespace {
 
 struct Alias {
-  const double* threshold;
-  const int64_t* alias;
+  const AliasBin* bins;
   int64_t n;
   __device__ int64_t operator()(uint64_t seed, uint64_t query, uint64_t draw) const {
-    const int64_t id = alias_draw(seed, query, draw, threshold, alias, n);
+    const int64_t id = alias_draw(seed, query, draw, bins, n);
     CUDA_KERNEL_ASSERT(id >= 0 && id < n); // a table that was tampered with
     return id;
   }
 };
 
-at::Tensor alias_sample_cuda(const at::Tensor& seed, const at::Tensor& threshold, const at::Tensor& alias,
-                             std::optional<int64_t> num_queries, int64_t num_samples) {
-  check_alias_sample(seed, threshold, alias, num_queries, num_samples);
+at::Tensor alias_sample_cuda(const at::Tensor& seed, const at::Tensor& bins, std::optional<int64_t> num_queries, int64_t num_samples) {
+  check_alias_sample(seed, bins, num_queries, num_samples);
   const c10::cuda::CUDAGuard guard(seed.device());
   const at::Tensor ids = empty_samples(seed, num_queries, num_samples);
-  const at::Tensor limits = threshold.contiguous(), others = alias.contiguous();
-  cuda::fill_draws(ids, seed, Alias{limits.const_data_ptr<double>(), others.const_data_ptr<int64_t>(), limits.numel()});
+  const at::Tensor table = bins.contiguous();
+  cuda::fill_draws(ids, seed, Alias{reinterpret_cast<const AliasBin*>(table.const_data_ptr<int64_t>()), table.size(0)});
   return ids;
 }
 

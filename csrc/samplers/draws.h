@@ -33,12 +33,17 @@ XS_HOST_DEVICE inline int64_t log_uniform_draw(uint64_t seed, uint64_t query, ui
   return id < low ? low : (id >= high ? high - 1 : id);
 }
 
+/// A row of an alias table (alias_sample.h), read as one.
+struct AliasBin {
+  int64_t threshold, alias;
+};
+
 /// One draw from an alias table of n classes: the block's low half picks the bin, the high half the class in it.
-XS_HOST_DEVICE inline int64_t alias_draw(uint64_t seed, uint64_t query, uint64_t draw, const double* threshold, const int64_t* alias,
-                                         int64_t n) {
+XS_HOST_DEVICE inline int64_t alias_draw(uint64_t seed, uint64_t query, uint64_t draw, const AliasBin* bins, int64_t n) {
   const PhiloxBlock block = philox(seed, query, draw);
   const int64_t bin = int64_t(multiply_shift(block.low(), uint64_t(n)));
-  return unit_double(block.high()) < threshold[bin] ? bin : alias[bin];
+  const AliasBin found = bins[bin];
+  return int64_t(block.high() >> 11) < found.threshold ? bin : found.alias;
 }
 
 } // namespace xsoftmax

@@ -30,7 +30,7 @@ using Draws = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-enum Table { kProbability, kThreshold, kAlias, kOrder, kCumulative, kTables };
+enum Table { kProbability, kBins, kOrder, kCumulative, kTables };
 
 // ---- tables
 
@@ -80,18 +80,18 @@ void fill_tables(std::vector<Tensor>& tables, const Tensor& weights, bool distin
   Tensor probability = table_empty({weights.numel()}, weights.options());
   at::div_out(probability, weights, weights.sum());
   tables[kProbability] = probability;
-  static const auto alias = find_op<std::tuple<Tensor, Tensor>(const Tensor&)>("xsoftmax::alias_table");
+  static const auto alias = find_op<Tensor(const Tensor&)>("xsoftmax::alias_table");
   static const auto systematic = find_op<std::tuple<Tensor, Tensor>(const Tensor&)>("xsoftmax::systematic_table");
   if (distinct) {
     std::tie(tables[kOrder], tables[kCumulative]) = systematic.call(probability);
   } else {
-    std::tie(tables[kThreshold], tables[kAlias]) = alias.call(probability);
+    tables[kBins] = alias.call(probability);
   }
 }
 
 std::vector<Tensor> empty_tables(at::Device device) {
   const auto doubles = at::TensorOptions(at::kDouble).device(device), longs = doubles.dtype(at::kLong);
-  return {at::empty({0}, doubles), at::empty({0}, doubles), at::empty({0}, longs), at::empty({0}, longs), at::empty({0}, doubles)};
+  return {at::empty({0}, doubles), at::empty({0, 2}, longs), at::empty({0}, longs), at::empty({0}, doubles)};
 }
 
 // ---- draws
@@ -116,7 +116,7 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
   using Size = c10::SymInt;
   static const auto uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size, bool)>("xsoftmax::uniform_sample");
   static const auto log_uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size)>("xsoftmax::log_uniform_sample");
-  static const auto alias = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, OptionalSize, Size)>("xsoftmax::alias_sample");
+  static const auto alias = find_op<Tensor(const Tensor&, const Tensor&, OptionalSize, Size)>("xsoftmax::alias_sample");
   static const auto systematic = find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, OptionalSize,
                                                                     Size)>("xsoftmax::systematic_sample");
   if (options.law == "fixed") {
@@ -133,7 +133,7 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
         systematic.call(seed, tables[kProbability], tables[kOrder], tables[kCumulative], queries, options.num_samples);
     return {ids, log_scale};
   }
-  return {alias.call(seed, tables[kThreshold], tables[kAlias], queries, options.num_samples),
+  return {alias.call(seed, tables[kBins], queries, options.num_samples),
           at::full({}, log_of(options.num_samples), seed.options().dtype(at::kDouble))};
 }
 

@@ -12,8 +12,8 @@ namespace xsoftmax {
 
 // Samplers whose law does not depend on the query: tables, draws, expected counts.
 //
-// Tables, where the law needs any; one that it does not need is of size 0. [probability float64 [N]; threshold float64 [N], alias int64
-// [N] of independent draws (alias_sample.h); order int64 [N], cumulative float64 [N] of distinct ones (systematic_sample.h)]. Law "fixed":
+// Tables, where the law needs any; one that it does not need is of size 0. [probability float64 [N]; bins int64 [N, 2] of independent
+// draws (alias_sample.h); order int64 [N], cumulative float64 [N] of distinct ones (systematic_sample.h)]. Law "fixed":
 // order alone, the classes in rising order.
 
 /// The options of a static sampler, and of its ops.

@@ -102,7 +102,7 @@ def samples():
         adaptive_refresh_=("midx", weight, bias, step, midx, MIDX),
         adaptive_sample=("lsh", seed, input, target, [*lsh, step], LSH),
         adaptive_step_=("midx", weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
-        alias_sample=(seed, *ops.alias_table(weights), Q, S),
+        alias_sample=(seed, ops.alias_table(weights), Q, S),
         alias_table=(weights,),
         beam_search=(input, *edges, tree.first_child, tree.node_class, 4, "identity"),
         beam_tree_candidates=(seed, input, *edges, tree.tables(), sizes, "num_candidates=4,beam=5,routed=false"),

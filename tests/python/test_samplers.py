@@ -64,14 +64,14 @@ def test_uniform_draws_are_philox(key):
 
 
 def test_alias_draws_are_philox():
-    threshold, alias = ops.alias_table(zipf(37))
+    bins = ops.alias_table(zipf(37))
     key = 2**50 + 3
     want = []
     for j in range(200):
         low, high = philox(key, 0, j)
         bin = low * 37 >> 64
-        want.append(bin if (high >> 11) * 2.0**-53 < threshold[bin] else int(alias[bin]))
-    assert ops.alias_sample(seed(key), threshold, alias, None, 200).tolist() == want
+        want.append(bin if high >> 11 < bins[bin, 0] else int(bins[bin, 1]))
+    assert ops.alias_sample(seed(key), bins, None, 200).tolist() == want
 
 
 def test_log_uniform_draws_invert_the_distribution():
@@ -87,7 +87,8 @@ def test_log_uniform_draws_invert_the_distribution():
     zipf(1), zipf(1000, 3.0), torch.ones(17, dtype=torch.float64), torch.tensor([0, 0, 5.0, 0, 1e-12, 1e300, 0], dtype=torch.float64),
     torch.tensor([0.1] * 10 + [0.0] * 3, dtype=torch.float64)])
 def test_alias_table_holds_the_weights(weights):
-    threshold, alias = ops.alias_table(weights)
+    threshold, alias = ops.alias_table(weights).unbind(1)
+    threshold = threshold.double() * 2.0**-53
     n = weights.numel()
     held = threshold.clone().index_add_(0, alias, 1 - threshold) / n
     want = weights / weights.sum()
@@ -100,14 +101,14 @@ def test_alias_table_holds_the_weights(weights):
 
 def op_samples():
     weights = zipf(100)
-    threshold, alias = ops.alias_table(weights)
+    bins = ops.alias_table(weights)
     tables = systematic(weights)
     for num_queries in (None, 3, 0):
         for num_samples in (0, 7):
             yield ops.uniform_sample, (seed(1), 2, 50, num_queries, num_samples, False)
             yield ops.uniform_sample, (seed(1), 2, 50, num_queries, num_samples, True)
             yield ops.log_uniform_sample, (seed(1), 2, 50, num_queries, num_samples)
-            yield ops.alias_sample, (seed(1), threshold, alias, num_queries, num_samples)
+            yield ops.alias_sample, (seed(1), bins, num_queries, num_samples)
             yield ops.systematic_sample, (seed(1), *tables, num_queries, num_samples)
     yield ops.alias_table, (weights,)
     yield ops.systematic_table, (weights,)
@@ -362,10 +363,10 @@ def test_queries_that_do_not_count_change_nothing(make):
 
 def test_threads_do_not_matter():
     weights = zipf(5000)
-    threshold, alias = ops.alias_table(weights)
+    bins = ops.alias_table(weights)
     tables = systematic(weights)
     draws = [lambda: ops.uniform_sample(seed(8), 0, 5000, 3001, 33, True), lambda: ops.uniform_sample(seed(8), 0, 5000, 3001, 33, False),
-             lambda: ops.log_uniform_sample(seed(8), 0, 5000, 3001, 33), lambda: ops.alias_sample(seed(8), threshold, alias, 3001, 33),
+             lambda: ops.log_uniform_sample(seed(8), 0, 5000, 3001, 33), lambda: ops.alias_sample(seed(8), bins, 3001, 33),
              lambda: ops.systematic_sample(seed(8), *tables, 3001, 33)[0]]
     before = torch.get_num_threads()
     try:
@@ -685,8 +686,8 @@ def test_in_batch_errors_change_nothing():
     (lambda: ops.alias_table(torch.ones(0).double()), ValueError, "at least 1 weight"),
     (lambda: ops.alias_table(torch.zeros(3).double()), ValueError, "a weight above zero"),
     (lambda: ops.systematic_table(torch.tensor([1, math.nan]).double()), ValueError, r"got nan at \[1\]"),
-    (lambda: ops.alias_sample(seed(0), torch.ones(3).double(), torch.zeros(2).long(), None, 1), ValueError, "alias with size 3"),
-    (lambda: ops.alias_sample(seed(0), torch.zeros(3).double(), torch.full((3,), 3), None, 1), IndexError, r"in \[0, 3\), got 3"),
+    (lambda: ops.alias_sample(seed(0), torch.zeros(3, 3).long(), None, 1), ValueError, "bins with size 2"),
+    (lambda: ops.alias_sample(seed(0), torch.tensor([[0, 3]] * 3), None, 1), IndexError, r"in \[0, 3\), got 3"),
     (lambda: ops.systematic_sample(seed(0), torch.ones(3).double(), torch.full((3,), -1), torch.ones(3).double(), None, 1), IndexError,
      "order in .*got -1"),
 ])

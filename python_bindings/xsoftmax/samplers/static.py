@@ -10,7 +10,7 @@ from .._options import option_text
 from .sampler import CandidateSet, Sampler, draw_seed, one_set, register
 
 Exclude = Union[int, Tensor, None]
-TABLES = ("probability", "threshold", "alias", "order", "cumulative")
+TABLES = ("probability", "bins", "order", "cumulative")
 
 
 def _bool(owner: str, argument: str, value: Optional[bool], default: bool) -> bool:
@@ -40,7 +40,7 @@ class StaticSampler(Sampler):
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
         exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
 
-    Buffers (not in the state dict; size 0 where not needed): ``probability`` float64 [N]; ``threshold``, ``alias`` of independent draws;
+    Buffers (not in the state dict; size 0 where not needed): ``probability`` float64 [N]; ``bins`` of independent draws;
     ``order``, ``cumulative`` of distinct ones.
     """
 
@@ -74,7 +74,7 @@ class StaticSampler(Sampler):
             self.register_buffer(name, table, persistent=False)
 
     def _tables(self) -> List[Tensor]:
-        return [self.probability, self.threshold, self.alias, self.order, self.cumulative]
+        return [self.probability, self.bins, self.order, self.cumulative]
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
