@@ -1,4 +1,4 @@
-"""Takes steps of every combination with tensors that FakeTensorMode says are on "cuda", and says what went wrong as JSON, by combination.
+"""Takes steps of every combination, and of the matcher, with tensors that FakeTensorMode says are on "cuda", and says what went wrong as JSON, by combination.
 
 A process of its own (test_device_consistency.py):  python device_consistency.py LIBRARY
 
@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 # Before torch has asked for its CUDA.
@@ -18,7 +19,10 @@ ctypes.CDLL(sys.argv[1])
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
+import xsoftmax as xs  # noqa: E402
 from combinations import COMBINATIONS, D, N, Q  # noqa: E402
+
+ON_HOST = ("steps", "step", "layer")  # buffers that modules keep there
 
 torch.autograd.set_multithreading_enabled(False)  # no thread of a device that is not there
 
@@ -33,7 +37,7 @@ def moved(loss, mode):
             module._parameters[name] = None if parameter is None else torch.nn.Parameter(fake(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = mode.from_tensor(buffer, static_shapes=True) if name in ("steps", "step") else fake(buffer)
+                module._buffers[name] = mode.from_tensor(buffer, static_shapes=True) if name in ON_HOST else fake(buffer)
     return loss
 
 
@@ -66,8 +70,34 @@ def run(made):
         optimizer.step()
 
 
+def run_matcher(reduction):
+    mode = FakeTensorMode()
+    matcher = xs.HierarchicalMatcher(D, xs.LabelTree.random(N, 3), beam=2, reduction=reduction)
+    moved(matcher, mode)
+    del matcher.layer
+    matcher.layer = types.SimpleNamespace(item=lambda: 2)  # a number of the host, which no fake tensor tells
+    with mode:
+        optimizer = xs.optim.RowAdam(matcher.parameters(), lr=0.1)
+        for step in range(2):
+            input = torch.randn(Q, D, device="cuda", requires_grad=True)
+            optimizer.zero_grad()
+            value = matcher(input, torch.randint(-1, N, (Q, 4), device="cuda"))
+            value.sum().backward()
+            optimizer.step()
+            assert value.is_cuda and input.grad.is_cuda, "a result that is not on the device"
+        matcher.layer.item = lambda: matcher.tree.depth
+        matcher.eval()
+        with torch.no_grad():
+            assert all(result.is_cuda for result in matcher.topk(input, 2)), "a prediction that is not on the device"
+
+
 def main():
     found = {}
+    for reduction in ("mean", "sum", "none"):
+        try:
+            run_matcher(reduction)
+        except Exception as error:
+            found[f"HierarchicalMatcher, {reduction}"] = f"{type(error).__name__}: {error}"[:500]
     for name, made in COMBINATIONS.items():
         try:
             run(made)

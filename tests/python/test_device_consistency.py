@@ -1,4 +1,4 @@
-"""Every loss x sampler x estimator x optimizer on tensors that are said to be on a GPU: no device is mixed with another, and no step reads a value on
+"""Every loss x sampler x estimator x optimizer, and the matcher, on tensors that are said to be on a GPU: no device is mixed with another, and no step reads a value on
 the host."""
 
 import json
