@@ -38,18 +38,32 @@ def plain(input, weight, bias, own, shared, sparse_grad=False):
     return torch.cat(parts, 1)
 
 
-def assert_same(got, want, dtype, inputs):
-    """Within the rounding of `dtype`, relative to the largest value, of which every result is a sum."""
+def coefficient_rounding(input, weight, bias, own, shared):
+    """How far gradients may be off where those of shared candidates' scores meet a bfloat16 table in bfloat16, so that tensor cores multiply them: half
+    a unit in the last place of each, 2^-8 of a term of the sums. torch's own bfloat16 linear layer has the same: its backward takes no other."""
+    if input.dtype != torch.bfloat16 or shared is None:
+        return None
+    grad = torch.randn(input.shape[0], (0 if own is None else own.shape[1]) + shared.shape[0], generator=torch.Generator().manual_seed(9),
+                       dtype=torch.float64)  # as scores_and_gradients has it
+    terms = grad[:, grad.shape[1] - shared.shape[0]:].abs() * 2**-8
+    return [0.0, terms @ weight[shared].double().abs(),
+            torch.zeros(weight.shape, dtype=torch.float64).index_add_(0, shared, terms.T @ input.double().abs()), 0.0]
+
+
+def assert_same(got, want, dtype, inputs, slack=None):
+    """Within the rounding of `dtype`, relative to the largest value, of which every result is a sum; and `slack`, of each result."""
     assert got[0].dtype == opmath(dtype)
     for i, (a, b) in enumerate(zip(got, want)):
         assert (a is None) == (b is None)
         if a is None:
             continue
         assert a.shape == b.shape
-        a, b = (t.to_dense() if t.layout == torch.sparse_coo else t for t in (a, b))
+        a, b = ((t.to_dense() if t.layout == torch.sparse_coo else t).double() for t in (a, b))
         rounding = ROUNDING[opmath(dtype) if i == 0 else dtype]
         largest = b.abs().max().item() if b.numel() else 0.0
-        torch.testing.assert_close(a.double(), b.double(), rtol=rounding, atol=4 * max(1.0, largest) * min(rounding, 2e-6))
+        if slack is not None:
+            b = torch.where((a - b).abs() <= slack[i], a, b + (a - b).sign() * slack[i])
+        torch.testing.assert_close(a, b, rtol=rounding, atol=4 * max(1.0, largest) * min(rounding, 2e-6))
     for leaf, grad in zip(inputs, got[1:]):
         assert grad is None or grad.dtype == leaf.dtype
 
@@ -68,7 +82,7 @@ def test_equals_indexing(impl, dtype, D, layout, bias):
     for sparse in (True, False):
         got = scores_and_gradients(ops.candidate_scores, *args, sparse_grad=sparse)
         assert got[2].is_sparse == sparse and (not bias or got[3].is_sparse == sparse)
-        assert_same(got, want, dtype, args)
+        assert_same(got, want, dtype, args, coefficient_rounding(*args))
 
 
 @pytest.mark.parametrize("shape", [(0, 7, 5, 3, 4), (3, 7, 5, 0, 4), (3, 7, 5, 3, 0), (3, 7, 5, 0, 0), (0, 7, 5, 0, None), (2, 1, 5, 3, 3),
@@ -86,8 +100,27 @@ def test_kernel_equals_reference(dtype):
     got = scores_and_gradients(ops.candidate_scores, *args)
     with xs.use_impl("reference"):
         want = scores_and_gradients(ops.candidate_scores, *args)
-    assert_same(got, want, dtype, args)
+    assert_same(got, want, dtype, args, coefficient_rounding(*args))
     assert torch.equal(got[2]._indices(), want[2]._indices())
+
+
+@pytest.mark.parametrize("D", [40, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_classes_of_many_queries(dtype, D):
+    """Runs of one class that go over many rows of the gradient, begin and end anywhere, and are all of it; with a scale that leaves out queries."""
+    for num_classes, P, S in ((2, 3, 5), (1, 4, 31), (3, 1, 33), (1000, 2, 0)):
+        input, weight, _, own, shared = problem(150, num_classes, D, P, S, dtype)
+        g = torch.Generator().manual_seed(3)
+        grad, scale = torch.randn(150, P + S, generator=g), torch.randn(150, generator=g)
+        scale[::5], input[::5] = 0, float("nan")
+        run = lambda: ops.candidate_scores_backward(grad, input, weight, own, shared, [False, True, True], scale)  # noqa: E731
+        rows, values, bias = run()[1:]
+        with xs.use_impl("reference"):
+            want_rows, want_values, want_bias = run()[1:]
+        assert torch.equal(rows, want_rows)
+        tolerance = dict(rtol=ROUNDING[dtype], atol=2e-5 if dtype == torch.float32 else 2**-8 * want_values.abs().max().item())
+        torch.testing.assert_close(values, want_values, **tolerance)
+        torch.testing.assert_close(bias, want_bias, **tolerance)
 
 
 @pytest.mark.parametrize("D", [64, 67])  # rows that are aligned, and rows that are not
