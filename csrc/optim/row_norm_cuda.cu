@@ -44,34 +44,37 @@ struct Norm {
   }
 };
 
-// A warp a row: the first of equal rows sums them. Bytes at least: values once in. They are, and 16 bytes a row for its place.
+// A warp a row: the first of equal rows sums them. So many `parts`, whose sums depend on nothing else. Bytes at least: values once in. They are, and
+// 16 bytes a row for its place.
 template <typename T, int N>
-__global__ void __launch_bounds__(kThreads, 2) norm_kernel(double* partial, SortedGradient<T> g, Norm norm) {
+__global__ void __launch_bounds__(kThreads, 2) norm_kernel(double* partial, int64_t parts, SortedGradient<T> g, Norm norm) {
   using M = at::opmath_type<T>;
   constexpr int K = kHeld<N>;
-  constexpr int64_t kStride = kWarp * N;
-  double total = 0;
-  for (int64_t i = global_thread() / kWarp; i < g.count; i += grid_threads() / kWarp) {
-    if (!begins(g, i)) {
-      continue;
-    }
-    M of_row = 0;
-    for (int64_t from = 0; from < g.width; from += kStride * K) {
-      M sum[K][N];
-      sum_row(sum, g, i, from + int64_t(lane()) * N, kStride);
+  constexpr int64_t kStride = kWarp * N, kWarps = kThreads / kWarp;
+  for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
+    double total = 0;
+    for (int64_t i = part * kWarps + threadIdx.x / kWarp; i < g.count; i += parts * kWarps) {
+      if (!begins(g, i)) {
+        continue;
+      }
+      M of_row = 0;
+      for (int64_t from = 0; from < g.width; from += kStride * K) {
+        M sum[K][N];
+        sum_row(sum, g, i, from + int64_t(lane()) * N, kStride);
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
+        for (int k = 0; k < K; ++k) {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          of_row = norm.join(of_row, norm.power(sum[k][n])); // 0 behind the last column
+          for (int n = 0; n < N; ++n) {
+            of_row = norm.join(of_row, norm.power(sum[k][n])); // 0 behind the last column
+          }
         }
       }
+      total = norm.join(total, double(of_row));
     }
-    total = norm.join(total, double(of_row));
-  }
-  total = norm.over_block(total);
-  if (threadIdx.x == 0) {
-    partial[blockIdx.x] = total;
+    total = norm.over_block(total);
+    if (threadIdx.x == 0) {
+      partial[part] = total;
+    }
   }
 }
 
@@ -92,14 +95,14 @@ template <typename T>
 void launch_norm(const Tensor& result, const Tensor& rows, const Tensor& values, double p) {
   const GradientOnDevice<T> gradient(rows, values, /*num_rows=*/0);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  constexpr int64_t kBlocks = 1024; // no more than one block joins in the end, and no fewer than fill any device
+  constexpr int64_t kBlocks = 1024; // no more than one block joins in the end, and enough to fill any device
   const Norm norm{p, p == std::numeric_limits<double>::infinity()};
   const unsigned blocks = unsigned(std::min<int64_t>(grid_size(gradient.view.count, kThreads / kWarp), kBlocks));
   const Tensor partial = at::empty({int64_t(blocks)}, values.options().dtype(at::kDouble));
   dispatch_pack<T>(gradient.wide(), [&](auto pack) {
     constexpr int N = decltype(pack)::value;
     gradient.template sum_chunks<N>();
-    norm_kernel<T, N><<<blocks, kThreads, 0, stream>>>(partial.mutable_data_ptr<double>(), gradient.view, norm);
+    norm_kernel<T, N><<<blocks, kThreads, 0, stream>>>(partial.mutable_data_ptr<double>(), int64_t(blocks), gradient.view, norm);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   using M = at::opmath_type<T>;

@@ -4,6 +4,7 @@
 #include "core/dtypes.h"
 #include "core/memory.h"
 #include "optim/owing_rule.h"
+#include "optim/random_rounding.h"
 #include "optim/row_step.h"
 
 #include <ATen/TensorOperators.h>
@@ -90,7 +91,8 @@ struct SgdRule : OwingRule<SgdRule> {
                               1 - options.lr() * options.weight_decay(),
                               first ? 1 : 1 - options.dampening(),
                               options.nesterov(),
-                              options.maximize()};
+                              options.maximize(),
+                              options.stochastic_rounding()};
     (kernel ? row_sgd_rows_cpu : row_sgd_rows_reference)(update, *item.rows, item.values);
     ++step;
     if (owes) {
@@ -187,6 +189,20 @@ static Tensor kept(const RowSGDUpdate& u, const Tensor& s) {
   return at::where(s.eq(0), 1.0, at::pow(at::Scalar(u.momentum), s.neg().add(u.step).to(at::kDouble)));
 }
 
+// float32 rows that `dtype` holds exactly.
+static Tensor rounded_rows(const Tensor& rows, const Tensor& ids, int64_t step, at::ScalarType dtype) {
+  const Tensor result = rows.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous(), host_ids = ids.to(at::kCPU).contiguous();
+  const int64_t width = rows.dim() == 2 ? rows.size(1) : 1;
+  float* const x = result.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < host_ids.numel(); ++i) {
+    for (int64_t d = 0; d < width; ++d) {
+      float& element = x[i * width + d];
+      element = round_at_random(element, rounding_bits(step, host_ids.const_data_ptr<int64_t>()[i], d), dtype == at::kBFloat16);
+    }
+  }
+  return result.to(rows.device());
+}
+
 void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Tensor& values) {
   auto [ids, g] = touched_rows(rows, values);
   g = u.maximize ? g.neg() : g;
@@ -204,7 +220,11 @@ void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Ten
       g = u.nesterov ? g + buffer.mul(u.momentum) : buffer;
     }
   }
-  u.param.index_copy_(0, ids, (next - g.mul(u.lr)).to(u.param.scalar_type()));
+  next = next - g.mul(u.lr);
+  if (u.stochastic_rounding && next.scalar_type() != u.param.scalar_type()) {
+    next = rounded_rows(next, ids, u.step, u.param.scalar_type());
+  }
+  u.param.index_copy_(0, ids, next.to(u.param.scalar_type()));
 }
 
 void row_sgd_flush_reference(const RowSGDUpdate& u) {
@@ -226,7 +246,8 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
 RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
   const auto options = parse_options<optim::RowSGDOptions>(SgdRule::kRows, text);
   plan_rows<SgdRule>(param, state, rows, values, options);
-  return {options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), options.maximize()};
+  return {options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), options.maximize(),
+          options.stochastic_rounding()};
 }
 
 bool make_row_sgd_buffer(const Tensor& param, TensorList state) { return make_buffer(param, state); }

@@ -30,7 +30,7 @@ void flush_row_sgd(const at::Tensor& param, at::TensorList state);
 /// and the composites.
 struct RowSGDNumbers {
   double lr, momentum, dampening, weight_decay;
-  bool nesterov, maximize;
+  bool nesterov, maximize, stochastic_rounding;
 };
 RowSGDNumbers check_row_sgd_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
                                  std::string_view options);
@@ -57,7 +57,7 @@ struct RowSGDUpdate {
   double momentum;
   double lr = 0, decay = 1; ///< of this step: decay = 1 - lr weight_decay
   double take = 1;          ///< 1 - dampening
-  bool nesterov = false, maximize = false;
+  bool nesterov = false, maximize = false, stochastic_rounding = false;
   bool rebase = false;      ///< of a flush: brings the buffer up to date as well, for steps under another momentum
 };
 

@@ -1,9 +1,12 @@
+#include "optim/random_rounding.h"
 #include "optim/row_sgd.h"
 #include "optim/row_update_cpu.h"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <type_traits>
+#include <vector>
 
 namespace xsoftmax {
 namespace {
@@ -34,26 +37,43 @@ class SgdRows {
     const auto debt = update_.owed(s);
     const bool keeps = s == 0 || (update_.step == update_.owed.step() && !update_.rebase);
     const double count = keeps ? 0 : double(update_.step - s);
-    return row_sgd_coefficients<M>({update_.lr, update_.momentum, 0, 0, update_.nesterov, update_.maximize}, debt, update_.decay, update_.take,
+    return row_sgd_coefficients<M>({update_.lr, update_.momentum, 0, 0, update_.nesterov, update_.maximize, update_.stochastic_rounding}, debt, update_.decay, update_.take,
                                    std::pow(update_.momentum, count));
   }
 
   void update(int64_t row, M* g, ByStep<MomentumStep<M>>& by_step) const {
-    const auto& kernels = row_updates().of(T{});
+    if constexpr (!std::is_same_v<T, M>) {
+      if (update_.stochastic_rounding) { // the step of a row of float32, then rounded
+        using Element = std::conditional_t<std::is_same_v<T, Bf16>, at::BFloat16, at::Half>;
+        auto* const stored = reinterpret_cast<Element*>(param_[row]);
+        std::vector<M> wide(stored, stored + param_.width);
+        update_row(row, wide.data(), g, by_step);
+        for (int64_t d = 0; d < param_.width; ++d) {
+          stored[d] = Element(round_at_random(wide[d], rounding_bits(update_.step, row, d), std::is_same_v<T, Bf16>));
+        }
+        return;
+      }
+    }
+    update_row(row, param_[row], g, by_step);
+  }
+
+  template <typename Stored>
+  void update_row(int64_t row, Stored* w, M* g, ByStep<MomentumStep<M>>& by_step) const {
+    const auto& kernels = row_updates().of(Stored{});
     if (last_step_.data == nullptr) {
-      kernels.sgd(param_[row], g, M(1), M(update_.maximize ? -update_.lr : update_.lr), param_.width);
+      kernels.sgd(w, g, M(1), M(update_.maximize ? -update_.lr : update_.lr), param_.width);
       return;
     }
     const auto& step = by_step.of(*last_step_[row], [this](int64_t s) { return coefficients(s); });
     *last_step_[row] = int32_t(update_.step);
     if (buffer_.data == nullptr) {
-      kernels.sgd(param_[row], g, step.decay, M(update_.maximize ? -update_.lr : update_.lr), param_.width);
+      kernels.sgd(w, g, step.decay, M(update_.maximize ? -update_.lr : update_.lr), param_.width);
       return;
     }
     if (update_.maximize) {
       std::transform(g, g + param_.width, g, std::negate<M>());
     }
-    kernels.momentum(param_[row], buffer_[row], g, step, param_.width);
+    kernels.momentum(w, buffer_[row], g, step, param_.width);
   }
 
   void flush(int64_t row, ByStep<MomentumStep<M>>& by_step) const {

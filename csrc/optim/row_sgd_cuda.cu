@@ -1,4 +1,5 @@
 #include "core/impl.h"
+#include "optim/random_rounding.h"
 #include "optim/row_sgd.h"
 #include "optim/row_update_cuda.cuh"
 #include "optim/settle.h"
@@ -32,7 +33,7 @@ struct SgdRows {
 
   struct Row {
     MomentumStep<M> step;
-    int32_t number; ///< 0: nothing is owed
+    int32_t number;
   };
 
   __device__ bool owes() const { return always || (!owing.settles() && *owing.step > int64_t(owing.owed[0])); }
@@ -43,10 +44,9 @@ struct SgdRows {
   __device__ Row begin(int64_t, int32_t s) const {
     const int64_t t = *owing.step + 1;
     const double take = t == 1 || fresh ? 1 : 1 - numbers.dampening;
-    const bool debts = owes();
-    const OwedDebt debt = debts ? owing.debt(s, numbers.momentum) : OwedDebt{0, 1};
+    const OwedDebt debt = owes() ? owing.debt(s, numbers.momentum) : OwedDebt{0, 1};
     const double kept = s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
-    return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), debts ? int32_t(t) : 0};
+    return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), int32_t(t)};
   }
 
   template <int N>
@@ -74,11 +74,19 @@ struct SgdRows {
     if (buffer.data != nullptr) {
       store_pack(buffer[row] + d, old.buffer.values);
     }
+    if constexpr (!std::is_same_v<T, M>) {
+      if (numbers.stochastic_rounding) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          next[i] = round_at_random(next[i], rounding_bits(of_row.number, row, d + i), std::is_same_v<T, at::BFloat16>);
+        }
+      }
+    }
     store_pack(param[row] + d, next);
   }
 
   __device__ void finish(const Row& of_row, int64_t row) const {
-    if (of_row.number != 0) {
+    if (owes()) {
       *last_step[row] = of_row.number;
     }
   }

@@ -38,12 +38,15 @@ struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOpti
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(bool, nesterov) = false;
   TORCH_ARG(bool, maximize) = false;
+  /// Steps of rows of 16-bit tables round up or down by chance, right on average, by Philox of step, row and element: the same on every device. What a
+  /// flush makes up, and dense gradients' state, round to nearest.
+  TORCH_ARG(bool, stochastic_rounding) = false;
 
  public:
   template <typename Visitor>
   void visit(Visitor& v) {
     v("lr", lr_), v("momentum", momentum_), v("dampening", dampening_), v("weight_decay", weight_decay_), v("nesterov", nesterov_);
-    v("maximize", maximize_);
+    v("maximize", maximize_), v("stochastic_rounding", stochastic_rounding_);
   }
   void check() const; ///< ValueError for what is out of range
   void serialize(torch::serialize::InputArchive& archive) override;

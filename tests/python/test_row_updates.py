@@ -93,6 +93,38 @@ def test_rows_that_stand_many_times(name, dtype, width):
     assert all(torch.equal(a, b) for a, b in zip(results["kernel"], [again, *tensors]))
 
 
+@pytest.mark.parametrize("options", ["lr=1e-3", "lr=1e-3,momentum=0.5,weight_decay=0.1"])
+@pytest.mark.parametrize("dtype, scale", [(torch.bfloat16, 1.0), (torch.float16, 1.0), (torch.float16, 1e-6)], ids=str)
+def test_stochastic_rounding(dtype, scale, options):
+    """Steps too small for a 16-bit number move it on average, to one of its two neighbours, and kernels and composites alike."""
+    n, width, results = 64, 40, []
+    start = torch.rand(n, width).add(1.0).mul(scale).to(dtype)
+    rows, values = torch.arange(n), torch.full((n, width), -0.3 * scale).to(dtype)
+    for impl in ("kernel", "reference"):
+        ops.set_impl(impl)
+        param = start.clone()
+        state = ops.row_sgd_state(param, True, options)
+        for _ in range(20):
+            ops.row_sgd_step_([param], [rows], [values], state, [options + ",stochastic_rounding=true"], [1])
+        results.append(param)
+    torch.testing.assert_close(*results, rtol=0.01, atol=1e-6 * scale)
+    exact = start.double()
+    state = ops.row_sgd_state(exact, True, options)
+    for _ in range(20):
+        ops.row_sgd_step_([exact], [rows], [values.double()], state, [options], [1])
+    moved, expected = (results[0].double() - start.double()).mean(), (exact - start.double()).mean()
+    assert 0.8 < moved / expected < 1.2
+    nearest = start.clone()
+    state = ops.row_sgd_state(nearest, True, options)
+    ops.row_sgd_step_([nearest], [rows], [values], state, [options], [1])
+    if options == "lr=1e-3":
+        assert torch.equal(nearest, start) and torch.equal(*results)
+    special = torch.tensor([[float("inf"), float("nan"), -0.0, 0.0]], dtype=dtype)
+    state = ops.row_sgd_state(special, True, options)
+    ops.row_sgd_step_([special], [rows[:1]], [torch.tensor([[0.0, 0.0, 0.0, 1.0]], dtype=dtype)], state, ["lr=0,stochastic_rounding=true"], [1])
+    assert special[0, 0] == float("inf") and special[0, 1].isnan() and special[0, 2:].eq(0).all()
+
+
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_kernels_of_other_instruction_sets(isa):
     levels = ["default", "avx2", "avx512"]
