@@ -124,7 +124,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
-        16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer of the same name load as dense state."""
+        16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer of the same name load as
+        dense state."""
         replaced = [self._tensors(state) for state in self.state.values() if state]
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
         reveal = self.register_load_state_dict_post_hook(RowOptimizer._reveal_tensors, prepend=True)
