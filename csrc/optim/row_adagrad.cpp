@@ -51,8 +51,9 @@ struct AdagradRule {
     const Options& options = *item.options;
     const Tensor& sum = item.state[kSum];
     int64_t& step = *item.state[kCount].mutable_data_ptr<int64_t>();
-    (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)(
-        {item.param, sum, row_adagrad_rate(options.lr(), options.lr_decay(), step + 1), options.weight_decay(), options.eps()}, *item.rows, item.values);
+    const double rate = row_adagrad_rate(options.lr(), options.lr_decay(), step + 1);
+    (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)({item.param, sum, rate, options.weight_decay(), options.eps()}, *item.rows,
+                                                                 item.values);
     ++step;
   }
 

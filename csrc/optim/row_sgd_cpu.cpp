@@ -37,8 +37,8 @@ class SgdRows {
     const auto debt = update_.owed(s);
     const bool keeps = s == 0 || (update_.step == update_.owed.step() && !update_.rebase);
     const double count = keeps ? 0 : double(update_.step - s);
-    return row_sgd_coefficients<M>({update_.lr, update_.momentum, 0, 0, update_.nesterov, update_.maximize, update_.stochastic_rounding}, debt, update_.decay, update_.take,
-                                   std::pow(update_.momentum, count));
+    const RowSGDNumbers numbers{update_.lr, update_.momentum, 0, 0, update_.nesterov, update_.maximize, update_.stochastic_rounding};
+    return row_sgd_coefficients<M>(numbers, debt, update_.decay, update_.take, std::pow(update_.momentum, count));
   }
 
   void update(int64_t row, M* g, ByStep<MomentumStep<M>>& by_step) const {

@@ -26,13 +26,14 @@
 //     Row begin<kAlone>(row, old)         the coefficients; kAlone: called by a thread, else by whole warps
 //     Elements<N> fetch<N>(row, d)        N elements of the row from d on, and of its state: asked for before their coefficients are worked out
 //     kOneSum; squares, with_squares      of one that needs the mean of squares before it updates (row-wise Adagrad)
-//     update<N>(Row, Elements, row, d, g)   those elements, by their summed gradient
+//     update(Row, Elements, row, d, g)    those elements, by their summed gradient
 //     finish(Row, row)                    by one thread
 //     make_up<N, kAlone>(due, row, width, thread)   what a row owes
 //
 // Bytes that a step reads and writes at least: R rows of values and, of D distinct rows, param and state, each once in and once out. That is what
-// row_update_kernel moves, and 16 bytes a row for its place, as long as a row is held in registers (kHeld): up to 4,096 columns, 2,048 of float64 or of rows that do not begin on 16 bytes. The sums of
-// chunks, of rows that stand more than 32 times, are a 32nd of their values, out and in.
+// row_update_kernel moves, and 16 bytes a row for its place, as long as a row is held in registers (kHeld): up to 4,096 columns, 2,048 of float64 or
+// of rows that do not begin on 16 bytes. The sums of chunks, of rows that stand more than 32 times, are a 32nd of their values, out and in. Gradients
+// of the losses come sorted; they are sorted again, since only the device could say that they are.
 
 namespace xsoftmax::cuda {
 
