@@ -68,8 +68,14 @@ class Detour : public c10::OperatorKernel {
   c10::SafeKernelFunction cpu_;
 };
 
+// Whether the composites run in the place of the kernels: the oracle of tests, and no user's step.
+bool by_composites() {
+  static const auto impl = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::get_impl", "").typed<std::string()>();
+  return impl.call() == "reference";
+}
+
 void found(const std::string& what) {
-  if (!under_way.empty() && !at_home) {
+  if (!under_way.empty() && !at_home && !by_composites()) {
     const std::lock_guard lock(findings_mutex);
     findings_seen.insert(under_way.back()->name() + ": " + what);
   }
