@@ -90,13 +90,13 @@ Tensor StaticSamplerImpl::log_count(const Tensor&, const Tensor& ids) {
 
 std::shared_ptr<SamplerImpl> StaticSamplerImpl::excluding(const Tensor& ids) const {
   const std::string owner = name();
-  const Tensor weights = tables_[0].numel() > 0 ? tables_[0] : Tensor();
+  const Tensor weights = tables_[kProbability].numel() > 0 ? tables_[kProbability] : Tensor();
   const Law law(owner.c_str(), weights, {}, ids, parse_options<StaticOptions>(owner.c_str(), options_));
   return std::shared_ptr<SamplerImpl>(new StaticSamplerImpl(law));
 }
 
 std::shared_ptr<SamplerImpl> FixedSamplerImpl::excluding(const Tensor& ids) const {
-  const Tensor classes = tables_[3];
+  const Tensor classes = tables_[kOrder];
   return std::make_shared<FixedSamplerImpl>(num_classes(), classes.masked_select(at::isin(classes, ids).logical_not()));
 }
 

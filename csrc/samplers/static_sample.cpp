@@ -30,8 +30,6 @@ using Draws = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-enum Table { kProbability, kBins, kOrder, kCumulative, kTables };
-
 // ---- tables
 
 Tensor checked_weights(const std::string& owner, const char* argument, const Tensor& weights) {
@@ -98,7 +96,7 @@ std::vector<Tensor> empty_tables(at::Device device) {
 
 StaticOptions parsed(const char* op, at::TensorList tables, std::string_view text) {
   const StaticOptions options = parse_options<StaticOptions>(op, text);
-  TORCH_CHECK_VALUE(tables.size() == kTables, op, ": expected ", int(kTables), " tables, got ", tables.size());
+  TORCH_CHECK_VALUE(tables.size() == kStaticTables, op, ": expected ", int(kStaticTables), " tables, got ", tables.size());
   TORCH_CHECK_VALUE(options.law == "uniform" || options.law == "log_uniform" || options.law == "table" || options.law == "fixed", op,
                     ": expected law to be \"uniform\", \"log_uniform\", \"table\" or \"fixed\", got \"", options.law, "\"");
   return options;

@@ -16,6 +16,8 @@ namespace xsoftmax {
 // draws (alias_sample.h); order int64 [N], cumulative float64 [N] of distinct ones (systematic_sample.h)]. Law "fixed":
 // order alone, the classes in rising order.
 
+enum StaticTable { kProbability, kBins, kOrder, kCumulative, kStaticTables };
+
 /// The options of a static sampler, and of its ops.
 struct StaticOptions {
   /// "uniform": the classes [low, num_classes) alike. "log_uniform": q_i in proportion to ln(1 + 1 / (i + 1)) over them. "table": in
