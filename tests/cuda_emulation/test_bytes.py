@@ -113,6 +113,76 @@ def private_row_gradient_bfloat16():
     return private_row_gradient(torch.bfloat16)
 
 
+# --------------------------------------------------------------------------------------------------------------------------- losses
+
+def sampled_loss(dtype, shared=0):
+    input, weight, ids = rows_of(dtype)
+    queries, width = ids.shape
+    target, options = torch.arange(queries) + 10_000, "estimator=sampled_softmax,remove_accidental_hits=true"
+    count = torch.zeros(ids.shape)
+    sets = [ids, None, count, None, torch.zeros(queries)]
+    row, pairs = input[0].nbytes, queries * (width + 1)
+    made = queries * input.size(1) * 4 + pairs * (8 + 4) + queries * 4  # the gradient of the input; ids of rows, gradients of scores; losses
+    read = (pairs + queries) * row + queries * width * (8 + 4) + queries * (8 + 4)  # rows and queries; ids, counts; targets and theirs
+    return Case(lambda: ops.linear_candidate_loss_forward(input, weight, None, target, sets, [0, 0], options, [True, True]), "warp_queries_kernel",
+                memory=read + made, shape=f"Q 128, 20 private, D 256, {str(dtype)[6:]}, with its gradients")
+
+
+@case
+def sampled_softmax_float32():
+    return sampled_loss(torch.float32)
+
+
+@case
+def sampled_softmax_bfloat16():
+    return sampled_loss(torch.bfloat16)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- optimizers
+
+def optimizer_step(make, state, dtype=torch.float32, numbers=0):
+    """A step on 1,024 rows that stand anywhere in a table, none of them twice: `state` elements beside each of param, and `numbers` of a row."""
+    torch.manual_seed(0)
+    rows, dim = 1024, 256
+    param = torch.nn.Parameter(torch.randn(20_000, dim).to(dtype))
+    optimizer = make([param])
+    param.grad = torch.sparse_coo_tensor(torch.randperm(len(param))[None, :rows], torch.randn(rows, dim).to(dtype), param.shape, check_invariants=False)
+    optimizer.step()
+    row = dim * param.element_size()
+    return Case(optimizer.step, "row_update_kernel", memory=rows * (3 * row + 2 * state * dim * 4 + 2 * numbers * SECTOR + 16),
+                shape=f"1,024 rows, D 256, {str(dtype)[6:]}")
+
+
+@case
+def row_sgd():
+    return optimizer_step(lambda params: xsoftmax.optim.RowSGD(params, lr=0.1), 0)
+
+
+@case
+def row_sgd_momentum():
+    return optimizer_step(lambda params: xsoftmax.optim.RowSGD(params, lr=0.1, momentum=0.9), 1, numbers=1)
+
+
+@case
+def row_adagrad():
+    return optimizer_step(lambda params: xsoftmax.optim.RowAdagrad(params, lr=0.1), 1)
+
+
+@case
+def row_adagrad_row_wise():
+    return optimizer_step(lambda params: xsoftmax.optim.RowAdagrad(params, lr=0.1, row_wise=True), 0, numbers=1)
+
+
+@case
+def row_adam():
+    return optimizer_step(lambda params: xsoftmax.optim.RowAdam(params, lr=0.1), 2, numbers=1)
+
+
+@case
+def row_adam_bfloat16():
+    return optimizer_step(lambda params: xsoftmax.optim.RowAdam(params, lr=0.1), 2, torch.bfloat16, numbers=1)
+
+
 # --------------------------------------------------------------------------------------------------------------------------- draws
 
 DRAWS = dict(num_queries=512, num_samples=64)
