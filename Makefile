@@ -2,7 +2,7 @@
 # they need: a virtual environment in .venv with torch, and for the tests GoogleTest from the distribution. Targets are incremental.
 #
 #   make build       the package, installed into .venv
-#   make test        Python tests, C++ tests, and a C++ project on the installed package (8 minutes on two cores, the build included)
+#   make test        Python tests, C++ tests, and a C++ project on the installed package (12 minutes on two cores, set-up and build included)
 #   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
