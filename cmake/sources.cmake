@@ -146,9 +146,9 @@ set(XSOFTMAX_CUDA_SOURCES
   csrc/samplers/systematic_sample_cuda.cu
   csrc/samplers/uniform_sample_cuda.cu
   csrc/scores/candidate_scores_cuda.cu
-  csrc/scores/compact_row_gradient_cuda.cu
   csrc/scores/gather_dot_cuda.cu
   csrc/scores/ragged_scores_cuda.cu
+  csrc/scores/row_gradient_cuda.cu
   csrc/trees/beam_search_cuda.cu
   csrc/trees/edge_tables_cuda.cu
   csrc/trees/hierarchical_softmax_cuda.cu

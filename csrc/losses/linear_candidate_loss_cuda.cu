@@ -10,9 +10,7 @@
 #include "scores/gather_dot_cuda.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 namespace xsoftmax {
@@ -309,12 +307,7 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
     launch(pass, scores);
   });
   if (wanted[0] && shared_width > 0) {
-    Tensor sum = grad_input;
-    if (shared_grad.defined()) {
-      sum.add_(at::mm(shared_grad, shared_rows, sum.scalar_type()));
-    } else {
-      at::addmm_out(sum, grad_input, scores.narrow(1, row_width, shared_width), shared_rows.to(sum.scalar_type()));
-    }
+    product_out_cuda(grad_input, shared_grad.defined() ? shared_grad : scores.narrow(1, row_width, shared_width), shared_rows, /*add=*/true);
   }
   return {loss, grad_input, wanted[1] ? scores : scores.new_empty({0, scores.size(1)}), row_ids};
 }

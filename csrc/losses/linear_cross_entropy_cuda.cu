@@ -5,7 +5,6 @@
 #include "losses/linear_cross_entropy.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
@@ -197,13 +196,7 @@ LinearGradients linear_cross_entropy_backward_cuda(const Tensor& grad, const Ten
       rounded ? launch(slope.mutable_data_ptr<at::BFloat16>()) : launch(slope.mutable_data_ptr<scalar_t>());
     });
     if (want_input) {
-      const Tensor rows = weight.narrow(0, begin, size);
-      if (rounded) {
-        begin == 0 ? product_out_cuda(grad_input, slope, rows) : void(grad_input.add_(at::mm(slope, rows, grad_input.scalar_type())));
-      } else {
-        const Tensor wide = rows.to(options.dtype());
-        begin == 0 ? at::mm_out(grad_input, slope, wide) : at::addmm_out(grad_input, grad_input, slope, wide);
-      }
+      product_out_cuda(grad_input, slope, weight.narrow(0, begin, size), /*add=*/begin > 0);
     }
     if (want_weight) {
       Tensor out = grad_weight.narrow(0, begin, size);

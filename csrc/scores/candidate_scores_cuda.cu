@@ -8,8 +8,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 namespace xsoftmax {
@@ -22,16 +20,15 @@ struct Ids {
   Tensor shared; // contiguous, perhaps empty
 };
 
-Ids contiguous_ids(const Tensor& input, const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
+Ids contiguous_ids(const Tensor& input, int64_t num_classes, const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
   const auto options = input.options().dtype(at::kLong);
-  return {{given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options), Tensor(), input.size(0)},
+  return {{given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options), Tensor(), input.size(0), num_classes},
           given(shared_ids) ? shared_ids->contiguous() : at::empty({0}, options)};
 }
 
-// coefficients (float32 or float64) @ table, in coefficients' dtype.
-Tensor weighted_sum(const Tensor& coefficients, const Tensor& table) {
-  return multiplies_rounded(table.scalar_type()) ? at::mm(coefficients.to(table.scalar_type()), table, coefficients.scalar_type())
-                                                 : at::mm(coefficients, table.to(coefficients.scalar_type()));
+// out = coefficients (float32 or float64) @ table, or out += that.
+void weighted_sum_out(const Tensor& out, const Tensor& coefficients, const Tensor& table, bool add) {
+  product_out_cuda(out, multiplies_rounded(table.scalar_type()) ? coefficients.to(table.scalar_type()) : coefficients, table, add);
 }
 
 Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
@@ -41,7 +38,7 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
   if (use_reference()) {
     return candidate_scores_reference(input, weight, bias, private_ids, shared_ids, sparse_grad);
   }
-  const Ids ids = contiguous_ids(input, private_ids, shared_ids);
+  const Ids ids = contiguous_ids(input, weight.size(0), private_ids, shared_ids);
   const int64_t width = ids.pairs.ids.size(1), shared = ids.shared.size(0);
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
   const Tensor scores = at::empty({input.size(0), width + shared}, input.options().dtype(opmath_dtype(input.scalar_type())));
@@ -67,7 +64,7 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   if (use_reference()) {
     return candidate_scores_backward_reference(grad, input, weight, private_ids, shared_ids, output_mask, scale);
   }
-  const Ids ids = contiguous_ids(input, private_ids, shared_ids);
+  const Ids ids = contiguous_ids(input, weight.size(0), private_ids, shared_ids);
   const auto [want_input, want_weight, want_bias] = output_mask;
   const Tensor scores_grad = grad.contiguous(), factor = given(scale) ? scale->contiguous() : Tensor();
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
@@ -76,9 +73,11 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
 
   Tensor grad_input = input.new_empty({0, input.size(1)});
   if (want_input) {
-    grad_input = ids.shared.size(0) > 0 ? weighted_sum(shared_grad, table.index_select(0, ids.shared))
-                                        : at::zeros({input.size(0), input.size(1)}, scores_grad.options());
-    add_pair_input_grad_cuda(grad_input, scores_grad, stride, table, ids.pairs);
+    const bool has_pairs = ids.pairs.total() > 0 || ids.shared.size(0) == 0;
+    grad_input = has_pairs ? pair_input_grad_cuda(scores_grad, stride, table, ids.pairs) : at::empty(input.sizes(), scores_grad.options());
+    if (ids.shared.size(0) > 0) {
+      weighted_sum_out(grad_input, shared_grad, table.index_select(0, ids.shared), has_pairs);
+    }
     grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());
   }
   if (!want_weight && !want_bias) {
@@ -89,11 +88,14 @@ RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& in
   Tensor shared_values, shared_bias;
   if (ids.shared.size(0) > 0) {
     const Tensor scaled = factor.defined() ? of_counted(shared_grad * factor.unsqueeze(1)) : shared_grad;
-    shared_values = want_weight ? weighted_sum(scaled.t(), of_counted(query)) : shared_values;
+    if (want_weight) {
+      shared_values = at::empty({ids.shared.size(0), input.size(1)}, scores_grad.options());
+      weighted_sum_out(shared_values, scaled.t(), of_counted(query), /*add=*/false);
+    }
     shared_bias = want_bias ? scaled.sum(0) : shared_bias;
   }
   auto [rows, values, bias_values] =
-      row_gradient_cuda(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, want_weight, want_bias);
+      row_gradient_cuda(scores_grad, stride, factor, query, ids.pairs, ids.shared, shared_values, shared_bias, {want_weight, want_bias});
   return {grad_input, rows, values, bias_values};
 }
 

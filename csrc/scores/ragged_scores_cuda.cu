@@ -7,7 +7,6 @@
 #include "scores/ragged_scores.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 namespace xsoftmax {
@@ -24,7 +23,7 @@ Tensor ragged_scores_cuda(const Tensor& input, const Tensor& weight, const Optio
   if (use_reference()) {
     return ragged_scores_reference(input, weight, bias, ids, offsets, sparse_grad);
   }
-  const CudaPairs pairs{ids.contiguous(), offsets.contiguous(), input.size(0)};
+  const CudaPairs pairs{ids.contiguous(), offsets.contiguous(), input.size(0), weight.size(0)};
   const Tensor scores = at::empty({ids.size(0)}, input.options().dtype(opmath_dtype(input.scalar_type())));
   pair_scores_cuda(scores, kPacked, input.contiguous(), with_unit_column_stride(weight), bias, pairs);
   return scores;
@@ -37,21 +36,22 @@ RowGradients ragged_scores_backward_cuda(const Tensor& grad, const Tensor& input
   if (use_reference()) {
     return ragged_scores_backward_reference(grad, input, weight, ids, offsets, output_mask);
   }
-  const CudaPairs pairs{ids.contiguous(), offsets.contiguous(), input.size(0)};
+  const CudaPairs pairs{ids.contiguous(), offsets.contiguous(), input.size(0), weight.size(0)};
   const auto [want_input, want_weight, want_bias] = output_mask;
   const Tensor scores_grad = grad.contiguous();
   Tensor grad_input = input.new_empty({0, input.size(1)});
   if (want_input) {
-    grad_input = at::zeros({input.size(0), input.size(1)}, grad.options());
-    add_pair_input_grad_cuda(grad_input, scores_grad, kPacked, with_unit_column_stride(weight), pairs);
-    grad_input = grad_input.to(input.scalar_type());
+    grad_input = pair_input_grad_cuda(scores_grad, kPacked, with_unit_column_stride(weight), pairs).to(input.scalar_type());
   }
   if (!want_weight && !want_bias) {
     return {grad_input, ids.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
-  auto [rows, values, bias_values] = row_gradient_cuda(scores_grad, kPacked, Tensor(), input.contiguous(), pairs, ids.new_empty({0}), Tensor(),
-                                                       Tensor(), want_weight, want_bias);
-  return at_most_rows({grad_input, rows, values, bias_values}, weight.size(0));
+  const bool fewer = weight.size(0) < ids.size(0); // some ids stand more than once
+  const std::array<bool, 2> wanted = {want_weight, want_bias};
+  auto [rows, values, bias_values] =
+      fewer ? compact_row_gradient_cuda(scores_grad, kPacked, input.contiguous(), pairs, weight.size(0), wanted)
+            : row_gradient_cuda(scores_grad, kPacked, Tensor(), input.contiguous(), pairs, ids.new_empty({0}), Tensor(), Tensor(), wanted);
+  return {grad_input, rows, values, bias_values};
 }
 
 } // namespace

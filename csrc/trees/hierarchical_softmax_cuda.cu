@@ -1,8 +1,8 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/optional.h"
-#include "scores/compact_row_gradient_cuda.h"
 #include "scores/gather_dot.h"
+#include "scores/gather_dot_cuda.h"
 #include "trees/edge_rows_cuda.cuh"
 #include "trees/hierarchical_softmax.h"
 #include "trees/sibling_softmax.h"
@@ -265,8 +265,8 @@ RowGradients backward_cuda(const Tensor& scale, const Tensor& grad_edges, const 
     });
   }
   auto [rows, values, bias_values] =
-      compact_row_gradient_cuda(edges, coefficient, none, input.contiguous(), sibling_rows(queries, layer_sizes, group_sizes).expect_int(),
-                                output_mask[1], output_mask[2]);
+      compact_row_gradient_cuda(coefficient, edges.size(1), input.contiguous(), CudaPairs{edges, Tensor(), queries, none},
+                                sibling_rows(queries, layer_sizes, group_sizes).expect_int(), {output_mask[1], output_mask[2]});
   return {input.new_empty({0, input.size(1)}), rows, values, bias_values};
 }
 

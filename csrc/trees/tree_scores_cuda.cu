@@ -1,8 +1,8 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/optional.h"
-#include "scores/compact_row_gradient_cuda.h"
 #include "scores/gather_dot.h"
+#include "scores/gather_dot_cuda.h"
 #include "trees/edge_rows_cuda.cuh"
 #include "trees/tree_scores.h"
 
@@ -187,15 +187,16 @@ RowGradients tree_scores_backward_cuda(const Tensor& grad, const Tensor& input, 
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }
+  const CudaPairs pairs{edges, Tensor(), paths.queries, none};
   Tensor grad_input = input.new_empty({0, input.size(1)});
   if (want_input) {
-    grad_input = sum_rows_cuda(edges, coefficient, with_unit_column_stride(weight)).to(input.scalar_type());
+    grad_input = pair_input_grad_cuda(coefficient, edges.size(1), with_unit_column_stride(weight), pairs).to(input.scalar_type());
   }
   if (!want_weight && !want_bias) {
     return {grad_input, nodes.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
-  auto [rows, values, bias_values] = compact_row_gradient_cuda(edges, coefficient, none, input.contiguous(),
-                                                               edge_rows(nodes.numel(), layer_sizes).expect_int(), want_weight, want_bias);
+  auto [rows, values, bias_values] = compact_row_gradient_cuda(coefficient, edges.size(1), input.contiguous(), pairs,
+                                                               edge_rows(nodes.numel(), layer_sizes).expect_int(), {want_weight, want_bias});
   return {grad_input, rows, values, bias_values};
 }
 

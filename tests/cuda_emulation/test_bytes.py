@@ -92,7 +92,7 @@ def backward(dtype, mask):
 def private_input_grad():
     input, ids, grad, call = backward(torch.float32, [True, False, False])
     row, pairs = input[0].nbytes, ids.numel()
-    return Case(call, "add_input_grad_kernel", memory=(pairs + len(input)) * row + pairs * (8 + 4), shape="Q 128, 20 private, D 256, float32")
+    return Case(call, "pair_input_grad_kernel", memory=(pairs + len(input)) * row + pairs * (8 + 4), shape="Q 128, 20 private, D 256, float32")
 
 
 def private_row_gradient(dtype):

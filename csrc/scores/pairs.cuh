@@ -1,0 +1,56 @@
+#pragma once
+
+#include "core/cuda_launch.cuh"
+#include "scores/gather_dot_cuda.h"
+
+namespace xsoftmax::cuda {
+
+#ifdef __CUDACC__
+/// The device's view of CudaPairs.
+struct Pairs {
+  const int64_t* ids;
+  const int64_t* offsets; ///< nullptr: `width` pairs a query
+  int64_t width;
+  int64_t queries;
+  int64_t total;
+  int64_t num_classes;
+
+  explicit Pairs(const CudaPairs& pairs)
+    : ids(pairs.ids.const_data_ptr<int64_t>()), offsets(pairs.offsets.defined() ? pairs.offsets.const_data_ptr<int64_t>() : nullptr),
+      width(offsets ? 0 : pairs.ids.size(1)), queries(pairs.queries), total(pairs.total()), num_classes(pairs.num_classes) {}
+
+  __device__ int64_t begin(int64_t query) const { return offsets ? offsets[query] : query * width; }
+  __device__ int64_t end(int64_t query) const { return offsets ? offsets[query + 1] : (query + 1) * width; }
+
+  __device__ int64_t id(int64_t position) const {
+    const int64_t found = ids[position];
+    CUDA_KERNEL_ASSERT(found >= 0 && found < num_classes);
+    return found;
+  }
+
+  /// The query that a position belongs to: the last one that begins at or before it (queries without pairs begin where the next does).
+  __device__ int64_t query_of(int64_t position) const {
+    if (offsets == nullptr) {
+      return position / width;
+    }
+    int64_t low = 0, high = queries; // offsets[low] <= position < offsets[high]
+    CUDA_KERNEL_ASSERT(offsets[0] == 0 && offsets[queries] == total);
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      if (offsets[middle] <= position) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+
+  /// Where the score of a pair lies in a tensor addressed by `stride` (gather_dot_cuda.h).
+  __device__ int64_t address(int64_t query, int64_t position, int64_t stride) const {
+    return stride < 0 ? position : query * stride + (position - begin(query));
+  }
+};
+#endif
+
+} // namespace xsoftmax::cuda

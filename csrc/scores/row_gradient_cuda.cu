@@ -1,0 +1,355 @@
+#include "core/cuda_rows.cuh"
+#include "scores/pairs.cuh"
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/empty.h>
+
+#include <limits>
+
+namespace xsoftmax {
+namespace {
+
+using namespace cuda;
+using at::Tensor;
+
+// What a position adds to the row of its class: `coefficient` times row `row` of input, or row `row - queries` of the shared values.
+template <typename opmath>
+struct Term {
+  int64_t row;
+  opmath coefficient;
+};
+
+// Positions sorted by class. A run is all of one class.
+struct Runs {
+  const int64_t* ids;   // of the sorted positions
+  const int64_t* order; // the position that stands there
+  const int64_t* slot;  // the row of the gradient that its run has; nullptr: the run's first place
+  int64_t count;
+  int64_t none; // the id of what is no pair, above all others
+
+  __device__ bool joins(int64_t place) const { return place > 0 && place < count && ids[place] == ids[place - 1]; }
+  __device__ bool begins(int64_t place) const { return ids[place] != none && !joins(place); }
+  __device__ int64_t row(int64_t place) const { return slot == nullptr ? place : slot[place]; }
+};
+
+// What the gradient is made of, and where it goes.
+template <typename T>
+struct RowGradient {
+  using opmath = at::opmath_type<T>;
+
+  Runs runs;
+  Pairs pairs;
+  const opmath* grad;
+  int64_t grad_stride;
+  const opmath* scale; // [Q], nullptr: ones
+  const T* input;
+  const opmath* shared_values;
+  const opmath* shared_bias;
+  int64_t width; // of the values; 0: not wanted
+  T* values;
+  T* bias; // nullptr: not wanted
+  // The sums of runs that go beyond a chunk: of chunk c in row 2 c where the run began before it, else in row 2 c + 1.
+  opmath* part_values;
+  opmath* part_bias;
+
+  __device__ Term<opmath> term(int64_t position) const {
+    if (position >= pairs.total) {
+      return {pairs.queries + (position - pairs.total), opmath(1)};
+    }
+    const int64_t query = pairs.query_of(position);
+    const opmath factor = scale == nullptr ? opmath(1) : scale[query];
+    // Of an ignored query, 0 times what is not finite would not be 0.
+    return {query, factor == opmath(0) ? opmath(0) : grad[pairs.address(query, position, grad_stride)] * factor};
+  }
+};
+
+// A warp sums 32 N columns (blockIdx.y picks them) of a chunk of 32 places, run by run in order. Lanes look up what the places add side by side;
+// the loads of kAhead rows are under way at once.
+template <typename T, int N>
+__global__ void row_gradient_kernel(const __grid_constant__ RowGradient<T> g) {
+  using opmath = at::opmath_type<T>;
+  constexpr int kAhead = 4;
+  const int64_t d = (int64_t(blockIdx.y) * kWarp + lane()) * N, chunks = (g.runs.count + kWarp - 1) / kWarp;
+  const bool mine = d < g.width, of_bias = g.bias != nullptr && blockIdx.y == 0 && lane() == 0;
+  for (int64_t chunk = global_thread() / kWarp; chunk < chunks; chunk += grid_threads() / kWarp) {
+    const int64_t begin = chunk * kWarp, at = begin + lane();
+    const bool there = at < g.runs.count && g.runs.ids[at] != g.runs.none;
+    const int members = __popc(__ballot_sync(kAllLanes, there)); // the first lanes
+    const Term<opmath> term = there ? g.term(g.runs.order[at]) : Term<opmath>{0, opmath(0)};
+    const int64_t row_of_run = there ? g.runs.row(at) : 0;
+    const unsigned firsts = __ballot_sync(kAllLanes, there && g.runs.begins(at));
+    const bool goes_on = members == kWarp && g.runs.joins(begin + kWarp);
+    int head = -1; // where the run began whose sum it is; before the chunk
+    opmath sum[N] = {}, bias_sum = 0;
+    const auto finish = [&](bool cut) { // cut: the run goes beyond the chunk
+      if (head >= 0 && !cut) {
+        const int64_t row = __shfl_sync(kAllLanes, row_of_run, head);
+        if (mine) {
+          store_pack(g.values + row * g.width + d, sum);
+        }
+        if (of_bias) {
+          g.bias[row] = T(bias_sum);
+        }
+        return;
+      }
+      const int64_t part = 2 * chunk + (head >= 0 ? 1 : 0);
+#pragma unroll
+      for (int i = 0; mine && i < N; ++i) {
+        g.part_values[part * g.width + d + i] = sum[i];
+      }
+      if (of_bias) {
+        g.part_bias[part] = bias_sum;
+      }
+    };
+#pragma unroll 1
+    for (int base = 0; base < members; base += kAhead) {
+      Pack<T, N> packs[kAhead];
+      int64_t row[kAhead];
+      opmath coefficient[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        row[k] = __shfl_sync(kAllLanes, term.row, base + k);
+        coefficient[k] = __shfl_sync(kAllLanes, term.coefficient, base + k);
+        if (mine && coefficient[k] != opmath(0) && row[k] < g.pairs.queries) {
+          packs[k] = load_pack<N>(g.input + row[k] * g.width + d);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const int m = base + k;
+        if (m >= members) {
+          break;
+        }
+        if ((firsts >> m & 1) != 0) {
+          if (m > 0) {
+            finish(false);
+          }
+          head = m;
+          bias_sum = 0;
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            sum[i] = 0;
+          }
+        } else if (g.runs.slot == nullptr) { // every place is a row, and this is not the run's
+          const opmath zero[N] = {};
+          if (mine) {
+            store_pack(g.values + (begin + m) * g.width + d, zero);
+          }
+          if (of_bias) {
+            g.bias[begin + m] = T(0);
+          }
+        }
+        const bool shared = row[k] >= g.pairs.queries;
+        if (of_bias) {
+          bias_sum += shared ? g.shared_bias[row[k] - g.pairs.queries] : coefficient[k];
+        }
+        if (mine && shared) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            sum[i] += g.shared_values[(row[k] - g.pairs.queries) * g.width + d + i];
+          }
+        } else if (mine && coefficient[k] != opmath(0)) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            sum[i] += coefficient[k] * opmath(packs[k].values[i]);
+          }
+        }
+      }
+    }
+    if (members > 0) {
+      finish(goes_on);
+    }
+  }
+}
+
+// A block a chunk at whose end a run goes on that began in it: what the chunks behind it have summed of the run is added, a warp a share of them,
+// and the shares in order. blockIdx.y picks 32 columns; column `width` is that of the bias.
+template <typename T>
+__global__ void join_chunks_kernel(const __grid_constant__ RowGradient<T> g) {
+  using opmath = at::opmath_type<T>;
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ opmath sums[kWarps][kWarp];
+  const int64_t* ids = g.runs.ids;
+  const int64_t chunks = (g.runs.count + kWarp - 1) / kWarp, d = int64_t(blockIdx.y) * kWarp + lane();
+  const int warp = int(threadIdx.x) / kWarp;
+  const bool of_values = d < g.width, of_bias = g.bias != nullptr && d == g.width;
+  for (int64_t chunk = blockIdx.x; chunk + 1 < chunks; chunk += gridDim.x) {
+    const int64_t begin = chunk * kWarp, last = begin + kWarp - 1;
+    const int64_t id = ids[last];
+    if (id == g.runs.none || ids[last + 1] != id || (begin > 0 && ids[begin - 1] == id)) { // ends here, or began before
+      continue;
+    }
+    int64_t low = chunk + 1, high = chunks; // the class is where chunk `low` begins, and not where `high` does
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (ids[middle * kWarp] == id ? low : high) = middle;
+    }
+    const int64_t count = high - chunk, first = chunk + count * warp / kWarps, end = chunk + count * (warp + 1) / kWarps;
+    opmath sum = 0;
+#pragma unroll 4
+    for (int64_t c = first; c < end; ++c) {
+      const int64_t part = 2 * c + (c == chunk ? 1 : 0);
+      sum += of_values ? g.part_values[part * g.width + d] : of_bias ? g.part_bias[part] : opmath(0);
+    }
+    __syncthreads(); // the last sums may still be read
+    sums[warp][lane()] = sum;
+    __syncthreads();
+    if (warp == 0) {
+      opmath whole = 0;
+      for (int w = 0; w < kWarps; ++w) {
+        whole += sums[w][lane()];
+      }
+      const unsigned same = __ballot_sync(kAllLanes, ids[begin + lane()] == id);
+      const int64_t row = g.runs.row(begin + __ffs(int(same)) - 1);
+      if (of_values) {
+        g.values[row * g.width + d] = T(whole);
+      }
+      if (of_bias) {
+        g.bias[row] = T(whole);
+      }
+    }
+  }
+}
+
+__global__ void mark_runs_kernel(int* begins, Runs runs) {
+  for (int64_t i = global_thread(); i < runs.count; i += grid_threads()) {
+    begins[i] = runs.begins(i);
+  }
+}
+
+__global__ void run_ids_kernel(int64_t* rows, Runs runs, int64_t row_count) {
+  for (int64_t i = global_thread(); i < runs.count; i += grid_threads()) {
+    if (runs.begins(i)) {
+      CUDA_KERNEL_ASSERT(runs.ids[i] >= 0 && runs.ids[i] < runs.none && runs.slot[i] < row_count);
+      rows[runs.slot[i]] = runs.ids[i];
+    }
+  }
+}
+
+// Behind the runs' rows: the last of them again, with zeros. A warp a row.
+template <typename T>
+__global__ void pad_rows_kernel(int64_t* rows, T* values, T* bias, Runs runs, int64_t row_count, int64_t width) {
+  const int64_t used = runs.slot[runs.count - 1] + 1, last = used == 0 ? 0 : rows[used - 1];
+  for (int64_t row = used + global_thread() / kWarp; row < row_count; row += grid_threads() / kWarp) {
+    for (int64_t d = lane(); d < width; d += kWarp) {
+      values[row * width + d] = T(0);
+    }
+    if (lane() == 0) {
+      rows[row] = last;
+      if (bias != nullptr) {
+        bias[row] = T(0);
+      }
+    }
+  }
+}
+
+// Class ids, sorted, and what their places were.
+struct SortedIds {
+  Tensor ids, order;
+
+  // A radix sort passes over all of them once for each byte of an id.
+  SortedIds(const Tensor& unsorted, int64_t num_classes) {
+    const at::ScalarType narrow = num_classes <= std::numeric_limits<int32_t>::max() ? at::kInt : at::kLong;
+    std::tie(ids, order) = unsorted.to(narrow).sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+    ids = ids.to(at::kLong);
+  }
+  Runs runs(int64_t none, const Tensor& slot) const {
+    return {ids.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(), slot.defined() ? slot.const_data_ptr<int64_t>() : nullptr, ids.numel(),
+            none};
+  }
+};
+
+struct Sources {
+  const Tensor& grad;
+  int64_t grad_stride;
+  const Tensor& scale;
+  const Tensor& input;
+  const CudaPairs& pairs;
+  const Tensor& shared_values;
+  const Tensor& shared_bias;
+};
+
+// Into `values` [rows, D] and `bias` [rows], each of which may be of no rows: not wanted.
+void sum_runs(const Tensor& values, const Tensor& bias, const Runs& runs, const Sources& from) {
+  if (values.numel() == 0 && bias.numel() == 0) {
+    return;
+  }
+  const int64_t width = values.numel() > 0 ? from.input.size(1) : 0, chunks = (runs.count + kWarp - 1) / kWarp;
+  const bool want_bias = bias.numel() > 0;
+  const Tensor part_values = at::empty({2 * chunks, width}, from.grad.options()), part_bias = at::empty({2 * chunks}, from.grad.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, from.input.scalar_type(), "row_gradient_cuda", [&] {
+    using opmath = at::opmath_type<scalar_t>;
+    const auto pointer = [](const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<opmath>() : nullptr; };
+    const RowGradient<scalar_t> gradient{runs,
+                                         Pairs(from.pairs),
+                                         from.grad.const_data_ptr<opmath>(),
+                                         from.grad_stride,
+                                         pointer(from.scale),
+                                         from.input.const_data_ptr<scalar_t>(),
+                                         pointer(from.shared_values),
+                                         pointer(from.shared_bias),
+                                         width,
+                                         values.mutable_data_ptr<scalar_t>(),
+                                         want_bias ? bias.mutable_data_ptr<scalar_t>() : nullptr,
+                                         part_values.mutable_data_ptr<opmath>(),
+                                         part_bias.mutable_data_ptr<opmath>()};
+    const bool wide = aligned(gradient.input, width, sizeof(scalar_t)) && aligned(gradient.values, width, sizeof(scalar_t));
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    dispatch_pack<scalar_t>(wide, [&](auto pack) {
+      constexpr int N = decltype(pack)::value;
+      const dim3 grid(grid_size(chunks, kThreads / kWarp), unsigned(std::max<int64_t>(1, (width + kWarp * N - 1) / (kWarp * N))));
+      row_gradient_kernel<scalar_t, N><<<grid, kThreads, 0, stream>>>(gradient);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+    if (chunks > 1) {
+      const dim3 grid(grid_size(chunks - 1, 1), unsigned((width + (want_bias ? 1 : 0) + kWarp - 1) / kWarp));
+      join_chunks_kernel<scalar_t><<<grid, kThreads, 0, stream>>>(gradient);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  });
+}
+
+} // namespace
+
+std::tuple<Tensor, Tensor, Tensor> row_gradient_cuda(const Tensor& grad, int64_t grad_stride, const Tensor& scale, const Tensor& input,
+                                                     const CudaPairs& pairs, const Tensor& shared_ids, const Tensor& shared_values,
+                                                     const Tensor& shared_bias, std::array<bool, 2> wanted) {
+  const SortedIds sorted(at::cat({pairs.ids.flatten(), shared_ids}), pairs.num_classes);
+  const int64_t rows = sorted.ids.numel();
+  const Tensor values = at::empty({wanted[0] ? rows : 0, input.size(1)}, input.options()), bias = at::empty({wanted[1] ? rows : 0}, input.options());
+  sum_runs(values, bias, sorted.runs(pairs.num_classes, Tensor()), {grad, grad_stride, scale, input, pairs, shared_values, shared_bias});
+  return {sorted.ids, values, bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> compact_row_gradient_cuda(const Tensor& grad, int64_t grad_stride, const Tensor& input, const CudaPairs& pairs,
+                                                             int64_t row_count, std::array<bool, 2> wanted) {
+  const int64_t width = input.size(1), total = pairs.total();
+  const Tensor rows = at::empty({row_count}, pairs.ids.options()), values = at::empty({wanted[0] ? row_count : 0, width}, input.options());
+  const Tensor bias = at::empty({wanted[1] ? row_count : 0}, input.options());
+  if (row_count == 0) {
+    return {rows, values, bias};
+  }
+  const SortedIds sorted(pairs.ids.flatten(), pairs.num_classes);
+  const Tensor begins = at::empty({total}, rows.options().dtype(at::kInt));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const unsigned grid = grid_size(total, kThreads);
+  mark_runs_kernel<<<grid, kThreads, 0, stream>>>(begins.mutable_data_ptr<int>(), sorted.runs(pairs.num_classes, Tensor()));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const Tensor slot = begins.cumsum(0).sub_(1);
+  const Runs runs = sorted.runs(pairs.num_classes, slot);
+  run_ids_kernel<<<grid, kThreads, 0, stream>>>(rows.mutable_data_ptr<int64_t>(), runs, row_count);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "compact_row_gradient_cuda", [&] {
+    pad_rows_kernel<scalar_t><<<grid_size(row_count, kThreads / kWarp), kThreads, 0, stream>>>(
+        rows.mutable_data_ptr<int64_t>(), values.mutable_data_ptr<scalar_t>(), wanted[1] ? bias.mutable_data_ptr<scalar_t>() : nullptr, runs, row_count,
+        wanted[0] ? width : 0);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  sum_runs(values, bias, runs, {grad, grad_stride, Tensor(), input, pairs, Tensor(), Tensor()});
+  return {rows, values, bias};
+}
+
+} // namespace xsoftmax
