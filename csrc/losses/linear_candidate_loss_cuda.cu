@@ -41,6 +41,7 @@ struct QueryPass {
   int64_t kept_width;  // of a row in shared memory; 0: rows are not kept
   int64_t buffer_size;
   A* scratch;          // of blocks, nullptr: in shared memory
+  bool wide;           // rows are read 16 bytes at a time
 
   __device__ bool ignored(int64_t q) const { return target[q] == ignore_index; }
   __device__ int64_t id(int64_t q, int64_t j) const {
@@ -130,10 +131,26 @@ __device__ inline void sum_rows(A* out, const A* coefficient, int64_t count, int
   }
 }
 
-// A query: the scores of its rows, the estimator, and the gradient of its input from the same rows. `kept`: shared memory for them.
+// The gradient of a query's input, from the rows in `kept` or from the table.
 template <int N, typename T, typename Lanes>
+__device__ inline void sum_input_grad(const QueryPass<T>& pass, const Lanes& lanes, int64_t q, const T* kept, at::opmath_type<T>* gradient) {
+  const auto* coefficient = pass.scores + q * (1 + pass.rows.candidates());
+  const int64_t* ids = pass.row_ids + q * pass.row_width;
+#pragma unroll 1
+  for (int64_t d = lanes.index() * N; d < pass.features; d += Lanes::kStep * N) {
+    if (pass.kept_width > 0) {
+      sum_rows<N, T>(gradient, coefficient, pass.row_width, d, [&](int64_t j) { return kept + j * pass.kept_width; });
+    } else {
+      sum_rows<N, T>(gradient, coefficient, pass.row_width, d, [&](int64_t j) { return pass.weight + ids[j] * pass.stride; });
+    }
+  }
+}
+
+// A query: the scores of its rows, the estimator, and the gradient of its input from the same rows. `kept`: shared memory for them.
+template <typename T, typename Lanes>
 __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, int64_t q, T* kept, at::opmath_type<T>* buffer) {
   using A = at::opmath_type<T>;
+  constexpr int kWide = 16 / sizeof(T);
   const int64_t width = 1 + pass.rows.candidates(), shared = width - pass.row_width;
   A* score = pass.scores + q * width;
   A* gradient = pass.grad_input ? pass.grad_input + q * pass.features : nullptr;
@@ -159,7 +176,7 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
     }
     return;
   }
-  score_rows<N>(pass, lanes, q, kept);
+  pass.wide ? score_rows<kWide>(pass, lanes, q, kept) : score_rows<1>(pass, lanes, q, kept);
   if (pass.shared_bias != nullptr) {
     for (int64_t j = lanes.first(0); j < shared; j += Lanes::kStep) {
       score[pass.row_width + j] += A(pass.shared_bias[j]);
@@ -171,22 +188,14 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
   for (int64_t j = lanes.first(0); rounded != nullptr && j < shared; j += Lanes::kStep) {
     rounded[j] = T(score[pass.row_width + j]);
   }
-  if (gradient == nullptr) {
-    return;
-  }
-#pragma unroll 1
-  for (int64_t d = lanes.index() * N; d < pass.features; d += Lanes::kStep * N) {
-    if (pass.kept_width > 0) {
-      sum_rows<N, T>(gradient, score, pass.row_width, d, [&](int64_t j) { return kept + j * pass.kept_width; });
-    } else {
-      const int64_t* ids = pass.row_ids + q * pass.row_width;
-      sum_rows<N, T>(gradient, score, pass.row_width, d, [&](int64_t j) { return pass.weight + ids[j] * pass.stride; });
-    }
+  if (gradient != nullptr) {
+    pass.wide ? sum_input_grad<kWide>(pass, lanes, q, kept, gradient) : sum_input_grad<1>(pass, lanes, q, kept, gradient);
   }
 }
 
-// A warp a query. Its shared memory: the buffer of the estimator, then its rows.
-template <typename T, int N>
+// A warp a query. Its shared memory: the buffer of the estimator, then its rows. Widths are no template argument: ptxas compiles all estimators
+// anew for every kernel.
+template <typename T>
 __global__ void warp_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
   using A = at::opmath_type<T>;
   extern __shared__ double shared[];
@@ -194,12 +203,12 @@ __global__ void warp_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
   const int64_t bytes = pass.buffer_size * int64_t(sizeof(A)) + pass.row_width * pass.kept_width * int64_t(sizeof(T));
   char* mine = reinterpret_cast<char*>(shared) + warp * bytes;
   for (int64_t q = blockIdx.x * warps + warp; q < pass.queries; q += gridDim.x * warps) {
-    run_pass<N>(pass, WarpLanes{}, q, reinterpret_cast<T*>(mine + pass.buffer_size * sizeof(A)), reinterpret_cast<A*>(mine));
+    run_pass(pass, WarpLanes{}, q, reinterpret_cast<T*>(mine + pass.buffer_size * sizeof(A)), reinterpret_cast<A*>(mine));
   }
 }
 
 // A block a query.
-template <typename T, int N>
+template <typename T>
 __global__ void block_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
   using A = at::opmath_type<T>;
   extern __shared__ double shared[];
@@ -207,7 +216,7 @@ __global__ void block_queries_kernel(const __grid_constant__ QueryPass<T> pass) 
   const int64_t in_shared = pass.scratch == nullptr ? pass.buffer_size : 0;
   A* buffer = pass.scratch == nullptr ? reinterpret_cast<A*>(shared) : pass.scratch + blockIdx.x * pass.buffer_size;
   for (int64_t q = blockIdx.x; q < pass.queries; q += gridDim.x) {
-    run_pass<N>(pass, BlockLanes{sums}, q, reinterpret_cast<T*>(reinterpret_cast<A*>(shared) + in_shared), buffer);
+    run_pass(pass, BlockLanes{sums}, q, reinterpret_cast<T*>(reinterpret_cast<A*>(shared) + in_shared), buffer);
   }
 }
 
@@ -230,18 +239,15 @@ void launch(QueryPass<T> pass, const Tensor& like) {
                      pass.row_width * kept_width * int64_t(sizeof(T)), like);
   pass.kept_width = plan.keeps ? kept_width : 0;
   pass.scratch = plan.scratch_pointer<A>();
-  const bool wide = aligned(pass.input, pass.features, sizeof(T)) && aligned(pass.weight, pass.stride, sizeof(T)) &&
+  pass.wide = aligned(pass.input, pass.features, sizeof(T)) && aligned(pass.weight, pass.stride, sizeof(T)) &&
       aligned(pass.grad_input, pass.features, sizeof(A));
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  dispatch_pack<T>(wide, [&](auto pack) {
-    constexpr int N = decltype(pack)::value;
-    if (plan.block) {
-      block_queries_kernel<T, N><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
-    } else {
-      warp_queries_kernel<T, N><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
-    }
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
+  if (plan.block) {
+    block_queries_kernel<T><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
+  } else {
+    warp_queries_kernel<T><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
