@@ -12,6 +12,18 @@ import xsoftmax as xs
 from xsoftmax._options import option_text
 
 
+def seed(value):
+    return torch.tensor(value, dtype=torch.int64)
+
+
+def zipf(n, power=1.0):
+    return torch.arange(1, n + 1, dtype=torch.float64).pow(-power)
+
+
+def queries(count):
+    return torch.zeros(count, 4)
+
+
 def changed(sampler, **options):
     """A sampler with the same index that follows the class table, and other options."""
     other = copy.deepcopy(sampler)
