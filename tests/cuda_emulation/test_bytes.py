@@ -221,6 +221,39 @@ def alias_draws():
 
 
 @case
+def midx_private_draws():
+    torch.manual_seed(0)
+    queries, samples, classes, dim, codewords = 128, 64, 20_000, 32, 64
+    options = f"num_samples={samples},codewords={codewords},bias=false,iterations=1,train_points=2000,distinct=false"
+    *tables, step = ops.midx_index("Sampler", classes, dim, torch.empty(0, dtype=torch.int64), options)
+    ops.midx_refresh_(torch.randn(classes, dim), None, step, tables, options)
+    input, index = torch.randn(queries, dim), [*tables, step]
+    [cell] = [table for table in tables if table.dtype == torch.int32 and table.shape == (classes,)]
+    [place] = [table.argsort() for table in tables if table.dtype == torch.int64 and table.shape == (classes,)]
+
+    def draw():
+        return ops.midx_sample(seed(), input, None, index, options)
+
+    ids = draw()[0]
+    cells, query = cell[ids].long(), torch.arange(queries)[:, None].expand(ids.shape)
+    first, second = cells // codewords, cells % codewords
+
+    def sectors(numbers):  # of 8 bytes each, asked for once a query
+        return SECTOR * torch.stack([query, numbers * 8 // SECTOR]).flatten(1).unique(dim=1).size(1)
+
+    def sectors_of_all(numbers):
+        return SECTOR * (numbers * 8 // SECTOR).unique().numel()
+
+    # Of a query: the shares of the first codewords, e^score of the second, log Z; of those drawn the scores, and what the first one weighs. To find
+    # a second codeword, masses are read up to it. A draw meets the bounds of a cell, and a class.
+    law = queries * 8 * (2 * codewords + 1) + 2 * sectors(first) + sectors(second) + ids.numel() * (8 + 4)
+    masses = torch.zeros(queries, codewords, dtype=torch.int64).scatter_reduce(1, first, (second + 1) * 8, "amax")
+    return Case(draw, "draw_private_kernel", memory=law + sectors_of_all(place[ids]) + sectors_of_all(cells) + int(masses.amax(0).sum()),
+                blocks=law + sectors(place[ids]) + sectors(cells) + int(masses.sum()), shape=f"{queries} x {samples} private of {classes:,}, K {codewords}",
+                limit=1.4, why="a warp searches masses 64 at a time, here all of a row, between L2 and the multiprocessors; of memory each is read once")
+
+
+@case
 def systematic_draws():
     classes, samples = 1_000_000, 512
     weights = 1 / torch.arange(1, classes + 1, dtype=torch.float64)
