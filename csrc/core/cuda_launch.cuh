@@ -56,7 +56,7 @@ __device__ inline T warp_inclusive_sum(T value) {
   return value;
 }
 
-/// reduce_warp(value) over the warps of a block of whole warps, kThreads at most; in every thread. `storage`: shared, of kWarp elements; it may be
+/// reduce_warp(value) over the whole warps of a block; in every thread. `storage`: shared, of kWarp elements; it may be
 /// used again at once.
 template <typename T, typename ReduceWarp>
 __device__ inline T block_reduce(T value, T nothing, T* storage, const ReduceWarp& reduce_warp) {

@@ -54,11 +54,13 @@ constexpr T kInfinity = T(__builtin_inf());
 #if defined(__CUDA_ARCH__)
 static __device__ inline float logarithm(float x) { return ::logf(x); }
 static __device__ inline double logarithm(double x) { return ::log(x); }
+static __device__ inline float magnitude(float x) { return ::fabsf(x); }
 static __device__ inline double magnitude(double x) { return ::fabs(x); }
 static __device__ inline double widened_exponential(double x) { return ::exp(x); }
 #else
 static inline float logarithm(float x) { return __builtin_logf(x); }
 static inline double logarithm(double x) { return __builtin_log(x); }
+static inline float magnitude(float x) { return __builtin_fabsf(x); }
 static inline double magnitude(double x) { return __builtin_fabs(x); }
 static inline double widened_exponential(double x) { return __builtin_exp(x); }
 #endif

@@ -18,6 +18,14 @@ namespace xsoftmax::cuda {
 /// Bytes of shared memory that a block may ask for; what a block takes for its own sums comes on top.
 constexpr int64_t kSharedBytes = 47 * 1024;
 
+/// The same where a kernel asks for more than all kernels may (cudaFuncSetAttribute): so that two blocks are at work on a multiprocessor.
+inline int64_t most_shared_bytes() {
+  int device = 0, bytes = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  return std::max<int64_t>(kSharedBytes, bytes / 2 - 2048);
+}
+
 #ifdef __CUDACC__
 struct WarpLanes {
   static constexpr int kWarps = 1;
@@ -103,9 +111,9 @@ struct RowPlan {
   /// `row_bytes`: of the buffer of a row; `kept_bytes`: more, in shared memory or nowhere. Multiples of 16.
   RowPlan(int64_t queries, int64_t columns, int64_t row_bytes, int64_t kept_bytes, const at::Tensor& like) {
     constexpr int64_t kWarpColumns = 1024, kWarpRows = 4, kBlocksOfLongRows = 264;
-    block = columns > kWarpColumns || 2 * (row_bytes + kept_bytes) > kSharedBytes;
     const bool in_shared = row_bytes <= kSharedBytes;
-    keeps = kept_bytes > 0 && row_bytes + kept_bytes <= kSharedBytes;
+    keeps = kept_bytes > 0 && row_bytes + kept_bytes <= most_shared_bytes();
+    block = columns > kWarpColumns || 2 * (row_bytes + (keeps ? kept_bytes : 0)) > kSharedBytes;
     shared = std::max<int64_t>(16, (in_shared ? row_bytes : 0) + (keeps ? kept_bytes : 0));
     per_block = block ? 1u : unsigned(std::min(kWarpRows, kSharedBytes / shared));
     grid = grid_size(in_shared ? queries : std::min(queries, kBlocksOfLongRows), per_block);

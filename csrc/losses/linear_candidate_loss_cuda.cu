@@ -37,7 +37,7 @@ struct QueryPass {
   A* grad_input;    // nullptr: not wanted
   T* shared_grad;   // [Q, S]: the gradients of shared candidates' scores once more, rounded to T; nullptr: not wanted
   LossRows<A> rows;
-  RowLoss loss;
+  RowLoss estimator;
   int64_t kept_width;  // of a row in shared memory; 0: rows are not kept
   int64_t buffer_size;
   A* scratch;          // of blocks, nullptr: in shared memory
@@ -183,7 +183,7 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
     }
   }
   lanes.sync();
-  run_query(lanes, pass.loss, pass.rows, q, buffer);
+  run_query(lanes, pass.estimator, pass.rows, q, buffer);
   lanes.sync();
   for (int64_t j = lanes.first(0); rounded != nullptr && j < shared; j += Lanes::kStep) {
     rounded[j] = T(score[pass.row_width + j]);
@@ -198,10 +198,10 @@ __device__ inline void run_pass(const QueryPass<T>& pass, const Lanes& lanes, in
 template <typename T>
 __global__ void warp_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
   using A = at::opmath_type<T>;
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) unsigned char shared[];
   const int64_t warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp;
   const int64_t bytes = pass.buffer_size * int64_t(sizeof(A)) + pass.row_width * pass.kept_width * int64_t(sizeof(T));
-  char* mine = reinterpret_cast<char*>(shared) + warp * bytes;
+  unsigned char* mine = shared + warp * bytes;
   for (int64_t q = blockIdx.x * warps + warp; q < pass.queries; q += gridDim.x * warps) {
     run_pass(pass, WarpLanes{}, q, reinterpret_cast<T*>(mine + pass.buffer_size * sizeof(A)), reinterpret_cast<A*>(mine));
   }
@@ -211,7 +211,7 @@ __global__ void warp_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
 template <typename T>
 __global__ void block_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
   using A = at::opmath_type<T>;
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) unsigned char shared[];
   __shared__ double sums[kWarp];
   const int64_t in_shared = pass.scratch == nullptr ? pass.buffer_size : 0;
   A* buffer = pass.scratch == nullptr ? reinterpret_cast<A*>(shared) : pass.scratch + blockIdx.x * pass.buffer_size;
@@ -233,7 +233,7 @@ void launch(QueryPass<T> pass, const Tensor& like) {
   if (pass.queries == 0) {
     return;
   }
-  pass.buffer_size = whole_packs<A>(pass.rows.buffer_size(pass.loss));
+  pass.buffer_size = whole_packs<A>(pass.rows.buffer_size(pass.estimator));
   const int64_t kept_width = pass.grad_input ? whole_packs<T>(pass.features) : 0;
   const RowPlan plan(pass.queries, pass.rows.candidates(), pass.buffer_size * int64_t(sizeof(A)),
                      pass.row_width * kept_width * int64_t(sizeof(T)), like);
@@ -243,6 +243,9 @@ void launch(QueryPass<T> pass, const Tensor& like) {
       aligned(pass.grad_input, pass.features, sizeof(A));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (plan.block) {
+    if (plan.shared > kSharedBytes) {
+      C10_CUDA_CHECK(cudaFuncSetAttribute(block_queries_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(plan.shared)));
+    }
     block_queries_kernel<T><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
   } else {
     warp_queries_kernel<T><<<plan.grid, plan.threads(), plan.shared_bytes(), stream>>>(pass);
@@ -309,7 +312,7 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
     pass.rows = operands.rows<A>(estimation);
     pass.rows.loss = loss.mutable_data_ptr<A>();
     pass.rows.grad_scores = want_gradient ? pass.scores : nullptr;
-    pass.loss = *estimation.estimator.row_loss;
+    pass.estimator = *estimation.estimator.row_loss;
     launch(pass, scores);
   });
   if (wanted[0] && shared_width > 0) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/cuda_rows.cuh"
+#include "core/cuda_sorted_ids.cuh"
 #include "core/dtypes.h"
 #include "optim/owed_table.h"
 #include "optim/row_updates.h"
@@ -105,7 +106,7 @@ struct SortedGradient {
   const T* values;
   const int64_t *rows, *order;
   at::opmath_type<T>* chunks; ///< [count / 32, width]: the sums of chunk_sums_kernel
-  int64_t count, width, num_rows;
+  int64_t count, width;
 };
 
 #ifdef __CUDACC__
@@ -260,7 +261,6 @@ __global__ void __launch_bounds__(kMostThreads, 1) row_update_kernel(Rule rule, 
       continue;
     }
     const int64_t row = g.rows[i];
-    CUDA_KERNEL_ASSERT(row >= 0 && row < g.num_rows);
     const auto old = rule.read(row); // before the barrier behind which a thread overwrites it
     M sum[K][N];
     typename Rule::template Elements<N> held[K];
@@ -336,7 +336,6 @@ __global__ void __launch_bounds__(kThreads, 2) number_update_kernel(Rule rule, S
       continue;
     }
     const int64_t row = g.rows[i];
-    CUDA_KERNEL_ASSERT(row >= 0 && row < g.num_rows);
     const M sum[1] = {sum_numbers(g, i)};
     if (sum[0] == 0) {
       continue;
@@ -416,11 +415,12 @@ struct GradientOnDevice {
   SortedGradient<T> view;
 
   GradientOnDevice(const at::Tensor& ids, const at::Tensor& gradient, int64_t num_rows) : values(gradient.contiguous()) {
-    std::tie(rows, order) = ids.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+    const SortedIds sorted(ids, num_rows - 1);
+    std::tie(rows, order) = std::tie(sorted.ids, sorted.order);
     const int64_t count = rows.numel(), width = values.dim() == 2 ? values.size(1) : 1;
     chunks = at::empty({count / kWarp, width}, values.options().dtype(opmath_dtype(values.scalar_type())));
     view = {values.const_data_ptr<T>(), rows.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(),
-            chunks.mutable_data_ptr<at::opmath_type<T>>(), count, width, num_rows};
+            chunks.mutable_data_ptr<at::opmath_type<T>>(), count, width};
   }
   bool wide() const {
     constexpr int64_t kPack = 16 / sizeof(T);

@@ -105,7 +105,7 @@ struct Descent {
 };
 
 // A warp a draw.
-__global__ void draw_kernel(int64_t* ids, float* log_count, const int64_t* seed, KernelTree tree, QueryRows rows, const int64_t* order,
+__global__ void kernel_draw_kernel(int64_t* ids, float* log_count, const int64_t* seed, KernelTree tree, QueryRows rows, const int64_t* order,
                             int64_t num_classes, int64_t first_query, int64_t total, int64_t samples, double log_samples) {
   for (int64_t i = global_thread() / kWarp; i < total; i += grid_threads() / kWarp) {
     const int64_t query = i / samples;
@@ -121,7 +121,7 @@ __global__ void draw_kernel(int64_t* ids, float* log_count, const int64_t* seed,
 }
 
 // A warp a pair; ids: of pairs, or the same for all queries; -1: none.
-__global__ void count_kernel(float* log_count, const int64_t* ids, bool same, KernelTree tree, QueryRows rows, const int64_t* place,
+__global__ void kernel_count_kernel(float* log_count, const int64_t* ids, bool same, KernelTree tree, QueryRows rows, const int64_t* place,
                              int64_t num_classes, int64_t total, int64_t width, double log_samples) {
   for (int64_t i = global_thread() / kWarp; i < total; i += grid_threads() / kWarp) {
     const int64_t id = ids[same ? i % width : i];
@@ -164,7 +164,7 @@ struct Tree {
   /// Counts of classes ids [n, width], or [width], the same for all.
   void count(const Tensor& out, const Tensor& ids, const QueryRows& of_queries, double log_samples) const {
     if (out.numel() > 0) {
-      count_kernel<<<grid_size(out.numel(), kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      kernel_count_kernel<<<grid_size(out.numel(), kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < out.numel(), view, of_queries,
           place.const_data_ptr<int64_t>(), place.size(0), out.numel(), out.size(-1), log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -190,7 +190,7 @@ PrivateDraws KernelFamily::sample_cuda(const Tensor& seed, const Tensor& queries
   tree.for_blocks(queries, samples + width, [&](int64_t begin, int64_t n, const QueryRows& rows) {
     const Tensor of_block = ids.narrow(0, begin, n), counts = log_count.narrow(0, begin, n);
     if (samples > 0) {
-      draw_kernel<<<grid_size(n * samples, kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      kernel_draw_kernel<<<grid_size(n * samples, kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), seed.const_data_ptr<int64_t>(), tree.view, rows,
           tree.order.const_data_ptr<int64_t>(), tree.place.size(0), begin, n * samples, samples, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -23,7 +23,7 @@ __device__ inline void check_buckets(const LshTables& tables, const int64_t* has
 }
 
 // A thread a draw.
-__global__ void draw_kernel(int64_t* ids, float* log_count, const int64_t* seed, LshTables tables, const int64_t* hashes, int64_t total,
+__global__ void lsh_draw_kernel(int64_t* ids, float* log_count, const int64_t* seed, LshTables tables, const int64_t* hashes, int64_t total,
                             int64_t samples, double log_samples) {
   for (int64_t i = global_thread(); i < total; i += grid_threads()) {
     const int64_t query = i / samples, *hash = hashes + query * tables.tables;
@@ -43,7 +43,7 @@ __global__ void draw_kernel(int64_t* ids, float* log_count, const int64_t* seed,
 }
 
 // A thread a pair; ids: of pairs, or the same for all queries; -1: none.
-__global__ void count_kernel(float* log_count, const int64_t* ids, bool same, LshTables tables, const int64_t* hashes, int64_t total,
+__global__ void lsh_count_kernel(float* log_count, const int64_t* ids, bool same, LshTables tables, const int64_t* hashes, int64_t total,
                              int64_t width, double log_samples) {
   for (int64_t i = global_thread(); i < total; i += grid_threads()) {
     const int64_t id = ids[same ? i % width : i], *hash = hashes + i / width * tables.tables;
@@ -67,7 +67,7 @@ struct Hashed {
   /// Of ids [Q, P], or [P], the same for all.
   void count(const Tensor& out, const Tensor& ids, int64_t width) const {
     if (out.numel() > 0) {
-      count_kernel<<<grid_size(out.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      lsh_count_kernel<<<grid_size(out.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < out.numel(), tables, hashes.const_data_ptr<int64_t>(),
           out.numel(), width, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -88,7 +88,7 @@ PrivateDraws LshFamily::sample_cuda(const Tensor& seed, const Tensor& queries, c
   const auto draws = empty_private_draws(seed, queries, target, options.num_samples);
   const auto& [ids, log_count, target_log_count] = draws;
   if (ids.numel() > 0) {
-    draw_kernel<<<grid_size(ids.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+    lsh_draw_kernel<<<grid_size(ids.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         ids.mutable_data_ptr<int64_t>(), log_count.mutable_data_ptr<float>(), seed.const_data_ptr<int64_t>(), hashed.tables,
         hashed.hashes.const_data_ptr<int64_t>(), ids.numel(), options.num_samples, hashed.log_samples);
     C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -56,7 +56,7 @@ __global__ void fill_kernel(double* prefix, double* cell_sum, double* best_of, c
 }
 
 // A block a query; a warp 32 draws at a time, whose second codewords all lanes find one after the other.
-__global__ void draw_exact_kernel(int64_t* ids, const int64_t* seed, const double* prefix, const double* cell_sum, const double* row_sum,
+__global__ void midx_exact_kernel(int64_t* ids, const int64_t* seed, const double* prefix, const double* cell_sum, const double* row_sum,
                                   MidxCellTables tables, int64_t first_query, int64_t queries, int64_t samples) {
   extern __shared__ double sums[];
   __shared__ double storage[kWarp];
@@ -132,7 +132,7 @@ PrivateDraws midx_exact_sample_cuda(const Tensor& seed, const Tensor& queries, c
     const Tensor of_block = ids.narrow(0, begin, n);
     if (samples > 0) {
       const int64_t warps = std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
-      draw_exact_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
+      midx_exact_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
           of_block.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), prefix.const_data_ptr<double>(),
           cell_sum.const_data_ptr<double>(), row_sum.const_data_ptr<double>(), tables.view.tables, begin, n, samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -132,7 +132,7 @@ struct QueryRows {
 
 // A block a query, and a warp 32 draws at a time: a lane finds the first codeword of one of them in the running sums that the block has
 // made, all lanes the second ones, draw after draw, and again a lane the class.
-__global__ void draw_private_kernel(int64_t* ids, float* log_count, const int64_t* seed, MidxDeviceIndex index, QueryRows rows,
+__global__ void midx_private_kernel(int64_t* ids, float* log_count, const int64_t* seed, MidxDeviceIndex index, QueryRows rows,
                                     int64_t first_query, int64_t queries, int64_t samples, double log_samples) {
   extern __shared__ double shared[];
   __shared__ double storage[kWarp];
@@ -178,7 +178,7 @@ __global__ void draw_private_kernel(int64_t* ids, float* log_count, const int64_
 }
 
 // The same from one law for the batch, share [K, K] and its sums of rows: each block makes the running sums again.
-__global__ void draw_shared_kernel(int64_t* ids, const int64_t* seed, MidxDeviceIndex index, const double* share, const double* row_share,
+__global__ void midx_shared_kernel(int64_t* ids, const int64_t* seed, MidxDeviceIndex index, const double* share, const double* row_share,
                                    int64_t samples) {
   extern __shared__ double sums[];
   __shared__ double storage[kWarp];
@@ -223,7 +223,7 @@ struct SharedLaw {
 // A thread a pair. ids: of pairs, or the same for all queries; -1: none. scales: what distinct sets are planned by. A class whose weight is known
 // to float32 alone is certain from a little below.
 template <typename Law>
-__global__ void count_kernel(float* log_count, const int64_t* ids, bool same, int64_t pairs, int64_t width, MidxDeviceIndex index, Law law,
+__global__ void midx_count_kernel(float* log_count, const int64_t* ids, bool same, int64_t pairs, int64_t width, MidxDeviceIndex index, Law law,
                              const double* scale, const double* bar, double log_samples) {
   for (int64_t i = global_thread(); i < pairs; i += grid_threads()) {
     const int64_t query = i / width, id = ids[same ? i % width : i], cell = index.cell_of(id);
@@ -248,7 +248,7 @@ void count(const Tensor& out, const Tensor& ids, const MidxDeviceTables& tables,
   if (pairs == 0) {
     return;
   }
-  count_kernel<Law><<<grid_size(pairs, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+  midx_count_kernel<Law><<<grid_size(pairs, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
       out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < pairs, pairs, out.size(-1), tables.view, law,
       scales.defined() ? scales.const_data_ptr<double>() : nullptr, scales.defined() ? scales[1].const_data_ptr<double>() : nullptr, log_samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -274,7 +274,7 @@ PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const Opt
       count(counts, of_block, tables, law, scales, log_samples);
     } else if (samples > 0) {
       const int64_t warps = std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
-      draw_private_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), 2 * k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
+      midx_private_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), 2 * k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
           of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), seed.const_data_ptr<int64_t>(), tables.view, law.rows, begin,
           n, samples, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -322,7 +322,7 @@ PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const Opti
     ids = std::get<0>(ids.sort());
   } else if (samples > 0) {
     const Tensor row_share = shares.sum(1);
-    draw_shared_kernel<<<grid_size(samples, kThreads), kThreads, k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
+    midx_shared_kernel<<<grid_size(samples, kThreads), kThreads, k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
         ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), tables.view, shares.const_data_ptr<double>(),
         row_share.const_data_ptr<double>(), samples);
     C10_CUDA_KERNEL_LAUNCH_CHECK();

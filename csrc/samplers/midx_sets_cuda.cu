@@ -98,7 +98,7 @@ __device__ inline CellParts parts_of_row(const MidxCellTables& tables, const Sha
 
 // A block a set, a warp a row: finds c, which grows with each round in which classes turn out to be certain.
 template <typename Shares>
-__global__ void plan_kernel(SetPlans plans, MidxCellTables tables, Shares shares, int64_t sets, int64_t samples) {
+__global__ void midx_plan_kernel(SetPlans plans, MidxCellTables tables, Shares shares, int64_t sets, int64_t samples) {
   __shared__ double sums[kWarp];
   __shared__ int64_t counts[kWarp];
   const int64_t k = tables.codewords, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
@@ -344,7 +344,7 @@ __device__ inline void fill_up(int64_t* slots, int64_t samples, int64_t classes)
 
 // A block a set: rows that hold certain classes, points and the rare steps between them are shared out to warps.
 template <typename Shares>
-__global__ void pick_kernel(PointPlaces out, const int64_t* seed, int64_t first_query, MidxDeviceIndex index, Shares shares, SetPlans plans,
+__global__ void midx_pick_kernel(PointPlaces out, const int64_t* seed, int64_t first_query, MidxDeviceIndex index, Shares shares, SetPlans plans,
                             int64_t sets, int64_t samples) {
   extern __shared__ double shared[];
   __shared__ double sums[kWarp];
@@ -427,7 +427,7 @@ Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, con
   const Tensor row_tail = at::empty({sets, k}, doubles), certain = at::empty({sets, k}, longs);
   const SetPlans plans{scales.mutable_data_ptr<double>(), scales.mutable_data_ptr<double>() + sets, row_tail.mutable_data_ptr<double>(), certain.mutable_data_ptr<int64_t>()};
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  plan_kernel<Shares><<<grid_size(sets, 1), sets == 1 ? kThreads : kThreads / 4, 0, stream>>>(plans, index.tables, shares, sets, samples);
+  midx_plan_kernel<Shares><<<grid_size(sets, 1), sets == 1 ? kThreads : kThreads / 4, 0, stream>>>(plans, index.tables, shares, sets, samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (!ids.defined() || ids.numel() == 0) {
     return scales;
@@ -435,7 +435,7 @@ Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, con
   const Tensor cell = at::empty({sets, samples}, doubles.dtype(at::kInt)), count = at::empty({sets, samples}, longs);
   const unsigned warps = unsigned(std::clamp<int64_t>(sets == 1 ? samples : (samples + 7) / 8, 1, kThreads / kWarp));
   const PointPlaces places{ids.mutable_data_ptr<int64_t>(), cell.mutable_data_ptr<int32_t>(), count.mutable_data_ptr<int64_t>()};
-  pick_kernel<Shares><<<grid_size(sets, 1), warps * kWarp, 2 * k * sizeof(double), stream>>>(
+  midx_pick_kernel<Shares><<<grid_size(sets, 1), warps * kWarp, 2 * k * sizeof(double), stream>>>(
       places, seed.const_data_ptr<int64_t>(), first_query, index, shares, plans, sets, samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return scales;

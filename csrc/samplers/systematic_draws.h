@@ -40,12 +40,22 @@ struct SystematicPlan {
   double mass[kMaxSystematicBuckets];          ///< weight of the slots first .. last - 1
 };
 
-/// The weight of all sorted positions from `position` on: a slot of each bucket.
+/// The weight of all sorted positions from `position` on: a slot of each bucket, in order.
 XS_HOST_DEVICE inline double systematic_tail(const SystematicTables& tables, int64_t position) {
+  constexpr int kAhead = 8; // loads that wait for memory together
+  const int64_t slots = position / tables.buckets, more = position % tables.buckets; // the first `more` buckets hold one position more
+  const int64_t all = tables.classes / tables.buckets, longer = tables.classes % tables.buckets;
   double tail = 0;
-  for (int64_t b = 0; b < tables.buckets; ++b) {
-    const int64_t slots = tables.slots_within(b, position);
-    tail += slots < tables.slots_within(b, tables.classes) ? tables.cumulative[tables.begin(b) + slots] : 0.0;
+  for (int64_t first = 0; first < tables.buckets; first += kAhead) {
+    double weight[kAhead];
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t b = first + i, slot = slots + (b < more ? 1 : 0);
+      const bool there = b < tables.buckets && slot < all + (b < longer ? 1 : 0);
+      weight[i] = there ? tables.cumulative[b * all + (b < longer ? b : longer) + slot] : 0.0;
+    }
+    for (int i = 0; i < kAhead; ++i) {
+      tail += weight[i];
+    }
   }
   return tail;
 }

@@ -32,7 +32,7 @@ __device__ int64_t block_first_where(int64_t end, const Predicate& holds) {
 }
 
 // A block: what follows from the number of samples. It stays on the device, where the draws read it.
-__global__ void plan_kernel(SystematicPlan* plan, double* log_scale, SystematicTables tables, int64_t num_samples) {
+__global__ void systematic_plan_kernel(SystematicPlan* plan, double* log_scale, SystematicTables tables, int64_t num_samples) {
   const TableAsserts asserts;
   const SystematicSearches<TableAsserts> searches{tables, num_samples, asserts};
   const int64_t support = block_first_where(tables.classes, [&](int64_t p) { return searches.has_no_weight(p); });
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tens
   const Tensor storage = at::empty({int64_t(sizeof(SystematicPlan))}, seed.options().dtype(at::kByte));
   auto* plan = reinterpret_cast<SystematicPlan*>(storage.mutable_data_ptr<uint8_t>());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  plan_kernel<<<1, cuda::kThreads, 0, stream>>>(plan, log_scale.mutable_data_ptr<double>(), tables, num_samples);
+  systematic_plan_kernel<<<1, cuda::kThreads, 0, stream>>>(plan, log_scale.mutable_data_ptr<double>(), tables, num_samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (ids.numel() > 0) {
     if (num_sets == 1) {

@@ -27,25 +27,50 @@ __global__ void pair_scores_kernel(at::opmath_type<T>* out, int64_t out_stride, 
   }
 }
 
-// A block a query; a thread N columns, over all pairs of the query in order.
+// A block a query; a thread N columns, over all pairs of the query in order. Lanes look up what the pairs add side by side; the loads of kAhead
+// rows are under way at once.
 template <typename T, int N>
 __global__ void pair_input_grad_kernel(at::opmath_type<T>* grad_input, const at::opmath_type<T>* grad, int64_t grad_stride, const T* weight,
                                        int64_t weight_stride, Pairs pairs, int64_t width) {
   using opmath = at::opmath_type<T>;
+  constexpr int kAhead = 8;
   for (int64_t query = blockIdx.x; query < pairs.queries; query += gridDim.x) {
     const int64_t begin = pairs.begin(query), end = pairs.end(query);
     CUDA_KERNEL_ASSERT(0 <= begin && begin <= end && end <= pairs.total);
     const opmath* coefficient = grad + pairs.address(query, begin, grad_stride);
-    for (int64_t d = int64_t(threadIdx.x) * N; d < width; d += int64_t(blockDim.x) * N) {
+    for (int64_t of_warp = (threadIdx.x - lane()) * N; of_warp < width; of_warp += int64_t(blockDim.x) * N) {
+      const int64_t d = of_warp + lane() * N;
+      const bool mine = d < width;
       opmath sum[N] = {};
-#pragma unroll 4
-      for (int64_t j = 0; j < end - begin; ++j) {
-        const opmath c = coefficient[j];
-        if (c != opmath(0)) { // as on the CPU: a row that counts for nothing is not read
-          add_scaled(sum, c, weight + pairs.id(begin + j) * weight_stride + d);
+#pragma unroll 1
+      for (int64_t base = begin; base < end; base += kWarp) {
+        const int members = end - base < kWarp ? int(end - base) : kWarp;
+        const opmath of_pair = lane() < members ? coefficient[base - begin + lane()] : opmath(0);
+        const int64_t id = of_pair != opmath(0) ? pairs.id(base + lane()) : 0;
+#pragma unroll 1
+        for (int m = 0; m < members; m += kAhead) { // lanes behind the members have a coefficient of 0, and kWarp is a multiple of kAhead
+          Pack<T, N> rows[kAhead];
+          opmath c[kAhead];
+#pragma unroll
+          for (int k = 0; k < kAhead; ++k) {
+            c[k] = __shfl_sync(kAllLanes, of_pair, m + k);
+            const int64_t row = __shfl_sync(kAllLanes, id, m + k);
+            if (mine && c[k] != opmath(0)) { // as on the CPU: a row that counts for nothing is not read
+              rows[k] = load_pack<N>(weight + row * weight_stride + d);
+            }
+          }
+#pragma unroll
+          for (int k = 0; k < kAhead; ++k) {
+#pragma unroll
+            for (int i = 0; mine && c[k] != opmath(0) && i < N; ++i) {
+              sum[i] += c[k] * opmath(rows[k].values[i]);
+            }
+          }
         }
       }
-      store_pack(grad_input + query * width + d, sum);
+      if (mine) {
+        store_pack(grad_input + query * width + d, sum);
+      }
     }
   }
 }

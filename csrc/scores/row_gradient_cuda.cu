@@ -1,4 +1,5 @@
 #include "core/cuda_rows.cuh"
+#include "core/cuda_sorted_ids.cuh"
 #include "scores/pairs.cuh"
 
 #include <ATen/Dispatch.h>
@@ -6,8 +7,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
-
-#include <limits>
 
 namespace xsoftmax {
 namespace {
@@ -223,7 +222,7 @@ __global__ void mark_runs_kernel(int* begins, Runs runs) {
 __global__ void run_ids_kernel(int64_t* rows, Runs runs, int64_t row_count) {
   for (int64_t i = global_thread(); i < runs.count; i += grid_threads()) {
     if (runs.begins(i)) {
-      CUDA_KERNEL_ASSERT(runs.ids[i] >= 0 && runs.ids[i] < runs.none && runs.slot[i] < row_count);
+      CUDA_KERNEL_ASSERT(runs.slot[i] < row_count);
       rows[runs.slot[i]] = runs.ids[i];
     }
   }
@@ -246,21 +245,10 @@ __global__ void pad_rows_kernel(int64_t* rows, T* values, T* bias, Runs runs, in
   }
 }
 
-// Class ids, sorted, and what their places were.
-struct SortedIds {
-  Tensor ids, order;
-
-  // A radix sort passes over all of them once for each byte of an id.
-  SortedIds(const Tensor& unsorted, int64_t num_classes) {
-    const at::ScalarType narrow = num_classes <= std::numeric_limits<int32_t>::max() ? at::kInt : at::kLong;
-    std::tie(ids, order) = unsorted.to(narrow).sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
-    ids = ids.to(at::kLong);
-  }
-  Runs runs(int64_t none, const Tensor& slot) const {
-    return {ids.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(), slot.defined() ? slot.const_data_ptr<int64_t>() : nullptr, ids.numel(),
-            none};
-  }
-};
+Runs runs_of(const SortedIds& sorted, const CudaPairs& pairs, const Tensor& slot) {
+  return {sorted.ids.const_data_ptr<int64_t>(), sorted.order.const_data_ptr<int64_t>(), slot.defined() ? slot.const_data_ptr<int64_t>() : nullptr,
+          sorted.ids.numel(), pairs.num_classes};
+}
 
 struct Sources {
   const Tensor& grad;
@@ -317,10 +305,10 @@ void sum_runs(const Tensor& values, const Tensor& bias, const Runs& runs, const 
 std::tuple<Tensor, Tensor, Tensor> row_gradient_cuda(const Tensor& grad, int64_t grad_stride, const Tensor& scale, const Tensor& input,
                                                      const CudaPairs& pairs, const Tensor& shared_ids, const Tensor& shared_values,
                                                      const Tensor& shared_bias, std::array<bool, 2> wanted) {
-  const SortedIds sorted(at::cat({pairs.ids.flatten(), shared_ids}), pairs.num_classes);
+  const SortedIds sorted(at::cat({pairs.ids.flatten(), shared_ids}), pairs.num_classes - 1);
   const int64_t rows = sorted.ids.numel();
   const Tensor values = at::empty({wanted[0] ? rows : 0, input.size(1)}, input.options()), bias = at::empty({wanted[1] ? rows : 0}, input.options());
-  sum_runs(values, bias, sorted.runs(pairs.num_classes, Tensor()), {grad, grad_stride, scale, input, pairs, shared_values, shared_bias});
+  sum_runs(values, bias, runs_of(sorted, pairs, Tensor()), {grad, grad_stride, scale, input, pairs, shared_values, shared_bias});
   return {sorted.ids, values, bias};
 }
 
@@ -336,10 +324,10 @@ std::tuple<Tensor, Tensor, Tensor> compact_row_gradient_cuda(const Tensor& grad,
   const Tensor begins = at::empty({total}, rows.options().dtype(at::kInt));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const unsigned grid = grid_size(total, kThreads);
-  mark_runs_kernel<<<grid, kThreads, 0, stream>>>(begins.mutable_data_ptr<int>(), sorted.runs(pairs.num_classes, Tensor()));
+  mark_runs_kernel<<<grid, kThreads, 0, stream>>>(begins.mutable_data_ptr<int>(), runs_of(sorted, pairs, Tensor()));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   const Tensor slot = begins.cumsum(0).sub_(1);
-  const Runs runs = sorted.runs(pairs.num_classes, slot);
+  const Runs runs = runs_of(sorted, pairs, slot);
   run_ids_kernel<<<grid, kThreads, 0, stream>>>(rows.mutable_data_ptr<int64_t>(), runs, row_count);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "compact_row_gradient_cuda", [&] {

@@ -20,7 +20,7 @@ using namespace cuda;
 using at::Tensor;
 
 constexpr const char* kOp = "beam_search";
-constexpr int64_t kSharedBytes = 40960;         // of a block's beam; a wider one lies in memory
+constexpr int64_t kBeamBytes = 40960;         // of a block's beam; a wider one lies in memory
 constexpr int64_t kWorkspaceBytes = 256 << 20;  // of all beams there, unless one alone takes more
 constexpr int64_t kNewNodes = 1024;             // that a block scores between two selections
 
@@ -237,7 +237,7 @@ BeamSearchResult beam_search_cuda(const Tensor& input, const Tensor& weight, con
   const Tensor x = input.contiguous(), table = with_unit_column_stride(weight), bias_row = given(bias) ? bias->contiguous() : Tensor();
   const Tensor offsets = first_child.contiguous(), classes_of = node_class.contiguous();
   const int64_t few = beam + kNewNodes, size = opmath_dtype(input.scalar_type()) == at::kDouble ? sizeof(double) : sizeof(float);
-  const bool in_shared = (size == 8 ? Beam<double>::bytes(beam, few) : Beam<float>::bytes(beam, few)) <= kSharedBytes;
+  const bool in_shared = (size == 8 ? Beam<double>::bytes(beam, few) : Beam<float>::bytes(beam, few)) <= kBeamBytes;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "beam_search_cuda", [&] {
     launch<scalar_t>(scores, classes, x, EdgeTable<scalar_t>(table, bias_row), offsets, classes_of, beam,
                      in_shared ? few : beam + std::max(beam, kNewNodes), named, in_shared);

@@ -248,7 +248,7 @@ def midx_private_draws():
     # a second codeword, masses are read up to it. A draw meets the bounds of a cell, and a class.
     law = queries * 8 * (2 * codewords + 1) + 2 * sectors(first) + sectors(second) + ids.numel() * (8 + 4)
     masses = torch.zeros(queries, codewords, dtype=torch.int64).scatter_reduce(1, first, (second + 1) * 8, "amax")
-    return Case(draw, "draw_private_kernel", memory=law + sectors_of_all(place[ids]) + sectors_of_all(cells) + int(masses.amax(0).sum()),
+    return Case(draw, "midx_private_kernel", memory=law + sectors_of_all(place[ids]) + sectors_of_all(cells) + int(masses.amax(0).sum()),
                 blocks=law + sectors(place[ids]) + sectors(cells) + int(masses.sum()), shape=f"{queries} x {samples} private of {classes:,}, K {codewords}",
                 limit=1.4, why="a warp searches masses 64 at a time, here all of a row, between L2 and the multiprocessors; of memory each is read once")
 

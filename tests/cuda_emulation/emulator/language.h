@@ -288,7 +288,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
   std::memmove(to, from, size);
   return cudaSuccess;
 }
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerMultiprocessor };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-/// A small device, so that grids cut to its size stride.
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 4, cudaSuccess; }
+/// A small device, so that grids cut to its size stride, with the shared memory of 9.0.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  return *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : 228 * 1024, cudaSuccess;
+}
