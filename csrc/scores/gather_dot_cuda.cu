@@ -61,9 +61,11 @@ __global__ void pair_input_grad_kernel(at::opmath_type<T>* grad_input, const at:
           }
 #pragma unroll
           for (int k = 0; k < kAhead; ++k) {
+            if (mine && c[k] != opmath(0)) {
 #pragma unroll
-            for (int i = 0; mine && c[k] != opmath(0) && i < N; ++i) {
-              sum[i] += c[k] * opmath(rows[k].values[i]);
+              for (int i = 0; i < N; ++i) {
+                sum[i] += c[k] * opmath(rows[k].values[i]);
+              }
             }
           }
         }

@@ -145,10 +145,25 @@ __global__ void hierarchical_softmax_kernel(at::opmath_type<T>* loss, at::opmath
         const ChildRange range = ways.siblings(way[length - 1 - layer], layer);
         const opmath* group = row + ways.column[layer];
         const T* rows = table.weight + (range.begin - 1) * table.stride + d;
-#pragma unroll 4
-        for (int64_t i = 0; i < range.end - range.begin; ++i) {
-          if (group[i] != opmath(0)) { // as on the CPU: a row that counts for nothing is not read
-            add_scaled(gradient, group[i], rows + i * table.stride);
+        const int64_t count = range.end - range.begin;
+        for (int64_t i = 0; i < count; i += kRowsAtOnce) { // whose loads are under way together
+          Pack<T, N> packs[kRowsAtOnce];
+          opmath c[kRowsAtOnce];
+#pragma unroll
+          for (int k = 0; k < kRowsAtOnce; ++k) {
+            c[k] = i + k < count ? group[i + k] : opmath(0);
+            if (c[k] != opmath(0)) { // as on the CPU: a row that counts for nothing is not read
+              packs[k] = load_pack<N>(rows + (i + k) * table.stride);
+            }
+          }
+#pragma unroll
+          for (int k = 0; k < kRowsAtOnce; ++k) {
+            if (c[k] != opmath(0)) {
+#pragma unroll
+              for (int n = 0; n < N; ++n) {
+                gradient[n] += c[k] * opmath(packs[k].values[n]);
+              }
+            }
           }
         }
       }

@@ -115,8 +115,8 @@ def private_row_gradient_bfloat16():
 
 # --------------------------------------------------------------------------------------------------------------------------- losses
 
-def sampled_loss(dtype, shared=0):
-    input, weight, ids = rows_of(dtype)
+def sampled_loss(dtype, kernel="warp_queries_kernel", width=20):
+    input, weight, ids = rows_of(dtype, width=width)
     queries, width = ids.shape
     target, options = torch.arange(queries) + 10_000, "estimator=sampled_softmax,remove_accidental_hits=true"
     count = torch.zeros(ids.shape)
@@ -124,13 +124,18 @@ def sampled_loss(dtype, shared=0):
     row, pairs = input[0].nbytes, queries * (width + 1)
     made = queries * input.size(1) * 4 + pairs * (8 + 4) + queries * 4  # the gradient of the input; ids of rows, gradients of scores; losses
     read = (pairs + queries) * row + queries * width * (8 + 4) + queries * (8 + 4)  # rows and queries; ids, counts; targets and theirs
-    return Case(lambda: ops.linear_candidate_loss_forward(input, weight, None, target, sets, [0, 0], options, [True, True]), "warp_queries_kernel",
-                memory=read + made, shape=f"Q 128, 20 private, D 256, {str(dtype)[6:]}, with its gradients")
+    return Case(lambda: ops.linear_candidate_loss_forward(input, weight, None, target, sets, [0, 0], options, [True, True]), kernel,
+                memory=read + made, shape=f"Q 128, {width} private, D 256, {str(dtype)[6:]}, with its gradients")
 
 
 @case
 def sampled_softmax_float32():
     return sampled_loss(torch.float32)
+
+
+@case
+def sampled_softmax_of_many():
+    return sampled_loss(torch.float32, "block_queries_kernel", width=64)
 
 
 @case
