@@ -27,6 +27,17 @@ __device__ inline int64_t global_thread() { return int64_t(blockIdx.x) * blockDi
 __device__ inline int64_t grid_threads() { return int64_t(gridDim.x) * blockDim.x; }
 __device__ inline int lane() { return int(threadIdx.x % kWarp); }
 
+/// The last of rising start[0 .. count) that is at or before `place`; 0 where none is.
+template <typename T>
+__device__ inline int64_t last_at_or_before(const T* start, int64_t count, int64_t place) {
+  int64_t low = 0, high = count;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (start[middle] <= place ? low : high) = middle;
+  }
+  return low;
+}
+
 /// The sum over the warp, in every lane. All lanes must call it; the order of the additions is fixed.
 template <typename T>
 __device__ inline T warp_sum(T value) {

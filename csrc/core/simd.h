@@ -7,6 +7,11 @@
 
 #include <cstdint>
 
+// A CUDA file has a copy, too.
+#if defined(__CUDACC__) && !defined(XS_ISA)
+#define XS_ISA on_device
+#endif
+
 namespace xsoftmax {
 
 // Storage of the 16-bit types, laid out as c10's. Arithmetic is in float.

@@ -1,17 +1,14 @@
 #pragma once
 
-#define XS_ISA on_device
-#include "losses/estimator_arithmetic.h"
-
 #include "core/cuda_launch.cuh"
+#include "losses/estimator_arithmetic.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include <limits>
 
-// Estimators on a device: a warp takes a row, or a block a long one. Include this before core/dtypes.h: core/simd.h has arithmetic only for those
-// who name their XS_ISA.
+// Estimators on a device: a warp takes a row, or a block a long one.
 
 namespace xsoftmax::cuda {
 

@@ -1,12 +1,8 @@
 #pragma once
 
-#ifndef XS_ISA
-#define XS_ISA on_device
-#endif
-#include "core/simd.h"
-
 #include "core/cuda_rows.cuh"
 #include "core/optional.h"
+#include "core/simd.h"
 #include "scores/gather_dot_cuda.h"
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +11,7 @@
 #include <limits>
 
 // What the exact losses share on a device: the classes in blocks, whose logits are products of ATen and never exist all at once, and the softmax of a
-// query folded block by block. Include this before core/dtypes.h (losses/estimator_lanes.cuh says why).
+// query folded block by block.
 
 namespace xsoftmax::cuda {
 

@@ -4,7 +4,7 @@
 // code, in the namespace XS_ISA of the file that includes them (core/cpu_dispatch.h says why each instruction set has its copies). M is the type
 // that they calculate in.
 
-#include "core/philox.h"
+#include "core/simd.h"
 #include "optim/row_updates.h"
 
 #ifndef XS_ISA

@@ -4,11 +4,8 @@
 #include "core/cuda_sorted_ids.cuh"
 #include "core/dtypes.h"
 #include "optim/owed_table.h"
-#include "optim/row_updates.h"
-
-#define XS_ISA isa_cuda
 #include "optim/row_arithmetic.h"
-#undef XS_ISA
+#include "optim/row_updates.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -38,7 +35,7 @@
 
 namespace xsoftmax::cuda {
 
-using namespace isa_cuda;
+using namespace on_device;
 
 /// A tensor whose row r begins at data + r * stride.
 template <typename T>

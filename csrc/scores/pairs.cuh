@@ -33,17 +33,8 @@ struct Pairs {
     if (offsets == nullptr) {
       return position / width;
     }
-    int64_t low = 0, high = queries; // offsets[low] <= position < offsets[high]
     CUDA_KERNEL_ASSERT(offsets[0] == 0 && offsets[queries] == total);
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      if (offsets[middle] <= position) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    return low;
+    return last_at_or_before(offsets, queries, position);
   }
 
   /// Where the score of a pair lies in a tensor addressed by `stride` (gather_dot_cuda.h).

@@ -145,13 +145,9 @@ __global__ void beam_search_kernel(at::opmath_type<T>* scores, int64_t* classes,
       for (int64_t next = 0; next < children;) {
         const int64_t take = children - next < capacity - filled ? children - next : capacity - filled;
         for (int64_t i = threadIdx.x; i < take; i += blockDim.x) {
-          int64_t low = 0, high = count; // the last whose children begin at or before this one
-          while (high - low > 1) {
-            const int64_t middle = low + (high - low) / 2;
-            (beam.offset[middle] <= next + i ? low : high) = middle;
-          }
-          beam.next_node[filled + i] = first_child[beam.node[low]] + (next + i - beam.offset[low]);
-          beam.next_score[filled + i] = beam.score[low];
+          const int64_t above = last_at_or_before(beam.offset, count, next + i);
+          beam.next_node[filled + i] = first_child[beam.node[above]] + (next + i - beam.offset[above]);
+          beam.next_score[filled + i] = beam.score[above];
         }
         __syncthreads();
         for (int64_t i = warp * kRowsAtOnce; i < take; i += warps * kRowsAtOnce) {

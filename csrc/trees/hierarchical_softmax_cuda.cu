@@ -59,14 +59,7 @@ struct Ways {
     return range;
   }
 
-  __device__ int64_t layer_of(int64_t at) const { // column[low] <= at < column[high]
-    int64_t low = 0, high = layers;
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (column[middle] <= at ? low : high) = middle;
-    }
-    return low;
-  }
+  __device__ int64_t layer_of(int64_t at) const { return last_at_or_before(column, layers, at); }
 
   // The edge of a column, -1 where there is none.
   __device__ int64_t edge(int64_t at, const int64_t* way, int64_t length) const {
