@@ -1,4 +1,5 @@
-"""Every loss with every sampler, estimator and optimizer that go together: what the laws of test_laws.py and the comparison with C++ run over.
+"""Every loss with every sampler and estimator that go together, each of which meets every optimizer: what the laws of test_laws.py and the comparison with
+C++ run over.
 
 A new sampler, estimator or optimizer is tested by a line here. A sampler is described by a dict that C++ reads as well (tests/cpp/loss_exchange.cpp):
 its name, its options as the text of an operator, and tensors or children by name.
