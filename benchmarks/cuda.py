@@ -42,6 +42,7 @@ from output_layer import NaiveSampled
 from timing import print_table
 
 ROOT = Path(__file__).resolve().parents[1]
+TEST_SECONDS = 220  # of the tests of the device: the rest is for figures
 MARK = "cuda.py row: "  # before each row that a part's process hands over
 FULL = dict(classes=1_000_000, many=100_000_000, exact_classes=131_072, width=256, queries=8192, shared=512, private=20, codewords=64, midx=64,
             index_width=128, tree_queries=256, repeats=15, flush=1 << 30)
@@ -148,6 +149,15 @@ class Bench:
         self.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
+    def memory(self, figure: str, name: str, run: Callable[[], object]) -> None:
+        """A row of it, or of why there is none."""
+        try:
+            if (value := self.peak_memory(run)) is not None:
+                self.row(f"{figure}, {name}", value, "MB")
+        except Exception as error:
+            self.synchronize()  # raises where the device is lost
+            self.row(f"({figure}, {name})", detail=reason(error))
+
     def graphed(self, step: Callable[[], None]) -> Callable[[], None]:
         """The step captured in a CUDA graph."""
         side = torch.cuda.Stream()
@@ -163,7 +173,10 @@ class Bench:
         except Exception:  # the generator may not know that the capture has ended
             torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
             raise
-        return graph.replay
+
+        def replay(step=step) -> None:  # the step is held, for its tables, states and inputs lie where the graph reads them
+            graph.replay()
+        return replay
 
     # ---- data
 
@@ -235,14 +248,15 @@ def sampled_steps(bench: Bench, num_samples: int, shared: bool) -> Runs:
     return runs
 
 
-def captured_step(bench: Bench, num_samples: int, shared: bool, naive: float) -> None:
-    """Ours as a CUDA graph."""
+def captured_step(bench: Bench, num_samples: int, shared: bool, eager: Dict[str, float]) -> None:
+    """Ours as a CUDA graph, beside the naive one of the eager steps."""
     def make() -> Callable[[], None]:
         (input, target), loss = bench.batch(), our_loss(bench, num_samples, shared)
         return bench.graphed(training_step(lambda: loss(input, target), input, loss.parameters(), xs.optim.RowAdam(loss.parameters())))
     if bench.cuda:
         name = "xsoftmax, as a CUDA graph"
-        bench.ratio(f"the same step, {name} / naive with SparseAdam", {**bench.steps(attempt(bench, name, make)), "naive": naive}, name, "naive")
+        bench.ratio(f"the same step, {name} / naive with SparseAdam", {**bench.steps(attempt(bench, name, make)), **{key: value for key, value in eager.items() if key == "naive"}},
+                    name, "naive")
 
 
 def attempt(bench: Bench, name: str, make: Callable[[], Callable[[], object]]) -> Runs:
@@ -259,21 +273,21 @@ def part_shared(bench: Bench) -> None:
     input, target = bench.batch()
     partial = PartialFC(bench.table(bench.classes, bench.width), min(bench.classes, bench.queries + bench.shared))
     runs["Partial FC"] = training_step(lambda: partial(input, target), input, partial.parameters(), torch.optim.SparseAdam(partial.parameters()))
-    memory = {name: bench.peak_memory(runs[name]) for name in ("xsoftmax", "naive")} if bench.cuda else {}
     seconds = bench.steps(runs)
     bench.ratio("512 shared, N 1M, D 256, Q 8,192: step / naive with SparseAdam", seconds, "xsoftmax", "naive", "0.35")
     bench.ratio("the same without optimizers", seconds, "xsoftmax, no optimizer", "naive, no optimizer")
     bench.ratio("the same step / Partial FC", seconds, "xsoftmax", "Partial FC")
-    for name, value in memory.items():
-        bench.row(f"the same: memory of a step beside table and state, {name}", value, "MB")
-    captured_step(bench, bench.shared, True, seconds["naive"])
+    for name in ("xsoftmax", "naive"):
+        if name in seconds:
+            bench.memory("the same: memory of a step beside table and state", name, runs[name])
+    captured_step(bench, bench.shared, True, seconds)
 
 
 def part_private(bench: Bench) -> None:
     seconds = bench.steps(sampled_steps(bench, bench.private, shared=False))
     bench.ratio("20 private, N 1M, D 256, Q 8,192: step / naive with SparseAdam", seconds, "xsoftmax", "naive", "0.2")
     bench.ratio("the same without optimizers", seconds, "xsoftmax, no optimizer", "naive, no optimizer")
-    captured_step(bench, bench.private, False, seconds["naive"])
+    captured_step(bench, bench.private, False, seconds)
 
 
 def part_gathers(bench: Bench) -> None:
@@ -395,8 +409,14 @@ def part_midx(bench: Bench) -> None:
     input, target = bench.batch()
     loss = midx_loss(bench, bench.midx)
     queries = input.detach()
-    for name, value in bench.kernels({"draw": lambda: loss.sampler.sample(queries, target)}).items():
-        bench.row("MIDX, 64 private of 1M, D 256, Q 8,192: draw", 1e6 * value, "us", "200", name)
+    def draw() -> None:
+        loss.sampler.sample(queries, target)
+    figure = "MIDX, 64 private of 1M, D 256, Q 8,192: draw"
+    for value in bench.kernels({figure: draw}).values():
+        bench.row(figure, 1e6 * value, "us", "200", "eager: the host may take longer")
+    if bench.cuda:
+        for name, value in bench.kernels(attempt(bench, f"{figure}, as a CUDA graph", lambda: bench.graphed(draw))).items():
+            bench.row(name, 1e6 * value, "us", "200")
     sampler = xs.samplers.MidxSampler(bench.classes, bench.index_width, bench.midx, codewords=bench.codewords).to(bench.device)
     table = bench.table(bench.classes, bench.index_width)
     for name, value in bench.steps({"refresh": lambda: sampler.refresh(table)}, 5).items():
@@ -474,35 +494,50 @@ def part_exact(bench: Bench) -> None:
             if name != ours:
                 bench.ratio(f"exact loss, N 131k, D 256, Q 8,192, forward + backward / {name}", {key: seconds[key] for key in (ours, name)
                                                                                                   if key in seconds}, ours, name)
-            if memory := bench.peak_memory(runs[name]):
-                bench.row(f"exact loss: memory of forward + backward, {name}", memory, "MB")
+            bench.memory("exact loss: memory of forward + backward", name, runs[name])
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- tests
 
 def part_tests(bench: Bench) -> None:
-    """Kernels against composites and CPU, no step that waits, CUDA graphs, the same bits twice."""
-    arguments = ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-x" if bench.tiny else "--maxfail=50"]
-    if bench.tiny:
-        arguments += ["-k", "composites"]
-    environment = dict(os.environ, XSOFTMAX_TEST_DEVICE=str(bench.device))
+    """Kernels against composites and CPU, no step that waits, CUDA graphs, the same bits twice; draws against the CPU's."""
     begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "pytest", *arguments, "test_cuda_device.py"], cwd=ROOT / "tests" / "python", env=environment,
-                          capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    bench.row("tests of the device", float(done.returncode), "exit status", "0", f"{lines[-1] if lines else done.stderr[-300:]}; "
-                                                                              f"{time.perf_counter() - begin:.0f} s")
-    for line in lines:
-        if line.startswith("FAILED") or line.startswith("ERROR"):
-            bench.row("(test)", detail=line[:300])
+    for file in ("test_cuda_device.py", "test_device_draws.py"):
+        run_tests(bench, file, TEST_SECONDS - (time.perf_counter() - begin))
+
+
+def run_tests(bench: Bench, file: str, seconds: float) -> None:
+    """A row of how it ended, or of how far it came in the time, and a row for each test that failed."""
+    # -rfE names those that failed at the end; -v each as it ends, should there be no end.
+    arguments = ["-v", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE", "-x" if bench.tiny else "--maxfail=50"]
+    if bench.tiny and file == "test_cuda_device.py":
+        arguments += ["-k", "composites"]
+    environment = dict(os.environ, XSOFTMAX_TEST_DEVICE=str(bench.device), PYTHONUNBUFFERED="1")
+    command = [sys.executable, "-m", "pytest", *arguments, file]
+    begin, status = time.perf_counter(), None
+    try:
+        done = subprocess.run(command, cwd=ROOT / "tests" / "python", env=environment, capture_output=True, text=True, timeout=max(seconds, 1))
+        status, output, errors = float(done.returncode), done.stdout, done.stderr
+    except subprocess.TimeoutExpired as stopped:  # whose output is bytes
+        output, errors = ((part or b"").decode(errors="replace") for part in (stopped.stdout, stopped.stderr))
+    lines = output.strip().splitlines()
+    took = f"{time.perf_counter() - begin:.0f} s"
+    if status is None:
+        passed = sum(" PASSED" in line for line in lines)
+        bench.row(f"tests of the device, {file}", None, "", "0", f"stopped after {took}, {passed} had passed, the last was: {lines[-1] if lines else 'none'}"[:300])
+    else:
+        bench.row(f"tests of the device, {file}", status, "exit status", "0", f"{lines[-1] if lines else errors[-300:]}; {took}")
+    failed_tests = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or [line for line in lines if " FAILED" in line or " ERROR" in line]
+    for line in failed_tests:
+        bench.row("(test)", detail=line[:300])
 
 
 def part_device(bench: Bench) -> None:
     bench.row("a large copy", bench.copy_rate() / 1e9, "GB/s", detail=f"peak taken as {bench.peak() / 1e9:.0f} GB/s")
 
 
-PARTS = {"device": part_device, "shared": part_shared, "private": part_private, "gathers": part_gathers, "optimizers": part_optimizers,
-         "draws": part_draws, "midx": part_midx, "midx_step": part_midx_step, "trees": part_trees, "tests": part_tests, "exact": part_exact}
+PARTS = {"device": part_device, "tests": part_tests, "shared": part_shared, "private": part_private, "gathers": part_gathers, "optimizers": part_optimizers,
+         "draws": part_draws, "midx": part_midx, "midx_step": part_midx_step, "trees": part_trees, "exact": part_exact}
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- main

@@ -71,7 +71,7 @@ def faults():
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["launched"] = dict(emulator.launched())
-        session.config.workeroutput["findings"] = emulator.findings()
+        session.config.workeroutput["findings"] = list(emulator.findings())
         return
     add(emulator.launched())
     findings.update(emulator.findings())

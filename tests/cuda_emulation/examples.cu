@@ -184,6 +184,17 @@ __global__ void much_dynamic_memory_kernel(float* out) {
   out[threadIdx.x] = memory[16383 - threadIdx.x];
 }
 
+// 32 KB of its own.
+template <int N>
+__global__ void both_kinds_of_memory_kernel(float* out) {
+  __shared__ float tile[N];
+  extern __shared__ alignas(16) float memory[];
+  tile[threadIdx.x] = float(threadIdx.x);
+  memory[threadIdx.x] = 1;
+  __syncthreads();
+  out[threadIdx.x] = tile[kTile - 1 - threadIdx.x] + memory[threadIdx.x];
+}
+
 __global__ void much_shared_memory_kernel(float* out) {
   __shared__ float tile[16384];
   tile[threadIdx.x] = 1;
@@ -241,6 +252,13 @@ Tensor run(const std::string& name, const Tensor& x) {
          C10_CUDA_CHECK(cudaFuncSetAttribute(much_dynamic_memory_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536));
          much_dynamic_memory_kernel<<<1, kTile, 65536, stream>>>(to);
          TORCH_CHECK(cudaFuncSetAttribute(much_dynamic_memory_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 1 << 20) != cudaSuccess);
+       }},
+      {"both_kinds_of_memory", [&] { both_kinds_of_memory_kernel<8192><<<1, kTile, 16384>>>(to); }},
+      {"both_kinds_of_much_memory", [&] { both_kinds_of_memory_kernel<8192><<<1, kTile, 16388>>>(to); }},
+      {"both_kinds_of_more_memory",
+       [&] {
+         C10_CUDA_CHECK(cudaFuncSetAttribute(both_kinds_of_memory_kernel<8192 + 1>, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536));
+         both_kinds_of_memory_kernel<8192+1><<<1, kTile, 65536>>>(to);
        }},
       {"much_shared_memory", [&] { much_shared_memory_kernel<<<1, kTile>>>(to); }},
       {"many_threads", [&] { nothing_kernel<<<1, dim3(64, 32)>>>(); }},

@@ -72,7 +72,8 @@ FAULTS = {
     "shared_write_too_far": "byte 512 from the beginning of shared variable tile was written to, which has 512 bytes",
     "assert": r"device-side assert: `threadIdx.x != 3` does not hold at .*examples.cu:[0-9]+; block \(0, 0, 0\), thread \(3, 0, 0\)",
     "no_dynamic_memory": "dynamic shared memory, of which the launch has none",
-    "much_shared_memory": "the block has 65536 bytes of shared memory, more than 49152",
+    "much_shared_memory": "the block has 65536 bytes of shared memory, 0 of them dynamic, more than 49152",
+    "both_kinds_of_much_memory": "the block has 49156 bytes of shared memory, 16388 of them dynamic, more than 49152",
     "many_threads": r"invalid configuration argument: nothing_kernel at .*examples.cu:[0-9]+, grid \(1, 1, 1\), block \(64, 32, 1\)",
     "no_blocks": r"invalid configuration argument: .*grid \(0, 1, 1\)",
 }
@@ -119,6 +120,14 @@ def test_more_dynamic_shared_memory_is_asked_for_first():
         run("much_dynamic_memory_refused")
     x = tiles(2)
     assert torch.equal(run("much_dynamic_memory", x=x), torch.cat([x[:128].flip(0), torch.zeros(128)]))
+    # What is allowed to one kernel is not allowed to others.
+    with pytest.raises(RuntimeError, match=FAULTS["both_kinds_of_much_memory"]):
+        run("both_kinds_of_much_memory")
+
+
+def test_dynamic_shared_memory_counts_with_what_the_kernel_declares():
+    for name in ("both_kinds_of_memory", "both_kinds_of_more_memory"):
+        assert torch.equal(run(name), tiles(1).flip(0) + 1)
 
 
 def test_unknown_orders_are_refused():
@@ -142,21 +151,28 @@ def test_operators_are_found_that_do_what_no_device_should():
     program = f"""
 import torch, xsoftmax
 library = torch.library.Library("xsoftmax", "FRAGMENT")
-for name, function in (("waits_for_a_value", lambda x: x * x.sum().item()), ("waits_for_a_size", lambda x: x[x > 0]), ("goes_on", lambda x: x * x.sum() + torch.ones_like(x, dtype=int).cumsum(0)),
-                       ("adds", lambda x: x.cumsum(0)),
+for name, function in (("reads", lambda x: x * x.item()), ("waits_for_a_value", lambda x: x * x.sum().item()), ("waits_for_a_size", lambda x: x[x > 0]), ("goes_on", lambda x: x * x.sum() + torch.ones_like(x, dtype=int).cumsum(0)),
+                       ("adds", lambda x: x.cumsum(0)), ("reduces", lambda x: x.scatter_reduce(0, x.long(), x, "sum")),
+                       ("puts", lambda x: x.clone().put_(x.long(), x, accumulate=True)), ("repeats", lambda x: x.repeat_interleave(x.long())),
+                       ("goes_on_too", lambda x: x.scatter_reduce(0, x.long(), x, "amax").put_(x.long(), x).repeat_interleave(x.long(), output_size=3)),
                        ("asks_another", lambda x: torch.ops.xsoftmax.goes_to_the_cpu(x)), ("goes_to_the_cpu", lambda x: torch.ops.xsoftmax.goes_to_the_cpu(x.cpu()))):
     library.define(name + "(Tensor x) -> Tensor")
     library.impl(name, function, "CompositeExplicitAutograd")
 library.impl("goes_to_the_cpu", lambda x: x * x.sum().item(), "CPU")
 torch.ops.load_library({str(BUILD / "libxsoftmax_emulated.so")!r})
 torch.ops.cuda_emulator.take_over()
-for name in ("waits_for_a_value", "waits_for_a_size", "goes_on", "adds", "asks_another"):
+for name in ("waits_for_a_value", "waits_for_a_size", "goes_on", "goes_on_too", "adds", "reduces", "puts", "repeats", "asks_another", "adds"):
     getattr(torch.ops.xsoftmax, name)(torch.ones(3))
-print(*torch.ops.cuda_emulator.findings(), sep="\\n")
+torch.ops.cuda_emulator.lies_on_host(known := torch.ones(()))
+torch.ops.xsoftmax.reads(known)
+for finding, times in torch.ops.cuda_emulator.findings().items():
+    print(times, finding)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["adds: adds in any order (aten::cumsum)", "goes_to_the_cpu: runs the CPU's kernel",
-                                        "waits_for_a_size: waits (aten::nonzero)", "waits_for_a_value: waits (aten::_local_scalar_dense)"], done.stderr
+    assert done.stdout.splitlines() == ["2 adds: adds in any order (aten::cumsum)", "1 goes_to_the_cpu: runs the CPU's kernel",
+                                        "1 puts: adds in any order (aten::put_)", "1 reduces: adds in any order (aten::scatter_reduce)",
+                                        "2 repeats: waits (aten::_local_scalar_dense)", "1 waits_for_a_size: waits (aten::nonzero)",
+                                        "1 waits_for_a_value: waits (aten::_local_scalar_dense)"], done.stderr
 
 
 # ---- translate.py

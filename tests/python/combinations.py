@@ -1,10 +1,12 @@
-"""Every loss with every sampler, estimator and optimizer that go together: what the laws of test_laws.py and the comparison with C++ run over.
+"""Every loss with every sampler and estimator that go together, each of which meets every optimizer: what the laws of test_laws.py and the comparison with
+C++ run over.
 
 A new sampler, estimator or optimizer is tested by a line here. A sampler is described by a dict that C++ reads as well (tests/cpp/loss_exchange.cpp):
 its name, its options as the text of an operator, and tensors or children by name.
 """
 
 import dataclasses
+import itertools
 from typing import Any, Dict, Optional
 
 import torch
@@ -153,35 +155,41 @@ class Combination:
         return any(spec is not None and adapts(spec) for spec in (self.sampler, self.candidates))
 
 
+def _turns(row: int, column: int) -> Dict[str, Any]:
+    """Options that turn at different paces over rows and columns, so that each of them meets every value of every option (test_combinations.py)."""
+    def turns(rows, columns):
+        return (row // rows + column * columns // 2) % 2 == 0
+    return dict(optimizer=list(OPTIMIZERS)[(row + column) % len(OPTIMIZERS)], reduction=("mean", "sum", "none")[(row + 2 * column) % 3], bias=turns(5, 2),
+                head=turns(6, 3), first=turns(3, 1), second=turns(4, 1), third=turns(8, 3))
+
+
 def _sampled():
-    index = 0
-    for name, spec in SAMPLERS.items():
+    for row, (name, spec) in enumerate(SAMPLERS.items()):
         private = all(private_independent(part) for part in parts_of(spec))
-        for estimator in ESTIMATORS:
-            index += 1
-            tensors, options = {}, dict(estimator=estimator, bias=index % 3 == 0, reduction=("mean", "sum", "none")[index % 3])
+        for column, estimator in enumerate(ESTIMATORS):
+            turns = _turns(row, column)
+            tensors, options = {}, dict(estimator=estimator, bias=turns["bias"], reduction=turns["reduction"])
             if estimator == "complementary_sum":
                 if not private or spec["name"] == "union":
                     continue
             elif torch.ops.xsoftmax.estimator_has_noise(estimator):
                 if not private:
                     continue
-                tensors["head"] = HEAD
-            elif index % 2 == 0:
+                tensors["head"] = HEAD  # its candidates
+            elif turns["head"]:
                 tensors["head"] = HEAD
             smooths = estimator != "complementary_sum" and torch.ops.xsoftmax.estimator_smooths(estimator)
-            if smooths and index % 2 == 0:
+            if smooths and turns["first"]:
                 options["label_smoothing"] = 0.1
-            elif index % 4 == 1:
+            elif turns["second"]:
                 tensors["weight"] = WEIGHT
-            if estimator == "nce" and index % 2 == 0:
-                options["log_z"] = "learned" if index % 4 == 0 else 1.5
-            if index % 5 == 0:
+            if estimator == "nce" and turns["first"]:
+                options["log_z"] = "learned" if turns["third"] else 1.5
+            if turns["second"] and turns["third"]:
                 options["remove_accidental_hits"] = False
-            if index % 7 == 0:
+            if turns["first"] and turns["third"]:
                 options["sparse_grad"] = False
-            yield f"sampled-{name}-{estimator}", Combination("SampledSoftmaxLoss", spec, options, tensors,
-                                                              list(OPTIMIZERS)[index % len(OPTIMIZERS)])
+            yield f"sampled-{name}-{estimator}", Combination("SampledSoftmaxLoss", spec, options, tensors, turns["optimizer"])
 
 
 def _cane():
@@ -191,17 +199,14 @@ def _cane():
     if "midx" in SAMPLERS:
         sources |= {"midx": SAMPLERS["midx, distinct"], "learnable": SAMPLERS["learnable_midx"]}
         noises |= {"midx": SAMPLERS["midx"]}
-    index = 0
-    for source, candidates in sources.items():
-        for noise, spec in noises.items():
-            for reduction in ("mean_of_logs", "log_of_mean"):
-                index += 1
-                options = dict(num_noises=2, noise_reduction=reduction, bias=index % 3 == 0, reduction=("mean", "sum", "none")[index % 3])
-                tensors = {} if candidates else {"candidates": HEAD}
-                if index % 2 == 0:
-                    tensors["weight"] = WEIGHT
-                yield f"cane-{source}-{noise}-{reduction}", Combination("CaneLoss", spec, options, tensors,
-                                                                        list(OPTIMIZERS)[index % len(OPTIMIZERS)], candidates)
+    for row, (source, candidates) in enumerate(sources.items()):
+        for column, ((noise, spec), reduction) in enumerate(itertools.product(noises.items(), ("mean_of_logs", "log_of_mean"))):
+            turns = _turns(row, column)
+            options = dict(num_noises=2, noise_reduction=reduction, bias=turns["bias"], reduction=turns["reduction"])
+            tensors = {} if candidates else {"candidates": HEAD}
+            if turns["second"]:
+                tensors["weight"] = WEIGHT
+            yield f"cane-{source}-{noise}-{reduction}", Combination("CaneLoss", spec, options, tensors, turns["optimizer"], candidates)
 
 
 TREES = {"even": lambda: xs.LabelTree.balanced(N, 3), "huffman": lambda: xs.LabelTree.huffman(COUNTS),
@@ -210,25 +215,24 @@ TREES = {"even": lambda: xs.LabelTree.balanced(N, 3), "huffman": lambda: xs.Labe
 
 def _trees():
     noises = {"uniform": None, "unigram": SAMPLERS["unigram, private"], "log_uniform": SAMPLERS["log_uniform, private"]}
-    index = 0
-    for name, make_tree in TREES.items():
+    for row, (name, make_tree) in enumerate(TREES.items()):
         made = make_tree()
         tree = {"parents": made.parent, "classes": made.node_class}
         shapes = [("beam", "BeamTreeLoss", dict(num_candidates=3)), ("hierarchical", "HierarchicalSoftmaxLoss", {})]
         if name == "subsets":
             shapes.append(("routed", "BeamTreeLoss", dict(num_candidates=3, routed=True)))
-        for shape, loss, extra in shapes:
-            for noise, spec in noises.items() if loss == "BeamTreeLoss" else [("none", None)]:
-                index += 1
-                options = dict(bias=index % 3 == 0, reduction=("mean", "sum", "none")[index % 3], **extra)
+        for first, (shape, loss, extra) in zip((0, 3, 4), shapes):
+            for column, (noise, spec) in enumerate(noises.items() if loss == "BeamTreeLoss" else [("none", None)], first):
+                turns = _turns(row, column)
+                options = dict(bias=(row + column) % 3 == 0, reduction=turns["reduction"], **extra)
                 if loss == "BeamTreeLoss":
-                    options |= dict(num_noises=2, noise_reduction=("mean_of_logs", "log_of_mean")[index % 2], balance_every=(0, 2)[index % 2])
-                if shape == "beam" and index % 2 == 0:
+                    options |= dict(num_noises=2, noise_reduction=("mean_of_logs", "log_of_mean")[(row + column) % 2], balance_every=(0, 2)[(row // 2 + column) % 2])
+                if shape == "beam" and turns["first"]:
                     options["beam"] = 5
-                if index % 5 == 0:
+                if turns["third"]:
                     options["sparse_grad"] = False
-                tensors = {"weight": WEIGHT} if index % 4 == 1 else {}
-                yield f"{shape}-{name}-{noise}", Combination(loss, spec, options, tensors, list(OPTIMIZERS)[index % len(OPTIMIZERS)], tree=tree)
+                tensors = {"weight": WEIGHT} if turns["second"] else {}
+                yield f"{shape}-{name}-{noise}", Combination(loss, spec, options, tensors, turns["optimizer"], tree=tree)
 
 
 COMBINATIONS = {**dict(_sampled()), **dict(_cane()), **dict(_trees())}

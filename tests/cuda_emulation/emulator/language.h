@@ -272,11 +272,15 @@ using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 
-/// A launch may ask for 48 KB of dynamic shared memory, or what this call allows: here to any kernel, on a device to this one.
+/// A launch has 48 KB of shared memory, what the kernel declares included, or else the dynamic bytes that this call allows to the kernel: the one that
+/// is launched by the same text in the same file. The text of the arguments begins with it.
 template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute attribute, int value) {
-  return attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || ::emulator::allow_shared(value) ? cudaSuccess : cudaErrorInvalidValue;
+cudaError_t set_emulated_attribute(const ::emulator::Where& where, std::string_view text, Kernel*, cudaFuncAttribute attribute, int value) {
+  return attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || ::emulator::allow_shared(where, text.substr(0, text.rfind(", cudaFuncAttribute")), value)
+             ? cudaSuccess
+             : cudaErrorInvalidValue;
 }
+#define cudaFuncSetAttribute(...) set_emulated_attribute(::emulator::Where::current(), #__VA_ARGS__, __VA_ARGS__)
 template <typename Stream>
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, const Stream&) {
   std::memset(to, value, size);

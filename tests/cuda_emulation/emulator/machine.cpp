@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -88,13 +89,20 @@ const std::function<void()>* body = nullptr;
 std::string failure; // the first of the launch
 std::map<std::string, Counts> counts;
 unsigned most_blocks = 0; // 0: as launched
-size_t most_dynamic = kMaxStaticShared; // as the host may change it
+std::map<std::string, size_t> most_dynamic; // of the kernels whose limit the host has changed
+size_t dynamic_bytes = 0, most_bytes = 0;   // of shared memory, of the launch: what is asked for, and what there may be with what the kernel declares
 bool counts_bytes = false;
 TrafficCounter traffic;
 
 std::string text(const Where& where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()); }
 std::string text(unsigned x, unsigned y, unsigned z) {
   return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
+}
+/// What tells a kernel from others: its file, and its text without spaces.
+std::string in_file(const Where& where, std::string_view kernel) {
+  std::string result = std::string(where.file_name()) + ":";
+  std::copy_if(kernel.begin(), kernel.end(), std::back_inserter(result), [](char c) { return c != ' ' && c != '\n'; });
+  return result;
 }
 bool same(const Where& a, const Where& b) {
   return a.line() == b.line() && a.column() == b.column() && (a.file_name() == b.file_name() || std::strcmp(a.file_name(), b.file_name()) == 0);
@@ -169,7 +177,7 @@ std::string who_waits() {
   return result;
 }
 
-void run_block(size_t dynamic_bytes) {
+void run_block() {
   shared_memory.begin_block(dynamic_bytes);
   traffic.begin_block();
   ready.clear();
@@ -293,17 +301,21 @@ Bits warp(WarpCall call, Combine combine) {
 
 void* shared_variable(const void* key, const char* names, size_t size, size_t alignment) {
   void* memory = shared_memory.variable(key, names, size, alignment);
-  const size_t limit = shared_memory.dynamic() == nullptr ? kMaxStaticShared : kMaxShared;
-  if (shared_memory.bytes() > limit) {
-    throw Undefined{"the block has " + std::to_string(shared_memory.bytes()) + " bytes of shared memory, more than " + std::to_string(limit)};
+  const size_t bytes = shared_memory.bytes();
+  if (bytes > most_bytes || bytes - dynamic_bytes > kMaxStaticShared) {
+    throw Undefined{"the block has " + std::to_string(bytes) + " bytes of shared memory, " + std::to_string(dynamic_bytes) + " of them dynamic, more than " +
+                    std::to_string(bytes > most_bytes ? most_bytes : kMaxStaticShared)};
   }
   return memory;
 }
 
-bool allow_shared(int bytes) {
+bool allow_shared(const Where& where, std::string_view kernel, int bytes) {
   const std::lock_guard lock(machine);
-  most_dynamic = std::max(most_dynamic, size_t(bytes) <= kMaxShared ? size_t(bytes) : 0);
-  return size_t(bytes) <= kMaxShared;
+  if (size_t(bytes) > kMaxShared) {
+    return false;
+  }
+  most_dynamic[in_file(where, kernel)] = size_t(bytes);
+  return true;
 }
 
 bool is_shared(uintptr_t at) { return shared_memory.holds(at); }
@@ -318,8 +330,10 @@ void* dynamic_shared(const Where& where) {
 void Launch::run(const std::function<void()>& thread) const {
   const std::lock_guard lock(machine);
   const auto count = uint64_t(block.x) * block.y * block.z;
+  const auto allowed = most_dynamic.find(in_file(where, kernel));
   TORCH_CHECK(count > 0 && count <= kMaxThreads && block.x <= kMaxThreads && block.y <= kMaxThreads && block.z <= 64 && grid.x > 0 &&
-                  grid.x <= 0x7FFFFFFFu && grid.y > 0 && grid.y <= 65535 && grid.z > 0 && grid.z <= 65535 && shared <= most_dynamic,
+                  grid.x <= 0x7FFFFFFFu && grid.y > 0 && grid.y <= 65535 && grid.z > 0 && grid.z <= 65535 &&
+                  shared <= (allowed == most_dynamic.end() ? kMaxStaticShared : allowed->second),
               "CUDA error: invalid configuration argument: ", kernel, " at ", text(where), ", grid ", text(grid.x, grid.y, grid.z),
               ", block ", text(block.x, block.y, block.z), ", ", shared, " bytes of shared memory");
   dim3 blocks = grid;
@@ -330,6 +344,8 @@ void Launch::run(const std::function<void()>& thread) const {
   TORCH_CHECK(total <= kMaxBlocks, kernel, " at ", text(where), ": expected at most ", kMaxBlocks, " blocks to emulate, got ", total);
   body = &thread;
   block_size = unsigned(count);
+  dynamic_bytes = shared;
+  most_bytes = allowed == most_dynamic.end() ? kMaxStaticShared : kMaxShared;
   built_in.block_dim = block;
   built_in.grid_dim = blocks;
   failure.clear();
@@ -338,7 +354,7 @@ void Launch::run(const std::function<void()>& thread) const {
   }
   for (const uint32_t i : order.blocks(uint32_t(total))) {
     built_in.block = {i % blocks.x, i / blocks.x % blocks.y, i / blocks.x / blocks.y};
-    run_block(shared);
+    run_block();
     if (!failure.empty()) {
       break;
     }

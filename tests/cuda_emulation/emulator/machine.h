@@ -13,6 +13,7 @@
 #include <functional>
 #include <source_location>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 struct uint3 {
@@ -78,8 +79,8 @@ void* shared_variable(const void* key, const char* names, size_t size, size_t al
 /// The bytes that the launch asks for, aligned as on the device. An error where it asks for none.
 void* dynamic_shared(const Where& where = Where::current());
 
-/// From now on launches may ask for so many bytes of dynamic shared memory; false: no device has so many.
-bool allow_shared(int bytes);
+/// From now on launches of this kernel, in this file, may ask for so many bytes of dynamic shared memory; false: no device has so many.
+bool allow_shared(const Where& where, std::string_view kernel, int bytes);
 /// Whether the address is in shared memory of the block.
 bool is_shared(uintptr_t at);
 

@@ -2,9 +2,11 @@
 //
 //   cuda_emulator::take_over() -> str[]   from now on each operator of xsoftmax runs, for CPU tensors, what it runs for CUDA tensors: its
 //                                         CUDA kernel, emulated, or else its composite. Returns the operators that have neither.
-//   cuda_emulator::findings() -> str[]    "operator: what it did" of each that since has done what an operator must not do on a device: wait for it, by an
-//                                         operator of ATen that tells the host a value; copy its arguments to the CPU; add in an order that
-//                                         is not fixed. What a kernel's host code reads from memory by itself is not seen.
+//   cuda_emulator::findings() -> Dict(str, int)   "operator: what it did" of each that since has done what an operator must not do on a device, and how
+//                                         often: wait for it, by an operator of ATen that tells the host a value; copy its arguments to the CPU; add in
+//                                         an order that is not fixed. What a kernel's host code reads from memory by itself is not seen, nor what
+//                                         ATen's own backward does between our operators.
+//   cuda_emulator::lies_on_host(Tensor)   this tensor does not move to a device with the others: who reads its value waits for nothing.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,9 +16,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,7 +34,8 @@ thread_local std::vector<const Detour*> under_way; // operators that run as on C
 thread_local bool at_home = false;                 // within a CPU kernel
 
 std::mutex findings_mutex;
-std::set<std::string> findings_seen;
+std::map<std::string, int64_t> findings_seen;
+std::vector<at::Tensor> on_host; // kept, so that no other tensor takes their memory
 
 // Of the operator that runs as on CUDA.
 void found(const std::string& what);
@@ -77,52 +80,84 @@ bool by_composites() {
 void found(const std::string& what) {
   if (!under_way.empty() && !at_home && !by_composites()) {
     const std::lock_guard lock(findings_mutex);
-    findings_seen.insert(under_way.back()->name() + ": " + what);
+    ++findings_seen[under_way.back()->name() + ": " + what];
   }
 }
 
-std::vector<std::string> findings() {
+c10::Dict<std::string, int64_t> findings() {
   const std::lock_guard lock(findings_mutex);
-  return {findings_seen.begin(), findings_seen.end()};
+  c10::Dict<std::string, int64_t> result;
+  for (const auto& [finding, times] : findings_seen) {
+    result.insert(finding, times);
+  }
+  return result;
+}
+
+void lies_on_host(const at::Tensor& tensor) {
+  const std::lock_guard lock(findings_mutex);
+  on_host.push_back(tensor);
+}
+
+bool is_on_host(const at::Tensor& tensor) {
+  const std::lock_guard lock(findings_mutex);
+  return std::any_of(on_host.begin(), on_host.end(), [&](const at::Tensor& other) { return other.is_alias_of(tensor); });
 }
 
 enum class Fault { Waits, UnorderedSum };
+using Stack = torch::jit::Stack;
+
+struct Watched {
+  const char* name;
+  Fault fault;
+  const char* overload = "";
+  bool (*when)(const Stack&) = [](const Stack&) { return true; }; // of the arguments
+};
 
 /// An operator of ATen that is as it should be on a CPU, not on CUDA.
 class Watch : public c10::OperatorKernel {
  public:
-  Watch(std::string name, Fault fault, c10::SafeKernelFunction cpu) : name_(std::move(name)), fault_(fault), cpu_(std::move(cpu)) {}
+  Watch(const Watched& watched, c10::SafeKernelFunction cpu) : watched_(watched), cpu_(std::move(cpu)) {}
 
-  void operator()(const OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+  void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
-    if (fault_ == Fault::Waits) {
-      found("waits (" + name_ + ")");
-    } else if (self.is_floating_point()) {
-      found("adds in any order (" + name_ + ")");
+    const std::string name = std::string(" (aten::") + watched_.name + ")";
+    if (watched_.fault == Fault::Waits && !is_on_host(self)) {
+      found("waits" + name);
+    } else if (watched_.fault == Fault::UnorderedSum && self.is_floating_point() && watched_.when(*stack)) {
+      found("adds in any order" + name);
     }
     cpu_.callBoxed(op, keys, stack);
   }
 
  private:
-  const std::string name_;
-  const Fault fault_;
+  const Watched watched_;
   c10::SafeKernelFunction cpu_;
 };
 
-// Those whose result is on the host, or as long as values say; and those that add by atomics, or scan in parts that come as they come.
-constexpr std::pair<const char*, Fault> kWatched[] = {
+bool accumulates(const Stack& stack) { return stack.back().toBool(); }
+bool rounds(const Stack& stack) { // the least and the largest have no order
+  const auto reduce = stack[stack.size() - 2].toStringView();
+  return reduce != "amax" && reduce != "amin";
+}
+
+// Those whose result is on the host, or as long as values say; and those that add by atomics, or scan in parts that come as they come. index_put_ that
+// accumulates and embedding_dense_backward are not among them: on CUDA they sort first, and add in that order. Nor is repeat_interleave: where it has to
+// know the size it reads a value here, too.
+const Watched kWatched[] = {
     {"_local_scalar_dense", Fault::Waits}, {"nonzero", Fault::Waits}, {"masked_select", Fault::Waits}, {"equal", Fault::Waits},
     {"bincount", Fault::Waits}, {"_unique2", Fault::Waits}, {"unique_dim", Fault::Waits}, {"unique_consecutive", Fault::Waits},
-    {"unique_dim_consecutive", Fault::Waits}, {"cumsum", Fault::UnorderedSum}, {"cumsum_", Fault::UnorderedSum}, {"index_add", Fault::UnorderedSum},
-    {"index_add_", Fault::UnorderedSum}, {"scatter_add", Fault::UnorderedSum}, {"scatter_add_", Fault::UnorderedSum}};
+    {"unique_dim_consecutive", Fault::Waits}, {"cumsum", Fault::UnorderedSum}, {"cumsum_", Fault::UnorderedSum},
+    {"index_add", Fault::UnorderedSum}, {"index_add_", Fault::UnorderedSum}, {"scatter_add", Fault::UnorderedSum},
+    {"scatter_add_", Fault::UnorderedSum}, {"scatter_reduce", Fault::UnorderedSum, "two", rounds},
+    {"scatter_reduce_", Fault::UnorderedSum, "two", rounds}, {"put_", Fault::UnorderedSum, "", accumulates}};
 
 void watch() {
   static auto* const library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CPU, __FILE__, __LINE__);
-  for (const auto& [name, fault] : kWatched) {
-    const std::string full = std::string("aten::") + name;
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "");
+  for (const Watched& watched : kWatched) {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + watched.name).c_str(), watched.overload);
     auto cpu = op.getComputedKernelForDispatchKey(DispatchKey::CPU);
-    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Watch>(full, fault, std::move(cpu))));
+    const std::string overload = watched.overload, name = watched.name + (overload.empty() ? "" : "." + overload);
+    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Watch>(watched, std::move(cpu))));
   }
 }
 
@@ -171,7 +206,8 @@ at::Tensor& mm_dtype_out(const at::Tensor& a, const at::Tensor& b, at::ScalarTyp
 
 TORCH_LIBRARY_FRAGMENT(cuda_emulator, m) {
   m.def("take_over() -> str[]", take_over);
-  m.def("findings() -> str[]", findings);
+  m.def("findings() -> Dict(str, int)", findings);
+  m.def("lies_on_host(Tensor tensor) -> ()", lies_on_host);
 }
 
 TORCH_LIBRARY_IMPL(aten, CPU, m) {
