@@ -108,6 +108,8 @@ class TableModule(nn.Module):
         if not torch.jit.is_scripting():
             if self.sparse_grad and not torch.compiler.is_compiling():
                 refuse_data_parallel(self._name, self._tables())
+                if "_exchanges" in self.__dict__:
+                    check_replicated(self._name, self._tables(), self._exchanges)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, num_classes={self.num_classes}"
@@ -121,6 +123,13 @@ def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
     if active is not None and any(parameter is table for table in tables for parameter in active._module_parameters):
         raise RuntimeError(f"{owner}: expected a model that xs.distributed.replicate(model) was called with before DistributedDataParallel(model), "
                            "whose reducer does not know the row-sparse gradient of a class table, or sparse_grad=False; got sparse_grad=True")
+
+
+def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges) -> None:
+    """fully_shard puts parameters of its own in the place of those that it is not told to leave out."""
+    if any(table is not None and all(table is not exchange.parameter for exchange in exchanges) for table in tables):
+        raise RuntimeError(f"{owner}: expected the parameters that were replicated, got others: call "
+                           "fully_shard(model, ..., ignored_params=set(loss.parameters())), which leaves the table out")
 
 
 def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor]) -> Tensor:

@@ -181,6 +181,20 @@ def shards(rank):
     return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad.to_dense() for grad in (p.grad for p in model.parameters())], norm
 
 
+def forgotten(rank):
+    from torch.distributed.fsdp import fully_shard
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    for name in ("shared", "tree"):
+        model = xs.distributed.replicate(model_of(name), mesh)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(RuntimeError, match="expected the parameters that were replicated, got others: call fully_shard"):
+            model(*batch(0, rank))
+
+
+def test_fully_shard_that_was_not_told():
+    ranks(2).run(forgotten)
+
+
 def test_beside_fully_shard():
     results = ranks(2).run(shards)
     means, *_ = expected(2, "shared", "sgd", 1)

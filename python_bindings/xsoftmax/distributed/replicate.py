@@ -16,8 +16,9 @@ from ._group import broadcast, check_alike, gather_rows, group_of
 class _Exchange:
     """Averages the gradient of a parameter over ranks as soon as it is there."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
-        self.name, self.group, self.enabled = name, group, True
+    def __init__(self, name: str, parameter: Tensor, group: dist.ProcessGroup) -> None:
+        self.name, self.parameter, self.group, self.enabled = name, parameter, group, True
+        parameter.register_post_accumulate_grad_hook(self)
 
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
@@ -89,9 +90,7 @@ def replicate(model: nn.Module, mesh=None) -> nn.Module:
         broadcast([*table.parameters(), *table.buffers()], group)
         table._exchanges = []
         for name, parameter in table.named_parameters():
-            exchange = _Exchange(f"{table._name}.{name}", group)
-            parameter.register_post_accumulate_grad_hook(exchange)
-            table._exchanges.append(exchange)
+            table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))
     # What DistributedDataParallel(model) leaves out.
     model._ddp_params_and_buffers_to_ignore = sorted({*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names})
     return model
