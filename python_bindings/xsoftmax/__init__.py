@@ -1,7 +1,7 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
 from . import _library
-from . import datasets, label_vectors, metrics, optim, samplers
+from . import datasets, distributed, label_vectors, metrics, optim, samplers
 from .cane import CaneLoss
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
@@ -35,6 +35,7 @@ __all__ = [
     "cpu_capability",
     "datasets",
     "diagnose",
+    "distributed",
     "label_vectors",
     "metrics",
     "optim",

@@ -68,8 +68,9 @@ class TableModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self):
-        self.settle()  # a copy is another table, which owes nothing: by copy.deepcopy, torch.save or pickle
-        return self.__dict__.copy()
+        # A copy is another table, which owes nothing and is not replicated: by copy.deepcopy, torch.save or pickle.
+        self.settle()
+        return {name: value for name, value in self.__dict__.items() if name != "_exchanges"}
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         self.settle()  # steps that are owed to the old table must not move the new one
@@ -107,6 +108,8 @@ class TableModule(nn.Module):
         if not torch.jit.is_scripting():
             if self.sparse_grad and not torch.compiler.is_compiling():
                 refuse_data_parallel(self._name, self._tables())
+                if "_exchanges" in self.__dict__:
+                    check_replicated(self._name, self._tables(), self._exchanges)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, num_classes={self.num_classes}"
@@ -118,8 +121,15 @@ def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
     """DistributedDataParallel cannot reduce a row-sparse gradient of ours, and dies in the backward pass."""
     active = nn.parallel.DistributedDataParallel._active_ddp_module if torch.distributed.is_available() else None
     if active is not None and any(parameter is table for table in tables for parameter in active._module_parameters):
-        raise RuntimeError(f"{owner}: expected sparse_grad=False under DistributedDataParallel, whose reducer does not know the row-sparse "
-                           "gradient of a class table, got sparse_grad=True")
+        raise RuntimeError(f"{owner}: expected a model that xs.distributed.replicate(model) was called with before DistributedDataParallel(model), "
+                           "whose reducer does not know the row-sparse gradient of a class table, or sparse_grad=False; got sparse_grad=True")
+
+
+def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges) -> None:
+    """fully_shard puts parameters of its own in the place of those that it is not told to leave out."""
+    if any(table is not None and all(table is not exchange.parameter for exchange in exchanges) for table in tables):
+        raise RuntimeError(f"{owner}: expected the parameters that were replicated, got others: call "
+                           "fully_shard(model, ..., ignored_params=set(loss.parameters())), which leaves the table out")
 
 
 def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor]) -> Tensor:

@@ -10,8 +10,13 @@ from .optim._base import sparse_rows
 def _norms(params, norm_type, who):
     dense = [param.grad for param in params if param.grad.layout == torch.strided]
     sparse = [param for param in params if param.grad.layout != torch.strided]
-    norms = [torch.nn.utils.get_total_norm(dense, norm_type)] if dense else []
+    norms = [_whole(torch.nn.utils.get_total_norm(dense, norm_type))] if dense else []
     return norms + [torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type) for param in sparse]
+
+
+def _whole(norm):
+    """Of gradients that are split over ranks, as by fully_shard: the norm of all of them."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _scale_rows(param, coefficient):

@@ -1,0 +1,73 @@
+"""Process groups, and what must be the same on all their ranks."""
+
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Under its newer name where torch has one.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def group_of(owner: str, mesh) -> dist.ProcessGroup:
+    """The group of a 1-D DeviceMesh, or of all ranks for None."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(f"{owner}: expected torch.distributed to be initialized (torch.distributed.init_process_group), got no process group")
+    if mesh is None:
+        return dist.group.WORLD
+    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
+        raise TypeError(f"{owner}: expected mesh to be a DeviceMesh or None, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"{owner}: expected a mesh of one dimension, got {mesh.ndim}: name one of them, as mesh[\"dp\"]")
+    return mesh.get_group()
+
+
+def check_alike(owner: str, facts: Dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Raises on all ranks where a fact differs between them."""
+    of_ranks: List[Optional[Dict[str, Any]]] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, facts, group=group)
+    for rank, others in enumerate(of_ranks):
+        for name in {**of_ranks[0], **others}:
+            first, other = of_ranks[0].get(name), others.get(name)
+            if first != other:
+                raise ValueError(f"{owner}: expected the same on all ranks, got {name} of {first} on rank 0 and {other} on rank {rank}")
+
+
+def broadcast(tensors: List[Tensor], group: dist.ProcessGroup) -> None:
+    """The values of the group's first rank, on all ranks."""
+    source = dist.get_global_rank(group, 0)
+    backends = {device for device, _ in _backends(group)}
+    elsewhere = [tensor for tensor in tensors if tensor.device.type not in backends]  # counters stay on the host beside NCCL
+    for tensor in tensors:
+        if tensor.device.type in backends:
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, source, group=group)
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(value)
+    if elsewhere:
+        values = [tensor.detach() for tensor in elsewhere]
+        dist.broadcast_object_list(values, source, group=group)
+        for tensor, value in zip(elsewhere, values):
+            tensor.detach().copy_(value)
+
+
+def _backends(group: dist.ProcessGroup) -> List[Tuple[str, str]]:
+    """(device type, backend)."""
+    return [tuple(pair.split(":")) for pair in dist.get_backend_config(group).split(",")]
+
+
+def gather_rows(rows: Tensor, values: Tensor, group: dist.ProcessGroup) -> Tuple[Tensor, Tensor]:
+    """(rows, values) of all ranks, one after the other: rows [R] int64 and values [R, ...], whose R may differ between ranks."""
+    size = dist.get_world_size(group)
+    counts = torch.empty(size, dtype=torch.int64, device=rows.device)
+    all_gather(counts, torch.full([1], rows.numel(), device=rows.device), group=group)
+    of_ranks = counts.tolist()
+    most = max(of_ranks)
+    gathered = []
+    for part in (rows, values):
+        padded = part if len(part) == most else torch.cat([part, part.new_zeros(most - len(part), *part.shape[1:])])
+        whole = part.new_empty(size * most, *part.shape[1:])
+        all_gather(whole, padded.contiguous(), group=group)
+        gathered.append(whole if min(of_ranks) == most else torch.cat([piece[:count] for piece, count in zip(whole.split(most), of_ranks)]))
+    return gathered[0], gathered[1]

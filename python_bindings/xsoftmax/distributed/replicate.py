@@ -1,0 +1,111 @@
+"""Tables that every rank has whole, beside data parallelism of the encoder."""
+
+import contextlib
+from typing import Iterator, List
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._table import TableModule
+from ..optim._base import sparse_rows
+from ..samplers import Sampler
+from ._group import broadcast, check_alike, gather_rows, group_of
+
+
+class _Exchange:
+    """Averages the gradient of a parameter over ranks as soon as it is there."""
+
+    def __init__(self, name: str, parameter: Tensor, group: dist.ProcessGroup) -> None:
+        self.name, self.parameter, self.group, self.enabled = name, parameter, group, True
+        parameter.register_post_accumulate_grad_hook(self)
+
+    @torch.no_grad()
+    def __call__(self, parameter: Tensor) -> None:
+        if not self.enabled:
+            return
+        size, grad = dist.get_world_size(self.group), parameter.grad
+        if grad.layout == torch.strided:
+            dist.all_reduce(grad, group=self.group)
+            grad.div_(size)
+            return
+        # Equal rows are summed here, so that a row travels once a rank.
+        rows, values = gather_rows(*sparse_rows(self.name, parameter, grad.coalesce()), self.group)
+        parameter.grad = torch.sparse_coo_tensor(rows[None], values.div_(size), grad.shape, check_invariants=False)
+
+
+def _tables(model: nn.Module) -> List[TableModule]:
+    return [module for module in model.modules() if isinstance(module, TableModule)]
+
+
+def replicate(model: nn.Module, mesh=None) -> nn.Module:
+    """Trains the class tables in `model` by data parallelism: every rank has them whole, and their row-sparse gradients are averaged over ranks.
+
+    DistributedDataParallel and ``fully_shard`` know no row-sparse gradients of tables; their dense ones cost O(N). Here the rows that have a
+    gradient travel: a rank receives ``(W - 1) R (D e + 8)`` bytes a step, R different rows of a rank and e bytes a number, whatever N is. Since all
+    ranks sum the same rows in the same order, their tables stay equal bit for bit. A dense gradient (``sparse_grad=False``, the exact loss) is
+    all-reduced. The encoder is left to others::
+
+        model = xs.distributed.replicate(model)                              # before DistributedDataParallel, which then leaves tables out
+        model = torch.nn.parallel.DistributedDataParallel(model)
+
+        xs.distributed.replicate(model, mesh)                                # or beside FSDP2
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh, ignored_params=set(model.loss.parameters()))
+
+    As under DistributedDataParallel, gradients are means over ranks of the gradients of each rank's loss, each rank draws its candidates by its torch
+    generator (seed ranks differently, or they draw the same), samplers that follow the table keep an index of each rank's, and all ranks call ``backward()`` equally often. Gradients are there when
+    ``backward()`` returns, so :func:`xsoftmax.clip_grad_norm_` and optimizers see what one process would.
+
+    Args:
+        model: a loss, a matcher, or a module that holds some. Their parameters and buffers become those of the first rank.
+        mesh: a DeviceMesh of one dimension. None: all ranks.
+
+    Returns:
+        `model`.
+
+    Raises:
+        RuntimeError: no process group; a model that is replicated already
+        ValueError: a model without a class table; ranks that disagree on a table, with both values
+    """
+    owner = "replicate"
+    group = group_of(owner, mesh)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{owner}: expected model to be a module, got {type(model).__name__}")
+    tables = _tables(model)
+    if not tables:
+        raise ValueError(f"{owner}: expected a model with a class table (a loss or a matcher of this library), got a {type(model).__name__} without one")
+    if any(hasattr(table, "_exchanges") for table in tables):
+        raise RuntimeError(f"{owner}: expected a model that is not replicated yet, got one that is")
+    names = [f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules() if isinstance(module, TableModule)
+             for name, _ in [*module.named_parameters(), *module.named_buffers()]]
+    facts = {}
+    for place, table in enumerate(tables):
+        facts |= {f"class table {place}": type(table).__name__, f"options of class table {place}": getattr(table, "_options", None)}
+        facts |= {f"{name} of class table {place}": f"{list(tensor.shape)} in {tensor.dtype}"
+                  for name, tensor in [*table.named_parameters(), *table.named_buffers()]}
+        facts |= {f"{name} of class table {place}": repr(module) for name, module in table.named_modules() if isinstance(module, Sampler)}
+    check_alike(owner, facts, group)
+    for table in tables:
+        table.settle()
+        broadcast([*table.parameters(), *table.buffers()], group)
+        table._exchanges = []
+        for name, parameter in table.named_parameters():
+            table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))
+    # What DistributedDataParallel(model) leaves out.
+    model._ddp_params_and_buffers_to_ignore = sorted({*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names})
+    return model
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Gradients of replicated tables stay each rank's inside, as in ``DistributedDataParallel.no_sync()``, and are averaged, with what has
+    accumulated, by the first backward pass outside."""
+    exchanges = [exchange for table in _tables(model) for exchange in getattr(table, "_exchanges", [])]
+    before = [exchange.enabled for exchange in exchanges]
+    for exchange in exchanges:
+        exchange.enabled = False
+    try:
+        yield
+    finally:
+        for exchange, enabled in zip(exchanges, before):
+            exchange.enabled = enabled
