@@ -209,7 +209,7 @@ __global__ void warp_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
 
 // A block a query.
 template <typename T>
-__global__ void block_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
+__global__ void __launch_bounds__(kThreads, 2) block_queries_kernel(const __grid_constant__ QueryPass<T> pass) {
   using A = at::opmath_type<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ double sums[kWarp];

@@ -20,3 +20,9 @@ def test_program_runs(program, tmp_path):
 
 def test_there_are_programs():
     assert len(PROGRAMS) == 6
+
+
+def test_the_kernels_of_the_cuda_page_are_those_of_the_library():
+    kernels = {name for path in (ROOT / "csrc").rglob("*.cu*")
+               for name in re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", path.read_text())}
+    assert set(re.findall(r"\w+_kernel\b", (ROOT / "docs/cuda.md").read_text())) == kernels
