@@ -42,6 +42,7 @@ from output_layer import NaiveSampled
 from timing import print_table
 
 ROOT = Path(__file__).resolve().parents[1]
+HAS_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("xsoftmax::candidate_scores", "CUDA")
 TEST_SECONDS = 220  # of the tests of the device: the rest is for figures
 MARK = "cuda.py row: "  # before each row that a part's process hands over
 FULL = dict(classes=1_000_000, many=100_000_000, exact_classes=131_072, width=256, queries=8192, shared=512, private=20, codewords=64, midx=64,
@@ -526,7 +527,9 @@ def run_tests(bench: Bench, file: str, seconds: float) -> None:
         passed = sum(" PASSED" in line for line in lines)
         bench.row(f"tests of the device, {file}", None, "", "0", f"stopped after {took}, {passed} had passed, the last was: {lines[-1] if lines else 'none'}"[:300])
     else:
-        bench.row(f"tests of the device, {file}", status, "exit status", "0", f"{lines[-1] if lines else errors[-300:]}; {took}")
+        end = lines[-1] if lines else errors[-300:]
+        ran = " passed" in end or " failed" in end or " error" in end
+        bench.row(f"tests of the device, {file}", status if ran else None, "exit status", "0", f"{end}; {took}" if ran else f"no test ran: {end}")
     failed_tests = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or [line for line in lines if " FAILED" in line or " ERROR" in line]
     for line in failed_tests:
         bench.row("(test)", detail=line[:300])
@@ -577,16 +580,27 @@ def failed(part: str, why: str) -> dict:
     return {"figure": f"(part {part})", "value": None, "unit": "", "aim": None, "detail": why}
 
 
+def no_device(name: str) -> str:
+    """Why nothing can run on a device of this name; "" where it can."""
+    try:
+        torch.empty(1, device=name)
+    except Exception as error:  # of many kinds: no such device, no driver, torch built without CUDA
+        return f"no device {name}: {reason(error)}"
+    if name.startswith("cuda") and not HAS_KERNELS:
+        return "this xsoftmax was built without CUDA kernels: CMAKE_ARGS=-DXSOFTMAX_CUDA=ON pip install --no-build-isolation ."
+    return ""
+
+
 def about(args: argparse.Namespace) -> dict:
     cuda = args.device.startswith("cuda") and torch.cuda.is_available()
     return {"device": torch.cuda.get_device_name() if cuda else args.device, "torch": torch.__version__, "cuda": torch.version.cuda,
-            "small shapes": args.tiny, "CUDA kernels": torch._C._dispatch_has_kernel_for_dispatch_key("xsoftmax::candidate_scores", "CUDA"), "xsoftmax": getattr(xs, "__version__", "")}
+            "small shapes": args.tiny, "CUDA kernels": HAS_KERNELS, "xsoftmax": getattr(xs, "__version__", "")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small shapes")
+    parser.add_argument("--tiny", action="store_true", help="small shapes; with --device cpu a trial of the program")
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated: %(default)s")
     parser.add_argument("--minutes", type=float, default=8.5, help="parts begin as long as time is left (%(default)s)")
     parser.add_argument("--output", type=Path, help="JSON goes here; else it is printed after the table")
@@ -598,17 +612,26 @@ def main() -> None:
     for name in names:
         if name not in PARTS:
             parser.error(f"--only: expected names out of {', '.join(PARTS)}, got {name!r}")
-    begin, rows, found = time.monotonic(), [], about(args)
+    if not args.minutes >= 0:
+        parser.error(f"--minutes: expected at least 0, got {args.minutes}")
+    if args.output:
+        try:
+            args.output.touch()  # minutes would be lost if it could not be written in the end
+        except OSError as error:
+            parser.error(f"--output: expected a file that can be written, got {args.output}: {error.strerror}")
+    begin, rows, found, missing = time.monotonic(), [], about(args), no_device(args.device)
     print(", ".join(f"{key} {value}" for key, value in found.items()) + "\n", flush=True)
     for name in names:
         left = 60 * args.minutes - (time.monotonic() - begin)
-        rows += [{"part": name, **row} for row in process_of(name, args, left)]
+        rows += [{"part": name, **row} for row in ([failed(name, missing)] if missing else process_of(name, args, left))]
         if args.output:  # what is known so far
             args.output.write_text(json.dumps({"about": found, "rows": rows}, indent=1))
     texts = [{**row, "value": "" if row["value"] is None else f"{row['value']:.4g} {row['unit']}".strip(), "aim": row["aim"] or ""} for row in rows]
     print_table(texts, ["part", "figure", "value", "aim", "detail"])
     if not args.output:
         print("\n" + json.dumps({"about": found, "rows": rows}))
+    if all(row["value"] is None for row in rows):
+        sys.exit("cuda.py: nothing was measured: " + rows[0]["detail"])
 
 
 if __name__ == "__main__":

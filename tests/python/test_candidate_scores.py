@@ -201,6 +201,21 @@ def test_strided(impl):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_end_inside_a_load(impl, dtype):
+    """A table whose rows lie 16 bytes apart and do not fill them: what lies behind a row is none of it."""
+    torch.manual_seed(0)
+    wide = torch.full((20, 24), float("nan")).to(dtype)
+    wide[:, :21] = torch.randn(20, 21)
+    input, ids = torch.randn(6, 21).to(dtype), torch.randint(20, (6, 4))
+    grad = torch.randn(6, 4).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    results = [(ops.candidate_scores(input, table, None, ids, None), ops.candidate_scores_backward(grad, input, table, ids, None, [True, True, False])[0])
+               for table in (wide[:, :21], wide[:, :21].contiguous())]
+    for one, other in zip(*results):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradcheck(impl, layout):
     *tensors, own, shared = problem(3, 6, 4, *LAYOUTS[layout], torch.float64)

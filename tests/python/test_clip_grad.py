@@ -24,6 +24,15 @@ def test_row_norm(dtype, norm_type, width, kind):
 
 
 @pytest.mark.parametrize("impl", ["kernel", "reference"])
+def test_row_norm_of_many_rows(impl):
+    ops.set_impl(impl)
+    rows, values = torch.randint(9000, (20_011,)), torch.randn(20_011, 2)
+    values[-1] += 100  # no row may be missing
+    expected = torch.zeros(9000, 2, dtype=torch.float64).index_add(0, rows, values.double()).norm()
+    torch.testing.assert_close(ops.row_norm(rows, values, 2.0).double(), expected)
+
+
+@pytest.mark.parametrize("impl", ["kernel", "reference"])
 def test_row_norm_special_values(impl):
     ops.set_impl(impl)
     rows = torch.tensor([3, 1, 2])

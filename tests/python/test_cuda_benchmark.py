@@ -14,11 +14,11 @@ import torch
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "cuda.py"
 
 
-def run(folder, *arguments):
+def run(folder, *arguments, status=0):
     output = folder / "cuda.json"
     done = subprocess.run([sys.executable, str(PROGRAM), "--output", str(output), *arguments], capture_output=True, text=True,
                           env=dict(os.environ, OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return json.loads(output.read_text())["rows"], done.stdout
 
 
@@ -34,10 +34,17 @@ def test_every_part_finds_its_figures(tmp_path):
 
 
 def test_what_cannot_run_is_a_row(tmp_path):
-    rows, _ = run(tmp_path, "--device", "nowhere", "--tiny", "--only", "shared,private")
-    assert [row["figure"] for row in rows] == ["(part shared)", "(part private)"] and all("nowhere" in row["detail"] for row in rows)
-    rows, _ = run(tmp_path, "--device", "cpu", "--tiny", "--only", "shared", "--minutes", "0")
+    rows, _ = run(tmp_path, "--device", "nowhere", "--tiny", "--only", "shared,private", status=1)
+    assert [row["figure"] for row in rows] == ["(part shared)", "(part private)"] and all("no device nowhere" in row["detail"] for row in rows)
+    rows, _ = run(tmp_path, "--device", "cpu", "--tiny", "--only", "shared", "--minutes", "0", status=1)
     assert [row["detail"] for row in rows] == ["no time was left for it"]
+
+
+@pytest.mark.parametrize("arguments, message", [(["--output", "/nowhere/at/all.json"], "--output: expected a file that can be written"),
+                                                (["--minutes", "-1"], "--minutes: expected at least 0"), (["--only", "all"], "--only: expected names")])
+def test_bad_arguments_are_refused_before_anything_runs(arguments, message):
+    done = subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.fixture
