@@ -136,12 +136,16 @@ def test_draws_of_devices(case, of_cpu):
 @pytest.mark.parametrize("factor", [1.3, 50.0])
 def test_a_set_never_holds_a_class_twice(shared, factor):
     """Where rounding leaves points upon one class, or more of them in a cell than it has classes. Here it is a cell that says it weighs more than it
-    does: most points fall into it."""
+    does: most points fall into it. The CPU, which reads values, refuses it."""
     sampler = make("midx", codewords=6, distinct=True, shared=shared, num_samples=150).to(DEVICE)
     [mass] = [table for table in sampler._index() if table.dtype == torch.float64 and table.shape == (6, 6)]
     mass.view(-1)[mass.argmax()] *= factor
     for step in range(5):
-        ids = sampler.sample(batch()[0].to(DEVICE), generator=torch.Generator(DEVICE).manual_seed(step))[0].ids
+        try:
+            ids = sampler.sample(batch()[0].to(DEVICE), generator=torch.Generator(DEVICE).manual_seed(step))[0].ids
+        except ValueError as error:
+            assert DEVICE == "cpu" and "expected mass to be the number of classes" in str(error)
+            return
         assert (ids.sort(-1).values.diff() > 0).all() and HEAD <= ids.min() and ids.max() < N
 
 
