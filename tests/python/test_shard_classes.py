@@ -15,16 +15,18 @@ SAMPLERS = {
     "unigram private": lambda: xs.samplers.UnigramSampler(COUNTS, 5, shared=False),
     "unigram distinct private": lambda: xs.samplers.UnigramSampler(COUNTS, 5, shared=False, distinct=True),
     "in_batch": lambda: xs.samplers.InBatchSampler(N),
+    "complement": lambda: xs.samplers.ComplementSampler(xs.samplers.LogUniformSampler(N, 6, shared=False), 6),
     "union": lambda: xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.LogUniformSampler(N, 3, shared=False)),
 }
 OPTIONS = {
     "plain": {}, "bias, head": dict(bias=True, head_classes=3), "sum": dict(reduction="sum", ignore_index=2), "none": dict(reduction="none", bias=True),
     "ranking": dict(estimator="ranking"), "smooth": dict(label_smoothing=0.1), "dense": dict(sparse_grad=False, bias=True),
     "weights": dict(weight=torch.arange(1, N + 1) / N), "nce": dict(estimator="nce", log_z="learned"), "negative": dict(estimator="negative_sampling"),
+    "cane": dict(estimator="cane", head_classes=4), "cane_log_of_mean": dict(estimator="cane_log_of_mean", head_classes=4, bias=True),
     "importance": dict(estimator="importance"), "one_vs_each": dict(estimator="one_vs_each"), "blackout": dict(estimator="blackout"),
 }
-CASES = [(sampler, "bias, head" if i % 2 else "plain") for i, sampler in enumerate(SAMPLERS)] + \
-    [(sampler, options) for sampler in ("uniform", "unigram private") for options in OPTIONS] + [("in_batch", "none"), ("union", "nce")]
+CASES = [(sampler, "bias, head" if i % 2 else "plain") for i, sampler in enumerate(SAMPLERS) if sampler != "complement"] + \
+    [(sampler, options) for sampler in ("uniform", "unigram private") for options in OPTIONS if sampler != "uniform" or "cane" not in options] + [("in_batch", "none"), ("union", "nce"), ("complement", "plain")]
 
 
 def loss_of(sampler, options, seed=0):
@@ -232,6 +234,26 @@ def test_training_is_that_of_one_process(sampler):
         assert values == pytest.approx(want, rel=1e-4)
         for name, table in state.items():
             torch.testing.assert_close(got[name], table, rtol=1e-3, atol=1e-3)
+
+
+def beside_shards(rank):
+    from torch.distributed.fsdp import fully_shard
+    model = model_of("uniform", seed=0)
+    xs.distributed.shard_classes(model, mesh_of(2))
+    fully_shard(model, mesh=mesh_of(2), ignored_params=set(model.loss.parameters()))
+    torch.manual_seed(5)
+    model(*batches(2, 0)[rank]).backward()
+    return model.body.weight.grad.full_tensor(), xs.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def test_beside_fully_shard():
+    model = model_of("uniform", seed=0)
+    torch.manual_seed(5)
+    model(*map(torch.cat, zip(*batches(2, 0)))).backward()
+    norm = torch.stack([parameter.grad.to_dense().norm() for parameter in model.parameters()]).norm()
+    for grad, got in ranks(2).run(beside_shards):
+        torch.testing.assert_close(grad, model.body.weight.grad)
+        torch.testing.assert_close(got, norm)
 
 
 def not_told(rank):
