@@ -1,9 +1,9 @@
-"""What a step of data parallelism costs with a class table: rows exchanged by xs.distributed.replicate against a dense gradient reduced by
-DistributedDataParallel.
+"""What a step of data parallelism costs with a class table: whole on every rank (xs.distributed.replicate) or split over them
+(xs.distributed.shard_classes), against a dense gradient reduced by DistributedDataParallel.
 
-    python benchmarks/data_parallel.py [--classes 100000 1000000] [--ranks 2] [--queries 256] [--width 128] [--repeats 11] [--json]
+    python benchmarks/data_parallel.py [--classes 100000 1000000] [--kinds whole,split,dense] [--ranks 2] [--queries 256] [--width 128] [--json]
 
-A step is an encoder of one layer, the sampled loss (512 classes shared by the batch), backward with the exchange, and the optimizer: RowAdam beside rows,
+A step is an encoder of one layer, the sampled loss (512 classes shared by the batch), backward with the exchange, and the optimizer: RowAdam, and
 fused Adam beside the dense gradient. Ranks are processes of one thread on this machine, over gloo.
 """
 
@@ -30,12 +30,14 @@ class Model(nn.Module):
         return self.loss(self.encoder(input), target)
 
 
+KINDS = {"whole": xs.distributed.replicate, "split": xs.distributed.shard_classes, "dense": lambda model: model}
+
+
 def make_step(kind: str, args: argparse.Namespace, classes: int):
     torch.manual_seed(0)
-    rows = kind == "rows"
-    model = Model(args.width, classes, sparse_grad=rows)
-    parallel = DistributedDataParallel(xs.distributed.replicate(model) if rows else model)
-    optimizer = xs.optim.RowAdam(model.parameters()) if rows else torch.optim.Adam(model.parameters(), fused=True)
+    model = Model(args.width, classes, sparse_grad=kind != "dense")
+    parallel = DistributedDataParallel(KINDS[kind](model))
+    optimizer = torch.optim.Adam(model.parameters(), fused=True) if kind == "dense" else xs.optim.RowAdam(model.parameters())
     torch.manual_seed(1 + torch.distributed.get_rank())
 
     def step():
@@ -50,7 +52,7 @@ def work(rank: int, args: argparse.Namespace, file: str, results) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=args.ranks)
     for classes in args.classes:
-        seconds = interleave({kind: make_step(kind, args, classes) for kind in ("rows", "dense")}, args.repeats, warmup=2)
+        seconds = interleave({kind: make_step(kind, args, classes) for kind in args.kinds.split(",")}, args.repeats, warmup=2)
         if rank == 0:
             results.put({"classes": classes, **seconds})
     torch.distributed.destroy_process_group()
@@ -59,12 +61,15 @@ def work(rank: int, args: argparse.Namespace, file: str, results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, nargs="+", default=[100_000, 1_000_000])
+    parser.add_argument("--kinds", default="whole,split,dense", help="%(default)s")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--queries", type=int, default=256, help="of a rank")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if not set(args.kinds.split(",")) <= set(KINDS):
+        parser.error(f"--kinds: expected names out of {', '.join(KINDS)}, got {args.kinds}")
     torch.set_num_threads(1)
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -74,8 +79,10 @@ def main() -> None:
         print(json.dumps({"machine": machine(), "ranks": args.ranks, "figures": rows}, indent=2))
         return
     print_machine()
-    print_table([{"classes": f"{row['classes']:,}", "rows, ms": f"{1e3 * row['rows']:.1f}", "dense, ms": f"{1e3 * row['dense']:.0f}",
-                  "rows / dense": f"{row['rows'] / row['dense']:.3f}"} for row in rows], ["classes", "rows, ms", "dense, ms", "rows / dense"])
+    kinds = args.kinds.split(",")
+    texts = [{"classes": f"{row['classes']:,}", **{f"{kind}, ms": f"{1e3 * row[kind]:.1f}" for kind in kinds},
+              **{f"{kind} / dense": f"{row[kind] / row['dense']:.3f}" for kind in kinds if "dense" in kinds and kind != "dense"}} for row in rows]
+    print_table(texts, list(texts[0]))
 
 
 if __name__ == "__main__":

@@ -121,8 +121,9 @@ def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
     """DistributedDataParallel cannot reduce a row-sparse gradient of ours, and dies in the backward pass."""
     active = nn.parallel.DistributedDataParallel._active_ddp_module if torch.distributed.is_available() else None
     if active is not None and any(parameter is table for table in tables for parameter in active._module_parameters):
-        raise RuntimeError(f"{owner}: expected a model that xs.distributed.replicate(model) was called with before DistributedDataParallel(model), "
-                           "whose reducer does not know the row-sparse gradient of a class table, or sparse_grad=False; got sparse_grad=True")
+        raise RuntimeError(f"{owner}: expected a model that xs.distributed.replicate(model) or shard_classes(model) was called with before "
+                           "DistributedDataParallel(model), whose reducer knows no row-sparse gradient and no part of a class table, or a whole "
+                           "table with sparse_grad=False")
 
 
 def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges) -> None:

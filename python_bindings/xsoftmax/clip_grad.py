@@ -8,10 +8,18 @@ from .optim._base import sparse_rows
 
 
 def _norms(params, norm_type, who):
-    dense = [param.grad for param in params if param.grad.layout == torch.strided]
-    sparse = [param for param in params if param.grad.layout != torch.strided]
+    split = [param for param in params if hasattr(param, "_class_shards")]
+    alone = [param for param in params if not hasattr(param, "_class_shards")]
+    dense = [param.grad for param in alone if param.grad.layout == torch.strided]
     norms = [_whole(torch.nn.utils.get_total_norm(dense, norm_type))] if dense else []
-    return norms + [torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type) for param in sparse]
+    norms += [_norm(param, norm_type, who) for param in alone if param.grad.layout != torch.strided]
+    return norms + [param._class_shards.norm(_norm(param, norm_type, who), norm_type) for param in split]
+
+
+def _norm(param, norm_type, who):
+    if param.grad.layout == torch.strided:
+        return torch.linalg.vector_norm(param.grad, norm_type)
+    return torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type)
 
 
 def _whole(norm):

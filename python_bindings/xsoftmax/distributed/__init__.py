@@ -1,5 +1,7 @@
 """Class tables on several machines, over torch.distributed: each rank is a process, as torchrun starts them."""
 
+from ._group import leave_out
+from .class_parallel import ClassParallel, shard_classes
 from .replicate import no_sync, replicate
 
-__all__ = ["no_sync", "replicate"]
+__all__ = ["ClassParallel", "leave_out", "no_sync", "replicate", "shard_classes"]

@@ -4,7 +4,10 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from .._table import TableModule
+from ..samplers import Sampler
 
 # Under its newer name where torch has one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,6 +24,25 @@ def group_of(owner: str, mesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         raise ValueError(f"{owner}: expected a mesh of one dimension, got {mesh.ndim}: name one of them, as mesh[\"dp\"]")
     return mesh.get_group()
+
+
+def facts_of(tables) -> Dict[str, Any]:
+    """What ranks must agree on."""
+    facts = {}
+    for place, table in enumerate(tables):
+        of_table = {"type": type(table).__name__, "options": getattr(table, "_options", None)}
+        of_table |= {name: f"{list(tensor.shape)} in {tensor.dtype}" for name, tensor in [*table.named_parameters(), *table.named_buffers()]}
+        of_table |= {name: repr(module) for name, module in table.named_modules() if isinstance(module, Sampler)}
+        facts |= {f"{name} of class table {place}": fact for name, fact in of_table.items()}
+    return facts
+
+
+def leave_out(model: nn.Module) -> None:
+    """Has ``DistributedDataParallel(model)`` leave the class tables in `model` to :func:`replicate` and :func:`shard_classes`, which call this for the
+    model that they are given."""
+    names = {f"{prefix}.{name}" if prefix else name for prefix, table in model.named_modules() if isinstance(table, TableModule)
+             for name, _ in [*table.named_parameters(), *table.named_buffers()]}
+    model._ddp_params_and_buffers_to_ignore = sorted({*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names})
 
 
 def check_alike(owner: str, facts: Dict[str, Any], group: dist.ProcessGroup) -> None:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from .._table import TableModule
 from ..optim._base import sparse_rows
-from ..samplers import Sampler
-from ._group import broadcast, check_alike, gather_rows, group_of
+from ._group import broadcast, check_alike, facts_of, gather_rows, group_of, leave_out
 
 
 class _Exchange:
@@ -76,23 +75,14 @@ def replicate(model: nn.Module, mesh=None) -> nn.Module:
         raise ValueError(f"{owner}: expected a model with a class table (a loss or a matcher of this library), got a {type(model).__name__} without one")
     if any(hasattr(table, "_exchanges") for table in tables):
         raise RuntimeError(f"{owner}: expected a model that is not replicated yet, got one that is")
-    names = [f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules() if isinstance(module, TableModule)
-             for name, _ in [*module.named_parameters(), *module.named_buffers()]]
-    facts = {}
-    for place, table in enumerate(tables):
-        facts |= {f"class table {place}": type(table).__name__, f"options of class table {place}": getattr(table, "_options", None)}
-        facts |= {f"{name} of class table {place}": f"{list(tensor.shape)} in {tensor.dtype}"
-                  for name, tensor in [*table.named_parameters(), *table.named_buffers()]}
-        facts |= {f"{name} of class table {place}": repr(module) for name, module in table.named_modules() if isinstance(module, Sampler)}
-    check_alike(owner, facts, group)
+    check_alike(owner, facts_of(tables), group)
     for table in tables:
         table.settle()
         broadcast([*table.parameters(), *table.buffers()], group)
         table._exchanges = []
         for name, parameter in table.named_parameters():
             table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))
-    # What DistributedDataParallel(model) leaves out.
-    model._ddp_params_and_buffers_to_ignore = sorted({*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names})
+    leave_out(model)
     return model
 
 
