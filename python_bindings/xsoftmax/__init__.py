@@ -1,7 +1,9 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
+import importlib
+
 from . import _library
-from . import datasets, distributed, label_vectors, metrics, optim, samplers
+from . import datasets, label_vectors, metrics, optim, samplers
 from .cane import CaneLoss
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
@@ -14,6 +16,14 @@ from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .xr_linear import XRLinear
+
+
+def __getattr__(name):
+    # With the first use: torch.distributed takes long to import, and not every build of torch has it.
+    if name == "distributed":
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.2.0"
 
@@ -35,7 +45,6 @@ __all__ = [
     "cpu_capability",
     "datasets",
     "diagnose",
-    "distributed",
     "label_vectors",
     "metrics",
     "optim",

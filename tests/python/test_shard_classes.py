@@ -57,9 +57,7 @@ def whole(loss):
     return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in loss.state_dict().items()}
 
 
-def sharded_step(rank, size, sampler, options, step, method):
-    loss = xs.distributed.shard_classes(loss_of(sampler, options, seed=rank))
-    input, target = batches(size, step, options)[rank]
+def step_of(loss, input, target, rank, method):
     input.requires_grad_()
     torch.manual_seed(77 + rank)  # the first rank's decides
     value = getattr(loss, method)(input, target)
@@ -71,19 +69,13 @@ def sharded_step(rank, size, sampler, options, step, method):
     return value.detach(), input.grad, grads, norm, whole(loss.eval())
 
 
+def sharded_step(rank, size, sampler, options, step, method):
+    loss = xs.distributed.shard_classes(loss_of(sampler, options, seed=rank))
+    return step_of(loss, *batches(size, step, options)[rank], rank, method)
+
+
 def one_process_step(size, sampler, options, step, method):
-    loss = loss_of(sampler, options)
-    parts = batches(size, step, options)
-    input, target = (torch.cat(part) for part in zip(*parts))
-    input.requires_grad_()
-    torch.manual_seed(77)
-    value = getattr(loss, method)(input, target)
-    value.sum().backward()
-    optimizer = xs.optim.RowAdam(loss.parameters(), lr=0.1)
-    norm = xs.clip_grad_norm_(loss.parameters(), 1e9)
-    grads = gradients(loss)
-    optimizer.step()
-    return value.detach(), input.grad, grads, norm, loss.eval().state_dict()
+    return step_of(loss_of(sampler, options), *map(torch.cat, zip(*batches(size, step, options))), 0, method)
 
 
 def check_step(size, sampler, options, step=0, method="forward"):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._group import all_gather
+from ._group import Ragged, all_gather
 
 
 class ClassShards:
@@ -36,37 +36,6 @@ class ClassShards:
         """How many of these rising classes each rank has."""
         bounds = torch.arange(1, self.size, device=classes.device) * self.chunk
         return torch.searchsorted(classes, bounds).diff(prepend=bounds.new_zeros(1), append=bounds.new_full([1], len(classes))).tolist()
-
-
-class Ragged:
-    """A batch of every rank, of different sizes, one after the other."""
-
-    def __init__(self, count: int, device, group: dist.ProcessGroup) -> None:
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        counts = torch.empty(self.size, dtype=torch.int64, device=device)
-        all_gather(counts, torch.full([1], count, device=device), group=group)
-        self.counts: List[int] = counts.tolist()
-        self.most, self.total, self.begin = max(self.counts), sum(self.counts), sum(self.counts[:self.rank])
-
-    def local(self, whole: Tensor) -> Tensor:
-        return whole[self.begin:self.begin + self.counts[self.rank]]
-
-    def _padded(self, part: Tensor) -> Tensor:
-        missing = self.most - len(part)
-        return part.contiguous() if missing == 0 else torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
-
-    def gather(self, part: Tensor) -> Tensor:
-        """The parts of all ranks, one after the other."""
-        whole = part.new_empty(self.size * self.most, *part.shape[1:])
-        all_gather(whole, self._padded(part), group=self.group)
-        return torch.cat([piece[:count] for piece, count in zip(whole.split(self.most), self.counts)]) if self.most > 0 else whole
-
-    def sum_scattered(self, whole: Tensor) -> Tensor:
-        """The sum over ranks of this rank's part. By an exchange and a local sum: gloo's reduce-scatter is an all-reduce for each rank."""
-        sent = torch.cat([self._padded(piece) for piece in whole.split(self.counts)])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        return received.view(self.size, self.most, *whole.shape[1:])[:, :self.counts[self.rank]].sum(0)
 
 
 class GatherQueries(torch.autograd.Function):

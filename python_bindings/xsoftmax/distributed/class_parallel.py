@@ -12,9 +12,9 @@ from .._table import TableModule, flat_queries, refuse_data_parallel
 from ..estimators import is_registered
 from ..losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from ..samplers import columns_of
-from ._exchange import (ClassShards, FetchRows, GatherQueries, LocalRows, LogSumExpOverRanks, Ragged, RowRequests, ScaleGradient, SumOverRanks,
+from ._exchange import (ClassShards, FetchRows, GatherQueries, LocalRows, LogSumExpOverRanks, RowRequests, ScaleGradient, SumOverRanks,
                         same_generator, unique_of)
-from ._group import all_gather, broadcast, check_alike, facts_of, group_of, leave_out
+from ._group import Ragged, all_gather, broadcast, check_alike, facts_of, group_of, leave_out
 
 NO_CLASS = -100  # in the place of targets that are ignored, where classes are places among those of a step
 
@@ -246,15 +246,16 @@ def shard_classes(model: nn.Module, mesh=None) -> nn.Module:
     ``fully_shard(model, ..., ignored_params=set(model.loss.parameters()))`` beside FSDP2.
 
     Args:
-        model: a loss, or a module that holds some: a SampledSoftmaxLoss whose sampler does not follow the table (static ones, "in_batch", unions and complements of those; all estimators
-            of the library), or a LinearCrossEntropyLoss. Its table, and what its sampler keeps, become those of the first rank.
+        model: a loss, or a module that holds some: a SampledSoftmaxLoss whose sampler does not follow the table (static ones, "in_batch",
+            unions and complements of those; all estimators of the library), or a LinearCrossEntropyLoss. Its table, and what its sampler keeps, become those of the first rank.
         mesh: a DeviceMesh of one dimension. None: all ranks.
 
     Returns:
         `model`. The class of its losses is now a subclass of what it was. Make the optimizer after this call: the parameters are others.
 
     Raises:
-        TypeError, ValueError: a module without such a loss; a sampler that follows the table; an estimator written in Python; ranks that disagree, with both values
+        TypeError, ValueError: a module without such a loss; a sampler that follows the table; an estimator written in Python; ranks that
+            disagree, with both values
     """
     owner = "shard_classes"
     group = group_of(owner, mesh)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._table import TableModule
 from ..optim._base import sparse_rows
-from ._group import broadcast, check_alike, facts_of, gather_rows, group_of, leave_out
+from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
 
 
 class _Exchange:
@@ -29,8 +29,9 @@ class _Exchange:
             grad.div_(size)
             return
         # Equal rows are summed here, so that a row travels once a rank.
-        rows, values = gather_rows(*sparse_rows(self.name, parameter, grad.coalesce()), self.group)
-        parameter.grad = torch.sparse_coo_tensor(rows[None], values.div_(size), grad.shape, check_invariants=False)
+        rows, values = sparse_rows(self.name, parameter, grad.coalesce())
+        of_ranks = Ragged(len(rows), rows.device, self.group)
+        parameter.grad = torch.sparse_coo_tensor(of_ranks.gather(rows)[None], of_ranks.gather(values).div_(size), grad.shape, check_invariants=False)
 
 
 def _tables(model: nn.Module) -> List[TableModule]:
@@ -52,8 +53,8 @@ def replicate(model: nn.Module, mesh=None) -> nn.Module:
         torch.distributed.fsdp.fully_shard(model, mesh=mesh, ignored_params=set(model.loss.parameters()))
 
     As under DistributedDataParallel, gradients are means over ranks of the gradients of each rank's loss, each rank draws its candidates by its torch
-    generator (seed ranks differently, or they draw the same), samplers that follow the table keep an index of each rank's, and all ranks call ``backward()`` equally often. Gradients are there when
-    ``backward()`` returns, so :func:`xsoftmax.clip_grad_norm_` and optimizers see what one process would.
+    generator (seed ranks differently, or they draw the same), samplers that follow the table keep an index of each rank's, and all ranks call
+    ``backward()`` equally often. Gradients are there when ``backward()`` returns, so :func:`xsoftmax.clip_grad_norm_` and optimizers see what one process would.
 
     Args:
         model: a loss, a matcher, or a module that holds some. Their parameters and buffers become those of the first rank.
