@@ -16,6 +16,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/candidate_set.cpp
+  csrc/losses/candidate_shares.cpp
   csrc/losses/candidates.cpp
   csrc/losses/cane_module.cpp
   csrc/losses/class_blocks.cpp

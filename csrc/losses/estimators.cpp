@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/softplus.h>
@@ -130,6 +131,13 @@ EstimatorGradient importance_gradient(const CandidateBatch& batch) {
   return {at::where(none, 0.0, -at::ones_like(normalizer)).squeeze(1), at::where(none, 0.0, (batch.adjusted - normalizer).exp())};
 }
 
+// The same losses from what the candidates enter them as, [Q].
+Tensor softmax_of_sum(const Tensor& target, const Tensor& log_sum) { return at::logaddexp(target, log_sum) - target; }
+Tensor logistic_of_sum(const Tensor& target, const Tensor& sum) { return at::softplus(-target) + sum; }
+Tensor importance_of_sum(const Tensor& target, const Tensor& log_sum) {
+  return at::where(log_sum.isneginf(), 0.0, log_sum - target);
+}
+
 // CANE (Algorithm 1): the distinct candidates are C, the n draws the noise, from q. With A the sum of e^score over C and the target, and
 // m_j = s_j - log q_j:
 //     y in C:  mean_j log(A + e^m_j) - s_y
@@ -195,19 +203,21 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
 // Beside a head the set must hold as many other classes whether the target is in the head or not: else it tells them apart by its size.
 const Estimator kEstimators[] = {
     {"sampled_softmax", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true, .smooths = true},
-     softmax_loss, softmax_gradient, RowLoss::Softmax},
+     softmax_loss, softmax_gradient, RowLoss::Softmax, Joined::LogSumExp, softmax_of_sum},
     {"ranking",
      {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .takes_a_draw = true, .smooths = true},
-     softmax_loss, softmax_gradient, RowLoss::Softmax},
+     softmax_loss, softmax_gradient, RowLoss::Softmax, Joined::LogSumExp, softmax_of_sum},
     {"nce", {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true}, logistic_loss, logistic_gradient,
-     RowLoss::Logistic},
-    {"negative_sampling", {.drops_distinct_hits = true, .drops_drawn_hits = true}, logistic_loss, logistic_gradient, RowLoss::Logistic},
+     RowLoss::Logistic, Joined::Softplus, logistic_of_sum},
+    {"negative_sampling", {.drops_distinct_hits = true, .drops_drawn_hits = true}, logistic_loss, logistic_gradient, RowLoss::Logistic,
+     Joined::Softplus, logistic_of_sum},
     {"one_vs_each", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true}, one_vs_each_loss,
      one_vs_each_gradient, RowLoss::OneVsEach},
     {"blackout",
      {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
      blackout_loss, blackout_gradient, RowLoss::BlackOut},
-    {"importance", {.weighs = true}, importance_loss, importance_gradient, RowLoss::Importance},
+    {"importance", {.weighs = true}, importance_loss, importance_gradient, RowLoss::Importance, Joined::LogSumExp,
+     importance_of_sum},
     {"cane", {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true}, cane_loss<true>, cane_gradient<true>,
      RowLoss::Cane},
     {"cane_log_of_mean", {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true}, cane_loss<false>,

@@ -21,12 +21,17 @@ struct EstimatorGradient {
   at::Tensor score;  ///< [Q, C]
 };
 
+/// How candidates enter a loss: by the log of the sum of e^adjusted, or by the sum of softplus(adjusted).
+enum class Joined { LogSumExp, Softplus };
+
 struct Estimator {
   std::string name;
   EstimatorTraits traits;
   std::function<at::Tensor(const CandidateBatch&)> loss;
   EstimatorGradient (*gradient)(const CandidateBatch&) = nullptr;
   std::optional<RowLoss> row_loss = std::nullopt; ///< the loop over one query on CPU
+  std::optional<Joined> joined = std::nullopt;    ///< none: candidates enter in another way, and must be in one place
+  at::Tensor (*joined_loss)(const at::Tensor& target, const at::Tensor& sum) = nullptr; ///< the loss [Q] from that, without label smoothing
 
   bool has_kernels() const { return gradient != nullptr && row_loss.has_value(); }
 };

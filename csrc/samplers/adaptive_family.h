@@ -19,7 +19,8 @@ namespace xsoftmax {
 struct AdaptiveIndex {
   at::Tensor places; ///< the table with a row for each of N classes, negative for one that is never drawn
   at::Tensor step;
-  c10::SymInt dim; ///< of a row of the class table, its bias apart
+  c10::SymInt dim;         ///< of a row of the class table, its bias apart
+  c10::SymInt num_classes; ///< that ids are below
 };
 
 /// The operators of adaptive.h, from a struct F that says what a family is:
@@ -178,7 +179,7 @@ class AdaptiveFamily {
   static PrivateDraws sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
                                  std::string_view text) {
     const Sampler sampler = checked_sample(seed, queries, target, tables, text);
-    const Targets targets(sampling(), target, queries, sampler.index.places.size(0));
+    const Targets targets(sampling(), target, queries, sampler.index.num_classes.expect_int());
     return F::sample_cpu(seed, queries, target, targets, sampler.index, sampler.options);
   }
 
@@ -203,7 +204,7 @@ class AdaptiveFamily {
 
   static Tensor log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
     const Sampler sampler = checked_log_count(queries, ids, tables, text);
-    check::class_ids(counting(), "ids", ids, sampler.index.places.size(0));
+    check::class_ids(counting(), "ids", ids, sampler.index.num_classes.expect_int());
     return (use_reference() && F::has_reference(sampler.options) ? F::log_count_reference : F::log_count_cpu)(queries, ids, sampler.index,
                                                                                                             sampler.options);
   }

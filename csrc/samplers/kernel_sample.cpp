@@ -73,7 +73,7 @@ KernelIndex::KernelIndex(const char* op, at::TensorList index, const KernelOptio
   check_index_size(op, index, 6);
   directions = options.sphere() ? std::nullopt : OptionalTensor(index[0]);
   rows = index[1], sums = index[2], order = index[3], place = index[4];
-  places = place, step = index[5];
+  places = place, num_classes = place.sym_size(0), step = index[5];
   check::dim(op, "rows", rows, 2);
   check::dtype(op, "rows", rows, at::kFloat);
   check::dim(op, "sums", sums, 2);

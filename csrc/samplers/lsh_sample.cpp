@@ -32,7 +32,7 @@ void LshFamily::check_options(const char* op, const LshOptions& options) {
 LshIndex::LshIndex(const char* op, at::TensorList index, const LshOptions& options) {
   check_index_size(op, index, 5);
   planes = index[0], code = index[1], order = index[2], start = index[3];
-  places = code, step = index[4];
+  places = code, num_classes = code.sym_size(0), step = index[4];
   check::dim(op, "planes", planes, 2);
   check::dtype(op, "planes", planes, at::kFloat);
   check::dim(op, "code", code, 2);

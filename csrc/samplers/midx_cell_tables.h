@@ -11,12 +11,22 @@ namespace xsoftmax {
 /// The tables of midx_index.h that say which classes a cell holds.
 struct MidxCellTables {
   int64_t codewords, cells, classes; ///< K, K^2 and A
-  const int64_t* order;
+  const int64_t* order;   ///< nullptr where classes are numbered by their slots
   const int64_t* start;
   const double* mass;
   const double* prefix;   ///< nullptr where all weights are 1, as the next
   const double* heaviest;
 
+  /// The cell of a slot.
+  XS_HOST_DEVICE int64_t cell_of_slot(int64_t slot) const {
+    int64_t cell = 0; // the last that begins at or before it
+    for (int64_t n = cells; n > 1;) {
+      const int64_t half = n / 2;
+      cell += start[cell + half] <= slot ? half : 0;
+      n -= half;
+    }
+    return cell;
+  }
   XS_HOST_DEVICE int64_t size(int64_t cell) const { return start[cell + 1] - start[cell]; }
   XS_HOST_DEVICE double weight(int64_t slot, int64_t cell) const {
     return prefix == nullptr ? 1.0 : prefix[slot] - (slot > start[cell] ? prefix[slot - 1] : 0.0);

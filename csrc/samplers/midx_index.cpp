@@ -102,6 +102,12 @@ void MidxFamily::check_options(const char* op, const MidxOptions& options) {
   TORCH_CHECK_VALUE(options.form != "exact" || (!options.shared && !options.is_distinct()), op,
                     ": expected shared=False and distinct=False, since its draws are private and independent, got shared=",
                     options.shared ? "True" : "False", ", distinct=", options.is_distinct() ? "True" : "False");
+  if (options.slots.has_value()) {
+    check_at_least(op, "slots", *options.slots, 1);
+    TORCH_CHECK_VALUE(!options.weighted() && options.form != "exact" && options.update_every == 0, op, ": expected classes that weigh alike and "
+                      "update_every=0 where classes are numbered by slots, got form '", options.form, "', bias=", options.bias ? "True" : "False",
+                      " and update_every=", options.update_every);
+  }
 }
 
 MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& options) : residual(options.kind == "rq") {
@@ -132,10 +138,12 @@ MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& op
   dim = codewords1.sym_size(1) + (residual ? 0 : codewords2.sym_size(1));
   check::dim(op, "cell", cell, 1);
   check::dim(op, "order", order, 1);
-  const c10::SymInt classes = cell.sym_size(0), drawn = order.sym_size(0);
+  const bool by_slot = options.slots.has_value();
+  const c10::SymInt classes = by_slot ? c10::SymInt(0) : cell.sym_size(0), drawn = by_slot ? c10::SymInt(*options.slots) : order.sym_size(0);
+  num_classes = by_slot ? drawn : classes;
   check_table("cell", cell, at::kInt, {classes});
-  check_table("order", order, at::kLong, {drawn});
-  TORCH_CHECK_VALUE(drawn >= 1 && drawn <= classes, op, ": expected order with 1 to ", classes, " classes, the size of cell, got ", drawn);
+  check_table("order", order, at::kLong, {by_slot ? classes : drawn});
+  TORCH_CHECK_VALUE(drawn >= 1 && drawn <= num_classes, op, ": expected order with 1 to ", classes, " classes, the size of cell, got ", drawn);
   TORCH_CHECK_VALUE(!options.is_distinct() || options.num_samples <= drawn, op, ": expected num_samples of at most ", drawn,
                     " (the classes, of which each is drawn once), got ", options.num_samples);
   check_table("start", start, at::kLong, {k * k + 1});

@@ -35,7 +35,14 @@
 // The spread form weighs each class by e^{|r|^2 query_square / 2 D} as well, r being what the codewords leave of its row and query_square a
 // running mean of |z|^2: the mean of e^{z.r} were r Gaussian. spread holds |r|^2.
 //
+// With the option `slots` = A classes are numbered by their slots, 0 ... A - 1, where all weigh alike: cell and order have size 0, and `start` says
+// all there is. So a table that is split over processes is drawn from by tables of K^2 (xsoftmax.distributed).
+//
 // midx_index(owner, num_classes, dim, exclude, options) -> index: all classes in one cell.
+//
+// midx_codebooks(seed, rows float32 [P, D], codewords1, codewords2, iterations, warm) -> (codewords1, codewords2, inertia1, inertia2): K-means on
+// training rows, from the present codewords on where `warm`; inertia float64 [], what is left in the end.
+// midx_training_slots(seed, drawn, points) -> int64 [min(drawn, points)]: which slots of `order` a refresh by that seed trains on.
 
 namespace xsoftmax {
 

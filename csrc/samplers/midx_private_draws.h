@@ -133,7 +133,7 @@ class MidxPrivateDraws {
         const int64_t j = draw_[at];
         const int64_t k2 = search(bits_[j].second() * total);
         slots[j] = tables_.draw(k1 * k_ + k2, bits_[j].in_cell());
-        __builtin_prefetch(tables_.order + slots[j]);
+        checked_.prefetch_class(slots[j]);
         log_count[j] = float(of_first + row.second[k2]);
       }
     }

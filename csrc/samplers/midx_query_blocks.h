@@ -23,7 +23,8 @@ constexpr int64_t kMidxBlock = 128; // queries whose products are made at once
 struct CheckedMidxIndex {
   const MidxIndex& index;
   at::Tensor order, start, mass, cell, log_weight, prefix, heaviest;
-  int64_t codewords;
+  int64_t codewords, classes;
+  bool by_slot;
   MidxCodewords products;
   MidxCellTables tables;
 
@@ -42,7 +43,9 @@ struct CheckedMidxIndex {
       heaviest = index.heaviest->contiguous();
     }
     const int64_t cells = codewords * codewords;
-    tables = {codewords, cells, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
+    classes = index.num_classes.expect_int();
+    by_slot = index.order.size(0) == 0; // of which there is one at least
+    tables = {codewords, cells, by_slot ? classes : order.size(0), by_slot ? nullptr : order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
               weighted ? prefix.const_data_ptr<double>() : nullptr, weighted ? heaviest.const_data_ptr<double>() : nullptr};
     // They come from a state dict, which may be anybody's.
     check::offsets(op, "start", start, tables.classes);
@@ -66,15 +69,27 @@ struct CheckedMidxIndex {
   }
 
   int64_t class_at(int64_t slot) const {
-    const int64_t id = tables.order[slot];
-    TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(cell.size(0)), "MIDX: expected order in [0, ", cell.size(0), "), got ", id);
+    const int64_t id = by_slot ? slot : tables.order[slot];
+    TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(classes), "MIDX: expected order in [0, ", classes, "), got ", id);
     return id;
   }
   double log_weight_of(int64_t id) const { return log_weight.defined() ? double(log_weight.const_data_ptr<float>()[id]) : 0.0; }
   /// id: -1 for none.
-  void prefetch_cell(int64_t id) const { __builtin_prefetch(cell.const_data_ptr<int32_t>() + std::max<int64_t>(id, 0)); }
+  void prefetch_cell(int64_t id) const {
+    if (!by_slot) {
+      __builtin_prefetch(cell.const_data_ptr<int32_t>() + std::max<int64_t>(id, 0));
+    }
+  }
+  void prefetch_class(int64_t slot) const {
+    if (!by_slot) {
+      __builtin_prefetch(tables.order + slot);
+    }
+  }
   /// -1: never drawn.
   int64_t cell_of(int64_t id) const {
+    if (by_slot) {
+      return tables.cell_of_slot(id);
+    }
     const int64_t c = cell.const_data_ptr<int32_t>()[id];
     TORCH_CHECK_INDEX(c >= -1 && c < tables.cells, "MIDX: expected cell in [-1, ", tables.cells, "), got ", c, " for class ", id);
     return c;

@@ -11,6 +11,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/nan_to_num.h>
@@ -42,13 +43,26 @@ OptionalTensor finite_class_weights(const char* op, const ClassTable& table, con
   return midx_class_weights(table, index, spread);
 }
 
-// Rows of classes that are drawn, at most `points`, picked at random.
-Tensor training_rows(const Tensor& seed, const Tensor& weight, const Tensor& order, int64_t points) {
-  const int64_t drawn = order.size(0);
-  if (drawn <= points) {
-    return weight.index_select(0, order).to(at::kFloat);
+Tensor midx_training_slots(const Tensor& seed, int64_t drawn, int64_t points) {
+  return drawn <= points ? at::arange(drawn, seed.options()) : uniform_draws(seed, 2, drawn, points, true);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> midx_codebooks(const Tensor& seed, const Tensor& rows, const Tensor& codewords1, const Tensor& codewords2,
+                                                          int64_t iterations, bool warm) {
+  const int64_t k = codewords1.size(0), width1 = codewords1.size(1), width2 = codewords2.size(1);
+  const bool residual = check_codebooks("midx_codebooks", codewords1, codewords2, rows.size(1));
+  const auto init = [&](const Tensor& codewords) { return warm ? OptionalTensor(codewords) : std::nullopt; };
+  const auto [first, inertia1] = kmeans(seed, residual ? rows : rows.narrow(1, 0, width1), k, iterations, init(codewords1));
+  Tensor remainder;
+  if (residual) { // one codebook is coded as a product with a second one of no width
+    const Tensor nothing = first.new_empty({k, 0});
+    const Tensor nearest = std::get<0>(midx_encode(rows, first, nothing)).to(at::kLong).div_(k, "floor");
+    remainder = rows - first.index_select(0, nearest);
+  } else {
+    remainder = rows.narrow(1, width1, width2);
   }
-  return weight.index_select(0, order.index_select(0, uniform_draws(seed, 2, drawn, points, true))).to(at::kFloat);
+  const auto [second, inertia2] = kmeans(seed, remainder, k, iterations, init(codewords2));
+  return {first, second, inertia1[iterations], inertia2[iterations]};
 }
 
 // `squares` come of rows and codewords, which the whole table need not be read again to trust: only where they are not finite.
@@ -63,21 +77,11 @@ void check_finite(const char* op, const Tensor& squares, const ClassTable& table
 Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, const MidxIndex& index, const MidxOptions& options, bool warm) {
   const Tensor& weight = table.weight;
   check_finite_bias(op, table.bias);
-  const int64_t k = options.codewords, width1 = index.codewords1.size(1), width2 = index.codewords2.size(1);
   const int64_t iterations = warm && options.form == "learnable" ? 0 : options.iterations; // classes are coded under what was learnt
-  const Tensor rows = training_rows(seed, weight, index.order, options.train_points.value_or(256 * k)), squares = rows.square().sum(1);
+  const Tensor slots = midx_training_slots(seed, index.order.size(0), options.train_points.value_or(256 * options.codewords));
+  const Tensor rows = weight.index_select(0, index.order.index_select(0, slots)).to(at::kFloat), squares = rows.square().sum(1);
   check_finite(op, squares, table);
-  const auto init = [&](const Tensor& codewords) { return warm ? OptionalTensor(codewords) : std::nullopt; };
-  const auto [first, inertia1] = kmeans(seed, index.residual ? rows : rows.narrow(1, 0, width1), k, iterations, init(index.codewords1));
-  Tensor remainder;
-  if (index.residual) { // one codebook is coded as a product with a second one of no width
-    const Tensor nothing = first.new_empty({k, 0});
-    const Tensor nearest = std::get<0>(midx_encode(rows, first, nothing)).to(at::kLong).div_(k, "floor");
-    remainder = rows - first.index_select(0, nearest);
-  } else {
-    remainder = rows.narrow(1, width1, width2);
-  }
-  const auto [second, inertia2] = kmeans(seed, remainder, k, iterations, init(index.codewords2));
+  const auto [first, second, inertia1, inertia2] = midx_codebooks(seed, rows, index.codewords1, index.codewords2, iterations, warm);
   const auto [cell, error] = midx_encode(weight, first, second);
   check_finite(op, error, table);
   const OptionalTensor log_weight = finite_class_weights(op, table, index, given(index.spread) ? OptionalTensor(error) : std::nullopt);
@@ -96,7 +100,7 @@ Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, cons
     index.touched->zero_();
   }
   return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(), squares.to(at::kDouble).mean(),
-                    inertia1[iterations], inertia2[iterations], index.mass.gt(0).sum().to(at::kDouble)});
+                    inertia1, inertia2, index.mass.gt(0).sum().to(at::kDouble)});
 }
 
 void update(const char* op, const ClassTable& table, const MidxIndex& index, const Tensor& rows) {
@@ -266,12 +270,18 @@ void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const O
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("midx_update_(Tensor weight, Tensor? bias, Tensor rows, Tensor(a!) step, Tensor(b!)[] index, str options) -> ()");
+  m.def("midx_codebooks(Tensor seed, Tensor rows, Tensor codewords1, Tensor codewords2, int iterations, bool warm) -> "
+        "(Tensor codewords1, Tensor codewords2, Tensor inertia1, Tensor inertia2)");
+  m.def("midx_training_slots(Tensor seed, int drawn, int points) -> Tensor");
+  m.def("refresh_is_due(int step, int every) -> bool", refresh_is_due);
   m.def("midx_note_(Tensor(a!) touched, Tensor(b!)? query_square, Tensor step, Tensor queries, Tensor? target, Tensor ids) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("midx_update_", midx_update_);
   m.impl("midx_note_", midx_note_);
+  m.impl("midx_codebooks", midx_codebooks);
+  m.impl("midx_training_slots", midx_training_slots);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {

@@ -10,6 +10,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -24,7 +25,9 @@ using at::Tensor;
 
 // log of the weight of a class in its cell, -inf where it is never drawn; the cells of those.
 std::tuple<Tensor, Tensor> log_weight_and_cell(const MidxIndex& index, const Tensor& ids) {
-  const Tensor flat = ids.reshape({-1}), cell = index.cell.index_select(0, flat).to(at::kLong);
+  const Tensor flat = ids.reshape({-1});
+  const Tensor cell = index.order.size(0) == 0 ? at::searchsorted(index.start, flat, false, true) - 1 // classes are numbered by their slots
+                                               : index.cell.index_select(0, flat).to(at::kLong);
   const Tensor log_weight = given(index.log_weight) ? index.log_weight->index_select(0, flat).to(at::kDouble)
                                                     : at::zeros(cell.sizes(), cell.options().dtype(at::kDouble));
   return {log_weight.masked_fill(cell.lt(0), -std::numeric_limits<double>::infinity()).view(ids.sizes()),

@@ -13,21 +13,21 @@ namespace xsoftmax::cuda {
 /// Contiguous tables of an index, which come from a state dict: kernels assert what they find there.
 struct MidxDeviceIndex {
   MidxCellTables tables;
-  const int32_t* cell;
+  const int32_t* cell;     ///< nullptr where classes are numbered by their slots
   const float* log_weight; ///< nullptr where all weights are 1
   int64_t num_classes;     ///< N
 
 #ifdef __CUDACC__
   __device__ int64_t class_at(int64_t slot) const {
     CUDA_KERNEL_ASSERT(slot >= 0 && slot < tables.classes);
-    const int64_t id = tables.order[slot];
+    const int64_t id = tables.order == nullptr ? slot : tables.order[slot];
     CUDA_KERNEL_ASSERT(id >= 0 && id < num_classes);
     return id;
   }
   /// -1: never drawn, or no class.
   __device__ int64_t cell_of(int64_t id) const {
     CUDA_KERNEL_ASSERT(id >= -1 && id < num_classes);
-    const int64_t c = id < 0 ? -1 : cell[id];
+    const int64_t c = id < 0 ? -1 : cell == nullptr ? tables.cell_of_slot(id) : int64_t(cell[id]);
     CUDA_KERNEL_ASSERT(c >= -1 && c < tables.cells);
     return c;
   }
@@ -50,12 +50,13 @@ struct MidxDeviceTables {
       prefix = index.prefix->contiguous();
       heaviest = index.heaviest->contiguous();
     }
-    const int64_t k = index.codewords1.size(0);
-    view = {{k, k * k, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
+    const int64_t k = index.codewords1.size(0), classes = index.num_classes.expect_int();
+    const bool by_slot = order.size(0) == 0; // of which there is one at least
+    view = {{k, k * k, by_slot ? classes : order.size(0), by_slot ? nullptr : order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
              weighted ? prefix.const_data_ptr<double>() : nullptr, weighted ? heaviest.const_data_ptr<double>() : nullptr},
-            cell.const_data_ptr<int32_t>(),
+            by_slot ? nullptr : cell.const_data_ptr<int32_t>(),
             weighted ? log_weight.const_data_ptr<float>() : nullptr,
-            cell.size(0)};
+            classes};
   }
 
   at::Tensor order, start, mass, cell, log_weight, prefix, heaviest;

@@ -57,7 +57,7 @@ class MidxSharedDraws {
       draw_independent(seed, ids);
     }
     for (int64_t j = 0; j < samples_; ++j) {
-      __builtin_prefetch(tables_.order + ids[j]);
+      checked_.prefetch_class(ids[j]);
     }
     for (int64_t j = 0; j < samples_; ++j) {
       ids[j] = checked_.class_at(ids[j]);

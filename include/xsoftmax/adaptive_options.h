@@ -24,6 +24,7 @@ struct MidxOptions {
   int64_t iterations = 10;                     ///< of K-means, for each codebook
   std::optional<int64_t> train_points = std::nullopt; ///< rows that K-means sees; none: 256 a codeword
   std::string form = "plain";                  ///< which class it is: "exact", "spread", "learnable"; the class sets it
+  std::optional<int64_t> slots = std::nullopt; ///< so many classes, numbered by their slots: the index has no table of classes
   at::Tensor exclude = {};                     ///< int64 [K]: classes that are never drawn; no part of the text
 
   bool is_distinct() const { return distinct.value_or(shared); }
@@ -33,7 +34,7 @@ struct MidxOptions {
   void visit(Visitor& v) {
     v("num_samples", num_samples); v("codewords", codewords); v("kind", kind); v("bias", bias); v("shared", shared);
     v("distinct", distinct); v("mixture", mixture); v("refresh_every", refresh_every); v("update_every", update_every);
-    v("iterations", iterations); v("train_points", train_points); v("form", form);
+    v("iterations", iterations); v("train_points", train_points); v("form", form); v("slots", slots);
   }
 };
 

@@ -23,6 +23,7 @@ OPTIONS = {
     "ranking": dict(estimator="ranking"), "smooth": dict(label_smoothing=0.1), "dense": dict(sparse_grad=False, bias=True),
     "weights": dict(weight=torch.arange(1, N + 1) / N), "nce": dict(estimator="nce", log_z="learned"), "negative": dict(estimator="negative_sampling"),
     "cane": dict(estimator="cane", head_classes=4), "cane_log_of_mean": dict(estimator="cane_log_of_mean", head_classes=4, bias=True),
+    "ranking, head": dict(estimator="ranking", head_classes=3, bias=True), "keep hits": dict(remove_accidental_hits=False),
     "importance": dict(estimator="importance"), "one_vs_each": dict(estimator="one_vs_each"), "blackout": dict(estimator="blackout"),
 }
 CASES = [(sampler, "bias, head" if i % 2 else "plain") for i, sampler in enumerate(SAMPLERS) if sampler != "complement"] + \
@@ -69,8 +70,8 @@ def step_of(loss, input, target, rank, method):
     return value.detach(), input.grad, grads, norm, whole(loss.eval())
 
 
-def sharded_step(rank, size, sampler, options, step, method):
-    loss = xs.distributed.shard_classes(loss_of(sampler, options, seed=rank))
+def sharded_step(rank, size, sampler, options, step, method, exchange):
+    loss = xs.distributed.shard_classes(loss_of(sampler, options, seed=rank), exchange=exchange)
     return step_of(loss, *batches(size, step, options)[rank], rank, method)
 
 
@@ -78,9 +79,9 @@ def one_process_step(size, sampler, options, step, method):
     return step_of(loss_of(sampler, options), *map(torch.cat, zip(*batches(size, step, options))), 0, method)
 
 
-def check_step(size, sampler, options, step=0, method="forward"):
+def check_step(size, sampler, options, step=0, method="forward", exchange="auto"):
     value, of_input, grads, norm, state = one_process_step(size, sampler, options, step, method)
-    results = ranks(size).run(sharded_step, size, sampler, options, step, method)
+    results = ranks(size).run(sharded_step, size, sampler, options, step, method, exchange)
     each = OPTIONS[options].get("reduction") == "none"
     values = [result[0] for result in results]
     for got in [torch.cat(values)] if each else values:
@@ -98,14 +99,22 @@ def check_step(size, sampler, options, step=0, method="forward"):
             torch.testing.assert_close(got[name], table, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("sampler, options", CASES)
-def test_a_step_is_that_of_one_process(sampler, options):
-    check_step(2, sampler, options)
+EXCHANGES = [("rows", sampler, options) for sampler, options in CASES] + \
+    [("queries", sampler, options) for sampler, options in CASES if options not in ("cane", "cane_log_of_mean", "one_vs_each", "blackout")] + \
+    [("queries", "log_uniform independent", options) for options in ("ranking", "smooth", "nce", "ranking, head")] + \
+    [("queries", sampler, "ranking, head") for sampler in ("unigram private", "union")] + [("queries", "union", "keep hits")]
 
 
+@pytest.mark.parametrize("exchange, sampler, options", EXCHANGES)
+def test_a_step_is_that_of_one_process(exchange, sampler, options):
+    check_step(2, sampler, options, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", ["rows", "queries"])
 @pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch"])
-def test_more_ranks(sampler):
-    check_step(3, sampler, "bias, head")
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_ranks(size, sampler, exchange):
+    check_step(size, sampler, "bias, head", exchange=exchange)
 
 
 @pytest.mark.parametrize("options", ["plain", "bias, head", "none", "smooth", "weights", "sum"])

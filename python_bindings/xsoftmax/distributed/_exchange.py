@@ -22,6 +22,10 @@ class ClassShards:
         """The rows of this rank."""
         return table[self.begin:self.end]
 
+    def here(self, classes: Tensor) -> Tensor:
+        """Whether this rank has them."""
+        return (classes >= self.begin) & (classes < self.end)
+
     def norm(self, of_rank: Tensor, p: float) -> Tensor:
         """Of all ranks' rows together."""
         if p == float("inf"):
@@ -48,51 +52,21 @@ class GatherQueries(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.batch.sum_scattered(grad.contiguous()), None
+        # An exchange and a local sum: gloo's reduce-scatter is an all-reduce for each rank.
+        return ctx.batch.scatter(grad).sum(0), None
 
 
-class LocalRows(torch.autograd.Function):
-    """This rank's part of what all ranks have alike. Backward: the gradients of all parts."""
+class ScatterShares(torch.autograd.Function):
+    """What each rank knows of all queries, [queries, ...], as all ranks know it of this rank's: [ranks, its queries, ...]."""
 
     @staticmethod
-    def forward(ctx, whole: Tensor, batch: Ragged) -> Tensor:
+    def forward(ctx, shares: Tensor, batch: Ragged) -> Tensor:
         ctx.batch = batch
-        return batch.local(whole)
+        return batch.scatter(shares)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.batch.gather(grad), None
-
-
-class SumOverRanks(torch.autograd.Function):
-    """A sum whose gradient every rank has already, since all of them go on alike."""
-
-    @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None
-
-
-class LogSumExpOverRanks(torch.autograd.Function):
-    """log sum over ranks of e^part."""
-
-    @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        parts = part.new_empty(dist.get_world_size(group) * len(part))
-        all_gather(parts, part.contiguous(), group=group)
-        total = parts.view(-1, len(part)).logsumexp(0)
-        ctx.save_for_backward(part, total)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        part, total = ctx.saved_tensors
-        return grad * (part - total).exp(), None
+        return ctx.batch.scattered_back(grad), None
 
 
 class ScaleGradient(torch.autograd.Function):

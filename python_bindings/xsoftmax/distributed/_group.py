@@ -102,9 +102,15 @@ class Ragged:
         all_gather(whole, self._padded(part), group=self.group)
         return torch.cat([piece[:count] for piece, count in zip(whole.split(self.most), self.counts)]) if self.most > 0 else whole
 
-    def sum_scattered(self, whole: Tensor) -> Tensor:
-        """The sum over ranks of this rank's part. By an exchange and a local sum: gloo's reduce-scatter is an all-reduce for each rank."""
-        sent = torch.cat([self._padded(piece) for piece in whole.split(self.counts)])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        return received.view(self.size, self.most, *whole.shape[1:])[:, :self.counts[self.rank]].sum(0)
+    def scatter(self, whole: Tensor) -> Tensor:
+        """What all ranks have for this rank's part of the batch, [ranks, its size, ...]."""
+        count = self.counts[self.rank]
+        parts = whole.new_empty(self.size * count, *whole.shape[1:])
+        dist.all_to_all_single(parts, whole.contiguous(), [count] * self.size, self.counts, group=self.group)
+        return parts.view(self.size, count, *whole.shape[1:])
+
+    def scattered_back(self, parts: Tensor) -> Tensor:
+        """The inverse: what this rank has for the parts of all ranks' batches."""
+        whole = parts.new_empty(self.total, *parts.shape[2:])
+        dist.all_to_all_single(whole, parts.flatten(0, 1).contiguous(), self.counts, [self.counts[self.rank]] * self.size, group=self.group)
+        return whole

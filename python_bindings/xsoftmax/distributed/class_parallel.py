@@ -12,18 +12,19 @@ from .._table import TableModule, flat_queries, refuse_data_parallel
 from ..estimators import is_registered
 from ..losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from ..samplers import columns_of
-from ._exchange import (ClassShards, FetchRows, GatherQueries, LocalRows, LogSumExpOverRanks, RowRequests, ScaleGradient, SumOverRanks,
-                        same_generator, unique_of)
-from ._group import Ragged, all_gather, broadcast, check_alike, facts_of, group_of, leave_out
+from ._candidates import candidate_numbers, of_rank, without_a_draw
+from ._exchange import ClassShards, FetchRows, GatherQueries, RowRequests, ScaleGradient, ScatterShares, same_generator, unique_of
+from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
 
+EXCHANGES = ("auto", "queries", "rows")
 NO_CLASS = -100  # in the place of targets that are ignored, where classes are places among those of a step
 
 
 class ShardedLoss(LinearLoss):
     """What a loss becomes by :func:`shard_classes`: the same calls, by all ranks at once."""
 
-    def _shard(self, shards: ClassShards) -> None:
-        linear, self._shards = self.linear, shards
+    def _shard(self, shards: ClassShards, exchange: str) -> None:
+        linear, self._shards, self._exchange = self.linear, shards, exchange
         for name, table in list(linear.named_parameters()):
             local = nn.Parameter(shards.local(table.detach()).clone(), requires_grad=table.requires_grad)
             local._class_shards = shards  # for clip_grad_norm_
@@ -87,41 +88,54 @@ class ShardedLoss(LinearLoss):
 
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         self.settle()
-        shards, group = self._shards, self._shards.group
         queries, batch = self._batch(input, target)
         everyone = GatherQueries.apply(self._scaled(queries), batch)
         targets = batch.gather(target.reshape(-1))
         counts = self._counts(targets)
-        normalizer = LogSumExpOverRanks.apply(self._log_normalizers(everyone), group)
-        mine = (targets >= shards.begin) & (targets < shards.end) & (counts != 0)
-        if shards.end > shards.begin:
-            score = torch.where(mine, self._scores(everyone, torch.where(mine, targets - shards.begin, 0)), 0.0)
-        else:
-            score = torch.zeros_like(normalizer)
-        loss = normalizer - SumOverRanks.apply(score, group)
+        shares = [self._log_normalizers(everyone), self._target_scores(everyone, targets)]
         if self.label_smoothing != 0.0:
-            mean = self._scores_summed(everyone) / self.num_classes
-            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * (normalizer - SumOverRanks.apply(mean, group))
-        each = torch.where(counts != 0, counts * loss, 0.0)
-        if self.reduction == "none":
-            return LocalRows.apply(each, batch).reshape(target.shape)
-        return each.sum() if self.reduction == "sum" else each.sum() / counts.sum()
+            shares.append(self._scores_summed(everyone) / self.num_classes)
+        normalizers, *scores = ScatterShares.apply(torch.stack(shares, 1), batch).unbind(2)
+        normalizer, score = normalizers.logsumexp(0), scores[0].sum(0)
+        if self.label_smoothing != 0.0:
+            score = (1 - self.label_smoothing) * score + self.label_smoothing * scores[1].sum(0)
+        return self._reduced(self._weighted(normalizer - score, target), target, counts)
+
+    def _target_scores(self, queries: Tensor, targets: Tensor) -> Tensor:
+        """Of the targets that this rank has; of the others 0."""
+        shards = self._shards
+        if shards.end == shards.begin:
+            return queries.new_zeros(len(queries), dtype=self._accumulation(queries))
+        mine = shards.here(targets) & (targets != self.ignore_index)
+        return torch.where(mine, self._scores(queries, torch.where(mine, targets - shards.begin, 0)), 0.0)
 
     def _scores_summed(self, queries: Tensor) -> Tensor:
         dtype = self._accumulation(queries)
         sums = queries.to(dtype) @ self.linear.weight.sum(0, dtype=dtype)
         return sums if self.linear.bias is None else sums + self.linear.bias.sum(dtype=dtype)
 
+    def _weighted(self, loss: Tensor, target: Tensor) -> Tensor:
+        """The losses of this rank's queries, [*] or their sum."""
+        options = option_text(reduction="none" if self.reduction == "none" else "sum", ignore_index=self.ignore_index)
+        return torch.ops.xsoftmax.reduced_loss(loss, target, self.weight, options)
+
+    def _reduced(self, loss: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+        """The loss of all ranks' queries from that of this rank's, whose gradient is this rank's."""
+        if self.reduction == "none":
+            return loss.reshape(target.shape)
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=self._shards.group)
+        return (loss + (total - loss.detach())) / (counts.sum() if self.reduction == "mean" else 1)
+
     @torch.no_grad()
     def log_prob(self, input: Tensor) -> Tensor:
         self.settle()
         shards = self._shards
         queries, batch = self._batch(input, None)
-        logits = self.linear(batch.gather(queries)).t()  # [classes, Q]
-        padded = torch.cat([logits, logits.new_zeros(shards.chunk - len(logits), batch.total)])
-        whole = padded.new_empty(shards.size * shards.chunk, batch.total)
-        all_gather(whole, padded.contiguous(), group=shards.group)
-        return batch.local(whole[:self.num_classes].t()).log_softmax(-1).reshape(*input.shape[:-1], self.num_classes)
+        logits = self.linear(batch.gather(queries))  # [all ranks' queries, classes of this rank]
+        missing = shards.chunk - logits.shape[1]
+        whole = batch.scatter(nn.functional.pad(logits, (0, missing))).transpose(0, 1).flatten(1)
+        return whole[:, :self.num_classes].log_softmax(-1).reshape(*input.shape[:-1], self.num_classes)
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int) -> Tuple[Tensor, Tensor]:
@@ -135,30 +149,63 @@ class ShardedLoss(LinearLoss):
         classes = torch.zeros(batch.total, k, dtype=torch.int64, device=values.device)
         if known > 0:
             best, rows = torch.ops.xsoftmax.linear_topk(everyone, self.linear.weight, self.linear.bias, known)
-            values[:, :known], classes[:, :known] = best + (log_z - LogSumExpOverRanks.apply(log_z, shards.group)).unsqueeze(1), rows + shards.begin
-        else:
-            LogSumExpOverRanks.apply(log_z, shards.group)
-        everywhere = []
-        for part in (values, classes):
-            whole = part.new_empty(shards.size * batch.total, k)
-            all_gather(whole, part, group=shards.group)
-            everywhere.append(batch.local(whole.view(shards.size, batch.total, k).transpose(0, 1).flatten(1)))
-        best, places = everywhere[0].topk(k)
+            values[:, :known], classes[:, :known] = best + log_z.unsqueeze(1), rows + shards.begin
+        values, classes = (batch.scatter(part).transpose(0, 1).flatten(1) for part in (values, classes))
+        best, places = values.topk(k)
         shape = [*input.shape[:-1], k]
-        return best.reshape(shape), everywhere[1].gather(1, places).reshape(shape)
+        return (best - batch.scatter(log_z).logsumexp(0).unsqueeze(1)).reshape(shape), classes.gather(1, places).reshape(shape)
 
     # ------------------------------------------------------------------------------------------------------------- sampled loss
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator]) -> Tensor:
-        shards, group = self._shards, self._shards.group
         queries, batch = self._batch(input, target)
         targets = batch.gather(target.reshape(-1))
         counts = self._counts(targets)
         shown = torch.where(targets == self.ignore_index, -1, targets)
-        # Every rank draws for the whole batch, as one process would, and keeps what its queries see.
+        generator = same_generator(generator, queries.device, self._shards.group)
+        by_queries = self._exchange == "queries" or (self._exchange == "auto" and self._queries_are_fewer(batch))
+        loss = (self._loss_by_queries if by_queries else self._loss_by_rows)(self._scaled(queries), target, batch, shown, generator)
+        return self._reduced(loss, target, counts)
+
+    def _queries_are_fewer(self, batch: Ragged) -> bool:
+        """Whether all queries are fewer than the rows that one rank needs for its part of them."""
+        shared, private = candidate_numbers(self.sampler, batch.total)
+        return torch.ops.xsoftmax.estimator_is_joined(self.estimator) and \
+            batch.total < shared + self.head.numel() + (private + 1) * batch.total / batch.size
+
+    def _log_z(self, device) -> Optional[Tensor]:
+        if self.log_z is not None:
+            return SumGradient.apply(self.log_z, self._shards.group)
+        return None if self.fixed_log_z == 0.0 else torch.full([], self.fixed_log_z, device=device)
+
+    def _loss_by_queries(self, queries: Tensor, target: Tensor, batch: Ragged, shown: Tensor, generator: torch.Generator) -> Tensor:
+        """Every rank scores its classes for all queries."""
+        shards, linear = self._shards, self.linear
+        everyone = torch.where(shown.unsqueeze(1) >= 0, GatherQueries.apply(queries, batch), 0.0)
+        sets = self.propose(everyone.detach(), shown, generator)
+        if torch.ops.xsoftmax.estimator_takes_a_draw(self.estimator):
+            sets = without_a_draw(sets, shown, shards.group)
+        sets = sorted((of_rank(part, shards) for part in sets), key=lambda part: (part.ids.dim() == 1, not part.distinct))
+        known = torch.where(shards.here(shown), shown - shards.begin, -1)
+        if shards.end > shards.begin:
+            private = torch.cat([known.clamp(min=0).unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)], 1)
+            shared = [part.ids for part in sets if part.ids.dim() == 1]
+            scores = torch.ops.xsoftmax.candidate_scores(everyone, linear.weight, linear.bias, private, torch.cat(shared) if shared else None,
+                                                         self.sparse_grad)
+        else:  # a rank without classes takes part in the exchange of gradients all the same
+            scores = everyone.sum(1, keepdim=True, dtype=self._accumulation(everyone)) * 0 + linear.weight.sum() * 0
+        log_z = self._log_z(queries.device)
+        options = option_text(estimator=self.estimator, remove_accidental_hits=self.remove_accidental_hits, label_smoothing=self.label_smoothing)
+        columns = columns_of(sets)
+        shares = torch.ops.xsoftmax.candidate_shares(scores if log_z is None else scores - log_z, known, *columns, options)
+        loss = torch.ops.xsoftmax.loss_of_shares(ScatterShares.apply(shares, batch), columns[-1], options)
+        return self._weighted(loss, target)
+
+    def _loss_by_rows(self, queries: Tensor, target: Tensor, batch: Ragged, shown: Tensor, generator: torch.Generator) -> Tensor:
+        """Every rank fetches the rows that its queries see."""
+        # It draws for the whole batch, as one process would, and keeps what its queries see.
         dummies = queries.new_zeros(1, 1).expand(batch.total, self.in_features)
-        sets = self.propose(dummies, shown, same_generator(generator, queries.device, group))
-        ids, log_count, target_log_count, distinct = columns_of(sets)
+        ids, log_count, target_log_count, distinct = columns_of(self.propose(dummies, shown, generator))
         ids = [batch.local(part) if part.dim() == 2 else part for part in ids]
         log_count = [batch.local(part) if part.dim() == 2 else part for part in log_count]
         target_log_count = [None if part is None else batch.local(part) for part in target_log_count]
@@ -166,25 +213,14 @@ class ShardedLoss(LinearLoss):
         classes, places = unique_of([mine[mine >= 0], *ids])
         known = torch.full_like(mine, NO_CLASS)
         known[mine >= 0] = places[0]
-        requests = RowRequests(classes, shards)
+        requests = RowRequests(classes, self._shards)
         weight = FetchRows.apply(self.linear.weight, requests, self.sparse_grad)
         bias = None if self.linear.bias is None else FetchRows.apply(self.linear.bias, requests, self.sparse_grad)
         options = {name: getattr(self, name) for name in self._option_names}
         options |= {"ignore_index": NO_CLASS, "sparse_grad": False, "reduction": "none" if self.reduction == "none" else "sum"}
-        log_z = self.log_z
-        if log_z is None and self.fixed_log_z != 0.0:
-            log_z = torch.full([], self.fixed_log_z, device=queries.device)
-        elif log_z is not None:
-            log_z = SumGradient.apply(log_z, group)
-        loss = torch.ops.xsoftmax.sampled_softmax_loss(
-            self._scaled(queries), weight, bias, known, places[1:], log_count, target_log_count, distinct,
-            None if self.weight is None else self.weight[classes], log_z, option_text(**options))
-        if self.reduction == "none":
-            return loss.reshape(target.shape)
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        count = counts.sum() if self.reduction == "mean" else 1
-        return (loss + (total - loss.detach())) / count
+        return torch.ops.xsoftmax.sampled_softmax_loss(
+            queries, weight, bias, known, places[1:], log_count, target_log_count, distinct,
+            None if self.weight is None else self.weight[classes], self._log_z(queries.device), option_text(**options))
 
 
 class SumGradient(torch.autograd.Function):
@@ -227,7 +263,7 @@ def _as_dtensors(module: ShardedLoss, state: dict, prefix: str, local_metadata) 
 _SHARDED = {LinearCrossEntropyLoss: ShardedCrossEntropyLoss, SampledSoftmaxLoss: ShardedSampledSoftmaxLoss}
 
 
-def shard_classes(model: nn.Module, mesh=None) -> nn.Module:
+def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.Module:
     """Splits the class tables of losses over the ranks of a mesh, in place: rank r keeps classes ``[r ceil(N / W), (r + 1) ceil(N / W))``.
 
     From then on all ranks call a loss together, each with its batch of any size, as under data parallelism, and the loss is what one process would
@@ -265,21 +301,23 @@ def shard_classes(model: nn.Module, mesh=None) -> nn.Module:
     if not tables:
         raise ValueError(f"{owner}: expected a model with a class table, got a {type(model).__name__} without one")
     for loss in tables:
-        check_splits(owner, loss)
-    check_alike(owner, facts_of(tables), group)
+        check_splits(owner, loss, exchange)
+    check_alike(owner, {"exchange": exchange, **facts_of(tables)}, group)
     if mesh is None:
         mesh = dist.device_mesh.DeviceMesh.from_group(group, tables[0].linear.weight.device.type)
     for loss in tables:
         loss.settle()
         broadcast([*loss.parameters(), *loss.buffers()], group)
         loss.__class__ = _SHARDED[type(loss)]
-        loss._shard(ClassShards(loss.num_classes, mesh))
+        loss._shard(ClassShards(loss.num_classes, mesh), exchange)
     leave_out(model)
     return model
 
 
-def check_splits(owner: str, loss: TableModule) -> None:
+def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
     """Whether the table of a loss can be split."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"{owner}: expected exchange as one of {EXCHANGES}, got {exchange!r}")
     if type(loss) not in _SHARDED:
         raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}")
     if isinstance(loss, SampledSoftmaxLoss):
@@ -287,13 +325,24 @@ def check_splits(owner: str, loss: TableModule) -> None:
             raise ValueError(f"{owner}: expected a sampler that does not follow the class table, got {loss.sampler}")
         if is_registered(loss.estimator):
             raise ValueError(f"{owner}: expected an estimator of the library, got {loss.estimator!r}, which is written in Python")
+        if exchange == "queries" and not torch.ops.xsoftmax.estimator_is_joined(loss.estimator):
+            raise ValueError(f"{owner}: expected an estimator whose candidates enter as one sum (sampled_softmax, ranking, nce, negative_sampling or "
+                             f"importance) with exchange=\"queries\", got {loss.estimator!r}: use exchange=\"rows\"")
     if loss.label_smoothing != 0.0 and loss.weight is not None:
         raise ValueError(f"{owner}: expected label_smoothing=0 beside class weights, got {loss.label_smoothing}")
 
 
 class ClassParallel(ParallelStyle):
     """:func:`shard_classes` as a style of ``torch.distributed.tensor.parallel.parallelize_module``. Beside DistributedDataParallel call
-    :func:`leave_out` with the model."""
+    :func:`leave_out` with the model.
+
+    Args:
+        exchange: see :func:`shard_classes`.
+    """
+
+    def __init__(self, exchange: str = "auto") -> None:
+        super().__init__()
+        self.exchange = exchange
 
     def _apply(self, module: nn.Module, device_mesh) -> nn.Module:
-        return shard_classes(module, device_mesh)
+        return shard_classes(module, device_mesh, exchange=self.exchange)

@@ -1,0 +1,185 @@
+#include "losses/candidate_shares.h"
+
+#include "core/checks.h"
+#include "core/options.h"
+#include "losses/candidate_loss.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/softplus.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// log of the sum of e^x along a dimension. Its gradient is 0, not NaN, where all of it is -inf.
+Tensor log_sum(const Tensor& x, int64_t dim) {
+  if (x.size(dim) == 0) {
+    return x.sum(dim) - kInfinity;
+  }
+  const Tensor none = x.eq(-kInfinity).all(dim, true);
+  return at::where(none, -kInfinity, at::logsumexp(x.masked_fill(none, 0.0), dim, true)).squeeze(dim);
+}
+
+// The columns of shares, for an estimator and the kinds of sets that there are.
+struct Columns {
+  Columns(const char* op, const EstimatorOptions& options, bool has_distinct, bool has_drawn)
+      : estimator(find_estimator(op, options.estimator)), traits(estimator.traits), distinct(has_distinct), drawn(has_drawn) {
+    TORCH_CHECK_VALUE(estimator.joined.has_value(), op, ": expected an estimator whose candidates enter as one sum (\"sampled_softmax\", \"ranking\", "
+                      "\"nce\", \"negative_sampling\" or \"importance\"), got \"", options.estimator, "\"");
+    renormalizes = traits.renormalizes && options.remove_accidental_hits && drawn;
+    counts_target = traits.needs_target_count || renormalizes;
+    smooths = options.label_smoothing != 0;
+  }
+
+  int64_t size() const {
+    const int64_t sums = int64_t(distinct) + int64_t(drawn);
+    return 1 + int64_t(counts_target) + sums + (renormalizes ? 2 : 0) + (smooths ? 2 * sums : 0);
+  }
+
+  const Estimator& estimator;
+  const EstimatorTraits& traits;
+  const bool distinct, drawn;
+  bool renormalizes, counts_target, smooths;
+};
+
+Columns columns_of(const char* op, const EstimatorOptions& options, const c10::List<bool>& distinct) {
+  const auto count = std::count(distinct.begin(), distinct.end(), true);
+  return {op, options, count > 0, size_t(count) < distinct.size()};
+}
+
+// What weighs as `log_weight` says, in [Q, C].
+Tensor summed(const Estimator& estimator, const Tensor& adjusted) {
+  return *estimator.joined == Joined::LogSumExp ? log_sum(adjusted, 1) : at::softplus(adjusted).sum(1);
+}
+
+} // namespace
+
+Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Proposal& sets, const EstimatorOptions& options) {
+  constexpr const char* op = "candidate_shares";
+  TORCH_CHECK_VALUE(in_column_order(sets), op, ": expected sets in the order of the columns of scores, the private before the shared ones, "
+                    "of both the distinct ones first");
+  c10::List<bool> distinct;
+  for (const CandidateSet& set : sets) {
+    distinct.push_back(set.distinct);
+  }
+  const Columns columns = columns_of(op, options, distinct);
+  EstimatorTraits traits = columns.traits;
+  traits.takes_a_draw = traits.corrects_target = false;
+  const Candidates candidates = lay_out(sets, scores.sym_size(0), traits);
+  check::dim(op, "scores", scores, 2);
+  check::dim(op, "target", target, 1);
+  check::size(op, "target", target, 0, scores.sym_size(0), "the rows of scores");
+  check::size(op, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1,
+              "the target, then the private, then the shared candidates");
+  traits.renormalizes = false; // by the draws of all places
+  const CandidateBatch batch = make_batch(scores, target, candidates, traits, options.remove_accidental_hits, 0.0);
+  const Tensor here = target.ge(0), takes_part = batch.log_weight.ne(-kInfinity);
+
+  std::vector<Tensor> shares{at::where(here, batch.target, 0.0)};
+  const auto add_constant = [&](const Tensor& values) { shares.push_back(values.to(scores.scalar_type())); };
+  if (columns.counts_target) {
+    // Draws of several distributions have no one of them to renormalise: an infinite count says so.
+    const Tensor count = given(candidates.target_log_count) ? candidates.target_log_count->to(scores.scalar_type())
+                                                            : at::full(here.sizes(), kInfinity, scores.options());
+    add_constant(at::where(here, count, 0.0));
+  }
+  for (const bool of_draws : {false, true}) {
+    if (!(of_draws ? columns.drawn : columns.distinct)) {
+      continue;
+    }
+    const Tensor out = batch.drawn.ne(of_draws), weight = at::where(out, 0.0, batch.log_weight.exp());
+    shares.push_back(summed(columns.estimator, batch.adjusted.masked_fill(out, -kInfinity)));
+    if (columns.smooths) {
+      shares.push_back(at::where(weight.eq(0), 0.0, weight * batch.score).sum(1));
+      add_constant(weight.sum(1));
+    }
+  }
+  if (columns.renormalizes) {
+    add_constant(takes_part.logical_and(batch.drawn).sum(1));
+    add_constant(batch.draws);
+  }
+  return at::stack(shares, 1);
+}
+
+Tensor loss_of_shares(const Tensor& shares, const c10::List<bool>& distinct, const EstimatorOptions& options) {
+  constexpr const char* op = "loss_of_shares";
+  const Columns columns = columns_of(op, options, distinct);
+  check::dim(op, "shares", shares, 3);
+  check::size(op, "shares", shares, 2, columns.size(), "the columns of this estimator and these sets");
+  int64_t next = 0;
+  const auto column = [&] { return shares.select(2, next++); };
+  const Tensor score = column().sum(0), count = columns.counts_target ? column().sum(0) : Tensor();
+  std::vector<Tensor> sums;
+  Tensor weighted, weights; // of scores
+  const bool is_log = *columns.estimator.joined == Joined::LogSumExp;
+  for (const bool of_draws : {false, true}) {
+    if (!(of_draws ? columns.drawn : columns.distinct)) {
+      continue;
+    }
+    Tensor sum = column();
+    sum = is_log ? log_sum(sum, 0) : sum.sum(0);
+    Tensor of_scores = columns.smooths ? column().sum(0) : Tensor(), of_weights = columns.smooths ? column().sum(0) : Tensor();
+    if (of_draws && columns.renormalizes) {
+      const Tensor live = column().sum(0), draws = column().sum(0), is_known = count.ne(kInfinity);
+      const Tensor others = (draws - count.exp()).clamp_min(0);
+      const Tensor factor = at::where(live.gt(0).logical_and(is_known), (others / live).log(), 0.0);
+      sum = sum + factor;
+      if (columns.smooths) {
+        of_scores = of_scores * factor.exp();
+        of_weights = of_weights * factor.exp();
+      }
+    }
+    sums.push_back(sum);
+    if (columns.smooths) {
+      weighted = weighted.defined() ? weighted + of_scores : of_scores;
+      weights = weights.defined() ? weights + of_weights : of_weights;
+    }
+  }
+  // A target that no draw can give owes no correction.
+  const Tensor target = columns.traits.corrects_target ? score - at::where(count.eq(-kInfinity), 0.0, count) : score;
+  Tensor sum = sums.empty() ? (is_log ? at::zeros_like(score) - kInfinity : at::zeros_like(score)) : sums[0];
+  if (sums.size() == 2) {
+    sum = is_log ? log_sum(at::stack(sums), 0) : sums[0] + sums[1];
+  }
+  const Tensor loss = columns.estimator.joined_loss(target, sum);
+  if (!columns.smooths) {
+    return loss;
+  }
+  // (1 - e) (normaliser - target) + e (normaliser - mean) from the loss, normaliser - target.
+  const Tensor mean = weights.defined() ? (target + weighted) / (1 + weights) : target;
+  return loss + options.label_smoothing * (target - mean);
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def((std::string("candidate_shares(Tensor scores, Tensor target, ") + kProposalSchema + ", str options=\"\") -> Tensor").c_str(),
+        [](const Tensor& scores, const Tensor& target, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count,
+           const c10::List<bool>& distinct, std::string_view options) {
+          constexpr const char* op = "candidate_shares";
+          return candidate_shares(scores, target, make_proposal(op, ids, log_count, target_log_count, distinct),
+                                  parse_options<EstimatorOptions>(op, options));
+        });
+  m.def("loss_of_shares(Tensor shares, bool[] distinct, str options=\"\") -> Tensor",
+        [](const Tensor& shares, const c10::List<bool>& distinct, std::string_view options) {
+          return loss_of_shares(shares, distinct, parse_options<EstimatorOptions>("loss_of_shares", options));
+        });
+  m.def("estimator_is_joined(str estimator) -> bool",
+        [](std::string_view name) { return find_estimator("estimator_is_joined", name).joined.has_value(); });
+  m.def("estimator_takes_a_draw(str estimator) -> bool",
+        [](std::string_view name) { return find_estimator("estimator_takes_a_draw", name).traits.takes_a_draw; });
+}
+
+} // namespace xsoftmax

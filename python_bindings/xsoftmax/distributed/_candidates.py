@@ -1,0 +1,54 @@
+"""Candidates of a step, where each rank scores those of its classes."""
+
+from typing import List, Tuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..samplers import CandidateSet, Sampler, UnionSampler
+from ..samplers.sampler import OF_BATCH
+from ._exchange import ClassShards
+
+
+def candidate_numbers(sampler: Sampler, queries: int) -> Tuple[int, int]:
+    """How many candidates a step has that a batch of so many queries shares, and how many of each query."""
+    if isinstance(sampler, UnionSampler):
+        numbers = [candidate_numbers(part, queries) for part in sampler.parts]
+        return sum(shared for shared, _ in numbers), sum(private for _, private in numbers)
+    number = queries if sampler.num_samples == OF_BATCH else sampler.num_samples
+    return (number, 0) if sampler.shared else (0, number)
+
+
+def of_rank(part: CandidateSet, shards: ClassShards) -> CandidateSet:
+    """The candidates of a set whose classes this rank has, as rows of its table. Private ones stand in the first columns of a query; behind them
+    is row 0 with a log count of +inf, which takes no part."""
+    here = shards.here(part.ids)
+    if part.ids.dim() == 1:
+        places = here.nonzero().squeeze(1)
+        return part._replace(ids=part.ids[places] - shards.begin, log_count=part.log_count[..., places])
+    width = int(here.sum(1).max()) if here.numel() > 0 else 0
+    here, places = (found[:, :width] for found in torch.sort(here.to(torch.uint8), dim=1, descending=True, stable=True))
+    here = here.bool()
+    return part._replace(ids=torch.where(here, part.ids.gather(1, places) - shards.begin, 0),
+                         log_count=torch.where(here, part.log_count.gather(1, places), torch.inf))
+
+
+def without_a_draw(sets: List[CandidateSet], target: Tensor, group: dist.ProcessGroup) -> List[CandidateSet]:
+    """Beside distinct sets, a target that none of them holds takes the place of its query's first independent draw."""
+    if not any(part.distinct for part in sets) or all(part.distinct for part in sets):
+        return sets
+    covered = torch.zeros_like(target, dtype=torch.uint8)
+    for part in sets:
+        if part.distinct:
+            covered |= ((part.ids == target.unsqueeze(1)) & (part.log_count != torch.inf)).any(1)
+    dist.all_reduce(covered, dist.ReduceOp.MAX, group=group)  # a rank may know the ids of its classes alone
+    done, result = covered.bool(), []
+    for part in sorted(sets, key=lambda part: part.ids.dim() == 1):
+        if not part.distinct:
+            present = (part.log_count != torch.inf).expand(len(target), -1)
+            first = present & (present.cumsum(1) == 1) & ~done.unsqueeze(1)
+            done = done | present.any(1)
+            part = part._replace(log_count=torch.where(first, torch.inf, part.log_count))
+        result.append(part)
+    return result
