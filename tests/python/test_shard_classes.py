@@ -16,6 +16,12 @@ SAMPLERS = {
     "unigram distinct private": lambda: xs.samplers.UnigramSampler(COUNTS, 5, shared=False, distinct=True),
     "in_batch": lambda: xs.samplers.InBatchSampler(N),
     "complement": lambda: xs.samplers.ComplementSampler(xs.samplers.LogUniformSampler(N, 6, shared=False), 6),
+    "midx": lambda: xs.samplers.MidxSampler(N, D, 5, codewords=3),
+    "midx pq shared": lambda: xs.samplers.MidxSampler(N, D, 6, codewords=3, kind="pq", shared=True, train_points=9),
+    "midx shared independent": lambda: xs.samplers.MidxSampler(N, D, 6, codewords=3, shared=True, distinct=False, mixture="rms"),
+    "midx distinct": lambda: xs.samplers.MidxSampler(N, D, 5, codewords=3, distinct=True, exclude=2),
+    "midx updates": lambda: xs.samplers.MidxSampler(N, D, 5, codewords=3, refresh_every=4, update_every=1, train_points=9),
+    "midx union": lambda: xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.MidxSampler(N, D, 3, codewords=2)),
     "union": lambda: xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.LogUniformSampler(N, 3, shared=False)),
 }
 OPTIONS = {
@@ -23,10 +29,11 @@ OPTIONS = {
     "ranking": dict(estimator="ranking"), "smooth": dict(label_smoothing=0.1), "dense": dict(sparse_grad=False, bias=True),
     "weights": dict(weight=torch.arange(1, N + 1) / N), "nce": dict(estimator="nce", log_z="learned"), "negative": dict(estimator="negative_sampling"),
     "cane": dict(estimator="cane", head_classes=4), "cane_log_of_mean": dict(estimator="cane_log_of_mean", head_classes=4, bias=True),
+    "head": dict(head_classes=3), "none, head": dict(reduction="none", head_classes=4),
     "ranking, head": dict(estimator="ranking", head_classes=3, bias=True), "keep hits": dict(remove_accidental_hits=False),
     "importance": dict(estimator="importance"), "one_vs_each": dict(estimator="one_vs_each"), "blackout": dict(estimator="blackout"),
 }
-CASES = [(sampler, "bias, head" if i % 2 else "plain") for i, sampler in enumerate(SAMPLERS) if sampler != "complement"] + \
+CASES = [(sampler, "bias, head" if i % 2 else "plain") for i, sampler in enumerate(SAMPLERS) if sampler != "complement" and "midx" not in sampler] + \
     [(sampler, options) for sampler in ("uniform", "unigram private") for options in OPTIONS if sampler != "uniform" or "cane" not in options] + [("in_batch", "none"), ("union", "nce"), ("complement", "plain")]
 
 
@@ -48,6 +55,9 @@ def batches(size, step, options="plain"):
         target[1:2] = OPTIONS[options].get("ignore_index", -100)
         result.append((torch.randn(count, D, generator=random), target))
     return result
+
+
+LEFT_OUT = ("order", "start", "mass", "log_weight", "prefix", "heaviest")  # of an index of MIDX, which follow from its cells
 
 
 def gradients(loss):
@@ -94,15 +104,17 @@ def check_step(size, sampler, options, step=0, method="forward", exchange="auto"
         torch.testing.assert_close(got, grad, rtol=1e-5, atol=1e-6)
     for *_, of_rank, got in results:
         torch.testing.assert_close(of_rank, norm, rtol=1e-5, atol=1e-6)
-        assert set(got) == set(state)
-        for name, table in state.items():
-            torch.testing.assert_close(got[name], table, rtol=1e-4, atol=1e-4)
+        assert set(got) == {name for name in state if name.split(".")[-1] not in LEFT_OUT}
+        for name, table in got.items():
+            torch.testing.assert_close(table, state[name], rtol=1e-4, atol=1e-4)
 
 
 EXCHANGES = [("rows", sampler, options) for sampler, options in CASES] + \
     [("queries", sampler, options) for sampler, options in CASES if options not in ("cane", "cane_log_of_mean", "one_vs_each", "blackout")] + \
     [("queries", "log_uniform independent", options) for options in ("ranking", "smooth", "nce", "ranking, head")] + \
-    [("queries", sampler, "ranking, head") for sampler in ("unigram private", "union")] + [("queries", "union", "keep hits")]
+    [("queries", sampler, "ranking, head") for sampler in ("unigram private", "union")] + [("queries", "union", "keep hits")] + \
+    [("queries", sampler, options) for sampler in SAMPLERS if "midx" in sampler for options in ("plain", "head", "none, head")] + \
+    [("queries", "midx", options) for options in ("ranking", "smooth", "nce", "negative", "importance")]
 
 
 @pytest.mark.parametrize("exchange, sampler, options", EXCHANGES)
@@ -111,10 +123,11 @@ def test_a_step_is_that_of_one_process(exchange, sampler, options):
 
 
 @pytest.mark.parametrize("exchange", ["rows", "queries"])
-@pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch"])
+@pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch", "midx", "midx pq shared", "midx distinct", "midx union"])
 @pytest.mark.parametrize("size", [3, 4])
 def test_more_ranks(size, sampler, exchange):
-    check_step(size, sampler, "bias, head", exchange=exchange)
+    follows = "midx" in sampler
+    check_step(size, sampler, "head" if follows else "bias, head", exchange="auto" if follows else exchange)
 
 
 @pytest.mark.parametrize("options", ["plain", "bias, head", "none", "smooth", "weights", "sum"])
@@ -125,10 +138,10 @@ def test_the_exact_loss(sampler, options):
     check_step(2, sampler, options, method="exact")
 
 
-def checkpoint(rank, folder, steps, save):
+def checkpoint(rank, folder, sampler, steps, save):
     """Trains, and leaves a checkpoint or goes on from one: the losses."""
     import torch.distributed.checkpoint as dcp
-    loss = xs.distributed.shard_classes(loss_of("uniform", "bias, head", seed=1))
+    loss = xs.distributed.shard_classes(loss_of(sampler, "head", seed=1))
     if save:
         torch.manual_seed(3)
         optimizer = xs.optim.RowAdagrad(loss.parameters(), lr=0.1)
@@ -144,26 +157,46 @@ def checkpoint(rank, folder, steps, save):
     return whole(loss)
 
 
-def test_a_checkpoint_loads_on_other_ranks(tmp_path):
-    saved, *_ = ranks(3).run(checkpoint, str(tmp_path), 3, True)
-    for got in ranks(2).run(checkpoint, str(tmp_path), 0, False):
+@pytest.mark.parametrize("sampler", ["uniform", "midx", "midx updates"])
+def test_a_checkpoint_loads_on_other_ranks(tmp_path, sampler):
+    saved, *_ = ranks(3).run(checkpoint, str(tmp_path), sampler, 3, True)
+    for got in ranks(2).run(checkpoint, str(tmp_path), sampler, 0, False):
         assert set(got) == set(saved) and all(torch.equal(got[name], saved[name]) for name in saved)
-    alone = loss_of("uniform", "bias, head", seed=2)
+    alone = loss_of(sampler, "head", seed=2)
     alone.load_state_dict(saved)
-    for got in ranks(2).run(load_whole, alone.state_dict()):
+    state = {name: table.clone() for name, table in alone.state_dict().items()}
+    after = next_loss(alone)
+    for got, value in ranks(2).run(load_whole, sampler, state):
         assert all(torch.equal(got[name], saved[name]) for name in saved)
+        torch.testing.assert_close(value, after)
 
 
-def load_whole(rank, state):
-    loss = xs.distributed.shard_classes(loss_of("uniform", "bias, head", seed=1))
+def load_whole(rank, sampler, state):
+    loss = xs.distributed.shard_classes(loss_of(sampler, "head", seed=1))
     loss.load_state_dict(state)
-    return whole(loss)
+    return whole(loss), next_loss(loss, rank)
+
+
+def next_loss(loss, rank=None):
+    generator = torch.Generator().manual_seed(9)
+    parts = batches(2, 4)
+    input, target = map(torch.cat, zip(*parts)) if rank is None else parts[rank]
+    return loss.estimate(input, target, generator).detach()
 
 
 def refuse(rank):
     shard = xs.distributed.shard_classes
-    with pytest.raises(ValueError, match="shard_classes: expected a sampler that does not follow the class table, got MidxSampler"):
-        shard(xs.SampledSoftmaxLoss(D, N, sampler="midx", num_samples=3))
+    for sampler, bias in (("midx", True), ("midx_exact", False), ("midx_spread", False), ("lsh", False), ("sphere", False), ("rff", False)):
+        with pytest.raises(ValueError, match="shard_classes: expected a sampler that does not follow the class table, or a MidxSampler without a bias, got "):
+            shard(xs.SampledSoftmaxLoss(D, N, sampler=sampler, num_samples=3, bias=bias))
+    with pytest.raises(ValueError, match=r"shard_classes: expected exchange=\"queries\" or \"auto\" with a sampler that follows the class table, got 'rows'"):
+        shard(xs.SampledSoftmaxLoss(D, N, sampler="midx", num_samples=3), exchange="rows")
+    with pytest.raises(ValueError, match="shard_classes: expected exchange as one of .*, got 'columns'"):
+        shard(loss_of("uniform", "plain"), exchange="columns")
+    with pytest.raises(ValueError, match="shard_classes: expected an estimator whose candidates enter as one sum .* got 'blackout'"):
+        shard(loss_of("uniform", "blackout"), exchange="queries")
+    with pytest.raises(ValueError, match="shard_classes: expected the same on all ranks, got exchange of auto on rank 0 and rows on rank 1"):
+        shard(loss_of("uniform", "plain"), exchange=["auto", "rows"][rank])
     with pytest.raises(TypeError, match="shard_classes: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, .* got HierarchicalSoftmaxLoss"):
         shard(xs.HierarchicalSoftmaxLoss(D, xs.LabelTree.balanced(N, 3)))
     with pytest.raises(ValueError, match="shard_classes: expected label_smoothing=0 beside class weights"):
@@ -223,18 +256,18 @@ class Model(torch.nn.Module):
 
 def model_of(sampler, seed):
     torch.manual_seed(0)
-    loss = loss_of(sampler, "bias, head")
+    loss = loss_of(sampler, "head" if "midx" in sampler else "bias, head")
     torch.manual_seed(seed)
     return Model(loss)
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch"])
+@pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch", "midx", "midx updates", "midx union", "midx pq shared"])
 def test_training_is_that_of_one_process(sampler):
     want, state = train(0, 1, sampler, 8)
     for values, got in ranks(2).run(train, 2, sampler, 8):
         assert values == pytest.approx(want, rel=1e-4)
-        for name, table in state.items():
-            torch.testing.assert_close(got[name], table, rtol=1e-3, atol=1e-3)
+        for name, table in got.items():
+            torch.testing.assert_close(table, state[name], rtol=1e-3, atol=1e-3)
 
 
 def beside_shards(rank):
@@ -270,31 +303,118 @@ def test_data_parallelism_that_was_not_told():
     ranks(2).run(not_told)
 
 
-def bytes_of_a_step(rank, size, num_classes, samples, width):
+def bytes_of_a_step(rank, size, exchange, sampler, num_classes, samples, queries, width):
+    """What this rank receives of the others: all that collectives put down here, less its own part."""
     torch.manual_seed(0)
-    loss = xs.distributed.shard_classes(xs.SampledSoftmaxLoss(width, num_classes, sampler="uniform", num_samples=samples))
-    target = torch.randint(num_classes, (8,), generator=torch.Generator().manual_seed(rank))
-    received, exchange = 0, torch.distributed.all_to_all_single
+    loss = xs.distributed.shard_classes(xs.SampledSoftmaxLoss(width, num_classes, sampler=sampler, num_samples=samples), exchange=exchange)
+    input = torch.randn(queries, width, requires_grad=True)
+    target = torch.randint(num_classes, (queries,), generator=torch.Generator().manual_seed(rank))
+    loss(input, target).backward()  # begins an index
+    received, group = 0, xs.distributed._group
+    originals = torch.distributed.all_to_all_single, group.all_gather, torch.distributed.all_reduce, torch.distributed.broadcast
 
-    def counted(output, input, *args, **options):
-        nonlocal received
-        if output.dim() == 2:
-            received += output.nbytes
-        return exchange(output, input, *args, **options)
+    def counted(original, share):
+        def call(output, *args, **options):
+            nonlocal received
+            received += output.nbytes * share
+            return original(output, *args, **options)
+        return call
 
-    torch.distributed.all_to_all_single = counted
+    shares = (size - 1) / size, (size - 1) / size, 2 * (size - 1) / size, float(rank > 0)  # of a ring, of a tree
+    torch.distributed.all_to_all_single, group.all_gather, torch.distributed.all_reduce, torch.distributed.broadcast = \
+        map(counted, originals, shares)
     try:
-        loss(torch.randn(8, width), target).backward()
+        loss(input, target).backward()
     finally:
-        torch.distributed.all_to_all_single = exchange
-    return received * (size - 1) / size  # what a rank sends itself, about an equal part, does not travel
+        torch.distributed.all_to_all_single, group.all_gather, torch.distributed.all_reduce, torch.distributed.broadcast = originals
+    return received
 
 
-def test_bytes_do_not_depend_on_the_classes():
-    samples, width = 2000, 32
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_of_rows_do_not_depend_on_the_classes(size):
+    samples, queries, width = 4000, 8, 128
     for num_classes in (20_000, 200_000):
-        for received in ranks(2).run(bytes_of_a_step, 2, num_classes, samples, width):
-            assert received == pytest.approx(2 * 1 / 2 * (samples + 8) * width * 4, rel=0.05)
+        for received in ranks(size).run(bytes_of_a_step, size, "rows", "uniform", num_classes, samples, queries, width):
+            assert received == pytest.approx(2 * (size - 1) / size * (samples + queries) * width * 4, rel=0.05)
+
+
+@pytest.mark.parametrize("sampler, samples", [("uniform", 100), ("uniform", 2000), ("midx", 10)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_of_queries_do_not_depend_on_candidates(size, sampler, samples):
+    queries, width = 512, 128
+    for received in ranks(size).run(bytes_of_a_step, size, "queries", sampler, 20_000, samples, queries, width):
+        assert received == pytest.approx(2 * (size - 1) * queries * width * 4 + 24 * (size - 1) * queries, rel=0.05)
+
+
+def exchange_of(rank, sampler, samples, queries):
+    loss = xs.distributed.shard_classes(xs.SampledSoftmaxLoss(D, 500, sampler=xs.samplers.UniformSampler(500, samples, shared=sampler == "shared")))
+    taken = []
+    for name in ("_loss_by_queries", "_loss_by_rows"):
+        setattr(loss, name, lambda *args, name=name: taken.append(name) or torch.zeros([]))
+    loss(torch.randn(queries, D), torch.arange(queries))
+    return taken
+
+
+@pytest.mark.parametrize("sampler, samples, queries, taken", [("shared", 100, 90, "queries"), ("shared", 100, 110, "rows"), ("private", 2, 8, "queries"),
+                                                              ("private", 1, 8, "rows")])
+def test_auto_takes_the_smaller_exchange(sampler, samples, queries, taken):
+    # shared: 2 b < S + b; private: 2 < P + 1
+    assert ranks(2).run(exchange_of, sampler, samples, queries) == [["_loss_by_" + taken]] * 2
+
+
+def draws_of_midx(rank, queries, weight, calls):
+    """Counts of the classes drawn for each query, and q."""
+    loss = xs.distributed.shard_classes(midx_loss(weight))
+    loss.sampler.refresh(loss.linear.weight)
+    shards, counts, normalizers = loss._shards, torch.zeros(len(queries), N), []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(calls):
+        part, = loss.sampler.sample(queries, None, generator)
+        here = shards.here(part.ids)
+        counts.scatter_add_(1, torch.where(here, part.ids, 0), here.float())
+        scores = (queries.unsqueeze(1) * weight[part.ids]).sum(2)
+        normalizers.append(torch.where(here, (scores - part.log_count).exp(), 0.0).sum(1))
+    return counts, loss.sampler.log_count(queries, torch.arange(N)), torch.stack(normalizers)
+
+
+def midx_loss(weight):
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=xs.samplers.MidxSampler(N, D, 1000, codewords=3))
+    loss.load_state_dict({"linear.weight": weight}, strict=False)
+    return loss
+
+
+def test_draws_of_ranks_follow_their_q():
+    from scipy.stats import chisquare
+    generator = torch.Generator().manual_seed(3)
+    queries, weight, calls = torch.randn(3, D, generator=generator), torch.randn(N, D, generator=generator), 200
+    results = ranks(3).run(draws_of_midx, queries, weight, calls)
+    counts = sum(result[0] for result in results).double()
+    log_count = torch.stack([result[1] for result in results]).amax(0).double()
+    assert (counts.sum(1) == 1000 * calls).all()  # each draw is one rank's
+    expected = log_count.exp() * calls
+    torch.testing.assert_close(expected.sum(1), counts.sum(1), rtol=1e-5, atol=0.0)
+    for got, want in zip(counts, expected):
+        assert chisquare(got, want * got.sum() / want.sum()).pvalue > 1e-4
+    estimates, exact = sum(result[2] for result in results), (queries @ weight.t()).exp().sum(1)
+    error = estimates.std(0) / calls ** 0.5
+    assert ((estimates.mean(0) - exact).abs() < 4.5 * error).all() and (error < 0.01 * exact).all()
+
+
+def bad_table(rank):
+    loss = xs.distributed.shard_classes(loss_of("midx", "plain"))
+    if rank == 1:
+        loss.linear.weight.data[0, 0] = float("nan")
+    generator = torch.Generator().manual_seed(1)
+    state = generator.get_state()
+    for call in (lambda: loss(torch.randn(2, D), torch.tensor([1, 2]), generator), lambda: loss.sampler.refresh(loss.linear.weight)):
+        with pytest.raises(ValueError, match="prepare: expected weight with finite values, got an infinity or NaN on one of the ranks"):
+            call()
+    assert rank > 0 or torch.equal(generator.get_state(), state)
+    assert loss.sampler.step == 0 and loss.sampler.codewords1.eq(0).all()
+
+
+def test_a_table_that_is_not_finite():
+    ranks(2).run(bad_table)
 
 
 def few_classes(rank):

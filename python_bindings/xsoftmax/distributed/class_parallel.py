@@ -15,6 +15,7 @@ from ..samplers import columns_of
 from ._candidates import candidate_numbers, of_rank, without_a_draw
 from ._exchange import ClassShards, FetchRows, GatherQueries, RowRequests, ScaleGradient, ScatterShares, same_generator, unique_of
 from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
+from ._midx import check_sampler, split_sampler
 
 EXCHANGES = ("auto", "queries", "rows")
 NO_CLASS = -100  # in the place of targets that are ignored, where classes are places among those of a step
@@ -157,13 +158,15 @@ class ShardedLoss(LinearLoss):
 
     # ------------------------------------------------------------------------------------------------------------- sampled loss
 
-    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator]) -> Tensor:
+    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], is_step: bool) -> Tensor:
         queries, batch = self._batch(input, target)
         targets = batch.gather(target.reshape(-1))
         counts = self._counts(targets)
         shown = torch.where(targets == self.ignore_index, -1, targets)
         generator = same_generator(generator, queries.device, self._shards.group)
-        by_queries = self._exchange == "queries" or (self._exchange == "auto" and self._queries_are_fewer(batch))
+        if is_step:
+            self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
+        by_queries = self._exchange == "queries" or self.sampler.follows_table or (self._exchange == "auto" and self._queries_are_fewer(batch))
         loss = (self._loss_by_queries if by_queries else self._loss_by_rows)(self._scaled(queries), target, batch, shown, generator)
         return self._reduced(loss, target, counts)
 
@@ -243,11 +246,15 @@ class ShardedCrossEntropyLoss(ShardedLoss, LinearCrossEntropyLoss):
 
 
 class ShardedSampledSoftmaxLoss(ShardedLoss, SampledSoftmaxLoss):
+    def _shard(self, shards: ClassShards, exchange: str) -> None:
+        super()._shard(shards, exchange)
+        self.sampler = split_sampler(self.sampler, shards)
+
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
-        return self._sampled(input, target, generator) if self.training else self.exact(input, target)
+        return self._sampled(input, target, generator, True) if self.training else self.exact(input, target)
 
     def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
-        return self._sampled(input, target, generator)
+        return self._sampled(input, target, generator, False)
 
 
 def _as_dtensors(module: ShardedLoss, state: dict, prefix: str, local_metadata) -> None:
@@ -321,8 +328,7 @@ def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
     if type(loss) not in _SHARDED:
         raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}")
     if isinstance(loss, SampledSoftmaxLoss):
-        if loss.sampler.follows_table:
-            raise ValueError(f"{owner}: expected a sampler that does not follow the class table, got {loss.sampler}")
+        check_sampler(owner, loss.sampler, exchange)
         if is_registered(loss.estimator):
             raise ValueError(f"{owner}: expected an estimator of the library, got {loss.estimator!r}, which is written in Python")
         if exchange == "queries" and not torch.ops.xsoftmax.estimator_is_joined(loss.estimator):

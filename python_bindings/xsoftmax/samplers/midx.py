@@ -64,6 +64,16 @@ class MidxSampler(AdaptiveSampler):
         return [self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
                 self.heaviest, self.touched, self.step]
 
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        if prefix + "cell" in state_dict and prefix + "order" not in state_dict:
+            # As ranks that have split the classes save it (xs.distributed): what follows from the cells is left out.
+            cell, weights = state_dict[prefix + "cell"], state_dict.get(prefix + "log_weight", self.log_weight)
+            made = torch.ops.xsoftmax.midx_cells(cell, weights if weights.numel() > 0 else None, len(self.codewords1), int((cell >= 0).sum()))
+            state_dict |= {prefix + name: table for name, table in zip(("order", "start", "mass", "prefix", "heaviest"), made)}
+            for name in ("log_weight", "touched"):
+                state_dict.setdefault(prefix + name, getattr(self, name))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _query_square(self) -> Optional[Tensor]:
         return None
 

@@ -1,0 +1,228 @@
+"""MIDX where the class table is split over ranks."""
+
+from typing import Dict, List, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..optim.settle import settle
+from ..samplers import CandidateSet, MidxSampler, Sampler, UnionSampler
+from ..samplers.sampler import draw_seed, one_set
+from ._exchange import ClassShards, same_generator
+from ._group import all_gather
+from ._state import rows_of_all, rows_of_rank
+
+
+def check_sampler(owner: str, sampler: Sampler, exchange: str) -> None:
+    """Whether a sampler can draw from a split table."""
+    if isinstance(sampler, UnionSampler):
+        for part in sampler.parts:
+            check_sampler(owner, part, exchange)
+    elif sampler.follows_table:
+        if type(sampler) is not MidxSampler or sampler.log_weight.numel() > 0:
+            raise ValueError(f"{owner}: expected a sampler that does not follow the class table, or a MidxSampler without a bias, got {sampler}")
+        if exchange == "rows":
+            raise ValueError(f"{owner}: expected exchange=\"queries\" or \"auto\" with a sampler that follows the class table, got {exchange!r}")
+
+
+def split_sampler(sampler: Sampler, shards: ClassShards) -> Sampler:
+    """One for the classes of this rank, where it follows the table."""
+    if isinstance(sampler, UnionSampler):
+        for i, part in enumerate(sampler.parts):
+            sampler.parts[i] = split_sampler(part, shards)
+        return sampler
+    return ShardedMidxSampler(sampler, shards) if sampler.follows_table else sampler
+
+
+class ShardedMidxSampler(Sampler):
+    """What a MidxSampler becomes by :func:`shard_classes`. All ranks have the codewords; each has the cells of its classes.
+
+    One process numbers the classes of a cell by rising id, and so by rising rank. Hence all that a draw needs is how many classes each rank has in
+    each cell, K^2 numbers a rank: every rank makes the draws of one process for all queries, in numbers of classes laid out cell after cell
+    (slots), and knows which of them are its classes. A draw that is another rank's stands as a class of another rank, with its log count.
+
+    Expected counts of given ids (``log_count``, ``target_log_count``) are known for this rank's classes; for others they are -inf.
+    """
+
+    _lazy = ("order", "begins", "first", "start", "mass")  # follow from `cell` of all ranks
+
+    def __init__(self, sampler: MidxSampler, shards: ClassShards):
+        super().__init__(sampler.num_classes, sampler.num_samples, shared=sampler.shared, distinct=sampler.distinct)
+        self._owner, self.default_estimator, self.follows_table = sampler._owner, sampler.default_estimator, True
+        self._shards, self.dim, self._text = shards, sampler.dim, sampler.options
+        chosen = dict(option.split("=") for option in sampler.options.split(","))
+        self.refresh_every, self.update_every, self.iterations = (int(chosen[name]) for name in ("refresh_every", "update_every", "iterations"))
+        self.codewords = int(chosen["codewords"])
+        self.train_points = 256 * self.codewords if chosen["train_points"] == "none" else int(chosen["train_points"])
+        for name in ("codewords1", "codewords2"):
+            self.register_buffer(name, getattr(sampler, name))
+        for name in ("cell", "touched"):
+            self.register_buffer(name, shards.local(getattr(sampler, name)).clone())
+        self.register_buffer("step", sampler.step)
+        self.slots = sampler.order.numel()
+        chosen |= {"slots": str(self.slots), "update_every": "0"}
+        self.options = ",".join(f"{name}={value}" for name, value in chosen.items())
+        self._lay_out()
+        self._register_state_dict_hook(_as_dtensors)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        if f"{prefix}cell" not in state_dict:  # of another sampler: the next step begins a new index
+            self.step.zero_()
+            return
+        for name in ("cell", "touched"):
+            key = prefix + name
+            if key in state_dict and (name == "cell" or self.update_every > 0):
+                state_dict[key] = rows_of_rank(type(self).__name__, key, state_dict[key], self._shards)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        shards = self._shards
+        drawn = int((self.cell >= 0).sum())
+        order, begins, *_ = torch.ops.xsoftmax.midx_cells(self.cell, None, self.codewords, drawn)
+        counts = begins.diff()
+        of_ranks = counts.new_empty(shards.size * counts.numel())
+        all_gather(of_ranks, counts, group=shards.group)
+        of_ranks = of_ranks.view(shards.size, -1)
+        whole = of_ranks.sum(0)
+        start = torch.cat([whole.new_zeros(1), whole.cumsum(0)])
+        made = order, begins, start[:-1] + of_ranks[:shards.rank].sum(0), start, whole.double().view(self.codewords, -1)
+        for name, table in zip(self._lazy, made):
+            self.register_buffer(name, table, persistent=False)
+
+    def _index(self) -> List[Tensor]:
+        def none(dtype: torch.dtype) -> Tensor:
+            return self.start.new_empty(0, dtype=dtype)
+
+        return [self.codewords1, self.codewords2, none(torch.int32), none(torch.int64), self.start, self.mass, none(torch.float32), none(torch.float64),
+                none(torch.float64), none(torch.bool), self.step]
+
+    def _classes(self, slots: Tensor) -> Tensor:
+        """Of other ranks' slots: any class of theirs."""
+        shards = self._shards
+        cell = torch.searchsorted(self.start, slots, right=True) - 1
+        place = slots - self.first[cell]
+        here = (place >= 0) & (place < self.begins[cell + 1] - self.begins[cell])
+        if not here.any():
+            return torch.full_like(slots, self._elsewhere())
+        classes = self.order[torch.where(here, self.begins[cell] + place, 0)] + shards.begin
+        return torch.where(here, classes, self._elsewhere())
+
+    def _elsewhere(self) -> int:
+        return self._shards.begin - 1 if self._shards.begin > 0 else min(self._shards.end, self.num_classes - 1)
+
+    def _cells(self, classes: Tensor) -> Tensor:
+        """-1: another rank's, or never drawn."""
+        shards = self._shards
+        here = shards.here(classes)
+        if shards.begin == shards.end:
+            return torch.full_like(classes, -1)
+        return torch.where(here, self.cell[torch.where(here, classes - shards.begin, 0)].to(torch.int64), -1)
+
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        cells, shown = None, None
+        if target is not None:
+            # One class of a cell has the count of another. Of a class that is elsewhere no count is wanted, only whether its query counts.
+            cells = self._cells(target)
+            shown = torch.where(target >= 0, self.start[cells.clamp(min=0)].clamp(max=self.slots - 1), -1)
+        slots, log_count, target_log_count = torch.ops.xsoftmax.adaptive_sample("midx", draw_seed(queries, generator), queries, shown, self._index(),
+                                                                                self.options)
+        ids = self._classes(slots)
+        if target is not None:
+            target_log_count = torch.where(cells >= 0, target_log_count, -torch.inf)
+        if self.training and self.update_every > 0:
+            self._note(ids, target)
+        return one_set((ids, log_count, target_log_count), target, self.distinct)
+
+    def _note(self, ids: Tensor, target: Optional[Tensor]) -> None:
+        if target is not None:
+            of_query = target if target.dim() == 1 else target[:, 0]
+            ids = torch.cat([(ids[of_query >= 0] if ids.dim() == 2 else ids).flatten(), target[of_query >= 0].flatten()])
+        ids = ids.flatten()
+        self.touched[ids[self._shards.here(ids)] - self._shards.begin] = True
+
+    def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
+        cells = self._cells(ids)
+        slots = self.start[cells.clamp(min=0)].clamp(max=self.slots - 1)
+        return torch.where(cells >= 0, torch.ops.xsoftmax.adaptive_log_count("midx", queries, slots, self._index(), self.options), -torch.inf)
+
+    @torch.no_grad()
+    def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
+        step, state = int(self.step), None if generator is None else generator.get_state()
+        try:
+            self._follow(weight, generator, step)
+        except ValueError:
+            if generator is not None:
+                generator.set_state(state)
+            raise
+        self.step += 1
+
+    def _follow(self, weight: Tensor, generator: Optional[torch.Generator], step: int) -> None:
+        if torch.ops.xsoftmax.refresh_is_due(step, self.refresh_every):
+            self._refresh(weight, generator)
+        elif self.update_every > 0 and step % self.update_every == 0:
+            rows = self.touched.nonzero().squeeze(1)
+            self._code(weight, rows)
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
+        """Of this rank's rows, by all ranks together."""
+        stats = self._refresh(weight, same_generator(None, weight.device, self._shards.group))
+        self.step.clamp_(min=1)
+        return stats
+
+    def _refresh(self, weight: Tensor, generator: Optional[torch.Generator]) -> Dict[str, float]:
+        settle(weight)
+        group = self._shards.group
+        seed = draw_seed(weight, generator)
+        # The training rows of one process, from their owners: K-means is the same everywhere.
+        classes = self._classes(torch.ops.xsoftmax.midx_training_slots(seed, self.slots, self.train_points)) - self._shards.begin
+        here = (classes >= 0) & (classes < len(weight))
+        rows = weight.new_zeros(len(classes), self.dim, dtype=torch.float32)
+        rows[here] = weight[classes[here]].float()
+        dist.all_reduce(rows, group=group)
+        self._check_finite(rows)
+        first, second, *inertia = torch.ops.xsoftmax.midx_codebooks(seed, rows, self.codewords1, self.codewords2, self.iterations, int(self.step) > 0)
+        error = self._code(weight, None, first, second)
+        distortion = torch.stack([error.double().sum(), (self.cell >= 0).sum().double()])
+        dist.all_reduce(distortion, group=group)
+        return {"distortion": float(distortion[0] / distortion[1]), "mean_square": float(rows.square().sum(1).double().mean()),
+                "inertia1": float(inertia[0]), "inertia2": float(inertia[1]), "cells": float((self.mass > 0).sum())}
+
+    def _code(self, weight: Tensor, rows: Optional[Tensor], first: Optional[Tensor] = None, second: Optional[Tensor] = None) -> Tensor:
+        """Codes rows, or all of them, under other codewords or those that are there. Returns their squared distances, 0 of classes that are never
+        drawn."""
+        coded = weight.detach() if rows is None else weight.detach()[rows]
+        cell, error = torch.ops.xsoftmax.midx_encode(coded, self.codewords1 if first is None else first, self.codewords2 if second is None else second)
+        self._check_finite(error)
+        before = self.cell if rows is None else self.cell[rows]
+        cell = torch.where(before < 0, before, cell)
+        if first is not None and second is not None:
+            self.codewords1.copy_(first)
+            self.codewords2.copy_(second)
+        if rows is None:
+            self.cell.copy_(cell)
+        else:
+            self.cell[rows] = cell
+        if self.touched.numel() > 0:
+            self.touched.zero_()
+        self._lay_out()
+        return torch.where(before < 0, 0.0, error)
+
+    def _check_finite(self, values: Tensor) -> None:
+        """Raises on all ranks."""
+        bad = (~values.isfinite().all()).to(torch.int64)
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shards.group)
+        if bad:
+            raise ValueError("prepare: expected weight with finite values, got an infinity or NaN on one of the ranks")
+
+    def extra_repr(self) -> str:
+        return f"num_classes={self.num_classes}, dim={self.dim}, " + self._text.replace(",", ", ")
+
+
+def _as_dtensors(sampler: ShardedMidxSampler, state: dict, prefix: str, local_metadata) -> None:
+    for name in ("cell", "touched"):
+        key = prefix + name
+        if name == "cell" or sampler.update_every > 0:
+            state[key] = rows_of_all(state[key], sampler._shards)
