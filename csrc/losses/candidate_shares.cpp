@@ -70,6 +70,11 @@ Tensor summed(const Estimator& estimator, const Tensor& adjusted) {
 
 Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Proposal& sets, const EstimatorOptions& options) {
   constexpr const char* op = "candidate_shares";
+  check::dim(op, "scores", scores, 2);
+  check::floating(op, "scores", scores);
+  check::dim(op, "target", target, 1);
+  check::int64(op, "target", target);
+  check::size(op, "target", target, 0, scores.sym_size(0), "the rows of scores");
   TORCH_CHECK_VALUE(in_column_order(sets), op, ": expected sets in the order of the columns of scores, the private before the shared ones, "
                     "of both the distinct ones first");
   c10::List<bool> distinct;
@@ -80,9 +85,6 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
   EstimatorTraits traits = columns.traits;
   traits.takes_a_draw = traits.corrects_target = false;
   const Candidates candidates = lay_out(sets, scores.sym_size(0), traits);
-  check::dim(op, "scores", scores, 2);
-  check::dim(op, "target", target, 1);
-  check::size(op, "target", target, 0, scores.sym_size(0), "the rows of scores");
   check::size(op, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1,
               "the target, then the private, then the shared candidates");
   traits.renormalizes = false; // by the draws of all places
@@ -119,6 +121,7 @@ Tensor loss_of_shares(const Tensor& shares, const c10::List<bool>& distinct, con
   constexpr const char* op = "loss_of_shares";
   const Columns columns = columns_of(op, options, distinct);
   check::dim(op, "shares", shares, 3);
+  check::floating(op, "shares", shares);
   check::size(op, "shares", shares, 2, columns.size(), "the columns of this estimator and these sets");
   int64_t next = 0;
   const auto column = [&] { return shares.select(2, next++); };

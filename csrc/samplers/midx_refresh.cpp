@@ -44,13 +44,22 @@ OptionalTensor finite_class_weights(const char* op, const ClassTable& table, con
 }
 
 Tensor midx_training_slots(const Tensor& seed, int64_t drawn, int64_t points) {
+  constexpr const char* op = "midx_training_slots";
+  check::dim(op, "seed", seed, 0);
+  check::int64(op, "seed", seed);
+  check_at_least(op, "drawn", drawn, 0);
+  check_at_least(op, "points", points, 1);
   return drawn <= points ? at::arange(drawn, seed.options()) : uniform_draws(seed, 2, drawn, points, true);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> midx_codebooks(const Tensor& seed, const Tensor& rows, const Tensor& codewords1, const Tensor& codewords2,
                                                           int64_t iterations, bool warm) {
+  constexpr const char* op = "midx_codebooks";
+  check::dim(op, "rows", rows, 2);
+  check::dtype(op, "rows", rows, at::kFloat);
+  check_at_least(op, "iterations", iterations, 0);
+  const bool residual = check_codebooks(op, codewords1, codewords2, rows.size(1));
   const int64_t k = codewords1.size(0), width1 = codewords1.size(1), width2 = codewords2.size(1);
-  const bool residual = check_codebooks("midx_codebooks", codewords1, codewords2, rows.size(1));
   const auto init = [&](const Tensor& codewords) { return warm ? OptionalTensor(codewords) : std::nullopt; };
   const auto [first, inertia1] = kmeans(seed, residual ? rows : rows.narrow(1, 0, width1), k, iterations, init(codewords1));
   Tensor remainder;
@@ -273,7 +282,11 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("midx_codebooks(Tensor seed, Tensor rows, Tensor codewords1, Tensor codewords2, int iterations, bool warm) -> "
         "(Tensor codewords1, Tensor codewords2, Tensor inertia1, Tensor inertia2)");
   m.def("midx_training_slots(Tensor seed, int drawn, int points) -> Tensor");
-  m.def("refresh_is_due(int step, int every) -> bool", refresh_is_due);
+  m.def("refresh_is_due(int step, int every) -> bool", [](int64_t step, int64_t every) {
+    check_at_least("refresh_is_due", "step", step, 0);
+    check_at_least("refresh_is_due", "every", every, 0);
+    return refresh_is_due(step, every);
+  });
   m.def("midx_note_(Tensor(a!) touched, Tensor(b!)? query_square, Tensor step, Tensor queries, Tensor? target, Tensor ids) -> ()");
 }
 

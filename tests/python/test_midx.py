@@ -253,6 +253,27 @@ def test_opcheck(make, bias):
         check(ops.midx_codebook_loss, (*(t.clone().requires_grad_() for t in sampler._index()[:2]), weight, b if bias else None, z))
 
 
+@pytest.mark.parametrize("options", [{}, dict(distinct=True), dict(shared=True), dict(shared=True, distinct=False)])
+def test_classes_by_slots(options):
+    sampler, z, _, _ = make_sampler(bias=False, **options)
+    target = torch.randint(HEAD, N, (len(z), 2))
+    slot = torch.full((N,), -1)
+    slot[sampler.order] = torch.arange(N - HEAD)
+    index = sampler._index()
+    by_slot, text = [*index[:2], index[2][:0], index[3][:0], *index[4:]], f"{sampler.options},slots={N - HEAD}"
+    ids, log_count, of_target = ops.midx_sample(seed(3), z, target, index, sampler.options)
+    slots, *counts = ops.midx_sample(seed(3), z, slot[target], by_slot, text)
+    assert torch.equal(sampler.order[slots].sort(-1).values, ids.sort(-1).values)
+    torch.testing.assert_close(counts[0].sort(-1).values, log_count.sort(-1).values)
+    torch.testing.assert_close(counts[1], of_target)
+    if options != dict(distinct=True):
+        torch.testing.assert_close(ops.midx_log_count(z, slot[target], by_slot, text), ops.midx_log_count(z, target, index, sampler.options))
+        with xs.use_impl("reference"):
+            torch.testing.assert_close(ops.midx_log_count(z, slot[target], by_slot, text), ops.midx_log_count(z, target, index, sampler.options))
+    with pytest.raises(ValueError, match="midx_sample: expected classes that weigh alike and update_every=0 where classes are numbered by slots"):
+        ops.midx_sample(seed(3), z, None, by_slot, text.replace("update_every=0", "update_every=2"))
+
+
 @with_bias
 @pytest.mark.parametrize("options", [{}, dict(shared=True, distinct=False), dict(shared=True, distinct=False, mixture="rms")])
 def test_kernels_agree_with_the_composites(bias, options):
