@@ -197,8 +197,8 @@ def refuse(rank):
         shard(loss_of("uniform", "blackout"), exchange="queries")
     with pytest.raises(ValueError, match="shard_classes: expected the same on all ranks, got exchange of auto on rank 0 and rows on rank 1"):
         shard(loss_of("uniform", "plain"), exchange=["auto", "rows"][rank])
-    with pytest.raises(TypeError, match="shard_classes: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, .* got HierarchicalSoftmaxLoss"):
-        shard(xs.HierarchicalSoftmaxLoss(D, xs.LabelTree.balanced(N, 3)))
+    with pytest.raises(TypeError, match="shard_classes: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, .* got CaneLoss"):
+        shard(xs.CaneLoss(D, N, candidates=3))
     with pytest.raises(ValueError, match="shard_classes: expected label_smoothing=0 beside class weights"):
         shard(xs.LinearCrossEntropyLoss(D, N, weight=torch.ones(N), label_smoothing=0.1))
     with pytest.raises(ValueError, match="shard_classes: expected the same on all ranks, got (?s:.*num_samples=4.* on rank 0 and .*num_samples=5.*) on rank 1"):
@@ -415,6 +415,49 @@ def bad_table(rank):
 
 def test_a_table_that_is_not_finite():
     ranks(2).run(bad_table)
+
+
+def on_meta(rank, sampler):
+    """A table that no process ever has as a whole."""
+    with torch.device("meta"):
+        loss = xs.SampledSoftmaxLoss(64, 3001, sampler=sampler, num_samples=5, bias=sampler == "uniform")
+    torch.manual_seed(rank)
+    loss = xs.distributed.shard_classes(loss, mesh_of(2))
+    weight = loss.linear.weight
+    assert weight.shape == (1501 - rank, 64) and weight.device.type == "cpu" and weight.abs().max() <= 1 / 8
+    assert weight.std().item() == pytest.approx(1 / 8 / 3 ** 0.5, rel=0.01)
+    loss(torch.randn(4, 64), torch.arange(4) * 900).backward()
+    xs.optim.RowAdam(loss.parameters()).step()
+    assert loss.eval()(torch.randn(4, 64), torch.arange(4)).isfinite()
+    return weight[:1500].detach()
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "midx"])
+def test_a_table_on_the_meta_device_is_made_where_its_rows_are(sampler):
+    first, second = ranks(2).run(on_meta, sampler)
+    assert (first != second).all(1).float().mean() > 0.99
+
+
+def tree_beside_a_table(rank):
+    torch.manual_seed(rank)
+    model = torch.nn.ModuleDict({"tree": xs.HierarchicalSoftmaxLoss(D, xs.LabelTree.balanced(N, 3)), "loss": loss_of("uniform", "plain")})
+    xs.distributed.shard_classes(model)
+    input, target = batches(2, 0)[rank]
+    value = model["tree"](input, target) * len(target) * 2 / 11  # a mean over both batches
+    value.backward()
+    return value.detach(), model["tree"].edges.weight.grad.to_dense(), len(model["loss"].linear.weight)
+
+
+def test_edges_of_a_tree_are_replicated():
+    torch.manual_seed(0)
+    tree = xs.HierarchicalSoftmaxLoss(D, xs.LabelTree.balanced(N, 3))
+    input, target = map(torch.cat, zip(*batches(2, 0)))
+    assert len(target) == 11
+    loss = sum(tree(*part) * len(part[1]) for part in batches(2, 0)) / 11
+    loss.backward()
+    for (_, grad, rows), want in zip(ranks(2).run(tree_beside_a_table), (12, 11)):
+        torch.testing.assert_close(grad, tree.edges.weight.grad.to_dense())
+        assert rows == want
 
 
 def few_classes(rank):

@@ -1,6 +1,7 @@
 """What ranks send each other where a class table is split over them, as functions that autograd follows."""
 
-from typing import List, Optional, Tuple
+import contextlib
+from typing import Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -130,6 +131,16 @@ def same_generator(generator: Optional[torch.Generator], device, group: dist.Pro
     if dist.get_rank(group) == 0:
         return generator
     return torch.Generator(device).set_state(state.cpu())
+
+
+@contextlib.contextmanager
+def rank_generator(shards: ClassShards) -> Iterator[None]:
+    """torch's default generators are inside those of this rank, by a seed that the first rank draws."""
+    seed = torch.randint(2 ** 62, [1]).to(shards.mesh.device_type)
+    dist.broadcast(seed, dist.get_global_rank(shards.group, 0), group=shards.group)
+    with torch.random.fork_rng([torch.cuda.current_device()] if shards.mesh.device_type == "cuda" else []):
+        torch.manual_seed(int(seed) + shards.rank)
+        yield
 
 
 def unique_of(parts: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:

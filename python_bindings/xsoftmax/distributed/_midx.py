@@ -77,6 +77,12 @@ class ShardedMidxSampler(Sampler):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._lay_out()
 
+    def _apply(self, fn, recurse=True):
+        step = self.step
+        super()._apply(fn, recurse)
+        self.step = step  # which every step of training reads: it stays on the host
+        return self
+
     def _lay_out(self) -> None:
         shards = self._shards
         drawn = int((self.cell >= 0).sum())

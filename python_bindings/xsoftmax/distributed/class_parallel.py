@@ -7,15 +7,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .._memory import device_of_values, table_empty
 from .._options import option_text
 from .._table import TableModule, flat_queries, refuse_data_parallel
 from ..estimators import is_registered
 from ..losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from ..samplers import columns_of
 from ._candidates import candidate_numbers, of_rank, without_a_draw
-from ._exchange import ClassShards, FetchRows, GatherQueries, RowRequests, ScaleGradient, ScatterShares, same_generator, unique_of
+from ._exchange import ClassShards, FetchRows, GatherQueries, RowRequests, ScaleGradient, ScatterShares, rank_generator, same_generator, unique_of
 from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
 from ._midx import check_sampler, split_sampler
+from .replicate import replicate_tables
 
 EXCHANGES = ("auto", "queries", "rows")
 NO_CLASS = -100  # in the place of targets that are ignored, where classes are places among those of a step
@@ -26,11 +28,18 @@ class ShardedLoss(LinearLoss):
 
     def _shard(self, shards: ClassShards, exchange: str) -> None:
         linear, self._shards, self._exchange = self.linear, shards, exchange
+        is_made = not linear.weight.is_meta
         for name, table in list(linear.named_parameters()):
-            local = nn.Parameter(shards.local(table.detach()).clone(), requires_grad=table.requires_grad)
+            rows = shards.local(table.detach())
+            rows = rows.clone() if is_made else table_empty(*rows.shape, dtype=rows.dtype, device=shards.mesh.device_type)
+            local = nn.Parameter(rows, requires_grad=table.requires_grad)
             local._class_shards = shards  # for clip_grad_norm_
             setattr(linear, name, local)
         linear.out_features = shards.end - shards.begin
+        if not is_made:
+            with rank_generator(shards), torch.no_grad():
+                linear.reset_parameters()
+            self.to(linear.weight.device)
         self._register_state_dict_hook(_as_dtensors)
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
@@ -307,14 +316,19 @@ def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.
     tables = [module for module in model.modules() if isinstance(module, TableModule)]
     if not tables:
         raise ValueError(f"{owner}: expected a model with a class table, got a {type(model).__name__} without one")
-    for loss in tables:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"{owner}: expected exchange as one of {EXCHANGES}, got {exchange!r}")
+    trees = [table for table in tables if not isinstance(table, LinearLoss)]
+    losses = [table for table in tables if isinstance(table, LinearLoss)]
+    for loss in losses:
         check_splits(owner, loss, exchange)
     check_alike(owner, {"exchange": exchange, **facts_of(tables)}, group)
     if mesh is None:
-        mesh = dist.device_mesh.DeviceMesh.from_group(group, tables[0].linear.weight.device.type)
-    for loss in tables:
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, device_of_values(next(tables[0].parameters()).device).type)
+    replicate_tables(owner, trees, group)
+    for loss in losses:
         loss.settle()
-        broadcast([*loss.parameters(), *loss.buffers()], group)
+        broadcast([tensor for tensor in (*loss.parameters(), *loss.buffers()) if not tensor.is_meta], group)
         loss.__class__ = _SHARDED[type(loss)]
         loss._shard(ClassShards(loss.num_classes, mesh), exchange)
     leave_out(model)
@@ -323,8 +337,6 @@ def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.
 
 def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
     """Whether the table of a loss can be split."""
-    if exchange not in EXCHANGES:
-        raise ValueError(f"{owner}: expected exchange as one of {EXCHANGES}, got {exchange!r}")
     if type(loss) not in _SHARDED:
         raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}")
     if isinstance(loss, SampledSoftmaxLoss):

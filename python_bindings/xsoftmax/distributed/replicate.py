@@ -38,6 +38,18 @@ def _tables(model: nn.Module) -> List[TableModule]:
     return [module for module in model.modules() if isinstance(module, TableModule)]
 
 
+def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessGroup) -> None:
+    """Those that all ranks have alike."""
+    if any(hasattr(table, "_exchanges") for table in tables):
+        raise RuntimeError(f"{owner}: expected a model that is not replicated yet, got one that is")
+    for table in tables:
+        table.settle()
+        broadcast([*table.parameters(), *table.buffers()], group)
+        table._exchanges = []
+        for name, parameter in table.named_parameters():
+            table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))
+
+
 def replicate(model: nn.Module, mesh=None) -> nn.Module:
     """Trains the class tables in `model` by data parallelism: every rank has them whole, and their row-sparse gradients are averaged over ranks.
 
@@ -74,15 +86,8 @@ def replicate(model: nn.Module, mesh=None) -> nn.Module:
     tables = _tables(model)
     if not tables:
         raise ValueError(f"{owner}: expected a model with a class table (a loss or a matcher of this library), got a {type(model).__name__} without one")
-    if any(hasattr(table, "_exchanges") for table in tables):
-        raise RuntimeError(f"{owner}: expected a model that is not replicated yet, got one that is")
     check_alike(owner, facts_of(tables), group)
-    for table in tables:
-        table.settle()
-        broadcast([*table.parameters(), *table.buffers()], group)
-        table._exchanges = []
-        for name, parameter in table.named_parameters():
-            table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))
+    replicate_tables(owner, tables, group)
     leave_out(model)
     return model
 
