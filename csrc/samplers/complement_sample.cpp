@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -101,9 +102,14 @@ Law law_outside(const Tensor& inside, const OptionalTensor& inside_count, const 
   const double draws = double(options.num_samples) * double(options.tries);
   const Tensor count = at::where(inside.lt(options.num_classes), inside_count->to(at::kDouble).exp(), 0.0);
   const Tensor mass = count.sum(1, true).div_(draws).clamp_max_(1.0);
-  Tensor first = at::ones_like(mass); // 1 + f + ... + f^(tries - 1)
-  for (int64_t i = 1; i < options.tries; ++i) {
-    first = first * mass + 1.0;
+  Tensor first = at::ones_like(mass), power = mass; // 1 + f + ... + f^(n - 1) and f^n, from n = 1 by doubling to the number of tries
+  for (int bit = int(std::bit_width(uint64_t(options.tries))) - 2; bit >= 0; --bit) {
+    first = first * (power + 1.0);
+    power = power.square();
+    if (options.tries >> bit & 1) {
+      first = first * mass + 1.0;
+      power = power * mass;
+    }
   }
   return {first / double(options.tries), mass.pow(double(options.tries)) * uniform};
 }
