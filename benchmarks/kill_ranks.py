@@ -9,6 +9,8 @@ the generators are compared, bit for bit, with a run that nobody disturbed. Noth
 """
 
 import argparse
+import datetime
+import gc
 import json
 import os
 import random
@@ -39,8 +41,6 @@ class Model(torch.nn.Module):
 
 def train(folder: str, classes: int, steps: int) -> None:
     """One rank, as torchrun starts it. It tells the program above what it begins."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(rank)
     model = xs.distributed.shard_classes(Model(classes))
@@ -68,7 +68,6 @@ def train(folder: str, classes: int, steps: int) -> None:
                 xs.distributed.save_checkpoint(checkpoints, state, step + 1)
             tell("done", step)
         tell("end", steps)
-    torch.distributed.destroy_process_group()
 
 
 class Run:
@@ -85,7 +84,9 @@ class Run:
                    str(3 * len(plan)), "--monitor-interval", "0.1", os.path.abspath(__file__), "--folder", folder, "--classes", str(args.classes), "--steps",
                    str(args.steps)]
         with open(os.path.join(folder, "log"), "w") as log:
-            self.job = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            # Each start has a store: in one for all of them ranks find the addresses of those that were killed.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            self.job = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             self._watch()
         finally:
@@ -137,7 +138,7 @@ class Run:
             if killed is None and target is not None and (what, rank) == (target["what"], target["rank"]):
                 target["after"] -= 1
                 if target["after"] == 0:
-                    time.sleep(self.random.random() * spans.get(what, 0.005))
+                    time.sleep(0.8 * self.random.random() * spans.get(what, 0.005))
                     os.kill(process, signal.SIGKILL)
                     killed = event
         self.job.wait(60)
@@ -198,7 +199,11 @@ def main() -> None:
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a rank
     args = parser.parse_args()
     if args.folder is not None:
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
         train(args.folder, args.classes, args.steps)
+        gc.collect()  # what still refers to the group keeps its threads, which abort the process where they let go of a tensor while Python ends
+        torch.distributed.destroy_process_group()
         return
     if args.steps is None:
         args.steps = SAVE_EVERY * max(6, 6 * args.kills)

@@ -1,7 +1,13 @@
 """Checkpoints of split and replicated tables: saved by some ranks, resumed by others."""
 
 import contextlib
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import xsoftmax as xs
-from ranks import ranks
+from ranks import Ranks, ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo here")
 N, D, QUERIES = 23, 6, 24  # chunks of 4 ranks: 6, 6, 6, 5
@@ -252,3 +258,173 @@ def test_debts_survive(tmp_path):
         for name, table in whole.items():
             if not name.endswith("owed"):
                 torch.testing.assert_close(saved[name], table, rtol=1e-4, atol=1e-6)
+
+
+def several_optimizers(rank, size, folder):
+    """SparseAdam for the table, Adam for the encoder, a generator, a scheduler, a number, a nested dict."""
+    model = Model(bias=False)
+    if size > 1:
+        xs.distributed.shard_classes(model)
+    optimizers = [torch.optim.SparseAdam(model.loss.parameters(), lr=0.05), torch.optim.Adam(model.body.parameters(), lr=0.05)]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[1], 1, gamma=0.5)
+    random = torch.Generator().manual_seed(5)
+    called = torch.nn.parallel.DistributedDataParallel(model) if size > 1 else model
+    state = {"model": called, "sparse": optimizers[0], "dense": optimizers[1], "scheduler": scheduler, "generator": random, "epoch": 0,
+             "more": {"total": torch.zeros(2), "name": ""}}
+    begin = xs.distributed.load_checkpoint(folder, state)
+    if begin is None:
+        for step in range(3):
+            input, target = torch.randn(4, D, generator=torch.Generator().manual_seed(step)), torch.arange(4)
+            part = slice(rank * 4 // size, (rank + 1) * 4 // size)
+            model.zero_grad()
+            model.loss(model.body(input[part]), target[part], generator=random).backward()
+            for each in (*optimizers, scheduler):
+                each.step()
+        state["epoch"] = 3
+        state["more"] = {"total": torch.tensor([1.0, 2.0]), "name": "three"}
+        xs.distributed.save_checkpoint(folder, state, 3)
+    whole = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for place, optimizer in enumerate(optimizers):
+        of_params = xs.distributed._state.whole_state(optimizer, optimizer.state_dict())["state"]
+        whole |= {f"{place}.{number}.{name}": value for number, of_param in of_params.items() for name, value in of_param.items()}
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value) for name, value in whole.items()}
+    return begin, whole, random.get_state(), scheduler.get_last_lr(), state["epoch"], state["more"]["total"].tolist(), state["more"]["name"]
+
+
+def test_whatever_has_a_state(tmp_path):
+    saved = ranks(2).run(several_optimizers, 2, str(tmp_path))
+    assert saved[0][0] is None and any(name.endswith("exp_avg_sq") for name in saved[0][1])
+    for size in (1, 2, 3):
+        for rank, loaded in enumerate(run_of(size, several_optimizers, str(tmp_path))):
+            assert loaded[0] == 3 and same(loaded[1], saved[0][1]) and loaded[3:] == saved[0][3:]
+            assert rank == 2 or torch.equal(loaded[2], saved[rank][2])
+
+
+def sparse_momentum(rank):
+    model = xs.distributed.shard_classes(Model(bias=False))
+    optimizer = torch.optim.SGD(model.loss.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(3, D), torch.arange(3)).backward()
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"SGD: expected dense state with a row for each class, .* got momentum_buffer of shape .* layout torch.sparse_coo"):
+        xs.distributed._state.whole_state(optimizer, optimizer.state_dict())
+
+
+def test_state_that_cannot_be_split():
+    ranks(2).run(sparse_momentum)
+
+
+def folder_of_checkpoints(rank, size, folder):
+    save, load, latest = xs.distributed.save_checkpoint, xs.distributed.load_checkpoint, xs.distributed.latest_checkpoint
+    run = Run(size)
+    assert load(folder, run.state) is None and latest(folder) is None
+    for step in (1, 2, 10):
+        run.train(rank, step, step + 1)
+        assert save(folder, run.state, step) == latest(folder) == os.path.join(folder, f"step-{step:010d}")
+    assert sorted(os.listdir(folder)) == ["step-0000000002", "step-0000000010"]
+    before = run.whole()
+    barrier(size)
+    if rank == 0:  # what a job leaves behind that is killed in a save, and in the removal of an old one
+        os.rename(os.path.join(folder, "step-0000000002"), os.path.join(folder, ".step-0000000010-2"))
+        os.mkdir(os.path.join(folder, ".step-0000000011"))
+        open(os.path.join(folder, ".step-0000000011", "__0_0.distcp"), "w").close()
+    barrier(size)
+    assert latest(folder).endswith("step-0000000010")
+    with pytest.raises(FileExistsError, match="save_checkpoint: expected a step that is not saved yet, got 10"):
+        save(folder, run.state, 10)
+    with pytest.raises(FileNotFoundError, match=r"load_checkpoint: expected one of the steps \[10\] in .*, got 2"):
+        load(folder, run.state, step=2)
+    with pytest.raises(KeyError, match=r"load_checkpoint: expected names out of \['model', 'optimizer'\] .* got 'scheduler'"):
+        load(folder, {**run.state, "scheduler": {}})
+    with pytest.raises(TypeError, match="save_checkpoint: expected state as a dict of texts .* got Module"):
+        save(folder, torch.nn.Module(), 12)
+    with pytest.raises(ValueError, match="save_checkpoint: expected other names than 'random'"):
+        save(folder, {"random": 1}, 12)
+    with pytest.raises(ValueError, match="save_checkpoint: expected keep of at least 1, got 0"):
+        save(folder, run.state, 12, keep=0)
+    with pytest.raises(RuntimeError, match=r"load_checkpoint: .*step-0000000010: Size mismatch .*\[23.* and current: .*\[24.* \(rank 0\)"):
+        load(folder, {"model": other_classes(size)})
+    assert same(run.whole(), before)
+    run.train(rank, 11, 12)
+    save(folder, run.state, 11, keep=1)
+    assert os.listdir(folder) == ["step-0000000011"]
+    assert load(folder, run.state, step=11) == 11
+
+
+def other_classes(size):
+    model = Model()
+    model.loss = xs.SampledSoftmaxLoss(D, N + 1, sampler="log_uniform", num_samples=7, bias=True)
+    return xs.distributed.shard_classes(model) if size > 1 else model
+
+
+def barrier(size):
+    if size > 1:
+        torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_folder(size, tmp_path):
+    run_of(size, folder_of_checkpoints, str(tmp_path / "new" / "folder"))
+
+
+def fails_to_write(rank, folder):
+    """On one rank, in the middle of a save: an error on both, and the last checkpoint is the one before."""
+    run = Run(2)
+    xs.distributed.save_checkpoint(folder, run.state, 1)
+    run.train(rank, 0, 1)
+    write = dcp.FileSystemWriter.write_data
+    if rank == 1:
+        def refused(self, plan, planner):
+            raise OSError("no space left")
+        dcp.FileSystemWriter.write_data = refused
+    try:
+        with pytest.raises(RuntimeError, match=r"save_checkpoint: .*: no space left \(rank 1\)$"):
+            xs.distributed.save_checkpoint(folder, run.state, 2)
+    finally:
+        dcp.FileSystemWriter.write_data = write
+    assert xs.distributed.latest_checkpoint(folder).endswith("step-0000000001")
+    xs.distributed.save_checkpoint(folder, run.state, 2)
+    assert xs.distributed.load_checkpoint(folder, run.state) == 2
+
+
+def test_a_save_that_fails(tmp_path):
+    ranks(2).run(fails_to_write, str(tmp_path))
+
+
+def die(rank, where):
+    """Rank 1 is killed in a step. The other one hears of it, with its table as it was."""
+    run = Run(2)
+    run.train(rank, 0, 2)
+    before = {name: value.clone() for name, value in run.model.named_parameters()}
+    if rank == 1:
+        def kill(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if where == "forward":
+            run.model.body.register_forward_hook(kill)
+        else:
+            run.model.body.weight.register_hook(kill)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="gloo|peer|Connection"):
+        run.train(rank, 2, 3)
+    return time.monotonic() - begin, all(torch.equal(value, before[name]) for name, value in run.model.named_parameters())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_dies(where):
+    job = Ranks(2)  # the others go on with their own
+    for pipe in job.pipes:
+        pipe.send((die, (where,)))
+    error, answer = job.pipes[0].recv()
+    job.end()
+    assert error is None, error
+    seconds, unchanged = answer
+    assert seconds < 30 and unchanged
+
+
+def test_ranks_that_are_killed_and_started_again():
+    """The small version of 20 kills each."""
+    program = Path(__file__).parents[2] / "benchmarks" / "kill_ranks.py"
+    result = subprocess.run([sys.executable, program, "--kills", "1", "--classes", "500", "--json"], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["killed in a step"] == report["killed in a save"] == 1 and report["starts"] == 3 + report["killed between"]
+    assert report["losses the same"] and report["state the same"]

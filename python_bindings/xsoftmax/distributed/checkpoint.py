@@ -1,10 +1,11 @@
 """Checkpoints in a folder, written by torch.distributed.checkpoint: each of them is there as a whole or not at all."""
 
+import contextlib
 import os
 import re
 import shutil
 import warnings
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
     Raises:
         FileExistsError: there is a checkpoint of this step
         TypeError: `state` is no dict with texts as keys; an optimizer over a split table whose state has neither a row for each class nor is a number
-        OSError, CheckpointException: it could not be written, on all ranks. What was there before stays
+        OSError, RuntimeError: it could not be written, on all ranks. What was there before stays
     """
     owner = "save_checkpoint"
     step, keep = check_count(owner, "step", step, 0), check_count(owner, "keep", keep, 1)
@@ -67,8 +68,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
     _by_first_rank(begin)
     whole = {name: _saved(value) for name, value in _with_generators(state).items()}
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # what ranks have alike comes from one of them
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with _plain_errors(owner, hidden):
         dcp.save(whole, storage_writer=dcp.FileSystemWriter(hidden), planner=planner)
     return _by_first_rank(end)
 
@@ -91,7 +91,7 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
     Raises:
         FileNotFoundError: there is no checkpoint of `step`
         KeyError: a name that was not saved
-        CheckpointException: a tensor that is missing, or of another shape; nothing was changed. Or a file that cannot be read
+        RuntimeError: a tensor that is missing or of another shape, and nothing was changed; a file that cannot be read
     """
     owner = "load_checkpoint"
     _check_names(owner, state)
@@ -113,8 +113,7 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
             raise KeyError(f"{owner}: expected names out of {sorted(saved - {_RANDOM})} of {_path(folder, found)}, got {name!r}")
     everything = _with_generators(state)
     target = {name: _target(owner, name, value, metadata) for name, value in everything.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with _plain_errors(owner, _path(folder, found)):
         dcp.load(target, storage_reader=reader)
     for name, value in everything.items():
         if isinstance(value, torch.optim.Optimizer):
@@ -139,6 +138,18 @@ def _path(folder: str, step: int) -> str:
 def _steps(folder: str) -> List[int]:
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{10,}", name))
+
+
+@contextlib.contextmanager
+def _plain_errors(owner: str, path: str) -> Iterator[None]:
+    """Without the warning of a single process. What fails on any rank is a RuntimeError on all: a CheckpointException is no Exception."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except dcp.CheckpointException as error:
+        reasons = "; ".join(f"{reason} (rank {rank})" for rank, (reason, _) in error.failures.items())
+        raise RuntimeError(f"{owner}: {path}: {reasons}") from error
 
 
 def _sync(folder: str) -> None:
