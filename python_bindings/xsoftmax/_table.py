@@ -58,6 +58,16 @@ class TableModule(nn.Module):
         for table in self._tables():
             settle(table)
 
+    def _row_gradients(self) -> bool:
+        """Whether the gradients of its tables are row-sparse in training."""
+        return self.sparse_grad
+
+    def _mark_tables(self) -> None:
+        """For row optimizers whose first gradient does not say so (RowOptimizer.step)."""
+        for table in self._tables():
+            if table is not None:
+                table._row_gradients = self._row_gradients()
+
     def train(self, mode: bool = True) -> "TableModule":
         if not mode:
             self.settle()
@@ -152,6 +162,7 @@ def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[T
 
 def _settle_before(module: TableModule, *_) -> None:
     module.settle()
+    module._mark_tables()
 
 
 def _settle_linear(linear: nn.Linear, *_) -> None:

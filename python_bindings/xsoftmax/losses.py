@@ -118,6 +118,9 @@ class LinearCrossEntropyLoss(LinearLoss):
     Errors: ValueError for shapes, TypeError for dtypes, IndexError for a target out of range, naming its place.
     """
 
+    def _row_gradients(self) -> bool:
+        return False
+
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return self.exact(input, target)
 

@@ -1,7 +1,8 @@
 """Class tables on several machines, over torch.distributed: each rank is a process, as torchrun starts them."""
 
 from ._group import leave_out
+from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .class_parallel import ClassParallel, shard_classes
 from .replicate import no_sync, replicate
 
-__all__ = ["ClassParallel", "leave_out", "no_sync", "replicate", "shard_classes"]
+__all__ = ["ClassParallel", "latest_checkpoint", "leave_out", "load_checkpoint", "no_sync", "replicate", "save_checkpoint", "shard_classes"]

@@ -1,10 +1,15 @@
 """State of split tables and of their optimizers: whole tables as DTensors outside, each rank's rows inside."""
 
+from typing import Any, Callable, Dict
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ._exchange import ClassShards
+
+_OWED_HEADER = 4  # numbers of "owed" before its table, which is empty after a flush (csrc/optim/owed_table.h)
+
 
 def rows_of_all(local: Tensor, shards: ClassShards) -> DTensor:
     """This rank's rows as a part of the whole table."""
@@ -21,3 +26,63 @@ def rows_of_rank(owner: str, name: str, table: Tensor, shards: ClassShards) -> T
         raise ValueError(f"{owner}: expected {name} of {shards.num_classes} classes, or of the {shards.end - shards.begin} of this rank, got shape "
                          f"{list(table.shape)}")
     return table
+
+
+def whole_state(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+    """A `state_dict()` with the rows of split parameters as DTensors."""
+    return _with_state(optimizer, state_dict, _whole)
+
+
+def state_of_rank(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+    """The same for `load_state_dict`: state as :func:`rows_of_rank` takes it becomes this rank's rows."""
+    return _with_state(optimizer, state_dict, _of_rank)
+
+
+def _with_state(optimizer, state_dict: Dict[str, Any], convert: Callable) -> Dict[str, Any]:
+    state = dict(state_dict["state"])
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
+        for param, key in zip(group["params"], saved["params"]):
+            if key in state and hasattr(param, "_class_shards"):
+                state[key] = convert(type(optimizer).__name__, optimizer, group, param, state[key])
+    return {**state_dict, "state": state}
+
+
+def _is_number(group: Dict[str, Any], name: str, value: Any) -> bool:
+    """Whether a value of state is the same on all ranks: a number, or the empty buffer of SGD without momentum."""
+    return not isinstance(value, Tensor) or value.dim() == 0 or (name == "momentum_buffer" and not group["momentum"])
+
+
+def _whole(owner: str, optimizer, group: Dict[str, Any], param: Tensor, state: Dict[str, Any]) -> Dict[str, Any]:
+    whole, shards = {}, param._class_shards
+    for name, value in state.items():
+        if name == "owed":
+            whole[name] = _flushed(optimizer, group, param, shards.num_classes, value)
+        elif _is_number(group, name, value) or isinstance(value, DTensor):
+            whole[name] = value
+        elif value.shape[0] == len(param) and value.layout == torch.strided:
+            whole[name] = rows_of_all(value, shards)
+        else:
+            raise TypeError(f"{owner}: expected dense state with a row for each class, or a number, of the split parameter of shape "
+                            f"{list(param.shape)}, got {name} of shape {list(value.shape)} and layout {value.layout}")
+    return whole
+
+
+def _of_rank(owner: str, optimizer, group: Dict[str, Any], param: Tensor, state: Dict[str, Any]) -> Dict[str, Any]:
+    local = {}
+    for name, value in state.items():
+        if name == "owed":
+            if value[0] != state["step"]:
+                raise ValueError(f"{owner}: expected state of a table that was flushed after step {state['step']}, as state_dict() gives it, got one "
+                                 f"after step {int(value[0])}")
+            local[name] = _flushed(optimizer, group, param, len(param), value)
+        else:
+            local[name] = value if _is_number(group, name, value) else rows_of_rank(owner, name, value, param._class_shards)
+    return local
+
+
+def _flushed(optimizer, group: Dict[str, Any], param: Tensor, num_rows: int, owed: Tensor) -> Tensor:
+    """"owed" of another number of rows: its size follows from them."""
+    rows = torch.empty([num_rows, *param.shape[1:]], dtype=param.dtype, device="meta")
+    other = owed.new_zeros(optimizer._call("_state", rows, True, optimizer._text(group))[-1].shape)
+    other[:_OWED_HEADER] = owed[:_OWED_HEADER]
+    return other

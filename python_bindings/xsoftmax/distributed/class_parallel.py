@@ -17,6 +17,7 @@ from ._candidates import candidate_numbers, of_rank, without_a_draw
 from ._exchange import ClassShards, FetchRows, GatherQueries, RowRequests, ScaleGradient, ScatterShares, rank_generator, same_generator, unique_of
 from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
 from ._midx import check_sampler, split_sampler
+from ._state import rows_of_all, rows_of_rank
 from .replicate import replicate_tables
 
 EXCHANGES = ("auto", "queries", "rows")
@@ -41,21 +42,14 @@ class ShardedLoss(LinearLoss):
                 linear.reset_parameters()
             self.to(linear.weight.device)
         self._register_state_dict_hook(_as_dtensors)
+        self._mark_tables()
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         for name, table in self.linear.named_parameters():
             key = f"{prefix}linear.{name}"
             if key in state_dict:
-                state_dict[key] = self._local(state_dict[key])
+                state_dict[key] = rows_of_rank(self._name, key, state_dict[key], self._shards)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def _local(self, table: Tensor) -> Tensor:
-        """This rank's rows of a whole table, or of one that is split in any way."""
-        from torch.distributed.tensor import DTensor, Shard
-
-        if isinstance(table, DTensor):
-            return table.redistribute(self._shards.mesh, [Shard(0)]).to_local()
-        return self._shards.local(table) if len(table) == self.num_classes else table
 
     # ------------------------------------------------------------------------------------------------------------------ batches
 
@@ -267,13 +261,9 @@ class ShardedSampledSoftmaxLoss(ShardedLoss, SampledSoftmaxLoss):
 
 
 def _as_dtensors(module: ShardedLoss, state: dict, prefix: str, local_metadata) -> None:
-    from torch.distributed.tensor import DTensor, Shard
-
-    for name, table in module.linear.named_parameters():
-        shape = torch.Size([module.num_classes, *table.shape[1:]])
-        stride = (table.shape[1], 1) if table.dim() == 2 else (1,)
-        state[f"{prefix}linear.{name}"] = DTensor.from_local(state[f"{prefix}linear.{name}"], module._shards.mesh, [Shard(0)], run_check=False, shape=shape,
-                                                            stride=stride)
+    for name, _ in module.linear.named_parameters():
+        key = f"{prefix}linear.{name}"
+        state[key] = rows_of_all(state[key], module._shards)
 
 
 _SHARDED = {LinearCrossEntropyLoss: ShardedCrossEntropyLoss, SampledSoftmaxLoss: ShardedSampledSoftmaxLoss}

@@ -45,6 +45,7 @@ def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessG
     for table in tables:
         table.settle()
         broadcast([*table.parameters(), *table.buffers()], group)
+        table._mark_tables()
         table._exchanges = []
         for name, parameter in table.named_parameters():
             table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))

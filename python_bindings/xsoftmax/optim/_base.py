@@ -19,11 +19,27 @@ def sparse_rows(who, param, grad):
     return grad._indices()[0], grad._values()
 
 
+def _is_of_no_step(group, param):
+    """Whether a table with row-sparse gradients is shown a dense one of zeros at a learning rate of zero: so torch.distributed.checkpoint.state_dict
+    has an optimizer make the state that it will load."""
+    return getattr(param, "_row_gradients", False) and group["lr"] == 0 and not param.grad.any()
+
+
+def _is_split(optimizer):
+    return any(hasattr(param, "_class_shards") for group in optimizer.param_groups for param in group["params"])
+
+
 class _Hidden:
     """Hides a tensor from torch.optim's cast of loaded state to the parameter's dtype."""
 
     def __init__(self, tensor):
         self.tensor = tensor
+
+
+def _with_numbers(state_dict):
+    """State under the numbers of parameters: torch.distributed.checkpoint.format_utils writes them as text, and leaves out what is empty."""
+    numbers = {str(number): number for group in state_dict["param_groups"] for number in group["params"]}
+    return {**state_dict, "state": {numbers.get(key, key): state for key, state in state_dict.get("state", {}).items()}}
 
 
 def _hide_tensors(optimizer, state_dict):
@@ -87,7 +103,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 row_ids, row_values = sparse_rows(self._name, param, param.grad) if is_sparse else (None, param.grad)
                 state = self.state.get(param)
                 if not state:
-                    state = fresh[param] = dict(zip(self._state_names, self._call("_state", param, is_sparse, text)))
+                    keeps_rows = is_sparse or _is_of_no_step(group, param)
+                    state = fresh[param] = dict(zip(self._state_names, self._call("_state", param, keeps_rows, text)))
                 params.append(param)
                 rows.append(row_ids)
                 values.append(row_values)
@@ -118,14 +135,23 @@ class RowOptimizer(torch.optim.Optimizer):
                 self.flush()
 
     def state_dict(self):
-        """As torch.optim's, after :meth:`flush`."""
+        """As torch.optim's, after :meth:`flush`. State of a table that is split over ranks (:mod:`xsoftmax.distributed`) is that of the whole table:
+        DTensors where it has a row for each class, and as one process would have it else."""
         self.flush()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        if _is_split(self):
+            from ..distributed._state import whole_state
+            state_dict = whole_state(self, state_dict)
+        return state_dict
 
     def load_state_dict(self, state_dict):
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
         16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer of the same name load as
-        dense state."""
+        dense state. Of a table that is split over ranks: DTensors of any placement, whole tables, or this rank's rows."""
+        state_dict = _with_numbers(state_dict)
+        if _is_split(self):
+            from ..distributed._state import state_of_rank
+            state_dict = state_of_rank(self, state_dict)
         replaced = [self._tensors(state) for state in self.state.values() if state]
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
         reveal = self.register_load_state_dict_post_hook(RowOptimizer._reveal_tensors, prepend=True)

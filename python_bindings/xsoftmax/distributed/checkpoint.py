@@ -1,0 +1,251 @@
+"""Checkpoints in a folder, written by torch.distributed.checkpoint: each of them is there as a whole or not at all."""
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from .._checks import check_count
+from ._state import rows_of_all, state_of_rank, whole_state
+
+_RANDOM = "random"  # generators, of which each rank has its state
+_HIDDEN = ".step-"  # what is being written or removed
+
+
+def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int = 2) -> str:
+    """Writes ``folder/step-<step>``, by all ranks together, or by one process without torch.distributed. It appears under this name when all of it is
+    on the disk: who kills a rank at any time finds the checkpoints that were there before.
+
+    Besides `state` it holds torch's default generators of each rank. Rows of split tables and of their optimizers' state are written by the ranks that
+    have them, the rest by the first one.
+
+    Args:
+        folder: on a file system that all ranks see. Made where it is missing. One job at a time writes there.
+        state: name -> what has a `state_dict()` (a model, also in DistributedDataParallel, whose own name is left out; any optimizer; a scheduler), a
+            torch.Generator (each rank's), a tensor, a number, or a dict of those. Everything but split tables and generators is the same on all ranks.
+        step: of training, at least 0. Not one that is there already.
+        keep: how many checkpoints stay: the last ones.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileExistsError: there is a checkpoint of this step
+        TypeError: `state` is no dict with texts as keys; an optimizer over a split table whose state has neither a row for each class nor is a number
+        OSError, RuntimeError: it could not be written, on all ranks. What was there before stays
+    """
+    owner = "save_checkpoint"
+    step, keep = check_count(owner, "step", step, 0), check_count(owner, "keep", keep, 1)
+    _check_names(owner, state)
+    path, hidden = _path(folder, step), os.path.join(folder, f"{_HIDDEN}{step:010d}")
+
+    def begin():
+        os.makedirs(folder, exist_ok=True)
+        if os.path.exists(path):
+            raise FileExistsError(f"{owner}: expected a step that is not saved yet, got {step}, which is in {path}")
+        for name in os.listdir(folder):
+            if name.startswith(_HIDDEN):  # of a job that was killed
+                shutil.rmtree(os.path.join(folder, name))
+
+    def end():
+        _sync(hidden)
+        os.rename(hidden, path)
+        _sync(folder)
+        for old in _steps(folder)[:-keep]:
+            os.rename(_path(folder, old), f"{hidden}-{old}")  # half removed it is no checkpoint
+            shutil.rmtree(f"{hidden}-{old}")
+        return path
+
+    _by_first_rank(begin)
+    whole = {name: _saved(value) for name, value in _with_generators(state).items()}
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # what ranks have alike comes from one of them
+    with _plain_errors(owner, hidden):
+        dcp.save(whole, storage_writer=dcp.FileSystemWriter(hidden), planner=planner)
+    return _by_first_rank(end)
+
+
+def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = None) -> Optional[int]:
+    """Loads what :func:`save_checkpoint` wrote into `state`, by all ranks together: any number of them, or one process without torch.distributed.
+
+    Optimizers need no state yet: theirs becomes what was saved. The generators of a rank become those of the rank of its number, and stay where no such
+    rank wrote.
+
+    Args:
+        folder: of the checkpoints.
+        state: name -> object as for :func:`save_checkpoint`, all or some of what was saved. Models, optimizers, generators and tensors change in
+            place; numbers are put into the dict.
+        step: which checkpoint. None: the last one.
+
+    Returns:
+        Its step, or None where there is no checkpoint and `step` is None: nothing was loaded.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint of `step`
+        KeyError: a name that was not saved
+        RuntimeError: a tensor that is missing or of another shape, and nothing was changed; a file that cannot be read
+    """
+    owner = "load_checkpoint"
+    _check_names(owner, state)
+
+    def find():
+        steps = _steps(folder)
+        if step is not None and step not in steps:
+            raise FileNotFoundError(f"{owner}: expected one of the steps {steps} in {folder}, got {step}")
+        return step if step is not None or not steps else steps[-1]
+
+    found = _by_first_rank(find)
+    if found is None:
+        return None
+    reader = dcp.FileSystemReader(_path(folder, found))
+    metadata = reader.read_metadata()
+    saved = {path[0] for path in metadata.planner_data.values()}
+    for name in state:
+        if name not in saved:
+            raise KeyError(f"{owner}: expected names out of {sorted(saved - {_RANDOM})} of {_path(folder, found)}, got {name!r}")
+    everything = _with_generators(state)
+    target = {name: _target(owner, name, value, metadata) for name, value in everything.items()}
+    with _plain_errors(owner, _path(folder, found)):
+        dcp.load(target, storage_reader=reader)
+    for name, value in everything.items():
+        if isinstance(value, torch.optim.Optimizer):
+            value.load_state_dict(state_of_rank(value, target[name]))
+        elif hasattr(value, "load_state_dict"):
+            value.load_state_dict(target[name])
+        elif not isinstance(value, Tensor):
+            state[name] = target[name]
+    return found
+
+
+def latest_checkpoint(folder: str) -> Optional[str]:
+    """The path of the last checkpoint in a folder of :func:`save_checkpoint`, a directory of torch.distributed.checkpoint; None: there is none."""
+    steps = _steps(folder)
+    return _path(folder, steps[-1]) if steps else None
+
+
+def _path(folder: str, step: int) -> str:
+    return os.path.join(folder, f"step-{step:010d}")
+
+
+def _steps(folder: str) -> List[int]:
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{10,}", name))
+
+
+@contextlib.contextmanager
+def _plain_errors(owner: str, path: str) -> Iterator[None]:
+    """Without the warning of a single process. What fails on any rank is a RuntimeError on all: a CheckpointException is no Exception."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except dcp.CheckpointException as error:
+        reasons = "; ".join(f"{reason} (rank {rank})" for rank, (reason, _) in error.failures.items())
+        raise RuntimeError(f"{owner}: {path}: {reasons}") from error
+
+
+def _sync(folder: str) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _by_first_rank(function: Callable) -> Any:
+    """What it returns or raises on the first rank, on all of them."""
+    answer = [None, None]
+    if _rank() == 0:
+        try:
+            answer[0] = function()
+        except Exception as error:
+            answer[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+class _Generators:
+    """Generators of this rank, each with its state under the number of the rank."""
+
+    def __init__(self, generators: Dict[str, torch.Generator]) -> None:
+        self.generators = {f"{name} of rank {_rank()}": generator for name, generator in generators.items()}
+
+    def state_dict(self) -> Dict[str, Tensor]:
+        return {name: generator.get_state() for name, generator in self.generators.items()}
+
+    def load_state_dict(self, states: Dict[str, Tensor]) -> None:
+        for name, state in states.items():
+            self.generators[name].set_state(state)
+
+
+def _check_names(owner: str, state: Dict[str, Any]) -> None:
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise TypeError(f"{owner}: expected state as a dict of texts and what has a state_dict(), got {type(state).__name__}")
+    if _RANDOM in state:
+        raise ValueError(f"{owner}: expected other names than {_RANDOM!r}, that of torch's generators, which are saved without being named")
+
+
+def _with_generators(state: Dict[str, Any]) -> Dict[str, Any]:
+    """What is saved and loaded, under each name: without DistributedDataParallel, and with the generators of this rank."""
+    generators = {"cpu": torch.default_generator}
+    if torch.cuda.is_initialized():
+        generators["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    everything = {_RANDOM: _Generators(generators)}
+    for name, value in state.items():
+        if isinstance(value, nn.parallel.DistributedDataParallel):
+            value = value.module
+        everything[name] = _Generators({"generator": value}) if isinstance(value, torch.Generator) else value
+    return everything
+
+
+def _saved(value: Any) -> Any:
+    if isinstance(value, torch.optim.Optimizer):
+        return whole_state(value, value.state_dict())
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _target(owner: str, name: str, value: Any, metadata: Metadata) -> Any:
+    """What a checkpoint is read into."""
+    paths = {path: metadata.state_dict_metadata[key] for key, path in metadata.planner_data.items() if path[0] == name}
+    if isinstance(value, _Generators):
+        return {text: state for text, state in value.state_dict().items() if (name, text) in paths}
+    if not isinstance(value, torch.optim.Optimizer):
+        return _saved(value)
+    # That of an optimizer is made with its first step: what there is says the checkpoint.
+    params = [param for group in value.param_groups for param in group["params"]]
+    state: Dict[int, Dict[str, Any]] = {}
+    for path, entry in paths.items():
+        if path[1] == "state":
+            number = int(path[2])
+            if number >= len(params):
+                raise ValueError(f"{owner}: expected an optimizer with the parameters of the checkpoint, got one of {len(params)} for state of "
+                                 f"parameter {number} of {name!r}")
+            state.setdefault(number, {})[path[3]] = _empty_state(params[number], path[3], entry)
+    return {"state": state, "param_groups": value.state_dict()["param_groups"]}
+
+
+def _empty_state(param: Tensor, name: str, entry: Any) -> Any:
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    size, dtype = list(entry.size), entry.properties.dtype
+    if isinstance(param, DTensor) and entry.size == param.shape:  # of fully_shard
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    shards = getattr(param, "_class_shards", None)
+    if shards is not None and size[:1] == [shards.num_classes] and name != "owed":
+        return rows_of_all(torch.empty([len(param), *size[1:]], dtype=dtype, device=param.device), shards)
+    return torch.empty(size, dtype=dtype, device=param.device)
