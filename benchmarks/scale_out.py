@@ -25,7 +25,7 @@ from timing import interleave, machine, print_machine, print_table
 
 EXCHANGES = ("queries", "rows")
 # The collectives of a step. Both: sizes of batches, targets, state of the generator, the value of the loss.
-COLLECTIVES = {"queries": 4 + 3,  # queries, log-sum-exps with the scores of targets, gradients of queries
+COLLECTIVES = {"queries": 4 + 4,  # queries, what each rank knows of a query's candidates, and the gradients of both
                "rows": 4 + 4}  # numbers of rows, their ids, rows, their gradients
 ADAM_STATE = 8  # bytes of both moments of a number
 
