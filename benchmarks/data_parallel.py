@@ -1,44 +1,147 @@
-"""What a step of data parallelism costs with a class table: whole on every rank (xs.distributed.replicate) or split over them
-(xs.distributed.shard_classes), against a dense gradient reduced by DistributedDataParallel.
+"""What a training step costs on several ranks with a class table: whole on every rank (xs.distributed.replicate) or split over them
+(xs.distributed.shard_classes), against a dense gradient reduced by DistributedDataParallel, and against Partial FC v2.
 
     python benchmarks/data_parallel.py [--classes 100000 1000000] [--kinds whole,split,dense] [--ranks 2] [--queries 256] [--width 128] [--json]
+    python benchmarks/data_parallel.py --classes 1000000 --kinds split,dense,partial_fc,partial_fc_sgd
+    python benchmarks/data_parallel.py --classes 1000000 10000000 --kinds split --width 64       # how a step grows with the number of classes
 
 A step is an encoder of one layer, the sampled loss (512 classes shared by the batch), backward with the exchange, and the optimizer: RowAdam, and
-fused Adam beside the dense gradient. Ranks are processes of one thread on this machine, over gloo.
+fused Adam beside a dense gradient. Partial FC trains on a tenth of its classes a step, without the margin and the norms of face recognition; its optimizer is
+fused Adam, or with _sgd the fused SGD with momentum of its authors' recipe. Ranks are processes of one thread on this machine, over gloo. All kinds and
+numbers of classes take turns: their tables are in memory at once. Times are medians, ratios are medians of the ratios of turns.
 """
 
 import argparse
 import json
+import statistics
 import tempfile
+from typing import Callable
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import xsoftmax as xs
-from timing import interleave, machine, print_machine, print_table
+from timing import machine, print_figures, print_machine, print_table, turns
 
 
 class Model(nn.Module):
-    def __init__(self, width: int, classes: int, sparse_grad: bool) -> None:
+    def __init__(self, width: int, loss: nn.Module) -> None:
         super().__init__()
         self.encoder = nn.Linear(width, width)
-        self.loss = xs.SampledSoftmaxLoss(width, classes, sampler="log_uniform", num_samples=512, sparse_grad=sparse_grad)
+        self.loss = loss
 
     def forward(self, input, target):
         return self.loss(self.encoder(input), target)
 
 
-KINDS = {"whole": xs.distributed.replicate, "split": xs.distributed.shard_classes, "dense": lambda model: model}
+class PartialFC(nn.Module):
+    """Partial FC v2 (An et al., "Killing Two Birds with One Stone", CVPR 2022): each rank has N / W classes, and trains on the batch's targets among them
+    and on others of them at random, a fixed share in all. The gradient of its table is dense."""
+
+    RATE = 0.1
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        self.begin, end = classes * rank // size, classes * (rank + 1) // size
+        self.drawn = int(self.RATE * (end - self.begin))
+        self.weight = nn.Parameter(torch.normal(0.0, 0.01, (end - self.begin, width)))
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        queries = Gather.apply(input)
+        targets = gathered(target) - self.begin
+        mine = ((targets >= 0) & (targets < len(self.weight))).nonzero().squeeze(1)
+        chance = torch.rand(len(self.weight))
+        chance[targets[mine]] = 2.0  # more than any other has
+        chosen = chance.topk(self.drawn).indices.sort().values
+        logits = queries @ self.weight[chosen].t()
+        return CrossEntropyOverRanks.apply(logits, mine, torch.searchsorted(chosen, targets[mine]))
+
+
+def gathered(part: Tensor) -> Tensor:
+    """The rows of all ranks."""
+    whole = part.new_empty(dist.get_world_size(), *part.shape)
+    dist.all_gather(list(whole), part)
+    return whole.flatten(0, 1)
+
+
+class Gather(torch.autograd.Function):
+    """Backward: the sum over ranks, times W, since data parallelism takes means."""
+
+    @staticmethod
+    def forward(ctx, input: Tensor) -> Tensor:
+        return gathered(input)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        parts = torch.empty_like(grad)
+        dist.all_to_all_single(parts, grad.contiguous())
+        return parts.view(dist.get_world_size(), -1, *grad.shape[1:]).sum(0) * dist.get_world_size()
+
+
+class CrossEntropyOverRanks(torch.autograd.Function):
+    """Mean cross entropy of logits whose columns are split over ranks; query `mine[i]` has its target in column `columns[i]` of this rank."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, mine: Tensor, columns: Tensor) -> Tensor:
+        most = logits.amax(1, keepdim=True)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        probability = (logits - most).exp_()
+        total = probability.sum(1, keepdim=True)
+        dist.all_reduce(total)
+        probability /= total
+        ctx.save_for_backward(probability, mine, columns)
+        of_target = torch.zeros(len(logits))
+        of_target[mine] = probability[mine, columns]
+        dist.all_reduce(of_target)
+        return -of_target.clamp_min_(1e-30).log_().mean()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        probability, mine, columns = ctx.saved_tensors
+        probability[mine, columns] -= 1
+        return probability.mul_(grad / len(probability)), None, None
+
+
+def sampled(args: argparse.Namespace, classes: int, prepare: Callable = lambda model: model, sparse_grad: bool = True) -> Model:
+    return prepare(Model(args.width, xs.SampledSoftmaxLoss(args.width, classes, sampler="log_uniform", num_samples=512, sparse_grad=sparse_grad)))
+
+
+def partial_fc(args: argparse.Namespace, classes: int) -> Model:
+    model = Model(args.width, PartialFC(args.width, classes))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["loss.weight"])
+    return model
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, fused=True)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-4, fused=True)
+
+
+# How a model is made and what trains it. What stands first is ours, and is compared with the others.
+KINDS = {
+    "whole": (lambda args, classes: sampled(args, classes, xs.distributed.replicate), xs.optim.RowAdam),
+    "split": (lambda args, classes: sampled(args, classes, xs.distributed.shard_classes), xs.optim.RowAdam),
+    "dense": (lambda args, classes: sampled(args, classes, sparse_grad=False), adam),
+    "partial_fc": (partial_fc, adam),
+    "partial_fc_sgd": (partial_fc, sgd),
+}
+RIVALS = ("dense", "partial_fc", "partial_fc_sgd")
 
 
 def make_step(kind: str, args: argparse.Namespace, classes: int):
     torch.manual_seed(0)
-    model = Model(args.width, classes, sparse_grad=kind != "dense")
-    parallel = DistributedDataParallel(KINDS[kind](model))
-    optimizer = torch.optim.Adam(model.parameters(), fused=True) if kind == "dense" else xs.optim.RowAdam(model.parameters())
-    torch.manual_seed(1 + torch.distributed.get_rank())
+    make, make_optimizer = KINDS[kind]
+    model = make(args, classes)
+    parallel = DistributedDataParallel(model)
+    optimizer = make_optimizer(model.parameters())
+    torch.manual_seed(1 + dist.get_rank())
 
     def step():
         optimizer.zero_grad()
@@ -50,39 +153,49 @@ def make_step(kind: str, args: argparse.Namespace, classes: int):
 
 def work(rank: int, args: argparse.Namespace, file: str, results) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=args.ranks)
-    for classes in args.classes:
-        seconds = interleave({kind: make_step(kind, args, classes) for kind in args.kinds.split(",")}, args.repeats, warmup=2)
-        if rank == 0:
-            results.put({"classes": classes, **seconds})
-    torch.distributed.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=args.ranks)
+    runs = {(kind, classes): make_step(kind, args, classes) for classes in args.classes for kind in args.kinds}
+    seconds = turns(runs, args.repeats, warmup=2)
+    if rank == 0:
+        results.put(seconds)
+    dist.destroy_process_group()
+
+
+def ratios(seconds: dict, args: argparse.Namespace) -> list[dict]:
+    """Each of ours to each rival of as many classes, and to itself with the fewest classes."""
+    pairs = [(f"{ours} / {rival}, N {classes:,}", (ours, classes), (rival, classes)) for classes in args.classes for rival in args.kinds if rival in RIVALS
+             for ours in args.kinds if ours not in RIVALS]
+    pairs += [(f"{kind}, N {classes:,} / {args.classes[0]:,}", (kind, classes), (kind, args.classes[0])) for classes in args.classes[1:] for kind in args.kinds]
+    return [{"figure": figure, "value": statistics.median(a / b for a, b in zip(seconds[ours], seconds[other]))} for figure, ours, other in pairs]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, nargs="+", default=[100_000, 1_000_000])
-    parser.add_argument("--kinds", default="whole,split,dense", help="%(default)s")
+    parser.add_argument("--kinds", default="whole,split,dense", help=f"out of {','.join(KINDS)} (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--queries", type=int, default=256, help="of a rank")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if not set(args.kinds.split(",")) <= set(KINDS):
-        parser.error(f"--kinds: expected names out of {', '.join(KINDS)}, got {args.kinds}")
+    args.kinds = args.kinds.split(",")
+    if not set(args.kinds) <= set(KINDS):
+        parser.error(f"--kinds: expected names out of {', '.join(KINDS)}, got {','.join(args.kinds)}")
     torch.set_num_threads(1)
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(work, (args, f"{folder}/group", results), nprocs=args.ranks, start_method="spawn")
-    rows = [results.get() for _ in args.classes]
+    seconds = results.get()
+    rows = [{"classes": classes, **{kind: statistics.median(seconds[kind, classes]) for kind in args.kinds}} for classes in args.classes]
     if args.json:
-        print(json.dumps({"machine": machine(), "ranks": args.ranks, "figures": rows}, indent=2))
+        print(json.dumps({"machine": machine(), "ranks": args.ranks, "seconds": rows, "figures": ratios(seconds, args)}, indent=2))
         return
     print_machine()
-    kinds = args.kinds.split(",")
-    texts = [{"classes": f"{row['classes']:,}", **{f"{kind}, ms": f"{1e3 * row[kind]:.1f}" for kind in kinds},
-              **{f"{kind} / dense": f"{row[kind] / row['dense']:.3f}" for kind in kinds if "dense" in kinds and kind != "dense"}} for row in rows]
-    print_table(texts, list(texts[0]))
+    print_table([{"classes": f"{row['classes']:,}", **{f"{kind}, ms": f"{1e3 * row[kind]:.1f}" for kind in args.kinds}} for row in rows],
+                ["classes", *(f"{kind}, ms" for kind in args.kinds)])
+    print()
+    print_figures(ratios(seconds, args))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ def machine() -> dict:
             "xsoftmax_capability": xs.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def interleave(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, float]:
-    """Median seconds of each run, one call of each in turn, `repeats` times after `warmup` rounds."""
+def turns(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Seconds of each run, one call of each in turn, `repeats` times after `warmup` rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     gc.collect()
     gc.disable()  # a collection would fall on whoever happens to run
@@ -44,7 +44,12 @@ def interleave(runs: dict[str, Callable[[], object]], repeats: int, warmup: int 
                     seconds[name].append(elapsed)
     finally:
         gc.enable()
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
+
+
+def interleave(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, float]:
+    """The medians of `turns`."""
+    return {name: statistics.median(values) for name, values in turns(runs, repeats, warmup).items()}
 
 
 class PeakMemory:

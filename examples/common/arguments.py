@@ -11,6 +11,7 @@ import torch
 
 from .errors import DIVERGED, DataError, Diverged, UsageError
 from .losses import LEARNING_RATES, NOISES, OPTIMIZERS, SAMPLERS
+from .ranks import complete_ranks, process_group
 
 
 def positive(kind: type, least: float = 0, or_zero: bool = False):
@@ -112,6 +113,7 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
     """Fills in the defaults that depend on other options, and ends the program where options contradict each other."""
     args.loss = list(dict.fromkeys(args.loss))
     args.lr = args.lr or learning_rates[args.optimizer]
+    complete_ranks(parser, args)
     if args.eval_minutes is None and args.max_minutes is not None:
         args.eval_minutes = args.max_minutes / 6
     if args.resume and args.checkpoint is None:
@@ -145,7 +147,8 @@ def report_errors(program: Callable[[argparse.Namespace], int], args: argparse.N
     """The program's exit code; 2 where it cannot go on, DIVERGED where the loss did, with the reason in one line."""
     name = Path(sys.argv[0]).name
     try:
-        return program(args)
+        with process_group(args):
+            return program(args)
     except (UsageError, DataError) as error:
         print(f"{name}: {error}", file=sys.stderr)
     except Diverged as error:

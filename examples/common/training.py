@@ -18,6 +18,7 @@ import xsoftmax as xs
 
 from .errors import Diverged, UsageError
 from .losses import OPTIMIZERS, Loss
+from .ranks import Ranks
 
 # What may differ between the run that wrote a checkpoint and the run that resumes it: the rest decides the weights.
 FREE_ARGUMENTS = {"eval_minutes", "eval_epochs", "threads", "checkpoint", "resume", "output", "loss", "patience"}
@@ -30,17 +31,21 @@ class Run:
 
         epoch_steps     how many steps an epoch has
         unit            what a step's targets are called, in the plural
-        train_loss      the loss of the step that comes, and how many targets it is the mean of
+        train_loss      the loss of this rank in the step that comes, and how many targets the whole batch has
         measure         what an evaluation finds, `valid_...`, for the curve
         measure_test    what the finished run is worth, `test_...`
         TEST            the names of these figures
         summary         the figures of a point of the curve, for the terminal
+        OF_RANK         which entries of STATE differ between ranks
+
+    Of several ranks each has a run, with its part of every batch; all of them take the same steps and find the same figures.
     """
 
     epoch_steps: int
     unit: str
     TEST: tuple[str, ...]
     STATE = ("steps", "targets", "train_seconds", "points", "test", "recent", "rng")
+    OF_RANK: tuple[str, ...] = ("rng",)
     MODULES = ("encoder", "loss", "optimizer")
 
     def __init__(self, name: str, args: argparse.Namespace, encoder: nn.Module, loss: Loss):
@@ -52,9 +57,9 @@ class Run:
         self.loss = loss.to(self.device)
         if not args.untied:
             self.tie()
-        bias = self.table.bias
-        if bias is not None:
-            nn.init.zeros_(bias)
+        self.init_bias()
+        self.ranks = Ranks(getattr(args, "table", None))
+        self.call = self.ranks.data_parallel(self.encoder, self.loss)
         modules = nn.ModuleList([self.encoder, self.loss])
         self.parameters = list(modules.parameters())  # the tied weight once
         self.optimizer = OPTIMIZERS[args.optimizer](self.parameters, lr=args.lr)
@@ -65,6 +70,7 @@ class Run:
         self.points: list[dict] = []  # one an evaluation
         self.test: dict | None = None
         self.recent = [0.0, 0]  # summed loss and number of targets since the last evaluation
+        self.ranks.seed(args.seed)
         self.rng = self.rng_state()
 
     @property
@@ -75,6 +81,10 @@ class Run:
     def tie(self):
         """Makes the rows of the classes those of the embedding."""
         self.table.weight = self.encoder.embedding.weight
+
+    def init_bias(self):
+        if self.table.bias is not None:
+            nn.init.zeros_(self.table.bias)
 
     def train_loss(self) -> tuple[Tensor, int]:
         raise NotImplementedError
@@ -99,9 +109,11 @@ class Run:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def state_dict(self) -> dict:
-        return {key: getattr(self, key) for key in self.STATE} | {key: getattr(self, key).state_dict() for key in self.MODULES}
+        state = {key: getattr(self, key) for key in self.STATE} | {key: getattr(self, key).state_dict() for key in self.MODULES}
+        return self.ranks.together(state, self.OF_RANK)
 
     def load_state_dict(self, state: dict):
+        state = self.ranks.apart(state)
         for key in self.STATE:
             setattr(self, key, state[key])
         for key in self.MODULES:
@@ -130,7 +142,8 @@ class Run:
             group["lr"] = self.args.lr * (0.5 + 0.5 * math.cos(math.pi * self.progress) if self.args.schedule == "cosine" else 1.0)
         self.encoder.train()
         self.loss.train()
-        loss, count = self.train_loss()
+        loss, count = self.call(self.train_loss)
+        loss = self.ranks.batch_mean(loss, count)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         xs.clip_grad_norm_(self.parameters, self.args.clip)
@@ -152,10 +165,16 @@ class Run:
 
     def batches(self, count: int, what: str, interrupt: "Interrupt"):
         """The numbers below count, with a bar on a terminal; ends early when interrupted."""
-        for i in tqdm(range(count), desc=f"{self.name}: {what}", disable=not sys.stderr.isatty(), leave=False):
+        for i in tqdm(range(count), desc=f"{self.name}: {what}", disable=self.quiet, leave=False):
+            interrupt.look()
             if interrupt.seen:
                 return
             yield i
+
+    @property
+    def quiet(self) -> bool:
+        """No bars."""
+        return not (self.ranks.first and sys.stderr.isatty())
 
     def evaluate(self, interrupt: "Interrupt"):
         figures = self.exactly(self.measure, interrupt)
@@ -166,7 +185,7 @@ class Run:
             "epoch": self.epochs,
             self.unit: self.targets,
             "train_seconds": self.train_seconds,
-            "train_loss": self.recent[0] / max(self.recent[1], 1),
+            "train_loss": self.ranks.mean(self.recent[0] / max(self.recent[1], 1))[0],
             **figures,
         }
         self.points.append(point)
@@ -184,12 +203,13 @@ class Run:
             self.test = None  # resumed with a larger budget: the figures of its last weights are still to come
         eval_seconds = 60 * self.args.eval_minutes if self.args.eval_minutes else math.inf
         evaluated = self.points[-1]["train_seconds"] if self.points else 0.0
-        steps, quiet = math.ceil(self.args.epochs * self.epoch_steps), not sys.stderr.isatty()
-        bar = tqdm(total=steps, initial=self.steps, desc=self.name, unit="step", disable=quiet)
+        steps = math.ceil(self.args.epochs * self.epoch_steps)
+        bar = tqdm(total=steps, initial=self.steps, desc=self.name, unit="step", disable=self.quiet)
+        interrupt.look()
         while not self.finished and not interrupt.seen:
             start = time.perf_counter()
             self.step()
-            self.train_seconds += time.perf_counter() - start
+            self.train_seconds += interrupt.look(time.perf_counter() - start)
             bar.update()
             if self.finished or self.steps % self.eval_steps == 0 or self.train_seconds - evaluated >= eval_seconds:
                 evaluated = self.train_seconds
@@ -217,10 +237,18 @@ class Run:
 
 
 class Interrupt:
-    """Turns the first Ctrl-C into a flag, read between steps, where everything can be saved; the second ends the program."""
+    """Turns the first Ctrl-C into a flag, read between steps, where everything can be saved; the second ends the program. All ranks look at the
+    same times, and see what one of them has met."""
 
-    def __init__(self):
-        self.seen = False
+    def __init__(self, ranks: Ranks = Ranks()):
+        self.ranks = ranks
+        self.met = self.seen = False
+
+    def look(self, seconds: float = 0.0) -> float:
+        """Returns the mean of `seconds` over ranks: a budget of time ends on all of them at once."""
+        met, seconds = self.ranks.mean(self.met, seconds)
+        self.seen = met > 0
+        return seconds
 
     def __enter__(self):
         self.previous = signal.signal(signal.SIGINT, self.handle)
@@ -230,7 +258,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self.previous)
 
     def handle(self, number, frame):
-        self.seen = True
+        self.met = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -277,7 +305,8 @@ def history(args: argparse.Namespace, runs: list[Run], **data: dict) -> dict:
     return {
         "arguments": plain(args),
         **data,
-        "machine": {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor},
+        "machine": {"torch": torch.__version__, "threads": torch.get_num_threads(), "ranks": Ranks(getattr(args, "table", None)).size,
+                    "processor": processor},
         "runs": [run.figures() for run in runs],
     }
 
@@ -294,9 +323,11 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
     Returns: the runs, and whether they were interrupted.
     """
     args.output.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
+    ranks = Ranks(getattr(args, "table", None))
+    ranks.same("--data", fingerprint)
     states = load_checkpoint(args.checkpoint, fingerprint, args, data) if args.resume else {}
     runs: list[Run] = []
-    with Interrupt() as interrupt:
+    with Interrupt(ranks) as interrupt:
         for name in args.loss:
             run = make(name)
             if name in states:
@@ -305,11 +336,13 @@ def train_each(args: argparse.Namespace, make: Callable[[str], Run], fingerprint
 
             def save():
                 states[name] = run.state_dict()
-                if args.checkpoint:
-                    save_checkpoint(args.checkpoint, fingerprint, args, states)
-                write(runs)
+                if ranks.first:
+                    if args.checkpoint:
+                        save_checkpoint(args.checkpoint, fingerprint, args, states)
+                    write(runs)
 
             run.train(interrupt, save)
+            interrupt.look()
             if interrupt.seen:
                 saved = f", --checkpoint {args.checkpoint} --resume goes on from here" if args.checkpoint else ""
                 print(f"interrupted after {run.steps} steps of the {name} loss{saved}", flush=True)

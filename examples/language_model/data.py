@@ -145,27 +145,27 @@ class Batches:
     """
     A stream laid out as batch_size parallel columns and read bptt words at a time: batch i gives inputs and targets
     [batch_size, T], and continues each column where batch i - 1 left it. The last column's tail is filled with targets that the
-    loss ignores, so that every word of the stream counts once.
+    loss ignores, so that every word of the stream counts once. Of several ranks each has some of the columns.
     """
 
     IGNORED = -100
 
-    def __init__(self, ids: Tensor, batch_size: int, bptt: int, device: torch.device):
+    def __init__(self, ids: Tensor, batch_size: int, bptt: int, device: torch.device, columns: slice = slice(None)):
         length = len(ids) - 1
         rows = -(-length // batch_size)
         inputs = torch.zeros(batch_size * rows, dtype=torch.long)
         targets = torch.full_like(inputs, self.IGNORED)
         inputs[:length] = ids[:-1]
         targets[:length] = ids[1:]
-        self.inputs = inputs.view(batch_size, rows).to(device)
-        self.targets = targets.view(batch_size, rows).to(device)
+        self.inputs = inputs.view(batch_size, rows)[columns].to(device)
+        self.targets = targets.view(batch_size, rows)[columns].to(device)
+        self.counts = (targets.view(batch_size, rows) != self.IGNORED).sum(0)  # of all columns
         self.bptt = bptt
 
     def __len__(self) -> int:
         return -(-self.inputs.shape[1] // self.bptt)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor, int]:
-        """Inputs, targets, and how many targets count."""
+        """Inputs, targets, and how many targets count in all columns."""
         window = slice(i * self.bptt, (i + 1) * self.bptt)
-        targets = self.targets[:, window]
-        return self.inputs[:, window], targets, int((targets != self.IGNORED).sum())
+        return self.inputs[:, window], self.targets[:, window], int(self.counts[window].sum())

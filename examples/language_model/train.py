@@ -20,6 +20,7 @@ from examples.common import training
 from examples.common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments, add_training_arguments, complete,
                                        fraction, positive, report_errors)
 from examples.common.losses import build_loss
+from examples.common.ranks import add_ranks_arguments
 from examples.common.training import Interrupt
 from examples.language_model import data, ngram, report
 from examples.language_model.model import ENCODERS, Completer, EdgeEmbedding, script
@@ -51,6 +52,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     options = add_training_arguments(parser, epochs=6, batch_size=20, optimizer="adagrad", note=", the fastest start")
     options.add_argument("--bptt", type=positive(int), default=35,
                          help="words a step reads of each of the batch's columns (default: %(default)s)")
+    add_ranks_arguments(parser, classes="words")
     add_file_arguments(parser, "out/language_model")
 
     args = parser.parse_args(argv)
@@ -73,20 +75,18 @@ class Run(training.Run):
     unit = "tokens"
     TEST = ("test_perplexity",)
     STATE = (*training.Run.STATE, "recurrent")
+    OF_RANK = (*training.Run.OF_RANK, "recurrent")
 
     def __init__(self, name: str, corpus: data.Corpus, args: argparse.Namespace):
         torch.manual_seed(args.seed)
         # Sampled: the gradients of embedding and output layer have rows for the words of a step only. Exact: every row has one.
         encoder = build_encoder(args, len(corpus.words), sparse=name != "exact")
         loss = build_loss(args, name, corpus.counts, args.width, bias=True, classes=f"words of {corpus.name}")
+        self.counts = corpus.counts
         super().__init__(name, args, encoder, loss)
-        if args.unigram_bias:
-            words = slice(None) if isinstance(self.loss, xs.LinearLoss) else self.loss.tree.class_node - 1
-            counts = corpus.counts.clamp(min=1).to(self.device)
-            with torch.no_grad():
-                self.table.bias[words] = (counts / counts.sum()).log()
+        columns = self.ranks.rows(args.batch_size)
         self.parts = {
-            split: data.Batches(getattr(corpus, split), args.batch_size, args.bptt, self.device)
+            split: data.Batches(getattr(corpus, split), args.batch_size, args.bptt, self.device, columns)
             for split in ("train", "valid", "test")
         }
         self.epoch_steps = len(self.parts["train"])
@@ -95,6 +95,14 @@ class Run(training.Run):
         self.successors: Tensor | None = None
         if name == "cane" and args.candidates_from == "bigram":
             self.successors = ngram.successors(corpus.train, len(corpus.words), args.candidates).to(self.device)
+
+    def init_bias(self):
+        super().init_bias()
+        if self.args.unigram_bias:
+            words = slice(None) if isinstance(self.loss, xs.LinearLoss) else self.loss.tree.class_node - 1
+            counts = self.counts.clamp(min=1).to(self.device)
+            with torch.no_grad():
+                self.table.bias[words] = (counts / counts.sum()).log()
 
     def tie(self):
         if isinstance(self.loss, xs.LinearLoss):
@@ -127,10 +135,11 @@ class Run(training.Run):
         for i in self.batches(len(batches), split, interrupt):
             inputs, targets, count = batches[i]
             hidden, state = self.encoder(inputs, [] if self.args.stateless else state)
-            total += self.loss(hidden, targets).item() * count
+            total += self.ranks.batch_mean(self.loss(hidden, targets), count).item() * count
             words += count
         if interrupt.seen:
             return None
+        total, = self.ranks.mean(total)
         return {f"{split}_perplexity": math.exp(min(total / words, 700.0))}  # e^700: what a float64 can still hold
 
     def measure(self, interrupt: Interrupt) -> dict | None:
@@ -144,12 +153,17 @@ class Run(training.Run):
 
 
 def save_model(run: Run, corpus: data.Corpus, path: Path):
+    """By the first rank; all of them call it."""
     encoder = run.encoder.cpu()
     linear = nn.Linear(run.args.width, len(corpus.words))
     if isinstance(run.loss, xs.LinearLoss):
-        linear.weight, linear.bias = run.loss.linear.weight, run.loss.linear.bias
+        linear.weight, linear.bias = (nn.Parameter(part) for part in run.ranks.whole_table(run.loss))
+        if isinstance(encoder.embedding, xs.distributed.TiedEmbedding):
+            encoder.embedding = nn.Embedding.from_pretrained(linear.weight.detach())
     else:
         linear.weight, linear.bias = (nn.Parameter(part.detach()) for part in run.loss.class_table())
+    if not run.ranks.first:
+        return
     special = (data.UNKNOWN, data.END_OF_LINE, data.NUMBER)
     script(Completer(encoder, linear.cpu(), corpus.words, corpus.pretokenised, special)).save(str(path))
 

@@ -216,3 +216,22 @@ class Batches:
         lengths = self.lengths[chosen]
         at = spans(self.begin[chosen], lengths)
         return self.items[at].to(self.device), lengths.to(self.device), self.items[at + 1].to(self.device)
+
+
+def part_of_batch(items: Tensor, lengths: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What one of `size` ranks has of a batch: sequences that stand together, with about as many targets as those of others. A rank for which
+    none is left has the first once more, with targets that the loss ignores."""
+    if size == 1:
+        return items, lengths, targets
+    ends = lengths.cumsum(0)
+    cuts = torch.searchsorted(ends, ends[-1] * torch.arange(size + 1, device=ends.device) // size, right=True)
+    cuts[0], cuts[size] = 0, len(lengths)
+    if len(lengths) >= size:  # one for each at least
+        places = torch.arange(size + 1, device=cuts.device)
+        cuts = torch.maximum(cuts, places).minimum(len(lengths) - size + places)
+    begin, end = cuts[rank:rank + 2].tolist()
+    if begin == end:
+        first = slice(0, int(lengths[0]))
+        return items[first], lengths[:1], torch.full_like(targets[first], -100)
+    here = slice(int(ends[begin] - lengths[begin]), int(ends[end - 1]))
+    return items[here], lengths[begin:end], targets[here]

@@ -19,6 +19,7 @@ from examples.common import training
 from examples.common.arguments import (add_file_arguments, add_loss_arguments, add_training_arguments, complete, fraction, positive,
                                        report_errors)
 from examples.common.losses import LEARNING_RATES, build_loss
+from examples.common.ranks import add_ranks_arguments
 from examples.common.training import Interrupt
 from examples.recommend import data, report
 from examples.recommend.model import ENCODERS
@@ -56,6 +57,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                                      schedule="cosine")
     options.add_argument("--patience", type=positive(int), metavar="N",
                          help="stop after N evaluations without a better validation NDCG@10 (default: never)")
+    add_ranks_arguments(parser, classes="items")
     add_file_arguments(parser, "out/recommend")
 
     args = parser.parse_args(argv)
@@ -103,8 +105,9 @@ class Run(training.Run):
         return super().finished or (patience is not None and bool(self.points) and len(self.points) - 1 - self.best >= patience)
 
     def train_loss(self) -> tuple[Tensor, int]:
-        items, lengths, targets = self.train_part.get(self.steps)
-        return self.loss(self.encoder(items, lengths), targets), len(targets)
+        batch = self.train_part.get(self.steps)
+        items, lengths, targets = data.part_of_batch(*batch, self.ranks.rank, self.ranks.size)
+        return self.loss(self.encoder(items, lengths), targets), len(batch[-1])
 
     def measure(self, interrupt: Interrupt) -> dict | None:
         """Of validation, and where that is the best so far, of the test, too: no weights need be kept for it."""
@@ -124,19 +127,24 @@ class Run(training.Run):
         # Users with about as many items side by side: the more one has, the more must be ranked so that k new ones remain.
         asked = asked[queries.known.lengths[asked].argsort(stable=True)]
         parts = asked.split(256)
-        found = []
+        found = torch.zeros(len(asked), max(PLACES), dtype=torch.int64)
         for i in self.batches(len(parts), split, interrupt):
-            found.append(self.recommend(queries.known.select(parts[i]), max(PLACES)).cpu())
+            known, mine = queries.known.select(parts[i]), self.ranks.rows(len(parts[i]))
+            seen = 0 if self.args.rank_seen else int(known.lengths.max())  # the same on all ranks
+            users = torch.arange(len(known))[mine] if mine.start < mine.stop else torch.zeros(1, dtype=torch.int64)  # all ranks ask for somebody
+            found.split(256)[i][mine] = self.recommend(known.select(users), max(PLACES), seen)[:mine.stop - mine.start]
         if interrupt.seen:
             return None
-        predictions, truth = torch.cat(found), queries.truth.select(asked).split()
+        predictions, truth = self.ranks.sum(found), queries.truth.select(asked).split()
         return {f"{split}_{name}@{k}": metric(predictions, truth, k) for name, metric in METRICS.items() for k in PLACES}
 
-    def recommend(self, known: data.Sequences, k: int) -> Tensor:
-        """The k best items of each row, int64 [rows, k], -1 where there are not so many; without those of the row, but with --rank-seen."""
+    def recommend(self, known: data.Sequences, k: int, seen: int) -> Tensor:
+        """The k best items of each row, int64 [rows, k], -1 where there are not so many.
+
+        seen: 0: all items are ranked; or the most that a row may have: then those of the row are left out
+        """
         recent = known.select(torch.arange(len(known)), self.args.max_length)
         hidden = self.encoder(recent.items.to(self.device), recent.lengths.to(self.device))[(recent.ends - 1).to(self.device)]
-        seen = 0 if self.args.rank_seen else int(known.lengths.max())
         ranked = self.loss.topk(hidden, min(k + seen, self.num_items))[1].cpu()
         if seen:
             key = torch.arange(len(known)).unsqueeze(1) * self.num_items

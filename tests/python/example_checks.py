@@ -1,11 +1,13 @@
 """What the tests of the examples share."""
 
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 
@@ -26,6 +28,26 @@ def run_file(program: ModuleType, folder: Path, *arguments) -> str:
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def run_ranks(program: ModuleType, folder: Path, *arguments, ranks: int = 2, status: int = 0) -> tuple[str, str]:
+    """What the program prints, and its errors, that a user starts by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), program.__file__, *map(str, arguments)]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert (result.returncode != 0) == (status != 0), result.stderr
+    return result.stdout, result.stderr
+
+
+def check_same_figures(one: Path, several: Path):
+    """Of two folders of output: what ranks do together is what one process does, up to rounding."""
+    runs, others = (json.loads((folder / "history.json").read_text())["runs"] for folder in (one, several))
+    assert [run["loss"] for run in runs] == [run["loss"] for run in others]
+    for run, other in zip(runs, others):
+        assert run["steps"] == other["steps"] and len(run["points"]) == len(other["points"])
+        for point, found in zip([*run["points"], run], [*other["points"], other]):
+            for figure, value in point.items():
+                if figure.startswith(("valid", "test", "train_loss", "targets", "tokens")):
+                    assert found[figure] == pytest.approx(value, rel=1e-4), figure
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:

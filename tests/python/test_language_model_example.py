@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from example_checks import check_resume, run, run_file
+from example_checks import check_resume, check_same_figures, run, run_file, run_ranks
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -47,6 +47,22 @@ def test_the_command_leaves_its_files(text, tmp_path):
     assert (tmp_path / "out" / "table.md").read_text().count("\n") == 4
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 5000
     assert torch.jit.load(tmp_path / "out" / "model.pt").encode("f ( 12").numel() == 4  # <eos> before them
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo here")
+def test_two_ranks_do_what_one_process_does(text, tmp_path):
+    """With a split table, tied to the embedding, and a checkpoint from which they go on. Columns of text do not divide evenly."""
+    arguments = ["--data", text, "--dropout", "0", "--optimizer", "adam", "--lr", "0.01", *SMALL, "--batch-size", "5"]
+    assert run(train, *arguments, "--epochs", "2", "--output", tmp_path / "one") == 0
+    ranks = [*arguments, "--table", "split", "--output", tmp_path / "two", "--checkpoint", tmp_path / "two.pt"]
+    run_ranks(train, tmp_path, *ranks, "--epochs", "1")
+    printed, _ = run_ranks(train, tmp_path, *ranks, "--epochs", "2", "--resume")
+    check_same_figures(tmp_path / "one", tmp_path / "two")
+    assert printed.count("valid perplexity") == 2  # of the second epoch and in the table: the first rank alone prints
+    one, two = (torch.jit.load(tmp_path / name / "model.pt") for name in ("one", "two"))
+    ids = torch.tensor([1, 5, 3, 2])
+    torch.testing.assert_close(two(ids, 5), one(ids, 5), rtol=1e-3, atol=1e-3)
+    assert run(train, *arguments, "--epochs", "2", "--output", tmp_path, "--checkpoint", tmp_path / "two.pt", "--resume") == 2
 
 
 def test_samplers_are_compared_on_a_trained_model(text, tmp_path, capsys):
@@ -194,6 +210,7 @@ def test_vocabulary(tmp_path):
         (["--resume"], "--resume needs --checkpoint"),
         (["--dropout", "1"], "less than 1"),
         (["--lr", "-1"], "more than 0"),
+        (["--table", "split"], "--table split: expected several processes, as `torchrun --nproc-per-node 2"),
     ],
 )
 def test_errors_say_what_to_change(text, tmp_path, capsys, arguments, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import xsoftmax as xs
-from example_checks import check_resume, run, run_file
+from example_checks import check_resume, check_same_figures, run, run_file, run_ranks
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -41,6 +41,40 @@ def test_the_command_leaves_its_files(sequences, tmp_path):
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.count("\n") == 4 and f"{history['runs'][0]['test_NDCG@10']:.4f}" in table
     assert (tmp_path / "out" / "ndcg.png").stat().st_size > 5000
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo here")
+@pytest.mark.parametrize("table, losses", [("split", ["sampled", "exact"]), ("replicated", ["exact"])])
+def test_two_ranks_do_what_one_process_does(sequences, tmp_path, table, losses):
+    """The last batch of an epoch has one sequence, so that a rank has none. Ranks of a replicated table draw each its own samples."""
+    rows = sequences.read_text().splitlines(keepends=True)
+    pieces = torch.tensor([-(-(len(row.split()) - 4) // 8) for row in rows]).cumsum(0)  # user, last two items; an item has a target if another follows
+    users = int((pieces % 16 == 1).nonzero().max()) + 1
+    few = tmp_path / "few.txt"
+    few.write_text("".join(rows[:users]))
+    arguments = ["--data", few, "--loss", *losses, "--epochs", "2", *SMALL, "--dropout", "0"]
+    assert len(data.Batches(data.load_dataset(str(few)).train, 16, 8, False, 0, torch.device("cpu")).begin) % 16 == 1
+    assert run(train, *arguments, "--output", tmp_path / "one") == 0
+    printed, _ = run_ranks(train, tmp_path, *arguments, "--table", table, "--output", tmp_path / "two")
+    check_same_figures(tmp_path / "one", tmp_path / "two")
+    assert printed.count("actions to train") == 1
+    _, error = run_ranks(train, tmp_path, *arguments, "--output", tmp_path, status=1)
+    assert "--table: expected replicated or split for 2 processes, got none" in error
+
+
+def test_a_batch_is_dealt_out():
+    random = torch.Generator().manual_seed(0)
+    for count, size in [(1, 2), (2, 2), (3, 4), (5, 4), (9, 3), (40, 4)]:
+        lengths = torch.randint(1, 9, (count,), generator=random).sort().values
+        items = torch.arange(int(lengths.sum()))
+        parts = [data.part_of_batch(items, lengths, items + 100, rank, size) for rank in range(size)]
+        real = [part for part in parts if (part[2] >= 0).all()]
+        assert len(real) == min(count, size) and all(len(of_rank) == 1 for _, of_rank, target in parts if (target == -100).any())
+        for whole, pieces in zip((items, lengths, items + 100), zip(*real)):
+            assert torch.equal(torch.cat(pieces), whole)
+        assert all(len(part[0]) == part[1].sum() for part in parts)
+        if count == 40:  # sorted by length, so by targets, not by sequences
+            assert max(len(part[0]) for part in parts) - min(len(part[0]) for part in parts) <= 16
 
 
 @pytest.mark.parametrize("model, sampler", [("sasrec", "unigram"), ("gru4rec", "midx")])

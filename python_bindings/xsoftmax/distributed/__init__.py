@@ -3,6 +3,8 @@
 from ._group import leave_out
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .class_parallel import ClassParallel, shard_classes
+from .embedding import TiedEmbedding
 from .replicate import no_sync, replicate
 
-__all__ = ["ClassParallel", "latest_checkpoint", "leave_out", "load_checkpoint", "no_sync", "replicate", "save_checkpoint", "shard_classes"]
+__all__ = ["ClassParallel", "TiedEmbedding", "latest_checkpoint", "leave_out", "load_checkpoint", "no_sync", "replicate", "save_checkpoint",
+           "shard_classes"]

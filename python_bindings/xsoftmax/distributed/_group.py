@@ -40,8 +40,9 @@ def facts_of(tables) -> Dict[str, Any]:
 def leave_out(model: nn.Module) -> None:
     """Has ``DistributedDataParallel(model)`` leave the class tables in `model` to :func:`replicate` and :func:`shard_classes`, which call this for the
     model that they are given."""
-    names = {f"{prefix}.{name}" if prefix else name for prefix, table in model.named_modules() if isinstance(table, TableModule)
-             for name, _ in [*table.named_parameters(), *table.named_buffers()]}
+    parts = {id(part) for table in model.modules() if isinstance(table, TableModule) for part in [*table.parameters(), *table.buffers()]}
+    # By all names: the rows of a table may be those of an embedding, too.
+    names = {name for parts_of in (model.named_parameters, model.named_buffers) for name, part in parts_of(remove_duplicate=False) if id(part) in parts}
     model._ddp_params_and_buffers_to_ignore = sorted({*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names})
 
 

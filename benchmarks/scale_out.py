@@ -1,0 +1,154 @@
+"""What a training step with a split class table would cost on many machines: a simulation, from a step that is measured here and the bytes of each exchange.
+
+    python benchmarks/scale_out.py [--ranks 8 64 256 1024] [--links 10 25 100 400] [--classes 10000000 100000000 1000000000] [--json]
+
+Measured, on one process: forward and backward of the sampled loss for the queries of a rank, RowAdam on the rows that have a gradient, and the draws, which
+every rank makes for the queries of all. Computed: the bytes that a rank receives, and with them its time. Assumed:
+
+- The encoder, whose cost has nothing to do with classes, is left out, and so are its gradients.
+- A rank has as many scores to compute in either exchange: its queries against all their candidates, or those of all ranks against its share of them. Draws
+  and targets are spread evenly over ranks, and all of them are different.
+- The local step does not depend on the number of classes; it is measured with --local-classes of them.
+- The links receive at their full rate on all ranks at once. A collective takes W - 1 messages in a row, as over gloo, each of which waits for --latency.
+- Of the two times of a step the smaller is reached if all communication overlaps with computation, the larger if none does. The exchange that wins has the
+  smaller of the larger ones.
+"""
+
+import argparse
+import json
+import math
+
+import torch
+
+import xsoftmax as xs
+from timing import interleave, machine, print_machine, print_table
+
+EXCHANGES = ("queries", "rows")
+# The collectives of a step. Both: sizes of batches, targets, state of the generator, the value of the loss.
+COLLECTIVES = {"queries": 4 + 4,  # queries, what each rank knows of a query's candidates, and the gradients of both
+               "rows": 4 + 4}  # numbers of rows, their ids, rows, their gradients
+ADAM_STATE = 8  # bytes of both moments of a number
+
+
+def queries_bytes(ranks: int, queries: int, width: int, number: int = 4) -> float:
+    """What a rank receives in a step where queries travel: those of the others and the gradients of its part, and the normalisers of each query."""
+    return 2 * (ranks - 1) * queries * width * number + 24 * (ranks - 1) * queries
+
+
+def rows_bytes(ranks: int, rows: int, width: int, number: int = 4) -> float:
+    """The same where `rows` different rows of a rank's targets and candidates travel, and their gradients return."""
+    return 2 * (ranks - 1) / ranks * rows * width * number
+
+
+def rows_of_step(queries: int, shared: int = 0, private: int = 0) -> int:
+    """The rows that a rank's queries see in a step: their targets, `shared` draws that all see, `private` ones of each. At most: all are different."""
+    return queries + shared + private * queries
+
+
+def exchange_bytes(exchange: str, ranks: int, rows: int, args: argparse.Namespace) -> float:
+    return queries_bytes(ranks, args.queries, args.width) if exchange == "queries" else rows_bytes(ranks, rows, args.width)
+
+
+def network_seconds(exchange: str, ranks: int, received: float, gigabits: float, latency: float) -> float:
+    """Of a step: its bytes, and the messages that wait for each other."""
+    return 8 * received / (1e9 * gigabits) + COLLECTIVES[exchange] * (ranks - 1) * latency
+
+
+def step_seconds(compute: float, network: float) -> tuple[float, float]:
+    """With full overlap, and with none."""
+    return max(compute, network), compute + network
+
+
+def memory_bytes(classes: int, ranks: int, width: int, number: int = 4) -> int:
+    """Of a rank's table and its RowAdam state: two moments a number and the last step of a row."""
+    return math.ceil(classes / ranks) * (width * (number + ADAM_STATE) + 4)
+
+
+def measure(args: argparse.Namespace, kind: str) -> tuple[float, float]:
+    """Seconds of the local step, and of the draws for as many queries again."""
+    num_samples = args.shared if kind == "shared" else args.private
+    loss = xs.SampledSoftmaxLoss(args.width, args.local_classes, sampler="log_uniform", num_samples=num_samples, shared=kind == "shared")
+    optimizer = xs.optim.RowAdam(loss.parameters())
+    input = torch.randn(args.queries, args.width, requires_grad=True)
+    target = torch.randint(args.local_classes, (args.queries,))
+    many = 16  # ranks
+
+    def step():
+        optimizer.zero_grad()
+        loss(input, target).backward()
+        optimizer.step()
+
+    def draw(count: int):
+        loss.propose(input.detach()[:1].expand(count * args.queries, args.width), target.repeat(count))
+
+    seconds = interleave({"step": step, "one": lambda: draw(1), "many": lambda: draw(many)}, args.repeats)
+    return seconds["step"], max(seconds["many"] - seconds["one"], 0.0) / (many - 1)
+
+
+def simulate(args: argparse.Namespace) -> list[dict]:
+    """The steps: a dict for each kind of draws, number of ranks and link."""
+    result = []
+    for kind in ("shared", "private"):
+        local, draws = measure(args, kind)
+        rows = rows_of_step(args.queries, **{kind: getattr(args, kind)})
+        for ranks in args.ranks:
+            compute = local + (ranks - 1) * draws
+            received = {exchange: exchange_bytes(exchange, ranks, rows, args) for exchange in EXCHANGES}
+            for gigabits in args.links:
+                times = {exchange: step_seconds(compute, network_seconds(exchange, ranks, received[exchange], gigabits, args.latency)) for exchange in EXCHANGES}
+                result.append({"draws": kind, "ranks": ranks, "gigabits": gigabits, "compute_seconds": compute, "received_bytes": received,
+                               "step_seconds": times, "wins": min(EXCHANGES, key=lambda exchange: times[exchange][1])})
+    return result
+
+
+def memory(args: argparse.Namespace) -> list[dict]:
+    return [{"classes": classes, "ranks": ranks, "bytes": memory_bytes(classes, ranks, args.width)} for classes in args.classes for ranks in args.ranks]
+
+
+def print_simulation(steps: list[dict], tables: list[dict], args: argparse.Namespace) -> None:
+    print(f"{args.queries} queries a rank, width {args.width}, float32; {args.shared:,} draws that all queries share, or {args.private} of each; "
+          f"{1e6 * args.latency:.3g} us a message. A step with full overlap to one with none:\n")
+    texts = [{"draws": step["draws"], "ranks": f"{step['ranks']:,}", "link, Gb/s": f"{step['gigabits']:g}", "computation, ms": f"{1e3 * step['compute_seconds']:.1f}",
+              **{f"{exchange}, MB": f"{step['received_bytes'][exchange] / 1e6:.2f}" for exchange in EXCHANGES},
+              **{f"{exchange}, ms": " to ".join(f"{1e3 * seconds:.1f}" for seconds in step["step_seconds"][exchange]) for exchange in EXCHANGES},
+              "wins": step["wins"]} for step in steps]
+    print_table(texts, list(texts[0]))
+    print("\nTable and RowAdam state of a rank:\n")
+    rows: dict[int, dict] = {}
+    for table in tables:
+        rows.setdefault(table["classes"], {"classes": f"{table['classes']:,}"})[f"{table['ranks']:,} ranks"] = f"{table['bytes'] / 1e9:.2f} GB"
+    print_table(list(rows.values()), list(next(iter(rows.values()))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
+    parser.add_argument("--links", type=float, nargs="+", default=[10, 25, 100, 400], help="what a rank receives, in Gb/s")
+    parser.add_argument("--classes", type=int, nargs="+", default=[10_000_000, 100_000_000, 1_000_000_000])
+    parser.add_argument("--queries", type=int, default=256, help="of a rank (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--shared", type=int, default=8192, help="draws that all queries share (default: %(default)s)")
+    parser.add_argument("--private", type=int, default=64, help="draws of each query (default: %(default)s)")
+    parser.add_argument("--latency", type=float, default=20e-6, help="seconds a message (default: %(default)s)")
+    parser.add_argument("--local-classes", type=int, default=1_000_000, help="of the step that is measured (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    for name in ("ranks", "links", "classes"):
+        if min(getattr(args, name)) <= 0:
+            parser.error(f"--{name}: expected more than 0, got {min(getattr(args, name)):g}")
+    if args.latency < 0:
+        parser.error(f"--latency: expected 0 or more, got {args.latency}")
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    steps, tables = simulate(args), memory(args)
+    if args.json:
+        print(json.dumps({"machine": machine(), "arguments": vars(args), "steps": steps, "memory": tables}, indent=2))
+        return
+    print_machine()
+    print_simulation(steps, tables, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The processes of a run: one, or those that torchrun started, each with its part of every batch."""
+
+import argparse
+import contextlib
+import os
+import sys
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import xsoftmax as xs
+
+from .errors import UsageError
+
+TABLES = ("replicated", "split")
+
+
+def add_ranks_arguments(parser: argparse.ArgumentParser, classes: str):
+    """classes: what they are called."""
+    parser.add_argument_group("several processes").add_argument(
+        "--table", choices=TABLES, help=f"under torchrun: the rows of the {classes} whole on every rank, or split over the ranks, each of which trains on "
+        "its part of every batch")
+
+
+def complete_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace):
+    """Ends the program where --table and the way it was started contradict each other."""
+    table, size = getattr(args, "table", None), int(os.environ.get("WORLD_SIZE", 1))
+    if table is not None and "WORLD_SIZE" not in os.environ:
+        parser.error(f"--table {table}: expected several processes, as `torchrun --nproc-per-node 2 {parser.prog} ...` starts them, got one")
+    if "table" in args and table is None and size > 1:
+        parser.error(f"--table: expected {' or '.join(TABLES)} for {size} processes, got none")
+    if table is not None and args.batch_size < size:
+        parser.error(f"--batch-size: expected at least the number of processes, {size}, got {args.batch_size}")
+    if table is not None and args.device == "cuda":
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+
+
+@contextlib.contextmanager
+def process_group(args: argparse.Namespace) -> Iterator[None]:
+    """Joins the other ranks. What others than the first print is dropped."""
+    if getattr(args, "table", None) is None:
+        yield
+        return
+    if args.device.startswith("cuda"):
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device.startswith("cuda") else "gloo")
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if dist.get_rank() == 0 else nowhere):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Ranks:
+    """All ranks call what is said to be of all ranks, equally often. Of one process: everything is its part, and nothing is sent."""
+
+    def __init__(self, table: str | None = None):
+        """table: as --table says; None: one process."""
+        self.table = table
+        self.rank, self.size = (0, 1) if table is None else (dist.get_rank(), dist.get_world_size())
+        self.first = self.rank == 0
+
+    def seed(self, seed: int):
+        """Seeds what a rank draws. The first goes on as one process does."""
+        if not self.first:
+            seeds = torch.randint(2**62, [self.size], generator=torch.Generator().manual_seed(seed))
+            torch.manual_seed(seeds[self.rank].item())
+
+    def rows(self, count: int) -> slice:
+        """This rank's of so many rows."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def mean(self, *numbers: float) -> list[float]:
+        """Over all ranks, the same on each."""
+        return list(numbers) if self.table is None else (self.sum(torch.tensor(numbers, dtype=torch.float64)) / self.size).tolist()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all ranks; the tensor is on the host."""
+        if self.table is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def same(self, what: str, fact: Any):
+        """Refuses what differs between ranks."""
+        if self.table is not None:
+            of_ranks: list = [None] * self.size
+            dist.all_gather_object(of_ranks, fact)
+            for rank, other in enumerate(of_ranks):
+                if other != of_ranks[0]:
+                    raise UsageError(f"{what}: expected the same on all ranks, got others on rank {rank} than on rank 0")
+
+    def data_parallel(self, encoder: nn.Module, loss: nn.Module) -> Callable:
+        """A call that computes a loss of the two as DistributedDataParallel wants to see it, after their tables have been replicated or split.
+        The loss is from here on the sum over a rank's targets, or over those of all ranks: see `batch_mean`."""
+        if self.table is None:
+            return lambda compute: compute()
+        whole = Whole(encoder, loss)
+        loss.reduction = "sum"
+        if self.table == "replicated":
+            xs.distributed.replicate(whole)
+            return DistributedDataParallel(whole)
+        embedding = encoder.embedding
+        tied = isinstance(loss, xs.LinearLoss) and embedding.weight is loss.linear.weight
+        try:
+            xs.distributed.shard_classes(whole)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--table split: {error}") from error
+        if tied:
+            encoder.embedding = xs.distributed.TiedEmbedding(loss, sparse=embedding.sparse)
+        return DistributedDataParallel(whole)
+
+    def batch_mean(self, loss: Tensor, count: int) -> Tensor:
+        """What to differentiate, where the whole batch has `count` targets: its mean over ranks is the mean over them, and so is its gradient."""
+        if self.table is None:
+            return loss
+        return loss / count if self.table == "split" else loss * (self.size / count)
+
+    def whole_table(self, loss: xs.LinearLoss) -> list[Tensor]:
+        """Weight and bias of all classes."""
+        state = loss.state_dict()
+        parts = [state[f"linear.{name}"] for name in ("weight", "bias")]
+        return [part.full_tensor() if self.table == "split" else part for part in parts]
+
+    def together(self, state: dict, of_rank: tuple[str, ...]) -> dict:
+        """`state` with those of its entries that differ between ranks, on the first rank."""
+        if self.table is None:
+            return state
+        mine = {key: local(state[key]) for key in of_rank + (("loss", "optimizer") if self.table == "split" else ())}
+        of_ranks = [None] * self.size if self.first else None
+        dist.gather_object(mine, of_ranks)
+        return local(state) | {"ranks": of_ranks}
+
+    def apart(self, state: dict) -> dict:
+        """The inverse: the state of this rank."""
+        if self.table is None:
+            return state
+        of_ranks = state["ranks"]
+        if len(of_ranks) != self.size:
+            raise UsageError(f"--resume: the checkpoint is one of {len(of_ranks)} processes, and this run has {self.size}")
+        return state | of_ranks[self.rank]
+
+
+class Whole(nn.Module):
+    """An encoder and a loss, whose call is whatever computes with them: DistributedDataParallel prepares the gradients of a module that it calls."""
+
+    def __init__(self, encoder: nn.Module, loss: nn.Module):
+        super().__init__()
+        self.encoder, self.loss = encoder, loss
+
+    def forward(self, compute: Callable):
+        return compute()
+
+
+def local(state: Any) -> Any:
+    """This rank's part of what a state dict holds."""
+    if isinstance(state, dict):
+        return {key: local(value) for key, value in state.items()}
+    return state.to_local() if hasattr(state, "to_local") else state
