@@ -257,7 +257,9 @@ class Bisection {
 };
 
 constexpr int64_t kAllCuts = std::numeric_limits<int64_t>::max();
-constexpr int64_t kSegmentsOfPart = 4; // on average, where parts go their ways: then their work is about the same
+// When parts go their ways: where none has much more to do than the mean, or none would have with more cuts.
+constexpr double kEven = 1.05;
+constexpr int64_t kSegmentsOfPart = 4;
 
 /// Children low .. high - 1 of a node, whose classes are to be told apart, after so many cuts of those around them.
 struct Segment {
@@ -374,10 +376,15 @@ LabelTreeNodes tree_of(const std::vector<Node>& nodes, std::span<const int32_t> 
   return {parents, classes};
 }
 
-/// Where the segments of each part begin among all: neighbours, of about the same work.
-std::vector<int64_t> dealt(std::span<const Segment> segments, const std::vector<Node>& nodes, const SparseRowsView& vectors, const int32_t* order,
-                           int64_t parts) {
-  std::vector<int64_t> middle; // of each segment among the work of all, doubled
+/// The segments first .. last - 1 of a part: neighbours, of about the same work as those of others.
+struct Deal {
+  int64_t first, last;
+  bool even; // whether all parts have
+};
+
+Deal dealt(std::span<const Segment> segments, const std::vector<Node>& nodes, const SparseRowsView& vectors,
+                                  const int32_t* order, int64_t part, int64_t parts) {
+  std::vector<int64_t> middle, ends; // of each segment among the work of all, doubled
   int64_t twice = 0;
   for (const Segment& segment : segments) {
     int64_t work = 0;
@@ -386,13 +393,19 @@ std::vector<int64_t> dealt(std::span<const Segment> segments, const std::vector<
     }
     middle.push_back(twice + work);
     twice += 2 * work;
+    ends.push_back(twice);
   }
-  std::vector<int64_t> first{0};
-  for (int64_t part = 1; part <= parts; ++part) {
-    const auto at = std::lower_bound(middle.begin(), middle.end(), int64_t(static_cast<__int128>(twice) * part / parts));
-    first.push_back(at - middle.begin());
+  const auto first = [&](int64_t of) {
+    return std::lower_bound(middle.begin(), middle.end(), int64_t(static_cast<__int128>(twice) * of / parts)) - middle.begin();
+  };
+  double largest = 0;
+  for (int64_t s = 0; s < int64_t(segments.size());) {
+    const int64_t of = int64_t(static_cast<__int128>(middle[s]) * parts / twice), begin = s;
+    s = std::max<int64_t>(s + 1, first(of + 1));
+    const int64_t before = begin == 0 ? 0 : ends[begin - 1];
+    largest = std::max(largest, double(ends[s - 1] - before));
   }
-  return first;
+  return {first(part), first(part + 1), largest * double(parts) <= kEven * double(twice)};
 }
 
 Cutting checked_cutting(const char* op, const Tensor& seed, int64_t iterations, bool spherical) {
@@ -454,16 +467,13 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
   TORCH_CHECK_VALUE(cuts >= 0, op, ": expected cuts of at least 0, got ", cuts);
 
   const std::vector<Segment> segments = segments_after(cuts, nodes);
-  const bool to_the_end = int64_t(segments.size()) >= kSegmentsOfPart * parts || segments.empty();
   const Tensor made = order.contiguous().clone();
   int32_t* ids = made.mutable_data_ptr<int32_t>();
-  const std::vector<int64_t> first = dealt(segments, nodes, rows, ids, parts);
-  const auto mine = std::span(segments).subspan(first[part], first[part + 1] - first[part]);
-  lay_out(rows, nodes, cutting, mine, to_the_end ? kAllCuts : cuts + 1, ids);
-  const auto place = [&](int64_t which) {
-    return which == 0 ? 0 : first[which] == int64_t(segments.size()) ? rows.count : nodes[segments[first[which]].low].begin;
-  };
-  return {made.slice(0, place(part), place(part + 1)).clone(), at::scalar_tensor(to_the_end ? -1 : cuts + 1, at::kLong)};
+  const auto [first, last, even] = dealt(segments, nodes, rows, ids, part, parts);
+  const bool to_the_end = even || int64_t(segments.size()) / kSegmentsOfPart >= parts;
+  lay_out(rows, nodes, cutting, std::span(segments).subspan(first, last - first), to_the_end ? kAllCuts : cuts + 1, ids);
+  const auto place = [&](int64_t segment) { return segment == int64_t(segments.size()) ? rows.count : nodes[segments[segment].low].begin; };
+  return {made.slice(0, part == 0 ? 0 : place(first), place(last)).clone(), at::scalar_tensor(to_the_end ? -1 : cuts + 1, at::kLong)};
 }
 
 LabelTreeNodes label_tree_of_clusters(const Tensor& order, int64_t arity, int64_t max_leaf_size) {

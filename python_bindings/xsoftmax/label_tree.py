@@ -144,13 +144,12 @@ class LabelTree(nn.Module):
         owner = "LabelTree.from_vectors"
         arity, iterations = check_count(owner, "arity", arity, None), check_count(owner, "iterations", iterations, 1)
         leaf_size = 0 if max_leaf_size is None else check_count(owner, "max_leaf_size", max_leaf_size, 1)
-        seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
+        options = {"arity": arity, "iterations": iterations, "max_leaf_size": leaf_size, "spherical": spherical}
         if leaf_size > 0 and getattr(vectors, "format", None) == "csr":
             ranks = ranks_of(owner, group)
             rows = ranks.do(lambda: sparse_tensors(checked(owner, "vectors", vectors)))
-            options = {"arity": arity, "iterations": iterations, "max_leaf_size": leaf_size, "spherical": spherical}
             ranks.check_alike(lambda: {"vectors": f"{list(vectors.shape)} (digest {digest(*rows)})", **options})
-            return LabelTree._of_clusters(ranks.first(seed), rows, vectors.shape[1], options, ranks)
+            return LabelTree._of_clusters(rows, vectors.shape[1], options, generator, ranks)
         if group is not None:
             raise TypeError(f"{owner}: expected max_leaf_size and a scipy CSR matrix beside group, got {type(vectors).__name__}"
                             + ("" if leaf_size > 0 else " without max_leaf_size"))
@@ -159,20 +158,21 @@ class LabelTree(nn.Module):
         if not isinstance(vectors, Tensor):
             raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside max_leaf_size, a scipy CSR matrix, "
                             f"got {type(vectors).__name__}")
-        options = option_text(arity=arity, iterations=iterations, max_leaf_size=leaf_size, spherical=spherical)
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_from_vectors(seed, vectors, options))
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_from_vectors(_seed(generator), vectors, option_text(**options)))
 
     @staticmethod
-    def _of_clusters(seed: Tensor, rows: Tuple[Tensor, Tensor, Tensor], features: int, options: Dict[str, Union[int, bool]], ranks: Alone) -> "LabelTree":
-        arity, leaf_size = options["arity"], options["max_leaf_size"]
+    def _of_clusters(rows: Tuple[Tensor, Tensor, Tensor], features: int, options: Dict[str, Union[int, bool]], generator: Optional[torch.Generator],
+                     ranks: Alone) -> "LabelTree":
+        """rows, features, options: the same on all ranks."""
+        arity, iterations, leaf_size, spherical = options.values()
+        seed, ops = ranks.first(_seed(generator)), torch.ops.xsoftmax
         if ranks.size == 1:
-            return LabelTree._of(torch.ops.xsoftmax.label_tree_clusters(seed, *rows, features, arity, leaf_size, options["iterations"],
-                                                                        options["spherical"]))
+            return LabelTree._of(ops.label_tree_clusters(seed, *rows, features, arity, leaf_size, iterations, spherical))
         order, cuts, text = torch.arange(len(rows[0]) - 1, dtype=torch.int32), torch.tensor(0), option_text(**options)
         while cuts >= 0:
-            share, cuts = ranks.do(lambda: torch.ops.xsoftmax.label_tree_cuts(seed, rows, features, order, int(cuts), ranks.rank, ranks.size, text))
+            share, cuts = ranks.do(lambda: ops.label_tree_cuts(seed, rows, features, order, int(cuts), ranks.rank, ranks.size, text))
             order = ranks.gather(share)
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_of_clusters(order, arity, leaf_size))
+        return LabelTree._of(ops.label_tree_of_clusters(order, arity, leaf_size))
 
     @staticmethod
     def from_frequencies(counts: Tensor, subsets: int) -> "LabelTree":
@@ -240,6 +240,10 @@ class LabelTree(nn.Module):
         from ._plot import plot_tree
 
         return plot_tree(self, names, ax)
+
+
+def _seed(generator: Optional[torch.Generator]) -> Tensor:
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
 
 
 def _problem(tables: List[Tensor]) -> str:

@@ -99,7 +99,7 @@ class XRLinear:
         ranks = ranks_of("XRLinear.train", group)
 
         def checked() -> Tuple[Dict[str, Any], str]:
-            nonlocal X, Y, relevance, user_negatives, sweeps, beam, max_weights
+            nonlocal X, Y, relevance, user_negatives, arity, max_leaf_size, sweeps, beam, max_weights
             X, Y = _examples("train", X), _pairs("train", "Y", Y)
             if X.shape[0] != Y.shape[0]:
                 raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
@@ -111,7 +111,10 @@ class XRLinear:
                 relevance = _relevance(relevance, Y)
             if user_negatives is not None:
                 user_negatives = _pairs("train", "user_negatives", user_negatives, Y.shape)
-            if tree is not None and tree.num_classes != Y.shape[1]:
+            if tree is None:
+                arity = check_count("XRLinear.train", "arity", arity, 2)
+                max_leaf_size = check_count("XRLinear.train", "max_leaf_size", max_leaf_size, 1)
+            elif tree.num_classes != Y.shape[1]:
                 raise ValueError(f"XRLinear.train: expected a tree of {Y.shape[1]} labels, as Y has, got one of {tree.num_classes}")
             sweeps, beam = check_count("XRLinear.train", "sweeps", sweeps, 1), check_count("XRLinear.train", "beam", beam, 1)
             max_weights = None if max_weights is None else check_count("XRLinear.train", "max_weights", max_weights, 1)
@@ -131,8 +134,9 @@ class XRLinear:
         rows = sparse_tensors(X)
         ranks.check_alike(facts)
         if tree is None:
-            vectors = ranks.do(lambda: label_vectors.pifa(X, Y))
-            tree = LabelTree.from_vectors(vectors, arity, generator=generator, max_leaf_size=max_leaf_size, group=group)
+            vectors = ranks.do(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
+            tree = LabelTree._of_clusters(vectors, X.shape[1], {"arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True},
+                                          generator, ranks)
         layers = _Layers(tree)
         schemes = _schemes(negatives, len(layers.first_child), user_negatives)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
@@ -142,7 +146,7 @@ class XRLinear:
         parts: List[List[Tensor]] = []
         stats = []
         lists = None
-        with _Watch(progress and (ranks.rank == 0 or callable(progress)) and progress, len(schemes)) as watch:
+        with _Watch(progress if ranks.rank == 0 or callable(progress) else False, len(schemes)) as watch:
             for depth, scheme in enumerate(schemes):
                 started = time.perf_counter()
                 mined = [_mined(parts, X, bias, transform, beam, ranks)] if depth > 0 and "man" in scheme else []
