@@ -86,7 +86,7 @@ class XRLinear:
                 for it. Training is in float32.
             generator: for the tree and the orders in which rows are visited.
             progress: True: a bar by tqdm. Or called with (layer, layers, done, total).
-            group: whose ranks train the model together: a process group with a backend for the CPU (``torch.distributed.group.WORLD``), or a
+            group: the ranks that train the model together: a process group with a backend for the CPU (``torch.distributed.group.WORLD``), or a
                 DeviceMesh of one dimension. All ranks call this with the same arguments and get the same model, that of one process, from the first
                 rank's generator. The tree is cut and each layer trained in parts, neighbours in a layer, of about the same work (rows times their
                 non-zeros times siblings); a rank receives the whole of each layer. A bar and warnings are the first rank's, a function is called

@@ -14,15 +14,13 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def group_of(owner: str, mesh) -> dist.ProcessGroup:
-    """A process group itself, that of a 1-D DeviceMesh, or of all ranks for None."""
+    """The group of a 1-D DeviceMesh, or of all ranks for None."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{owner}: expected torch.distributed to be initialized (torch.distributed.init_process_group), got no process group")
     if mesh is None:
         return dist.group.WORLD
-    if isinstance(mesh, dist.ProcessGroup):
-        return mesh
     if not isinstance(mesh, dist.device_mesh.DeviceMesh):
-        raise TypeError(f"{owner}: expected a DeviceMesh, a process group or None, got {type(mesh).__name__}")
+        raise TypeError(f"{owner}: expected mesh to be a DeviceMesh or None, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"{owner}: expected a mesh of one dimension, got {mesh.ndim}: name one of them, as mesh[\"dp\"]")
     return mesh.get_group()

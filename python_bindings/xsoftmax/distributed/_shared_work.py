@@ -14,7 +14,9 @@ class Together(Alone):
     """The ranks of a group: all call the same methods in the same order."""
 
     def __init__(self, owner: str, group) -> None:
-        self.owner, self.group = owner, group_of(owner, group)
+        if not isinstance(group, (dist.ProcessGroup, dist.device_mesh.DeviceMesh)):
+            raise TypeError(f"{owner}: expected group to be a process group, a DeviceMesh or None, got {type(group).__name__}")
+        self.owner, self.group = owner, group if isinstance(group, dist.ProcessGroup) else group_of(owner, group)
         if not has_backend(self.group, "cpu"):
             raise ValueError(f"{owner}: expected a process group with a backend for the CPU, such as gloo, "
                              f"got one with {dist.get_backend_config(self.group)}")
