@@ -10,14 +10,17 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <condition_variable>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <numeric>
+#include <queue>
 #include <span>
 #include <tuple>
 #include <utility>
@@ -258,7 +261,7 @@ class Bisection {
 
 constexpr int64_t kAllCuts = std::numeric_limits<int64_t>::max();
 // When parts go their ways: where none has much more to do than the mean, or none would have with more cuts.
-constexpr double kEven = 1.05;
+constexpr double kEven = 1.1;
 constexpr int64_t kSegmentsOfPart = 4;
 
 /// Children low .. high - 1 of a node, whose classes are to be told apart, after so many cuts of those around them.
@@ -376,36 +379,43 @@ LabelTreeNodes tree_of(const std::vector<Node>& nodes, std::span<const int32_t> 
   return {parents, classes};
 }
 
-/// The segments first .. last - 1 of a part: neighbours, of about the same work as those of others.
+/// The segments of a part: what takes longest goes to who has least so far.
 struct Deal {
-  int64_t first, last;
-  bool even; // whether all parts have
+  std::vector<Segment> mine;
+  bool even; // whether all parts have about the same work
 };
 
-Deal dealt(std::span<const Segment> segments, const std::vector<Node>& nodes, const SparseRowsView& vectors,
-                                  const int32_t* order, int64_t part, int64_t parts) {
-  std::vector<int64_t> middle, ends; // of each segment among the work of all, doubled
-  int64_t twice = 0;
+Deal dealt(std::span<const Segment> segments, const std::vector<Node>& nodes, const SparseRowsView& vectors, const int32_t* order, int64_t part,
+           int64_t parts) {
+  std::vector<std::pair<int64_t, const Segment*>> tasks;
+  int64_t total = 0;
   for (const Segment& segment : segments) {
     int64_t work = 0;
     for (int64_t i = nodes[segment.low].begin; i < nodes[segment.high - 1].end; ++i) {
       work += vectors.offset[order[i] + 1] - vectors.offset[order[i]] + 1;
     }
-    middle.push_back(twice + work);
-    twice += 2 * work;
-    ends.push_back(twice);
+    tasks.push_back({work, &segment});
+    total += work;
   }
-  const auto first = [&](int64_t of) {
-    return std::lower_bound(middle.begin(), middle.end(), int64_t(static_cast<__int128>(twice) * of / parts)) - middle.begin();
-  };
-  double largest = 0;
-  for (int64_t s = 0; s < int64_t(segments.size());) {
-    const int64_t of = int64_t(static_cast<__int128>(middle[s]) * parts / twice), begin = s;
-    s = std::max<int64_t>(s + 1, first(of + 1));
-    const int64_t before = begin == 0 ? 0 : ends[begin - 1];
-    largest = std::max(largest, double(ends[s - 1] - before));
+  std::stable_sort(tasks.begin(), tasks.end(), [](const auto& one, const auto& other) { return one.first > other.first; });
+  using Load = std::pair<int64_t, int64_t>; // and the part
+  std::priority_queue<Load, std::vector<Load>, std::greater<>> loads;
+  for (int64_t p = 0; p < std::min(parts, int64_t(segments.size())); ++p) {
+    loads.push({0, p});
   }
-  return {first(part), first(part + 1), largest * double(parts) <= kEven * double(twice)};
+  Deal deal;
+  int64_t largest = 0;
+  for (const auto& [work, segment] : tasks) {
+    const auto [load, of] = loads.top();
+    loads.pop();
+    loads.push({load + work, of});
+    largest = std::max(largest, load + work);
+    if (of == part) {
+      deal.mine.push_back(*segment);
+    }
+  }
+  deal.even = double(largest) * double(parts) <= kEven * double(total);
+  return deal;
 }
 
 Cutting checked_cutting(const char* op, const Tensor& seed, int64_t iterations, bool spherical) {
@@ -469,11 +479,22 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
   const std::vector<Segment> segments = segments_after(cuts, nodes);
   const Tensor made = order.contiguous().clone();
   int32_t* ids = made.mutable_data_ptr<int32_t>();
-  const auto [first, last, even] = dealt(segments, nodes, rows, ids, part, parts);
-  const bool to_the_end = even || int64_t(segments.size()) / kSegmentsOfPart >= parts;
-  lay_out(rows, nodes, cutting, std::span(segments).subspan(first, last - first), to_the_end ? kAllCuts : cuts + 1, ids);
-  const auto place = [&](int64_t segment) { return segment == int64_t(segments.size()) ? rows.count : nodes[segments[segment].low].begin; };
-  return {made.slice(0, part == 0 ? 0 : place(first), place(last)).clone(), at::scalar_tensor(to_the_end ? -1 : cuts + 1, at::kLong)};
+  const Deal deal = dealt(segments, nodes, rows, ids, part, parts);
+  const bool to_the_end = deal.even || int64_t(segments.size()) / kSegmentsOfPart >= parts;
+  lay_out(rows, nodes, cutting, deal.mine, to_the_end ? kAllCuts : cuts + 1, ids);
+  const Tensor share = part == 0 ? made.clone() : at::zeros_like(made); // the first has what no cut is left for
+  const auto places = [&](const Tensor& of, const Segment& segment) {
+    return of.slice(0, nodes[segment.low].begin, nodes[segment.high - 1].end);
+  };
+  if (part == 0) {
+    for (const Segment& segment : segments) {
+      places(share, segment).zero_();
+    }
+  }
+  for (const Segment& segment : deal.mine) {
+    places(share, segment).copy_(places(made, segment));
+  }
+  return {share, at::scalar_tensor(to_the_end ? -1 : cuts + 1, at::kLong)};
 }
 
 LabelTreeNodes label_tree_of_clusters(const Tensor& order, int64_t arity, int64_t max_leaf_size) {

@@ -29,6 +29,10 @@ class Alone:
         """The parts [n, ...] of all ranks, one after the other."""
         return part
 
+    def sum(self, part: Tensor) -> Tensor:
+        """Over ranks."""
+        return part
+
     def deal(self, count: int, work: Callable[[], Tensor]) -> Tuple[int, int]:
         """Of tasks that take ``work()`` int64 [count]: where those of this rank begin and end. Neighbours go to one rank, in about equal shares."""
         return 0, count

@@ -171,7 +171,7 @@ class LabelTree(nn.Module):
         order, cuts, text = torch.arange(len(rows[0]) - 1, dtype=torch.int32), torch.tensor(0), option_text(**options)
         while cuts >= 0:
             share, cuts = ranks.do(lambda: ops.label_tree_cuts(seed, rows, features, order, int(cuts), ranks.rank, ranks.size, text))
-            order = ranks.gather(share)
+            order = ranks.sum(share)
         return LabelTree._of(ops.label_tree_of_clusters(order, arity, leaf_size))
 
     @staticmethod

@@ -170,7 +170,7 @@ class XRLinear:
                 (*made, figures), lists, of_parents, matched = ranks.do(train_share)
                 made = _joined(*made, dtype, ranks)
                 parts.append([layers.first_child[depth], *made])
-                swept, unconverged, before = ranks.gather(figures[None]).sum(0).tolist()
+                swept, unconverged, before = ranks.sum(figures).tolist()
                 stats.append({"nodes": len(lists[0]) - 1, "rows": of_parents, "weights": len(made[-1]), "weights before the threshold": int(before),
                               "sweeps": int(swept), "unconverged": int(unconverged), "seconds of matching": matched - started,
                               "seconds": time.perf_counter() - matched})

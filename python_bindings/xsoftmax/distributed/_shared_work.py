@@ -49,6 +49,10 @@ class Together(Alone):
     def gather(self, part: Tensor) -> Tensor:
         return Ragged(len(part), part.device, self.group).gather(part)
 
+    def sum(self, part: Tensor) -> Tensor:
+        dist.all_reduce(part, group=self.group)
+        return part
+
     def deal(self, count: int, work: Callable[[], Tensor]) -> Tuple[int, int]:
         each = work()
         middles = 2 * each.cumsum(0) - each  # a task is the rank's in whose share its middle lies
