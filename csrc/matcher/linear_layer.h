@@ -43,6 +43,8 @@ struct LinearLayerOptions {
   double threshold = 0.1;             ///< weights nearer to 0 are dropped
   std::optional<int64_t> max_weights; ///< then all but so many of a child, the largest, are dropped; none: no other weight is
   int64_t seed = 0;                   ///< of the orders in which rows are visited
+  int64_t first_parent = 0;           ///< the first that is trained: a process may train a part of a layer
+  std::optional<int64_t> last_parent; ///< the one behind the last; none: all
 
   template <typename Visitor>
   void visit(Visitor& v) {
@@ -55,6 +57,8 @@ struct LinearLayerOptions {
     v("threshold", threshold);
     v("max_weights", max_weights);
     v("seed", seed);
+    v("first_parent", first_parent);
+    v("last_parent", last_parent);
   }
 };
 
@@ -72,6 +76,9 @@ struct LinearLayerOptions {
 ///   progress     int64 [3] or None: what is done, and of how much, in rows times labels, is written there while the op runs. If somebody
 ///                sets the third number, the op stops early with a RuntimeError
 ///   stats        sweeps, labels that did not converge, weights before any was dropped
+///
+/// Of the parents first_parent .. last_parent - 1 alone: `chunk` has so many and one, and begins at 0. The other results are what the whole
+/// layer has there, bit for bit, so that parts put one after the other are the layer.
 ///
 /// Errors: ValueError for sizes, offsets, lists that do not rise, numbers that are not finite, options, and rows whose squares with that of
 /// bias add up to more than 1e18; IndexError for columns and rows out of range; TypeError for dtypes and devices.

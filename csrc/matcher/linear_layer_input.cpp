@@ -25,7 +25,7 @@ LinearLoss loss_of(const std::string& name) {
 
 } // namespace
 
-LinearTraining linear_training(std::string_view text) {
+LinearTraining linear_training(std::string_view text, int64_t parents) {
   const auto options = parse_options<LinearLayerOptions>(kOp, text);
   const auto number = [](const char* name, double value, const char* range, auto&& fits) {
     TORCH_CHECK_VALUE(std::isfinite(float(value)) && fits(float(value)), kOp, ": expected ", name, " as a finite number", range, ", got ",
@@ -37,6 +37,9 @@ LinearTraining linear_training(std::string_view text) {
   const auto not_negative = [](float value) { return value >= 0; };
   TORCH_CHECK_VALUE(options.sweeps >= 1, kOp, ": expected sweeps of at least 1, got ", options.sweeps);
   TORCH_CHECK_VALUE(options.max_weights.value_or(1) >= 1, kOp, ": expected max_weights of at least 1 or none, got ", *options.max_weights);
+  const int64_t first_parent = options.first_parent, last_parent = options.last_parent.value_or(parents);
+  TORCH_CHECK_VALUE(0 <= first_parent && first_parent <= last_parent && last_parent <= parents, kOp,
+                    ": expected 0 <= first_parent <= last_parent <= ", parents, ", the parents, got ", first_parent, " and ", last_parent);
   return {.loss = loss_of(options.loss),
           .bias = number("bias", options.bias, "", any),
           .positive_cost = number("positive_cost", options.positive_cost, " above 0", positive),
@@ -45,7 +48,9 @@ LinearTraining linear_training(std::string_view text) {
           .sweeps = options.sweeps,
           .threshold = number("threshold", options.threshold, " of at least 0", not_negative),
           .max_weights = options.max_weights.value_or(0),
-          .seed = uint64_t(options.seed)};
+          .seed = uint64_t(options.seed),
+          .first_parent = first_parent,
+          .last_parent = last_parent};
 }
 
 void check_lengths(const SparseRowsView& examples, float bias) {

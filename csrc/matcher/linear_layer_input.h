@@ -33,8 +33,10 @@ struct LinearTraining {
   float threshold;
   int64_t max_weights; // 0: no limit
   uint64_t seed;
+  int64_t first_parent, last_parent; // those that are trained
 };
-LinearTraining linear_training(std::string_view options);
+/// For a layer below `parents` nodes.
+LinearTraining linear_training(std::string_view options, int64_t parents);
 
 /// Rows are not too long: steps are divided by the square of a row's length, and margins are products of such numbers.
 void check_lengths(const SparseRowsView& examples, float bias);

@@ -327,16 +327,16 @@ class LayerTrainer {
   LayerTrainer(const SparseRowsView& examples, const int64_t* first_child, const RowLists& parents, const RowLists& labels, const float* costs,
                const LinearTraining& training, const InitialLayer* initial, int64_t* progress)
       : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training),
-        initial_(initial), progress_(progress, total_work()), group_(parents.count), chunks_(parents.count), left_(parents.count) {}
+        initial_(initial), progress_(progress, total_work()), group_(trained()), chunks_(trained()), left_(trained()) {}
 
   std::vector<Chunk> train(Stats& stats) {
     const int64_t threads = at::get_num_threads();
-    const bool apart = parents_.count < 4 * threads;
+    const bool apart = trained() < 4 * threads;
     std::vector<Task> tasks;
-    for (int64_t p = 0; p < parents_.count; ++p) {
+    for (int64_t p = training_.first_parent; p < training_.last_parent; ++p) {
       const int64_t groups = (children(p) + kSiblingLanes - 1) / kSiblingLanes;
-      group_[p].resize(groups);
-      left_[p] = groups;
+      group_[place(p)].resize(groups);
+      left_[place(p)] = groups;
       for (int64_t g = 0; g < groups; g += apart ? 1 : groups) {
         tasks.push_back({p, g, apart ? g + 1 : groups});
       }
@@ -361,10 +361,13 @@ class LayerTrainer {
   }
 
  private:
+  int64_t trained() const { return training_.last_parent - training_.first_parent; }
+  /// Among those that are trained.
+  int64_t place(int64_t parent) const { return parent - training_.first_parent; }
   int64_t children(int64_t parent) const { return first_child_[parent + 1] - first_child_[parent]; }
   int64_t total_work() const {
     int64_t total = 0;
-    for (int64_t p = 0; p < parents_.count; ++p) {
+    for (int64_t p = training_.first_parent; p < training_.last_parent; ++p) {
       total += parents_.size(p) * children(p);
     }
     return total;
@@ -380,13 +383,13 @@ class LayerTrainer {
     for (int64_t g = task.first_group; g < task.last_group; ++g) {
       const int64_t child = g * kSiblingLanes;
       const int64_t count = std::min(kSiblingLanes, children(p) - child);
-      trainer.train(rows, p, first_child_[p] + child, child, count, group_[p][g], stats);
+      trainer.train(rows, p, first_child_[p] + child, child, count, group_[place(p)][g], stats);
       progress_.add(parents_.size(p) * count);
     }
     const int64_t done = task.last_group - task.first_group;
-    if (left_[p].fetch_sub(done) == done) { // the last of its groups
-      chunks_[p] = merge(group_[p], rows);
-      group_[p] = {};
+    if (left_[place(p)].fetch_sub(done) == done) { // the last of its groups
+      chunks_[place(p)] = merge(group_[place(p)], rows);
+      group_[place(p)] = {};
     }
   }
 
@@ -436,7 +439,7 @@ LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tens
                                at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options,
                                const OptionalTensor& progress) {
   const LinearLayerInput input(rows, features, first_child, parents, labels, label_costs);
-  const LinearTraining training = linear_training(options);
+  const LinearTraining training = linear_training(options, input.parents().count);
   check_lengths(input.examples(), training.bias);
 
   std::vector<Tensor> initial_parts;

@@ -1,19 +1,29 @@
 #include "trees/label_tree_clusters.h"
 
 #include "core/checks.h"
+#include "core/options.h"
 #include "core/philox.h"
 #include "core/sparse_rows.h"
 
+#include <xsoftmax/trees.h>
+
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <condition_variable>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <numeric>
+#include <queue>
+#include <span>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace xsoftmax {
@@ -21,7 +31,12 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "label_tree_clusters";
+/// How parts are cut.
+struct Cutting {
+  uint64_t seed;
+  int64_t iterations;
+  bool spherical;
+};
 
 /// An inner node: its classes are order[begin .. end), in `leaves` clusters, and its children the nodes first .. last - 1, or, of a cluster,
 /// the classes.
@@ -64,8 +79,8 @@ constexpr int64_t kSumBlocks = 8; // parts of a sum over many rows, added in ord
 /// Cuts a part in two. Threads share the work, unless it runs on one of several already.
 class Bisection {
  public:
-  Bisection(const SparseRowsView& vectors, uint64_t seed, int64_t iterations, bool spherical)
-      : vectors_(vectors), seed_(seed), iterations_(iterations), spherical_(spherical), total_(vectors.features, 0.0),
+  Bisection(const SparseRowsView& vectors, const Cutting& cutting)
+      : vectors_(vectors), seed_(cutting.seed), iterations_(cutting.iterations), spherical_(cutting.spherical), total_(vectors.features, 0.0),
         sum_(vectors.features, 0.0), direction_(vectors.features, 0.0f), seen_(vectors.features, false) {}
 
   /// rows [size], rising: the first `left` go to the first half on return, both halves rising.
@@ -244,22 +259,47 @@ class Bisection {
   std::vector<std::vector<double>> blocks_;
 };
 
-/// Children low .. high - 1 of a node, whose classes are to be told apart.
+constexpr int64_t kAllCuts = std::numeric_limits<int64_t>::max();
+// When parts go their ways: where none has much more to do than the mean, or none would have with more cuts.
+constexpr double kEven = 1.1;
+constexpr int64_t kSegmentsOfPart = 4;
+
+/// Children low .. high - 1 of a node, whose classes are to be told apart, after so many cuts of those around them.
 struct Segment {
-  int64_t low, high;
+  int64_t low, high, cuts;
 };
 
-/// Lays the classes out under the nodes.
-std::vector<int32_t> lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, uint64_t seed, int64_t iterations, bool spherical) {
-  std::vector<int32_t> order(vectors.count);
-  std::iota(order.begin(), order.end(), int32_t(0));
+/// The segments of so many cuts, from left to right.
+std::vector<Segment> segments_after(int64_t cuts, const std::vector<Node>& nodes) {
+  std::vector<Segment> found;
+  const auto descend = [&](Segment segment) {
+    for (; segment.high - segment.low == 1; segment = {nodes[segment.low].first, nodes[segment.low].last, segment.cuts}) {
+    }
+    if (segment.high > segment.low) {
+      found.push_back(segment);
+    }
+  };
+  descend({nodes[0].first, nodes[0].last, 0});
+  for (int64_t done = 0; done < cuts && !found.empty(); ++done) {
+    for (const Segment& segment : std::exchange(found, {})) {
+      const int64_t middle = (segment.low + segment.high) / 2;
+      descend({segment.low, middle, done + 1});
+      descend({middle, segment.high, done + 1});
+    }
+  }
+  return found;
+}
+
+/// Lays the classes of some segments, a run in `order` each, out under the nodes: by all cuts below them that have fewer than `most_cuts` above.
+void lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, const Cutting& cutting, std::span<const Segment> segments,
+             int64_t most_cuts, int32_t* order) {
   const auto size = [&](const Segment& segment) { return nodes[segment.high - 1].end - nodes[segment.low].begin; };
   const auto smaller = [&](const Segment& a, const Segment& b) { return size(a) < size(b); };
   std::vector<Segment> open; // a heap: the largest next, so that threads end together
   const auto descend = [&](Segment segment) {
-    for (; segment.high - segment.low == 1; segment = {nodes[segment.low].first, nodes[segment.low].last}) {
+    for (; segment.high - segment.low == 1; segment = {nodes[segment.low].first, nodes[segment.low].last, segment.cuts}) {
     }
-    if (segment.high > segment.low) {
+    if (segment.high > segment.low && segment.cuts < most_cuts) {
       open.push_back(segment);
       std::push_heap(open.begin(), open.end(), smaller);
     }
@@ -272,19 +312,21 @@ std::vector<int32_t> lay_out(const SparseRowsView& vectors, const std::vector<No
   };
   const auto cut = [&](Bisection& bisection, const Segment& segment) {
     const int64_t begin = nodes[segment.low].begin, middle = nodes[(segment.low + segment.high) / 2].begin;
-    bisection.cut(order.data() + begin, size(segment), middle - begin, uint64_t(begin));
+    bisection.cut(order + begin, size(segment), middle - begin, uint64_t(begin));
   };
   const auto go_on_below = [&](const Segment& segment) {
     const int64_t middle = (segment.low + segment.high) / 2;
-    descend({segment.low, middle});
-    descend({middle, segment.high});
+    descend({segment.low, middle, segment.cuts + 1});
+    descend({middle, segment.high, segment.cuts + 1});
   };
 
   // While there are fewer parts than threads, these share the work of one; then each takes parts as they come.
-  descend({nodes[0].first, nodes[0].last});
+  for (const Segment& segment : segments) {
+    descend(segment);
+  }
   const int64_t threads = at::get_num_threads();
   {
-    Bisection bisection(vectors, seed, iterations, spherical);
+    Bisection bisection(vectors, cutting);
     while (!open.empty() && int64_t(open.size()) < threads) {
       const Segment segment = take();
       cut(bisection, segment);
@@ -295,7 +337,7 @@ std::vector<int32_t> lay_out(const SparseRowsView& vectors, const std::vector<No
   std::condition_variable changed;
   int64_t working = 0;
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    Bisection bisection(vectors, seed, iterations, spherical);
+    Bisection bisection(vectors, cutting);
     std::unique_lock lock(mutex);
     while (true) {
       changed.wait(lock, [&] { return !open.empty() || working == 0; });
@@ -319,27 +361,11 @@ std::vector<int32_t> lay_out(const SparseRowsView& vectors, const std::vector<No
       changed.notify_all();
     }
   });
-  return order;
 }
 
-} // namespace
-
-LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features,
-                                   int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical) {
-  check::dim(kOp, "seed", seed, 0);
-  check::int64(kOp, "seed", seed);
-  TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), kOp, ": expected features in [0, 2^31), got ", features);
-  TORCH_CHECK_VALUE(arity >= 2, kOp, ": expected arity of at least 2, got ", arity);
-  TORCH_CHECK_VALUE(max_leaf_size >= 1, kOp, ": expected max_leaf_size of at least 1, got ", max_leaf_size);
-  TORCH_CHECK_VALUE(iterations >= 1, kOp, ": expected iterations of at least 1, got ", iterations);
-  const Tensor offset = offsets.contiguous(), column = columns.contiguous(), value = values.contiguous();
-  const SparseRowsView vectors = check::sparse_rows(kOp, offset, column, value, features, /*rising=*/false);
-  TORCH_CHECK_VALUE(vectors.count >= 1 && vectors.count < std::numeric_limits<int32_t>::max(), kOp,
-                    ": expected vectors of 1 to 2^31 - 2 classes, got ", vectors.count);
-
-  const std::vector<Node> nodes = shape(vectors.count, arity, max_leaf_size);
-  const std::vector<int32_t> order = lay_out(vectors, nodes, uint64_t(seed.item<int64_t>()), iterations, spherical);
-  const int64_t inner = int64_t(nodes.size()), all = inner + vectors.count;
+/// The tree of classes in that order.
+LabelTreeNodes tree_of(const std::vector<Node>& nodes, std::span<const int32_t> order) {
+  const int64_t inner = int64_t(nodes.size()), all = inner + int64_t(order.size());
   const Tensor parents = at::empty({all}, at::kLong), classes = at::empty({all}, at::kLong);
   int64_t *parent = parents.mutable_data_ptr<int64_t>(), *known = classes.mutable_data_ptr<int64_t>();
   for (int64_t v = 0; v < inner; ++v) {
@@ -353,11 +379,143 @@ LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, co
   return {parents, classes};
 }
 
+/// The segments of a part: what takes longest goes to who has least so far.
+struct Deal {
+  std::vector<Segment> mine;
+  bool even; // whether all parts have about the same work
+};
+
+Deal dealt(std::span<const Segment> segments, const std::vector<Node>& nodes, const SparseRowsView& vectors, const int32_t* order, int64_t part,
+           int64_t parts) {
+  std::vector<std::pair<int64_t, const Segment*>> tasks;
+  int64_t total = 0;
+  for (const Segment& segment : segments) {
+    int64_t work = 0;
+    for (int64_t i = nodes[segment.low].begin; i < nodes[segment.high - 1].end; ++i) {
+      work += vectors.offset[order[i] + 1] - vectors.offset[order[i]] + 1;
+    }
+    tasks.push_back({work, &segment});
+    total += work;
+  }
+  std::stable_sort(tasks.begin(), tasks.end(), [](const auto& one, const auto& other) { return one.first > other.first; });
+  using Load = std::pair<int64_t, int64_t>; // and the part
+  std::priority_queue<Load, std::vector<Load>, std::greater<>> loads;
+  for (int64_t p = 0; p < std::min(parts, int64_t(segments.size())); ++p) {
+    loads.push({0, p});
+  }
+  Deal deal;
+  int64_t largest = 0;
+  for (const auto& [work, segment] : tasks) {
+    const auto [load, of] = loads.top();
+    loads.pop();
+    loads.push({load + work, of});
+    largest = std::max(largest, load + work);
+    if (of == part) {
+      deal.mine.push_back(*segment);
+    }
+  }
+  deal.even = double(largest) * double(parts) <= kEven * double(total);
+  return deal;
+}
+
+Cutting checked_cutting(const char* op, const Tensor& seed, int64_t iterations, bool spherical) {
+  check::dim(op, "seed", seed, 0);
+  check::int64(op, "seed", seed);
+  TORCH_CHECK_VALUE(iterations >= 1, op, ": expected iterations of at least 1, got ", iterations);
+  return {uint64_t(seed.item<int64_t>()), iterations, spherical};
+}
+
+std::vector<Node> checked_shape(const char* op, const char* arg, int64_t classes, int64_t arity, int64_t max_leaf_size) {
+  TORCH_CHECK_VALUE(arity >= 2, op, ": expected arity of at least 2, got ", arity);
+  TORCH_CHECK_VALUE(max_leaf_size >= 1, op, ": expected max_leaf_size of at least 1, got ", max_leaf_size);
+  TORCH_CHECK_VALUE(classes >= 1 && classes < std::numeric_limits<int32_t>::max(), op, ": expected ", arg, " of 1 to 2^31 - 2 classes, got ",
+                    classes);
+  return shape(classes, arity, max_leaf_size);
+}
+
+/// int32, each below their number.
+void check_order(const char* op, const Tensor& order) {
+  check::numbers(op, "order", order, at::kInt);
+  const Tensor ids = order.contiguous();
+  for (const int32_t id : span_of<int32_t>(ids)) {
+    TORCH_CHECK_INDEX(id >= 0 && id < ids.numel(), op, ": expected order as class ids in [0, ", ids.numel(), "), got ", id);
+  }
+}
+
+SparseRowsView checked_vectors(const char* op, const Tensor& offset, const Tensor& column, const Tensor& value, int64_t features) {
+  TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), op, ": expected features in [0, 2^31), got ", features);
+  return check::sparse_rows(op, offset, column, value, features, /*rising=*/false);
+}
+
+} // namespace
+
+LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features,
+                                   int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical) {
+  constexpr const char* op = "label_tree_clusters";
+  const Cutting cutting = checked_cutting(op, seed, iterations, spherical);
+  const Tensor offset = offsets.contiguous(), column = columns.contiguous(), value = values.contiguous();
+  const SparseRowsView vectors = checked_vectors(op, offset, column, value, features);
+  const std::vector<Node> nodes = checked_shape(op, "vectors", vectors.count, arity, max_leaf_size);
+  std::vector<int32_t> order(vectors.count);
+  std::iota(order.begin(), order.end(), int32_t(0));
+  lay_out(vectors, nodes, cutting, segments_after(0, nodes), kAllCuts, order.data());
+  return tree_of(nodes, order);
+}
+
+std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList vectors, int64_t features, const Tensor& order, int64_t cuts,
+                                           int64_t part, int64_t parts, std::string_view options) {
+  constexpr const char* op = "label_tree_cuts";
+  const auto [arity, iterations, max_leaf_size, spherical] = parse_options<TreeFromVectors>(op, options);
+  const Cutting cutting = checked_cutting(op, seed, iterations, spherical);
+  TORCH_CHECK_VALUE(vectors.size() == 3, op, ": expected vectors as 3 tensors, offsets, columns and values, got ", vectors.size());
+  const Tensor offset = vectors[0].contiguous(), column = vectors[1].contiguous(), value = vectors[2].contiguous();
+  const SparseRowsView rows = checked_vectors(op, offset, column, value, features);
+  const std::vector<Node> nodes = checked_shape(op, "vectors", rows.count, arity, max_leaf_size);
+  check_order(op, order);
+  check::size(op, "order", order, 0, rows.count, "one for each vector");
+  TORCH_CHECK_VALUE(parts >= 1 && 0 <= part && part < parts, op, ": expected 0 <= part < parts, got ", part, " and ", parts);
+  TORCH_CHECK_VALUE(cuts >= 0, op, ": expected cuts of at least 0, got ", cuts);
+
+  const std::vector<Segment> segments = segments_after(cuts, nodes);
+  const Tensor made = order.contiguous().clone();
+  int32_t* ids = made.mutable_data_ptr<int32_t>();
+  const Deal deal = dealt(segments, nodes, rows, ids, part, parts);
+  const bool to_the_end = deal.even || int64_t(segments.size()) / kSegmentsOfPart >= parts;
+  lay_out(rows, nodes, cutting, deal.mine, to_the_end ? kAllCuts : cuts + 1, ids);
+  const Tensor share = part == 0 ? made.clone() : at::zeros_like(made); // the first has what no cut is left for
+  const auto places = [&](const Tensor& of, const Segment& segment) {
+    return of.slice(0, nodes[segment.low].begin, nodes[segment.high - 1].end);
+  };
+  if (part == 0) {
+    for (const Segment& segment : segments) {
+      places(share, segment).zero_();
+    }
+  }
+  for (const Segment& segment : deal.mine) {
+    places(share, segment).copy_(places(made, segment));
+  }
+  return {share, at::scalar_tensor(to_the_end ? -1 : cuts + 1, at::kLong)};
+}
+
+LabelTreeNodes label_tree_of_clusters(const Tensor& order, int64_t arity, int64_t max_leaf_size) {
+  constexpr const char* op = "label_tree_of_clusters";
+  check_order(op, order);
+  const Tensor ids = order.contiguous();
+  return tree_of(checked_shape(op, "order", ids.numel(), arity, max_leaf_size), span_of<int32_t>(ids));
+}
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("label_tree_clusters(Tensor seed, Tensor offsets, Tensor columns, Tensor values, int features, int arity, int max_leaf_size, "
         "int iterations, bool spherical) -> (Tensor parents, Tensor classes)");
+  m.def("label_tree_cuts(Tensor seed, Tensor[] vectors, int features, Tensor order, int cuts, int part, int parts, str options=\"\") -> "
+        "(Tensor order, Tensor cuts)");
+  m.def("label_tree_of_clusters(Tensor order, int arity, int max_leaf_size) -> (Tensor parents, Tensor classes)");
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_clusters", label_tree_clusters); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("label_tree_clusters", label_tree_clusters);
+  m.impl("label_tree_cuts", label_tree_cuts);
+  m.impl("label_tree_of_clusters", label_tree_of_clusters);
+}
 
 } // namespace xsoftmax

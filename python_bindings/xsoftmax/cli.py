@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import List, Optional
+from typing import Iterator, List, Optional
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         sub.add_argument("data", help=f"{about}: text with a header \"examples features labels\", or .npz of scipy.sparse with --labels")
         sub.add_argument("--labels", help="the labels of a .npz, as another")
 
-    train = command("train", run_train, "trains a hierarchical linear model")
+    train = command("train", run_train, "trains a hierarchical linear model; under torchrun by all its processes together")
     data(train, "examples")
     train.add_argument("model", help="the folder to write")
     train.add_argument("--normalize", action="store_true", help="scale rows to length 1, in prediction, too")
@@ -95,17 +96,39 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def ranks_of_torchrun() -> Iterator[Optional["torch.distributed.ProcessGroup"]]:
+    """The processes that torchrun has started; None for one that was started otherwise."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_torchelastic_launched():
+        yield None
+        return
+    distributed.init_process_group("gloo")
+    try:
+        yield distributed.group.WORLD
+    finally:
+        distributed.destroy_process_group()
+
+
 def run_train(args: argparse.Namespace) -> None:
-    check_parent(Path(args.model))
-    torch.ops.xsoftmax.xr_linear_check_target(args.model)
+    with ranks_of_torchrun() as group:
+        train_together(args, group, group is None or group.rank() == 0)
+
+
+def train_together(args: argparse.Namespace, group: Optional["torch.distributed.ProcessGroup"], first: bool) -> None:
+    if first:  # who writes
+        check_parent(Path(args.model))
+        torch.ops.xsoftmax.xr_linear_check_target(args.model)
     X, Y = read_examples(args.data, args.labels)
     X = unit_rows(X) if args.normalize else X
     generator = torch.Generator().manual_seed(args.seed)
     vectors = pifa(X, Y) if args.label_features is None else pifa_lf(X, Y, read_sparse(args.label_features))
-    tree = LabelTree.from_vectors(vectors, args.arity, generator=generator, max_leaf_size=args.max_leaf_size)
+    tree = LabelTree.from_vectors(vectors, args.arity, generator=generator, max_leaf_size=args.max_leaf_size, group=group)
     model = XRLinear.train(X, Y, tree=tree, negatives=args.negatives, beam=args.beam, loss=args.loss, positive_cost=args.positive_cost,
                            negative_cost=args.negative_cost, tolerance=args.tolerance, sweeps=args.sweeps, bias=args.bias, threshold=args.threshold,
-                           max_weights=args.max_weights, generator=generator, progress=not args.quiet)
+                           max_weights=args.max_weights, generator=generator, progress=not args.quiet, group=group)
+    if not first:
+        return
     model.notes["normalize"] = args.normalize
     model.save(args.model)
     print(model)

@@ -1,7 +1,7 @@
 """Trees whose leaves are the classes."""
 
 from os import PathLike
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ._checks import check_count
 from ._memory import moved_table
 from ._options import option_text
+from ._ranks import Alone, digest, ranks_of
 from ._sparse import checked, sparse_tensors
 
 Nested = Sequence[Union[int, "Nested"]]
@@ -124,7 +125,8 @@ class LabelTree(nn.Module):
 
     @staticmethod
     def from_vectors(vectors: Union[Tensor, "scipy.sparse.csr_matrix"], arity: int = 10, iterations: int = 10,  # noqa: F821
-                     generator: Optional[torch.Generator] = None, *, max_leaf_size: Optional[int] = None, spherical: bool = True) -> "LabelTree":
+                     generator: Optional[torch.Generator] = None, *, max_leaf_size: Optional[int] = None, spherical: bool = True,
+                     group: Union["torch.distributed.ProcessGroup", "torch.distributed.DeviceMesh", None] = None) -> "LabelTree":
         """:meth:`balanced`, with near classes near each other: recursive K-means with ``arity`` clusters, whose leaves are then laid from
         left to right into a balanced tree (CANE paper, appendix C).
 
@@ -136,21 +138,41 @@ class LabelTree(nn.Module):
                 trained output layer. Beside ``max_leaf_size`` a scipy CSR matrix, too.
             iterations: of each K-means.
             spherical: beside ``max_leaf_size``: centres are normalised, so that directions count; the vectors should be, too.
+            group: beside ``max_leaf_size`` and a CSR matrix: whose ranks share the work, all with the same arguments. The tree is that of one
+                process with the first rank's generator. A process group with a backend for the CPU, or a DeviceMesh of one dimension.
         """
         owner = "LabelTree.from_vectors"
         arity, iterations = check_count(owner, "arity", arity, None), check_count(owner, "iterations", iterations, 1)
         leaf_size = 0 if max_leaf_size is None else check_count(owner, "max_leaf_size", max_leaf_size, 1)
-        seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
+        options = {"arity": arity, "iterations": iterations, "max_leaf_size": leaf_size, "spherical": spherical}
         if leaf_size > 0 and getattr(vectors, "format", None) == "csr":
-            rows = sparse_tensors(checked(owner, "vectors", vectors))
-            return LabelTree._of(torch.ops.xsoftmax.label_tree_clusters(seed, *rows, vectors.shape[1], arity, leaf_size, iterations, spherical))
+            ranks = ranks_of(owner, group)
+            rows = ranks.do(lambda: sparse_tensors(checked(owner, "vectors", vectors)))
+            ranks.check_alike(lambda: {"vectors": f"{list(vectors.shape)} (digest {digest(*rows)})", **options})
+            return LabelTree._of_clusters(rows, vectors.shape[1], options, generator, ranks)
+        if group is not None:
+            raise TypeError(f"{owner}: expected max_leaf_size and a scipy CSR matrix beside group, got {type(vectors).__name__}"
+                            + ("" if leaf_size > 0 else " without max_leaf_size"))
         if isinstance(vectors, np.ndarray):
             vectors = torch.from_numpy(vectors)
         if not isinstance(vectors, Tensor):
             raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside max_leaf_size, a scipy CSR matrix, "
                             f"got {type(vectors).__name__}")
-        options = option_text(arity=arity, iterations=iterations, max_leaf_size=leaf_size, spherical=spherical)
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_from_vectors(seed, vectors, options))
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_from_vectors(_seed(generator), vectors, option_text(**options)))
+
+    @staticmethod
+    def _of_clusters(rows: Tuple[Tensor, Tensor, Tensor], features: int, options: Dict[str, Union[int, bool]], generator: Optional[torch.Generator],
+                     ranks: Alone) -> "LabelTree":
+        """rows, features, options: the same on all ranks."""
+        arity, iterations, leaf_size, spherical = options.values()
+        seed, ops = ranks.first(_seed(generator)), torch.ops.xsoftmax
+        if ranks.size == 1:
+            return LabelTree._of(ops.label_tree_clusters(seed, *rows, features, arity, leaf_size, iterations, spherical))
+        order, cuts, text = torch.arange(len(rows[0]) - 1, dtype=torch.int32), torch.tensor(0), option_text(**options)
+        while cuts >= 0:
+            share, cuts = ranks.do(lambda: ops.label_tree_cuts(seed, rows, features, order, int(cuts), ranks.rank, ranks.size, text))
+            order = ranks.sum(share)
+        return LabelTree._of(ops.label_tree_of_clusters(order, arity, leaf_size))
 
     @staticmethod
     def from_frequencies(counts: Tensor, subsets: int) -> "LabelTree":
@@ -218,6 +240,10 @@ class LabelTree(nn.Module):
         from ._plot import plot_tree
 
         return plot_tree(self, names, ax)
+
+
+def _seed(generator: Optional[torch.Generator]) -> Tensor:
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator)
 
 
 def _problem(tables: List[Tensor]) -> str:

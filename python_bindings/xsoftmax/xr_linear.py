@@ -16,6 +16,7 @@ from torch import Tensor
 from . import label_vectors
 from ._checks import check_count
 from ._options import option_text
+from ._ranks import Alone, digest, ranks_of
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 from .label_tree import LabelTree
 
@@ -51,7 +52,8 @@ class XRLinear:
               loss: str = "squared_hinge", positive_cost: float = 1.0, negative_cost: float = 1.0, relevance: Optional[Matrix] = None,
               tolerance: float = 0.1, sweeps: int = 100, bias: float = 1.0, threshold: float = 0.1, max_weights: Optional[int] = None,
               initial: Optional["XRLinear"] = None, dtype: Optional[torch.dtype] = None, generator: Optional[torch.Generator] = None,
-              progress: Union[bool, Progress] = False) -> "XRLinear":
+              progress: Union[bool, Progress] = False,
+              group: Union["torch.distributed.ProcessGroup", "torch.distributed.DeviceMesh", None] = None) -> "XRLinear":
         r"""For each node c below p, over the rows that are p's::
 
             min_w  |w|^2 / 2 + sum_i C_i loss(y_i w.x_i)        y_i = 1 where a label below c is right, else -1
@@ -84,62 +86,98 @@ class XRLinear:
                 for it. Training is in float32.
             generator: for the tree and the orders in which rows are visited.
             progress: True: a bar by tqdm. Or called with (layer, layers, done, total).
+            group: the ranks that train the model together: a process group with a backend for the CPU (``torch.distributed.group.WORLD``), or a
+                DeviceMesh of one dimension. All ranks call this with the same arguments and get the same model, that of one process, from the first
+                rank's generator. The tree is cut and each layer trained in parts, neighbours in a layer, of about the same work (rows times their
+                non-zeros times siblings); a rank receives the whole of each layer. A bar and warnings are the first rank's, a function is called
+                with the rank's share of a layer. ``stats``: of all ranks, the seconds those of the slowest. None: one process.
 
         Raises:
-            TypeError, ValueError: what does not fit is named.
+            TypeError, ValueError: what does not fit is named; where arguments differ between ranks, both values.
+            RuntimeError: another rank failed, and how.
         """
-        X, Y = _examples("train", X), _pairs("train", "Y", Y)
-        if X.shape[0] != Y.shape[0]:
-            raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
-        if loss not in _LOSSES:
-            raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got {loss!r}")
-        if dtype not in (None, torch.float16, torch.float32):
-            raise ValueError(f"XRLinear.train: expected dtype as torch.float16, torch.float32 or None, got {dtype}")
-        if relevance is not None:
-            relevance = _relevance(relevance, Y)
+        ranks = ranks_of("XRLinear.train", group)
+
+        def checked() -> Tuple[Dict[str, Any], str]:
+            nonlocal X, Y, relevance, user_negatives, arity, max_leaf_size, sweeps, beam, max_weights
+            X, Y = _examples("train", X), _pairs("train", "Y", Y)
+            if X.shape[0] != Y.shape[0]:
+                raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
+            if loss not in _LOSSES:
+                raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got {loss!r}")
+            if dtype not in (None, torch.float16, torch.float32):
+                raise ValueError(f"XRLinear.train: expected dtype as torch.float16, torch.float32 or None, got {dtype}")
+            if relevance is not None:
+                relevance = _relevance(relevance, Y)
+            if user_negatives is not None:
+                user_negatives = _pairs("train", "user_negatives", user_negatives, Y.shape)
+            if tree is None:
+                arity = check_count("XRLinear.train", "arity", arity, 2)
+                max_leaf_size = check_count("XRLinear.train", "max_leaf_size", max_leaf_size, 1)
+            elif tree.num_classes != Y.shape[1]:
+                raise ValueError(f"XRLinear.train: expected a tree of {Y.shape[1]} labels, as Y has, got one of {tree.num_classes}")
+            sweeps, beam = check_count("XRLinear.train", "sweeps", sweeps, 1), check_count("XRLinear.train", "beam", beam, 1)
+            max_weights = None if max_weights is None else check_count("XRLinear.train", "max_weights", max_weights, 1)
+            settings = dict(loss=loss, bias=bias, positive_cost=positive_cost, negative_cost=negative_cost, tolerance=tolerance, sweeps=sweeps,
+                            threshold=threshold, max_weights=max_weights)
+            return settings, option_text(**settings)
+
+        def facts() -> Dict[str, Any]:
+            of_tree = f"{arity} children and {max_leaf_size} labels of a leaf" if tree is None else f"digest {digest(*tree.tables())}"
+            return {"X": f"{list(X.shape)} (digest {digest(*rows)})", "Y": f"{list(Y.shape)} (digest {digest(*index_tensors(Y))})",
+                    "relevance": relevance is not None and f"digest {digest(torch.from_numpy(relevance))}",
+                    "user_negatives": user_negatives is not None and f"digest {digest(*index_tensors(user_negatives))}",
+                    "initial": initial is not None and f"digest {digest(*(part for layer in initial._parts() for part in layer))}",
+                    "tree": of_tree, "negatives": negatives if isinstance(negatives, str) else list(negatives), "beam": beam, "dtype": dtype, **settings}
+
+        settings, options = ranks.do(checked)
+        rows = sparse_tensors(X)
+        ranks.check_alike(facts)
         if tree is None:
-            tree = LabelTree.from_vectors(label_vectors.pifa(X, Y), arity, generator=generator, max_leaf_size=max_leaf_size)
-        elif tree.num_classes != Y.shape[1]:
-            raise ValueError(f"XRLinear.train: expected a tree of {Y.shape[1]} labels, as Y has, got one of {tree.num_classes}")
-        sweeps, beam = check_count("XRLinear.train", "sweeps", sweeps, 1), check_count("XRLinear.train", "beam", beam, 1)
-        max_weights = None if max_weights is None else check_count("XRLinear.train", "max_weights", max_weights, 1)
+            vectors = ranks.do(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
+            tree = LabelTree._of_clusters(vectors, X.shape[1], {"arity": arity, "iterations": 10, "max_leaf_size": max_leaf_size, "spherical": True},
+                                          generator, ranks)
         layers = _Layers(tree)
         schemes = _schemes(negatives, len(layers.first_child), user_negatives)
-        if user_negatives is not None:
-            user_negatives = _pairs("train", "user_negatives", user_negatives, Y.shape)
         transform = "sigmoid" if loss == "logistic" else "l3-hinge"
-        rows = sparse_tensors(X)
         begin = [[]] * len(schemes) if initial is None else initial._parts_for(layers, X.shape[1])
-        options = option_text(loss=loss, bias=bias, positive_cost=positive_cost, negative_cost=negative_cost, tolerance=tolerance,
-                              sweeps=sweeps, threshold=threshold, max_weights=max_weights,
-                              seed=int(torch.randint(0, 2**63 - 1, (), generator=generator)))
+        options += f",seed={int(ranks.first(torch.randint(0, 2**63 - 1, (), generator=generator)))}"
 
         parts: List[List[Tensor]] = []
         stats = []
         lists = None
-        with _Watch(progress, len(schemes)) as watch:
+        with _Watch(progress if ranks.rank == 0 or callable(progress) else False, len(schemes)) as watch:
             for depth, scheme in enumerate(schemes):
                 started = time.perf_counter()
-                if depth == 0:
-                    parents = torch.tensor([0, X.shape[0]]), torch.arange(X.shape[0], dtype=torch.int32)
-                else:
-                    found = [lists] if "tfn" in scheme else []
-                    if "man" in scheme:
-                        found.append(_mined(parts, X, bias, transform, beam))
-                    if "user" in scheme:
-                        found.append(layers.lists(depth - 1, user_negatives)[:2])
-                    parents = _united(found, X.shape[0])
-                *lists, costs = layers.lists(depth, Y, relevance)
-                matched = time.perf_counter()
-                *made, figures = watch.run(depth, lambda progress: torch.ops.xsoftmax.linear_layer_train(
-                    rows, X.shape[1], layers.first_child[depth], parents, lists, costs, begin[depth], options, progress))
-                made[-1] = _narrow(made[-1], dtype)
+                mined = [_mined(parts, X, bias, transform, beam, ranks)] if depth > 0 and "man" in scheme else []
+
+                def train_share():
+                    if depth == 0:
+                        parents = torch.tensor([0, X.shape[0]]), torch.arange(X.shape[0], dtype=torch.int32)
+                    else:
+                        found = mined + ([lists] if "tfn" in scheme else [])
+                        if "user" in scheme:
+                            found.append(layers.lists(depth - 1, user_negatives)[:2])
+                        parents = _united(found, X.shape[0])
+                    *right, costs = layers.lists(depth, Y, relevance)
+                    matched = time.perf_counter()
+                    first, last = ranks.deal(len(parents[0]) - 1, lambda: _work(rows, layers.first_child[depth], *parents))
+                    share = f"{options},first_parent={first},last_parent={last}"
+                    made = watch.run(depth, lambda progress: torch.ops.xsoftmax.linear_layer_train(
+                        rows, X.shape[1], layers.first_child[depth], parents, right, costs, begin[depth], share, progress))
+                    return made, right, len(parents[1]), matched
+
+                (*made, figures), lists, of_parents, matched = ranks.do(train_share)
+                made = _joined(*made, dtype, ranks)
                 parts.append([layers.first_child[depth], *made])
-                children, (swept, unconverged, before) = len(lists[0]) - 1, figures.tolist()
-                stats.append({"nodes": children, "rows": len(parents[1]), "weights": len(made[-1]), "weights before the threshold": int(before),
+                swept, unconverged, before = ranks.sum(figures).tolist()
+                stats.append({"nodes": len(lists[0]) - 1, "rows": of_parents, "weights": len(made[-1]), "weights before the threshold": int(before),
                               "sweeps": int(swept), "unconverged": int(unconverged), "seconds of matching": matched - started,
                               "seconds": time.perf_counter() - matched})
-        for depth, one in enumerate(stats):
+        for name in ("seconds of matching", "seconds"):
+            for one, slowest in zip(stats, ranks.gather(torch.tensor([[one[name] for one in stats]], dtype=torch.float64)).amax(0).tolist()):
+                one[name] = slowest
+        for depth, one in enumerate(stats if ranks.rank == 0 else []):
             if one["weights"] < one["nodes"] <= one["weights before the threshold"]:
                 length = float(np.median(np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())))
                 warnings.warn(f"XRLinear.train: threshold={threshold} leaves the {one['nodes']} classifiers of layer {depth + 1} "
@@ -223,8 +261,11 @@ class XRLinear:
         return (f"XRLinear(num_features={self.num_features}, num_labels={self.num_labels}, depth={self.depth}, "
                 f"weights={self.model.num_weights()})")
 
+    def _parts(self) -> List[List[Tensor]]:
+        return [self.model.layer(i) for i in range(self.depth)]
+
     def _parts_for(self, layers: "_Layers", features: int) -> List[List[Tensor]]:
-        parts = [self.model.layer(i) for i in range(self.depth)]
+        parts = self._parts()
         same = (len(parts) == len(layers.first_child) and features == self.num_features and torch.equal(self.model.labels(), layers.labels)
                 and all(torch.equal(part[0], first) for part, first in zip(parts, layers.first_child)))
         if not same:
@@ -370,15 +411,37 @@ def _schemes(negatives: Union[str, Sequence[str]], depth: int, user_negatives: O
     return schemes
 
 
-def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int) -> Tuple[Tensor, Tensor]:
+def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, beam: int, ranks: Alone) -> Tuple[Tensor, Tensor]:
     """Of each node of the last layer so far the rows whose beam reaches it."""
     import scipy.sparse as sp
 
     nodes = int(parts[-1][0][-1])
-    model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes), parts)
-    offsets, found, _ = model.predict(*sparse_tensors(X), None, 0, beam, beam, "", "", None)
+    first, last = ranks.deal(X.shape[0], lambda: torch.from_numpy(np.diff(X.indptr).astype(np.int64) + 1))
+
+    def search() -> Tuple[Tensor, Tensor, Tensor]:
+        model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes), parts)
+        return model.predict(*sparse_tensors(X if ranks.size == 1 else X[first:last]), None, 0, beam, beam, "", "", None)
+
+    offsets, found, _ = ranks.do(search)
+    offsets, found = _offsets(ranks.gather(offsets.diff())), ranks.gather(found)
     columns = sp.csr_matrix((np.ones(len(found), np.int8), found.numpy(), offsets.numpy()), shape=(X.shape[0], nodes)).tocsc()
     return index_tensors(columns)
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _work(rows: Tuple[Tensor, Tensor, Tensor], first_child: Tensor, offsets: Tensor, of_parents: Tensor) -> Tensor:
+    """An estimate for each parent: what its rows hold, for each of its children."""
+    numbers = _offsets((rows[0].diff() + 1)[of_parents])
+    return numbers[offsets].diff() * first_child.diff()
+
+
+def _joined(chunk: Tensor, feature: Tensor, more: Tensor, child: Tensor, value: Tensor, dtype: Optional[torch.dtype], ranks: Alone) -> List[Tensor]:
+    """The layer, of the shares of all ranks."""
+    value = _narrow(value, dtype, ranks)  # before it travels
+    return [_offsets(ranks.gather(chunk.diff())), *(ranks.gather(part) for part in (feature, more, child, value))]
 
 
 def _united(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tensor]:
@@ -393,17 +456,18 @@ def _united(lists: List[Tuple[Tensor, Tensor]], rows: int) -> Tuple[Tensor, Tens
     return index_tensors(columns)
 
 
-def _narrow(values: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
+def _narrow(values: Tensor, dtype: Optional[torch.dtype], ranks: Alone) -> Tensor:
     if dtype == torch.float32:
         return values
     limits = torch.finfo(torch.float16)
     sizes = values.abs()
-    fits = values.numel() == 0 or (sizes.max() <= limits.max and sizes.min() >= limits.smallest_normal)
-    if fits:
+    ends = torch.stack([sizes.min(), -sizes.max()]) if len(sizes) > 0 else torch.tensor([limits.max, -limits.smallest_normal])
+    smallest, largest = (ranks.gather(ends[None]).amin(0) * torch.tensor([1, -1])).tolist()  # one dtype for all weights of the layer
+    if smallest >= limits.smallest_normal and largest <= limits.max:
         return values.to(torch.float16)
     if dtype == torch.float16:
         raise ValueError(f"XRLinear.train: expected weights in [{limits.smallest_normal:.2g}, {limits.max:.0f}] for dtype float16, "
-                         f"got {float(sizes.min()):.2g} to {float(sizes.max()):.2g}")
+                         f"got {smallest:.2g} to {largest:.2g}")
     return values
 
 

@@ -80,6 +80,10 @@ def _backends(group: dist.ProcessGroup) -> List[Tuple[str, str]]:
     return [tuple(pair.split(":")) for pair in dist.get_backend_config(group).split(",")]
 
 
+def has_backend(group: dist.ProcessGroup, device: str) -> bool:
+    return device in {of for of, _ in _backends(group)}
+
+
 class Ragged:
     """A batch of every rank, of different sizes, one after the other."""
 

@@ -1,0 +1,100 @@
+"""XR-Linear trained by the ranks of a process group together (XRLinear.train(group=...)) against one of them alone.
+
+    python benchmarks/xr_linear_ranks.py --gowalla FOLDER [--ranks 2] [--negatives tfn tfn+man] [--repeats 7] [--json]
+
+Label vectors (PIFA), tree and layers, from the training part of the split of extreme_labels.py. Ranks are processes of one thread on this machine, over
+gloo. One alone and all together take turns; medians. CPU: the CPU seconds of the busiest rank, which other work on the machine changes less than the
+time. Every rank's model is compared with that of one, bit for bit.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import extreme_data
+import xsoftmax as xs
+from timing import machine, print_machine, print_table
+
+
+def examples(folder: Path):
+    X, Y = (matrix.tocsr().astype(np.float32) for matrix in extreme_data.split(*extreme_data.gowalla(folder), seed=0)["train"])
+    X.sort_indices()
+    Y.sort_indices()
+    return X, Y
+
+
+def parts(model: xs.XRLinear) -> list[torch.Tensor]:
+    return [model.model.labels(), *(part for depth in range(model.depth) for part in model.model.layer(depth))]
+
+
+def measure(rank: int, args: argparse.Namespace, negatives: str, X, Y) -> dict:
+    def train(group) -> tuple[list[float], xs.XRLinear]:
+        """Seconds, and those of the CPU."""
+        dist.barrier()
+        start = time.perf_counter(), time.process_time()
+        model = xs.XRLinear.train(X, Y, negatives=negatives, generator=torch.Generator().manual_seed(0), group=group)
+        return [time.perf_counter() - start[0], time.process_time() - start[1]], model
+
+    runs: list[dict[str, float]] = []
+    for round_ in range(args.repeats + 1):
+        alone = train(None) if rank == 0 else (dist.barrier(), None)
+        together = train(dist.group.WORLD)
+        busiest = torch.tensor(together[0])
+        dist.all_reduce(busiest, dist.ReduceOp.MAX)
+        of_one = [parts(alone[1])] if rank == 0 else [None]
+        dist.broadcast_object_list(of_one)
+        if not all(torch.equal(one, other) for one, other in zip(of_one[0], parts(together[1]), strict=True)):
+            raise RuntimeError(f"rank {rank} has another model than one process")
+        if rank == 0 and round_ > 0:
+            runs.append(dict(zip(("alone", "alone, CPU", "together", "together, CPU"), [*alone[0], *busiest.tolist()])))
+    if rank > 0:
+        return {}
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    ratios = {f"together / alone{what}": medians[f"together{what}"] / medians[f"alone{what}"] for what in ("", ", CPU")}
+    return {"negatives": negatives, "ranks": args.ranks, **medians, **ratios, "runs": runs, "layers": together[1].stats}
+
+
+def work(rank: int, args: argparse.Namespace, file: str, results) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=args.ranks)
+    X, Y = examples(args.gowalla)
+    for negatives in args.negatives:
+        found = measure(rank, args, negatives, X, Y)
+        if rank == 0:
+            results.put(found)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gowalla", type=Path, required=True, help="the folder of train.txt and test.txt")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--negatives", nargs="+", default=["tfn", "tfn+man"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(work, (args, f"{folder}/group", results), nprocs=args.ranks, start_method="spawn")
+    rows = [results.get() for _ in args.negatives]
+    if args.json:
+        print(json.dumps({"machine": machine(), "figures": rows}, indent=1))
+        return
+    print_machine()
+    columns = ["alone", "together", "together / alone", "alone, CPU", "together, CPU", "together / alone, CPU"]
+    print_table([{"negatives": row["negatives"], "ranks": row["ranks"],
+                  **{name: f"{row[name]:.3f}" if "/" in name else f"{row[name]:.2f} s" for name in columns}} for row in rows],
+                ["negatives", "ranks", *columns])
+
+
+if __name__ == "__main__":
+    main()

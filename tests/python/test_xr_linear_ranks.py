@@ -1,0 +1,255 @@
+"""XR-Linear trained by the ranks of a process group together: the model of one process, bit for bit."""
+
+import io
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+import xsoftmax as xs
+from ranks import ranks
+from xr_linear_checks import parts, problem, same, small
+from xsoftmax import cli
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo here")
+
+
+def relevance_of(Y):
+    weights = Y.copy()
+    weights.data = np.random.default_rng(3).uniform(0.2, 2, Y.nnz).astype(np.float32)
+    return weights
+
+
+def near(Y):
+    """Pairs that are no labels, for "user"."""
+    random = np.random.default_rng(4)
+    return sp.csr_matrix((np.ones(200), (random.integers(0, Y.shape[0], 200), random.integers(0, Y.shape[1], 200))), shape=Y.shape)
+
+
+def tree_of(Y):
+    return xs.LabelTree.from_vectors(xs.label_vectors.pii(Y), 4, generator=torch.Generator().manual_seed(5), max_leaf_size=7)
+
+
+CASES = {
+    "tfn": {}, "man": dict(negatives="man", beam=2), "tfn+man": dict(negatives="tfn+man", beam=2, max_weights=4),
+    "of each layer": dict(negatives=["tfn", "man", "tfn+user", "tfn+man+user"], user_negatives=near),
+    "relevance": dict(relevance=relevance_of, loss="logistic", dtype=torch.float32), "hinge": dict(loss="hinge", bias=0.0, threshold=0.0),
+    "initial": dict(initial=lambda Y: small(*problem(labels=90), tolerance=1.0), tolerance=0.01, threshold=0.0, dtype=torch.float32),
+    "a tree": dict(tree=tree_of),
+}
+
+
+def train(case, seed=0, group=None, **more):
+    X, Y = problem(labels=90)
+    options = {name: value(Y) if callable(value) else value for name, value in (CASES[case] | more).items()}
+    return small(X, Y, group=group, **options) if seed == 0 else xs.XRLinear.train(
+        X, Y, arity=3, max_leaf_size=5, generator=torch.Generator().manual_seed(seed), group=group, **options)
+
+
+def figures(model):
+    return [{name: value for name, value in layer.items() if "seconds" not in name} for layer in model.stats]
+
+
+def of_rank(rank, size, case):
+    model = train(case, seed=rank, group=torch.distributed.group.WORLD)  # the first rank's seed counts
+    return parts(model), figures(model), model.stats
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_is_that_of_one_process(case, size):
+    one = train(case)
+    found = ranks(size).run(of_rank, size, case)
+    for of_parts, of_figures, stats in found:
+        assert same(of_parts, parts(one)) and [part.dtype for part in of_parts] == [part.dtype for part in parts(one)]
+        assert of_figures == figures(one) and stats == found[0][2]
+
+
+def with_outliers(rank, group):
+    """One rank's weights alone are too small for float16."""
+    X, Y = problem(labels=90)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = small(X, Y, threshold=0.0, tolerance=1e-3, group=torch.distributed.group.WORLD if group else None)
+    return [model.model.layer(depth)[-1] for depth in range(model.depth)]
+
+
+def test_weights_have_one_dtype_on_all_ranks():
+    one = with_outliers(0, False)
+    assert {values.dtype for values in one} == {torch.float16, torch.float32}
+    assert all(same(found, one) for found in ranks(2).run(with_outliers, True))
+
+
+def refuses_float16(rank):
+    X, Y = problem(labels=90)
+    with pytest.raises(ValueError, match="for dtype float16, got") as caught:
+        small(X, Y, threshold=0.0, tolerance=1e-3, dtype=torch.float16, group=torch.distributed.group.WORLD)
+    return str(caught.value)
+
+
+def test_weights_beyond_float16_are_an_error_on_all_ranks():
+    with pytest.raises(ValueError) as caught:
+        small(*problem(labels=90), threshold=0.0, tolerance=1e-3, dtype=torch.float16)
+    assert ranks(2).run(refuses_float16) == [str(caught.value)] * 2
+
+
+def disagrees(rank, what, words):
+    X, Y = problem(labels=90)
+    options = dict(arity=3, max_leaf_size=5, group=torch.distributed.group.WORLD)
+    if what == "X":
+        X.data[7] += 0.25 * rank
+    elif what == "Y":
+        Y = Y if rank == 0 else Y[:, ::-1].tocsr()
+    elif what == "tree":
+        options |= {"tree": xs.LabelTree.from_vectors(xs.label_vectors.pii(Y), 3, max_leaf_size=5 + rank)}
+    elif what == "relevance":
+        options |= {"relevance": Y * (1 + rank)}
+    else:
+        options |= {what: (2, 3)[rank]} if what in ("beam", "arity") else {what: (0.1, 0.2)[rank]}
+    with pytest.raises(ValueError, match=f"XRLinear.train: expected the same on all ranks, got {words}"):
+        xs.XRLinear.train(X, Y, **options)
+    return True
+
+
+@pytest.mark.parametrize("what, words", [
+    ("X", r"X of \[300, 60\] \(digest \w+\) on rank 0 and \[300, 60\] \(digest \w+\) on rank 1"), ("Y", r"Y of .*digest"),
+    ("relevance", "relevance of digest"), ("tree", "tree of digest"), ("arity", "tree of 2 children .* and 3 children"),
+    ("beam", "beam of 2 on rank 0 and 3 on rank 1"), ("threshold", "threshold of 0.1 on rank 0 and 0.2 on rank 1"),
+    ("tolerance", "tolerance of 0.1 on rank 0 and 0.2 on rank 1")])
+def test_ranks_that_disagree_hear_both_values(what, words):
+    assert ranks(2).run(disagrees, what, words) == [True, True]
+
+
+def fails_on_one(rank, where):
+    X, Y = problem(labels=90)
+    failing, options = 1, {}
+    if where == "arguments" and rank == failing:
+        options["loss"] = "squared"
+    if where == "layer" and rank == failing:
+        def stop(layer, *_):
+            if layer == 2:
+                raise MemoryError("no more")
+        options["progress"] = stop
+    start = time.perf_counter()
+    with pytest.raises(Exception) as caught:
+        small(X, Y, group=torch.distributed.group.WORLD, **options)
+    return type(caught.value).__name__, str(caught.value), time.perf_counter() - start
+
+
+@pytest.mark.parametrize("where, error", [("arguments", "ValueError"), ("layer", "MemoryError")])
+def test_where_one_rank_fails_the_others_do_not_wait(where, error):
+    (others, text, seconds), (name, own, _), (_, third, _) = ranks(3).run(fails_on_one, where)
+    assert (name, others) == (error, "RuntimeError") and seconds < 20  # the group waits for a minute
+    assert text == third == f"XRLinear.train: rank 1 failed: {error}: {own}"
+    assert all(same(found, parts(train("tfn"))) for found, *_ in ranks(3).run(of_rank, 3, "tfn"))  # and the group goes on
+
+
+def shows(rank):
+    text, calls = io.StringIO(), []
+    X, Y = problem(labels=90)
+    stderr, sys.stderr = sys.stderr, text
+    text.isatty = lambda: True
+    try:
+        small(X, Y, group=torch.distributed.group.WORLD, progress=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            small(X * 1e3, Y, group=torch.distributed.group.WORLD, progress=lambda *state: calls.append(state))
+    finally:
+        sys.stderr = stderr
+    return "layer 4 of 4" in text.getvalue(), sum("threshold" in str(one.message) for one in caught) > 0, calls[-1][2] == calls[-1][3]
+
+
+def test_bar_and_warnings_are_the_first_ranks():
+    assert ranks(2).run(shows) == [(True, True, True), (False, False, True)]
+
+
+def by_group(rank, kind):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    group = {"mesh": mesh, "group": mesh.get_group(), "grid": "cpu"}[kind]
+    if kind == "grid":
+        with pytest.raises(TypeError, match="XRLinear.train: expected group to be a process group, a DeviceMesh or None, got str"):
+            train("tfn", group=group)
+        return parts(train("tfn"))
+    return parts(train("tfn", group=group))
+
+
+@pytest.mark.parametrize("kind", ["mesh", "group", "grid"])
+def test_what_a_group_may_be(kind):
+    assert all(same(found, parts(train("tfn"))) for found in ranks(2).run(by_group, kind))
+
+
+def test_the_command_line_under_torchrun(tmp_path):
+    X, Y = problem(labels=90)
+    sp.save_npz(tmp_path / "x.npz", X)
+    sp.save_npz(tmp_path / "y.npz", Y)
+    arguments = ["train", str(tmp_path / "x.npz"), "--labels", str(tmp_path / "y.npz"), "--arity", "3", "--max-leaf-size", "5", "--seed", "7"]
+    assert cli.main([*arguments, str(tmp_path / "one"), "--quiet"]) == 0
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "xsoftmax", *arguments,
+                          str(tmp_path / "two")], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    one, two = xs.XRLinear.load(tmp_path / "one"), xs.XRLinear.load(tmp_path / "two")
+    assert same(parts(one), parts(two)) and figures(one) == figures(two)
+    assert ran.stdout.strip() == repr(one)  # one rank says so
+
+
+def tree_tables(rank, size, arity, leaf):
+    vectors = sp.random(201, 40, 0.15, format="csr", dtype=np.float32, random_state=2)
+    group = None if size == 1 else torch.distributed.group.WORLD
+    tree = xs.LabelTree.from_vectors(vectors, arity, generator=torch.Generator().manual_seed(rank), max_leaf_size=leaf, group=group)
+    return tree.tables()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("arity, leaf", [(2, 1), (3, 4), (16, 10), (5, 300), (2, 120)])
+def test_a_shared_tree_is_that_of_one_process(size, arity, leaf):
+    one = tree_tables(0, 1, arity, leaf)
+    assert all(same(found, one) for found in ranks(size).run(tree_tables, size, arity, leaf))
+
+
+def refused_trees(rank):
+    vectors, group = sp.random(50, 9, 0.5, format="csr", dtype=np.float32, random_state=0), torch.distributed.group.WORLD
+    with pytest.raises(TypeError, match="LabelTree.from_vectors: expected max_leaf_size and a scipy CSR matrix beside group, got Tensor"):
+        xs.LabelTree.from_vectors(torch.from_numpy(vectors.toarray()), 3, max_leaf_size=4, group=group)
+    with pytest.raises(ValueError, match=r"got vectors of \[50, 9\] \(digest \w+\) on rank 0 and \[50, 9\]"):
+        xs.LabelTree.from_vectors(vectors * np.float32(1 + rank), 3, max_leaf_size=4, group=group)
+    with pytest.raises(ValueError, match="expected arity of at least 2, got 1"):
+        xs.LabelTree.from_vectors(vectors, 1, max_leaf_size=4, group=group)
+    return True
+
+
+def test_trees_that_ranks_cannot_share():
+    assert ranks(2).run(refused_trees) == [True, True]
+
+
+def test_a_layer_in_parts():
+    """The operator: parts one after the other are the layer, orders of visits included; also where a parent has many children."""
+    random = np.random.default_rng(0)
+    rows = sp.random(60, 30, 0.3, format="csr", dtype=np.float32, random_state=1)
+    examples = torch.from_numpy(rows.indptr).long(), torch.from_numpy(rows.indices), torch.from_numpy(rows.data)
+    first_child = torch.tensor([0, 3, 3, 20, 300, 304])
+
+    def lists(count):
+        each = [np.sort(random.choice(60, random.integers(0, 40), replace=False)) for _ in range(count)]
+        return torch.tensor([0, *np.cumsum([len(one) for one in each])]), torch.from_numpy(np.concatenate(each).astype(np.int32))
+
+    parents, labels = lists(5), lists(304)
+
+    def made(first, last):
+        return torch.ops.xsoftmax.linear_layer_train(examples, 30, first_child, parents, labels, None, [],
+                                                     f"threshold=0,seed=3,first_parent={first},last_parent={last}")
+
+    whole = made(0, "none")
+    assert whole[2].dtype == torch.int32  # a parent has more than 256 children
+    for cuts in ([0, 1, 2, 3, 4, 5], [0, 0, 3, 5, 5]):
+        found = [made(first, last) for first, last in zip(cuts, cuts[1:])]
+        assert torch.equal(torch.cat([one[0].diff() for one in found]), whole[0].diff())
+        assert all(same([torch.cat([one[i] for one in found])], [whole[i]]) for i in range(1, 5))
+        assert torch.equal(torch.stack([one[5] for one in found]).sum(0), whole[5])
+    for first, last in ((-1, 2), (3, 2), (0, 6)):
+        with pytest.raises(ValueError, match=f"expected 0 <= first_parent <= last_parent <= 5, the parents, got {first} and {last}"):
+            made(first, last)
