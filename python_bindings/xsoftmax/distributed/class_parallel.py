@@ -274,9 +274,14 @@ def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.
 
     From then on all ranks call a loss together, each with its batch of any size, as under data parallelism, and the loss is what one process would
     return for all batches in a row: a mean or a sum over all of them, or each rank's rows of "none". Draws are those of one process whose torch
-    generator is the first rank's. In a step the drawn rows and those of the targets are fetched from their owners, and their gradients go back there:
-    ``2 (W - 1) / W R D e`` bytes a rank, R different classes of its step. `exact`, `topk`, `predict`, `log_prob` and `eval()` gather the queries
-    instead and score them where the classes are; `topk`, `predict` and `log_prob` give no gradient.
+    generator is the first rank's. With W ranks of b queries each, and e bytes a number, a rank receives in a step
+
+    - by "queries" ``2 (W - 1) b D e`` bytes and about ``24 (W - 1) b``: all queries are gathered, each rank scores its classes for them, and the gradients of
+      queries are summed over ranks;
+    - by "rows" ``2 (W - 1) / W R D e`` bytes: the R different rows of its targets and candidates are fetched from their owners, and their gradients go
+      back there.
+
+    `exact`, `topk`, `predict`, `log_prob` and `eval()` gather the queries; `topk`, `predict` and `log_prob` give no gradient.
 
     The gradient of a mean or a sum that reaches `input` is W times its share, since data parallelism takes the mean of the encoder's gradients over
     ranks: what comes out is the gradient of one process. That of the table and of a learned log Z is whole.
@@ -289,15 +294,19 @@ def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.
 
     Args:
         model: a loss, or a module that holds some: a SampledSoftmaxLoss whose sampler does not follow the table (static ones, "in_batch",
-            unions and complements of those; all estimators of the library), or a LinearCrossEntropyLoss. Its table, and what its sampler keeps, become those of the first rank.
+            unions and complements of those) or is a MidxSampler without a bias, or a union with one; or a LinearCrossEntropyLoss. Its table, and what its
+            sampler keeps, become those of the first rank. A table on the meta device is made here, of this rank's rows alone. Losses over trees are
+            replicated, see :func:`replicate`.
         mesh: a DeviceMesh of one dimension. None: all ranks.
+        exchange: "queries": of the estimators whose candidates enter as one sum ("sampled_softmax", "ranking", "nce", "negative_sampling",
+            "importance"). "rows": of samplers that do not follow the table. "auto": what sends less of those that can be.
 
     Returns:
         `model`. The class of its losses is now a subclass of what it was. Make the optimizer after this call: the parameters are others.
 
     Raises:
-        TypeError, ValueError: a module without such a loss; a sampler that follows the table; an estimator written in Python; ranks that
-            disagree, with both values
+        TypeError, ValueError: a module without such a loss; a sampler, an estimator or an exchange that do not go together; an estimator written in
+            Python; ranks that disagree, with both values
     """
     owner = "shard_classes"
     group = group_of(owner, mesh)
@@ -328,7 +337,7 @@ def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.
 def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
     """Whether the table of a loss can be split."""
     if type(loss) not in _SHARDED:
-        raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}")
+        raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}: replicate it")
     if isinstance(loss, SampledSoftmaxLoss):
         check_sampler(owner, loss.sampler, exchange)
         if is_registered(loss.estimator):
