@@ -169,12 +169,15 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
 class Guards {
  public:
   Guards() {
-    std::vector<c10::OperatorHandle> all, writing;
+    std::vector<c10::OperatorHandle> all, writing, composite;
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
       const auto op = c10::Dispatcher::singleton().findSchema(name);
       if (name.name.starts_with("xsoftmax::") && op.has_value()) {
         const auto& arguments = op->schema().arguments();
         all.push_back(*op);
+        if (op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) {
+          composite.push_back(*op);
+        }
         if (std::any_of(arguments.begin(), arguments.end(), written)) {
           writing.push_back(*op);
         }
@@ -186,6 +189,7 @@ class Guards {
                                   DispatchKey::NestedTensorMeta, DispatchKey::MkldnnCPU}) {
       add<&refuse_layout>(key, all);
     }
+    add<&refuse_layout>(DispatchKey::AutogradOther, composite); // which their kernels leave open beside those
     add<&refuse_views>(DispatchKey::Negative, writing);
     add<&refuse_views>(DispatchKey::Conjugate, writing);
     // An operator that says itself when it has written, as settle_ does, keeps its kernel.

@@ -66,10 +66,6 @@ Tensor summed(const Estimator& estimator, const Tensor& adjusted) {
   return *estimator.joined == Joined::LogSumExp ? log_sum(adjusted, 1) : at::softplus(adjusted).sum(1);
 }
 
-Tensor loss_of_shares_op(const Tensor& shares, const c10::List<bool>& distinct, std::string_view options) {
-  return loss_of_shares(shares, distinct, parse_options<EstimatorOptions>("loss_of_shares", options));
-}
-
 } // namespace
 
 Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Proposal& sets, const EstimatorOptions& options) {
@@ -124,7 +120,6 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
 Tensor loss_of_shares(const Tensor& shares, const c10::List<bool>& distinct, const EstimatorOptions& options) {
   constexpr const char* op = "loss_of_shares";
   const Columns columns = columns_of(op, options, distinct);
-  check::strided(op, "shares", shares);
   check::dim(op, "shares", shares, 3);
   check::floating(op, "shares", shares);
   check::size(op, "shares", shares, 2, columns.size(), "the columns of this estimator and these sets");
@@ -180,15 +175,14 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
           return candidate_shares(scores, target, make_proposal(op, ids, log_count, target_log_count, distinct),
                                   parse_options<EstimatorOptions>(op, options));
         });
-  m.def("loss_of_shares(Tensor shares, bool[] distinct, str options=\"\") -> Tensor");
+  m.def("loss_of_shares(Tensor shares, bool[] distinct, str options=\"\") -> Tensor",
+        [](const Tensor& shares, const c10::List<bool>& distinct, std::string_view options) {
+          return loss_of_shares(shares, distinct, parse_options<EstimatorOptions>("loss_of_shares", options));
+        });
   m.def("estimator_is_joined(str estimator) -> bool",
         [](std::string_view name) { return find_estimator("estimator_is_joined", name).joined.has_value(); });
   m.def("estimator_takes_a_draw(str estimator) -> bool",
         [](std::string_view name) { return find_estimator("estimator_takes_a_draw", name).traits.takes_a_draw; });
 }
-
-// Not composite for autograd by default: its one tensor may be of a kind that has a kernel of its own, which refuses it (core/guards.cpp).
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("loss_of_shares", loss_of_shares_op); }
-TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) { m.impl("loss_of_shares", loss_of_shares_op); }
 
 } // namespace xsoftmax

@@ -348,6 +348,8 @@ def folder_of_checkpoints(rank, size, folder):
     save(folder, run.state, 11, keep=1)
     assert os.listdir(folder) == ["step-0000000011"]
     assert load(folder, run.state, step=11) == 11
+    save(folder, run.state, 5, keep=1)
+    assert sorted(os.listdir(folder)) == ["step-0000000005", "step-0000000011"]
 
 
 def other_classes(size):

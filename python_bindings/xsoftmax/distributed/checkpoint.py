@@ -33,7 +33,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
         state: name -> what has a `state_dict()` (a model, also in DistributedDataParallel, whose own name is left out; any optimizer; a scheduler), a
             torch.Generator (each rank's), a tensor, a number, or a dict of those. Everything but split tables and generators is the same on all ranks.
         step: of training, at least 0. Not one that is there already.
-        keep: how many checkpoints stay: the last ones.
+        keep: how many checkpoints stay, this one and those before it. Later ones stay, too.
 
     Returns:
         The path.
@@ -60,7 +60,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
         _sync(hidden)
         os.rename(hidden, path)
         _sync(folder)
-        for old in _steps(folder)[:-keep]:
+        for old in [old for old in _steps(folder) if old <= step][:-keep]:
             os.rename(_path(folder, old), f"{hidden}-{old}")  # half removed it is no checkpoint
             shutil.rmtree(f"{hidden}-{old}")
         return path
