@@ -442,9 +442,30 @@ void check_order(const char* op, const Tensor& order) {
   }
 }
 
-SparseRowsView checked_vectors(const char* op, const Tensor& offset, const Tensor& column, const Tensor& value, int64_t features) {
+void check_features(const char* op, int64_t features) {
   TORCH_CHECK_VALUE(features >= 0 && features <= std::numeric_limits<int32_t>::max(), op, ": expected features in [0, 2^31), got ", features);
-  return check::sparse_rows(op, offset, column, value, features, /*rising=*/false);
+}
+
+/// Sparse rows whose numbers are yet to be checked, those of the rows that are looked at.
+SparseRowsView checked_lists(const char* op, const Tensor& offset, const Tensor& column, const Tensor& value, int64_t features) {
+  check_features(op, features);
+  check::numbers(op, "offsets", offset, at::kLong);
+  check::numbers(op, "columns", column, at::kInt);
+  check::numbers(op, "values", value, at::kFloat);
+  TORCH_CHECK_VALUE(offset.size(0) >= 1, op, ": expected offsets with a number for each list and one, got none");
+  check::offsets(op, "offsets", offset, column.size(0));
+  check::size(op, "values", value, 0, column.size(0), "one for each number of its lists");
+  return {offset.size(0) - 1, features, offset.const_data_ptr<int64_t>(), column.const_data_ptr<int32_t>(), value.const_data_ptr<float>()};
+}
+
+void check_rows(const char* op, const SparseRowsView& vectors, std::span<const int32_t> rows) {
+  for (const int32_t row : rows) {
+    for (int64_t t = vectors.offset[row]; t < vectors.offset[row + 1]; ++t) {
+      TORCH_CHECK_INDEX(vectors.column[t] >= 0 && vectors.column[t] < vectors.features, op, ": expected columns in [0, ", vectors.features, "), got ",
+                        vectors.column[t], " at [", t, "]");
+      TORCH_CHECK_VALUE(std::isfinite(vectors.value[t]), op, ": expected values that are finite, got ", vectors.value[t], " at [", t, "]");
+    }
+  }
 }
 
 } // namespace
@@ -454,7 +475,8 @@ LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, co
   constexpr const char* op = "label_tree_clusters";
   const Cutting cutting = checked_cutting(op, seed, iterations, spherical);
   const Tensor offset = offsets.contiguous(), column = columns.contiguous(), value = values.contiguous();
-  const SparseRowsView vectors = checked_vectors(op, offset, column, value, features);
+  check_features(op, features);
+  const SparseRowsView vectors = check::sparse_rows(op, offset, column, value, features, /*rising=*/false);
   const std::vector<Node> nodes = checked_shape(op, "vectors", vectors.count, arity, max_leaf_size);
   std::vector<int32_t> order(vectors.count);
   std::iota(order.begin(), order.end(), int32_t(0));
@@ -469,7 +491,7 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
   const Cutting cutting = checked_cutting(op, seed, iterations, spherical);
   TORCH_CHECK_VALUE(vectors.size() == 3, op, ": expected vectors as 3 tensors, offsets, columns and values, got ", vectors.size());
   const Tensor offset = vectors[0].contiguous(), column = vectors[1].contiguous(), value = vectors[2].contiguous();
-  const SparseRowsView rows = checked_vectors(op, offset, column, value, features);
+  const SparseRowsView rows = checked_lists(op, offset, column, value, features);
   const std::vector<Node> nodes = checked_shape(op, "vectors", rows.count, arity, max_leaf_size);
   check_order(op, order);
   check::size(op, "order", order, 0, rows.count, "one for each vector");
@@ -480,6 +502,9 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
   const Tensor made = order.contiguous().clone();
   int32_t* ids = made.mutable_data_ptr<int32_t>();
   const Deal deal = dealt(segments, nodes, rows, ids, part, parts);
+  for (const Segment& segment : deal.mine) {
+    check_rows(op, rows, {ids + nodes[segment.low].begin, ids + nodes[segment.high - 1].end});
+  }
   const bool to_the_end = deal.even || int64_t(segments.size()) / kSegmentsOfPart >= parts;
   lay_out(rows, nodes, cutting, deal.mine, to_the_end ? kAllCuts : cuts + 1, ids);
   const Tensor share = part == 0 ? made.clone() : at::zeros_like(made); // the first has what no cut is left for

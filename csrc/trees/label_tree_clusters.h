@@ -20,7 +20,8 @@ LabelTreeNodes label_tree_clusters(const at::Tensor& seed, const at::Tensor& off
 // cuts int64 []): `order` has the classes as all cuts that have fewer than `cuts` cuts above them have laid them, [0, .., N - 1] before the first. The
 // first result has them after the next cuts where those were one part's, else 0: the sum over part 0 .. parts - 1 is the order of the next round, and
 // the second number its `cuts`. It is -1 when nothing is left. While segments of classes are too few or too uneven for the parts, a round makes
-// one cut of each; then each part goes on alone to the end. options: TreeFromVectors as text.
+// one cut of each; then each part goes on alone to the end. The vectors that the part cuts are
+// checked. options: TreeFromVectors as text.
 //
 // label_tree_of_clusters(order int32 [N], arity, max_leaf_size): what label_tree_clusters makes of the last order.
 std::tuple<at::Tensor, at::Tensor> label_tree_cuts(const at::Tensor& seed, at::TensorList vectors, int64_t features, const at::Tensor& order,
