@@ -14,7 +14,8 @@ from ..estimators import is_registered
 from ..losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from ..samplers import columns_of
 from ._candidates import candidate_numbers, of_rank, without_a_draw
-from ._exchange import ClassShards, FetchRows, GatherQueries, RowRequests, ScaleGradient, ScatterShares, rank_generator, same_generator, unique_of
+from ._exchange import (ClassShards, FetchRows, GatherQueries, RowRequests, ScaleGradient, ScatterShares, SumOverRanks, rank_generator,
+                        same_generator, unique_of)
 from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
 from ._midx import check_sampler, split_sampler
 from ._state import rows_of_all, rows_of_rank
@@ -127,9 +128,7 @@ class ShardedLoss(LinearLoss):
         """The loss of all ranks' queries from that of this rank's, whose gradient is this rank's."""
         if self.reduction == "none":
             return loss.reshape(target.shape)
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=self._shards.group)
-        return (loss + (total - loss.detach())) / (counts.sum() if self.reduction == "mean" else 1)
+        return SumOverRanks.apply(loss, self._shards.group) / (counts.sum() if self.reduction == "mean" else 1)
 
     @torch.no_grad()
     def log_prob(self, input: Tensor) -> Tensor:
@@ -276,8 +275,8 @@ def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.
     return for all batches in a row: a mean or a sum over all of them, or each rank's rows of "none". Draws are those of one process whose torch
     generator is the first rank's. With W ranks of b queries each, and e bytes a number, a rank receives in a step
 
-    - by "queries" ``2 (W - 1) b D e`` bytes and about ``24 (W - 1) b``: all queries are gathered, each rank scores its classes for them, and the gradients of
-      queries are summed over ranks;
+    - by "queries" ``2 (W - 1) b D e`` bytes and about ``24 (W - 1) b``: all queries are gathered, each rank scores its classes for them, and the
+      gradients of queries are summed over ranks;
     - by "rows" ``2 (W - 1) / W R D e`` bytes: the R different rows of its targets and candidates are fetched from their owners, and their gradients go
       back there.
 
@@ -337,7 +336,8 @@ def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.
 def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
     """Whether the table of a loss can be split."""
     if type(loss) not in _SHARDED:
-        raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}: replicate it")
+        raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}: "
+                        "replicate it")
     if isinstance(loss, SampledSoftmaxLoss):
         check_sampler(owner, loss.sampler, exchange)
         if is_registered(loss.estimator):
