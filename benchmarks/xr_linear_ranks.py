@@ -2,8 +2,8 @@
 
     python benchmarks/xr_linear_ranks.py --gowalla FOLDER [--ranks 2] [--negatives tfn tfn+man] [--repeats 7] [--json]
 
-Label vectors (PIFA), tree and layers, from the training part of the split of extreme_labels.py. Ranks are processes of one thread on this machine, over
-gloo. One alone and all together take turns; medians. CPU: the CPU seconds of the busiest rank, which other work on the machine changes less than the
+Label vectors (PIFA), tree and layers, from the training part of the split of extreme_labels.py. Ranks are processes of one thread on this machine,
+over gloo. One alone and all together take turns; medians. CPU: the CPU seconds of the busiest rank, which other work on the machine changes less than the
 time. Every rank's model is compared with that of one, bit for bit.
 """
 

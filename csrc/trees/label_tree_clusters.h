@@ -16,12 +16,12 @@ namespace xsoftmax {
 LabelTreeNodes label_tree_clusters(const at::Tensor& seed, const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
                                    int64_t features, int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical);
 
-// The same, shared by processes, in rounds. label_tree_cuts(seed, vectors, features, order int32 [N], cuts, part, parts, options) -> (order int32 [N],
-// cuts int64 []): `order` has the classes as all cuts that have fewer than `cuts` cuts above them have laid them, [0, .., N - 1] before the first. The
-// first result has them after the next cuts where those were one part's, else 0: the sum over part 0 .. parts - 1 is the order of the next round, and
-// the second number its `cuts`. It is -1 when nothing is left. While segments of classes are too few or too uneven for the parts, a round makes
-// one cut of each; then each part goes on alone to the end. The vectors that the part cuts are
-// checked. options: TreeFromVectors as text.
+// The same, shared by processes, in rounds. label_tree_cuts(seed, vectors, features, order int32 [N], cuts, part, parts, options) ->
+// (order int32 [N], cuts int64 []): `order` has the classes as all cuts that have fewer than `cuts` cuts above them have laid them,
+// [0, .., N - 1] before the first. The first result has them after the next cuts where those were this part's, else 0: the sum over part
+// 0 .. parts - 1 is the order of the next round, and the second result its `cuts`, -1 when nothing is left. While segments of classes are too few
+// or too uneven for the parts, a round makes one cut of each; then each part goes on alone to the end. Of the vectors those are checked that the
+// part cuts. options: TreeFromVectors as text.
 //
 // label_tree_of_clusters(order int32 [N], arity, max_leaf_size): what label_tree_clusters makes of the last order.
 std::tuple<at::Tensor, at::Tensor> label_tree_cuts(const at::Tensor& seed, at::TensorList vectors, int64_t features, const at::Tensor& order,

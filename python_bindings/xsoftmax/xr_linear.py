@@ -128,7 +128,8 @@ class XRLinear:
                     "relevance": relevance is not None and f"digest {digest(torch.from_numpy(relevance))}",
                     "user_negatives": user_negatives is not None and f"digest {digest(*index_tensors(user_negatives))}",
                     "initial": initial is not None and f"digest {digest(*(part for layer in initial._parts() for part in layer))}",
-                    "tree": of_tree, "negatives": negatives if isinstance(negatives, str) else list(negatives), "beam": beam, "dtype": dtype, **settings}
+                    "tree": of_tree, "negatives": negatives if isinstance(negatives, str) else list(negatives), "beam": beam, "dtype": dtype,
+                    **settings}
 
         settings, options = ranks.do(checked)
         rows = sparse_tensors(X)
