@@ -7,7 +7,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/logsumexp.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
@@ -30,8 +29,10 @@ Tensor log_sum(const Tensor& x, int64_t dim) {
   if (x.size(dim) == 0) {
     return x.sum(dim) - kInfinity;
   }
-  const Tensor none = x.eq(-kInfinity).all(dim, true);
-  return at::where(none, -kInfinity, at::logsumexp(x.masked_fill(none, 0.0), dim, true)).squeeze(dim);
+  const Tensor largest = x.detach().amax(dim, true).clamp_min(std::numeric_limits<float>::lowest());
+  const Tensor sum = (x - largest).exp().sum(dim);
+  const Tensor none = sum.eq(0);
+  return at::where(none, -kInfinity, sum.masked_fill(none, 1.0).log() + largest.squeeze(dim));
 }
 
 // The columns of shares, for an estimator and the kinds of sets that there are.
@@ -61,7 +62,7 @@ Columns columns_of(const char* op, const EstimatorOptions& options, const c10::L
   return {op, options, count > 0, size_t(count) < distinct.size()};
 }
 
-// What weighs as `log_weight` says, in [Q, C].
+// What candidates [Q, C] are together, [Q].
 Tensor summed(const Estimator& estimator, const Tensor& adjusted) {
   return *estimator.joined == Joined::LogSumExp ? log_sum(adjusted, 1) : at::softplus(adjusted).sum(1);
 }
@@ -89,7 +90,7 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
               "the target, then the private, then the shared candidates");
   traits.renormalizes = false; // by the draws of all places
   const CandidateBatch batch = make_batch(scores, target, candidates, traits, options.remove_accidental_hits, 0.0);
-  const Tensor here = target.ge(0), takes_part = batch.log_weight.ne(-kInfinity);
+  const Tensor here = target.ge(0);
 
   std::vector<Tensor> shares{at::where(here, batch.target, 0.0)};
   const auto add_constant = [&](const Tensor& values) { shares.push_back(values.to(scores.scalar_type())); };
@@ -103,15 +104,17 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
     if (!(of_draws ? columns.drawn : columns.distinct)) {
       continue;
     }
-    const Tensor out = batch.drawn.ne(of_draws), weight = at::where(out, 0.0, batch.log_weight.exp());
-    shares.push_back(summed(columns.estimator, batch.adjusted.masked_fill(out, -kInfinity)));
+    const bool all = !columns.drawn || !columns.distinct;
+    const auto of_kind = [&](const Tensor& values, double elsewhere) { return all ? values : values.masked_fill(batch.drawn.ne(of_draws), elsewhere); };
+    shares.push_back(summed(columns.estimator, of_kind(batch.adjusted, -kInfinity)));
     if (columns.smooths) {
+      const Tensor weight = of_kind(batch.log_weight.exp(), 0.0);
       shares.push_back(at::where(weight.eq(0), 0.0, weight * batch.score).sum(1));
       add_constant(weight.sum(1));
     }
   }
   if (columns.renormalizes) {
-    add_constant(takes_part.logical_and(batch.drawn).sum(1));
+    add_constant(batch.log_weight.ne(-kInfinity).logical_and(batch.drawn).sum(1));
     add_constant(batch.draws);
   }
   return at::stack(shares, 1);

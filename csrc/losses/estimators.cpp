@@ -49,6 +49,9 @@ Tensor softmax_loss(const CandidateBatch& batch) {
   return normalizer - (1 - batch.label_smoothing) * batch.target - batch.label_smoothing * mean;
 }
 
+// The same from the log of the sum over the candidates, without label smoothing.
+Tensor softmax_of_sum(const Tensor& target, const Tensor& log_sum) { return at::logaddexp(target, log_sum) - target; }
+
 EstimatorGradient softmax_gradient(const CandidateBatch& batch) {
   const Tensor probability = at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1).softmax(1);
   Tensor target = probability.select(1, 0) - (1 - batch.label_smoothing);
@@ -63,9 +66,8 @@ EstimatorGradient softmax_gradient(const CandidateBatch& batch) {
 
 // Binary classification, target against candidates. NCE (Gutmann and Hyvarinen, 2012; with log Z = 0) lowers every score by its log
 // expected count; negative sampling (Mikolov et al., 2013) takes them as they are.
-Tensor logistic_loss(const CandidateBatch& batch) {
-  return at::softplus(-batch.target) + at::softplus(batch.adjusted).sum(1);
-}
+Tensor logistic_of_sum(const Tensor& target, const Tensor& sum) { return at::softplus(-target) + sum; }
+Tensor logistic_loss(const CandidateBatch& batch) { return logistic_of_sum(batch.target, at::softplus(batch.adjusted).sum(1)); }
 
 EstimatorGradient logistic_gradient(const CandidateBatch& batch) { return {batch.target.sigmoid() - 1, batch.adjusted.sigmoid()}; }
 
@@ -121,21 +123,12 @@ EstimatorGradient blackout_gradient(const CandidateBatch& batch) {
 }
 
 // The normaliser estimated from the draws alone, hits among them (Bengio and Senecal, 2003).
-Tensor importance_loss(const CandidateBatch& batch) {
-  const Tensor normalizer = at::logsumexp(batch.adjusted, 1);
-  return at::where(normalizer.isneginf(), 0.0, normalizer - batch.target);
-}
+Tensor importance_of_sum(const Tensor& target, const Tensor& log_sum) { return at::where(log_sum.isneginf(), 0.0, log_sum - target); }
+Tensor importance_loss(const CandidateBatch& batch) { return importance_of_sum(batch.target, at::logsumexp(batch.adjusted, 1)); }
 
 EstimatorGradient importance_gradient(const CandidateBatch& batch) {
   const Tensor normalizer = at::logsumexp(batch.adjusted, 1, true), none = normalizer.isneginf();
   return {at::where(none, 0.0, -at::ones_like(normalizer)).squeeze(1), at::where(none, 0.0, (batch.adjusted - normalizer).exp())};
-}
-
-// The same losses from what the candidates enter them as, [Q].
-Tensor softmax_of_sum(const Tensor& target, const Tensor& log_sum) { return at::logaddexp(target, log_sum) - target; }
-Tensor logistic_of_sum(const Tensor& target, const Tensor& sum) { return at::softplus(-target) + sum; }
-Tensor importance_of_sum(const Tensor& target, const Tensor& log_sum) {
-  return at::where(log_sum.isneginf(), 0.0, log_sum - target);
 }
 
 // CANE (Algorithm 1): the distinct candidates are C, the n draws the noise, from q. With A the sum of e^score over C and the target, and

@@ -1,6 +1,6 @@
 """MIDX where the class table is split over ranks."""
 
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class ShardedMidxSampler(Sampler):
     Expected counts of given ids (``log_count``, ``target_log_count``) are known for this rank's classes; for others they are -inf.
     """
 
-    _lazy = ("order", "begins", "first", "start", "mass")  # follow from `cell` of all ranks
+    _derived = ("order", "begins", "first", "start", "mass")  # follow from `cell` of all ranks
 
     def __init__(self, sampler: MidxSampler, shards: ClassShards):
         super().__init__(sampler.num_classes, sampler.num_samples, shared=sampler.shared, distinct=sampler.distinct)
@@ -94,7 +94,7 @@ class ShardedMidxSampler(Sampler):
         whole = of_ranks.sum(0)
         start = torch.cat([whole.new_zeros(1), whole.cumsum(0)])
         made = order, begins, start[:-1] + of_ranks[:shards.rank].sum(0), start, whole.double().view(self.codewords, -1)
-        for name, table in zip(self._lazy, made):
+        for name, table in zip(self._derived, made):
             self.register_buffer(name, table, persistent=False)
 
     def _index(self) -> List[Tensor]:
@@ -110,7 +110,7 @@ class ShardedMidxSampler(Sampler):
         cell = torch.searchsorted(self.start, slots, right=True) - 1
         place = slots - self.first[cell]
         here = (place >= 0) & (place < self.begins[cell + 1] - self.begins[cell])
-        if not here.any():
+        if self.order.numel() == 0:
             return torch.full_like(slots, self._elsewhere())
         classes = self.order[torch.where(here, self.begins[cell] + place, 0)] + shards.begin
         return torch.where(here, classes, self._elsewhere())
@@ -168,8 +168,7 @@ class ShardedMidxSampler(Sampler):
         if torch.ops.xsoftmax.refresh_is_due(step, self.refresh_every):
             self._refresh(weight, generator)
         elif self.update_every > 0 and step % self.update_every == 0:
-            rows = self.touched.nonzero().squeeze(1)
-            self._code(weight, rows)
+            self._code(weight, self.touched.nonzero().squeeze(1), self.codewords1, self.codewords2)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
@@ -190,31 +189,24 @@ class ShardedMidxSampler(Sampler):
         dist.all_reduce(rows, group=group)
         self._check_finite(rows)
         first, second, *inertia = torch.ops.xsoftmax.midx_codebooks(seed, rows, self.codewords1, self.codewords2, self.iterations, int(self.step) > 0)
-        error = self._code(weight, None, first, second)
+        error = self._code(weight.detach(), slice(None), first, second)
         distortion = torch.stack([error.double().sum(), (self.cell >= 0).sum().double()])
         dist.all_reduce(distortion, group=group)
         return {"distortion": float(distortion[0] / distortion[1]), "mean_square": float(rows.square().sum(1).double().mean()),
                 "inertia1": float(inertia[0]), "inertia2": float(inertia[1]), "cells": float((self.mass > 0).sum())}
 
-    def _code(self, weight: Tensor, rows: Optional[Tensor], first: Optional[Tensor] = None, second: Optional[Tensor] = None) -> Tensor:
-        """Codes rows, or all of them, under other codewords or those that are there. Returns their squared distances, 0 of classes that are never
-        drawn."""
-        coded = weight.detach() if rows is None else weight.detach()[rows]
-        cell, error = torch.ops.xsoftmax.midx_encode(coded, self.codewords1 if first is None else first, self.codewords2 if second is None else second)
+    def _code(self, weight: Tensor, rows: Union[Tensor, slice], first: Tensor, second: Tensor) -> Tensor:
+        """Codes rows under codewords, which become those of the index. Returns their squared distances, 0 of classes that are never drawn."""
+        cell, error = torch.ops.xsoftmax.midx_encode(weight[rows], first, second)
         self._check_finite(error)
-        before = self.cell if rows is None else self.cell[rows]
-        cell = torch.where(before < 0, before, cell)
-        if first is not None and second is not None:
-            self.codewords1.copy_(first)
-            self.codewords2.copy_(second)
-        if rows is None:
-            self.cell.copy_(cell)
-        else:
-            self.cell[rows] = cell
-        if self.touched.numel() > 0:
-            self.touched.zero_()
+        before = self.cell[rows]
+        error = torch.where(before < 0, 0.0, error)
+        self.cell[rows] = torch.where(before < 0, before, cell)
+        self.codewords1.copy_(first)
+        self.codewords2.copy_(second)
+        self.touched.zero_()
         self._lay_out()
-        return torch.where(before < 0, 0.0, error)
+        return error
 
     def _check_finite(self, values: Tensor) -> None:
         """Raises on all ranks."""
