@@ -2,8 +2,8 @@
 
     python benchmarks/scale_out.py [--ranks 8 64 256 1024] [--links 10 25 100 400] [--classes 10000000 100000000 1000000000] [--json]
 
-Measured, on one process: forward and backward of the sampled loss for the queries of a rank, RowAdam on the rows that have a gradient, and the draws, which
-every rank makes for the queries of all. Computed: the bytes that a rank receives, and with them its time. Assumed:
+Measured, on one process: forward and backward of the sampled loss for the queries of a rank, RowAdam on the rows that have a gradient, and the draws. Where
+queries travel every rank draws for those of all ranks, where rows do for its queries. Computed: the bytes that a rank receives, and with them its time. Assumed:
 
 - The encoder, whose cost has nothing to do with classes, is left out, and so are its gradients.
 - A rank has as many scores to compute in either exchange: its queries against all their candidates, or those of all ranks against its share of them. Draws
@@ -92,10 +92,10 @@ def simulate(args: argparse.Namespace) -> list[dict]:
         local, draws = measure(args, kind)
         rows = rows_of_step(args.queries, **{kind: getattr(args, kind)})
         for ranks in args.ranks:
-            compute = local + (ranks - 1) * draws
+            compute = {"queries": local + (ranks - 1) * draws, "rows": local}
             received = {exchange: exchange_bytes(exchange, ranks, rows, args) for exchange in EXCHANGES}
             for gigabits in args.links:
-                times = {exchange: step_seconds(compute, network_seconds(exchange, ranks, received[exchange], gigabits, args.latency)) for exchange in EXCHANGES}
+                times = {exchange: step_seconds(compute[exchange], network_seconds(exchange, ranks, received[exchange], gigabits, args.latency)) for exchange in EXCHANGES}
                 result.append({"draws": kind, "ranks": ranks, "gigabits": gigabits, "compute_seconds": compute, "received_bytes": received,
                                "step_seconds": times, "wins": min(EXCHANGES, key=lambda exchange: times[exchange][1])})
     return result
@@ -108,7 +108,8 @@ def memory(args: argparse.Namespace) -> list[dict]:
 def print_simulation(steps: list[dict], tables: list[dict], args: argparse.Namespace) -> None:
     print(f"{args.queries} queries a rank, width {args.width}, float32; {args.shared:,} draws that all queries share, or {args.private} of each; "
           f"{1e6 * args.latency:.3g} us a message. A step with full overlap to one with none:\n")
-    texts = [{"draws": step["draws"], "ranks": f"{step['ranks']:,}", "link, Gb/s": f"{step['gigabits']:g}", "computation, ms": f"{1e3 * step['compute_seconds']:.1f}",
+    texts = [{"draws": step["draws"], "ranks": f"{step['ranks']:,}", "link, Gb/s": f"{step['gigabits']:g}",
+              **{f"{exchange} compute, ms": f"{1e3 * step['compute_seconds'][exchange]:.1f}" for exchange in EXCHANGES},
               **{f"{exchange}, MB": f"{step['received_bytes'][exchange] / 1e6:.2f}" for exchange in EXCHANGES},
               **{f"{exchange}, ms": " to ".join(f"{1e3 * seconds:.1f}" for seconds in step["step_seconds"][exchange]) for exchange in EXCHANGES},
               "wins": step["wins"]} for step in steps]

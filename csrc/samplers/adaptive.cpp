@@ -208,8 +208,8 @@ Tensor ids_of_queries(const Tensor& queries, const Tensor& ids) {
   return ids.dim() == 2 ? ids : ids.unsqueeze(0).expand({queries.size(0), ids.size(0)});
 }
 
-void check_draws(const char* op, const Tensor& seed, const Tensor& queries, const OptionalTensor& target) {
-  check_sampling(op, seed, std::nullopt, 0);
+void check_draws(const char* op, const Tensor& seed, const Tensor& queries, bool shared, const OptionalTensor& target) {
+  check_sampling(op, seed, shared ? std::nullopt : std::optional(queries.sym_size(0)), 0);
   check::same_device(op, "seed", seed, "queries", queries);
   check_targets(op, queries, target);
 }

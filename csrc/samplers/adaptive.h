@@ -100,8 +100,8 @@ at::Tensor ids_of_queries(const at::Tensor& queries, const at::Tensor& ids);
 
 /// target of an op, int64 [Q] or [Q, T].
 void check_targets(const char* op, const at::Tensor& queries, const OptionalTensor& target);
-/// seed and target of an op that draws by its queries.
-void check_draws(const char* op, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target);
+/// seed and target of an op that draws by its queries, for each of them or one set that they share.
+void check_draws(const char* op, const at::Tensor& seed, const at::Tensor& queries, bool shared, const OptionalTensor& target);
 
 /// Classes [Q, width] whose counts a draw reports, contiguous, -1 for none; width 0 without a target.
 struct Targets {

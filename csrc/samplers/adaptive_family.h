@@ -133,7 +133,7 @@ class AdaptiveFamily {
     Sampler sampler(sampling(), tables, text);
     check_queries(sampling(), queries, sampler.index.dim);
     check::same_device(sampling(), "index", sampler.index.places, "queries", queries);
-    check_draws(sampling(), seed, queries, target);
+    check_draws(sampling(), seed, queries, sampler.options.shared, target);
     return sampler;
   }
 

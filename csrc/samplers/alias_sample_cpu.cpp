@@ -66,12 +66,12 @@ Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<in
   const Tensor table = bins.contiguous();
   int64_t* ids = out.mutable_data_ptr<int64_t>();
   const auto* bin = reinterpret_cast<const AliasBin*>(table.const_data_ptr<int64_t>());
-  const uint64_t key = seed_value(seed);
+  const DrawSeed from(seed);
   const int64_t n = table.size(0);
   at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
     for (int64_t q = first; q < last; ++q) {
       for (int64_t j = 0; j < num_samples; ++j) {
-        ids[q * num_samples + j] = alias_draw(key, q, j, bin, n);
+        ids[q * num_samples + j] = alias_draw(from.key(), from.query(q), j, bin, n);
       }
     }
   });

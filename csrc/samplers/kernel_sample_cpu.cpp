@@ -211,10 +211,10 @@ PrivateDraws KernelFamily::sample_cpu(const Tensor& seed, const Tensor& queries,
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(), *of_target = target_log_count.mutable_data_ptr<float>();
   const double log_samples = std::log(double(samples));
-  const uint64_t key = seed_value(seed);
+  const DrawSeed from(seed);
   for_queries(queries, index, tree, samples + targets.width, [&](int64_t q, Descent& descent) {
     for (int64_t j = 0; j < samples; ++j) {
-      const auto [row, log_q] = descent.draw(philox(key, q, j));
+      const auto [row, log_q] = descent.draw(philox(from.key(), from.query(q), j));
       id[q * samples + j] = tree.class_at(row);
       count[q * samples + j] = float(log_samples + log_q);
     }

@@ -2,6 +2,7 @@
 #include "core/optional.h"
 #include "samplers/kernel_sample.h"
 #include "samplers/kernel_tree.h"
+#include "samplers/sampling.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -105,12 +106,12 @@ struct Descent {
 };
 
 // A warp a draw.
-__global__ void kernel_draw_kernel(int64_t* ids, float* log_count, const int64_t* seed, KernelTree tree, QueryRows rows, const int64_t* order,
+__global__ void kernel_draw_kernel(int64_t* ids, float* log_count, DrawSeed seed, KernelTree tree, QueryRows rows, const int64_t* order,
                             int64_t num_classes, int64_t first_query, int64_t total, int64_t samples, double log_samples) {
   for (int64_t i = global_thread() / kWarp; i < total; i += grid_threads() / kWarp) {
     const int64_t query = i / samples;
     double log_q;
-    const int64_t row = Descent(tree, rows, query).draw(philox(uint64_t(*seed), uint64_t(first_query + query), uint64_t(i % samples)), &log_q);
+    const int64_t row = Descent(tree, rows, query).draw(philox(seed.key(), seed.query(first_query + query), uint64_t(i % samples)), &log_q);
     const int64_t id = order[row];
     CUDA_KERNEL_ASSERT(id >= 0 && id < num_classes);
     if (lane() == 0) {
@@ -191,7 +192,7 @@ PrivateDraws KernelFamily::sample_cuda(const Tensor& seed, const Tensor& queries
     const Tensor of_block = ids.narrow(0, begin, n), counts = log_count.narrow(0, begin, n);
     if (samples > 0) {
       kernel_draw_kernel<<<grid_size(n * samples, kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), seed.const_data_ptr<int64_t>(), tree.view, rows,
+          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed), tree.view, rows,
           tree.order.const_data_ptr<int64_t>(), tree.place.size(0), begin, n * samples, samples, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }

@@ -12,12 +12,12 @@ at::Tensor log_uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t h
   check_log_uniform_sample(seed, low, high, num_queries, num_samples);
   const at::Tensor out = empty_samples(seed, num_queries, num_samples);
   int64_t* ids = out.mutable_data_ptr<int64_t>();
-  const uint64_t key = seed_value(seed);
+  const DrawSeed from(seed);
   const double start = std::log1p(double(low)), span = std::log1p(double(high)) - start;
   at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
     for (int64_t q = first; q < last; ++q) {
       for (int64_t j = 0; j < num_samples; ++j) {
-        ids[q * num_samples + j] = log_uniform_draw(key, q, j, low, high, start, span);
+        ids[q * num_samples + j] = log_uniform_draw(from.key(), from.query(q), j, low, high, start, span);
       }
     }
   });

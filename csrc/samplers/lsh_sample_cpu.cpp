@@ -62,7 +62,7 @@ PrivateDraws LshFamily::sample_cpu(const Tensor& seed, const Tensor& queries, co
   float *count = log_count.mutable_data_ptr<float>(), *of_target = target_log_count.mutable_data_ptr<float>();
   const int64_t samples = options.num_samples;
   const double log_samples = std::log(double(samples));
-  const uint64_t key = seed_value(seed);
+  const DrawSeed from(seed);
   at::parallel_for(0, queries.size(0), query_grain(samples), [&](int64_t begin, int64_t end) {
     std::vector<int64_t> full;
     for (int64_t q = begin; q < end; ++q) {
@@ -75,7 +75,7 @@ PrivateDraws LshFamily::sample_cpu(const Tensor& seed, const Tensor& queries, co
       }
       const auto count_of = [&](int64_t i) { return float(log_samples + tables.log_q(hash, i)); };
       for (int64_t j = q * samples; j < (q + 1) * samples; ++j) {
-        id[j] = tables.draw(hash, full.data(), int64_t(full.size()), philox(key, q, j - q * samples));
+        id[j] = tables.draw(hash, full.data(), int64_t(full.size()), philox(from.key(), from.query(q), j - q * samples));
         count[j] = count_of(id[j]);
       }
       std::transform(targets.of(q), targets.of(q + 1), of_target + q * targets.width, count_of);

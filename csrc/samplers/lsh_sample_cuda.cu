@@ -1,6 +1,7 @@
 #include "core/cuda_launch.cuh"
 #include "samplers/lsh_sample.h"
 #include "samplers/lsh_tables.h"
+#include "samplers/sampling.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -23,12 +24,12 @@ __device__ inline void check_buckets(const LshTables& tables, const int64_t* has
 }
 
 // A thread a draw.
-__global__ void lsh_draw_kernel(int64_t* ids, float* log_count, const int64_t* seed, LshTables tables, const int64_t* hashes, int64_t total,
+__global__ void lsh_draw_kernel(int64_t* ids, float* log_count, DrawSeed seed, LshTables tables, const int64_t* hashes, int64_t total,
                             int64_t samples, double log_samples) {
   for (int64_t i = global_thread(); i < total; i += grid_threads()) {
     const int64_t query = i / samples, *hash = hashes + query * tables.tables;
     check_buckets(tables, hash);
-    const PhiloxBlock block = philox(uint64_t(*seed), uint64_t(query), uint64_t(i % samples));
+    const PhiloxBlock block = philox(seed.key(), seed.query(query), uint64_t(i % samples));
     const int64_t turn = tables.table_of(block, tables.count_full(hash));
     int64_t table = -1;
     for (int64_t left = turn; left >= 0;) { // the tables that are full, one after the other
@@ -89,7 +90,7 @@ PrivateDraws LshFamily::sample_cuda(const Tensor& seed, const Tensor& queries, c
   const auto& [ids, log_count, target_log_count] = draws;
   if (ids.numel() > 0) {
     lsh_draw_kernel<<<grid_size(ids.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        ids.mutable_data_ptr<int64_t>(), log_count.mutable_data_ptr<float>(), seed.const_data_ptr<int64_t>(), hashed.tables,
+        ids.mutable_data_ptr<int64_t>(), log_count.mutable_data_ptr<float>(), DrawSeed(seed), hashed.tables,
         hashed.hashes.const_data_ptr<int64_t>(), ids.numel(), options.num_samples, hashed.log_samples);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }

@@ -120,13 +120,13 @@ PrivateDraws midx_exact_sample(const Tensor& seed, const Tensor& queries, const 
   const Tensor cells = index.cell.contiguous();
   const int32_t* cell = cells.const_data_ptr<int32_t>();
   const double log_samples = std::log(double(num_samples));
-  const uint64_t key = seed_value(seed);
+  const DrawSeed from(seed);
   for_queries("midx_sample", queries, index, [&](int64_t q, const double* score, Levels& levels) {
     const auto count_of = [&](int64_t i) {
       return i < 0 || cell[i] < 0 ? -std::numeric_limits<float>::infinity() : float(log_samples + (score[i] - levels.log_z()));
     };
     for (int64_t j = 0; j < num_samples; ++j) {
-      id[q * num_samples + j] = levels.draw(key, q, j);
+      id[q * num_samples + j] = levels.draw(from.key(), from.query(q), j);
       count[q * num_samples + j] = count_of(id[q * num_samples + j]);
     }
     std::transform(targets.of(q), targets.of(q + 1), target_count + q * targets.width, count_of);

@@ -1,5 +1,6 @@
 #include "core/optional.h"
 #include "samplers/midx_sample_cuda.cuh"
+#include "samplers/sampling.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -56,13 +57,13 @@ __global__ void fill_kernel(double* prefix, double* cell_sum, double* best_of, c
 }
 
 // A block a query; a warp 32 draws at a time, whose second codewords all lanes find one after the other.
-__global__ void midx_exact_kernel(int64_t* ids, const int64_t* seed, const double* prefix, const double* cell_sum, const double* row_sum,
+__global__ void midx_exact_kernel(int64_t* ids, DrawSeed seed, const double* prefix, const double* cell_sum, const double* row_sum,
                                   MidxCellTables tables, int64_t first_query, int64_t queries, int64_t samples) {
   extern __shared__ double sums[];
   __shared__ double storage[kWarp];
   const int64_t k = tables.codewords;
   for (int64_t query = blockIdx.x; query < queries; query += gridDim.x) {
-    const uint64_t number = uint64_t(first_query + query), key = uint64_t(*seed);
+    const uint64_t number = seed.query(first_query + query), key = seed.key();
     __syncthreads(); // the last query's sums are done with
     const double total = running_sums(sums, k, storage, [&](int64_t i) { return row_sum[query * k + i]; });
     const double* of_cells = cell_sum + query * tables.cells;
@@ -133,7 +134,7 @@ PrivateDraws midx_exact_sample_cuda(const Tensor& seed, const Tensor& queries, c
     if (samples > 0) {
       const int64_t warps = std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
       midx_exact_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
-          of_block.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), prefix.const_data_ptr<double>(),
+          of_block.mutable_data_ptr<int64_t>(), DrawSeed(seed), prefix.const_data_ptr<double>(),
           cell_sum.const_data_ptr<double>(), row_sum.const_data_ptr<double>(), tables.view.tables, begin, n, samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }

@@ -28,7 +28,7 @@ class MidxPrivateDraws {
   }
 
   /// Of queries begin, begin + 1, ...: ids and log_count [Q, M], and the counts [Q, width] of the classes target [Q, width], -1: none.
-  void run(uint64_t seed, int64_t begin, const MidxQueries& queries, int64_t width, const int64_t* target, int64_t* ids, float* log_count,
+  void run(uint64_t seed, uint64_t begin, const MidxQueries& queries, int64_t width, const int64_t* target, int64_t* ids, float* log_count,
            float* target_log_count) {
     const int64_t n = queries.log_z.size(0);
     for (int64_t t = 0; t < n * width; ++t) {
@@ -37,7 +37,7 @@ class MidxPrivateDraws {
     for (int64_t q = 0; q < n; ++q) {
       const MidxQueryRow row(queries, q, k_);
       finite_ = std::isfinite(row.log_z);
-      draw(seed, uint64_t(begin + q), row, ids + q * samples_, log_count + q * samples_);
+      draw(seed, begin + uint64_t(q), row, ids + q * samples_, log_count + q * samples_);
       for (int64_t t = q * width; t < (q + 1) * width; ++t) {
         target_log_count[t] = log_count_of(row, target[t]);
       }

@@ -18,11 +18,11 @@ PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const Opt
   const auto& [ids, log_count, target_log_count] = draws;
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float *count = log_count.mutable_data_ptr<float>(), *target_count = target_log_count.mutable_data_ptr<float>();
-  const uint64_t key = seed_value(seed);
+  const DrawSeed from(seed);
   const int64_t samples = options.num_samples;
   for_midx_blocks(queries, checked, 1, [&](int64_t begin, const MidxQueries& block) {
     MidxPrivateDraws(checked, samples, options.is_distinct())
-        .run(key, begin, block, targets.width, targets.of(begin), id + begin * samples, count + begin * samples,
+        .run(from.key(), from.query(begin), block, targets.width, targets.of(begin), id + begin * samples, count + begin * samples,
              target_count + begin * targets.width);
   });
   return draws;
@@ -34,7 +34,7 @@ PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const Opti
   MidxSharedDraws draws(checked, shares, options.num_samples, options.is_distinct());
   const Tensor ids = at::empty({options.num_samples}, seed.options()), log_count = at::empty({options.num_samples}, seed.options().dtype(at::kFloat));
   const Tensor target_log_count = empty_target_count(seed, target);
-  draws.draw(seed_value(seed), ids.mutable_data_ptr<int64_t>());
+  draws.draw(DrawSeed(seed).key(), ids.mutable_data_ptr<int64_t>());
   draws.count(ids.const_data_ptr<int64_t>(), options.num_samples, log_count.mutable_data_ptr<float>());
   draws.count(targets.of(0), targets.ids.numel(), target_log_count.mutable_data_ptr<float>());
   return {ids, log_count, target_log_count};

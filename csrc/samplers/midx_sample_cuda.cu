@@ -1,5 +1,6 @@
 #include "core/optional.h"
 #include "samplers/midx_sample_cuda.cuh"
+#include "samplers/sampling.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
@@ -132,7 +133,7 @@ struct QueryRows {
 
 // A block a query, and a warp 32 draws at a time: a lane finds the first codeword of one of them in the running sums that the block has
 // made, all lanes the second ones, draw after draw, and again a lane the class.
-__global__ void midx_private_kernel(int64_t* ids, float* log_count, const int64_t* seed, MidxDeviceIndex index, QueryRows rows,
+__global__ void midx_private_kernel(int64_t* ids, float* log_count, DrawSeed seed, MidxDeviceIndex index, QueryRows rows,
                                     int64_t first_query, int64_t queries, int64_t samples, double log_samples) {
   extern __shared__ double shared[];
   __shared__ double storage[kWarp];
@@ -140,7 +141,7 @@ __global__ void midx_private_kernel(int64_t* ids, float* log_count, const int64_
   double *sums = shared, *second_exp = shared + k;
   const double* mass = index.tables.mass;
   for (int64_t query = blockIdx.x; query < queries; query += gridDim.x) {
-    const uint64_t number = uint64_t(first_query + query), key = uint64_t(*seed);
+    const uint64_t number = seed.query(first_query + query), key = seed.key();
     const double offset = log_samples - rows.log_z[query], *first = rows.score + query * 2 * k, *second = first + k;
     const bool is_number = std::isfinite(rows.log_z[query]);
     __syncthreads(); // the last query's sums are done with
@@ -178,7 +179,7 @@ __global__ void midx_private_kernel(int64_t* ids, float* log_count, const int64_
 }
 
 // The same from one law for the batch, share [K, K] and its sums of rows: each block makes the running sums again.
-__global__ void midx_shared_kernel(int64_t* ids, const int64_t* seed, MidxDeviceIndex index, const double* share, const double* row_share,
+__global__ void midx_shared_kernel(int64_t* ids, DrawSeed seed, MidxDeviceIndex index, const double* share, const double* row_share,
                                    int64_t samples) {
   extern __shared__ double sums[];
   __shared__ double storage[kWarp];
@@ -187,7 +188,7 @@ __global__ void midx_shared_kernel(int64_t* ids, const int64_t* seed, MidxDevice
   const bool is_number = std::isfinite(total);
   for (int64_t begin = global_thread() / kWarp * kWarp; begin < samples; begin += grid_threads()) {
     const int64_t j = begin + lane();
-    const PhiloxBlock block = philox(uint64_t(*seed), 0, uint64_t(j));
+    const PhiloxBlock block = philox(seed.key(), 0, uint64_t(j));
     int64_t cell = 0;
     if (is_number) {
       const double aim = unit_double(block.low()) * total;
@@ -275,7 +276,7 @@ PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const Opt
     } else if (samples > 0) {
       const int64_t warps = std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
       midx_private_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), 2 * k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
-          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), seed.const_data_ptr<int64_t>(), tables.view, law.rows, begin,
+          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed), tables.view, law.rows, begin,
           n, samples, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
@@ -323,7 +324,7 @@ PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const Opti
   } else if (samples > 0) {
     const Tensor row_share = shares.sum(1);
     midx_shared_kernel<<<grid_size(samples, kThreads), kThreads, k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
-        ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), tables.view, shares.const_data_ptr<double>(),
+        ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), tables.view, shares.const_data_ptr<double>(),
         row_share.const_data_ptr<double>(), samples);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }

@@ -1,4 +1,5 @@
 #include "samplers/midx_sample_cuda.cuh"
+#include "samplers/sampling.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -344,7 +345,7 @@ __device__ inline void fill_up(int64_t* slots, int64_t samples, int64_t classes)
 
 // A block a set: rows that hold certain classes, points and the rare steps between them are shared out to warps.
 template <typename Shares>
-__global__ void midx_pick_kernel(PointPlaces out, const int64_t* seed, int64_t first_query, MidxDeviceIndex index, Shares shares, SetPlans plans,
+__global__ void midx_pick_kernel(PointPlaces out, DrawSeed seed, int64_t first_query, MidxDeviceIndex index, Shares shares, SetPlans plans,
                             int64_t sets, int64_t samples) {
   extern __shared__ double shared[];
   __shared__ double sums[kWarp];
@@ -375,7 +376,7 @@ __global__ void midx_pick_kernel(PointPlaces out, const int64_t* seed, int64_t f
       certain += total;
     }
     __syncthreads();
-    const Set<Shares> set{index, shares, plans, number, first_query + number, samples, uint64_t(*seed), row_end, certain_end};
+    const Set<Shares> set{index, shares, plans, number, int64_t(seed.query(first_query + number)), samples, seed.key(), row_end, certain_end};
     for (int64_t row = warp; row < k; row += warps) {
       if (set.is_mixed(row)) {
         set.take_certain(row, slots);
@@ -436,7 +437,7 @@ Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, con
   const unsigned warps = unsigned(std::clamp<int64_t>(sets == 1 ? samples : (samples + 7) / 8, 1, kThreads / kWarp));
   const PointPlaces places{ids.mutable_data_ptr<int64_t>(), cell.mutable_data_ptr<int32_t>(), count.mutable_data_ptr<int64_t>()};
   midx_pick_kernel<Shares><<<grid_size(sets, 1), warps * kWarp, 2 * k * sizeof(double), stream>>>(
-      places, seed.const_data_ptr<int64_t>(), first_query, index, shares, plans, sets, samples);
+      places, DrawSeed(seed), first_query, index, shares, plans, sets, samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return scales;
 }

@@ -9,8 +9,10 @@ namespace xsoftmax {
 
 void check_sampling(const char* op, const at::Tensor& seed, const std::optional<c10::SymInt>& num_queries,
                     const c10::SymInt& num_samples) {
-  check::dim(op, "seed", seed, 0);
   check::int64(op, "seed", seed);
+  TORCH_CHECK_VALUE(seed.dim() == 0 || (seed.dim() == 1 && seed.sym_size(0) == 2 && num_queries.has_value()), op,
+                    ": expected seed of shape [], or [2] with the number of the first query for draws of each query, got shape ", seed.sym_sizes(),
+                    num_queries.has_value() ? "" : " for draws that the batch shares");
   TORCH_CHECK_VALUE(!num_queries.has_value() || *num_queries >= 0, op, ": expected num_queries of at least 0, got ", *num_queries);
   TORCH_CHECK_VALUE(num_samples >= 0, op, ": expected num_samples of at least 0, got ", num_samples);
 }

@@ -10,10 +10,9 @@ namespace xsoftmax::cuda {
 #ifdef __CUDACC__
 /// ids[q, j] = draw(seed, q, j), a thread a draw.
 template <typename Draw>
-__global__ void draw_kernel(int64_t* ids, const int64_t* seed, int64_t total, int64_t num_samples, Draw draw) {
-  const uint64_t key = uint64_t(*seed);
+__global__ void draw_kernel(int64_t* ids, DrawSeed seed, int64_t total, int64_t num_samples, Draw draw) {
   for (int64_t i = global_thread(); i < total; i += grid_threads()) {
-    ids[i] = draw(key, uint64_t(i / num_samples), uint64_t(i % num_samples));
+    ids[i] = draw(seed.key(), seed.query(i / num_samples), uint64_t(i % num_samples));
   }
 }
 
@@ -24,7 +23,7 @@ void fill_draws(const at::Tensor& ids, const at::Tensor& seed, const Draw& draw)
     return;
   }
   draw_kernel<<<grid_size(ids.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), ids.numel(), ids.size(-1), draw);
+      ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), ids.numel(), ids.size(-1), draw);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 #endif

@@ -75,11 +75,11 @@ std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tenso
   const SystematicPlan plan = make_systematic_plan(tables, num_samples, TableChecks{});
   const Tensor out = empty_samples(seed, num_queries, num_samples);
   int64_t* ids = out.mutable_data_ptr<int64_t>();
-  const uint64_t key = seed_value(seed);
+  const DrawSeed from(seed);
   at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(tables.buckets + 4 * num_samples),
                    [&](int64_t first, int64_t last) {
                      for (int64_t q = first; q < last; ++q) {
-                       draw_set(ids + q * num_samples, tables, plan, key, q);
+                       draw_set(ids + q * num_samples, tables, plan, from.key(), from.query(q));
                      }
                    });
   check::class_ids(kOp, "the classes in order", out, n);

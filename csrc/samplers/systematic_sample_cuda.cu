@@ -75,7 +75,7 @@ struct Team {
 
 // A team a set. Points are looked up side by side, and only the rare steps between them (settle) are one thread's.
 template <bool kBlock>
-__global__ void systematic_kernel(int64_t* ids, const int64_t* seed, SystematicTables tables, const SystematicPlan* plan,
+__global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables tables, const SystematicPlan* plan,
                                   int64_t num_sets) {
   using Team = Team<kBlock>;
   __shared__ alignas(SystematicLayout) unsigned char storage[(kBlock ? 1 : cuda::kThreads / cuda::kWarp) * sizeof(SystematicLayout)];
@@ -84,15 +84,14 @@ __global__ void systematic_kernel(int64_t* ids, const int64_t* seed, SystematicT
   if (Team::member() == 0) {
     new (mine) SystematicLayout(tables, *plan);
   }
-  const uint64_t key = uint64_t(*seed);
   for (int64_t query = Team::first_set(); query < num_sets; query += Team::teams()) {
     Team::sync(); // the layout is there, and the last set is done with it
     for (int64_t b = Team::member(); b < tables.buckets; b += Team::members()) {
-      layout.shuffle(key, uint64_t(query), b);
+      layout.shuffle(seed.key(), seed.query(query), b);
     }
     Team::sync();
     if (Team::member() == 0) {
-      layout.arrange(key, uint64_t(query));
+      layout.arrange(seed.key(), seed.query(query));
     }
     Team::sync();
     int64_t* set = ids + query * plan->samples;
@@ -139,10 +138,10 @@ std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tens
   if (ids.numel() > 0) {
     if (num_sets == 1) {
       systematic_kernel<true><<<1, unsigned(std::clamp<int64_t>((num_samples + 31) / 32 * 32, 64, 512)), 0, stream>>>(
-          ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), tables, plan, num_sets);
+          ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), tables, plan, num_sets);
     } else {
       systematic_kernel<false><<<cuda::grid_size(num_sets, cuda::kThreads / cuda::kWarp), cuda::kThreads, 0, stream>>>(
-          ids.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), tables, plan, num_sets);
+          ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), tables, plan, num_sets);
     }
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }

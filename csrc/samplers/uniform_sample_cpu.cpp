@@ -27,11 +27,11 @@ at::Tensor uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t high,
   check_uniform_sample(seed, low, high, num_queries, num_samples, distinct);
   const at::Tensor out = empty_samples(seed, num_queries, num_samples);
   int64_t* ids = out.mutable_data_ptr<int64_t>();
-  const uint64_t key = seed_value(seed);
+  const DrawSeed from(seed);
   const auto draw = distinct ? draw_distinct : draw_independent;
   at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
     for (int64_t q = first; q < last; ++q) {
-      draw(ids + q * num_samples, key, q, low, high - low, num_samples);
+      draw(ids + q * num_samples, from.key(), from.query(q), low, high - low, num_samples);
     }
   });
   if (distinct && !num_queries.has_value()) {

@@ -2,6 +2,13 @@
 
 import importlib
 
+import torch
+
+if torch.distributed.is_available():
+    # Its defaults take hold of the process group that they find when it is first imported, as many modules of torch do with theirs.
+    # A group that outlives destroy_process_group() has threads, which abort a process that ends while they let go of a tensor.
+    import torch.distributed.nn.functional  # noqa: F401
+
 from . import _library
 from . import datasets, label_vectors, metrics, optim, samplers
 from .cane import CaneLoss

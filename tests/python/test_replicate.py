@@ -144,9 +144,9 @@ class CountedBytes:
     def __enter__(self):
         self.bytes, self.before = 0, _group.all_gather
 
-        def counted(output, input, group=None):
+        def counted(output, input, **options):
             self.bytes += output.nbytes - input.nbytes
-            return self.before(output, input, group=group)
+            return self.before(output, input, **options)
 
         _group.all_gather = counted
         return self

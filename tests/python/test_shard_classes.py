@@ -22,6 +22,9 @@ SAMPLERS = {
     "midx distinct": lambda: xs.samplers.MidxSampler(N, D, 5, codewords=3, distinct=True, exclude=2),
     "midx updates": lambda: xs.samplers.MidxSampler(N, D, 5, codewords=3, refresh_every=4, update_every=1, train_points=9),
     "midx union": lambda: xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.MidxSampler(N, D, 3, codewords=2)),
+    "midx union updates": lambda: xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.MidxSampler(
+        N, D, 3, codewords=3, refresh_every=4, update_every=1)),
+    "midx shared updates": lambda: xs.samplers.MidxSampler(N, D, 3, codewords=3, shared=True, refresh_every=4, update_every=1),
     "union": lambda: xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.LogUniformSampler(N, 3, shared=False)),
 }
 OPTIONS = {
@@ -46,11 +49,11 @@ def loss_of(sampler, options, seed=0):
 
 
 def batches(size, step, options="plain"):
-    """Of all ranks, of different sizes, some targets ignored."""
+    """Of all ranks, of different sizes, some targets ignored; in odd steps that of the first rank is empty."""
     random = torch.Generator().manual_seed(step)
     result = []
     for rank in range(size):
-        count = (4 + 3 * rank) % 8
+        count = (4 + 3 * rank + 4 * step) % 8
         target = torch.randint(N, (count,), generator=random)
         target[1:2] = OPTIONS[options].get("ignore_index", -100)
         result.append((torch.randn(count, D, generator=random), target))
@@ -113,8 +116,10 @@ EXCHANGES = [("rows", sampler, options) for sampler, options in CASES] + \
     [("queries", sampler, options) for sampler, options in CASES if options not in ("cane", "cane_log_of_mean", "one_vs_each", "blackout")] + \
     [("queries", "log_uniform independent", options) for options in ("ranking", "smooth", "nce", "ranking, head")] + \
     [("queries", sampler, "ranking, head") for sampler in ("unigram private", "union")] + [("queries", "union", "keep hits")] + \
-    [("queries", sampler, options) for sampler in SAMPLERS if "midx" in sampler for options in ("plain", "head", "none, head")] + \
-    [("queries", "midx", options) for options in ("ranking", "smooth", "nce", "negative", "importance")]
+    [(exchange, sampler, options) for exchange in ("queries", "rows") for sampler in SAMPLERS if "midx" in sampler
+     for options in ("plain", "head", "none, head")] + \
+    [(exchange, "midx", options) for exchange in ("queries", "rows") for options in ("ranking", "smooth", "nce", "negative", "importance")] + \
+    [("rows", "midx", options) for options in ("one_vs_each", "blackout", "weights")]
 
 
 @pytest.mark.parametrize("exchange, sampler, options", EXCHANGES)
@@ -123,11 +128,16 @@ def test_a_step_is_that_of_one_process(exchange, sampler, options):
 
 
 @pytest.mark.parametrize("exchange", ["rows", "queries"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_rank_without_queries(sampler, exchange):
+    check_step(2, sampler, "head", step=1, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", ["rows", "queries"])
 @pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch", "midx", "midx pq shared", "midx distinct", "midx union"])
 @pytest.mark.parametrize("size", [3, 4])
 def test_more_ranks(size, sampler, exchange):
-    follows = "midx" in sampler
-    check_step(size, sampler, "head" if follows else "bias, head", exchange="auto" if follows else exchange)
+    check_step(size, sampler, "head" if "midx" in sampler else "bias, head", exchange=exchange)
 
 
 @pytest.mark.parametrize("options", ["plain", "bias, head", "none", "smooth", "weights", "sum"])
@@ -189,8 +199,6 @@ def refuse(rank):
     for sampler, bias in (("midx", True), ("midx_exact", False), ("midx_spread", False), ("lsh", False), ("sphere", False), ("rff", False)):
         with pytest.raises(ValueError, match="shard_classes: expected a sampler that does not follow the class table, or a MidxSampler without a bias, got "):
             shard(xs.SampledSoftmaxLoss(D, N, sampler=sampler, num_samples=3, bias=bias))
-    with pytest.raises(ValueError, match=r"shard_classes: expected exchange=\"queries\" or \"auto\" with a sampler that follows the class table, got 'rows'"):
-        shard(xs.SampledSoftmaxLoss(D, N, sampler="midx", num_samples=3), exchange="rows")
     with pytest.raises(ValueError, match="shard_classes: expected exchange as one of .*, got 'columns'"):
         shard(loss_of("uniform", "plain"), exchange="columns")
     with pytest.raises(ValueError, match="shard_classes: expected an estimator whose candidates enter as one sum .* got 'blackout'"):
@@ -217,11 +225,11 @@ def test_bad_input():
     ranks(2).run(refuse)
 
 
-def train(rank, size, sampler, steps):
+def train(rank, size, sampler, steps, exchange):
     """An encoder under DistributedDataParallel, and the classes split."""
     model = model_of(sampler, seed=rank)
     if size > 1:
-        torch.distributed.tensor.parallel.parallelize_module(model, mesh_of(size), {"loss": xs.distributed.ClassParallel()})
+        torch.distributed.tensor.parallel.parallelize_module(model, mesh_of(size), {"loss": xs.distributed.ClassParallel(exchange)})
         xs.distributed.leave_out(model)
         called = torch.nn.parallel.DistributedDataParallel(model)
     else:
@@ -261,10 +269,12 @@ def model_of(sampler, seed):
     return Model(loss)
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch", "midx", "midx updates", "midx union", "midx pq shared"])
-def test_training_is_that_of_one_process(sampler):
-    want, state = train(0, 1, sampler, 8)
-    for values, got in ranks(2).run(train, 2, sampler, 8):
+@pytest.mark.parametrize("exchange", ["rows", "queries"])
+@pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch", "midx", "midx updates", "midx union", "midx union updates",
+                                     "midx pq shared", "midx shared updates"])
+def test_training_is_that_of_one_process(sampler, exchange):
+    want, state = train(0, 1, sampler, 8, exchange)
+    for values, got in ranks(2).run(train, 2, sampler, 8, exchange):
         assert values == pytest.approx(want, rel=1e-4)
         for name, table in got.items():
             torch.testing.assert_close(table, state[name], rtol=1e-3, atol=1e-3)
@@ -346,8 +356,33 @@ def test_bytes_of_queries_do_not_depend_on_candidates(size, sampler, samples):
         assert received == pytest.approx(2 * (size - 1) * queries * width * 4 + 24 * (size - 1) * queries, rel=0.05)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_of_rows_with_a_sampler_that_follows_the_table(size):
+    """Besides rows: the number and the class of each draw, the class and the cell of each target."""
+    samples, queries, width = 20, 40, 512
+    for received in ranks(size).run(bytes_of_a_step, size, "rows", "midx", 200_000, samples, queries, width):
+        assert received == pytest.approx(2 * (size - 1) / size * (samples + 1) * queries * (width * 4 + 12) + 5056, rel=0.05)
+
+
+def queries_drawn_for(rank, sampler):
+    loss = xs.distributed.shard_classes(loss_of(sampler, "plain"), exchange="rows")
+    numbers, propose = [], loss.propose
+    loss.propose = lambda queries, *rest: numbers.append(len(queries)) or propose(queries, *rest)
+    loss(*batches(2, 0)[rank])
+    return numbers
+
+
+@pytest.mark.parametrize("sampler, whole", [("unigram private", False), ("midx", False), ("midx union", False), ("union", False), ("complement", False),
+                                            ("in_batch", True), ("midx pq shared", True)])
+def test_ranks_that_fetch_rows_draw_for_their_queries(sampler, whole):
+    sizes = [len(target) for _, target in batches(2, 0)]
+    assert ranks(2).run(queries_drawn_for, sampler) == [[sum(sizes) if whole else size] for size in sizes]
+
+
 def exchange_of(rank, sampler, samples, queries):
-    loss = xs.distributed.shard_classes(xs.SampledSoftmaxLoss(D, 500, sampler=xs.samplers.UniformSampler(500, samples, shared=sampler == "shared")))
+    made = xs.samplers.MidxSampler(500, D, samples, codewords=3, shared=sampler == "midx shared") if "midx" in sampler else \
+        xs.samplers.UniformSampler(500, samples, shared=sampler == "shared")
+    loss = xs.distributed.shard_classes(xs.SampledSoftmaxLoss(D, 500, sampler=made))
     taken = []
     for name in ("_loss_by_queries", "_loss_by_rows"):
         setattr(loss, name, lambda *args, name=name: taken.append(name) or torch.zeros([]))
@@ -356,9 +391,10 @@ def exchange_of(rank, sampler, samples, queries):
 
 
 @pytest.mark.parametrize("sampler, samples, queries, taken", [("shared", 100, 90, "queries"), ("shared", 100, 110, "rows"), ("private", 2, 8, "queries"),
-                                                              ("private", 1, 8, "rows")])
+                                                              ("private", 1, 8, "rows"), ("midx", 2, 8, "queries"), ("midx", 1, 8, "rows"),
+                                                              ("midx shared", 100, 110, "queries")])
 def test_auto_takes_the_smaller_exchange(sampler, samples, queries, taken):
-    # shared: 2 b < S + b; private: 2 < P + 1
+    # shared: 2 b < S + b; private: 2 < P + 1; MIDX draws a shared set by all queries
     assert ranks(2).run(exchange_of, sampler, samples, queries) == [["_loss_by_" + taken]] * 2
 
 
@@ -460,18 +496,26 @@ def test_edges_of_a_tree_are_replicated():
         assert rows == want
 
 
-def few_classes(rank):
-    loss = xs.distributed.shard_classes(xs.SampledSoftmaxLoss(D, 2, sampler="uniform", num_samples=1))
+def few_classes(rank, sampler, exchange):
+    made = xs.samplers.make_sampler(sampler, 2, 1, dim=D, **(dict(codewords=1, refresh_every=2, update_every=1) if sampler == "midx" else {}))
+    loss = xs.distributed.shard_classes(xs.SampledSoftmaxLoss(D, 2, sampler=made), exchange=exchange)
     assert len(loss.linear.weight) == (1 if rank < 2 else 0)
     input, target = torch.randn(3, D, requires_grad=True), torch.tensor([0, 1, 1])
-    loss(input, target).backward()
+    optimizer = xs.optim.RowAdam(loss.parameters())
+    for _ in range(3):
+        loss(input, target).backward()
+        assert loss.linear.weight.grad.to_dense().count_nonzero() == (D if rank < 2 else 0)
+        optimizer.step()
+        optimizer.zero_grad()
     values, classes = loss.eval().topk(input, 2)
     torch.testing.assert_close(values.exp().sum(1), torch.ones(3))
     assert input.grad.isfinite().all() and loss(input, target).isfinite() and (classes.sort(1).values == torch.arange(2)).all()
 
 
-def test_more_ranks_than_classes():
-    ranks(3).run(few_classes)
+@pytest.mark.parametrize("exchange", ["rows", "queries"])
+@pytest.mark.parametrize("sampler", ["uniform", "midx"])
+def test_more_ranks_than_classes(sampler, exchange):
+    ranks(3).run(few_classes, sampler, exchange)
 
 
 def best(rank, size, k):

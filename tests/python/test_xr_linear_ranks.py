@@ -1,6 +1,7 @@
 """XR-Linear trained by the ranks of a process group together: the model of one process, bit for bit."""
 
 import io
+import os
 import subprocess
 import sys
 import time
@@ -202,6 +203,26 @@ def tree_tables(rank, size, arity, leaf):
     group = None if size == 1 else torch.distributed.group.WORLD
     tree = xs.LabelTree.from_vectors(vectors, arity, generator=torch.Generator().manual_seed(rank), max_leaf_size=leaf, group=group)
     return tree.tables()
+
+
+def test_a_process_group_ends_when_it_is_destroyed():
+    """The threads of one that something still refers to abort a process that ends at the wrong moment."""
+    code = """if True:
+        import gc, os
+        import scipy.sparse, torch, xsoftmax
+        def threads():
+            return len(os.listdir("/proc/self/task"))
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        before = threads()
+        vectors = scipy.sparse.random(40, 9, 0.5, format="csr", dtype="float32", random_state=1)
+        xsoftmax.LabelTree.from_vectors(vectors, 4, max_leaf_size=5, group=torch.distributed.group.WORLD)
+        xsoftmax.distributed.shard_classes(xsoftmax.LinearCrossEntropyLoss(4, 9))
+        torch.distributed.destroy_process_group()
+        gc.collect()
+        assert threads() < before, [threads(), before]
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,14 +1,16 @@
-"""Candidates of a step, where each rank scores those of its classes."""
+"""Candidates of a step over several ranks."""
 
-from typing import List, Tuple
+import contextlib
+from typing import Iterator, List, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..samplers import CandidateSet, Sampler, UnionSampler
+from ..samplers import CandidateSet, ComplementSampler, Sampler, StaticSampler, UnionSampler
 from ..samplers.sampler import OF_BATCH
 from ._exchange import ClassShards
+from ._midx import ShardedMidxSampler
 
 
 def candidate_numbers(sampler: Sampler, queries: int) -> Tuple[int, int]:
@@ -18,6 +20,28 @@ def candidate_numbers(sampler: Sampler, queries: int) -> Tuple[int, int]:
         return sum(shared for shared, _ in numbers), sum(private for _, private in numbers)
     number = queries if sampler.num_samples == OF_BATCH else sampler.num_samples
     return (number, 0) if sampler.shared else (0, number)
+
+
+def draws_for_a_part(sampler: Sampler) -> bool:
+    """Whether a part of a batch can be drawn for by itself, as it would be in the whole."""
+    if isinstance(sampler, UnionSampler):
+        return all(draws_for_a_part(part) for part in sampler.parts)
+    if isinstance(sampler, ComplementSampler):
+        return sampler.sampler is None or draws_for_a_part(sampler.sampler)
+    return isinstance(sampler, StaticSampler) or (isinstance(sampler, ShardedMidxSampler) and not sampler.shared)
+
+
+@contextlib.contextmanager
+def drawing_for(sampler: Sampler, first_query: int) -> Iterator[None]:
+    """Draws inside are for a part of a batch that begins with that query."""
+    parts = [part for part in sampler.modules() if isinstance(part, Sampler)]
+    for part in parts:
+        part._first_query = first_query
+    try:
+        yield
+    finally:
+        for part in parts:
+            part._first_query = 0
 
 
 def of_rank(part: CandidateSet, shards: ClassShards) -> CandidateSet:

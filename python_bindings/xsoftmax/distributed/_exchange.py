@@ -1,7 +1,7 @@
 """What ranks send each other where a class table is split over them, as functions that autograd follows."""
 
 import contextlib
-from typing import Iterator, List, Optional, Tuple
+from typing import Callable, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,8 @@ class ClassShards:
         dist.all_reduce(total, group=self.group)
         return total.pow(1 / p).to(of_rank.dtype)
 
-    def owners(self, classes: Tensor) -> List[int]:
-        """How many of these rising classes each rank has."""
-        bounds = torch.arange(1, self.size, device=classes.device) * self.chunk
-        return torch.searchsorted(classes, bounds).diff(prepend=bounds.new_zeros(1), append=bounds.new_full([1], len(classes))).tolist()
+    def owners(self, classes: Tensor) -> Tensor:
+        return classes // self.chunk
 
 
 class GatherQueries(torch.autograd.Function):
@@ -55,6 +53,43 @@ class GatherQueries(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         # An exchange and a local sum: gloo's reduce-scatter is an all-reduce for each rank.
         return ctx.batch.scatter(grad).sum(0), None
+
+
+class ScoresOfAll(torch.autograd.Function):
+    """``candidate_scores`` of the queries of all ranks and classes of this one. `everyone` are those queries, zeros where they do not count.
+    Backward: the gradient of this rank's queries, as that of :class:`GatherQueries`, travels while that of the table is made."""
+
+    @staticmethod
+    def forward(ctx, queries: Tensor, weight: Tensor, bias: Optional[Tensor], everyone: Tensor, counts: Tensor, private: Tensor, shared: Optional[Tensor],
+                batch: Ragged, sparse_grad: bool) -> Tensor:
+        ctx.save_for_backward(everyone.to(weight.dtype), weight, counts, private, shared)  # as autocast has it
+        ctx.batch, ctx.dtype, ctx.sparse_grad = batch, queries.dtype, sparse_grad
+        if len(weight) == 0:  # a rank without classes takes part in the exchange all the same
+            return everyone.new_zeros(private.shape, dtype=torch.promote_types(everyone.dtype, torch.float32))
+        return torch.ops.xsoftmax.candidate_scores(everyone, weight, bias, private, shared, sparse_grad)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        everyone, weight, counts, private, shared = ctx.saved_tensors
+        of_queries, *of_table = ctx.needs_input_grad[:3]
+        finish, result = None, [None] * 9
+
+        def gradients(*wanted: bool):
+            if len(weight) == 0:
+                return torch.zeros_like(everyone), private.new_empty(0), weight.new_empty(weight.shape), weight.new_empty(0)
+            return torch.ops.xsoftmax.candidate_scores_backward(grad, everyone, weight, private, shared, wanted, None)
+
+        if of_queries:
+            of_everyone = gradients(True, False, False)[0].to(ctx.dtype)
+            finish = ctx.batch.start_scatter(torch.where(counts.unsqueeze(1), of_everyone, 0.0))
+        if any(of_table):
+            _, rows, *values = gradients(False, *of_table)
+            for i, wanted in enumerate(of_table):
+                if wanted:
+                    result[1 + i] = row_gradient(rows, values[i], len(weight), ctx.sparse_grad)
+        if finish is not None:
+            result[0] = finish().sum(0)
+        return tuple(result)
 
 
 class ScatterShares(torch.autograd.Function):
@@ -97,54 +132,79 @@ class ScaleGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-class RowRequests:
-    """Rows of rising, different classes that this rank asks of their owners, and what others ask of it."""
+class Requests:
+    """Numbers that this rank asks of others, and what they ask of it.
 
-    def __init__(self, classes: Tensor, shards: ClassShards) -> None:
-        self.shards, self.asked = shards, shards.owners(classes)
-        counts, others = torch.tensor(self.asked, device=classes.device), torch.empty(shards.size, dtype=torch.int64, device=classes.device)
-        dist.all_to_all_single(others, counts, group=shards.group)
+    Args:
+        numbers: int64, those for the first rank first.
+        owners: which rank each of them is asked of, rising.
+    """
+
+    def __init__(self, numbers: Tensor, owners: Tensor, group: dist.ProcessGroup) -> None:
+        self.group = group
+        counts = torch.bincount(owners, minlength=dist.get_world_size(group))
+        others = torch.empty_like(counts)
+        dist.all_to_all_single(others, counts, group=group)
+        self.asked: List[int] = counts.tolist()
         self.owed: List[int] = others.tolist()
-        rows = classes.new_empty(sum(self.owed))
-        dist.all_to_all_single(rows, classes, self.owed, self.asked, group=shards.group)
-        self.rows = rows - shards.begin  # of this rank's table, asked by rank 0, rank 1, ...
+        self.numbers = self.give_back(numbers)
+        """That this rank is asked for, by the first rank, the second, ..."""
 
-    def fetch(self, table: Tensor) -> Tensor:
-        fetched = table.new_empty(sum(self.asked), *table.shape[1:])
-        dist.all_to_all_single(fetched, table.index_select(0, self.rows), self.asked, self.owed, group=self.shards.group)
-        return fetched
+    def answer(self, answers: Tensor) -> Tensor:
+        """From an answer to each of :attr:`numbers`, those to this rank's."""
+        found = answers.new_empty(sum(self.asked), *answers.shape[1:])
+        dist.all_to_all_single(found, answers.contiguous(), self.asked, self.owed, group=self.group)
+        return found
 
-    def give_back(self, grad: Tensor) -> Tensor:
-        """What all ranks have for the rows of this one."""
-        given = grad.new_empty(sum(self.owed), *grad.shape[1:])
-        dist.all_to_all_single(given, grad.contiguous(), self.owed, self.asked, group=self.shards.group)
+    def give_back(self, values: Tensor) -> Tensor:
+        """The other way: what all ranks have for each of :attr:`numbers`."""
+        given = values.new_empty(sum(self.owed), *values.shape[1:])
+        dist.all_to_all_single(given, values.contiguous(), self.owed, self.asked, group=self.group)
         return given
 
 
 class FetchRows(torch.autograd.Function):
-    """Rows of a split table. Backward: its gradient on this rank, row-sparse or dense, from all ranks."""
+    """Rows of a split table, by :class:`Requests` of their numbers on the ranks that have them. Backward: its gradient on this rank, row-sparse or
+    dense, from all ranks."""
 
     @staticmethod
-    def forward(ctx, table: Tensor, requests: RowRequests, sparse_grad: bool) -> Tensor:
+    def forward(ctx, table: Tensor, requests: Requests, sparse_grad: bool) -> Tensor:
         ctx.requests, ctx.shape, ctx.sparse_grad = requests, table.shape, sparse_grad
-        return requests.fetch(table)
+        return requests.answer(table.index_select(0, requests.numbers))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        values, rows = ctx.requests.give_back(grad), ctx.requests.rows
-        sparse = torch.sparse_coo_tensor(rows[None], values, ctx.shape, check_invariants=False)
-        return sparse if ctx.sparse_grad else sparse.to_dense(), None, None
+        return row_gradient(ctx.requests.numbers, ctx.requests.give_back(grad), ctx.shape[0], ctx.sparse_grad), None, None
+
+
+def row_gradient(rows: Tensor, values: Tensor, num_rows: int, sparse: bool) -> Tensor:
+    """Of a table, from those of some rows, of which some may stand twice."""
+    grad = torch.sparse_coo_tensor(rows[None], values, [num_rows, *values.shape[1:]], check_invariants=False)
+    return grad if sparse else grad.to_dense()
+
+
+def row_requests(classes: Tensor, shards: ClassShards) -> Requests:
+    """Of the rows of rising, different classes, which each rank numbers from its first one."""
+    owners = shards.owners(classes)
+    return Requests(classes - owners * shards.chunk, owners, shards.group)
 
 
 def same_generator(generator: Optional[torch.Generator], device, group: dist.ProcessGroup) -> torch.Generator:
     """The first rank's generator; on others one that goes on as it does."""
+    return start_same_generator(generator, device, group)()
+
+
+def start_same_generator(generator: Optional[torch.Generator], device, group: dist.ProcessGroup) -> Callable[[], torch.Generator]:
+    """What waits for it."""
     if generator is None:
         generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
     state = generator.get_state().to(device)
-    dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
-    if dist.get_rank(group) == 0:
-        return generator
-    return torch.Generator(device).set_state(state.cpu())
+    work = dist.broadcast(state, dist.get_global_rank(group, 0), group=group, async_op=True)
+
+    def received() -> torch.Generator:
+        work.wait()
+        return generator if dist.get_rank(group) == 0 else torch.Generator(device).set_state(state.cpu())
+    return received
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Process groups, and what must be the same on all their ranks."""
 
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -103,16 +103,34 @@ class Ragged:
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, one after the other."""
-        whole = part.new_empty(self.size * self.most, *part.shape[1:])
-        all_gather(whole, self._padded(part), group=self.group)
-        return torch.cat([piece[:count] for piece, count in zip(whole.split(self.most), self.counts)]) if self.most > 0 else whole
+        return self.start_gather(part)()
+
+    def start_gather(self, part: Tensor) -> Callable[[], Tensor]:
+        """What waits for them."""
+        whole, padded = part.new_empty(self.size * self.most, *part.shape[1:]), self._padded(part)
+        work = all_gather(whole, padded, group=self.group, async_op=True)
+
+        def gathered() -> Tensor:
+            work.wait()
+            if self.size * self.most == self.total:
+                return whole
+            return torch.cat([piece[:count] for piece, count in zip(whole.split(self.most), self.counts)])
+        return gathered
 
     def scatter(self, whole: Tensor) -> Tensor:
         """What all ranks have for this rank's part of the batch, [ranks, its size, ...]."""
-        count = self.counts[self.rank]
+        return self.start_scatter(whole)()
+
+    def start_scatter(self, whole: Tensor) -> Callable[[], Tensor]:
+        """What waits for it."""
+        count, whole = self.counts[self.rank], whole.contiguous()
         parts = whole.new_empty(self.size * count, *whole.shape[1:])
-        dist.all_to_all_single(parts, whole.contiguous(), [count] * self.size, self.counts, group=self.group)
-        return parts.view(self.size, count, *whole.shape[1:])
+        work = dist.all_to_all_single(parts, whole, [count] * self.size, self.counts, group=self.group, async_op=True)
+
+        def scattered() -> Tensor:
+            work.wait()
+            return parts.view(self.size, count, *whole.shape[1:])
+        return scattered
 
     def scattered_back(self, parts: Tensor) -> Tensor:
         """The inverse: what this rank has for the parts of all ranks' batches."""

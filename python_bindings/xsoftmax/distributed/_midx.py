@@ -1,6 +1,6 @@
 """MIDX where the class table is split over ranks."""
 
-from typing import Dict, List, Optional, Union
+from typing import Callable, Dict, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -9,30 +9,35 @@ from torch import Tensor
 from ..optim.settle import settle
 from ..samplers import CandidateSet, MidxSampler, Sampler, UnionSampler
 from ..samplers.sampler import draw_seed, one_set
-from ._exchange import ClassShards, same_generator
+from ._exchange import ClassShards, Requests, same_generator, unique_of
 from ._group import all_gather
 from ._state import rows_of_all, rows_of_rank
 
 
-def check_sampler(owner: str, sampler: Sampler, exchange: str) -> None:
+def check_sampler(owner: str, sampler: Sampler) -> None:
     """Whether a sampler can draw from a split table."""
     if isinstance(sampler, UnionSampler):
         for part in sampler.parts:
-            check_sampler(owner, part, exchange)
+            check_sampler(owner, part)
     elif sampler.follows_table:
         if type(sampler) is not MidxSampler or sampler.log_weight.numel() > 0:
             raise ValueError(f"{owner}: expected a sampler that does not follow the class table, or a MidxSampler without a bias, got {sampler}")
-        if exchange == "rows":
-            raise ValueError(f"{owner}: expected exchange=\"queries\" or \"auto\" with a sampler that follows the class table, got {exchange!r}")
 
 
-def split_sampler(sampler: Sampler, shards: ClassShards) -> Sampler:
+def split_sampler(sampler: Sampler, shards: ClassShards, may_ask: bool) -> Sampler:
     """One for the classes of this rank, where it follows the table."""
     if isinstance(sampler, UnionSampler):
         for i, part in enumerate(sampler.parts):
-            sampler.parts[i] = split_sampler(part, shards)
+            sampler.parts[i] = split_sampler(part, shards, may_ask)
         return sampler
-    return ShardedMidxSampler(sampler, shards) if sampler.follows_table else sampler
+    return ShardedMidxSampler(sampler, shards, may_ask) if sampler.follows_table else sampler
+
+
+def ask_owners(sampler: Sampler, asks: bool) -> None:
+    """Whether the next draws are to know all of their classes, or those of this rank alone."""
+    for part in sampler.modules():
+        if isinstance(part, ShardedMidxSampler):
+            part.asks = asks
 
 
 class ShardedMidxSampler(Sampler):
@@ -41,16 +46,19 @@ class ShardedMidxSampler(Sampler):
     One process numbers the classes of a cell by rising id, and so by rising rank. Hence all that a draw needs is how many classes each rank has in
     each cell, K^2 numbers a rank: every rank makes the draws of one process for all queries, in numbers of classes laid out cell after cell
     (slots), and knows which of them are its classes. A draw that is another rank's stands as a class of another rank, with its log count.
-
     Expected counts of given ids (``log_count``, ``target_log_count``) are known for this rank's classes; for others they are -inf.
+
+    Where it ``asks``, for queries whose rows this rank fetches, the classes in slots and the cells of classes come from the ranks that have them: all
+    ranks draw together, each for any queries.
     """
 
-    _derived = ("order", "begins", "first", "start", "mass")  # follow from `cell` of all ranks
+    _derived = ("order", "begins", "first", "start", "mass", "runs")  # follow from `cell` of all ranks
 
-    def __init__(self, sampler: MidxSampler, shards: ClassShards):
+    def __init__(self, sampler: MidxSampler, shards: ClassShards, may_ask: bool):
         super().__init__(sampler.num_classes, sampler.num_samples, shared=sampler.shared, distinct=sampler.distinct)
         self._owner, self.default_estimator, self.follows_table = sampler._owner, sampler.default_estimator, True
         self._shards, self.dim, self._text = shards, sampler.dim, sampler.options
+        self._may_ask, self.asks = may_ask, False
         chosen = dict(option.split("=") for option in sampler.options.split(","))
         self.refresh_every, self.update_every, self.iterations = (int(chosen[name]) for name in ("refresh_every", "update_every", "iterations"))
         self.codewords = int(chosen["codewords"])
@@ -93,7 +101,9 @@ class ShardedMidxSampler(Sampler):
         of_ranks = of_ranks.view(shards.size, -1)
         whole = of_ranks.sum(0)
         start = torch.cat([whole.new_zeros(1), whole.cumsum(0)])
-        made = order, begins, start[:-1] + of_ranks[:shards.rank].sum(0), start, whole.double().view(self.codewords, -1)
+        # Where the slots of each rank begin in each cell, one cell after the other.
+        runs = (start[:-1] + of_ranks.cumsum(0) - of_ranks).t().reshape(-1) if self._may_ask else whole.new_empty(0)
+        made = order, begins, start[:-1] + of_ranks[:shards.rank].sum(0), start, whole.double().view(self.codewords, -1), runs
         for name, table in zip(self._derived, made):
             self.register_buffer(name, table, persistent=False)
 
@@ -104,52 +114,81 @@ class ShardedMidxSampler(Sampler):
         return [self.codewords1, self.codewords2, none(torch.int32), none(torch.int64), self.start, self.mass, none(torch.float32), none(torch.float64),
                 none(torch.float64), none(torch.bool), self.step]
 
-    def _classes(self, slots: Tensor) -> Tensor:
-        """Of other ranks' slots: any class of theirs."""
-        shards = self._shards
+    def _rows(self, slots: Tensor) -> Tensor:
+        """The rows of this rank's classes in slots; -1: another rank's."""
         cell = torch.searchsorted(self.start, slots, right=True) - 1
         place = slots - self.first[cell]
         here = (place >= 0) & (place < self.begins[cell + 1] - self.begins[cell])
         if self.order.numel() == 0:
-            return torch.full_like(slots, self._elsewhere())
-        classes = self.order[torch.where(here, self.begins[cell] + place, 0)] + shards.begin
-        return torch.where(here, classes, self._elsewhere())
+            return torch.full_like(slots, -1)
+        return torch.where(here, self.order[torch.where(here, self.begins[cell] + place, 0)], -1)
+
+    def _classes(self, slots: Tensor, touched: Optional[Tensor]) -> Tensor:
+        """In slots. Of other ranks' slots, unless it asks: any class of theirs. Those that are `touched` are noted."""
+        if self.asks:
+            return self._ask(slots, touched, lambda slots: (torch.searchsorted(self.runs, slots, right=True) - 1) % self._shards.size, self._rows,
+                             lambda rows: rows + self._shards.begin)
+        rows = self._rows(slots)
+        self._note(rows, touched)
+        return torch.where(rows >= 0, rows + self._shards.begin, self._elsewhere())
+
+    def _ask(self, numbers: Tensor, touched: Optional[Tensor], owners: Callable[[Tensor], Tensor], rows_of: Callable[[Tensor], Tensor],
+             answers: Callable[[Tensor], Tensor]) -> Tensor:
+        """``answers(rows_of(numbers))`` of the ranks that have them, which note those that are `touched`."""
+        different, (places,) = unique_of([numbers])
+        of_rank, order = owners(different).sort(stable=True)
+        noted = torch.zeros_like(different, dtype=torch.bool)
+        if touched is not None:
+            noted[places[touched]] = True
+        requests = Requests(torch.where(noted, different, ~different)[order], of_rank, self._shards.group)
+        is_noted = requests.numbers >= 0
+        rows = rows_of(torch.where(is_noted, requests.numbers, ~requests.numbers))
+        self._note(rows, is_noted)
+        found = requests.answer(answers(rows))
+        return torch.empty_like(found).index_copy_(0, order, found)[places]
 
     def _elsewhere(self) -> int:
         return self._shards.begin - 1 if self._shards.begin > 0 else min(self._shards.end, self.num_classes - 1)
 
-    def _cells(self, classes: Tensor) -> Tensor:
-        """-1: another rank's, or never drawn."""
+    def _cells(self, classes: Tensor, touched: Optional[Tensor]) -> Tensor:
+        """-1: never drawn, no class, or, unless it asks, another rank's."""
         shards = self._shards
+        if self.asks:
+            cells, known = torch.full_like(classes, -1), classes >= 0
+            cells[known] = self._ask(classes[known], None if touched is None else touched[known], shards.owners, lambda classes: classes - shards.begin,
+                                     lambda rows: self.cell[rows].to(torch.int64))
+            return cells
         here = shards.here(classes)
+        rows = torch.where(here, classes - shards.begin, -1)
+        self._note(rows, touched)
         if shards.begin == shards.end:
-            return torch.full_like(classes, -1)
-        return torch.where(here, self.cell[torch.where(here, classes - shards.begin, 0)].to(torch.int64), -1)
+            return rows
+        return torch.where(here, self.cell[rows.clamp(min=0)].to(torch.int64), -1)
+
+    def _note(self, rows: Tensor, touched: Optional[Tensor]) -> None:
+        """Rows of this rank that a step touches; -1: another rank's."""
+        if touched is not None:
+            self.touched[rows[touched & (rows >= 0)]] = True
 
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        cells, shown = None, None
+        notes = self.training and self.update_every > 0
+        cells, shown, counts = None, None, None
         if target is not None:
+            counts = (target if target.dim() == 2 else target.unsqueeze(1))[:, :1] >= 0
+            cells = self._cells(target, (counts if target.dim() == 2 else counts.squeeze(1)).expand_as(target) if notes else None)
             # One class of a cell has the count of another. Of a class that is elsewhere no count is wanted, only whether its query counts.
-            cells = self._cells(target)
             shown = torch.where(target >= 0, self.start[cells.clamp(min=0)].clamp(max=self.slots - 1), -1)
-        slots, log_count, target_log_count = torch.ops.xsoftmax.adaptive_sample("midx", draw_seed(queries, generator), queries, shown, self._index(),
+        slots, log_count, target_log_count = torch.ops.xsoftmax.adaptive_sample("midx", self._seed(queries, generator), queries, shown, self._index(),
                                                                                 self.options)
-        ids = self._classes(slots)
+        all_count = counts is None or slots.dim() == 1
+        touched = torch.ones_like(slots, dtype=torch.bool) if all_count else counts.expand_as(slots)
+        ids = self._classes(slots, touched if notes else None)
         if target is not None:
             target_log_count = torch.where(cells >= 0, target_log_count, -torch.inf)
-        if self.training and self.update_every > 0:
-            self._note(ids, target)
         return one_set((ids, log_count, target_log_count), target, self.distinct)
 
-    def _note(self, ids: Tensor, target: Optional[Tensor]) -> None:
-        if target is not None:
-            of_query = target if target.dim() == 1 else target[:, 0]
-            ids = torch.cat([(ids[of_query >= 0] if ids.dim() == 2 else ids).flatten(), target[of_query >= 0].flatten()])
-        ids = ids.flatten()
-        self.touched[ids[self._shards.here(ids)] - self._shards.begin] = True
-
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        cells = self._cells(ids)
+        cells = self._cells(ids, None)
         slots = self.start[cells.clamp(min=0)].clamp(max=self.slots - 1)
         return torch.where(cells >= 0, torch.ops.xsoftmax.adaptive_log_count("midx", queries, slots, self._index(), self.options), -torch.inf)
 
@@ -182,17 +221,17 @@ class ShardedMidxSampler(Sampler):
         group = self._shards.group
         seed = draw_seed(weight, generator)
         # The training rows of one process, from their owners: K-means is the same everywhere.
-        classes = self._classes(torch.ops.xsoftmax.midx_training_slots(seed, self.slots, self.train_points)) - self._shards.begin
-        here = (classes >= 0) & (classes < len(weight))
-        rows = weight.new_zeros(len(classes), self.dim, dtype=torch.float32)
-        rows[here] = weight[classes[here]].float()
-        dist.all_reduce(rows, group=group)
-        self._check_finite(rows)
-        first, second, *inertia = torch.ops.xsoftmax.midx_codebooks(seed, rows, self.codewords1, self.codewords2, self.iterations, int(self.step) > 0)
+        rows = self._rows(torch.ops.xsoftmax.midx_training_slots(seed, self.slots, self.train_points))
+        here = rows >= 0
+        points = weight.new_zeros(len(rows), self.dim, dtype=torch.float32)
+        points[here] = weight[rows[here]].float()
+        dist.all_reduce(points, group=group)
+        self._check_finite(points)
+        first, second, *inertia = torch.ops.xsoftmax.midx_codebooks(seed, points, self.codewords1, self.codewords2, self.iterations, int(self.step) > 0)
         error = self._code(weight.detach(), slice(None), first, second)
         distortion = torch.stack([error.double().sum(), (self.cell >= 0).sum().double()])
         dist.all_reduce(distortion, group=group)
-        return {"distortion": float(distortion[0] / distortion[1]), "mean_square": float(rows.square().sum(1).double().mean()),
+        return {"distortion": float(distortion[0] / distortion[1]), "mean_square": float(points.square().sum(1).double().mean()),
                 "inertia1": float(inertia[0]), "inertia2": float(inertia[1]), "cells": float((self.mass > 0).sum())}
 
     def _code(self, weight: Tensor, rows: Union[Tensor, slice], first: Tensor, second: Tensor) -> Tensor:

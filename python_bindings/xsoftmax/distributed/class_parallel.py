@@ -1,6 +1,6 @@
 """Class tables split over ranks."""
 
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,11 @@ from .._table import TableModule, flat_queries, refuse_data_parallel
 from ..estimators import is_registered
 from ..losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from ..samplers import columns_of
-from ._candidates import candidate_numbers, of_rank, without_a_draw
-from ._exchange import (ClassShards, FetchRows, GatherQueries, RowRequests, ScaleGradient, ScatterShares, SumOverRanks, rank_generator,
-                        same_generator, unique_of)
+from ._candidates import candidate_numbers, draws_for_a_part, drawing_for, of_rank, without_a_draw
+from ._exchange import (ClassShards, FetchRows, GatherQueries, ScaleGradient, ScatterShares, ScoresOfAll, SumOverRanks, rank_generator,
+                        row_requests, start_same_generator, unique_of)
 from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
-from ._midx import check_sampler, split_sampler
+from ._midx import ask_owners, check_sampler, split_sampler
 from ._state import rows_of_all, rows_of_rank
 from .replicate import replicate_tables
 
@@ -162,43 +162,55 @@ class ShardedLoss(LinearLoss):
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], is_step: bool) -> Tensor:
         queries, batch = self._batch(input, target)
-        targets = batch.gather(target.reshape(-1))
+        target_ids = target.reshape(-1)
+        seen = torch.where((target_ids != self.ignore_index).unsqueeze(1), queries.detach(), 0.0)
+        by_queries = self._exchange == "queries" or (self._exchange == "auto" and self._takes_queries(batch))
+        ask_owners(self.sampler, not by_queries)
+        # What ranks tell each other before they draw travels at once.
+        started = start_same_generator(generator, queries.device, self._shards.group)
+        everyone = batch.start_gather(seen) if by_queries or self._draws_by_all_queries() else None
+        targets = batch.gather(target_ids)
         counts = self._counts(targets)
-        shown = torch.where(targets == self.ignore_index, -1, targets)
-        generator = same_generator(generator, queries.device, self._shards.group)
+        shown, generator = torch.where(targets == self.ignore_index, -1, targets), started()
         if is_step:
             self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
-        by_queries = self._exchange == "queries" or self.sampler.follows_table or (self._exchange == "auto" and self._queries_are_fewer(batch))
-        loss = (self._loss_by_queries if by_queries else self._loss_by_rows)(self._scaled(queries), target, batch, shown, generator)
+        if by_queries:
+            loss = self._loss_by_queries(self._scaled(queries), target, batch, everyone, shown, generator)
+        else:
+            loss = self._loss_by_rows(self._scaled(queries), target, batch, seen if everyone is None else everyone(), shown, generator)
         return self._reduced(loss, target, counts)
 
-    def _queries_are_fewer(self, batch: Ragged) -> bool:
-        """Whether all queries are fewer than the rows that one rank needs for its part of them."""
+    def _draws_by_all_queries(self) -> bool:
+        return self.sampler.follows_table and not draws_for_a_part(self.sampler)
+
+    def _takes_queries(self, batch: Ragged) -> bool:
+        """Whether all queries are fewer than the rows that one rank needs for its part of them, or have to be gathered for the draws."""
         shared, private = candidate_numbers(self.sampler, batch.total)
-        return torch.ops.xsoftmax.estimator_is_joined(self.estimator) and \
-            batch.total < shared + self.head.numel() + (private + 1) * batch.total / batch.size
+        are_fewer = batch.total < shared + self.head.numel() + (private + 1) * batch.total / batch.size
+        return torch.ops.xsoftmax.estimator_is_joined(self.estimator) and (are_fewer or self._draws_by_all_queries())
 
     def _log_z(self, device) -> Optional[Tensor]:
         if self.log_z is not None:
             return SumGradient.apply(self.log_z, self._shards.group)
         return None if self.fixed_log_z == 0.0 else torch.full([], self.fixed_log_z, device=device)
 
-    def _loss_by_queries(self, queries: Tensor, target: Tensor, batch: Ragged, shown: Tensor, generator: torch.Generator) -> Tensor:
-        """Every rank scores its classes for all queries."""
+    def _loss_by_queries(self, queries: Tensor, target: Tensor, batch: Ragged, gathered: Callable[[], Tensor], shown: Tensor,
+                         generator: torch.Generator) -> Tensor:
+        """Every rank scores its classes for all queries, which are on their way."""
         shards, linear = self._shards, self.linear
-        everyone = torch.where(shown.unsqueeze(1) >= 0, GatherQueries.apply(queries, batch), 0.0)
-        sets = self.propose(everyone.detach(), shown, generator)
+        # Draws that do not depend on the queries are made while those travel.
+        follows = self.sampler.follows_table
+        everyone = gathered() if follows else self._no_queries(batch)
+        sets = self.propose(everyone, shown, generator)
         if torch.ops.xsoftmax.estimator_takes_a_draw(self.estimator):
             sets = without_a_draw(sets, shown, shards.group)
         sets = sorted((of_rank(part, shards) for part in sets), key=lambda part: (part.ids.dim() == 1, not part.distinct))
         known = torch.where(shards.here(shown), shown - shards.begin, -1)
-        if shards.end > shards.begin:
-            private = torch.cat([known.clamp(min=0).unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)], 1)
-            shared = [part.ids for part in sets if part.ids.dim() == 1]
-            scores = torch.ops.xsoftmax.candidate_scores(everyone, linear.weight, linear.bias, private, torch.cat(shared) if shared else None,
-                                                         self.sparse_grad)
-        else:  # a rank without classes takes part in the exchange of gradients all the same
-            scores = everyone.sum(1, keepdim=True, dtype=self._accumulation(everyone)) * 0 + linear.weight.sum() * 0
+        everyone = everyone if follows else gathered()
+        private = torch.cat([known.clamp(min=0).unsqueeze(1), *(part.ids for part in sets if part.ids.dim() == 2)], 1)
+        shared = [part.ids for part in sets if part.ids.dim() == 1]
+        scores = ScoresOfAll.apply(queries, linear.weight, linear.bias, everyone, shown >= 0, private, torch.cat(shared) if shared else None, batch,
+                                   self.sparse_grad)
         log_z = self._log_z(queries.device)
         options = option_text(estimator=self.estimator, remove_accidental_hits=self.remove_accidental_hits, label_smoothing=self.label_smoothing)
         columns = columns_of(sets)
@@ -206,19 +218,25 @@ class ShardedLoss(LinearLoss):
         loss = torch.ops.xsoftmax.loss_of_shares(ScatterShares.apply(shares, batch), columns[-1], options)
         return self._weighted(loss, target)
 
-    def _loss_by_rows(self, queries: Tensor, target: Tensor, batch: Ragged, shown: Tensor, generator: torch.Generator) -> Tensor:
-        """Every rank fetches the rows that its queries see."""
-        # It draws for the whole batch, as one process would, and keeps what its queries see.
-        dummies = queries.new_zeros(1, 1).expand(batch.total, self.in_features)
-        ids, log_count, target_log_count, distinct = columns_of(self.propose(dummies, shown, generator))
-        ids = [batch.local(part) if part.dim() == 2 else part for part in ids]
-        log_count = [batch.local(part) if part.dim() == 2 else part for part in log_count]
-        target_log_count = [None if part is None else batch.local(part) for part in target_log_count]
+    def _no_queries(self, batch: Ragged) -> Tensor:
+        """What stands for those of all ranks where only their number matters."""
+        return self.linear.weight.new_zeros(1, 1).expand(batch.total, self.in_features)
+
+    def _loss_by_rows(self, queries: Tensor, target: Tensor, batch: Ragged, seen: Tensor, shown: Tensor, generator: torch.Generator) -> Tensor:
+        """Every rank fetches the rows that its queries see. `seen`: by which it draws, this rank's queries or those of all."""
         mine = batch.local(shown)
+        if draws_for_a_part(self.sampler):
+            with drawing_for(self.sampler, batch.begin):
+                ids, log_count, target_log_count, distinct = columns_of(self.propose(seen, mine, generator))
+        else:  # for the whole batch
+            everyone = seen if self.sampler.follows_table else self._no_queries(batch)
+            ids, log_count, target_log_count, distinct = columns_of(self.propose(everyone, shown, generator))
+            ids, log_count = ([batch.local(part) if part.dim() == 2 else part for part in parts] for parts in (ids, log_count))
+            target_log_count = [None if part is None else batch.local(part) for part in target_log_count]
         classes, places = unique_of([mine[mine >= 0], *ids])
         known = torch.full_like(mine, NO_CLASS)
         known[mine >= 0] = places[0]
-        requests = RowRequests(classes, self._shards)
+        requests = row_requests(classes, self._shards)
         weight = FetchRows.apply(self.linear.weight, requests, self.sparse_grad)
         bias = None if self.linear.bias is None else FetchRows.apply(self.linear.bias, requests, self.sparse_grad)
         options = {name: getattr(self, name) for name in self._option_names}
@@ -250,7 +268,7 @@ class ShardedCrossEntropyLoss(ShardedLoss, LinearCrossEntropyLoss):
 class ShardedSampledSoftmaxLoss(ShardedLoss, SampledSoftmaxLoss):
     def _shard(self, shards: ClassShards, exchange: str) -> None:
         super()._shard(shards, exchange)
-        self.sampler = split_sampler(self.sampler, shards)
+        self.sampler = split_sampler(self.sampler, shards, exchange != "queries")
 
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
         return self._sampled(input, target, generator, True) if self.training else self.exact(input, target)
@@ -298,7 +316,7 @@ def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.
             replicated, see :func:`replicate`.
         mesh: a DeviceMesh of one dimension. None: all ranks.
         exchange: "queries": of the estimators whose candidates enter as one sum ("sampled_softmax", "ranking", "nce", "negative_sampling",
-            "importance"). "rows": of samplers that do not follow the table. "auto": what sends less of those that can be.
+            "importance"). "rows": of all estimators. "auto": what sends less of those that can be; queries where a set of MIDX is drawn by all of them.
 
     Returns:
         `model`. The class of its losses is now a subclass of what it was. Make the optimizer after this call: the parameters are others.
@@ -339,7 +357,7 @@ def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
         raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}: "
                         "replicate it")
     if isinstance(loss, SampledSoftmaxLoss):
-        check_sampler(owner, loss.sampler, exchange)
+        check_sampler(owner, loss.sampler)
         if is_registered(loss.estimator):
             raise ValueError(f"{owner}: expected an estimator of the library, got {loss.estimator!r}, which is written in Python")
         if exchange == "queries" and not torch.ops.xsoftmax.estimator_is_joined(loss.estimator):

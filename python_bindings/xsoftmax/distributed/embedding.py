@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._exchange import FetchRows, RowRequests, ScaleGradient, unique_of
+from ._exchange import FetchRows, ScaleGradient, row_requests, unique_of
 from .class_parallel import ShardedLoss
 
 
@@ -37,7 +37,7 @@ class TiedEmbedding(nn.Module):
         loss, = self._of
         shards = loss._shards
         classes, (places,) = unique_of([ids])
-        rows = F.embedding(places, FetchRows.apply(self.weight, RowRequests(classes, shards), self.sparse))
+        rows = F.embedding(places, FetchRows.apply(self.weight, row_requests(classes, shards), self.sparse))
         # What arrives of a mean or a sum is W times a rank's share, see shard_classes.
         return rows if loss.reduction == "none" else ScaleGradient.apply(rows, 1 / shards.size)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .._checks import check_count
 from .._memory import device_of_values
 from .._options import option_text
-from .sampler import CandidateSet, Sampler, draw_seed, one_set
+from .sampler import CandidateSet, Sampler, one_set
 from .static import Exclude, _bool, _ids
 
 
@@ -80,7 +80,7 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        drawn = torch.ops.xsoftmax.adaptive_sample(self.family, draw_seed(queries, generator), queries, target, self._index(), self.options)
+        drawn = torch.ops.xsoftmax.adaptive_sample(self.family, self._seed(queries, generator), queries, target, self._index(), self.options)
         return one_set(drawn, target, self.distinct)
 
     @torch.jit.export

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._checks import check_count
 from .._options import option_text
-from .sampler import CandidateSet, Sampler, draw_seed, make_sampler
+from .sampler import CandidateSet, Sampler, make_sampler
 
 
 class ComplementSampler(Sampler):
@@ -92,7 +92,7 @@ class ComplementSampler(Sampler):
             draws, target_count = drawn[0].ids, drawn[0].target_log_count
             classes = inside.clamp(max=self.num_classes - 1)
             inside_count = self.sampler.log_count(queries, classes if candidates.dim() == 2 else classes[0])
-        ids = torch.ops.xsoftmax.complement_sample(draw_seed(queries, generator), inside, draws, queries, self.options)
+        ids = torch.ops.xsoftmax.complement_sample(self._seed(queries, generator), inside, draws, queries, self.options)
         if self.sampler is not None:
             log_count = self.sampler.log_count(queries, ids)
         of_ids, of_target = torch.ops.xsoftmax.complement_log_count(inside, inside_count, ids, log_count, target, target_count, self.options)

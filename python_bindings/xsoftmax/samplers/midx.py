@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .adaptive import AdaptiveSampler
-from .sampler import CandidateSet, draw_seed, one_set, register
+from .sampler import CandidateSet, one_set, register
 from .static import Exclude
 
 
@@ -79,7 +79,7 @@ class MidxSampler(AdaptiveSampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        drawn = torch.ops.xsoftmax.adaptive_sample(self.family, draw_seed(queries, generator), queries, target, self._index(), self.options)
+        drawn = torch.ops.xsoftmax.adaptive_sample(self.family, self._seed(queries, generator), queries, target, self._index(), self.options)
         query_square = self._query_square()
         if self.training and (self.touched.numel() > 0 or query_square is not None):
             torch.ops.xsoftmax.midx_note_(self.touched, query_square, self.step, queries.detach(), target, drawn[0])

@@ -86,6 +86,7 @@ class Sampler(nn.Module):
         self.default_estimator = "sampled_softmax"
         self.follows_table = False
         self._owner = ""
+        self._first_query = 0
 
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
         """What one step proposes.
@@ -103,6 +104,11 @@ class Sampler(nn.Module):
         """The log expected count of any classes in what :meth:`sample` proposes: float32; of ``ids [S]``, ``[S]``, or ``[Q, S]`` where it
         depends on the query; of ``ids [Q, P]``, ``[Q, P]``. -inf for a class that is never drawn."""
         raise NotImplementedError(f"{type(self).__name__} does not define log_count")
+
+    def _seed(self, queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
+        """Of one draw. Private draws of a part of a batch are those of the whole, in which the part's first query is number ``_first_query``."""
+        seed = draw_seed(queries, generator)
+        return seed if self.shared or self._first_query == 0 else torch.stack([seed, torch.full_like(seed, self._first_query)])
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:

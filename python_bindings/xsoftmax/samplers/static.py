@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._checks import check_count
 from .._options import option_text
-from .sampler import CandidateSet, Sampler, draw_seed, one_set, register
+from .sampler import CandidateSet, Sampler, one_set, register
 
 Exclude = Union[int, Tensor, None]
 TABLES = ("probability", "bins", "order", "cumulative")
@@ -78,8 +78,8 @@ class StaticSampler(Sampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        seed = draw_seed(queries, generator)
-        return one_set(torch.ops.xsoftmax.static_sample(seed, queries, target, self._tables(), self.options), target, self.distinct)
+        drawn = torch.ops.xsoftmax.static_sample(self._seed(queries, generator), queries, target, self._tables(), self.options)
+        return one_set(drawn, target, self.distinct)
 
     @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
