@@ -13,6 +13,7 @@ numbers of classes take turns: their tables are in memory at once. Times are med
 
 import argparse
 import functools
+import gc
 import json
 import statistics
 import tempfile
@@ -157,10 +158,10 @@ def make_step(kind: str, args: argparse.Namespace, classes: int):
 def work(rank: int, args: argparse.Namespace, file: str, results) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=args.ranks)
-    runs = {(kind, classes): make_step(kind, args, classes) for classes in args.classes for kind in args.kinds}
-    seconds = turns(runs, args.repeats, warmup=2)
+    seconds = turns({(kind, classes): make_step(kind, args, classes) for classes in args.classes for kind in args.kinds}, args.repeats, warmup=2)
     if rank == 0:
         results.put(seconds)
+    gc.collect()  # DistributedDataParallel refers to itself, and to the group
     dist.destroy_process_group()
 
 

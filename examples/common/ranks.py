@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 from typing import Any, Callable, Iterator
@@ -51,6 +52,7 @@ def process_group(args: argparse.Namespace) -> Iterator[None]:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if dist.get_rank() == 0 else nowhere):
             yield
     finally:
+        gc.collect()  # DistributedDataParallel refers to itself, and to the group: one that outlives its end may abort the process
         dist.destroy_process_group()
 
 

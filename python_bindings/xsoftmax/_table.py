@@ -138,7 +138,7 @@ def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
 
 def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges) -> None:
     """fully_shard puts parameters of its own in the place of those that it is not told to leave out."""
-    if any(table is not None and all(table is not exchange.parameter for exchange in exchanges) for table in tables):
+    if any(table is not None and all(table is not exchange.parameter() for exchange in exchanges) for table in tables):
         raise RuntimeError(f"{owner}: expected the parameters that were replicated, got others: call "
                            "fully_shard(model, ..., ignored_params=set(loss.parameters())), which leaves the table out")
 

@@ -1,6 +1,10 @@
 """The recommender example, run as its README says, on small generated sequences."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +64,29 @@ def test_two_ranks_do_what_one_process_does(sequences, tmp_path, table, losses):
     assert printed.count("actions to train") == 1
     _, error = run_ranks(train, tmp_path, *arguments, "--output", tmp_path, status=1)
     assert "--table: expected replicated or split for 2 processes, got none" in error
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo here")
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="no list of threads")
+@pytest.mark.parametrize("table", ["split", "replicated"])
+def test_nothing_of_the_group_is_left(sequences, tmp_path, table):
+    """Its threads abort a process that ends while they let go of a tensor."""
+    code = """if True:
+        import os, pathlib, sys, torch
+        from examples.recommend import train
+        def names():
+            return [(thread / "comm").read_text().strip() for thread in pathlib.Path("/proc/self/task").iterdir()]
+        end, seen = torch.distributed.destroy_process_group, []
+        torch.distributed.destroy_process_group = lambda: (seen.extend(names()), end())
+        assert train.main(sys.argv[1:]) == 0
+        assert any("gloo" in name for name in seen), seen
+        assert not any("gloo" in name for name in names()), names()
+    """
+    arguments = ["--data", sequences, "--loss", "sampled", "exact", "--epochs", "1", *SMALL, "--table", table, "--output", tmp_path]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=Path(__file__).parents[2], env=os.environ | alone, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_batch_is_dealt_out():

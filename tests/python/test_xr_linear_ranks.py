@@ -217,6 +217,7 @@ def test_a_process_group_ends_when_it_is_destroyed():
         vectors = scipy.sparse.random(40, 9, 0.5, format="csr", dtype="float32", random_state=1)
         xsoftmax.LabelTree.from_vectors(vectors, 4, max_leaf_size=5, group=torch.distributed.group.WORLD)
         xsoftmax.distributed.shard_classes(xsoftmax.LinearCrossEntropyLoss(4, 9))
+        xsoftmax.distributed.replicate(xsoftmax.LinearCrossEntropyLoss(4, 9))
         torch.distributed.destroy_process_group()
         gc.collect()
         assert threads() < before, [threads(), before]

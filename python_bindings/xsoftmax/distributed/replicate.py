@@ -1,6 +1,7 @@
 """Tables that every rank has whole, beside data parallelism of the encoder."""
 
 import contextlib
+import weakref
 from typing import Iterator, List
 
 import torch
@@ -16,7 +17,8 @@ class _Exchange:
     """Averages the gradient of a parameter over ranks as soon as it is there."""
 
     def __init__(self, name: str, parameter: Tensor, group: dist.ProcessGroup) -> None:
-        self.name, self.parameter, self.group, self.enabled = name, parameter, group, True
+        # The parameter refers to this by its hook, in which Python's collector of cycles does not see it: what it refers to would outlive the model.
+        self.name, self.parameter, self.group, self.enabled = name, weakref.ref(parameter), group, True
         parameter.register_post_accumulate_grad_hook(self)
 
     @torch.no_grad()
