@@ -26,11 +26,13 @@ set(XSOFTMAX_SOURCES
   csrc/losses/linear_cross_entropy.cpp
   csrc/losses/linear_cross_entropy_cpu.cpp
   csrc/losses/linear_losses_module.cpp
+  csrc/losses/linear_positives_loss.cpp
   csrc/losses/linear_topk.cpp
   csrc/losses/linear_topk_cpu.cpp
   csrc/losses/reduction.cpp
   csrc/losses/sampled_softmax_loss.cpp
   csrc/losses/table_loss_module.cpp
+  csrc/losses/several_positives.cpp
   csrc/losses/tree_losses.cpp
   csrc/losses/tree_losses_module.cpp
   csrc/matcher/linear_beam.cpp

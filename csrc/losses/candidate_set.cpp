@@ -3,15 +3,21 @@
 #include "core/checks.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isin.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
+#include <string>
 #include <vector>
 
 namespace xsoftmax {
@@ -42,6 +48,59 @@ std::tuple<Tensor, Tensor> present_set(const Tensor& ids) {
   check::int64("present_set", "ids", ids);
   const Tensor log_count = at::zeros_symint(ids.sym_sizes(), ids.options().dtype(at::kFloat));
   return {ids.clamp_min(0), log_count.masked_fill(ids.lt(0), std::numeric_limits<double>::infinity())};
+}
+
+namespace {
+
+void check_given(const std::string& owner, const Tensor& negatives, const OptionalTensor& log_count, const Tensor& input, int64_t num_classes) {
+  const char* const op = owner.c_str();
+  check::int64(op, "negatives", negatives);
+  const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
+  const bool of_query = negatives.dim() == input.dim() && negatives.sym_sizes().slice(0, queries.size()) == queries;
+  TORCH_CHECK_VALUE(negatives.dim() > 0 && (negatives.dim() == 1 || of_query), op, ": expected negatives of shape [P], or [P] behind that of the queries, ",
+                    queries, ", got ", negatives.sym_sizes());
+  check::same_device(op, "negatives", negatives, "input", input);
+  if (given(log_count)) {
+    check::floating(op, "negative_log_count", *log_count);
+    TORCH_CHECK_VALUE(log_count->sym_sizes() == negatives.sym_sizes(), op, ": expected negative_log_count of the shape of negatives, ",
+                      negatives.sym_sizes(), ", got ", log_count->sym_sizes());
+    check::same_device(op, "negative_log_count", *log_count, "negatives", negatives);
+  }
+  if (negatives.is_cpu() && !at::isTensorSubclassLike(negatives)) { // values can be read
+    check::class_ids(op, "negatives", negatives, num_classes, -1);
+  }
+}
+
+} // namespace
+
+std::tuple<Tensor, Tensor> given_set(const Tensor& negatives, const OptionalTensor& log_count, const Tensor& input, const Tensor& head,
+                                     int64_t num_classes, std::string_view owner) {
+  check_given(std::string(owner), negatives, log_count, input, num_classes);
+  const auto rows = [](const Tensor& of_negatives) { return of_negatives.dim() == 1 ? of_negatives : of_negatives.flatten(0, -2); };
+  const Tensor ids = rows(negatives);
+  if (given(log_count)) {
+    return {ids.clamp_min(0), rows(*log_count).masked_fill(ids.lt(0), std::numeric_limits<double>::infinity())};
+  }
+  return present_set(candidate_set(head.sym_numel() == 0 ? ids : ids.masked_fill(at::isin(ids, head), -1), num_classes));
+}
+
+Tensor present_log_count(const Tensor& present, const Tensor& log_count, const Tensor& ids) {
+  constexpr const char* op = "present_log_count";
+  check::int64(op, "present", present);
+  check::int64(op, "ids", ids);
+  TORCH_CHECK_VALUE(log_count.sym_sizes() == present.sym_sizes() && present.dim() >= 1 && present.dim() <= 2 && ids.dim() >= 1 && ids.dim() <= 2, op,
+                    ": expected present and log_count of shape [C] or [Q, C], and ids of shape [M] or [Q, M], got ", present.sym_sizes(), ", ",
+                    log_count.sym_sizes(), " and ", ids.sym_sizes());
+  const Tensor ordered = std::get<0>(present.masked_fill(log_count.eq(std::numeric_limits<double>::infinity()), -1).sort(-1));
+  const Tensor asked = present.dim() == 2 && ids.dim() == 1 ? ids.expand_symint({present.sym_size(0), ids.sym_size(0)}).contiguous() : ids.contiguous();
+  if (present.sym_size(-1) == 0) {
+    return at::full_symint(asked.sym_sizes(), -std::numeric_limits<double>::infinity(), log_count.options().dtype(at::kFloat));
+  }
+  const Tensor place = at::searchsorted(ordered, asked).clamp_max(present.sym_size(-1) - 1);
+  const Tensor found = ordered.dim() == 1 ? ordered.index_select(0, place.flatten()).view_symint(asked.sym_sizes()) : ordered.gather(1, place);
+  const Tensor is_there = found.eq(asked).logical_and(asked.ge(0));
+  return at::zeros_symint(asked.sym_sizes(), log_count.options().dtype(at::kFloat))
+      .masked_fill(is_there.logical_not(), -std::numeric_limits<double>::infinity());
 }
 
 Tensor different_ids(const Tensor& ids, int64_t num_classes, std::string_view owner, std::string_view argument) {
@@ -94,6 +153,9 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("candidate_set(Tensor ids, int num_classes) -> Tensor");
   m.def("drawn_candidates(Tensor[] ids, bool[] distinct, SymInt num_queries, int num_classes) -> Tensor", drawn_candidates);
   m.def("present_set(Tensor ids) -> (Tensor ids, Tensor log_count)", present_set);
+  m.def("given_set(Tensor negatives, Tensor? log_count, Tensor input, Tensor head, int num_classes, str owner) -> (Tensor ids, Tensor log_count)",
+        given_set);
+  m.def("present_log_count(Tensor present, Tensor log_count, Tensor ids) -> Tensor", present_log_count);
   m.def("different_ids(Tensor ids, int num_classes, str owner, str argument) -> Tensor");
 }
 

@@ -60,7 +60,8 @@ void check_set(const char* op, const CandidateSet& set) {
                     is_private(set) ? "" : ", or with a row for each query", ", got ", set.log_count.sym_sizes());
   check::floating(op, "log_count of a set", set.log_count);
   if (set.target_log_count.defined()) {
-    check::dim(op, "target_log_count of a set", set.target_log_count, 1);
+    TORCH_CHECK_VALUE(set.target_log_count.dim() == 1 || set.target_log_count.dim() == 2, op,
+                      ": expected target_log_count of a set of shape [Q], or [Q, T] for several positives, got ", set.target_log_count.sym_sizes());
     check::floating(op, "target_log_count of a set", set.target_log_count);
   }
 }

@@ -111,7 +111,7 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const st
   }
   check_table(input, target);
   const auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index);
-  const Tensor found = find_candidates(queries, counted, target.sizes(), candidates, generator);
+  const Tensor found = find_candidates(queries, counted, input.sizes().slice(0, input.dim() - 1), candidates, generator);
   noise->prepare(linear->weight, optional(linear->bias), generator);
   const CandidateSet outside = noise->sample_outside(queries, found, counted, generator);
   const auto [ids, log_count] = present_set(found);

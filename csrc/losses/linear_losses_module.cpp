@@ -3,7 +3,9 @@
 #include "core/optional.h"
 #include "losses/candidate_set.h"
 #include "losses/estimators.h"
+#include "losses/linear_positives_loss.h"
 #include "losses/reduction.h"
+#include "samplers/union_merge.h"
 
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
@@ -47,13 +49,24 @@ void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) cons
                     " classes, got shape ", linear->weight.sizes());
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == linear->weight.size(1), name_, ": expected input of shape [*, ",
                     linear->weight.size(1), "], got ", input.sizes());
-  TORCH_CHECK_VALUE(!target.defined() || input.sizes().slice(0, input.dim() - 1) == target.sizes(), name_, ": expected target of shape ",
-                    input.sizes().slice(0, input.dim() - 1), ", input's without its last dimension, got ", target.sizes());
+  const at::IntArrayRef queries = input.sizes().slice(0, input.dim() - 1);
+  const bool several = target.defined() && target.dim() == input.dim() && target.sizes().slice(0, queries.size()) == queries;
+  TORCH_CHECK_VALUE(!target.defined() || several || queries == target.sizes(), name_, ": expected target of shape ", queries,
+                    ", input's without its last dimension, or with that of several positives in its place, got ", target.sizes());
 }
 
 Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
   check_table(input, target);
   settle();
+  if (target.dim() == input.dim()) {
+    TORCH_CHECK_VALUE(options_.label_smoothing == 0, name_, ": expected label_smoothing of 0 with several positives of a query, got ",
+                      options_.label_smoothing);
+    ExactPositivesOptions options;
+    options.reduction = options_.reduction;
+    options.ignore_index = options_.ignore_index;
+    options.positives = options_.positives;
+    return linear_positives_loss(input, linear->weight, optional(linear->bias), target, optional(weight), options);
+  }
   const int64_t reduction = reduction_code(name_, options_.reduction);
   const Tensor loss = linear_cross_entropy(as_rows(input), linear->weight, optional(linear->bias), target.reshape({-1}), optional(weight),
                                            reduction, options_.ignore_index, options_.label_smoothing);
@@ -85,6 +98,7 @@ CandidateLossImpl::CandidateLossImpl(const char* name, int64_t in_features, int6
   step_.reduction = options.reduction;
   step_.ignore_index = options.ignore_index;
   step_.label_smoothing = options.label_smoothing;
+  step_.positives = options.positives;
 }
 
 Tensor CandidateLossImpl::candidate_loss(const Tensor& input, const Tensor& target, const Proposal& sets, const Tensor& log_z) const {
@@ -130,19 +144,21 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
                              }(),
                              options) {}
 
-SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> given_sampler,
+SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> sampler_or_none,
                                                const SamplingOptions& sampling, const LossOptions& options)
     : CandidateLossImpl(kName, in_features, num_classes, options) {
-  TORCH_CHECK_VALUE(given_sampler != nullptr, kName, ": expected a sampler, got none");
   TORCH_CHECK_VALUE(!sampling.num_samples.has_value() && !sampling.shared.has_value(), kName,
                     ": expected num_samples and shared beside the name of a sampler, since a sampler says itself how it draws");
+  const bool none = sampler_or_none == nullptr;
+  const auto given_sampler = none ? samplers::FixedSampler(num_classes, at::empty({0}, at::kLong)).ptr() : sampler_or_none;
   TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, kName, ": expected a sampler of ", num_classes, " classes, got one of ",
                     given_sampler->num_classes());
   const bool outside = sampling.estimator == kComplementary;
   head = sampling.head.defined() ? different_ids(sampling.head, num_classes, kName, "head") : at::zeros({0}, at::kLong);
   TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName,
                     ": expected no head and label_smoothing of 0 beside estimator \"", kComplementary, "\"");
-  TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0, kName, ": expected candidates to learn from, got neither draws nor a head");
+  TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0 || none, kName,
+                    ": expected candidates to learn from, got neither draws nor a head");
   TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 beside class weights, got ",
                     options.label_smoothing);
   step_.estimator = outside ? "sampled_softmax" : sampling.estimator.empty() ? given_sampler->default_estimator() : sampling.estimator;
@@ -189,27 +205,86 @@ void SampledSoftmaxLossImpl::to(torch::Device device, bool non_blocking) {
 
 Proposal SampledSoftmaxLossImpl::propose(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
   Proposal sets = sampler->sample(queries, target, generator);
+  add_head(sets);
+  return sets;
+}
+
+void SampledSoftmaxLossImpl::add_head(Proposal& sets) const {
   if (head.numel() > 0) {
     sets.insert(sets.begin(), {head, at::zeros(head.sizes(), head.options().dtype(at::kFloat)), {}, true});
+  }
+}
+
+// Classes that are always there beside what the sampler draws: the counts add up, as those of the parts of a union.
+Proposal SampledSoftmaxLossImpl::beside(const CandidateSet& present, const Tensor& queries, const Tensor& target,
+                                        std::optional<at::Generator> generator) {
+  const bool shared = sampler->shared();
+  const Tensor columns = target.dim() == 1 ? target.unsqueeze(1) : target;
+  Proposal sets = sampler->sample(queries, shared ? target : union_classes(queries, target, {present.ids}), generator);
+  sets.insert(sets.begin(), present);
+  sets[0].target_log_count = present_log_count(present.ids, present.log_count, columns).view_as(target);
+  std::vector<Tensor> ids, log_counts, asked;
+  c10::List<OptionalTensor> target_log_counts;
+  std::vector<int64_t> part_of, of_set;
+  for (const CandidateSet& set : sets) {
+    if (!ids.empty()) {
+      asked.push_back(present_log_count(present.ids, present.log_count, set.ids));
+      of_set.push_back(int64_t(ids.size()));
+    }
+    part_of.push_back(ids.empty() ? 0 : 1);
+    ids.push_back(set.ids);
+    log_counts.push_back(set.log_count);
+    target_log_counts.push_back(optional(set.target_log_count));
+  }
+  if (shared) {
+    asked.push_back(sampler->log_count(queries, present.ids));
+    of_set.push_back(0);
+  }
+  const auto [merged, of_target] =
+      union_merge(ids, log_counts, target_log_counts, part_of, shared ? int64_t(sets.size()) : 1, asked, of_set, target);
+  for (size_t k = 0; k < sets.size(); ++k) {
+    sets[k].log_count = merged[k];
+    sets[k].target_log_count = sets[k].target_log_count.defined() ? of_target[k] : Tensor();
   }
   return sets;
 }
 
-Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target, bool prepares, std::optional<at::Generator> generator) {
+Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target, bool prepares, std::optional<at::Generator> generator,
+                                       const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count) {
   check_table(input, target);
+  TORCH_CHECK_VALUE(given(negatives) || !given(negative_log_count), kName, ": expected negatives beside negative_log_count, got none");
+  TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
+                    ": expected negatives with each call of a loss without a sampler, got none");
   const auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index);
+  CandidateSet more;
+  if (given(negatives)) { // before the sampler changes
+    std::tie(more.ids, more.log_count) = given_set(*negatives, negative_log_count, input, head, num_classes_, kName);
+    more.distinct = !given(negative_log_count);
+  }
   if (prepares) {
     sampler->prepare(linear->weight, optional(linear->bias), generator);
   }
-  return candidate_loss(input, target, propose(queries, counted, generator), log_z.defined() ? log_z.to(input.device()) : log_z);
+  Proposal sets;
+  if (more.distinct) {
+    sets = beside(more, queries, counted, generator);
+    add_head(sets);
+  } else {
+    sets = propose(queries, counted, generator);
+    if (more.ids.defined()) {
+      sets.push_back(more);
+    }
+  }
+  return candidate_loss(input, target, sets, log_z.defined() ? log_z.to(input.device()) : log_z);
 }
 
-Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
-  return is_training() ? sampled(input, target, /*prepares=*/true, std::move(generator)) : exact(input, target);
+Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator,
+                                       const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count) {
+  return is_training() ? sampled(input, target, /*prepares=*/true, std::move(generator), negatives, negative_log_count) : exact(input, target);
 }
 
-Tensor SampledSoftmaxLossImpl::estimate(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {
-  return sampled(input, target, /*prepares=*/false, std::move(generator));
+Tensor SampledSoftmaxLossImpl::estimate(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator,
+                                        const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count) {
+  return sampled(input, target, /*prepares=*/false, std::move(generator), negatives, negative_log_count);
 }
 
 } // namespace xsoftmax::nn

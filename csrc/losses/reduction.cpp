@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/options.h"
+#include "losses/several_positives.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -38,9 +39,11 @@ void check_class_weight(const char* op, const OptionalTensor& class_weight, cons
 }
 
 void check_batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index) {
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_sizes().slice(0, input.dim() - 1) == target.sym_sizes(), op,
-                    ": expected target of the shape of input without its last dimension, ",
-                    input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1)), ", got ", target.sym_sizes());
+  const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
+  const bool several = target.dim() == input.dim() && target.sym_sizes().slice(0, queries.size()) == queries;
+  TORCH_CHECK_VALUE(input.dim() >= 1 && (several || target.sym_sizes() == queries), op,
+                    ": expected target of the shape of input without its last dimension, ", queries, ", or with that of several positives in its place, got ",
+                    target.sym_sizes());
   check::floating(op, "input", input);
   check::int64(op, "target", target);
   check::same_device(op, "target", target, "input", input);
@@ -71,16 +74,24 @@ Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTens
   }
 }
 
-std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index) {
+std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target, const Tensor& weight, int64_t ignore_index) {
   constexpr const char* op = "sampled_softmax_loss"; // what users call
-  check_batch(op, input, target, weight, ignore_index);
+  check_batch(op, input, given_target, weight, ignore_index);
   // What the loss would refuse when a sampler has already counted the batch. Autocast makes all dtypes one but for double.
   if (!at::autocast::is_autocast_enabled(input.device().type()) || input.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble) {
     check::same_dtype(op, "weight", weight, "input", input);
   }
-  const Tensor flat = target.reshape({-1}), counts = flat.ne(ignore_index);
-  const Tensor queries = input.detach().reshape_symint({flat.sym_size(0), input.sym_size(-1)});
-  return {at::where(counts.unsqueeze(1), queries, at::zeros({}, queries.options())), at::where(counts, flat, -1)};
+  Tensor counted;
+  if (Tensor target = given_target; has_several(input, target, ignore_index)) {
+    const Tensor positives = different_positives(target, ignore_index);
+    counted = at::where(positives.lt(0), positives.narrow(1, 0, 1), positives); // samplers know no padding
+  } else {
+    counted = target.reshape({-1});
+    counted = counted.masked_fill(counted.eq(ignore_index), -1);
+  }
+  const Tensor counts = (counted.dim() == 2 ? counted.select(1, 0) : counted).ge(0).unsqueeze(1);
+  const Tensor queries = input.detach().reshape_symint({counts.sym_size(0), input.sym_size(-1)});
+  return {at::where(counts, queries, at::zeros({}, queries.options())), counted};
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

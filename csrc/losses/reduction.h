@@ -19,14 +19,15 @@ at::Tensor reduced_loss(const at::Tensor& loss, const at::Tensor& target, const 
 /// "none", "mean" or "sum", as at::Reduction.
 int64_t reduction_code(const char* op, const std::string& reduction);
 
-/// input [*, D] of a floating dtype, target [*] int64 in [0, N) or ignore_index (checked on the CPU), weight [N, D].
+/// input [*, D] of a floating dtype, target [*] or, several positives of each query, [*, T], int64 in [0, N) or ignore_index (checked on the CPU), weight [N, D].
 void check_batch(const char* op, const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index);
 
 /// class_weight [classes] of a floating dtype, on target's device.
 void check_class_weight(const char* op, const OptionalTensor& class_weight, const c10::SymInt& classes, const at::Tensor& target);
 
 // counted_queries(input [*, D], target [*], weight [N, D], ignore_index) -> (queries [Q, D], target [Q]): what samplers are shown of a batch,
-// without gradient: zeros and -1 for a query that is ignored, which may hold anything. All that is wrong with a batch is said here, before a
+// without gradient: zeros and -1 for a query that is ignored, which may hold anything. Of several positives, target [*, T], [Q, T]: the different ones
+// (losses/several_positives.h), the first once more in the place of padding. All that is wrong with a batch is said here, before a
 // sampler changes.
 std::tuple<at::Tensor, at::Tensor> counted_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight,
                                                    int64_t ignore_index);

@@ -4,6 +4,7 @@
 #include "losses/candidate_loss.h"
 #include "losses/linear_candidate_loss.h"
 #include "losses/reduction.h"
+#include "losses/several_positives.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
@@ -57,16 +58,21 @@ Tensor sampled_softmax_loss_op(const Tensor& input, const Tensor& weight, const 
 
 } // namespace
 
-Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Proposal& sets,
-                            const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
-  check_arguments(input, weight, target, class_weight, log_z, options);
+Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& given_target,
+                            const Proposal& sets, const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
+  check_arguments(input, weight, given_target, class_weight, log_z, options);
+  Tensor target = given_target;
+  const bool several = has_several(input, target, options.ignore_index);
   const Estimator& estimator = find_estimator(kOp, options.estimator);
-  const Tensor flat = target.reshape({-1}), queries = input.reshape_symint({flat.sym_size(0), input.sym_size(-1)});
   if (estimator.traits.has_noise) {
     const auto distinct = std::count_if(sets.begin(), sets.end(), [](const CandidateSet& set) { return set.distinct; });
     TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kOp, ": expected candidates, sets of distinct classes such as a head, and "
                       "noise, independent draws, with estimator \"", estimator.name, "\", got ", distinct, " of ", sets.size(), " sets distinct");
   }
+  if (several) {
+    return several_positives_loss(input, weight, bias, target, sets, options, class_weight, log_z);
+  }
+  const Tensor flat = target.reshape({-1}), queries = input.reshape_symint({flat.sym_size(0), input.sym_size(-1)});
   const Candidates candidates = lay_out(sets, flat.sym_size(0), estimator.traits);
   const Tensor loss = given(log_z) || !estimator.has_kernels()
       ? loss_by_scores(queries, weight, bias, flat, candidates, log_z, options, estimator)

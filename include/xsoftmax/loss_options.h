@@ -33,14 +33,34 @@ struct ReductionOptions {
   }
 };
 
+/// What several positives of a query come to, target [*, T].
+struct PositivesOptions {
+  std::string positives = "mean"; ///< "mean" of their losses, each without the others among the candidates; "sum": the log of their summed probability
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    visitor("positives", positives);
+  }
+};
+
+/// What linear_positives_loss takes.
+struct ExactPositivesOptions : ReductionOptions, PositivesOptions {
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    ReductionOptions::visit(visitor);
+    PositivesOptions::visit(visitor);
+  }
+};
+
 /// What sampled_softmax_loss takes.
-struct SampledSoftmaxOptions : EstimatorOptions, ReductionOptions {
+struct SampledSoftmaxOptions : EstimatorOptions, ReductionOptions, PositivesOptions {
   bool sparse_grad = true; ///< the gradient of the table is row-sparse, with a static number of rows; false: dense
 
   template <typename Visitor>
   void visit(Visitor& visitor) {
     EstimatorOptions::visit(visitor);
     ReductionOptions::visit(visitor);
+    PositivesOptions::visit(visitor);
     visitor("sparse_grad", sparse_grad);
   }
 };

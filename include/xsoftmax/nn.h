@@ -30,6 +30,7 @@ struct LossOptions {
   std::string reduction = "mean";   ///< "mean" (weighted, over targets that are not ignored), "sum" or "none"
   int64_t ignore_index = -100;      ///< targets of this value have no loss and no gradient
   double label_smoothing = 0.0;     ///< in [0, 1]
+  std::string positives = "mean";   ///< what several positives of a query come to, target [*, T]: see PositivesOptions
 };
 
 /// How candidates are drawn and weighed.
@@ -118,16 +119,22 @@ class CandidateLossImpl : public LinearLossImpl {
 /// Sampled in train(), exact in eval().
 class SampledSoftmaxLossImpl : public CandidateLossImpl {
  public:
-  /// `sampler` belongs to this loss; beside a head, `sampler->excluding(head)` takes its place.
+  /// `sampler` belongs to this loss; beside a head, `sampler->excluding(head)` takes its place. nullptr: candidates are the head and the negatives
+  /// that calls give.
   SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> sampler,
                          const SamplingOptions& sampling = {}, const LossOptions& options = {});
   /// A sampler by its name, "uniform", "midx", ... (xsoftmax::samplers::make_sampler).
   SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, const std::string& sampler, const SamplingOptions& sampling = {},
                          const LossOptions& options = {});
-  /// Draws from `generator`, or from the default one of input's device.
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
+  /// Draws from `generator`, or from the default one of input's device. negatives [P] or [*, P]: further candidates, -1 where there is none; without
+  /// negative_log_count (of their shape) they are always there, and the sampler's counts are added.
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt,
+                        const std::optional<torch::Tensor>& negatives = std::nullopt,
+                        const std::optional<torch::Tensor>& negative_log_count = std::nullopt);
   /// The sampled loss, also in eval(), from the sampler as it is, without a refresh.
-  torch::Tensor estimate(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
+  torch::Tensor estimate(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt,
+                         const std::optional<torch::Tensor>& negatives = std::nullopt,
+                         const std::optional<torch::Tensor>& negative_log_count = std::nullopt);
   /// One draw: the head and what the sampler proposes, for queries [Q, D] and target [Q] as a sampler takes them.
   Proposal propose(const torch::Tensor& queries, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
 
@@ -140,10 +147,14 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
   torch::Tensor log_z; ///< a parameter where it is learned, else undefined or a constant
 
  protected:
-  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())})
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())}, {3, torch::nn::AnyValue(std::optional<torch::Tensor>())},
+                           {4, torch::nn::AnyValue(std::optional<torch::Tensor>())})
 
  private:
-  torch::Tensor sampled(const torch::Tensor& input, const torch::Tensor& target, bool prepares, std::optional<at::Generator> generator);
+  torch::Tensor sampled(const torch::Tensor& input, const torch::Tensor& target, bool prepares, std::optional<at::Generator> generator,
+                        const std::optional<torch::Tensor>& negatives, const std::optional<torch::Tensor>& negative_log_count);
+  void add_head(Proposal& sets) const;
+  Proposal beside(const CandidateSet& present, const torch::Tensor& queries, const torch::Tensor& target, std::optional<at::Generator> generator);
 };
 TORCH_MODULE(SampledSoftmaxLoss);
 

@@ -143,8 +143,8 @@ def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges) -> N
                            "fully_shard(model, ..., ignored_params=set(loss.parameters())), which leaves the table out")
 
 
-def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor]) -> Tensor:
-    """input [*, D] as [Q, D], after its shape and target's have been checked."""
+def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor], several: bool = False) -> Tensor:
+    """input [*, D] as [Q, D], after its shape and target's have been checked. several: the target may be [*, T]."""
     if not torch.jit.is_scripting():
         for name, tensor in (("input", input), ("target", target)):
             if not isinstance(tensor, Tensor) and (name == "input" or tensor is not None):
@@ -154,8 +154,9 @@ def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[T
     if input.dim() < 1 or input.shape[-1] != in_features:
         raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got {list(input.shape)}")
     if target is not None:
-        if input.shape[:-1] != target.shape:
-            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension, "
+        if input.shape[:-1] != target.shape and not (several and target.dim() == input.dim() and target.shape[:-1] == input.shape[:-1]):
+            more = ", or with that of several positives in its place" if several else ""
+            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension{more}, "
                              f"got {list(target.shape)}")
     return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 

@@ -50,18 +50,19 @@ class CaneLoss(CandidateLoss):
         noise_reduction: "mean_of_logs", as above; or "log_of_mean": all noises in one denominator, with weights 1 / (n q_j), where a target
             outside C takes the place of the first. Less variance for n > 1, at the same cost.
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
+        positives: what several of a query come to; in train() "mean" alone.
         sparse_grad: as in :class:`SampledSoftmaxLoss`.
 
-    Shape: input [*, D], target [*] int64; candidates [C] for all queries, or [*, C] of their own, int64, -1 where there is none; a class
+    Shape: input [*, D], target [*] or [*, T] int64; candidates [C] for all queries, or [*, C] of their own, int64, -1 where there is none; a class
     that stands twice counts once. A scalar, or [*] with reduction="none".
     """
 
     def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Tensor, Sampler, None] = None, num_noises: int = 1,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", bias: bool = False,
-                 weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100, sparse_grad: bool = True, device=None,
+                 weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", sparse_grad: bool = True, device=None,
                  dtype=None) -> None:
-        super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, device=device,
-                         dtype=dtype)
+        super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, positives=positives,
+                         device=device, dtype=dtype)
         name = self._name
         num_noises = check_count(name, "num_noises", num_noises, 0)
         self._init_options(estimator=estimator_of(name, noise_reduction), remove_accidental_hits=True, sparse_grad=check_bool(name, "sparse_grad", sparse_grad))
@@ -96,7 +97,7 @@ class CaneLoss(CandidateLoss):
         if not self.training:
             return self.exact(input, target)
         queries, counted = self._counted(input, target)
-        found = self._candidates(queries, counted, list(target.shape), candidates, generator)
+        found = self._candidates(queries, counted, list(input.shape[:-1]), candidates, generator)
         self.noise.prepare(self.linear.weight, self.linear.bias, generator)
         noise = self.noise.sample_outside(queries, found, counted, generator)
         ids, log_count = torch.ops.xsoftmax.present_set(found)

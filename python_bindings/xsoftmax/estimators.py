@@ -83,6 +83,9 @@ def registered_loss(module: nn.Module, input: Tensor, target: Tensor, sets: List
     if module.estimator not in _REGISTERED:
         return None
     loss, traits = _REGISTERED[module.estimator]
+    if target.dim() == input.dim():
+        raise ValueError(f"SampledSoftmaxLoss: expected one target of each query with estimator {module.estimator!r}, which is written in Python, "
+                         f"got target of shape {list(target.shape)}")
     sets = sorted(sets, key=lambda part: (part.ids.dim() == 1, not part.distinct))  # as the scores stand side by side
     counts = (target != module.ignore_index).reshape(-1)
     known = torch.where(counts, target.reshape(-1), 0)

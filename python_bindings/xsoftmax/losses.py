@@ -27,12 +27,16 @@ class LinearLoss(TableModule):
     _optional_state = ("sampler.", "noise.", "candidate_sampler.", "log_z")
 
     def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Optional[Tensor] = None,
-                 reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, device=None, dtype=None) -> None:
+                 reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", device=None,
+                 dtype=None) -> None:
         super().__init__()
+        self.positives = positives
         self._init_table(in_features, num_classes, reduction=reduction, weight=weight, ignore_index=ignore_index)
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"{self._name}: expected label_smoothing in [0, 1], got {label_smoothing}")
         self.label_smoothing = float(label_smoothing)
+        if positives not in ("mean", "sum"):
+            raise ValueError(f"{self._name}: expected positives to be \"mean\" or \"sum\", got {positives!r}")
         self.linear = make_linear(self.in_features, self.num_classes, bias, device, dtype)
 
     @classmethod
@@ -59,18 +63,28 @@ class LinearLoss(TableModule):
         if self.linear.weight.shape[0] != self.num_classes:
             raise ValueError(f"{self._name}: expected linear.weight with a row for each of {self.num_classes} classes, "
                              f"got shape {list(self.linear.weight.shape)}")
-        return flat_queries(self._name, self.in_features, input, target)
+        return flat_queries(self._name, self.in_features, input, target, several=True)
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
         """`F.cross_entropy(self.linear(input), target, ...)` without the [Q, N] logits; what `forward` gives in eval().
 
-        Where gradients are recorded they are made together with the loss: evaluate under torch.no_grad().
+        Where gradients are recorded they are made together with the loss: evaluate under torch.no_grad(). Of several positives, target [*, T],
+        see :class:`LinearCrossEntropyLoss`.
         """
+        if self._given(target).dim() == input.dim():
+            return self._exact_of_several(input, target)
         loss = torch.ops.xsoftmax.linear_cross_entropy(
-            self._table_queries(input, self._given(target)), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
+            self._table_queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
             ["none", "mean", "sum"].index(self.reduction), self.ignore_index, self.label_smoothing)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
+
+    def _exact_of_several(self, input: Tensor, target: Tensor) -> Tensor:
+        self._table_queries(input, target)
+        if self.label_smoothing != 0.0:
+            raise ValueError(f"{self._name}: expected label_smoothing=0 with several positives of a query, got {self.label_smoothing}")
+        options = "reduction=" + self.reduction + ",ignore_index=" + str(self.ignore_index) + ",positives=" + self.positives
+        return torch.ops.xsoftmax.linear_positives_loss(input, self.linear.weight, self.linear.bias, target, self.weight, options)
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
@@ -111,8 +125,12 @@ class LinearCrossEntropyLoss(LinearLoss):
         reduction: "mean" (weighted, over targets that are not ignored), "sum" or "none".
         ignore_index: targets of this value have no loss and no gradient.
         label_smoothing: in [0, 1].
+        positives: what several of a query come to, target [*, T]. "mean": the mean over its positives y of -log of the softmax of s_y over y and the
+            classes that are no positive of the query; class weights are those of the positives. "sum": -log of the sum of the positives'
+            probabilities; no class weights. Entries of ignore_index are padding, a class that stands twice counts once, and a query whose entries are
+            all padding is ignored. No label smoothing.
 
-    Shape: input [*, D] (float32, float64, bfloat16, float16), target [*] int64 in [0, N). Returns a scalar, or [*] for "none"; in float32
+    Shape: input [*, D] (float32, float64, bfloat16, float16), target [*] int64 in [0, N), or [*, T]. Returns a scalar, or [*] for "none"; in float32
     for 16-bit inputs.
 
     Errors: ValueError for shapes, TypeError for dtypes, IndexError for a target out of range, naming its place.
@@ -128,10 +146,10 @@ class LinearCrossEntropyLoss(LinearLoss):
 class CandidateLoss(LinearLoss):
     """What losses share that score candidates in train() and are exact in eval()."""
 
-    _option_names = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "sparse_grad")
+    _option_names = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "positives", "sparse_grad")
 
     def _counted(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """What samplers are shown: queries [Q, D] and targets [Q], zeros and -1 where a target is ignored."""
+        """What samplers are shown: queries [Q, D] and targets [Q], zeros and -1 where a target is ignored; of several positives [Q, T]."""
         self._queries(input, self._given(target))
         self._check_step()
         return torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index)
@@ -154,10 +172,16 @@ class SampledSoftmaxLoss(CandidateLoss):
     For independent draws the sum is renormalised to the classes other than y, times (M - c_y) / m where m draws are not y
     (MIDX paper, section 3.2).
 
+    ``loss(input, target, negatives=ids)`` scores further classes, ``ids [P]`` for the batch or ``[*, P]`` for each query (int64, -1 where there is
+    none): hard negatives, or those that a data loader drew. They are always there, each once: their expected count is 1, and what the sampler would
+    draw of them is added, so that the sampled loss is that of the exact normaliser still. With ``negative_log_count``, of their shape, they are
+    independent draws of yours, and it is the log of how often all that the step proposes would hold each of them: where the sampler draws the same
+    classes, give it the law of your negatives instead, as a part of a :class:`xsoftmax.samplers.UnionSampler`.
+
     Args:
         in_features: D, the width of a query.
         num_classes: N.
-        sampler: a :class:`xsoftmax.samplers.Sampler`, which says how many classes it draws, for the batch or for each query; or the name of
+        sampler: None: candidates are the head and the negatives of each call. Or a :class:`xsoftmax.samplers.Sampler`, which says how many classes it draws, for the batch or for each query; or the name of
             one: "uniform", "log_uniform" (classes sorted by falling frequency), "in_batch", "midx", "lsh", "sphere", "rff", or one that
             :func:`xsoftmax.samplers.register` was given. It is found as `loss.sampler`, which beside a head is another than the one given. It
             belongs to this loss.
@@ -178,6 +202,8 @@ class SampledSoftmaxLoss(CandidateLoss):
             is the full one times about 1 / (1 + p_y). "ranking", "nce" and CANE keep those among independent draws in any case: without
             them their optimum is not the softmax.
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
+        positives: as there. Draws that hit another positive of the query take no part; independent draws of one set are renormalised to the classes
+            outside. "sum" goes with all estimators but CANE.
         label_smoothing: e: (1 - e) of the loss, and e of (log normaliser - mean score of all classes), that mean estimated from the target
             and the candidates with the weights above. Not beside class weights.
         head_classes: classes that are always scored: how many of the first ids, or a 1-D tensor of ids. The sampler draws from the
@@ -188,13 +214,13 @@ class SampledSoftmaxLoss(CandidateLoss):
     Shape: as :class:`LinearCrossEntropyLoss`.
     """
 
-    def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str], num_samples: Optional[int] = None,
+    def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str, None], num_samples: Optional[int] = None,
                  shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
                  log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
-                 ignore_index: int = -100, label_smoothing: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True, device=None,
-                 dtype=None) -> None:
+                 ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", head_classes: Union[int, Tensor] = 0,
+                 sparse_grad: bool = True, device=None, dtype=None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
-                         label_smoothing=label_smoothing, device=device, dtype=dtype)
+                         label_smoothing=label_smoothing, positives=positives, device=device, dtype=dtype)
         name = self._name
         outside = estimator == "complementary_sum"
         if not outside and estimator is not None:
@@ -208,6 +234,9 @@ class SampledSoftmaxLoss(CandidateLoss):
         if outside and (shared or head.numel() > 0 or label_smoothing != 0.0):
             raise ValueError(f"{name}: expected private draws, head_classes=0 and label_smoothing=0 beside "
                              f"estimator=\"complementary_sum\", got shared={shared}, {head.numel()} classes and {label_smoothing}")
+        none = sampler is None
+        if none and num_samples is None and shared is None:
+            sampler = FixedSampler(num_classes, 0)
         if isinstance(sampler, str) and outside:
             sampler = noise_outside(name, sampler, 20 if num_samples is None else num_samples, num_classes, in_features, bias)
         elif isinstance(sampler, str):
@@ -222,7 +251,7 @@ class SampledSoftmaxLoss(CandidateLoss):
                              f"how it draws, got {num_samples} and {shared}")
         if sampler.num_classes != num_classes:
             raise ValueError(f"{name}: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
-        if sampler.num_samples == 0 and head.numel() == 0:
+        if sampler.num_samples == 0 and head.numel() == 0 and not none:
             raise ValueError(f"{name}: expected candidates to learn from, got num_samples=0 and head_classes=0")
         estimator = "sampled_softmax" if outside else sampler.default_estimator if estimator is None else estimator
         check_estimator(name, estimator, label_smoothing)
@@ -257,26 +286,76 @@ class SampledSoftmaxLoss(CandidateLoss):
         self.head = moved_table(self._name, head, self.head)
         return self
 
-    def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None, negatives: Optional[Tensor] = None,
+                negative_log_count: Optional[Tensor] = None) -> Tensor:
         if not self.training:
             return self.exact(input, target)
-        queries, counted = self._counted(input, target)
-        self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
-        return self._loss(input, target, self.propose(queries, counted, generator))
+        return self._sampled(input, target, generator, negatives, negative_log_count, True)
 
     @torch.jit.export
-    def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+    def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None, negatives: Optional[Tensor] = None,
+                 negative_log_count: Optional[Tensor] = None) -> Tensor:
         """The sampled loss, also in eval(), from the sampler as it is, without a refresh. In eval() nothing counts as a step."""
+        return self._sampled(input, target, generator, negatives, negative_log_count, False)
+
+    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
+                 negative_log_count: Optional[Tensor], prepares: bool) -> Tensor:
         queries, counted = self._counted(input, target)
-        return self._loss(input, target, self.propose(queries, counted, generator))
+        given = self._given_set(input, negatives, negative_log_count)  # before the sampler changes
+        if prepares:
+            self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
+        if given is None:
+            sets = self.propose(queries, counted, generator)
+        elif given.distinct:
+            sets = self._with_head(self._beside(given, queries, counted, generator))
+        else:
+            sets = self.propose(queries, counted, generator) + [given]
+        return self._loss(input, target, sets)
+
+    def _given_set(self, input: Tensor, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> Optional[CandidateSet]:
+        if negatives is None:
+            if log_count is not None:
+                raise ValueError(f"{self._name}: expected negatives beside negative_log_count, got none")
+            if self.sampler.num_samples == 0 and self.head.numel() == 0:
+                raise ValueError(f"{self._name}: expected negatives with each call of a loss without a sampler, got none")
+            return None
+        if not torch.jit.is_scripting():
+            for name, tensor in (("negatives", negatives), ("negative_log_count", log_count)):
+                if tensor is not None and not isinstance(tensor, Tensor):
+                    raise TypeError(f"{self._name}: expected {name} as a tensor, got {type(tensor).__name__}")
+        ids, counts = torch.ops.xsoftmax.given_set(negatives, log_count, input, self.head, self.num_classes, self._name)
+        return CandidateSet(ids, counts, None, log_count is None)
+
+    def _beside(self, given: CandidateSet, queries: Tensor, target: Tensor, generator: Optional[torch.Generator]) -> List[CandidateSet]:
+        """Classes that are always there beside what the sampler draws: the counts add up, as those of the parts of a union."""
+        shared = self.sampler.shared
+        shown = target if shared else torch.ops.xsoftmax.union_classes(queries, target, [given.ids])
+        sets = [given] + self.sampler.sample(queries, shown, generator)
+        ids, log_count, target_log_count, distinct = columns_of(sets)
+        of_target = torch.ops.xsoftmax.present_log_count(given.ids, given.log_count, target if target.dim() == 2 else target.unsqueeze(1))
+        target_log_count[0] = of_target.view_as(target)
+        asked = [torch.ops.xsoftmax.present_log_count(given.ids, given.log_count, part) for part in ids[1:]]
+        of_set = [k + 1 for k in range(len(asked))]
+        if shared:
+            asked.append(self.sampler.log_count(queries, given.ids))
+            of_set.append(0)
+        merged, of_targets = torch.ops.xsoftmax.union_merge(ids, log_count, target_log_count, [int(k > 0) for k in range(len(sets))],
+                                                            len(sets) if shared else 1, asked, of_set, target)
+        proposal: List[CandidateSet] = []
+        for k, one in enumerate(sets):
+            known = target_log_count[k] is not None
+            proposal.append(CandidateSet(one.ids, merged[k], of_targets[k] if known else None, one.distinct))
+        return proposal
+
+    def _with_head(self, sets: List[CandidateSet]) -> List[CandidateSet]:
+        if self.head.numel() > 0:
+            return [CandidateSet(self.head, torch.zeros_like(self.head, dtype=torch.float32), None, True)] + sets
+        return sets
 
     @torch.jit.export
     def propose(self, queries: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
         """One draw: the head and what the sampler proposes, for ``queries [Q, D]`` and ``target [Q]`` as a sampler takes them."""
-        sets = self.sampler.sample(queries, target, generator)
-        if self.head.numel() > 0:
-            sets = [CandidateSet(self.head, torch.zeros_like(self.head, dtype=torch.float32), None, True)] + sets
-        return sets
+        return self._with_head(self.sampler.sample(queries, target, generator))
 
     def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet]) -> Tensor:
         log_z: Optional[Tensor] = None

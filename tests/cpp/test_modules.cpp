@@ -230,6 +230,41 @@ TEST_F(Modules, TrainingReducesTheExactLoss) {
   }
 }
 
+TEST_F(Modules, GivenNegativesAreAFixedPartOfAUnion) {
+  const Tensor ids = torch::tensor({5, 17, 39}, torch::kLong), padded = torch::tensor({17, -1, 5, 39, 5}, torch::kLong);
+  for (const std::string estimator : {"sampled_softmax", "ranking", "nce"}) {
+    for (const bool of_query : {false, true}) {
+      const SamplingOptions sampling{.estimator = estimator};
+      SampledSoftmaxLoss loss(kWidth, kClasses, uniform(), sampling);
+      SampledSoftmaxLoss joined(kWidth, kClasses, samplers::UnionSampler(std::vector<Sampler>{uniform(), samplers::FixedSampler(kClasses, ids).ptr()}).ptr(),
+                                sampling);
+      joined->linear->weight = loss->linear->weight;
+      const Tensor got = loss->forward(input, target, generator(5), of_query ? padded.expand({7, 5}) : padded);
+      EXPECT_TRUE(torch::allclose(got, joined->forward(input, target, generator(5)), 1e-5, 1e-6)) << estimator << ", of a query " << of_query;
+    }
+  }
+  SampledSoftmaxLoss none(kWidth, kClasses, Sampler(nullptr));
+  EXPECT_TRUE(torch::allclose(none->forward(input, target, {}, torch::arange(kClasses)), none->exact(input, target), 1e-5, 1e-6));
+  EXPECT_THROW(none->forward(input, target), c10::Error);
+  EXPECT_THROW(none->forward(input, target, {}, torch::tensor({kClasses}, torch::kLong)), c10::Error);
+  EXPECT_THROW(none->forward(input, target, {}, std::nullopt, torch::zeros({3})), c10::Error);
+}
+
+TEST_F(Modules, SeveralPositives) {
+  const Tensor several = torch::stack({target, target, target.masked_fill(target.ge(0), 11)}, 1);
+  for (const std::string positives : {"mean", "sum"}) {
+    const LossOptions options{.reduction = "none", .positives = positives};
+    SampledSoftmaxLoss loss(kWidth, kClasses, Sampler(nullptr), SamplingOptions{}, options);
+    const Tensor scores = loss->linear->forward(input), first = target.clamp_min(0);
+    const Tensor both = torch::stack({first, torch::full_like(first, 11)}, 1), of_both = scores.gather(1, both);
+    const Tensor others = scores.scatter(1, both, -INFINITY).logsumexp(1, true);
+    const Tensor each = torch::softplus(others - (positives == "sum" ? of_both.logsumexp(1, true) : of_both)).mean(1);
+    const Tensor want = each.masked_fill(target.lt(0), 0);
+    EXPECT_TRUE(torch::allclose(loss->exact(input, several), want, 1e-5, 1e-6)) << positives;
+    EXPECT_TRUE(torch::allclose(loss->forward(input, several, {}, torch::arange(kClasses)), want, 1e-5, 1e-6)) << positives;
+  }
+}
+
 TEST_F(Modules, NamesMakeSamplers) {
   SampledSoftmaxLoss loss(kWidth, kClasses, "uniform", SamplingOptions{.num_samples = 4, .shared = false});
   EXPECT_EQ(loss->sampler->num_samples(), 4);

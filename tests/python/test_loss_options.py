@@ -352,7 +352,7 @@ def test_bad_arguments(kwargs, error, message):
 @pytest.mark.parametrize("loss", [sampled(), sampled().eval(), xs.LinearCrossEntropyLoss(D, N)], ids=["train", "eval", "exact"])
 @pytest.mark.parametrize("input, target, error, message", [
     (torch.zeros(3, D), torch.zeros(4, dtype=torch.int64), ValueError, r"expected target of shape \[3\]"),
-    (torch.zeros(3, D), torch.zeros(3, 1, dtype=torch.int64), ValueError, r"expected target of shape \[3\]"),
+    (torch.zeros(3, D), torch.zeros(4, 1, dtype=torch.int64), ValueError, r"expected target of shape \[3\]"),
     (torch.zeros(3, D), torch.tensor([0, N, 1]), IndexError, r"expected target in \[0, 40\) or ignore_index, got 40 at \[1\]"),
     (torch.zeros(3, D), torch.tensor([0, 1, -1]), IndexError, r"expected target in \[0, 40\) or ignore_index, got -1 at \[2\]"),
     (torch.zeros(3, D), torch.zeros(3), TypeError, "expected target of dtype int64, got float32"),

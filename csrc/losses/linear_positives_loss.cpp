@@ -1,0 +1,302 @@
+#include "losses/linear_positives_loss.h"
+
+#include "core/autocast.h"
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/options.h"
+#include "losses/reduction.h"
+#include "losses/several_positives.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/softplus.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "linear_positives_loss"; // the op that users call
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t kBlockBytes = 54 << 20; // of logits
+constexpr int64_t kSlices = 16;           // of a block, which threads take
+
+void check_arguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
+  check::linear(kOp, input, weight, bias);
+  check::dim(kOp, "positives", positives, 2);
+  check::int64(kOp, "positives", positives);
+  check::size(kOp, "positives", positives, 0, input.sym_size(0), "the rows of input");
+  check::same_device(kOp, "positives", positives, "input", input);
+  TORCH_CHECK_VALUE(positives.sym_size(1) >= 1, kOp, ": expected at least one column of positives, got shape ", positives.sym_sizes());
+  check::dim(kOp, "shares", shares, 2);
+  check::dtype(kOp, "shares", shares, opmath_dtype(input.scalar_type()));
+  check::same_device(kOp, "shares", shares, "input", input);
+  check::size(kOp, "shares", shares, 0, input.sym_size(0), "the rows of input");
+  check::size(kOp, "shares", shares, 1, together ? c10::SymInt(1) : positives.sym_size(1), together ? "one for all positives" : "the positives");
+}
+
+void check_grad(const Tensor& grad, const Tensor& input) {
+  check::dim(kOp, "grad", grad, 1);
+  check::floating(kOp, "grad", grad);
+  check::size(kOp, "grad", grad, 0, input.sym_size(0), "the rows of input");
+  check::same_device(kOp, "grad", grad, "input", input);
+}
+
+// Calls task(begin, size) over slices of `size` things, on several threads. What is called inside takes one thread: so no result depends on their number.
+template <typename Task>
+void for_slices(const Tensor& on, int64_t size, const Task& task) {
+  if (!on.is_cpu()) {
+    return task(0, size);
+  }
+  const int64_t width = std::max<int64_t>(1, (size + kSlices - 1) / kSlices);
+  at::parallel_for(0, kSlices, 1, [&](int64_t first, int64_t last) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    for (int64_t i = first; i < last && i * width < size; ++i) {
+      task(i * width, std::min(width, size - i * width));
+    }
+  });
+}
+
+// Some of the queries: what both passes find of them.
+struct QueryBlock {
+  Tensor ids;        // [q, T] the positives, the first once more in the place of padding
+  Tensor counts;     // [q, T] which are no padding
+  Tensor logits;     // [q, N] in opmath, -inf at the positives
+  Tensor each;       // [q, T] scores of the positives
+  Tensor score;      // the same, or [q, 1]: of all together
+  Tensor normalizer; // [q, 1] log of the sum over the other classes
+
+  QueryBlock(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, bool together)
+      : ids(at::where(positives.lt(0), positives.narrow(1, 0, 1), positives).clamp_min(0)), counts(positives.ge(0)) {
+    const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
+    logits = at::empty({input.size(0), weight.size(0)}, options);
+    for_slices(logits, weight.size(0), [&](int64_t begin, int64_t size) {
+      const OptionalTensor of_slice = given(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : bias;
+      logits.narrow(1, begin, size).copy_(at::linear(input, weight.narrow(0, begin, size), of_slice));
+    });
+    each = logits.gather(1, ids);
+    logits.scatter_(1, ids, -kInfinity);
+    normalizer = at::empty({input.size(0), 1}, options);
+    for_slices(logits, input.size(0), [&](int64_t begin, int64_t size) {
+      normalizer.narrow(0, begin, size).copy_(at::logsumexp(logits.narrow(0, begin, size), 1, /*keepdim=*/true));
+    });
+    const Tensor padding = counts.logical_not().logical_and(counts.any(1, /*keepdim=*/true));
+    score = together ? at::logsumexp(each.masked_fill(padding, -kInfinity), 1, /*keepdim=*/true) : each;
+  }
+};
+
+// Calls task(begin, size) over blocks of queries.
+template <typename Task>
+void for_each_block(const Tensor& input, const Tensor& weight, const Task& task) {
+  const int64_t queries = input.size(0), bytes = std::max<int64_t>(1, weight.size(0)) * at::elementSize(opmath_dtype(input.scalar_type()));
+  const int64_t width = std::max<int64_t>(1, kBlockBytes / bytes);
+  for (int64_t begin = 0; begin < queries; begin += width) {
+    task(begin, std::min(width, queries - begin));
+  }
+}
+
+Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
+  check_arguments(input, weight, bias, positives, shares, together);
+  Tensor loss = at::zeros({input.size(0)}, shares.options());
+  for_each_block(input, weight, [&](int64_t begin, int64_t size) {
+    const QueryBlock block(input.narrow(0, begin, size), weight, bias, positives.narrow(0, begin, size), together);
+    const Tensor share = shares.narrow(0, begin, size);
+    loss.narrow(0, begin, size).copy_(at::where(share.eq(0), 0.0, at::softplus(block.normalizer - block.score) * share).sum(1));
+  });
+  return loss;
+}
+
+PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
+                                const Tensor& shares, bool together, std::array<bool, 3> mask) {
+  check_arguments(input, weight, bias, positives, shares, together);
+  check_grad(grad, input);
+  const auto accumulates = shares.options();
+  Tensor grad_input = at::empty({mask[0] ? input.size(0) : 0, input.size(1)}, input.options());
+  Tensor grad_weight = at::zeros({mask[1] ? weight.size(0) : 0, weight.size(1)}, accumulates);
+  Tensor grad_bias = at::zeros({mask[2] ? weight.size(0) : 0}, accumulates);
+  for_each_block(input, weight, [&](int64_t begin, int64_t size) {
+    const Tensor rows = input.narrow(0, begin, size), share = shares.narrow(0, begin, size);
+    QueryBlock block(rows, weight, bias, positives.narrow(0, begin, size), together);
+    const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1);
+    const Tensor moved = at::where(share.eq(0).logical_or(of_query.eq(0)), 0.0, of_query * share * (block.normalizer - block.score).sigmoid());
+    const Tensor total = moved.sum(1, /*keepdim=*/true), still = total.eq(0);
+    Tensor& gradient = block.logits; // in the place of the logits; of a query without a finite normaliser, 0
+    for_slices(gradient, size, [&](int64_t first, int64_t count) {
+      Tensor part = gradient.narrow(0, first, count);
+      part.sub_(block.normalizer.narrow(0, first, count)).exp_().mul_(total.narrow(0, first, count)).masked_fill_(still.narrow(0, first, count), 0);
+    });
+    const Tensor of_positives = together ? moved * (block.each - block.score).exp() : moved;
+    gradient.scatter_add_(1, block.ids, -of_positives.masked_fill(block.counts.logical_not(), 0));
+    const Tensor product = gradient.to(weight.scalar_type());
+    if (mask[0]) {
+      for_slices(product, weight.size(1), [&](int64_t first, int64_t count) {
+        grad_input.narrow(0, begin, size).narrow(1, first, count).copy_(at::mm(product, weight.narrow(1, first, count)));
+      });
+    }
+    const Tensor counted = rows.masked_fill(still, 0); // an ignored query may hold anything
+    for_slices(product, mask[1] || mask[2] ? weight.size(0) : 0, [&](int64_t first, int64_t count) {
+      if (mask[1]) {
+        grad_weight.narrow(0, first, count).add_(at::mm(product.narrow(1, first, count).t(), counted));
+      }
+      if (mask[2]) {
+        grad_bias.narrow(0, first, count).add_(gradient.narrow(1, first, count).sum(0));
+      }
+    });
+  });
+  return {grad_input, grad_weight.to(weight.scalar_type()), grad_bias.to(weight.scalar_type())};
+}
+
+// On the CPU ids can be read.
+Tensor forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
+  check_arguments(input, weight, bias, positives, shares, together);
+  check::class_ids(kOp, "positives", positives, weight.size(0), -1);
+  return forward_any(input, weight, bias, positives, shares, together);
+}
+
+PositivesGradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
+                                const Tensor& shares, bool together, std::array<bool, 3> mask) {
+  check_arguments(input, weight, bias, positives, shares, together);
+  check::class_ids(kOp, "positives", positives, weight.size(0), -1);
+  return backward_any(grad, input, weight, bias, positives, shares, together, mask);
+}
+
+Tensor forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
+  check_arguments(input, weight, bias, positives, shares, together);
+  return at::empty_symint({input.sym_size(0)}, shares.options());
+}
+
+PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
+                                 const Tensor& shares, bool together, std::array<bool, 3> mask) {
+  check_arguments(input, weight, bias, positives, shares, together);
+  check_grad(grad, input);
+  const c10::SymInt none(0);
+  return {at::empty_symint({mask[0] ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
+          at::empty_symint({mask[1] ? weight.sym_size(0) : none, weight.sym_size(1)}, weight.options()),
+          at::empty_symint({mask[2] ? weight.sym_size(0) : none}, weight.options())};
+}
+
+Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy", "").typed<decltype(forward_any)>();
+  return op.call(input, weight, bias, positives, shares, together);
+}
+
+PositivesGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
+                                 const Tensor& shares, bool together, std::array<bool, 3> mask) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy_backward", "").typed<decltype(backward_any)>();
+  return op.call(grad, input, weight, bias, positives, shares, together, mask);
+}
+
+class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEntropy> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const Tensor& positives, const Tensor& shares, bool together) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), positives, shares});
+    ctx->saved_data["together"] = together;
+    return call_forward(input, weight, bias, positives, shares, together);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), saved[2].defined() && ctx->needs_input_grad(2)};
+    const auto [grad_input, grad_weight, grad_bias] =
+        call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved[4], ctx->saved_data["together"].toBool(), wanted);
+    return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(), wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                        bool together) {
+  return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, together);
+}
+
+Tensor loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+               std::string_view options) {
+  return linear_positives_loss(input, weight, bias, target, class_weight, parse_options<ExactPositivesOptions>(kOp, options));
+}
+
+// Products run low, as those of linear_cross_entropy.
+template <c10::DeviceType device>
+Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                        bool together) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
+  return call_forward(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : bias, positives, shares, together);
+}
+
+} // namespace
+
+Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                             const OptionalTensor& class_weight, const ExactPositivesOptions& options) {
+  check_batch(kOp, input, target, weight, options.ignore_index);
+  TORCH_CHECK_VALUE(target.dim() == input.dim(), kOp, ": expected target of shape [*, T] beside input of shape ", input.sym_sizes(), ", got ",
+                    target.sym_sizes());
+  check_class_weight(kOp, class_weight, weight.sym_size(0), target);
+  check_positives(kOp, options, class_weight, 0);
+  Tensor some = target;
+  if (!has_several(input, some, options.ignore_index)) {
+    some = some.unsqueeze(-1);
+  }
+  const Tensor positives = different_positives(some, options.ignore_index);
+  const Tensor shares = positive_shares(positives, options, class_weight, opmath_dtype(input.scalar_type()));
+  const Tensor loss = call_forward(input.reshape_symint({positives.sym_size(0), input.sym_size(-1)}), weight, bias, positives, shares,
+                                   options.positives == "sum");
+  return reduced_positives(kOp, loss, shares, options.reduction, target.sym_sizes().slice(0, target.dim() - 1));
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("linear_positives_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, str options=\"\") -> Tensor", loss_op);
+  m.def("positives_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, bool together) -> Tensor");
+  m.def("positives_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, bool together, "
+        "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("positives_cross_entropy", forward_any);
+  m.impl("positives_cross_entropy_backward", backward_any);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) {
+  m.impl("positives_cross_entropy", forward_cpu);
+  m.impl("positives_cross_entropy_backward", backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("positives_cross_entropy", forward_meta);
+  m.impl("positives_cross_entropy_backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
+  m.impl("positives_cross_entropy", forward_autograd);
+  m.impl("positives_cross_entropy_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCPU, m) {
+  m.impl("positives_cross_entropy", forward_autocast<at::kCPU>);
+  below_autocast(m, {"positives_cross_entropy_backward"});
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, AutocastCUDA, m) {
+  m.impl("positives_cross_entropy", forward_autocast<at::kCUDA>);
+  below_autocast(m, {"positives_cross_entropy_backward"});
+}
+
+} // namespace xsoftmax
