@@ -57,13 +57,15 @@ void check_grad(const Tensor& grad, const Tensor& input) {
   check::same_device(kOp, "grad", grad, "input", input);
 }
 
+int64_t slice_width(int64_t size) { return std::max<int64_t>(1, (size + kSlices - 1) / kSlices); }
+
 // Calls task(begin, size) over slices of `size` things, on several threads. What is called inside takes one thread: so no result depends on their number.
 template <typename Task>
 void for_slices(const Tensor& on, int64_t size, const Task& task) {
   if (!on.is_cpu()) {
     return task(0, size);
   }
-  const int64_t width = std::max<int64_t>(1, (size + kSlices - 1) / kSlices);
+  const int64_t width = slice_width(size);
   at::parallel_for(0, kSlices, 1, [&](int64_t first, int64_t last) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     for (int64_t i = first; i < last && i * width < size; ++i) {
@@ -142,21 +144,23 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
     });
     const Tensor of_positives = together ? moved * (block.each - block.score).exp() : moved;
     gradient.scatter_add_(1, block.ids, -of_positives.masked_fill(block.counts.logical_not(), 0));
-    const Tensor product = gradient.to(weight.scalar_type());
-    if (mask[0]) {
-      for_slices(product, weight.size(1), [&](int64_t first, int64_t count) {
-        grad_input.narrow(0, begin, size).narrow(1, first, count).copy_(at::mm(product, weight.narrow(1, first, count)));
-      });
-    }
-    const Tensor counted = rows.masked_fill(still, 0); // an ignored query may hold anything
-    for_slices(product, mask[1] || mask[2] ? weight.size(0) : 0, [&](int64_t first, int64_t count) {
+    const Tensor counted = rows.masked_fill(still, 0);                                        // an ignored query may hold anything
+    const Tensor parts = at::zeros({mask[0] ? kSlices : 0, size, input.size(1)}, accumulates); // of the gradient of the queries, from a slice each
+    for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {
+      const Tensor of_classes = gradient.narrow(1, first, count), product = of_classes.to(weight.scalar_type());
+      if (mask[0]) {
+        parts.select(0, first / slice_width(weight.size(0))).copy_(at::mm(product, weight.narrow(0, first, count)));
+      }
       if (mask[1]) {
-        grad_weight.narrow(0, first, count).add_(at::mm(product.narrow(1, first, count).t(), counted));
+        grad_weight.narrow(0, first, count).add_(at::mm(product.t(), counted));
       }
       if (mask[2]) {
-        grad_bias.narrow(0, first, count).add_(gradient.narrow(1, first, count).sum(0));
+        grad_bias.narrow(0, first, count).add_(of_classes.sum(0));
       }
     });
+    if (mask[0]) {
+      grad_input.narrow(0, begin, size).copy_(parts.sum(0));
+    }
   });
   return {grad_input, grad_weight.to(weight.scalar_type()), grad_bias.to(weight.scalar_type())};
 }

@@ -245,7 +245,7 @@ TEST_F(Modules, GivenNegativesAreAFixedPartOfAUnion) {
   }
   SampledSoftmaxLoss none(kWidth, kClasses, Sampler(nullptr));
   EXPECT_TRUE(torch::allclose(none->forward(input, target, {}, torch::arange(kClasses)), none->exact(input, target), 1e-5, 1e-6));
-  EXPECT_THROW(none->forward(input, target), c10::Error);
+  EXPECT_THROW(none->forward(input, target), c10::ValueError);
   EXPECT_THROW(none->forward(input, target, {}, torch::tensor({kClasses}, torch::kLong)), c10::Error);
   EXPECT_THROW(none->forward(input, target, {}, std::nullopt, torch::zeros({3})), c10::Error);
 }
@@ -441,7 +441,6 @@ TEST_F(Modules, BadArgumentsThrow) {
   EXPECT_THROW(make({}, {.label_smoothing = 1.5}), c10::ValueError);
   EXPECT_THROW(make({}, {.weight = torch::ones(3)}), c10::ValueError);
   EXPECT_THROW(make({}, {.weight = torch::ones(kClasses), .label_smoothing = 0.1}), c10::ValueError);
-  EXPECT_THROW(make({}, {}, Sampler()), c10::ValueError);
   EXPECT_THROW(make({}, {}, samplers::UniformSampler(kClasses - 1, 3).ptr()), c10::ValueError);
   EXPECT_THROW(samplers::make_sampler("zipf", {.num_classes = kClasses}), c10::ValueError);
   EXPECT_THROW(LinearCrossEntropyLoss(kWidth, 0), c10::ValueError);
