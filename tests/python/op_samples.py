@@ -93,6 +93,9 @@ def samples():
     inside = ops.sort_sets(ops.candidate_set(private, N), N)
     outside = f"num_classes={N},num_samples={S},tries=2"
     counts = torch.ones(N, dtype=torch.int64), torch.tensor(N), torch.tensor(Q)
+    stream = "num_ids={},half_life=10".format(N)
+    streaming = ops.streaming_counts("Counts", stream)
+    ops.streaming_update_(shared, None, *streaming, stream)
     static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
     return optimizer_samples() | dict(
@@ -197,6 +200,10 @@ def samples():
         static_log_count=(private, tables, static_options),
         static_sample=(seed, input, target, tables, static_options),
         static_tables=("Sampler", weights, 0.5, shared, static),
+        streaming_count=(private, *streaming, stream),
+        streaming_counts=("Counts", stream),
+        streaming_log_prob=(private, *streaming, stream),
+        streaming_update_=(private, private > 3, *streaming, stream),
         systematic_sample=(seed, probability, *ops.systematic_table(uniform), Q, S),
         systematic_table=(weights,),
         table_log_prob=(probability, private),
