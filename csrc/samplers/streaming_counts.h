@@ -1,12 +1,13 @@
 #pragma once
 
+#include <xsoftmax/streaming_options.h>
+
 #include "core/optional.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -26,26 +27,7 @@ namespace xsoftmax {
 //   last   int64, the shape of count: `seen` after the batch that held the row's last sighting; [0] beside int64 counts
 //   seen   int64, 0-dim: the number of ids so far; not used beside int64 counts
 
-/// The options of counts, and of their operators.
-struct StreamingOptions {
-  std::optional<int64_t> num_ids;  ///< N: ids are in [0, N); none: open ids
-  std::optional<double> half_life; ///< in ids; none: nothing is forgotten
-  std::optional<double> alpha;     ///< of open ids, in the place of half_life: the weight of a new gap
-  int64_t buckets = 1 << 20;       ///< of open ids, for each hash function
-  int64_t hashes = 2;
-
-  template <typename Visitor>
-  void visit(Visitor& v) {
-    v("num_ids", num_ids);
-    v("half_life", half_life);
-    v("alpha", alpha);
-    v("buckets", buckets);
-    v("hashes", hashes);
-  }
-  bool open() const { return !num_ids.has_value(); }
-  /// Whether counts are integers.
-  bool exact() const { return !open() && !half_life.has_value(); }
-};
+using samplers::StreamingOptions;
 
 /// Its tensors, which are written to.
 struct StreamingState {

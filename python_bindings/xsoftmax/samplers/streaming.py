@@ -62,6 +62,7 @@ class StreamingCounts(KeepsTables):
 
     def __init__(self, num_ids: Optional[int], *, half_life: Optional[float] = None, alpha: Optional[float] = None, buckets: int = 2**20, hashes: int = 2):
         super().__init__()
+        self._group = None
         owner = type(self).__name__
         self.num_ids = None if num_ids is None else check_count(owner, "num_ids", num_ids, 1)
         self.options = option_text(num_ids=self.num_ids, half_life=_number(owner, "half_life", half_life), alpha=_number(owner, "alpha", alpha),
@@ -93,7 +94,21 @@ class StreamingCounts(KeepsTables):
             TypeError, ValueError, IndexError: ids of another dtype or outside the range, a mask of another shape; nothing is counted then
         """
         if self.training:
+            if not torch.jit.is_scripting() and self._group is not None:
+                ids, mask = self._of_all_ranks(ids if mask is None else ids[mask]), None
             torch.ops.xsoftmax.streaming_update_(ids, mask, self.count, self.total, self.last, self.seen, self.options)
+
+    @torch.jit.unused
+    def _of_all_ranks(self, ids: Tensor) -> Tensor:
+        """The ids of all ranks whose counts these are."""
+        if self._group is None:
+            return ids
+        if ids.dtype != torch.int64:
+            raise TypeError(f"StreamingCounts: expected ids of dtype int64, got {ids.dtype}")
+        from ..distributed._group import Ragged
+
+        flat = ids.reshape(-1)
+        return Ragged(len(flat), flat.device, self._group).gather(flat)
 
     @torch.jit.export
     def counts(self, ids: Tensor) -> Tensor:
