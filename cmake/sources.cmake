@@ -84,6 +84,8 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/sampling.cpp
   csrc/samplers/static_module.cpp
   csrc/samplers/static_sample.cpp
+  csrc/samplers/streaming_counts.cpp
+  csrc/samplers/streaming_counts_cpu.cpp
   csrc/samplers/systematic_sample.cpp
   csrc/samplers/systematic_sample_cpu.cpp
   csrc/samplers/table_log_prob.cpp

@@ -61,6 +61,10 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
     TORCH_CHECK_VALUE(candidate_sampler->num_classes() == num_classes && candidate_sampler->num_samples() >= 1, kName,
                       ": expected a candidate_sampler of ", num_classes, " classes that draws one at least, got one of ",
                       candidate_sampler->num_classes(), " that draws ", candidate_sampler->num_samples());
+    for (const auto& part : candidate_sampler->modules()) {
+      TORCH_CHECK_VALUE(std::dynamic_pointer_cast<samplers::StreamingCountsImpl>(part) == nullptr, kName,
+                        ": expected candidates that do not look at the target, got a ", candidate_sampler->name(), " that counts targets");
+    }
     TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler, kName,
                       ": expected two samplers for candidates and noise, got one for both: build a second one");
     if (candidate_sampler->claimed()) { // before the noise is

@@ -1,6 +1,8 @@
 #include "samplers/in_batch_sample.h"
 
 #include "core/checks.h"
+#include "core/options.h"
+#include "samplers/modules.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/eye.h>
@@ -12,76 +14,97 @@ namespace xsoftmax {
 namespace {
 
 using at::Tensor;
+using samplers::find_op;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-void check_counts(const char* op, const char* argument, const Tensor& ids, const Tensor& counts, const Tensor& total, const Tensor& drawn) {
-  check::int64(op, argument, ids);
-  check::dim(op, "counts", counts, 1);
-  check::int64(op, "counts", counts);
-  check::dim(op, "total", total, 0);
-  check::int64(op, "total", total);
+Tensor first_column(const Tensor& ids) { return ids.dim() == 2 ? ids.select(1, 0) : ids; }
+
+void check_targets(const char* name, const Tensor& ids) {
+  TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() == 2 && ids.sym_size(1) >= 1), "in_batch_sample: expected ", name, " of shape [Q] or [Q, T], got ",
+                    ids.sym_sizes());
+}
+
+StreamingOptions checked(const char* op, const char* argument, const Tensor& ids, const StreamingState& state, const Tensor& drawn,
+                         std::string_view text) {
+  const StreamingOptions options = streaming_options(op, text);
+  check_streaming(op, argument, ids, state, options);
   check::dim(op, "drawn", drawn, 0);
   check::int64(op, "drawn", drawn);
-  for (const auto& [name, tensor] : {std::pair<const char*, const Tensor&>{"counts", counts}, {"total", total}, {"drawn", drawn}}) {
-    check::same_device(op, name, tensor, argument, ids);
-  }
+  check::same_device(op, "drawn", drawn, argument, ids);
+  return options;
 }
 
-void check_target(const Tensor& target, const Tensor& counts, const Tensor& total, const Tensor& drawn) {
+StreamingOptions check_sample(const Tensor& target, const OptionalTensor& counted, const StreamingState& state, const Tensor& drawn,
+                              std::string_view text) {
   constexpr const char* op = "in_batch_sample";
-  check_counts(op, "target", target, counts, total, drawn);
-  TORCH_CHECK_VALUE(target.dim() == 1 || (target.dim() == 2 && target.sym_size(1) >= 1), op, ": expected target of shape [Q] or [Q, T], got ",
-                    target.sym_sizes());
+  const StreamingOptions options = checked(op, "target", target, state, drawn, text);
+  check_targets("target", target);
+  if (given(counted)) {
+    check::int64(op, "counted", *counted);
+    check_targets("counted", *counted);
+    check::same_device(op, "counted", *counted, "target", target);
+  }
+  return options;
 }
 
-// At least 1: before the first batch every class has p = 0, not 0 / 0.
-Tensor log_counts(const Tensor& ids, const Tensor& counts, const Tensor& total, const Tensor& drawn) {
-  const Tensor count = counts.index_select(0, ids.clamp_min(0).reshape({-1})).view_symint(ids.sym_sizes());
-  const Tensor others = (drawn - 1).clamp_min(0).to(at::kDouble).log(), all = total.clamp_min(1).to(at::kDouble).log();
-  return (count.to(at::kDouble).log() + (others - all)).to(at::kFloat).masked_fill(ids.lt(0), -kInfinity);
+Tensor log_counts(const Tensor& ids, const StreamingState& state, const Tensor& drawn, std::string_view text) {
+  static const auto log_prob = find_op<decltype(streaming_log_prob)>("xsoftmax::streaming_log_prob");
+  const Tensor others = (drawn - 1).clamp_min(0).to(at::kDouble).log();
+  return (log_prob.call(ids, state.count, state.total, state.last, state.seen, text) + others).to(at::kFloat).masked_fill(ids.lt(0), -kInfinity);
 }
 
-std::tuple<Tensor, Tensor, Tensor> in_batch_sample_cpu(const Tensor& target, Tensor& counts, Tensor& total, Tensor& drawn, bool update) {
-  check_target(target, counts, total, drawn);
-  check::class_ids("in_batch_sample", "target", target, counts.size(0), -1);
-  return in_batch_sample(target, counts, total, drawn, update);
+std::tuple<Tensor, Tensor, Tensor> in_batch_sample_cpu(const Tensor& target, const OptionalTensor& counted, Tensor& count, Tensor& total, Tensor& last,
+                                                       Tensor& seen, Tensor& drawn, std::string_view text) {
+  const StreamingOptions options = check_sample(target, counted, {count, total, last, seen}, drawn, text);
+  if (!options.open()) {
+    check::class_ids("in_batch_sample", "target", target, *options.num_ids, -1);
+    check::class_ids("in_batch_sample", "counted", given(counted) ? first_column(*counted) : target, *options.num_ids, -1);
+  }
+  return in_batch_sample(target, counted, count, total, last, seen, drawn, text);
 }
 
-Tensor in_batch_log_count_cpu(const Tensor& ids, const Tensor& counts, const Tensor& total, const Tensor& drawn) {
-  check_counts("in_batch_log_count", "ids", ids, counts, total, drawn);
-  check::class_ids("in_batch_log_count", "ids", ids, counts.size(0), -1);
-  return in_batch_log_count(ids, counts, total, drawn);
+Tensor in_batch_log_count_cpu(const Tensor& ids, const Tensor& count, const Tensor& total, const Tensor& last, const Tensor& seen, const Tensor& drawn,
+                              std::string_view text) {
+  const StreamingOptions options = checked("in_batch_log_count", "ids", ids, {count, total, last, seen}, drawn, text);
+  if (!options.open()) {
+    check::class_ids("in_batch_log_count", "ids", ids, *options.num_ids, -1);
+  }
+  return in_batch_log_count(ids, count, total, last, seen, drawn, text);
 }
 
 } // namespace
 
-std::tuple<Tensor, Tensor, Tensor> in_batch_sample(const Tensor& target, Tensor& counts, Tensor& total, Tensor& drawn, bool update) {
-  check_target(target, counts, total, drawn);
+std::tuple<Tensor, Tensor, Tensor> in_batch_sample(const Tensor& target, const OptionalTensor& counted, Tensor& count, Tensor& total, Tensor& last,
+                                                   Tensor& seen, Tensor& drawn, std::string_view text) {
+  const StreamingState state{count, total, last, seen};
+  check_sample(target, counted, state, drawn, text);
   const Tensor targets = target.clone(); // which may be one of the counts
-  const Tensor given = targets.dim() == 2 ? targets.select(1, 0) : targets;
-  const Tensor absent = given.lt(0), ids = given.clamp_min(0), counted = absent.logical_not().to(at::kLong);
-  drawn.copy_(counted.sum());
-  if (update) {
-    counts.index_add_(0, ids, counted);
-    total.add_(drawn);
+  const Tensor absent = first_column(targets).lt(0), ids = first_column(targets).clamp_min(0);
+  drawn.copy_(absent.logical_not().sum());
+  if (given(counted)) {
+    static const auto update = find_op<decltype(streaming_update_)>("xsoftmax::streaming_update_");
+    const Tensor shown = first_column(*counted);
+    update.call(shown, shown.ge(0), count, total, last, seen, text);
   }
-  const Tensor of_target = log_counts(targets, counts, total, drawn), of_class = target.dim() == 2 ? of_target.select(1, 0) : of_target;
-  const c10::SymInt queries = given.sym_size(0);
+  const Tensor of_target = log_counts(targets, state, drawn, text), of_class = first_column(of_target);
+  const c10::SymInt queries = ids.sym_size(0);
   const Tensor itself = at::eye_symint(queries, absent.options());
   const Tensor nothing = itself.logical_or(absent.unsqueeze(0)).logical_or(absent.unsqueeze(1));
   return {ids, of_class.unsqueeze(0).expand_symint({queries, queries}).masked_fill(nothing, kInfinity), of_target};
 }
 
-Tensor in_batch_log_count(const Tensor& ids, const Tensor& counts, const Tensor& total, const Tensor& drawn) {
-  check_counts("in_batch_log_count", "ids", ids, counts, total, drawn);
-  return log_counts(ids, counts, total, drawn);
+Tensor in_batch_log_count(const Tensor& ids, const Tensor& count, const Tensor& total, const Tensor& last, const Tensor& seen, const Tensor& drawn,
+                          std::string_view text) {
+  const StreamingState state{count, total, last, seen};
+  checked("in_batch_log_count", "ids", ids, state, drawn, text);
+  return log_counts(ids, state, drawn, text);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("in_batch_sample(Tensor target, Tensor(a!) counts, Tensor(b!) total, Tensor(c!) drawn, bool update) -> "
-        "(Tensor ids, Tensor log_count, Tensor target_log_count)");
-  m.def("in_batch_log_count(Tensor ids, Tensor counts, Tensor total, Tensor drawn) -> Tensor");
+  m.def("in_batch_sample(Tensor target, Tensor? counted, Tensor(a!) count, Tensor(b!) total, Tensor(c!) last, Tensor(d!) seen, Tensor(e!) drawn, "
+        "str options) -> (Tensor ids, Tensor log_count, Tensor target_log_count)");
+  m.def("in_batch_log_count(Tensor ids, Tensor count, Tensor total, Tensor last, Tensor seen, Tensor drawn, str options) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

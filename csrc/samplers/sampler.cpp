@@ -25,7 +25,7 @@ Proposal one_set(const std::tuple<Tensor, Tensor, Tensor>& drawn, const Tensor& 
 }
 
 SamplerImpl::SamplerImpl(std::string name, int64_t num_classes, int64_t num_samples, bool shared, bool distinct)
-    : Module(std::move(name)), num_classes_(num_classes), num_samples_(num_samples), shared_(shared), distinct_(distinct) {
+    : KeepsTables(std::move(name)), num_classes_(num_classes), num_samples_(num_samples), shared_(shared), distinct_(distinct) {
   TORCH_CHECK_VALUE(num_classes >= 1, this->name(), ": expected num_classes of at least 1, got ", num_classes);
   TORCH_CHECK_VALUE(num_samples >= kOfBatch, this->name(), ": expected num_samples of at least 0, got ", num_samples);
 }
@@ -46,15 +46,15 @@ void load_children(torch::nn::Module& module, torch::serialize::InputArchive& ar
   for (auto& child : module.named_children()) {
     torch::serialize::InputArchive state;
     if (archive.try_read(child.key(), state)) {
-      const bool is_sampler = dynamic_cast<SamplerImpl*>(child.value().get()) != nullptr;
-      is_sampler ? child.value()->load(state) : load_children(*child.value(), state);
+      const bool keeps = dynamic_cast<KeepsTables*>(child.value().get()) != nullptr;
+      keeps ? child.value()->load(state) : load_children(*child.value(), state);
     }
   }
 }
 
 } // namespace
 
-void SamplerImpl::load(torch::serialize::InputArchive& archive) {
+void KeepsTables::load(torch::serialize::InputArchive& archive) {
   const auto keys = archive.keys();
   auto buffers = named_buffers(/*recurse=*/false);
   if (std::any_of(buffers.begin(), buffers.end(), [&](const auto& buffer) { return std::count(keys.begin(), keys.end(), buffer.key()) > 0; })) {
@@ -72,9 +72,9 @@ void SamplerImpl::load(torch::serialize::InputArchive& archive) {
 }
 
 // Module::to(dtype) casts integers as well.
-void SamplerImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
-void SamplerImpl::to(torch::Dtype, bool) {}
-void SamplerImpl::to(torch::Device device, bool non_blocking) { Module::to(device, non_blocking); }
+void KeepsTables::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
+void KeepsTables::to(torch::Dtype, bool) {}
+void KeepsTables::to(torch::Device device, bool non_blocking) { Module::to(device, non_blocking); }
 
 namespace {
 

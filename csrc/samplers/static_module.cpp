@@ -1,11 +1,15 @@
 #include <xsoftmax/static_samplers.h>
 
+#include "core/checks.h"
 #include "core/options.h"
+#include "samplers/in_batch_sample.h"
 #include "samplers/modules.h"
 #include "samplers/static_sample.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/isin.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 namespace xsoftmax::samplers {
@@ -107,27 +111,164 @@ void StaticSamplerImpl::to(torch::Device device, bool non_blocking) {
   }
 }
 
-InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes) : SamplerImpl("InBatchSampler", num_classes, kOfBatch, /*shared=*/true) {
-  counts = register_buffer("counts", at::zeros({num_classes}, at::kLong));
-  total = register_buffer("total", at::zeros({}, at::kLong));
-  drawn_ = at::zeros({}, at::kLong);
+// ---- counts of a stream
+
+StreamingCountsImpl::StreamingCountsImpl(const StreamingOptions& options)
+    : KeepsTables("StreamingCounts"), num_ids_(options.num_ids), options_(print_options(options)) {
+  std::tie(count, total, last, seen) = xsoftmax::streaming_counts("StreamingCounts", options_);
+  count = register_buffer("count", count);
+  total = register_buffer("total", total);
+  if (!options.exact()) {
+    last = register_buffer("last", last);
+    seen = register_buffer("seen", seen);
+  }
+}
+
+void StreamingCountsImpl::update(const Tensor& ids, const std::optional<Tensor>& mask) {
+  static const auto op = find_op<decltype(streaming_update_)>("xsoftmax::streaming_update_");
+  if (is_training()) {
+    op.call(ids, mask, count, total, last, seen, options_);
+  }
+}
+
+Tensor StreamingCountsImpl::counts(const Tensor& ids) const {
+  static const auto op = find_op<decltype(streaming_count)>("xsoftmax::streaming_count");
+  return op.call(ids, count, total, last, seen, options_);
+}
+
+Tensor StreamingCountsImpl::log_prob(const Tensor& ids) const {
+  static const auto op = find_op<decltype(streaming_log_prob)>("xsoftmax::streaming_log_prob");
+  return op.call(ids, count, total, last, seen, options_).to(at::kFloat);
+}
+
+Tensor StreamingCountsImpl::forward(const Tensor& ids) {
+  update(ids);
+  return log_prob(ids);
+}
+
+void StreamingCountsImpl::to(torch::Device device, bool non_blocking) {
+  KeepsTables::to(device, non_blocking);
+  last = last.to(device, non_blocking);
+  seen = seen.to(device, non_blocking);
+}
+
+namespace {
+
+int64_t num_ids_of(const char* owner, const StreamingCounts& counts) {
+  TORCH_CHECK_VALUE(!counts.is_empty() && counts->num_ids().has_value(), owner, ": expected counts of dense ids, got ",
+                    counts.is_empty() ? "none" : "those of open ids");
+  return *counts->num_ids();
+}
+
+} // namespace
+
+UnigramSamplerImpl::UnigramSamplerImpl(StreamingCounts counts, int64_t num_samples, const FollowOptions& follow, const DrawOptions& options)
+    : StaticSamplerImpl(Law("UnigramSampler", at::ones({num_ids_of("UnigramSampler", counts)}), {}, options.exclude,
+                            drawing("table", 0, num_samples, options))),
+      follow_(follow), draws_(options) {
+  follow_.distinct = distinct();
+  follow_options("UnigramSampler", print_options(follow_));
+  excluded_ = tables_[kProbability].eq(0).nonzero().squeeze(1);
+  streaming = register_module("streaming", counts);
+  const char* names[] = {"probability", "bins", "order", "cumulative"};
+  for (int table = 0; table < kStaticTables; ++table) {
+    if (tables_[table].numel() > 0) {
+      tables_[table] = register_buffer(names[table], tables_[table]);
+    }
+  }
+  step = register_buffer("step", at::zeros({}, at::kLong));
+}
+
+Proposal UnigramSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
+  static const auto op = find_op<decltype(static_follow_)>("xsoftmax::static_follow_");
+  if (!streaming.is_empty() && is_training() && target.defined()) {
+    op.call(target, target, excluded_, step, streaming->count, streaming->total, streaming->last, streaming->seen, tables_, streaming->options(),
+            print_options(follow_));
+  }
+  return StaticSamplerImpl::sample(queries, target, generator);
+}
+
+std::shared_ptr<SamplerImpl> UnigramSamplerImpl::excluding(const Tensor& ids) const {
+  if (streaming.is_empty()) {
+    return StaticSamplerImpl::excluding(ids);
+  }
+  DrawOptions draws = draws_;
+  draws.exclude = at::cat({excluded_, ids.to(excluded_.device())});
+  return std::make_shared<UnigramSamplerImpl>(streaming, num_samples(), follow_, draws);
+}
+
+void UnigramSamplerImpl::load(torch::serialize::InputArchive& archive) {
+  if (streaming.is_empty()) {
+    return StaticSamplerImpl::load(archive);
+  }
+  bool same = true;
+  for (auto& item : named_buffers(/*recurse=*/false)) {
+    Tensor saved;
+    const bool found = archive.try_read(item.key(), saved, /*is_buffer=*/true) && saved.sizes() == item.value().sizes();
+    same = same && found && (item.key() != "probability" || at::equal(saved.eq(0).nonzero().squeeze(1).to(excluded_.device()), excluded_));
+  }
+  if (same) {
+    StaticSamplerImpl::load(archive);
+    step.set_data(step.cpu());
+  } else {
+    const at::NoGradGuard guard;
+    step.zero_();
+    torch::serialize::InputArchive counts;
+    if (archive.try_read("streaming", counts)) {
+      streaming->load(counts);
+    }
+  }
+}
+
+void UnigramSamplerImpl::to(torch::Device device, bool non_blocking) {
+  StaticSamplerImpl::to(device, non_blocking);
+  if (!streaming.is_empty()) {
+    step.set_data(step.cpu()); // every step of training reads it
+    excluded_ = excluded_.to(device, non_blocking);
+  }
+}
+
+InBatchSamplerImpl::InBatchSamplerImpl(int64_t num_classes, StreamingCounts given)
+    : SamplerImpl("InBatchSampler", num_classes, kOfBatch, /*shared=*/true), drawn_(at::zeros({}, at::kLong)) {
+  if (given.is_empty()) {
+    options_ = print_options(StreamingOptions{.num_ids = num_classes});
+    std::tie(counts, total, last_, seen_) = xsoftmax::streaming_counts(name(), options_);
+    counts = register_buffer("counts", counts);
+    total = register_buffer("total", total);
+  } else {
+    TORCH_CHECK_VALUE(given->num_ids().value_or(num_classes) == num_classes, name(), ": expected counts of ", num_classes, " ids or of open ones, got ",
+                      *given->num_ids());
+    streaming = register_module("streaming", given);
+    options_ = streaming->options();
+  }
+}
+
+std::vector<Tensor> InBatchSamplerImpl::state() const {
+  return streaming.is_empty() ? std::vector<Tensor>{counts, total, last_, seen_}
+                              : std::vector<Tensor>{streaming->count, streaming->total, streaming->last, streaming->seen};
 }
 
 Proposal InBatchSamplerImpl::sample(const Tensor&, const Tensor& target, std::optional<at::Generator>) {
   TORCH_CHECK_VALUE(target.defined(), "InBatchSampler: expected target, got none");
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, Tensor&, Tensor&, Tensor&, bool)>("xsoftmax::in_batch_sample");
-  return one_set(op.call(target, counts, total, drawn_, is_training()), target, distinct());
+  static const auto op = find_op<decltype(in_batch_sample)>("xsoftmax::in_batch_sample");
+  std::vector<Tensor> now = state();
+  const std::optional<Tensor> counted = is_training() ? std::optional<Tensor>(target) : std::nullopt;
+  return one_set(op.call(target, counted, now[0], now[1], now[2], now[3], drawn_, options_), target, distinct());
 }
 
 Tensor InBatchSamplerImpl::log_count(const Tensor&, const Tensor& ids) {
-  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&)>("xsoftmax::in_batch_log_count");
-  return op.call(ids, counts, total, drawn_);
+  static const auto op = find_op<decltype(in_batch_log_count)>("xsoftmax::in_batch_log_count");
+  const std::vector<Tensor> now = state();
+  return op.call(ids, now[0], now[1], now[2], now[3], drawn_, options_);
 }
 
 void InBatchSamplerImpl::to(torch::Device device, bool non_blocking) {
   SamplerImpl::to(device, non_blocking);
   drawn_ = drawn_.to(device, non_blocking);
+  if (streaming.is_empty()) {
+    last_ = last_.to(device, non_blocking);
+    seen_ = seen_.to(device, non_blocking);
+  }
 }
 
 } // namespace xsoftmax::samplers

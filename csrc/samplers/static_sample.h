@@ -1,5 +1,7 @@
 #pragma once
 
+#include <xsoftmax/streaming_options.h>
+
 #include "core/optional.h"
 #include "samplers/sampling.h"
 
@@ -61,5 +63,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> static_sample(const at::Tensor& s
 /// static_log_count(ids, tables, options) -> float32 of ids' shape: log(c q_i), at most 0 of distinct draws; -inf for a class that is never
 /// drawn and for -1. Another id outside [0, N) is an IndexError on the CPU.
 at::Tensor static_log_count(const at::Tensor& ids, at::TensorList tables, std::string_view options);
+
+/// Options of static_follow_, checked; `owner` is named in errors.
+samplers::FollowOptions follow_options(const char* owner, std::string_view text);
+
+/// static_follow_(target, counted, excluded, step!, count!, total!, last!, seen!, tables!, counts_options, options) -> ()
+///
+/// A training step of a sampler whose law follows counts of a stream (streaming_counts.h, of dense ids; counts_options are theirs, options
+/// FollowOptions). First `counted` is counted, int64 [C] or [C, T], of which the first column counts: the targets, perhaps of other processes as well; none:
+/// nothing is. Where refresh_is_due(step), the tables become those of the counts as they are then, in place: (1 - u) counts^power / sum + u / n over the n
+/// classes that are not among excluded, int64 [K]. Then step, int64 on the CPU, rises by 1. `target`, int64 of any shape, is what static_sample is given
+/// afterwards: it is checked. Errors, before anything changes: TypeError, ValueError, on the CPU IndexError.
+void static_follow_(const at::Tensor& target, const OptionalTensor& counted, const at::Tensor& excluded, at::Tensor& step, at::Tensor& count,
+                    at::Tensor& total, at::Tensor& last, at::Tensor& seen, at::TensorList tables, std::string_view counts_options,
+                    std::string_view options);
 
 } // namespace xsoftmax

@@ -15,8 +15,21 @@
 
 namespace xsoftmax::samplers {
 
+/// Base of modules whose buffers are tables.
+class KeepsTables : public torch::nn::Module {
+ public:
+  using Module::Module;
+
+  /// The state of another module, or none, changes nothing: a checkpoint's class table loads into any loss.
+  void load(torch::serialize::InputArchive& archive) override;
+  /// Only the device moves: counts and tables are what they are whatever the dtype of a loss.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+};
+
 /// Base of all samplers: `sample` and `log_count`, and `prepare` where a sampler follows the class table.
-class SamplerImpl : public torch::nn::Module {
+class SamplerImpl : public KeepsTables {
  public:
   static constexpr int64_t kOfBatch = -1;
 
@@ -57,13 +70,6 @@ class SamplerImpl : public torch::nn::Module {
   /// A sampler belongs to one loss: the second claim is an error.
   void claim(const std::string& owner);
   bool claimed() const { return !owner_.empty(); }
-
-  /// The state of another sampler, or none, changes nothing: a checkpoint's class table loads into any loss.
-  void load(torch::serialize::InputArchive& archive) override;
-  /// Only the device moves: counts and tables are what they are whatever the dtype of a loss.
-  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Device device, bool non_blocking = false) override;
 
  private:
   int64_t num_classes_, num_samples_;

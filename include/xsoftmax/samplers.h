@@ -12,4 +12,5 @@
 #include <xsoftmax/complement_sampler.h>
 #include <xsoftmax/sampler.h>
 #include <xsoftmax/static_samplers.h>
+#include <xsoftmax/streaming_counts.h>
 #include <xsoftmax/union_sampler.h>

@@ -3,6 +3,7 @@
 // Samplers whose draws do not follow the class table: fixed laws, fixed classes, the batch's own targets.
 
 #include <xsoftmax/sampler.h>
+#include <xsoftmax/streaming_counts.h>
 
 #include <torch/nn/pimpl.h>
 
@@ -61,6 +62,25 @@ class UnigramSamplerImpl : public StaticSamplerImpl {
  public:
   /// counts [N], any real dtype: finite, not negative, not all zero; power finite, at least 0.
   UnigramSamplerImpl(const torch::Tensor& counts, int64_t num_samples, double power = 0.75, const DrawOptions& options = {});
+  /// Follows a stream: each `sample` while training counts the targets, and rebuilds the tables from the counts where a refresh is due. Counts of draws are
+  /// those of the tables. Buffers: step, on the CPU, and the tables.
+  UnigramSamplerImpl(StreamingCounts counts, int64_t num_samples, const FollowOptions& follow = {}, const DrawOptions& options = {});
+
+  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
+  /// The tables of another law, of other excluded classes or of another size stay out: they are then rebuilt by the next step.
+  void load(torch::serialize::InputArchive& archive) override;
+
+  using SamplerImpl::to;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+  StreamingCounts streaming = nullptr; ///< null where the counts are fixed
+  torch::Tensor step;
+
+ private:
+  FollowOptions follow_;
+  DrawOptions draws_;
+  torch::Tensor excluded_;
 };
 TORCH_MODULE(UnigramSampler);
 
@@ -74,11 +94,11 @@ class FixedSamplerImpl : public StaticSamplerImpl {
 TORCH_MODULE(FixedSampler);
 
 /// The candidates of each query are the targets of the others in the batch, with log_count = log((n - 1) p), n the queries that count,
-/// p_i = counts_i / total streamed over the training batches (the batch at hand included while training). This p is an estimate. Buffers:
-/// counts int64 [N], total int64.
+/// p_i the frequency of class i among the targets of the training batches (the batch at hand included while training). This p is an estimate. Buffers:
+/// counts int64 [N], total int64; with counts of a stream theirs alone.
 class InBatchSamplerImpl : public SamplerImpl {
  public:
-  explicit InBatchSamplerImpl(int64_t num_classes);
+  explicit InBatchSamplerImpl(int64_t num_classes, StreamingCounts counts = nullptr);
 
   Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
   torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
@@ -86,10 +106,15 @@ class InBatchSamplerImpl : public SamplerImpl {
   using SamplerImpl::to;
   void to(torch::Device device, bool non_blocking = false) override;
 
-  torch::Tensor counts, total;
+  torch::Tensor counts, total;         ///< undefined with counts of a stream
+  StreamingCounts streaming = nullptr; ///< null: counts and total, for ever
 
  private:
-  torch::Tensor drawn_; // how many queries of the last batch count
+  std::vector<torch::Tensor> state() const; // of the counts
+
+  std::string options_;       // of the counts
+  torch::Tensor drawn_;       // how many queries of the last batch count
+  torch::Tensor last_, seen_; // empty, beside counts and total
 };
 TORCH_MODULE(InBatchSampler);
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ._checks import check_bool, check_count
 from ._memory import device_of_values
 from .losses import CandidateLoss, different_ids
-from .samplers import CandidateSet, Sampler
+from .samplers import CandidateSet, Sampler, StreamingCounts
 from .samplers.complement import noise_outside
 
 NOISE_REDUCTIONS = {"mean_of_logs": "cane", "log_of_mean": "cane_log_of_mean"}
@@ -77,6 +77,8 @@ class CaneLoss(CandidateLoss):
                 raise ValueError(f"{name}: expected a sampler of {num_classes} classes for candidates, got one of {candidates.num_classes}")
             if candidates.num_samples < 1:
                 raise ValueError(f"{name}: expected a sampler that draws at least one class as candidates, got {candidates}")
+            if any(isinstance(part, StreamingCounts) for part in candidates.modules()):
+                raise ValueError(f"{name}: expected candidates that do not look at the target, got a {type(candidates).__name__} that counts targets")
             if candidates is noise_sampler:
                 raise ValueError(f"{name}: expected two samplers for candidates and noise, got one for both: build a second one")
             if candidates._owner:  # before the noise is claimed

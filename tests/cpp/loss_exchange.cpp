@@ -46,6 +46,25 @@ Sampler adaptive(const Dict& spec, int64_t num_classes, int64_t dim, bool bias) 
   return std::make_shared<Adaptive>(num_classes, dim, options);
 }
 
+// Counts of a stream, if a sampler has some, and how it follows them; ids are open where buckets are named.
+struct Stream {
+  samplers::StreamingCounts counts = nullptr;
+  samplers::FollowOptions follow;
+};
+
+struct StreamText : samplers::StreamingOptions {
+  int64_t refresh_every = 0;
+  template <typename Visitor>
+  void visit(Visitor& v) { StreamingOptions::visit(v); v("refresh_every", refresh_every); }
+};
+
+Stream stream_of(const Dict& spec, int64_t num_classes) {
+  if (!spec.contains("stream")) { return {}; }
+  auto options = parse<StreamText>(spec, "stream");
+  if (spec.at("stream").toStringRef().find("buckets") == std::string::npos) { options.num_ids = num_classes; }
+  return {samplers::StreamingCounts(static_cast<const samplers::StreamingOptions&>(options)), {.refresh_every = options.refresh_every}};
+}
+
 Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
   const std::string name = spec.at("name").toStringRef();
   if (name == "union") {
@@ -56,7 +75,7 @@ Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
     }
     return std::make_shared<samplers::UnionSamplerImpl>(parts);
   }
-  if (name == "in_batch") { return std::make_shared<samplers::InBatchSamplerImpl>(n); }
+  if (name == "in_batch") { return std::make_shared<samplers::InBatchSamplerImpl>(n, stream_of(spec, n).counts); }
   if (name == "midx") { return adaptive<samplers::MidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
   if (name == "exact_midx") { return adaptive<samplers::ExactMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
   if (name == "spread_midx") { return adaptive<samplers::SpreadMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
@@ -71,6 +90,10 @@ Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
         : std::make_shared<samplers::ComplementSamplerImpl>(n, options.num_samples);
   }
   const samplers::DrawOptions draws{options.shared, options.distinct, tensor_of(spec, "exclude")};
+  if (name == "unigram" && spec.contains("stream")) {
+    const Stream stream = stream_of(spec, n);
+    return std::make_shared<samplers::UnigramSamplerImpl>(stream.counts, options.num_samples, stream.follow, draws);
+  }
   if (name == "unigram") { return std::make_shared<samplers::UnigramSamplerImpl>(spec.at("counts").toTensor(), options.num_samples, 0.75, draws); }
   if (name == "log_uniform") { return std::make_shared<samplers::LogUniformSamplerImpl>(n, options.num_samples, draws); }
   TORCH_CHECK(name == "uniform", "loss_exchange: expected the name of a sampler, got ", name);

@@ -21,7 +21,7 @@ HEAD = torch.tensor([2, 9, 16])
 
 def sampler(name: str, **options) -> Dict[str, Any]:
     """Tensors and children stand beside the other options."""
-    apart = {key: options.pop(key) for key in ("counts", "exclude", "parts", "sampler") if key in options}
+    apart = {key: options.pop(key) for key in ("counts", "exclude", "parts", "sampler", "stream") if key in options}
     return {"name": name, "options": options, **apart}
 
 
@@ -34,7 +34,11 @@ SAMPLERS = {
     "log_uniform, private": sampler("log_uniform", num_samples=4, shared=False),
     "unigram": sampler("unigram", num_samples=8, counts=COUNTS),
     "unigram, private": sampler("unigram", num_samples=4, shared=False, counts=COUNTS),
+    "unigram, streamed": sampler("unigram", num_samples=8, stream=dict(half_life=30.0, refresh_every=2)),
+    "unigram, streamed, private": sampler("unigram", num_samples=4, shared=False, stream=dict(half_life=None, refresh_every=1)),
     "in_batch": sampler("in_batch"),
+    "in_batch, streamed": sampler("in_batch", stream=dict(half_life=30.0)),
+    "in_batch, open": sampler("in_batch", stream=dict(half_life=30.0, buckets=50)),
     "outside": sampler("complement", num_samples=4),
     "outside, unigram": sampler("complement", num_samples=3, sampler=sampler("unigram", num_samples=6, shared=False, counts=COUNTS)),
     "union of shared": sampler("union", parts=[sampler("uniform", num_samples=4), sampler("in_batch")]),
@@ -87,6 +91,13 @@ def private_independent(part) -> bool:
     return private and not options.get("distinct", False)
 
 
+def stream_of(spec):
+    """Its counts, and how it follows them; ids are open where buckets are named."""
+    options = dict(spec.get("stream", {}))
+    follow = {key: options.pop(key) for key in ("refresh_every",) if key in options}
+    return samplers.StreamingCounts(None if "buckets" in options else N, **options) if "stream" in spec else None, follow
+
+
 def make_sampler(spec, bias: bool, dim: int = D):
     """The module that a description stands for."""
     name, options = spec["name"], dict(spec["options"])
@@ -97,11 +108,14 @@ def make_sampler(spec, bias: bool, dim: int = D):
     if name == "complement":
         inner = make_sampler(spec["sampler"], bias, dim) if "sampler" in spec else None
         return samplers.ComplementSampler(inner, options["num_samples"], num_classes=N)
+    stream, follow = stream_of(spec)
     if name == "in_batch":
-        return samplers.InBatchSampler(N)
+        return samplers.InBatchSampler(N, counts=stream)
     if name in ADAPTIVE:
         return getattr(samplers, ADAPTIVE[name])(N, dim, bias=bias, **options)
-    return getattr(samplers, CLASSES[name])(spec["counts"] if name == "unigram" else N, **options)
+    if name == "unigram":
+        return samplers.UnigramSampler(spec["counts"] if stream is None else stream, **options, **follow)
+    return getattr(samplers, CLASSES[name])(N, **options)
 
 
 @dataclasses.dataclass

@@ -92,7 +92,9 @@ def samples():
     edge_grad = ops.hierarchical_softmax_forward(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True])[2]
     inside = ops.sort_sets(ops.candidate_set(private, N), N)
     outside = f"num_classes={N},num_samples={S},tries=2"
-    counts = torch.ones(N, dtype=torch.int64), torch.tensor(N), torch.tensor(Q)
+    stream = "num_ids={},half_life=10".format(N)
+    streaming = ops.streaming_counts("Counts", stream)
+    ops.streaming_update_(shared, None, *streaming, stream)
     static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
     return optimizer_samples() | dict(
@@ -127,6 +129,7 @@ def samples():
         estimator_names=(),
         estimator_smooths=("nce",),
         estimator_takes_a_draw=("nce",),
+        follow_options=("Sampler", "power=0.5,uniform_share=0.1,refresh_every=2"),
         get_impl=(),
         given_set=(private, private_count, input, shared[:2], N, "Loss"),
         hierarchical_log_prob=(path_sums, tree.parent, tree.class_node, sizes),
@@ -135,8 +138,8 @@ def samples():
         hierarchical_softmax_forward=(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True]),
         hierarchical_softmax_loss=(input, *edges, target, tree.tables(), sizes, groups, class_weight, reduction + ",sparse_grad=true"),
         hierarchical_topk=(input, *edges, tree.first_child, tree.node_class, 4),
-        in_batch_log_count=(private, *counts),
-        in_batch_sample=(target, *counts, True),
+        in_batch_log_count=(private, *streaming, torch.tensor(Q), stream),
+        in_batch_sample=(target, shared, *streaming, torch.tensor(Q), stream),
         kernel_index=("Sampler", N, D, shared[:2], KERNEL),
         kernel_log_count=(input, private, [*kernel, step], KERNEL),
         kernel_refresh_=(weight, None, step, kernel, KERNEL),
@@ -199,9 +202,14 @@ def samples():
         shortlist=(tree.parent[paths], paths, tree.first_child, tree.parent, tree.arity),
         sort_sets=(ops.candidate_set(private, N), N),
         sparse_row_sums=(*sparse_rows(8, 6), 6, *all_rows(3, 8)),
+        static_follow_=(target, shared, shared[:2], torch.tensor(0), *streaming, tables, stream, "power=0.5,refresh_every=2,distinct=true"),
         static_log_count=(private, tables, static_options),
         static_sample=(seed, input, target, tables, static_options),
         static_tables=("Sampler", weights, 0.5, shared, static),
+        streaming_count=(private, *streaming, stream),
+        streaming_counts=("Counts", stream),
+        streaming_log_prob=(private, *streaming, stream),
+        streaming_update_=(private, private > 3, *streaming, stream),
         systematic_sample=(seed, probability, *ops.systematic_table(uniform), Q, S),
         systematic_table=(weights,),
         table_log_prob=(probability, private),

@@ -21,6 +21,8 @@ def described(spec):
     if spec is None:
         return None
     spec = spec | {"options": option_text(**spec["options"])}
+    if "stream" in spec:
+        spec["stream"] = option_text(**spec["stream"])
     if "parts" in spec:
         spec["parts"] = [described(part) for part in spec["parts"]]
     if "sampler" in spec:

@@ -10,7 +10,7 @@ import torch
 
 import xsoftmax  # noqa: F401
 from sampler_checks import queries, seed, zipf
-from xsoftmax.samplers import (FixedSampler, InBatchSampler, LogUniformSampler, StaticSampler, UniformSampler, UnigramSampler,
+from xsoftmax.samplers import (FixedSampler, InBatchSampler, LogUniformSampler, StaticSampler, StreamingCounts, UniformSampler, UnigramSampler,
                                make_sampler, register)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -63,7 +63,11 @@ def front_end_samplers():
     yield UnigramSampler(zipf(50), 7, shared=False, distinct=True)
     yield UnigramSampler(zipf(50), 7, shared=False)
     yield FixedSampler(50, 7)
+    yield UnigramSampler(StreamingCounts(50, half_life=20), 7)
+    yield UnigramSampler(StreamingCounts(50), 7, shared=False)
     yield InBatchSampler(50)
+    yield InBatchSampler(50, counts=StreamingCounts(50, half_life=20))
+    yield InBatchSampler(50, counts=StreamingCounts(None, buckets=64))
 
 
 @pytest.mark.parametrize("sampler", list(front_end_samplers()))
@@ -201,6 +205,14 @@ def test_a_sampler_belongs_to_one_loss():
     (lambda: UniformSampler(0, 1), ValueError, "UniformSampler: expected num_classes of at least 1, got 0"),
     (lambda: LogUniformSampler(2.5, 1), TypeError, "LogUniformSampler: expected num_classes of type int, got float"),
     (lambda: InBatchSampler(-1), ValueError, "InBatchSampler: expected num_classes"),
+    (lambda: InBatchSampler(5, counts=torch.ones(5)), TypeError, "InBatchSampler: expected counts as a StreamingCounts or None, got Tensor"),
+    (lambda: InBatchSampler(5, counts=StreamingCounts(4)), ValueError, "InBatchSampler: expected counts of 5 ids or of open ones, got 4"),
+    (lambda: UnigramSampler(StreamingCounts(None), 2), ValueError, "UnigramSampler: expected counts of dense ids, got those of open ids"),
+    (lambda: UnigramSampler(StreamingCounts(5), 6), ValueError, "UnigramSampler: expected num_samples of at most 5"),
+    (lambda: UnigramSampler(StreamingCounts(5), 2, uniform_share=0.0), ValueError, r"UnigramSampler: expected uniform_share in \(0, 1\], got 0"),
+    (lambda: UnigramSampler(StreamingCounts(5), 2, power=math.inf), ValueError, "UnigramSampler: expected power as a finite number of at least 0, got inf"),
+    (lambda: UnigramSampler(StreamingCounts(5), 2, refresh_every=-1), ValueError, "UnigramSampler: expected refresh_every of at least 0, got -1"),
+    (lambda: make_sampler("unigram", 4, 2, counts=StreamingCounts(5)), ValueError, 'make_sampler: expected counts of 4 classes for "unigram", got 5'),
     (lambda: UniformSampler(5, -1), ValueError, "UniformSampler: expected num_samples of at least 0, got -1"),
     (lambda: UniformSampler(5, 2.0), TypeError, "UniformSampler: expected num_samples of type int, got float"),
     (lambda: UniformSampler(5, 1, exclude=5), ValueError, "UniformSampler: expected exclude to leave a class of 5, got all of them"),

@@ -15,6 +15,8 @@ SAMPLERS = {
     "unigram private": lambda: xs.samplers.UnigramSampler(COUNTS, 5, shared=False),
     "unigram distinct private": lambda: xs.samplers.UnigramSampler(COUNTS, 5, shared=False, distinct=True),
     "in_batch": lambda: xs.samplers.InBatchSampler(N),
+    "in_batch streamed": lambda: xs.samplers.InBatchSampler(N, counts=xs.samplers.StreamingCounts(None, half_life=20, buckets=99)),
+    "unigram streamed": lambda: xs.samplers.UnigramSampler(xs.samplers.StreamingCounts(N, half_life=20), 7, distinct=False, refresh_every=1),
     "complement": lambda: xs.samplers.ComplementSampler(xs.samplers.LogUniformSampler(N, 6, shared=False), 6),
     "midx": lambda: xs.samplers.MidxSampler(N, D, 5, codewords=3),
     "midx pq shared": lambda: xs.samplers.MidxSampler(N, D, 6, codewords=3, kind="pq", shared=True, train_points=9),
@@ -270,8 +272,8 @@ def model_of(sampler, seed):
 
 
 @pytest.mark.parametrize("exchange", ["rows", "queries"])
-@pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch", "midx", "midx updates", "midx union", "midx union updates",
-                                     "midx pq shared", "midx shared updates"])
+@pytest.mark.parametrize("sampler", ["uniform", "unigram private", "in_batch", "in_batch streamed", "unigram streamed", "midx", "midx updates", "midx union",
+                                     "midx union updates", "midx pq shared", "midx shared updates"])
 def test_training_is_that_of_one_process(sampler, exchange):
     want, state = train(0, 1, sampler, 8, exchange)
     for values, got in ranks(2).run(train, 2, sampler, 8, exchange):
@@ -373,7 +375,7 @@ def queries_drawn_for(rank, sampler):
 
 
 @pytest.mark.parametrize("sampler, whole", [("unigram private", False), ("midx", False), ("midx union", False), ("union", False), ("complement", False),
-                                            ("in_batch", True), ("midx pq shared", True)])
+                                            ("in_batch", True), ("unigram streamed", True), ("midx pq shared", True)])
 def test_ranks_that_fetch_rows_draw_for_their_queries(sampler, whole):
     sizes = [len(target) for _, target in batches(2, 0)]
     assert ranks(2).run(queries_drawn_for, sampler) == [[sum(sizes) if whole else size] for size in sizes]

@@ -104,8 +104,14 @@ def op_samples():
             yield ops.static_sample, (seed(1), queries(2), target, sampler._tables(), sampler.options)
         yield ops.static_log_count, (torch.tensor([[3, -1], [49, 0]]), sampler._tables(), sampler.options)
     for target in (torch.tensor([3, 3, -1, 0]), torch.tensor([[3, 4], [-1, 4], [2, -1]])):
-        yield ops.in_batch_sample, (target, torch.arange(5), seed(10), seed(0), True)
-    yield ops.in_batch_log_count, (torch.tensor([[3, -1]]), torch.arange(5), seed(10), seed(2))
+        for text in ("num_ids=5", "num_ids=5,half_life=3", "num_ids=none,half_life=3,buckets=8"):
+            for counted in (None, target):
+                yield ops.in_batch_sample, (target, counted, *ops.streaming_counts("Counts", text), seed(0), text)
+            yield ops.in_batch_log_count, (target, *ops.streaming_counts("Counts", text), seed(2), text)
+    for distinct in ("true", "false"):
+        sampler, text = UnigramSampler(torch.ones(5), 3, distinct=distinct == "true"), "num_ids=5,half_life=3"
+        yield ops.static_follow_, (torch.tensor([3, -1]), torch.tensor([3, -1, 4]), torch.tensor([0]), seed(1), *ops.streaming_counts("Counts", text),
+                                   sampler._tables(), text, f"refresh_every=0,distinct={distinct}")
 
 
 @pytest.mark.parametrize("op, args", list(op_samples()))

@@ -3,8 +3,9 @@
 from ._group import leave_out
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .class_parallel import ClassParallel, shard_classes
+from .counts import share_counts
 from .embedding import TiedEmbedding
 from .replicate import no_sync, replicate
 
 __all__ = ["ClassParallel", "TiedEmbedding", "latest_checkpoint", "leave_out", "load_checkpoint", "no_sync", "replicate", "save_checkpoint",
-           "shard_classes"]
+           "shard_classes", "share_counts"]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..samplers import CandidateSet, ComplementSampler, Sampler, StaticSampler, UnionSampler
+from ..samplers import CandidateSet, ComplementSampler, Sampler, StaticSampler, UnigramSampler, UnionSampler
 from ..samplers.sampler import OF_BATCH
 from ._exchange import ClassShards
 from ._midx import ShardedMidxSampler
@@ -28,6 +28,8 @@ def draws_for_a_part(sampler: Sampler) -> bool:
         return all(draws_for_a_part(part) for part in sampler.parts)
     if isinstance(sampler, ComplementSampler):
         return sampler.sampler is None or draws_for_a_part(sampler.sampler)
+    if isinstance(sampler, UnigramSampler) and sampler.streaming is not None:
+        return False  # it counts the targets of the whole
     return isinstance(sampler, StaticSampler) or (isinstance(sampler, ShardedMidxSampler) and not sampler.shared)
 
 

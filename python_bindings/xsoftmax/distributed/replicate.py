@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .._table import TableModule
 from ..optim._base import sparse_rows
 from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
+from .counts import count_over
 
 
 class _Exchange:
@@ -47,6 +48,7 @@ def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessG
     for table in tables:
         table.settle()
         broadcast([*table.parameters(), *table.buffers()], group)
+        count_over(table, group)
         table._mark_tables()
         table._exchanges = []
         for name, parameter in table.named_parameters():
@@ -68,8 +70,9 @@ def replicate(model: nn.Module, mesh=None) -> nn.Module:
         torch.distributed.fsdp.fully_shard(model, mesh=mesh, ignored_params=set(model.loss.parameters()))
 
     As under DistributedDataParallel, gradients are means over ranks of the gradients of each rank's loss, each rank draws its candidates by its torch
-    generator (seed ranks differently, or they draw the same), samplers that follow the table keep an index of each rank's, and all ranks call
-    ``backward()`` equally often. Gradients are there when ``backward()`` returns, so :func:`xsoftmax.clip_grad_norm_` and optimizers see what one process would.
+    generator (seed ranks differently, or they draw the same), samplers that follow the table keep an index of each rank's, counts of a stream
+    (:class:`xsoftmax.samplers.StreamingCounts`) are those of all ranks' targets, and all ranks call ``forward()`` and ``backward()`` equally often.
+    Gradients are there when ``backward()`` returns, so :func:`xsoftmax.clip_grad_norm_` and optimizers see what one process would.
 
     Args:
         model: a loss, a matcher, or a module that holds some. Their parameters and buffers become those of the first rank.

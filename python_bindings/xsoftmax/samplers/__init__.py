@@ -9,8 +9,9 @@ from .midx import MidxSampler
 from .midx_study import ExactMidxSampler, LearnableMidxSampler, SpreadMidxSampler
 from .sampler import OF_BATCH, CandidateSet, Sampler, columns_of, make_sampler, register
 from .static import FixedSampler, LogUniformSampler, StaticSampler, UniformSampler, UnigramSampler
+from .streaming import StreamingCounts
 from .union import UnionSampler
 
 __all__ = ["OF_BATCH", "AdaptiveSampler", "CandidateSet", "ComplementSampler", "ExactMidxSampler", "FixedSampler", "InBatchSampler", "KernelSampler",
            "LearnableMidxSampler", "LogUniformSampler", "LshSampler", "MidxSampler", "RffSampler", "Sampler", "SphereSampler", "SpreadMidxSampler",
-           "StaticSampler", "UniformSampler", "UnigramSampler", "UnionSampler", "columns_of", "make_sampler", "register"]
+           "StaticSampler", "StreamingCounts", "UniformSampler", "UnigramSampler", "UnionSampler", "columns_of", "make_sampler", "register"]

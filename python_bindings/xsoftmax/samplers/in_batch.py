@@ -1,11 +1,14 @@
 """The batch's own targets as candidates."""
 
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from .._memory import device_of_values
+from .._options import option_text
 from .sampler import OF_BATCH, CandidateSet, Sampler, one_set, register
+from .streaming import StreamingCounts
 
 
 @register("in_batch")
@@ -21,16 +24,27 @@ class InBatchSampler(Sampler):
     The draws are independent ones of the data (a class may stand several times), ``ids [Q]`` shared by the batch (0 in the place of a target of
     -1). Which classes stand is up to the batch, so there is nothing to exclude. ``log_count`` of any ids speaks of the last batch.
 
-    Buffers: ``counts`` int64 [N], ``total`` int64; not in the state dict: ``drawn`` int64, how many queries of the last batch count.
+    With ``counts``, p follows the stream: recent batches count more. ``counts`` is then updated here, by nobody else, and is the submodule ``streaming``.
+
+    Buffers: without ``counts`` ``counts`` int64 [N], ``total`` int64; not in the state dict: ``drawn`` int64, how many queries of the last batch count.
 
     Args:
         num_classes: N >= 1.
+        counts: a :class:`StreamingCounts` of N ids, or of open ones. None: all batches count alike, for ever.
     """
 
-    def __init__(self, num_classes: int):
+    def __init__(self, num_classes: int, *, counts: Optional[StreamingCounts] = None):
         super().__init__(num_classes, OF_BATCH)
-        self.register_buffer("counts", torch.zeros(self.num_classes, dtype=torch.int64))
-        self.register_buffer("total", torch.zeros([], dtype=torch.int64))
+        if counts is not None:
+            if not isinstance(counts, StreamingCounts):
+                raise TypeError(f"InBatchSampler: expected counts as a StreamingCounts or None, got {type(counts).__name__}")
+            if counts.num_ids not in (None, self.num_classes):
+                raise ValueError(f"InBatchSampler: expected counts of {self.num_classes} ids or of open ones, got {counts.num_ids}")
+        self.streaming = counts
+        self.options = option_text(num_ids=self.num_classes) if counts is None else counts.options
+        if counts is None:
+            for name, table in zip(("counts", "total", "last", "seen"), torch.ops.xsoftmax.streaming_counts("InBatchSampler", self.options)):
+                self.register_buffer(name, table.to(device_of_values(None)), persistent=name in ("counts", "total"))
         self.register_buffer("drawn", torch.zeros([], dtype=torch.int64), persistent=False)
 
     def extra_repr(self) -> str:
@@ -41,12 +55,24 @@ class InBatchSampler(Sampler):
         """``target`` is needed; ``generator`` is not used."""
         if target is None:
             raise ValueError("InBatchSampler: expected target, got None")
-        drawn = torch.ops.xsoftmax.in_batch_sample(target, self.counts, self.total, self.drawn, self.training)
-        return one_set(drawn, target, False)
+        counted: Optional[Tensor] = None
+        if self.training:
+            counted = target
+            if not torch.jit.is_scripting() and self.streaming is not None:
+                counted = self.streaming._of_all_ranks(target[:, 0] if target.dim() == 2 else target)
+        count, total, last, seen = self._counts()
+        return one_set(torch.ops.xsoftmax.in_batch_sample(target, counted, count, total, last, seen, self.drawn, self.options), target, False)
+
+    def _counts(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+        if self.streaming is not None:
+            return self.streaming.count, self.streaming.total, self.streaming.last, self.streaming.seen
+        else:
+            return self.counts, self.total, self.last, self.seen
 
     @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.xsoftmax.in_batch_log_count(ids, self.counts, self.total, self.drawn)
+        count, total, last, seen = self._counts()
+        return torch.ops.xsoftmax.in_batch_log_count(ids, count, total, last, seen, self.drawn, self.options)
 
     @classmethod
     def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options) -> "InBatchSampler":

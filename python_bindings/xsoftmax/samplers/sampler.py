@@ -53,7 +53,31 @@ OF_BATCH = -1
 """The number of draws of a sampler that takes what the batch holds."""
 
 
-class Sampler(nn.Module):
+class KeepsTables(nn.Module):
+    """Base of modules whose buffers are tables: what a loss is cast to changes no value of them, and a state dict without them leaves them as they are."""
+
+    def _apply(self, fn, recurse=True):
+        # model.half() casts every floating tensor, to_empty() drops its values. These stay: only their device moves.
+        tables = {name: table for name, table in self._buffers.items() if table is not None}
+        learnt = {name: table.detach() for name, table in self._parameters.items() if table is not None}
+        super()._apply(fn, recurse)
+        for name, table in tables.items():
+            self._buffers[name] = moved_table(type(self).__name__, table, self._buffers[name])
+        for name, table in learnt.items():
+            parameter = self._parameters[name]
+            parameter.data = moved_table(type(self).__name__, table, parameter.detach())
+            parameter.grad = None if parameter.grad is None else parameter.grad.to(table.dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        # The index of another sampler, or none: a checkpoint's class table loads into any loss.
+        unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix)]
+        if not any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
+            missing_keys[:] = [key for key in missing_keys if not key.startswith(prefix)]
+
+
+class Sampler(KeepsTables):
     """Base of all samplers. One of your own defines :meth:`sample` and :meth:`log_count`; where it follows the class table, :meth:`prepare`.
 
     Args:
@@ -143,26 +167,6 @@ class Sampler(nn.Module):
             raise ValueError(f"{owner}: expected a sampler of its own, got a {type(self).__name__} that a {self._owner} has already: "
                              "build a second one")
         self._owner = owner
-
-    def _apply(self, fn, recurse=True):
-        # model.half() casts every floating tensor, to_empty() drops its values. Those of a sampler stay: only their device moves.
-        tables = {name: table for name, table in self._buffers.items() if table is not None}
-        learnt = {name: table.detach() for name, table in self._parameters.items() if table is not None}
-        super()._apply(fn, recurse)
-        for name, table in tables.items():
-            self._buffers[name] = moved_table(type(self).__name__, table, self._buffers[name])
-        for name, table in learnt.items():
-            parameter = self._parameters[name]
-            parameter.data = moved_table(type(self).__name__, table, parameter.detach())
-            parameter.grad = None if parameter.grad is None else parameter.grad.to(table.dtype)
-        return self
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        # The index of another sampler, or none: a checkpoint's class table loads into any loss.
-        unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix)]
-        if not any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
-            missing_keys[:] = [key for key in missing_keys if not key.startswith(prefix)]
 
     @classmethod
     def for_table(cls, num_classes: int, num_samples: int, *, dim: int, bias: bool, **options) -> "Sampler":

@@ -8,6 +8,7 @@ from torch import Tensor
 from .._checks import check_count
 from .._options import option_text
 from .sampler import CandidateSet, Sampler, one_set, register
+from .streaming import StreamingCounts
 
 Exclude = Union[int, Tensor, None]
 TABLES = ("probability", "bins", "order", "cumulative")
@@ -78,6 +79,9 @@ class StaticSampler(Sampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        return self._draw(queries, target, generator)
+
+    def _draw(self, queries: Tensor, target: Optional[Tensor], generator: Optional[torch.Generator]) -> List[CandidateSet]:
         drawn = torch.ops.xsoftmax.static_sample(self._seed(queries, generator), queries, target, self._tables(), self.options)
         return one_set(drawn, target, self.distinct)
 
@@ -140,22 +144,88 @@ class LogUniformSampler(StaticSampler):
 class UnigramSampler(StaticSampler):
     """Classes by their frequency: ``q_i = counts_i^power / sum_j counts_j^power``.
 
+    With ``counts`` of a stream, q follows it: ``q_i = (1 - u) counts_i^power / sum_j counts_j^power + u / n``, u the ``uniform_share`` and n the number of
+    classes that are not excluded, so that a class which was never seen can be drawn. Each :meth:`sample` in train() counts the targets (``counts`` is
+    updated here, by nobody else, and is the submodule ``streaming``). The tables are rebuilt, in O(N) (O(N log N) for distinct draws), at step 0, then ever
+    less often up to step ``refresh_every``, and then at its multiples. Expected counts are exact at any time: they are those of the tables drawn from. The
+    tables and ``step``, int64 on the CPU, are then in the state dict; tables of other excluded classes, or for other draws, stay out, and the next step
+    rebuilds them.
+
     Args:
-        counts: ``[N]`` of any real dtype, finite, not negative, not all zero. A class of zero count is never drawn.
+        counts: ``[N]`` of any real dtype, finite, not negative, not all zero. A class of zero count is never drawn. Or a :class:`StreamingCounts` of dense ids.
         num_samples, shared, distinct, exclude: see :class:`StaticSampler`.
         power: finite and at least 0. 0.75 flattens the frequencies, 0 draws all seen classes alike.
+        refresh_every: of counts of a stream, steps between two rebuilds of the tables; 0: never again after step 0.
+        uniform_share: of counts of a stream, in (0, 1].
     """
 
-    def __init__(self, counts: Tensor, num_samples: int, *, power: float = 0.75, shared: Optional[bool] = None,
-                 distinct: Optional[bool] = None, exclude: Exclude = None):
-        self._draw_from("table", counts, float(power), 0, num_samples, shared, distinct, exclude)
+    def __init__(self, counts: Union[Tensor, StreamingCounts], num_samples: int, *, power: float = 0.75, shared: Optional[bool] = None,
+                 distinct: Optional[bool] = None, exclude: Exclude = None, refresh_every: int = 1000, uniform_share: float = 0.01):
+        if not isinstance(counts, StreamingCounts):
+            return self._draw_from("table", counts, float(power), 0, num_samples, shared, distinct, exclude)
+        if counts.num_ids is None:
+            raise ValueError("UnigramSampler: expected counts of dense ids, got those of open ids")
+        self._draw_from("table", torch.ones(counts.num_ids, device=counts.count.device), None, 0, num_samples, shared, distinct, exclude)
+        self.follow_options = torch.ops.xsoftmax.follow_options("UnigramSampler", option_text(
+            power=float(power), uniform_share=float(uniform_share), refresh_every=check_count("UnigramSampler", "refresh_every", refresh_every, 0),
+            distinct=self.distinct))
+        self.streaming = counts
+        self.register_buffer("excluded", (self.probability == 0).nonzero().squeeze(1), persistent=False)
+        for name in TABLES:
+            if getattr(self, name).numel() > 0:
+                self.register_buffer(name, getattr(self, name))  # in the state dict
+        self.register_buffer("step", torch.zeros([], dtype=torch.int64, device="cpu"))
+
+    def _make(self, weights: Optional[Tensor], power: Optional[float], classes: Optional[Tensor], options: str) -> None:
+        super()._make(weights, power, classes, options)
+        self.streaming = None
+
+    @torch.jit.export
+    def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        if self.streaming is not None:
+            if self.training and target is not None:
+                counted = target
+                if not torch.jit.is_scripting():
+                    counted = self.streaming._of_all_ranks(target[:, 0] if target.dim() == 2 else target)
+                torch.ops.xsoftmax.static_follow_(target, counted, self.excluded, self.step, self.streaming.count, self.streaming.total, self.streaming.last,
+                                                  self.streaming.seen, self._tables(), self.streaming.options, self.follow_options)
+        return self._draw(queries, target, generator)
+
+    @torch.jit.unused
+    def excluding(self, ids: Tensor) -> "UnigramSampler":
+        if self.streaming is None:
+            return super().excluding(ids)
+        follow = dict(option.split("=") for option in self.follow_options.split(","))
+        return UnigramSampler(self.streaming, self.num_samples, power=float(follow["power"]), shared=self.shared, distinct=self.distinct,
+                              exclude=torch.cat([self.excluded, ids.to(self.excluded.device)]), refresh_every=int(follow["refresh_every"]),
+                              uniform_share=float(follow["uniform_share"]))
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.streaming is not None:
+            self.step = self.step.cpu()  # which every step of training reads: it stays on the host
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        if self.streaming is not None:
+            tables = {name: getattr(self, name) for name in (*TABLES, "step") if getattr(self, name).numel() > 0}
+            fits = all(prefix + name in state_dict and state_dict[prefix + name].shape == table.shape for name, table in tables.items())
+            if not fits or not torch.equal(state_dict[prefix + "probability"].cpu() == 0, self.probability.cpu() == 0):
+                self.step.zero_()
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if self.streaming is not None:
+            self.step = self.step.cpu()  # load_state_dict(assign=True) takes tensors as they are
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.streaming is None else ", " + self.follow_options.replace(",", ", "))
 
     @classmethod
-    def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, counts: Optional[Tensor] = None,
-                  **options) -> "UnigramSampler":
-        if counts is None or len(counts) != num_classes:
-            raise ValueError(f"make_sampler: expected counts of {num_classes} classes for \"unigram\", got "
-                             f"{'none' if counts is None else len(counts)}")
+    def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool,
+                  counts: Union[Tensor, StreamingCounts, None] = None, **options) -> "UnigramSampler":
+        size = counts.num_ids if isinstance(counts, StreamingCounts) else None if counts is None else len(counts)
+        if size != num_classes:
+            raise ValueError(f"make_sampler: expected counts of {num_classes} classes for \"unigram\", got {'none' if size is None else size}")
         return super().for_table(counts, num_samples, dim=dim, bias=bias, **options)
 
 
