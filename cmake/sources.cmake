@@ -33,6 +33,8 @@ set(XSOFTMAX_SOURCES
   csrc/losses/sampled_softmax_loss.cpp
   csrc/losses/table_loss_module.cpp
   csrc/losses/several_positives.cpp
+  csrc/losses/tower_loss.cpp
+  csrc/losses/tower_loss_cpu.cpp
   csrc/losses/tree_losses.cpp
   csrc/losses/tree_losses_module.cpp
   csrc/matcher/linear_beam.cpp

@@ -4,10 +4,10 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/options.h"
+#include "core/slices.h"
 #include "losses/reduction.h"
 #include "losses/several_positives.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
@@ -34,7 +34,6 @@ using at::Tensor;
 constexpr const char* kOp = "linear_positives_loss"; // the op that users call
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kBlockBytes = 54 << 20; // of logits
-constexpr int64_t kSlices = 16;           // of a block, which threads take
 
 void check_arguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
   check::linear(kOp, input, weight, bias);
@@ -55,23 +54,6 @@ void check_grad(const Tensor& grad, const Tensor& input) {
   check::floating(kOp, "grad", grad);
   check::size(kOp, "grad", grad, 0, input.sym_size(0), "the rows of input");
   check::same_device(kOp, "grad", grad, "input", input);
-}
-
-int64_t slice_width(int64_t size) { return std::max<int64_t>(1, (size + kSlices - 1) / kSlices); }
-
-// Calls task(begin, size) over slices of `size` things, on several threads. What is called inside takes one thread: so no result depends on their number.
-template <typename Task>
-void for_slices(const Tensor& on, int64_t size, const Task& task) {
-  if (!on.is_cpu()) {
-    return task(0, size);
-  }
-  const int64_t width = slice_width(size);
-  at::parallel_for(0, kSlices, 1, [&](int64_t first, int64_t last) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    for (int64_t i = first; i < last && i * width < size; ++i) {
-      task(i * width, std::min(width, size - i * width));
-    }
-  });
 }
 
 // Some of the queries: what both passes find of them.
@@ -143,7 +125,8 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
       part.sub_(block.normalizer.narrow(0, first, count)).exp_().mul_(total.narrow(0, first, count)).masked_fill_(still.narrow(0, first, count), 0);
     });
     const Tensor of_positives = together ? moved * (block.each - block.score).exp() : moved;
-    gradient.scatter_add_(1, block.ids, -of_positives.masked_fill(block.counts.logical_not(), 0));
+    // Padding stands for the first positive and writes what that one does.
+    gradient.scatter_(1, block.ids, -at::where(block.counts, of_positives, at::where(still, 0.0, of_positives.narrow(1, 0, 1))));
     const Tensor counted = rows.masked_fill(still, 0);                                        // an ignored query may hold anything
     const Tensor parts = at::zeros({mask[0] ? kSlices : 0, size, input.size(1)}, accumulates); // of the gradient of the queries, from a slice each
     for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {

@@ -10,7 +10,8 @@ if torch.distributed.is_available():
     import torch.distributed.nn.functional  # noqa: F401
 
 from . import _library
-from . import datasets, label_vectors, metrics, optim, samplers
+from . import datasets, functional, label_vectors, metrics, optim, samplers
+from .cached_step import cached_step
 from .cane import CaneLoss
 from .clip_grad import clip_grad_norm_
 from .config import cmake_prefix_path, cpu_capability, use_impl
@@ -22,6 +23,7 @@ from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
+from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear
 
 
@@ -45,13 +47,16 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearLoss",
     "SampledSoftmaxLoss",
+    "TwoTowerLoss",
     "XRLinear",
+    "cached_step",
     "clip_grad_norm_",
     "cmake_prefix_path",
     "combine_predictions",
     "cpu_capability",
     "datasets",
     "diagnose",
+    "functional",
     "label_vectors",
     "metrics",
     "optim",

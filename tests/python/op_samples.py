@@ -88,6 +88,7 @@ def samples():
     options = f"{estimator},{reduction},sparse_grad=true"
     sets = [private, shared], [private_count, shared_count], [target_count, None], [False, True]
     candidates = [private, shared, private_count, shared_count, target_count], [0, S]
+    towers = input, input, target, torch.randn(S, D), torch.randn(Q, S, D), *candidates
     loss_state = ops.linear_cross_entropy_forward(input, weight, bias, target, class_weight, -100, 0.1, True)
     edge_grad = ops.hierarchical_softmax_forward(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True])[2]
     inside = ops.sort_sets(ops.candidate_set(private, N), N)
@@ -132,6 +133,7 @@ def samples():
         follow_options=("Sampler", "power=0.5,uniform_share=0.1,refresh_every=2"),
         get_impl=(),
         given_set=(private, private_count, input, shared[:2], N, "Loss"),
+        first_occurrences=(private,),
         hierarchical_log_prob=(path_sums, tree.parent, tree.class_node, sizes),
         hierarchical_softmax=(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, True),
         hierarchical_softmax_backward=(ones, edge_grad, input, edges[0], tree.first_child, tree.parent, nodes, sizes, groups, mask),
@@ -140,6 +142,7 @@ def samples():
         hierarchical_topk=(input, *edges, tree.first_child, tree.node_class, 4),
         in_batch_log_count=(private, *streaming, torch.tensor(Q), stream),
         in_batch_sample=(target, shared, *streaming, torch.tensor(Q), stream),
+        inclusion_log_count=(private_count.neg().abs().neg(), torch.tensor(5), 3, N),
         kernel_index=("Sampler", N, D, shared[:2], KERNEL),
         kernel_log_count=(input, private, [*kernel, step], KERNEL),
         kernel_refresh_=(weight, None, step, kernel, KERNEL),
@@ -167,6 +170,7 @@ def samples():
         linear_layer_train=layer_training(),
         linear_positives_loss=(input, weight, bias, integers(N, Q, 3), class_weight, reduction),
         linear_topk=(input, weight, bias, 3),
+        listed=(shared, private),
         log_uniform_sample=(seed, 2, N, Q, S),
         loss_of_shares=(torch.randn(3, Q, 6), [False, True], "estimator=sampled_softmax,remove_accidental_hits=true"),
         lsh_index=("Sampler", N, D, shared[:2], LSH),
@@ -213,6 +217,9 @@ def samples():
         systematic_sample=(seed, probability, *ops.systematic_table(uniform), Q, S),
         systematic_table=(weights,),
         table_log_prob=(probability, private),
+        tower_loss=(input, input, target, [torch.randn(Q, S, D), torch.randn(S, D)], *sets, torch.rand(Q), estimator + ",reduction=mean"),
+        tower_loss_forward=(*towers, ones, estimator, [True] * 4),
+        tower_losses=(*towers, estimator),
         tree_balance_=(edges[0], tree.first_child, sizes),
         tree_class_scores=(path_sums, tree.parent, tree.class_node, sizes, 1),
         tree_cross_entropy=(input, *edges, target, tree.tables(), sizes, class_weight, reduction),
@@ -222,6 +229,7 @@ def samples():
         tree_scores_backward=(torch.randn(Q, 2), input, edges[0], tree.parent, paths, sizes, True, mask),
         union_classes=(input, target, [private, shared]),
         union_merge=([shared, private], [private_count[0], private_count], [None, torch.randn(Q, 1 + len(shared))], [0, 1], 1, [private_count], [1], target),
+        weighted_tower_loss=(*towers, ones, estimator),
         uniform_sample=(seed, 2, N, Q, S, True),
         xr_linear_check_target=("model",),
         xr_linear_load=("model",),

@@ -6,6 +6,7 @@ from .class_parallel import ClassParallel, shard_classes
 from .counts import share_counts
 from .embedding import TiedEmbedding
 from .replicate import no_sync, replicate
+from .two_tower import share_candidates
 
 __all__ = ["ClassParallel", "TiedEmbedding", "latest_checkpoint", "leave_out", "load_checkpoint", "no_sync", "replicate", "save_checkpoint",
-           "shard_classes", "share_counts"]
+           "shard_classes", "share_candidates", "share_counts"]

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+namespace xsoftmax {
+
+/// How many slices for_slices makes at most.
+constexpr int64_t kSlices = 16;
+inline int64_t slice_width(int64_t size) { return std::max<int64_t>(1, (size + kSlices - 1) / kSlices); }
+
+/// Calls task(begin, size) over slices of `size` things, below autograd: on the CPU, where `on` is, on several threads. An ATen call in a task takes one
+/// thread, and where the slices are does not depend on the number of threads, so neither does what the tasks make.
+template <typename Task>
+void for_slices(const at::Tensor& on, int64_t size, const Task& task) {
+  if (!on.is_cpu()) {
+    return task(0, size);
+  }
+  const int64_t width = slice_width(size);
+  at::parallel_for(0, kSlices, 1, [&](int64_t first, int64_t last) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    for (int64_t i = first; i < last && i * width < size; ++i) {
+      task(i * width, std::min(width, size - i * width));
+    }
+  });
+}
+
+} // namespace xsoftmax

@@ -1,0 +1,219 @@
+"""Losses over vectors that a network has just made: an item tower in the place of a class table."""
+
+import math
+import numbers
+from typing import List, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._checks import check_bool, check_count, check_reduction
+from ._memory import device_of_values
+from ._options import option_text
+from .estimators import check_estimator, has_noise, is_registered
+from .samplers import CandidateSet, StreamingCounts, columns_of
+
+SIMILARITIES = ("dot", "cosine")
+
+
+class TwoTowerLoss(nn.Module):
+    r"""Retrieval by two towers: each query against its item, with the items of the batch as candidates.
+
+    With s the similarity of a query and an item over the temperature, y the query's item, C the different items among the candidates, and c_j how often
+    item j would be among them on average::
+
+        loss = log(e^{s_y} + sum_{j in C, j != y} e^{s_j} / c_j) - s_y                       estimator "sampled_softmax"
+
+    an estimate of the softmax over all items. Candidates are the other items of the batch; those of ``negatives``, a second batch that is drawn uniformly
+    (mixed negative sampling, Yang et al., 2020); and the last ``memory`` items of past batches (cross-batch memory, Wang et al., 2020). An item that stands
+    among them several times is a candidate once, an item equal to the query's is none, both by id. So c_j is the probability that j is among them at all,
+    ``1 - (1 - p_j)^k (1 - 1 / num_items)^S``, for k other items of batch and memory, p_j the frequency of item j in the stream (the "logQ correction" of Yi et
+    al., 2019), and S uniform negatives. Items that the caller gives to a query (hard negatives) are always there: 1 is added to their count.
+
+    Which form corrects what: "sampled_softmax" weighs candidates alone. Its positive is in the sum because the softmax has it there, not because it was
+    drawn, and its gradient is that of Khrylchenko et al. ("Correcting the LogQ Correction", RecSys 2025), ``(1 - P_y)`` times that of ``log sum_{j != y}
+    e^{s_j} / c_j - s_y`` with P_y the estimated probability of y. "ranking" lowers s_y by ``log c_y`` as well, as Yi et al. do.
+
+    Args:
+        num_items: N, how many items there are. None: any int64 is an id, and frequencies are kept by hashing; uniform negatives then need ``counts`` and
+            num_items.
+        estimator: as in :class:`SampledSoftmaxLoss`, but for CANE and estimators that are written in Python.
+        temperature: above 0, or a 0-dim tensor (a parameter is trained): similarities are divided by it.
+        similarity: "dot", or "cosine", of vectors that are normalised here.
+        counts: a :class:`xsoftmax.samplers.StreamingCounts` that keeps the frequencies of items, updated by each call in train(). None: one for num_items,
+            which never forgets. False: no correction, all c are 1.
+        remove_accidental_hits: items equal to the query's are no candidates, as far as the estimator can do without them.
+        memory: how many items of past batches are candidates too, without gradient.
+        dim: width of the vectors in memory. Needed beside memory.
+        memory_warmup: how many calls in train() come before memory takes part: items of a tower that moves fast do not stay good candidates.
+        reduction: "mean", "sum" or "none".
+
+    Shape: query [Q, D] and item [Q, D] of floating dtypes, item_id [Q] int64; a scalar, or [Q] for "none", in float32 or float64.
+
+    Buffers: memory [M, D], memory_id [M], memory_state [2] (items and calls so far), and those of ``counts``. In eval() the loss is the same of the
+    batch, and neither counts nor memory change; items that were never counted are then no candidates.
+
+    Under :func:`xsoftmax.distributed.share_candidates` the candidates are the items of all ranks.
+    """
+
+    num_items: Optional[int]
+    similarity: str
+    memory_warmup: int
+
+    def __init__(self, num_items: Optional[int] = None, *, estimator: str = "sampled_softmax", temperature: Union[float, Tensor] = 1.0,
+                 similarity: str = "dot", counts: Union[StreamingCounts, bool, None] = None, remove_accidental_hits: bool = True, memory: int = 0,
+                 dim: Optional[int] = None, memory_warmup: int = 0, reduction: str = "mean", device=None) -> None:
+        super().__init__()
+        name = self._name = type(self).__name__
+        self.num_items = None if num_items is None else check_count(name, "num_items", num_items, 1)
+        check_estimator(name, estimator, 0.0)
+        if has_noise(estimator) or is_registered(estimator):
+            raise ValueError(f"{name}: expected an estimator of the library without noise, got {estimator!r}")
+        if similarity not in SIMILARITIES:
+            raise ValueError(f"{name}: expected similarity to be one of {SIMILARITIES}, got {similarity!r}")
+        check_reduction(name, reduction)
+        if isinstance(temperature, Tensor):
+            if temperature.dim() != 0 or not temperature.is_floating_point():
+                raise ValueError(f"{name}: expected temperature as a number or a 0-dim floating tensor, got shape {list(temperature.shape)} of {temperature.dtype}")
+        elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real) or not 0 < temperature < math.inf:
+            raise ValueError(f"{name}: expected temperature above 0, got {temperature!r}")
+        if counts is True or not (counts is None or counts is False or isinstance(counts, StreamingCounts)):
+            raise TypeError(f"{name}: expected counts as a StreamingCounts, None or False, got {counts!r}")
+        if isinstance(counts, StreamingCounts) and num_items is not None and counts.num_ids not in (None, num_items):
+            raise ValueError(f"{name}: expected counts of {num_items} ids, got those of {counts.num_ids}")
+        memory = check_count(name, "memory", memory, 0)
+        if memory > 0 and dim is None:
+            raise ValueError(f"{name}: expected dim, the width of the vectors, beside memory={memory}, got none")
+        device = device_of_values(device)
+        self.estimator, self.similarity, self.reduction = estimator, similarity, reduction
+        self.memory_warmup = check_count(name, "memory_warmup", memory_warmup, 0)
+        if isinstance(temperature, nn.Parameter):
+            self.temperature = temperature
+        else:
+            self.register_buffer("temperature", torch.as_tensor(temperature, dtype=torch.float32, device=device), persistent=False)
+        self.counts = (StreamingCounts(num_items) if counts is None else None if counts is False else counts)
+        if self.counts is not None:
+            self.counts.to(device)
+        width = 0 if dim is None else check_count(name, "dim", dim, 1)
+        self.register_buffer("memory", torch.zeros(memory, width, device=device))
+        self.register_buffer("memory_id", torch.zeros(memory, dtype=torch.int64, device=device))
+        self.register_buffer("memory_state", torch.zeros(2, dtype=torch.int64, device=device))
+        self._options = option_text(estimator=estimator, remove_accidental_hits=check_bool(name, "remove_accidental_hits", remove_accidental_hits),
+                                    reduction=reduction)
+
+    def forward(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: Optional[Tuple[Tensor, Tensor]] = None,
+                weight: Optional[Tensor] = None) -> Tensor:
+        """
+        Args:
+            query, item: ``[Q, D]``, each query beside its item.
+            item_id: int64 ``[Q]``; in [0, num_items) where that is given.
+            negatives: vectors and ids of more items: ``([S, D], [S])``, drawn uniformly from all num_items, for all queries; or ``([Q, P, D], [Q, P])``, hard
+                negatives of each query.
+            weight: ``[Q]`` of the losses, whose mean is weighted by it. It takes no gradient.
+
+        Raises:
+            ValueError: shapes that do not fit together, uniform negatives without num_items; TypeError: dtypes; IndexError: an id out of range
+        """
+        self._check(query, item, item_id, negatives)
+        query, item = self._similar(query) / self.temperature.to(query.dtype), self._similar(item)
+        sets: List[CandidateSet] = []
+        vectors: List[Tensor] = []
+        items, ids = self._of_all(item, item_id)
+        if self.training and self.counts is not None:
+            self.counts.update(ids)
+        drawn = 0
+        shared, shared_ids = [items], [ids]
+        hard: Optional[Tensor] = None
+        hard_ids: Optional[Tensor] = None
+        if negatives is not None:
+            more, more_ids = negatives
+            if more.dim() == 3:
+                hard, hard_ids = self._similar(more), more_ids
+            else:
+                all_more, all_more_ids = self._of_all(self._similar(more), more_ids)
+                shared.append(all_more)
+                shared_ids.append(all_more_ids)
+                drawn = all_more_ids.size(0)
+        draws = torch.full([], ids.size(0) - 1, dtype=torch.int64, device=ids.device)
+        places = torch.ones([ids.size(0) + drawn], dtype=torch.bool, device=ids.device)
+        if self.memory.size(0) > 0:  # behind all others: what is in the batch, too, has a gradient there
+            seen, calls = self.memory_state[0], self.memory_state[1]
+            filled = torch.where(calls >= self.memory_warmup, seen.clamp(max=self.memory.size(0)), 0)
+            shared.append(self.memory.to(item.dtype).clone())
+            shared_ids.append(self.memory_id)
+            places = torch.cat([places, torch.arange(self.memory.size(0), device=ids.device) < filled])
+            draws = draws + filled
+        all_ids = torch.cat(shared_ids)
+        log_count, of_target = self._log_count(all_ids, draws, drawn), self._log_count(item_id, draws, drawn)
+        takes_part = torch.ops.xsoftmax.first_occurrences(all_ids) & places & ~log_count.isneginf()
+        if hard is not None and hard_ids is not None:
+            of_hard = torch.logaddexp(self._log_count(hard_ids, draws, drawn), torch.zeros([], device=ids.device))
+            of_hard = of_hard.masked_fill(~torch.ops.xsoftmax.first_occurrences(hard_ids), math.inf)
+            there = torch.ops.xsoftmax.listed(all_ids, hard_ids)  # beside the hard negatives of a query
+            log_count = torch.logaddexp(log_count, torch.where(there, 0.0, -math.inf))
+            of_hard_target = torch.where(torch.ops.xsoftmax.listed(item_id.unsqueeze(1), hard_ids).squeeze(1), 0.0, -math.inf)
+            sets.append(CandidateSet(hard_ids, of_hard, of_hard_target, True))
+            vectors.append(hard)
+        sets.append(CandidateSet(all_ids, log_count.masked_fill(~takes_part, math.inf), of_target, True))
+        vectors.append(torch.cat(shared))
+        set_ids, set_counts, target_counts, distinct = columns_of(sets)
+        loss = torch.ops.xsoftmax.tower_loss(query, item, item_id, vectors, set_ids, set_counts, target_counts, distinct, weight, self._options)
+        if self.training and self.memory.size(0) > 0:
+            self._remember(items, ids)
+        return loss
+
+    def _check(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: Optional[Tuple[Tensor, Tensor]]) -> None:
+        name = self._name
+        if not torch.jit.is_scripting():
+            if negatives is not None and not (isinstance(negatives, tuple) and len(negatives) == 2):
+                raise TypeError(f"{name}: expected negatives as (vectors, ids), got {type(negatives).__name__}")
+            for argument, tensor in (("query", query), ("item", item), ("item_id", item_id)) + (() if negatives is None else tuple(zip(
+                    ("the vectors of negatives", "the ids of negatives"), negatives))):
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(f"{name}: expected {argument} as a tensor, got {type(tensor).__name__}")
+        if query.dim() != 2 or item.shape != query.shape:
+            raise ValueError(f"{name}: expected query and item of one shape [Q, D], got {list(query.shape)} and {list(item.shape)}")
+        self._check_ids(item_id, "item_id", list(query.shape[:1]))
+        if self.memory.size(0) > 0 and self.memory.size(1) != query.size(1):
+            raise ValueError(f"{name}: expected vectors of the width of memory, {self.memory.size(1)}, got {query.size(1)}")
+        if negatives is not None:
+            vectors, ids = negatives
+            shared = vectors.dim() == 2 and vectors.size(1) == query.size(1)
+            private = vectors.dim() == 3 and vectors.size(0) == query.size(0) and vectors.size(2) == query.size(1)
+            if not shared and not private:
+                raise ValueError(f"{name}: expected vectors of negatives of shape [S, {query.size(1)}] or [{query.size(0)}, P, {query.size(1)}], "
+                                 f"got {list(vectors.shape)}")
+            self._check_ids(ids, "ids of negatives", list(vectors.shape[:-1]))
+            if shared and self.num_items is None and self.counts is not None:
+                raise ValueError(f"{name}: expected num_items, from which negatives [S, D] are drawn uniformly, got none")
+
+    def _check_ids(self, ids: Tensor, argument: str, shape: List[int]) -> None:
+        if ids.dtype != torch.int64:
+            raise TypeError(f"{self._name}: expected {argument} of dtype torch.int64, got {ids.dtype}")
+        if list(ids.shape) != shape:
+            raise ValueError(f"{self._name}: expected {argument} of shape {shape}, got {list(ids.shape)}")
+
+    def _similar(self, vectors: Tensor) -> Tensor:
+        return F.normalize(vectors, dim=-1) if self.similarity == "cosine" else vectors
+
+    def _log_count(self, ids: Tensor, draws: Tensor, drawn: int) -> Tensor:
+        """How often ids are among the candidates that all queries share."""
+        counts = self.counts
+        if counts is None:
+            return torch.zeros_like(ids, dtype=torch.float32)
+        num_items = self.num_items
+        return torch.ops.xsoftmax.inclusion_log_count(counts.log_prob(ids), draws, drawn, 0 if num_items is None else num_items)
+
+    def _of_all(self, vectors: Tensor, ids: Tensor) -> Tuple[Tensor, Tensor]:
+        """Of all processes: this one."""
+        return vectors, ids
+
+    def _remember(self, vectors: Tensor, ids: Tensor) -> None:
+        size = self.memory.size(0)
+        count = min(size, ids.size(0))
+        first = self.memory_state[0] + (ids.size(0) - count)
+        places = (first + torch.arange(count, device=ids.device)) % size
+        self.memory.index_copy_(0, places, vectors.detach()[ids.size(0) - count:].to(self.memory.dtype))
+        self.memory_id.index_copy_(0, places, ids[ids.size(0) - count:])
+        self.memory_state += torch.tensor([ids.size(0), 1], device=ids.device)

@@ -1,0 +1,362 @@
+"""TwoTowerLoss against its formula, and what stands behind it."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import xsoftmax as xs
+from xsoftmax.samplers import CandidateSet
+
+ops = torch.ops.xsoftmax
+N, D, Q, S, P = 30, 6, 12, 7, 3
+ESTIMATORS = [name for name in ops.estimator_names() if not name.startswith("cane")]
+
+
+def batch(seed=0, dtype=torch.float64):
+    """Items stand twice in the batch and in the negatives, and one negative of a query is its item."""
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randint(10, (Q,), generator=made)
+    vectors = lambda *shape: torch.randn(*shape, D, generator=made, dtype=dtype).requires_grad_()  # noqa: E731
+    hard = torch.randint(15, (Q, P), generator=made)
+    hard[0, 1], hard[1, 2] = ids[0], hard[1, 0]
+    return vectors(Q), vectors(Q), ids, (vectors(S), torch.randint(15, (S,), generator=made)), (vectors(Q, P), hard)
+
+
+def included(p, draws, uniform=0):
+    return 1 - (1 - p) ** draws * (1 - 1 / N) ** uniform
+
+
+def naive(query, item, ids, negatives, hard, p, memory=(), temperature=1.0, estimator="sampled_softmax"):
+    """Query by query; p: frequencies of ids. What takes no part is left out."""
+    columns = [(i.item(), v) for i, v in zip(ids, item)]
+    columns += [] if negatives is None else [(i.item(), v) for i, v in zip(negatives[1], negatives[0])]
+    columns += list(memory)
+    first = {}
+    for i, vector in columns:
+        first.setdefault(i, vector)
+    draws, uniform = len(ids) - 1 + len(memory), 0 if negatives is None else len(negatives[1])
+    losses = []
+    for q in range(len(ids)):
+        of_query = {} if hard is None else {i.item(): v for i, v in zip(reversed(hard[1][q]), hard[0][q].flip(0))}
+        sets = [of_query, first]
+        scores = [[query[q] @ vector / temperature for vector in one.values()] for one in sets]
+        counts = [[math.log(included(p[i], draws, uniform) + (i in of_query)) for i in one] for one in sets]
+        y = ids[q].item()
+        of_target = [torch.tensor([0.0 if y in of_query else -math.inf]), torch.tensor([math.log(included(p[y], draws, uniform))])]
+        row = torch.stack([query[q] @ item[q] / temperature, *scores[0], *scores[1]])[None]
+        losses.append(ops.candidate_loss(row, ids[q:q + 1], [torch.tensor([list(one)], dtype=torch.int64).reshape(1, -1) for one in sets],
+                                         [torch.tensor([part], dtype=torch.float64).reshape(1, -1) for part in counts], of_target, [True, True],
+                                         f"estimator={estimator}"))
+    return torch.cat(losses)
+
+
+def frequencies(*batches):
+    seen = torch.cat(batches)
+    return {i: (seen == i).sum().item() / len(seen) if (seen == i).any() else 0.0 for i in range(N)}
+
+
+def check_same(got, want, tensors, rtol=1e-5):
+    torch.testing.assert_close(got, want, rtol=rtol, atol=1e-7)
+    factor = torch.linspace(0.5, 2, got.numel(), dtype=got.dtype).view_as(got)
+    grads = [torch.autograd.grad((loss * factor).sum(), tensors, allow_unused=True) for loss in (got, want)]
+    for one, other in zip(*grads):
+        torch.testing.assert_close(torch.zeros(()) if one is None else one, torch.zeros(()) if other is None else other, rtol=rtol, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("kind", ["batch", "mixed", "hard"])
+def test_equals_the_formula(impl, kind, estimator, reduction):
+    """Counts are float32, so the tolerance is theirs."""
+    query, item, ids, mixed, hard = batch()
+    negatives = {"batch": None, "mixed": mixed, "hard": hard}[kind]
+    loss = xs.TwoTowerLoss(N, estimator=estimator, temperature=0.5, reduction=reduction)
+    got = loss(query, item, ids, negatives)
+    want = naive(query, item, ids, mixed if kind == "mixed" else None, hard if kind == "hard" else None, frequencies(ids), temperature=0.5, estimator=estimator)
+    want = {"mean": want.mean(), "sum": want.sum(), "none": want}[reduction]
+    check_same(got, want, [query, item] + ([] if negatives is None else [negatives[0]]))
+
+
+def test_cosine_is_the_product_of_unit_vectors():
+    query, item, ids, mixed, _ = batch()
+    unit = [F.normalize(vectors, dim=1) for vectors in (query, item, mixed[0])]
+    got = xs.TwoTowerLoss(N, similarity="cosine", temperature=0.1)(query, item, ids, mixed)
+    check_same(got, xs.TwoTowerLoss(N, temperature=0.1)(*unit[:2], ids, (unit[2], mixed[1])), [query, item, mixed[0]])
+
+
+def test_temperature_is_trained():
+    query, item, ids, *_ = batch()
+    temperature = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+    loss = xs.TwoTowerLoss(N, temperature=temperature)
+    assert [name for name, _ in loss.named_parameters()] == ["temperature"]
+    loss(query, item, ids).backward()
+    step = 1e-6
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            temperature.add_(sign * step)
+            ends.append(loss.eval()(query, item, ids))
+            temperature.sub_(sign * step)
+    torch.testing.assert_close(temperature.grad, (ends[0] - ends[1]) / (2 * step), rtol=1e-4, atol=1e-6)
+
+
+def test_memory_is_of_past_batches():
+    """A ring: fewer places than items; no gradient; in the batch and in memory, the batch's vector counts."""
+    places = 20
+    loss = xs.TwoTowerLoss(N, memory=places, dim=D, memory_warmup=1, reduction="none")
+    past, seen = [], []
+    for step in range(5):
+        query, item, ids, *_ = batch(step)
+        before = copy.deepcopy(loss.memory)
+        got = loss(query, item, ids)
+        seen.append(ids)
+        window = past[-places:]
+        memory = [(i, v.double()) for i, v in (window if step >= 1 else [])]
+        past += [(i.item(), v.detach().float()) for i, v in zip(ids, item)]
+        if step < 2:  # the ring has not come round: places are in the order of time
+            check_same(got, naive(query, item, ids, None, None, frequencies(*seen), memory=memory), [query, item])
+        assert step == 0 or not torch.equal(before, loss.memory)
+        ring = {place: pair for place, pair in ((k % places, past[k]) for k in range(len(past)))}
+        assert loss.memory_id.tolist()[:len(ring)] == [ring[k][0] for k in range(len(ring))]
+        torch.testing.assert_close(loss.memory[:len(ring)], torch.stack([ring[k][1] for k in range(len(ring))]))
+    assert loss.memory_state.tolist() == [5 * Q, 5]
+    state, other = loss.state_dict(), xs.TwoTowerLoss(N, memory=places, dim=D, memory_warmup=1, reduction="none")
+    other.load_state_dict(state)
+    assert torch.equal(other(query, item, ids), loss(query, item, ids))
+    frozen = copy.deepcopy(loss.eval())
+    loss(query, item, ids)
+    assert all(torch.equal(one, other) for one, other in zip(loss.state_dict().values(), frozen.state_dict().values()))
+
+
+def test_more_items_than_memory():
+    loss = xs.TwoTowerLoss(N, memory=5, dim=D)
+    _, item, ids, *_ = batch()
+    loss(item, item, ids)
+    assert loss.memory_id.sort().values.tolist() == ids[-5:].sort().values.tolist()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_normaliser_is_unbiased(mixed):
+    """With the frequencies of the law that items come from, and a fixed target: e^(loss + s_y) is on average the sum over all items."""
+    torch.manual_seed(0)
+    items, law = torch.randn(N, D, dtype=torch.float64), torch.rand(N).softmax(0)
+    law = (law / law.sum()).double()
+    counts = xs.samplers.StreamingCounts(N)
+    counts.load_state_dict(counts.state_dict() | {"count": (law * 10**9).long(), "total": (law * 10**9).long().sum()})
+    loss = xs.TwoTowerLoss(N, counts=counts, reduction="none").eval()
+    query = torch.randn(1, D, dtype=torch.float64)
+    found = []
+    for _ in range(6000):
+        ids = torch.multinomial(law, Q, replacement=True)
+        ids[0] = 4
+        more = torch.randint(N, (S,))
+        found.append(loss(query.expand(Q, D), items[ids], ids, (items[more], more) if mixed else None)[0])
+    total = (torch.stack(found) + (query @ items[4]).squeeze()).exp()
+    want = (items @ query[0]).exp().sum()
+    assert abs(total.mean() - want) < 4 * total.std() / len(found) ** 0.5
+    assert total.std() / len(found) ** 0.5 < 0.05 * want
+
+
+def test_the_gradient_of_the_refined_correction():
+    """Khrylchenko et al. (2025): (1 - P_y) times the gradient of log sum_{j != y} e^{s_j} / c_j - s_y, P_y not differentiated."""
+    query, item, ids, mixed, _ = batch()
+    vectors = torch.cat([item, mixed[0]])
+    all_ids = torch.cat([ids, mixed[1]])
+    log_count = torch.rand(Q + S)
+    one = CandidateSet(all_ids, log_count.masked_fill(~ops.first_occurrences(all_ids), math.inf), torch.rand(Q), True)
+    got = xs.functional.tower_loss(query, item, ids, [(vectors, one)], reduction="sum")
+    s = (query @ vectors.T - one.log_count).masked_fill(all_ids == ids[:, None], -math.inf)
+    negative, positive = torch.logsumexp(s, 1), (query * item).sum(1)
+    uncertainty = 1 - (positive - torch.logaddexp(positive, negative)).exp()
+    want = (uncertainty.detach() * (negative - positive)).sum()
+    tensors = [query, item, mixed[0]]
+    for one, other in zip(torch.autograd.grad(got, tensors), torch.autograd.grad(want, tensors)):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_without_correction():
+    query, item, ids, *_ = batch()
+    loss = xs.TwoTowerLoss(counts=False)
+    first = ops.first_occurrences(ids)
+    s = (query @ item.T)[:, first].masked_fill(ids[first] == ids[:, None], -math.inf)
+    check_same(loss(query, item, ids), F.cross_entropy(torch.cat([(query * item).sum(1, keepdim=True), s], 1), torch.zeros(Q, dtype=torch.int64)), [query, item])
+
+
+def test_open_ids():
+    """Any number is an id; a new one is no error."""
+    query, item, ids, _, hard = batch()
+    raw = torch.randint(-2**63, 2**63 - 1, (N,), generator=torch.Generator().manual_seed(1))
+    loss, dense = xs.TwoTowerLoss(), xs.TwoTowerLoss(N)
+    for _ in range(3):
+        got, want = loss(query, item, raw[ids], (hard[0], raw[hard[1]])), dense(query, item, ids, hard)
+    torch.testing.assert_close(got, want, rtol=0.2, atol=0)  # the smoothed gaps are no frequencies
+    assert loss.eval()(query, item, raw[ids] + 1).isfinite()  # never counted: no candidates
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    query, item, ids, mixed, hard = batch(dtype=dtype)
+    for negatives in (mixed, hard):
+        got = xs.TwoTowerLoss(N)(query, item, ids, negatives)
+        want = xs.TwoTowerLoss(N)(query.double(), item.double(), ids, (negatives[0].double(), negatives[1]))
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=0)  # products are in float32
+        assert got.dtype == torch.float32
+        grads = torch.autograd.grad(got, [query, item, negatives[0]])
+        for one, other in zip(grads, torch.autograd.grad(want, [query, item, negatives[0]])):
+            assert one.dtype == dtype
+            torch.testing.assert_close(one.float(), other.float(), rtol=8 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_autocast():
+    query, item, ids, *_ = batch(dtype=torch.float32)
+    tower = torch.nn.Linear(D, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = tower(query)
+        assert made.dtype == torch.bfloat16
+        loss = xs.TwoTowerLoss(N)(made, item, ids)
+    loss.backward()
+    assert loss.dtype == torch.float32 and tower.weight.grad.isfinite().all()
+
+
+def test_weights_of_queries():
+    query, item, ids, *_ = batch()
+    weight = torch.rand(Q)
+    for reduction in ("none", "sum", "mean"):
+        want = xs.TwoTowerLoss(N, reduction="none")(query, item, ids) * weight
+        want = {"none": want, "sum": want.sum(), "mean": want.sum() / weight.sum()}[reduction]
+        check_same(xs.TwoTowerLoss(N, reduction=reduction)(query, item, ids, weight=weight), want, [query, item])
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)])
+def test_gradients_that_are_wanted(wanted):
+    query, item, ids, mixed, _ = batch()
+    tensors = [tensor.detach().requires_grad_(want) for tensor, want in zip((query, item, mixed[0]), wanted)]
+    xs.TwoTowerLoss(N)(tensors[0], tensors[1], ids, (tensors[2], mixed[1])).backward()
+    whole = torch.autograd.grad(xs.TwoTowerLoss(N)(query, item, ids, mixed), [query, item, mixed[0]])
+    for tensor, want, grad in zip(tensors, wanted, whole):
+        assert (tensor.grad is not None) == want
+        assert not want or torch.allclose(tensor.grad, grad)
+
+
+def test_blocks_of_queries_and_threads(same_for_any_threads):
+    """More scores than a block holds."""
+    made = torch.Generator().manual_seed(0)
+    query, item = (torch.randn(3000, 8, generator=made).requires_grad_() for _ in range(2))
+    ids = torch.randint(2500, (3000,), generator=made)
+
+    def compute():
+        loss = xs.TwoTowerLoss(2500)(query, item, ids)
+        return [loss, *torch.autograd.grad(loss, [query, item])]
+
+    same_for_any_threads(compute)
+    with torch.no_grad():
+        first = ops.first_occurrences(ids)
+        log_count = torch.log(1 - (1 - torch.bincount(ids, minlength=2500)[ids].double() / 3000) ** 2999)
+        s = (query @ item.T - log_count)[:, first].masked_fill(ids[first] == ids[:, None], -math.inf)
+        own = (query * item).sum(1)
+        want = (torch.logaddexp(own, torch.logsumexp(s, 1)) - own).mean()
+    torch.testing.assert_close(compute()[0], want.float())
+
+
+def test_scripted_and_compiled():
+    query, item, ids, mixed, hard = batch(dtype=torch.float32)
+    loss = xs.TwoTowerLoss(N, memory=9, dim=D, similarity="cosine", temperature=0.2)
+    scripted, copied, compiled = torch.jit.script(copy.deepcopy(loss)), copy.deepcopy(loss), copy.deepcopy(loss)
+    traced = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    for negatives in (mixed, hard, None):
+        want = copied(query, item, ids, negatives)
+        torch.testing.assert_close(scripted(query, item, ids, negatives), want)
+        torch.testing.assert_close(traced(query, item, ids, negatives), want)
+    for name, value in copied.state_dict().items():
+        torch.testing.assert_close(scripted.state_dict()[name], value)
+        torch.testing.assert_close(compiled.state_dict()[name], value)
+
+
+def test_empty_batches():
+    loss = xs.TwoTowerLoss(N, reduction="sum", memory=4, dim=D)
+    none = torch.zeros(0, D, requires_grad=True)
+    value = loss(none, none, torch.zeros(0, dtype=torch.int64))
+    value.backward()
+    assert value == 0 and none.grad.shape == (0, D)
+    one = torch.randn(1, D)
+    assert xs.TwoTowerLoss(N)(one, one, torch.tensor([3])) == 0  # no candidate but the item itself
+
+
+def test_candidates_of_each_query_alone():
+    query, item, ids, _, hard = batch()
+    log_count = torch.rand(Q, P)
+    got = xs.functional.tower_loss(query, item, ids, [(hard[0], CandidateSet(hard[1], log_count, None, True))], reduction="none")
+    s = ((query.unsqueeze(1) * hard[0]).sum(2) - log_count).masked_fill(hard[1] == ids[:, None], -math.inf)
+    want = F.cross_entropy(torch.cat([(query * item).sum(1, keepdim=True), s], 1), torch.zeros(Q, dtype=torch.int64), reduction="none")
+    check_same(got, want, [query, item, hard[0]], rtol=1e-10)
+    mean = xs.functional.tower_loss(query, item, ids, [(hard[0], CandidateSet(hard[1], log_count, None, True))])
+    check_same(mean, F.cross_entropy(torch.cat([(query * item).sum(1, keepdim=True), ((query.unsqueeze(1) * hard[0]).sum(2) - log_count).masked_fill(
+        hard[1] == ids[:, None], -math.inf)], 1), torch.zeros(Q, dtype=torch.int64)), [query, item, hard[0]], rtol=1e-10)
+
+
+def test_bad_input():
+    query, item, ids, mixed, hard = batch()
+    loss = xs.TwoTowerLoss(N)
+    for error, message, arguments in [
+            (ValueError, r"expected query and item of one shape \[Q, D\], got \[12, 6\] and \[12, 5\]", (query, item[:, 1:], ids)),
+            (ValueError, r"expected item_id of shape \[12\], got \[11\]", (query, item, ids[1:])),
+            (TypeError, "expected item_id of dtype torch.int64, got torch.float32", (query, item, ids.float())),
+            (TypeError, "expected query as a tensor, got list", ([1.0], item, ids)),
+            (IndexError, rf"expected ids in \[0, {N}\)", (query, item, ids + N)),
+            (TypeError, r"expected negatives as \(vectors, ids\), got Tensor", (query, item, ids, mixed[0])),
+            (ValueError, r"expected vectors of negatives of shape \[S, 6\] or \[12, P, 6\], got \[7, 5\]", (query, item, ids, (mixed[0][:, 1:], mixed[1]))),
+            (ValueError, r"expected ids of negatives of shape \[7\], got \[6\]", (query, item, ids, (mixed[0], mixed[1][1:]))),
+            (ValueError, "expected weight with size 12", (query, item, ids, None, torch.ones(3)))]:
+        with pytest.raises(error, match=message):
+            loss(*arguments)
+    with pytest.raises(ValueError, match="expected num_items, from which negatives .* got none"):
+        xs.TwoTowerLoss()(query, item, ids, mixed)
+    with pytest.raises(ValueError, match="expected vectors of the width of memory, 5, got 6"):
+        xs.TwoTowerLoss(memory=3, dim=5)(query, item, ids)
+    for error, message, options in [
+            (ValueError, "expected an estimator of the library without noise, got 'cane'", dict(estimator="cane")),
+            (ValueError, "expected estimator to be one of", dict(estimator="logq")),
+            (ValueError, "expected temperature above 0, got 0", dict(temperature=0)),
+            (ValueError, "expected temperature above 0, got nan", dict(temperature=math.nan)),
+            (ValueError, "expected similarity to be one of", dict(similarity="l2")),
+            (ValueError, "expected dim, the width of the vectors, beside memory=4, got none", dict(memory=4)),
+            (ValueError, "expected counts of 30 ids, got those of 4", dict(num_items=N, counts=xs.samplers.StreamingCounts(4))),
+            (TypeError, "expected counts as a StreamingCounts, None or False, got True", dict(counts=True)),
+            (ValueError, "reduction", dict(reduction="max"))]:
+        with pytest.raises(error, match=message):
+            xs.TwoTowerLoss(**options)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_opcheck(private):
+    query, item, ids, mixed, hard = batch()
+    columns = ([hard[1], None, torch.rand(Q, P), None, torch.rand(Q)] if private else [None, mixed[1], None, torch.rand(S), torch.rand(Q)])
+    arguments = (query, item, ids, None if private else mixed[0], hard[0] if private else None, columns, [0, 0])
+    torch.library.opcheck(ops.tower_losses.default, (*arguments, ""))
+    torch.library.opcheck(ops.weighted_tower_loss.default, (*arguments, torch.rand(Q, dtype=torch.float64), ""))
+    torch.library.opcheck(ops.tower_loss_forward.default, (*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments),
+                                                           torch.rand(Q, dtype=torch.float64), "", [True] * 4), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_rows_and_lists():
+    ids = torch.randint(-3, 4, (5, 9), generator=torch.Generator().manual_seed(0))
+    want = [[i not in row[:k] for k, i in enumerate(row)] for row in ids.tolist()]
+    assert ops.first_occurrences(ids).tolist() == want
+    assert ops.first_occurrences(ids[:, :0]).shape == (5, 0)
+    lists = ids[:, :4]
+    assert ops.listed(ids, lists).tolist() == [[i in row for i in asked] for asked, row in zip(ids.tolist(), lists.tolist())]
+    assert ops.listed(ids[0], lists).tolist() == [[i in row for i in ids[0].tolist()] for row in lists.tolist()]
+    assert not ops.listed(ids, lists[:, :0]).any()
+
+
+def test_inclusion_is_that_of_draws():
+    p = torch.tensor([0.5, 0.1, 1e-9, 0.0, 1.0])
+    got = ops.inclusion_log_count(p.log(), torch.tensor(9), 3, 20)
+    want = torch.log1p(-(1 - p.double()) ** 9 * (1 - 1 / 20) ** 3)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
+    rare = ops.inclusion_log_count(torch.tensor([-40.0]), torch.tensor(1000), 0, 0)
+    torch.testing.assert_close(rare, torch.tensor([math.log(1000) - 40]))
+    assert ops.inclusion_log_count(torch.tensor([0.0]), torch.tensor(0), 0, 0) == -math.inf
