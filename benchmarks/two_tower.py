@@ -1,0 +1,96 @@
+"""A step of two towers, queries against the items of the batch: xs.TwoTowerLoss beside the same by hand in PyTorch (a matrix product, the log
+frequencies, a mask, cross entropy).
+
+    python benchmarks/two_tower.py [--queries 4096] [--width 64] [--items 100000] [--threads 2] [--repeats 21] [--json]
+
+A step is the loss of vectors that are given and their gradients; the towers themselves cost both sides the same and are left out. The hand-made loss keeps an
+exact count of each item and counts the batch, as ours does. Steps take turns; times are medians, ratios medians of the ratios of turns. Memory is what a step
+adds to the process at its peak, of five steps the least, each side in a process of its own.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+
+import torch
+import torch.nn.functional as F
+
+import xsoftmax as xs
+from timing import PeakMemory, report, turns
+
+
+class ByHand:
+    """As two-tower models are often written."""
+
+    def __init__(self, items: int):
+        self.count, self.total = torch.zeros(items), 0
+
+    def __call__(self, query, item, item_id):
+        self.count.index_add_(0, item_id, torch.ones(len(item_id)))
+        self.total += len(item_id)
+        logits = query @ item.T - (self.count[item_id] / self.total).log()
+        hits = item_id.unsqueeze(0) == item_id.unsqueeze(1)
+        hits.fill_diagonal_(False)
+        return F.cross_entropy(logits.masked_fill(hits, float("-inf")), torch.arange(len(item_id)))
+
+
+KINDS = {"xsoftmax": xs.TwoTowerLoss, "by hand": ByHand}
+
+
+def make_step(kind: str, args: argparse.Namespace):
+    torch.manual_seed(0)
+    loss = KINDS[kind](args.items)
+    query, item = (torch.randn(args.queries, args.width, requires_grad=True) for _ in range(2))
+    law = 1.0 / torch.arange(1, args.items + 1)
+
+    def step():
+        query.grad = item.grad = None
+        loss(query, item, torch.multinomial(law, args.queries, replacement=True)).backward()
+
+    return step
+
+
+def peak(kind: str, args: argparse.Namespace, results) -> None:
+    torch.set_num_threads(args.threads)
+    step = make_step(kind, args)
+    step()
+    found = []
+    for _ in range(5):
+        with PeakMemory() as memory:
+            step()
+        found.append(memory.bytes)
+    results.put(min(found))
+
+
+def peak_apart(kind: str, args: argparse.Namespace) -> int:
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=peak, args=(kind, args, results))
+    process.start()
+    found = results.get()
+    process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queries", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--items", type=int, default=100_000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    seconds = turns({kind: make_step(kind, args) for kind in KINDS}, args.repeats)
+    memory = {kind: peak_apart(kind, args) for kind in KINDS}
+    shape = f"{args.queries:,} x {args.queries:,} x {args.width}"
+    figures = [{"figure": f"{shape}, a step / by hand: time", "value": statistics.median(a / b for a, b in zip(*seconds.values())),
+                "medians": ", ".join(f"{kind} {1e3 * statistics.median(values):.3g} ms" for kind, values in seconds.items())},
+               {"figure": f"{shape}, a step / by hand: peak memory", "value": memory["xsoftmax"] / memory["by hand"],
+                "medians": ", ".join(f"{kind} {value / 2**20:.3g} MB" for kind, value in memory.items())}]
+    report(figures, args.json)
+
+
+if __name__ == "__main__":
+    main()
