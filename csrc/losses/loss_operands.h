@@ -21,7 +21,11 @@ struct LossOperands {
         target_log_count(plain(arguments.candidates.target_log_count, scores.scalar_type())) {}
 
   static at::Tensor plain(const std::optional<at::Tensor>& tensor, at::ScalarType dtype = at::kLong) {
-    return given(tensor) ? tensor->to(dtype).contiguous() : at::Tensor();
+    if (!given(tensor)) {
+      return at::Tensor();
+    }
+    const at::Tensor cast = tensor->to(dtype);
+    return (cast._is_zerotensor() ? cast.clone() : cast).contiguous(); // one without memory, which autograd may make
   }
 
   template <typename T>
