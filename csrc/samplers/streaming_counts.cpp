@@ -23,6 +23,12 @@ using at::Tensor;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kMaxHashes = 64;
 
+// How often each of `rows` stands among the keys that are counted; all keys are below `none`.
+Tensor sightings_of(const Tensor& rows, const Tensor& keys, const Tensor& counted, int64_t none) {
+  const Tensor sorted = std::get<0>(at::where(counted, keys, none).sort());
+  return at::searchsorted(sorted, rows, /*out_int32=*/false, /*right=*/true).sub(at::searchsorted(sorted, rows)).to(at::kDouble);
+}
+
 // In the place of what is not counted, an id that is: it then gets the same value twice.
 Tensor filled_up(const Tensor& keys, const Tensor& counted) {
   return at::where(counted, keys, at::where(counted, keys, -1).max().clamp_min(0));
@@ -38,8 +44,8 @@ void update_dense(const Tensor& ids, const StreamingState& state, const Streamin
   const Tensor rows = filled_up(ids, counted), any = number.gt(0), now = state.seen.add(number);
   const Tensor count = state.count.index_select(0, rows), last = state.last.index_select(0, rows);
   const Tensor decayed = count.mul(last.to(at::kDouble).sub(now.to(at::kDouble)).div(*options.half_life).exp2());
-  state.count.index_copy_(0, rows, at::where(any, decayed, count));
-  state.count.index_add_(0, rows, counted.to(at::kDouble));
+  // Not index_add_, which sums numbers that are no integers in any order.
+  state.count.index_copy_(0, rows, at::where(any, decayed + sightings_of(rows, ids, counted, *options.num_ids), count));
   state.last.index_copy_(0, rows, at::where(any, now, last));
   state.total.mul_(number.neg().to(at::kDouble).div(*options.half_life).exp2()).add_(number);
   state.seen.copy_(now);
@@ -59,8 +65,7 @@ void update_open(const Tensor& ids, const Tensor& counted, const StreamingState&
   for (int64_t k = 0; k < options.hashes; ++k) {
     Tensor gaps = state.count.select(0, k), lasts = state.last.select(0, k);
     const Tensor bucket = buckets_of(ids, k, options.buckets), rows = filled_up(bucket, counted);
-    const Tensor sorted = std::get<0>(at::where(counted, bucket, options.buckets).sort());
-    const Tensor sightings = at::searchsorted(sorted, rows, /*out_int32=*/false, /*right=*/true).sub(at::searchsorted(sorted, rows)).to(at::kDouble);
+    const Tensor sightings = sightings_of(rows, bucket, counted, options.buckets);
     const Tensor gap = gaps.index_select(0, rows), last = lasts.index_select(0, rows), before = last.to(at::kDouble);
     const Tensor length = sightings.mul(gap);
     const Tensor weight = options.alpha.has_value() ? at::expm1(sightings.mul(std::log1p(-*options.alpha))).neg()

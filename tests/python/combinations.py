@@ -35,7 +35,7 @@ SAMPLERS = {
     "unigram": sampler("unigram", num_samples=8, counts=COUNTS),
     "unigram, private": sampler("unigram", num_samples=4, shared=False, counts=COUNTS),
     "unigram, streamed": sampler("unigram", num_samples=8, stream=dict(half_life=30.0, refresh_every=2)),
-    "unigram, streamed, private": sampler("unigram", num_samples=4, shared=False, stream=dict(half_life=None, refresh_every=1)),
+    "unigram, streamed, private": sampler("unigram", num_samples=4, shared=False, stream=dict(half_life=None, refresh_every=4)),
     "in_batch": sampler("in_batch"),
     "in_batch, streamed": sampler("in_batch", stream=dict(half_life=30.0)),
     "in_batch, open": sampler("in_batch", stream=dict(half_life=30.0, buckets=50)),
