@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <set>
+#include <sstream>
 
 namespace {
 
@@ -88,6 +89,69 @@ TEST_F(Samplers, TheBatchCountsWhatItSees) {
   EXPECT_EQ(sampler->total.item<int64_t>(), 4);
   EXPECT_THROW(sampler->sample(queries), c10::ValueError);
   EXPECT_EQ(sampler->excluding(all), nullptr);
+}
+
+TEST_F(Samplers, CountsOfAStreamDecay) {
+  StreamingCounts dense(StreamingOptions{.num_ids = kClasses, .half_life = 4.0}), open(StreamingOptions{.half_life = 4.0, .buckets = 512});
+  const Tensor first = torch::tensor({3, 3, -1, 5, 3}, torch::kLong), second = torch::tensor({5, 9, 9, 9}, torch::kLong);
+  dense->update(first);
+  open->update(first, first.ge(0));
+  const Tensor q = dense->forward(second).exp();
+  EXPECT_TRUE(torch::allclose(dense->counts(torch::tensor({3, 5, 9, -1})), torch::tensor({1.5, 1.5, 3.0, 0.0}, torch::kDouble)));
+  EXPECT_TRUE(torch::allclose(q, torch::tensor({0.25f, 0.5f, 0.5f, 0.5f})));
+  open->forward(second + (int64_t(1) << 40));
+  EXPECT_TRUE(torch::allclose(open->log_prob(torch::tensor({3, 5}, torch::kLong)).exp(), torch::tensor({0.75f, 0.25f})));
+  EXPECT_TRUE(open->log_prob(second).slice(0, 1).isneginf().all().item<bool>());
+  dense->eval();
+  dense->update(first);
+  EXPECT_EQ(dense->seen.item<int64_t>(), 8);
+  dense->to(torch::kHalf);
+  EXPECT_EQ(dense->count.scalar_type(), torch::kDouble);
+  EXPECT_THROW(StreamingCounts(StreamingOptions{.num_ids = 3, .alpha = 0.1}), c10::ValueError);
+  EXPECT_THROW(dense->log_prob(all + 1), c10::IndexError);
+  StreamingCounts exact(kClasses);
+  EXPECT_EQ(exact->named_buffers().size(), 2u);
+  EXPECT_EQ(dense->named_buffers().size(), 4u);
+}
+
+TEST_F(Samplers, SamplersFollowAStream) {
+  const auto counted = [](std::optional<double> half_life) { return StreamingCounts(StreamingOptions{.num_ids = kClasses, .half_life = half_life}); };
+  InBatchSampler plain(kClasses), streamed(kClasses, counted({}));
+  EXPECT_TRUE(torch::equal(plain->sample(queries, target)[0].target_log_count, streamed->sample(queries, target)[0].target_log_count));
+  EXPECT_TRUE(torch::equal(plain->counts, streamed->streaming->count));
+  EXPECT_THROW(InBatchSampler(kClasses + 1, counted({})), c10::ValueError);
+
+  const auto made = [&](const Tensor& exclude) {
+    return UnigramSampler(counted(30.0), 7, FollowOptions{.refresh_every = 4}, DrawOptions{.exclude = exclude});
+  };
+  UnigramSampler sampler = made({}), loaded = made({}), other = made(torch::tensor({0, 1}, torch::kLong));
+  const Tensor before = sampler->log_count(queries, all);
+  for (int i = 0; i < 4; ++i) {
+    sampler->sample(queries, target, generator(i));
+  }
+  EXPECT_EQ(sampler->step.item<int64_t>(), 4);
+  EXPECT_FALSE(torch::equal(sampler->log_count(queries, all), before));
+  torch::serialize::OutputArchive out;
+  sampler->save(out);
+  std::stringstream file;
+  out.save_to(file);
+  for (UnigramSampler to : {loaded, other}) {
+    torch::serialize::InputArchive in;
+    file.seekg(0);
+    in.load_from(file);
+    to->load(in);
+    EXPECT_TRUE(torch::equal(to->streaming->count, sampler->streaming->count));
+  }
+  EXPECT_EQ(loaded->step.item<int64_t>(), 4);
+  EXPECT_EQ(other->step.item<int64_t>(), 0); // tables of other classes: built anew
+  EXPECT_TRUE(torch::equal(loaded->sample(queries, target, generator(9))[0].log_count, sampler->sample(queries, target, generator(9))[0].log_count));
+  const auto less = sampler->excluding(torch::tensor({3}, torch::kLong));
+  EXPECT_TRUE(less->log_count(queries, torch::tensor({3}, torch::kLong)).isneginf().item<bool>());
+  sampler->eval();
+  sampler->sample(queries, target, generator(1));
+  EXPECT_EQ(sampler->step.item<int64_t>(), 5);
+  EXPECT_THROW(UnigramSampler(StreamingCounts(StreamingOptions{}), 7), c10::ValueError);
+  EXPECT_THROW(UnigramSampler(counted({}), 7, FollowOptions{.uniform_share = 0.0}), c10::ValueError);
 }
 
 TEST_F(Samplers, CountsOfAUnionAddUp) {
