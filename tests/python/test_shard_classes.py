@@ -201,6 +201,11 @@ def refuse(rank):
     for sampler, bias in (("midx", True), ("midx_exact", False), ("midx_spread", False), ("lsh", False), ("sphere", False), ("rff", False)):
         with pytest.raises(ValueError, match="shard_classes: expected a sampler that does not follow the class table, or a MidxSampler without a bias, got "):
             shard(xs.SampledSoftmaxLoss(D, N, sampler=sampler, num_samples=3, bias=bias))
+    split = shard(loss_of("uniform", "plain"))
+    with pytest.raises(ValueError, match="expected no negatives with a table that is split over ranks"):
+        split(torch.zeros(2, D), torch.zeros(2, dtype=torch.int64), negatives=torch.arange(3))
+    with pytest.raises(ValueError, match=r"expected target of shape \[2\], input's without its last dimension, got \[2, 3\]"):
+        split(torch.zeros(2, D), torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="shard_classes: expected exchange as one of .*, got 'columns'"):
         shard(loss_of("uniform", "plain"), exchange="columns")
     with pytest.raises(ValueError, match="shard_classes: expected an estimator whose candidates enter as one sum .* got 'blackout'"):

@@ -160,7 +160,10 @@ class ShardedLoss(LinearLoss):
 
     # ------------------------------------------------------------------------------------------------------------- sampled loss
 
-    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], is_step: bool) -> Tensor:
+    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
+                 negative_log_count: Optional[Tensor], is_step: bool) -> Tensor:
+        if negatives is not None or negative_log_count is not None:
+            raise ValueError(f"{self._name}: expected no negatives with a table that is split over ranks, got some: replicate it")
         queries, batch = self._batch(input, target)
         target_ids = target.reshape(-1)
         seen = torch.where((target_ids != self.ignore_index).unsqueeze(1), queries.detach(), 0.0)
@@ -269,12 +272,6 @@ class ShardedSampledSoftmaxLoss(ShardedLoss, SampledSoftmaxLoss):
     def _shard(self, shards: ClassShards, exchange: str) -> None:
         super()._shard(shards, exchange)
         self.sampler = split_sampler(self.sampler, shards, exchange != "queries")
-
-    def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
-        return self._sampled(input, target, generator, True) if self.training else self.exact(input, target)
-
-    def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
-        return self._sampled(input, target, generator, False)
 
 
 def _as_dtensors(module: ShardedLoss, state: dict, prefix: str, local_metadata) -> None:
