@@ -163,6 +163,10 @@ class TwoTowerLoss(nn.Module):
             self._remember(items, ids)
         return loss
 
+    def extra_repr(self) -> str:
+        text = f"num_items={self.num_items}, {self._options.replace(',', ', ')}, similarity={self.similarity}"
+        return text + (f", memory={self.memory.size(0)}, memory_warmup={self.memory_warmup}" if self.memory.size(0) > 0 else "")
+
     def _check(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: Optional[Tuple[Tensor, Tensor]]) -> None:
         name = self._name
         if not torch.jit.is_scripting():
