@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/memory.h"
+#include "optim/settle.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -15,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kResize = "resize_rows_";
+constexpr const char *kResize = "resize_rows_", *kReset = "reset_rows_";
 
 /// Memory that resize_rows_ made, with room behind the table.
 class Rooms {
@@ -78,6 +79,23 @@ void resize_rows_meta(Tensor& table, int64_t size) {
 
 void resize_row_state_meta(at::TensorList state, at::TensorList fresh, int64_t num_rows, int64_t) { check_state("resize_row_state_", state, fresh, num_rows); }
 
+void check_reset(const char* op, const Tensor& table, const Tensor& rows, const Tensor& values) {
+  TORCH_CHECK_VALUE(table.dim() >= 1, op, ": expected a table with rows, got no dimension");
+  check::in_memory(op, "table", table);
+  check::dim(op, "rows", rows, 1);
+  check::int64(op, "rows", rows);
+  check::same_device(op, "rows", rows, "table", table);
+  check::dim(op, "values", values, table.dim());
+  check::same_dtype(op, "values", values, "table", table);
+  check::same_device(op, "values", values, "table", table);
+  check::size(op, "values", values, 0, rows.sym_size(0), "rows");
+  for (int64_t axis = 1; axis < table.dim(); ++axis) {
+    check::size(op, "values", values, axis, table.sym_size(axis), "the table");
+  }
+}
+
+void reset_rows_meta(Tensor& table, const Tensor& rows, const Tensor& values) { check_reset(kReset, table, rows, values); }
+
 void reset_row_state_meta(at::TensorList state, at::TensorList fresh, const Tensor& rows, int64_t num_rows) {
   check_state("reset_row_state_", state, fresh, num_rows);
   check::int64("reset_row_state_", "rows", rows);
@@ -99,6 +117,16 @@ void resize_rows_(Tensor& table, int64_t size) {
   larger.narrow(0, 0, std::min(before, size)).copy_(table.narrow(0, 0, std::min(before, size)));
   rooms().add(larger);
   table.set_(larger.storage(), 0, sizes_of(table, size));
+}
+
+void reset_rows_(Tensor& table, const Tensor& rows, const Tensor& values) {
+  check_reset(kReset, table, rows, values);
+  if (rows.is_cpu()) {
+    check::class_ids(kReset, "rows", rows, table.size(0));
+  }
+  const WriteToTables write(table);
+  const at::NoGradGuard no_grad;
+  table.index_copy_(0, rows, values);
 }
 
 void reset_row_state_(at::TensorList state, at::TensorList fresh, const Tensor& rows, int64_t num_rows) {
@@ -137,18 +165,21 @@ void resize_row_state_(at::TensorList state, at::TensorList fresh, int64_t num_r
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("resize_rows_(Tensor(a!) table, int size) -> ()");
+  m.def("reset_rows_(Tensor(a!) table, Tensor rows, Tensor values) -> ()");
   m.def("reset_row_state_(Tensor(a!)[] state, Tensor[] fresh, Tensor rows, int num_rows) -> ()");
   m.def("resize_row_state_(Tensor(a!)[] state, Tensor[] fresh, int num_rows, int size) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("resize_rows_", resize_rows_);
+  m.impl("reset_rows_", reset_rows_);
   m.impl("reset_row_state_", reset_row_state_);
   m.impl("resize_row_state_", resize_row_state_);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("resize_rows_", resize_rows_meta);
+  m.impl("reset_rows_", reset_rows_meta);
   m.impl("reset_row_state_", reset_row_state_meta);
   m.impl("resize_row_state_", resize_row_state_meta);
 }

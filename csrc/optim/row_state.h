@@ -12,6 +12,11 @@ namespace xsoftmax {
 // A tensor of state has a row for each of the parameter's where the one in `fresh` has one row and itself num_rows. int32 ones are `last_step`: a row that
 // begins now owes nothing of the steps before, so it becomes the step of the parameter.
 
+/// reset_rows_(table!, rows, values) -> (): table.index_copy_(0, rows, values) for rows int64 [R] and values [R, ...], as an optimizer writes: what the other rows
+/// of the table owe stays (optim/settle.h). What these rows owe is forgotten by reset_row_state_. Errors: TypeError, ValueError, on the CPU IndexError, before
+/// anything changes.
+void reset_rows_(at::Tensor& table, const at::Tensor& rows, const at::Tensor& values);
+
 /// reset_row_state_(state!, fresh, rows, num_rows) -> (): rows int64 [R] in [0, num_rows), state as before their first gradient. Errors: TypeError, ValueError, on
 /// the CPU IndexError, before anything changes.
 void reset_row_state_(at::TensorList state, at::TensorList fresh, const at::Tensor& rows, int64_t num_rows);
