@@ -6,6 +6,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -48,8 +49,9 @@ std::vector<int64_t> sizes_of(const Tensor& table, int64_t rows) {
   return sizes;
 }
 
+/// Whether it has a row for each of the parameter's. The debts of optim/owed_steps.h are longer for one row; a buffer that the present options do without is [0].
 bool has_rows(const Tensor& state, const Tensor& fresh, int64_t num_rows) {
-  return fresh.dim() > 0 && fresh.dim() == state.dim() && fresh.size(0) == 1 && state.size(0) == num_rows && fresh.sizes().slice(1) == state.sizes().slice(1);
+  return state.dim() > 0 && state.size(0) == num_rows && fresh.dim() > 0 && fresh.size(0) <= 1;
 }
 
 void check_state(const char* op, at::TensorList state, at::TensorList fresh, int64_t num_rows) {
@@ -61,10 +63,12 @@ void check_state(const char* op, at::TensorList state, at::TensorList fresh, int
   }
 }
 
-/// A row before its first step, of what keeps `last_step` the step of the parameter.
+/// What all elements of a row are before its first step, 0-dim.
 Tensor start_of(const Tensor& state, const Tensor& fresh, const Tensor& step) {
-  const Tensor start = fresh.select(0, 0);
-  return (state.scalar_type() == at::kInt ? step.to(state.options()).expand(start.sizes()) : start.to(state.device()));
+  if (state.scalar_type() == at::kInt) { // last_step
+    return step.to(state.options());
+  }
+  return fresh.numel() == 0 ? at::zeros({}, state.options()) : fresh.flatten()[0].to(state.device());
 }
 
 void check_resize(const char* op, const Tensor& table, int64_t size) {
@@ -140,10 +144,7 @@ void reset_row_state_(at::TensorList state, at::TensorList fresh, const Tensor& 
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < state.size(); ++i) {
     if (has_rows(state[i], fresh[i], num_rows)) {
-      const Tensor start = start_of(state[i], fresh[i], state[0]);
-      std::vector<int64_t> sizes = state[i].sizes().vec();
-      sizes[0] = rows.numel();
-      state[i].index_copy_(0, rows.to(state[i].device()), start.unsqueeze(0).expand(sizes));
+      state[i].index_fill_(0, rows.to(state[i].device()), start_of(state[i], fresh[i], state[0]));
     }
   }
 }
@@ -157,7 +158,7 @@ void resize_row_state_(at::TensorList state, at::TensorList fresh, int64_t num_r
       Tensor resized = state[i];
       resize_rows_(resized, size);
       if (size > num_rows) {
-        resized.narrow(0, num_rows, size - num_rows).copy_(start_of(state[i], fresh[i], state[0]).unsqueeze(0));
+        resized.narrow(0, num_rows, size - num_rows).copy_(start_of(state[i], fresh[i], state[0]));
       }
     }
   }
