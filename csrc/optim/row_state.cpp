@@ -57,6 +57,7 @@ bool has_rows(const Tensor& state, const Tensor& fresh, int64_t num_rows) {
 void check_state(const char* op, at::TensorList state, at::TensorList fresh, int64_t num_rows) {
   TORCH_CHECK_VALUE(state.size() == fresh.size() && !state.empty(), op, ": expected as many tensors of fresh state as of state, and one at least, got ",
                     fresh.size(), " and ", state.size());
+  check::dim(op, "the first tensor of state, the step,", state[0], 0);
   TORCH_CHECK_VALUE(num_rows >= 0, op, ": expected num_rows of at least 0, got ", num_rows);
   for (size_t i = 0; i < state.size(); ++i) {
     check::dtype(op, "fresh", fresh[i], state[i].scalar_type());

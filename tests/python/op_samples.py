@@ -64,7 +64,26 @@ def optimizer_samples():
         made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows), f"{rule}_rows_": (weight, of_rows, rows, values, options),
                  f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2])}
         made["forget_debt"], made["register_debt"] = (of_rows,), (weight, of_rows, "row_sgd")
-    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0))
+    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0), **row_state_samples(weight))
+
+
+def row_state_samples(weight):
+    options = "lr=0.1,weight_decay=0.1"
+    state, fresh = ops.row_adam_state(weight, True, options), ops.row_adam_state(weight[:1], True, options)
+    rows = torch.tensor([3, 0, N - 1])
+    return dict(reset_rows_=(weight, rows, torch.randn(3, D)), reset_row_state_=(state, fresh, rows, N), resize_rows_=(weight, N + 2),
+                resize_row_state_=(state, fresh, N, N + 2))
+
+
+def id_table_samples():
+    """A full table, in which ids have given way, some wait, and one was removed."""
+    options, ids = "eviction=lfu,admission=2", (torch.arange(30) * 7 % 60 - 20) * 1_000_003
+    state = ops.id_table(20, options)
+    for step in range(12):
+        ops.id_table_insert_((torch.arange(40) ** 2 * step % 61 - 20) * 1_000_003, state, options)
+    ops.id_table_remove_(ids[:1], state)
+    return dict(id_table=(20, options), id_table_check=(state, 20, options), id_table_find=(ids, state), id_table_ids=(torch.arange(20), state, -1),
+                id_table_insert_=(ids, state, options), id_table_remove_=(ids[:5], state))
 
 
 def samples():
@@ -98,7 +117,7 @@ def samples():
     ops.streaming_update_(shared, None, *streaming, stream)
     static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
-    return optimizer_samples() | dict(
+    return optimizer_samples() | id_table_samples() | dict(
         advise_huge_pages=(weight,),
         adaptive_index=("lsh", "Sampler", N, D, shared[:2], LSH),
         adaptive_log_count=("kernel", input, private, [*kernel, step], KERNEL),
@@ -212,6 +231,7 @@ def samples():
         static_tables=("Sampler", weights, 0.5, shared, static),
         streaming_count=(private, *streaming, stream),
         streaming_counts=("Counts", stream),
+        streaming_forget_=(private, *streaming, stream),
         streaming_log_prob=(private, *streaming, stream),
         streaming_update_=(private, private > 3, *streaming, stream),
         systematic_sample=(seed, probability, *ops.systematic_table(uniform), Q, S),

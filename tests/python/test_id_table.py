@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import op_samples
 import xsoftmax as xs
 
 ops = torch.ops.xsoftmax
@@ -291,3 +292,10 @@ def test_look_ups_compile_and_a_compiled_step_takes_rows():
     broken = torch.compile(lambda hidden, ids: loss(hidden, table(ids)), backend="aot_eager")  # in two graphs
     broken(torch.randn(4, 4), ids + 1).backward()
     assert table.find(ids + 1).tolist() != [0] * 4
+
+
+# Not id_table, which makes the state on the CPU whatever is traced.
+@pytest.mark.parametrize("name", ["id_table_check", "id_table_find", "id_table_ids", "id_table_insert_", "id_table_remove_", "reset_rows_", "reset_row_state_",
+                                  "streaming_forget_"])
+def test_opcheck(name):
+    torch.library.opcheck(getattr(ops, name).default, op_samples.samples()[name])
