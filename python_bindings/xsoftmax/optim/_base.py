@@ -211,7 +211,10 @@ class RowOptimizer(torch.optim.Optimizer):
         self._register_debts()
 
     def _register_debts(self):
+        groups = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.state.items():
+            if tensors := self._tensors(state):
+                torch.ops.xsoftmax.register_row_state(param, tensors, groups[param].get("initial_accumulator_value", 0.0))
             if "owed" in state:
                 torch.ops.xsoftmax.register_debt(param, self._tensors(state), self._op)
 
