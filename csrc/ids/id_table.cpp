@@ -19,16 +19,40 @@ using at::Tensor;
 constexpr std::array<const char*, kIdTableState> kNames{"slots", "row_ids", "seen", "victims", "counters"};
 constexpr int64_t kMostRows = int64_t(1) << 40;
 
-std::vector<Tensor> id_table(int64_t capacity, std::string_view text) {
-  const IdTableOptions options = id_table_options("IdTable", text);
-  TORCH_CHECK_VALUE(capacity >= 2 && capacity <= kMostRows, "IdTable: expected capacity in [2, 2^40], the shared row and one for an id at least, got ", capacity);
-  const auto longs = at::TensorOptions(at::kLong).device(at::kCPU);
+/// Of the tensors of state.
+std::array<std::vector<int64_t>, kIdTableState> state_sizes(const char* op, int64_t capacity, const IdTableOptions& options) {
+  TORCH_CHECK_VALUE(capacity >= 2 && capacity <= kMostRows, op, ": expected capacity in [2, 2^40], the shared row and one for an id at least, got ", capacity);
   const int64_t keys = options.admission > 1 ? 2 * capacity : capacity, victims = options.eviction.has_value() ? (capacity + 15) / 16 : 0;
-  std::vector<Tensor> state{table_zeros({2 * keys, 2}, longs), table_zeros({capacity}, longs), table_zeros({capacity, 2}, longs), at::zeros({victims}, longs),
-                            at::zeros({kIdTableCounters}, longs)};
+  return {{{2 * keys, 2}, {capacity}, {capacity, 2}, {victims}, {kIdTableCounters}}};
+}
+
+std::vector<Tensor> id_table(int64_t capacity, std::string_view text) {
+  std::vector<Tensor> state;
+  for (const std::vector<int64_t>& sizes : state_sizes("IdTable", capacity, id_table_options("IdTable", text))) {
+    state.push_back(table_zeros(sizes, at::TensorOptions(at::kLong).device(at::kCPU)));
+  }
   state[kCounters].select(0, kFresh).fill_(1);
   return state;
 }
+
+IdTableOptions check_state(at::TensorList state, int64_t capacity, std::string_view text) {
+  constexpr const char* op = "id_table_check";
+  const IdTableOptions options = id_table_options(op, text);
+  check_id_table(op, state);
+  const auto sizes = state_sizes(op, capacity, options);
+  for (size_t i = 0; i < kIdTableState; ++i) {
+    TORCH_CHECK_VALUE(state[i].sym_sizes() == c10::fromIntArrayRefSlow(sizes[i]), op, ": expected ", kNames[i], " of shape ", sizes[i], " for capacity ", capacity, " and ",
+                      text, ", got ", state[i].sym_sizes());
+  }
+  return options;
+}
+
+void id_table_check(at::TensorList state, int64_t capacity, std::string_view text) {
+  const IdTableOptions options = check_state(state, capacity, text);
+  check_id_table_values("id_table_check", id_table_view("id_table_check", state, /*writes=*/false), options);
+}
+
+void check_meta(at::TensorList state, int64_t capacity, std::string_view text) { check_state(state, capacity, text); }
 
 std::tuple<Tensor, Tensor> insert_meta(const Tensor& ids, at::TensorList state, std::string_view options) {
   id_table_options("id_table_insert_", options);
@@ -64,6 +88,10 @@ IdTableOptions id_table_options(const char* op, std::string_view text) {
 void check_id_table(const char* op, const char* argument, const Tensor& numbers, at::TensorList state) {
   check::int64(op, argument, numbers);
   check::in_memory(op, argument, numbers);
+  check_id_table(op, state);
+}
+
+void check_id_table(const char* op, at::TensorList state) {
   TORCH_CHECK_VALUE(state.size() == kIdTableState, op, ": expected ", int(kIdTableState), " tensors of state, got ", state.size());
   for (size_t i = 0; i < kIdTableState; ++i) {
     check::dim(op, kNames[i], state[i], i == kSlots || i == kSeen ? 2 : 1);
@@ -99,6 +127,7 @@ IdTableView id_table_view(const char* op, at::TensorList state, bool writes) {
   within(kWaiting, "ids that wait", 0, view.num_slots);
   within(kVictimEnd, "victims", 0, view.num_victims);
   within(kVictim, "the next victim", 0, view.counters[kVictimEnd]);
+  within(kVictimStep, "the batch of the victims", 0, view.counters[kStep]);
   return view;
 }
 
@@ -108,6 +137,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("id_table_find(Tensor ids, Tensor[] state) -> Tensor");
   m.def("id_table_remove_(Tensor ids, Tensor(a!)[] state) -> Tensor");
   m.def("id_table_ids(Tensor rows, Tensor[] state, int missing) -> Tensor");
+  m.def("id_table_check(Tensor[] state, int capacity, str options) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
@@ -115,6 +145,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("id_table_find", id_table_find);
   m.impl("id_table_remove_", id_table_remove_);
   m.impl("id_table_ids", id_table_ids);
+  m.impl("id_table_check", id_table_check);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
@@ -122,6 +153,7 @@ TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("id_table_find", find_meta);
   m.impl("id_table_remove_", remove_meta);
   m.impl("id_table_ids", ids_meta);
+  m.impl("id_table_check", check_meta);
 }
 
 } // namespace xsoftmax

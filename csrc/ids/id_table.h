@@ -23,6 +23,8 @@ namespace xsoftmax {
 // id_table_find(ids [*], state) -> rows [*]: changes nothing.
 // id_table_remove_(ids [*], state) -> rows [*] that the ids had (0: none). They go to new ids before rows that were never used.
 // id_table_ids(rows [*], state, missing) -> ids [*]: the raw id of each row, `missing` for one that no id has.
+// id_table_check(state, capacity, options): ValueError for a state that no table of this capacity and these options comes to, as one from a damaged file. O(C).
+//     The other operators read and write no other memory than the state's whatever stands in it, and check sizes and counters.
 //
 // A table without a free row chooses who gives way for a sixteenth of the rows at once, by selection in O(C): those least often seen ("lfu"; ties: longest ago,
 // then the lowest row) or seen longest ago ("lru"; ties: least often, then the lowest row). They give way one by one, in that order, when a row is needed. Who has been
@@ -63,6 +65,8 @@ struct IdSlot {
 
   bool empty() const { return value == 0; }
   bool has_row() const { return value > 0; }
+  int64_t sightings() const { return int64_t((0 - uint64_t(value)) & uint64_t(kMostSightings)); } ///< of an id that waits
+  int64_t step() const { return int64_t((0 - uint64_t(value)) >> kSightingBits); }                ///< in which it was last seen
 };
 
 /// Checked, for reading and writing.
@@ -95,13 +99,17 @@ struct IdTableView {
 };
 
 IdTableOptions id_table_options(const char* op, std::string_view text);
-/// Sizes, dtypes and counters. Reads no other values.
+/// Sizes and dtypes.
 void check_id_table(const char* op, const char* argument, const at::Tensor& numbers, at::TensorList state);
+void check_id_table(const char* op, at::TensorList state);
+/// Checks memory and counters.
 IdTableView id_table_view(const char* op, at::TensorList state, bool writes);
 
 std::tuple<at::Tensor, at::Tensor> id_table_insert_(const at::Tensor& ids, at::TensorList state, std::string_view options);
 at::Tensor id_table_find(const at::Tensor& ids, at::TensorList state);
 at::Tensor id_table_remove_(const at::Tensor& ids, at::TensorList state);
 at::Tensor id_table_ids(const at::Tensor& rows, at::TensorList state, int64_t missing);
+/// What id_table_check finds in the values. `options`: of the table.
+void check_id_table_values(const char* op, const IdTableView& table, const IdTableOptions& options);
 
 } // namespace xsoftmax

@@ -49,6 +49,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> streaming_counts(std:
 void streaming_update_(const at::Tensor& ids, const OptionalTensor& mask, at::Tensor& count, at::Tensor& total, at::Tensor& last, at::Tensor& seen,
                        std::string_view options);
 
+/// streaming_forget_(ids, count!, total!, last!, seen, options) -> ()
+///
+/// Dense ids (int64 in [0, N), any shape) as if they had never been seen; total is that of the others. Errors as of streaming_update_; ValueError for open ids, whose
+/// buckets are those of others as well.
+void streaming_forget_(const at::Tensor& ids, at::Tensor& count, at::Tensor& total, at::Tensor& last, const at::Tensor& seen, std::string_view options);
+
 /// streaming_resize_(count!, total!, last!, seen, num_ids, options) -> options: dense counts of num_ids ids, new ones of which were never seen; the counts of ids
 /// that are gone leave `total`. In place, in amortised O(the ids that come or go). Open ids have no number: nothing happens. Errors: ValueError, TypeError.
 std::string streaming_resize_(at::Tensor& count, at::Tensor& total, at::Tensor& last, const at::Tensor& seen, int64_t num_ids, std::string_view options);

@@ -1,20 +1,19 @@
 """Raw ids to rows of a table, where ids come and go."""
 
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ._checks import check_count
 from ._options import option_text
-from ._table import TableModule, fresh_rows
-from .optim._base import RowOptimizer
+from ._table import fresh_rows
+from .losses import LinearLoss
 from .optim._registry import optimizers_of, reset_state_rows
-from .optim.settle import settle
+from .samplers import Sampler
 from .samplers.streaming import StreamingCounts
 
 STATE = ("slots", "row_ids", "seen", "victims", "counters")
-_SIZE, _EVICTED = 1, 8  # of counters (csrc/ids/id_table.h)
 
 
 class IdTable(nn.Module):
@@ -63,7 +62,7 @@ class IdTable(nn.Module):
             state = torch.ops.xsoftmax.id_table(self.capacity, self.options)
         for name, tensor in zip(STATE, state):
             self.register_buffer(name, tensor)
-        self._attached: List[Tuple[object, Optional[Callable]]] = []
+        self._attached = []  # (table, init) each
 
     def _state(self) -> List[Tensor]:
         return [self.slots, self.row_ids, self.seen, self.victims, self.counters]
@@ -81,122 +80,152 @@ class IdTable(nn.Module):
         Returns:
             rows [*], and int64 [E]: the rows that went from an id to another, which have been reset in all that is attached (in TorchScript they have not)
         """
-        rows, evicted = torch.ops.xsoftmax.id_table_insert_(ids, self._state(), self.options)
-        evicted = evicted[:int(self.counters[8])]
         if not torch.jit.is_scripting():
-            if evicted.numel() > 0:
-                self._reset(evicted)
+            for table, _ in self._attached:
+                self._check_attached(table)
+        rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._given("ids", ids), self._state(), self.options)
+        evicted = evicted[:int(self.counters[8])]  # how many they are (csrc/ids/id_table.h)
+        if not torch.jit.is_scripting() and evicted.numel() > 0:
+            self._reset(evicted)
         return rows, evicted
 
     @torch.jit.export
     def find(self, ids: Tensor) -> Tensor:
         """Rows of ids, 0 for one without a row. Counts nothing."""
-        return torch.ops.xsoftmax.id_table_find(ids, self._state())
+        return torch.ops.xsoftmax.id_table_find(self._given("ids", ids), self._state())
 
     @torch.jit.export
     def remove(self, ids: Tensor) -> Tensor:
         """Takes their rows from ids, and forgets those that wait. Returns the rows they had, 0 for one without. The rows go to new ids before all others,
         and are reset then."""
-        return torch.ops.xsoftmax.id_table_remove_(ids, self._state())
+        return torch.ops.xsoftmax.id_table_remove_(self._given("ids", ids), self._state())
 
     @torch.jit.export
     def ids_of(self, rows: Tensor, missing: int = -1) -> Tensor:
         """The raw ids of rows [*] in [0, capacity), ``missing`` where no id has the row (so for row 0): what turns the classes of ``topk`` into items."""
-        return torch.ops.xsoftmax.id_table_ids(rows, self._state(), missing)
+        return torch.ops.xsoftmax.id_table_ids(self._given("rows", rows), self._state(), missing)
+
+    def _given(self, name: str, numbers: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if not isinstance(numbers, Tensor):
+                raise TypeError(f"IdTable: expected {name} as a tensor, got {type(numbers).__name__}")
+        return numbers
 
     def __len__(self) -> int:
         """How many ids have a row."""
-        return int(self.counters[_SIZE])
+        return int(self.counters[1])
 
     def __bool__(self) -> bool:
         return True  # a module, also while it is empty
 
+    @torch.jit.unused
     def attach(self, *tables, init: Optional[Callable[[Tensor], object]] = None) -> "IdTable":
-        """What starts anew in a row that goes from an id to another.
+        """What starts anew in a row that goes from an id to another: the rows of tables, what optimizers keep for them, and counts of them.
 
         Args:
-            tables: losses over a class table of C classes, ``nn.Linear``, ``nn.Embedding`` and ``nn.EmbeddingBag`` of C rows, parameters [C, ...];
-                :class:`xsoftmax.samplers.StreamingCounts` of C ids (those of a loss's sampler come with the loss); and optimizers of ``torch.optim``. Row optimizers
-                (:mod:`xsoftmax.optim`) are found by their table.
-            init: fills a tensor [E, ...] of the parameters' dtype in place, as ``torch.nn.init`` does. None: as ``reset_parameters()`` of the module. Parameters
-                have none, so it is needed there.
+            tables: losses over a class table (a sampler's counts come with its loss, an index follows with its next refresh or update, and stays exact until then);
+                ``nn.Linear``, ``nn.Embedding``, ``nn.EmbeddingBag``; parameters [C, ...]; :class:`xsoftmax.samplers.StreamingCounts` of C ids; optimizers of
+                ``torch.optim``, whose state in the shape of the table becomes 0 in the row, or Adagrad's initial value. All row optimizers
+                (:mod:`xsoftmax.optim`) that have one of the tables are found by themselves. All but optimizers have C rows.
+            init: fills a tensor [E, ...] of each table's dtype in place, as functions of ``torch.nn.init`` do. None: rows begin as ``reset_parameters()`` of the
+                module makes them. Parameters have none, so it is needed there. A table that several modules share begins as in the first that was attached.
 
         Returns:
             self
 
         Raises:
-            ValueError: a table of another number of rows, or one that is split over ranks. TypeError: none of these, or a parameter without ``init``
+            ValueError: a table of another number of rows, one that is replicated or split over ranks, or an embedding whose padding_idx is a row that ids may have.
+            TypeError: none of these, or a parameter without ``init``
         """
         for table in tables:
-            self._check_attached(table, init)
+            self._check_attached(table)
+            if init is None and isinstance(table, nn.Parameter):
+                raise TypeError("IdTable: expected init beside a parameter, which does not say how its rows begin")
+            if init is not None and not callable(init):
+                raise TypeError(f"IdTable: expected init as a function of a tensor, got {type(init).__name__}")
         self._attached += [(table, init) for table in tables]
         return self
 
-    def _check_attached(self, table, init: Optional[Callable]) -> None:
-        owner = type(self).__name__
+    @torch.jit.unused
+    def _check_attached(self, table) -> None:
         if isinstance(table, torch.optim.Optimizer):
             return
-        if isinstance(table, StreamingCounts):
-            rows = table.num_ids
-        elif isinstance(table, nn.Parameter):
-            rows = table.shape[0] if table.dim() > 0 else 0
-            if init is None:
-                raise TypeError(f"{owner}: expected init beside a parameter, which does not say how its rows begin")
-        elif isinstance(table, (TableModule, nn.Linear, nn.Embedding, nn.EmbeddingBag)):
-            parameters = _tables_of(table)
-            rows = parameters[0].shape[0] if parameters else 0
-            if any(hasattr(parameter, "_class_shards") for parameter in parameters):
-                raise ValueError(f"{owner}: expected a table that is whole, got one that is split over ranks")
-        else:
-            raise TypeError(f"{owner}: expected a loss, nn.Linear, nn.Embedding, nn.EmbeddingBag, a parameter, StreamingCounts or an optimizer to attach, got "
-                            f"{type(table).__name__}")
-        if rows != self.capacity:
-            raise ValueError(f"{owner}: expected a table of {self.capacity} rows, the capacity, got {rows}")
+        if not isinstance(table, (LinearLoss, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Parameter, StreamingCounts)):
+            raise TypeError("IdTable: expected a loss over a class table, nn.Linear, nn.Embedding, nn.EmbeddingBag, a parameter, StreamingCounts or an optimizer to "
+                            f"attach, got {type(table).__name__}")
+        counts = [module for module in table.modules() if isinstance(module, StreamingCounts)] if isinstance(table, nn.Module) else []
+        sizes = [count.num_ids for count in counts] + [len(rows) if rows.dim() > 0 else None for rows in _tables_of(table)]
+        if any(size != self.capacity for size in sizes):
+            raise ValueError(f"IdTable: expected a {type(table).__name__} of {self.capacity} rows, the capacity, got {next(n for n in sizes if n != self.capacity)}")
+        if hasattr(table, "_exchanges") or any(hasattr(rows, "_class_shards") for rows in _tables_of(table)) or any(count._group is not None for count in counts):
+            raise ValueError("IdTable: expected tables and counts of this process alone, got some that ranks replicate or split: their ids would have other rows "
+                             "on each")
+        if getattr(table, "padding_idx", None):
+            raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")
 
+    @torch.jit.unused
+    @torch.compiler.disable
     @torch.no_grad()
     def _reset(self, rows: Tensor) -> None:
         optimizers = [table for table, _ in self._attached if isinstance(table, torch.optim.Optimizer)]
-        done: Dict[int, Tensor] = {}
+        done: List[Tensor] = []
         for table, init in self._attached:
-            if isinstance(table, StreamingCounts):
-                table.forget(rows)
-            elif isinstance(table, nn.Module):
+            if isinstance(table, nn.Module):
                 for module in table.modules():
-                    if isinstance(module, StreamingCounts):
+                    if isinstance(module, (Sampler, StreamingCounts)):
                         module.forget(rows)
-            for parameter in _tables_of(table):
-                if id(parameter) not in done:
-                    done[id(parameter)] = parameter
-                    there = rows.to(parameter.device)
-                    parameter.index_copy_(0, there, fresh_rows(table, parameter, len(rows), init))
-                    for optimizer in {*optimizers_of(parameter), *optimizers}:
-                        reset_state_rows(optimizer, parameter, there)
+            fresh = None if init is not None else _fresh(table, len(rows))
+            for i, parameter in enumerate(_tables_of(table)):
+                if any(parameter is other for other in done):
+                    continue
+                done.append(parameter)
+                if init is None:
+                    values = fresh[i]
+                else:
+                    values = torch.empty_like(parameter[:1]).repeat(len(rows), *[1] * (parameter.dim() - 1))
+                    init(values)
+                there = rows.to(parameter.device)
+                torch.ops.xsoftmax.reset_rows_(parameter, there, values)
+                for optimizer in [*optimizers_of(parameter), *optimizers]:
+                    reset_state_rows(optimizer, parameter, there)
 
     def _apply(self, fn, recurse=True):
         return self  # its tensors are integers, and stay on the host, which looks up there
 
+    def __getstate__(self):
+        return {**self.__dict__, "_attached": []}
+
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        before = [tensor.clone() for tensor in self._state()]
+        given = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
+        if given:
+            try:
+                if len(given) < len(STATE):
+                    raise ValueError(f"expected all of {', '.join(STATE)}, got {', '.join(given)} alone")
+                state = [tensor.detach().cpu().contiguous() if tensor.layout == torch.strided else tensor for tensor in given.values()]
+                torch.ops.xsoftmax.id_table_check(state, self.capacity, self.options)
+            except (ValueError, TypeError, IndexError, RuntimeError) as error:
+                error_msgs.append(f"IdTable at \"{prefix}\": {error}")
+                return
+            state_dict |= {prefix + name: tensor for name, tensor in zip(STATE, state)}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        for name in STATE:
-            setattr(self, name, getattr(self, name).cpu())  # load_state_dict(assign=True) takes tensors as they are
-        try:
-            self.find(torch.empty(0, dtype=torch.int64))  # checks the state
-        except (ValueError, TypeError, RuntimeError) as error:
-            for name, tensor in zip(STATE, before):
-                setattr(self, name, tensor)
-            error_msgs.append(f"IdTable: {error}")
 
     def extra_repr(self) -> str:
-        return f"capacity={self.capacity}, " + self.options.replace(",", ", ").replace("=none", "=None")
+        eviction, admission = (option.split("=")[1] for option in self.options.split(","))
+        return f"{self.capacity}, eviction={None if eviction == 'none' else eviction!r}, admission={admission}"
+
+
+def _module_of(table) -> Optional[nn.Module]:
+    return table.linear if isinstance(table, LinearLoss) else table if isinstance(table, (nn.Linear, nn.Embedding, nn.EmbeddingBag)) else None
 
 
 def _tables_of(table) -> List[Tensor]:
-    """Parameters with a row for each of a table's."""
-    if isinstance(table, nn.Parameter):
-        return [table]
-    if isinstance(table, TableModule):
-        return [parameter for parameter in table._tables() if parameter is not None]
-    if isinstance(table, nn.Module) and not isinstance(table, StreamingCounts):
-        return [parameter for parameter in (table.weight, getattr(table, "bias", None)) if parameter is not None]
-    return []
+    """Parameters with a row for each id."""
+    module = _module_of(table)
+    if module is None:
+        return [table] if isinstance(table, nn.Parameter) else []
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _fresh(table, count: int) -> List[Tensor]:
+    module = _module_of(table)
+    return [] if module is None else [rows for rows in fresh_rows(module, count).values() if rows is not None]

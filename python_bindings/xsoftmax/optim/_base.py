@@ -136,32 +136,26 @@ class RowOptimizer(torch.optim.Optimizer):
         forgotten. Nothing is done for a parameter without state.
 
         Raises:
-            ValueError: a parameter that the optimizer does not have, or one that is split over ranks. IndexError: a row that it does not have
+            ValueError: a parameter that the optimizer does not have, or one that is split over ranks. TypeError: rows of another dtype. IndexError: a row that it
+                does not have
         """
-        self._with_row_state("reset_row_state_", param, lambda text: rows)
+        tensors, fresh = self._row_state(param)
+        if tensors:
+            torch.ops.xsoftmax.reset_row_state_(tensors, fresh, rows, len(param))
 
-    @torch.no_grad()
-    def resize_rows(self, param, size):
-        """State of a parameter for ``size`` rows in the place of those it has, whose first ones keep theirs: called before the parameter is resized
-        (``loss.resize_classes`` does both)."""
-        self.flush()
-        self._with_row_state("resize_row_state_", param, lambda text: size)
-
-    def _with_row_state(self, op, param, argument):
+    def _row_state(self, param):
+        """The state of a parameter, and that of one row before its first step. Empty: none so far."""
         group = next((group for group in self.param_groups if any(param is each for each in group["params"])), None)
         if group is None:
             raise ValueError(f"{self._name}: expected a parameter of this optimizer, got another")
         if hasattr(param, "_class_shards"):
             raise ValueError(f"{self._name}: expected a parameter that is whole, got one that is split over ranks")
         state = self.state.get(param)
-        if state:
-            text = self._text(group)
-            fresh = self._call("_state", torch.zeros_like(param[:1]) if len(param) else param.new_zeros(1, *param.shape[1:]), "last_step" in state or "sum" in state, text)
-            tensors = self._tensors(state)
-            if op == "reset_row_state_":
-                torch.ops.xsoftmax.reset_row_state_(tensors, fresh[:len(tensors)], argument(text), len(param))
-            else:
-                torch.ops.xsoftmax.resize_row_state_(tensors, fresh[:len(tensors)], len(param), argument(text))
+        if not state:
+            return [], []
+        tensors = self._tensors(state)
+        fresh = self._call("_state", param.new_zeros(1, *param.shape[1:]), tensors[0].dtype == torch.int64, self._text(group))
+        return tensors, fresh[:len(tensors)]
 
     def __del__(self):
         # What is owed would go with the state: a function that trains and returns the model leaves nothing else behind.
