@@ -82,6 +82,14 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
   }
 }
 
+std::vector<std::shared_ptr<samplers::SamplerImpl>> CaneLossImpl::samplers_of_table() const {
+  std::vector<std::shared_ptr<samplers::SamplerImpl>> found{noise.ptr()};
+  if (candidate_sampler != nullptr) {
+    found.push_back(candidate_sampler);
+  }
+  return found;
+}
+
 Tensor CaneLossImpl::find_candidates(const Tensor& queries, const Tensor& target, at::IntArrayRef batch, const std::optional<Tensor>& given_ids,
                                      std::optional<at::Generator> generator) {
   if (given(given_ids)) {

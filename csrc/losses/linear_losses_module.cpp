@@ -5,17 +5,25 @@
 #include "losses/estimators.h"
 #include "losses/linear_positives_loss.h"
 #include "losses/reduction.h"
+#include "optim/resize_tables.h"
+#include "optim/settle.h"
+#include "samplers/modules.h"
 #include "samplers/union_merge.h"
 
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
 
 #include <ATen/core/Reduction.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/log_softmax.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 
 namespace xsoftmax::nn {
 
@@ -42,6 +50,73 @@ LinearLossImpl::LinearLossImpl(const char* name, int64_t in_features, int64_t nu
                       " classes and ", in_features, " features, got weight of shape ", linear->weight.sizes());
   }
   register_module("linear", linear);
+}
+
+namespace {
+
+// What samplers ask of classes that they do not know: their rows, and all biases.
+std::pair<Tensor, OptionalTensor> new_classes(const torch::nn::Linear& linear, const std::vector<Tensor>& added, int64_t known, int64_t num_classes) {
+  const Tensor weight = linear->weight.detach();
+  Tensor rows = added[0];
+  if (known < std::min(weight.size(0), num_classes)) { // another loss has resized the table already
+    settle(weight);
+    rows = at::cat({weight.slice(0, known, num_classes), rows});
+  }
+  if (!linear->bias.defined()) {
+    return {rows, std::nullopt};
+  }
+  settle(linear->bias);
+  return {rows, at::cat({linear->bias.detach().slice(0, 0, num_classes), added[1]})};
+}
+
+} // namespace
+
+void LinearLossImpl::resize_classes(int64_t num_classes, const Tensor& class_weight) {
+  const at::NoGradGuard guard;
+  TORCH_CHECK_VALUE(num_classes >= 1, name_, ": expected num_classes of at least 1, got ", num_classes);
+  const int64_t last = fixed_ids().defined() && fixed_ids().numel() > 0 ? fixed_ids().max().item<int64_t>() : -1;
+  TORCH_CHECK_VALUE(last < num_classes, name_, ": expected num_classes above ", last, ", one of the classes that are always scored, got ", num_classes);
+  const int64_t more = std::max<int64_t>(0, num_classes - num_classes_);
+  Tensor weights = class_weight;
+  if (weight.defined()) {
+    weights = weights.defined() ? weights : at::ones({more}, weight.options());
+    TORCH_CHECK_VALUE(weights.dim() == 1 && weights.size(0) == more, name_, ": expected class_weight of shape [", more, "], the classes that are new, got ",
+                      weights.sizes());
+  } else {
+    TORCH_CHECK_VALUE(!weights.defined(), name_, ": expected no class_weight for a loss without class weights, got one");
+  }
+  std::vector<Tensor> tables{linear->weight}, added;
+  const int64_t new_rows = std::max<int64_t>(0, num_classes - linear->weight.size(0));
+  added.push_back(at::empty({new_rows, linear->weight.size(1)}, linear->weight.options().requires_grad(false)));
+  const double bound = linear->weight.size(1) > 0 ? 1 / std::sqrt(double(linear->weight.size(1))) : 0; // as LinearImpl::reset_parameters
+  added[0].uniform_(-bound, bound);
+  if (linear->bias.defined()) {
+    tables.push_back(linear->bias);
+    added.push_back(at::empty({new_rows}, linear->bias.options().requires_grad(false)).uniform_(-bound, bound));
+  }
+  Tensor rows;
+  OptionalTensor bias;
+  const auto samplers = samplers_of_table();
+  if (std::any_of(samplers.begin(), samplers.end(), [](const auto& sampler) { return sampler->follows_table(); })) {
+    std::tie(rows, bias) = new_classes(linear, added, std::min(num_classes_, num_classes), num_classes);
+  }
+  std::vector<std::function<void()>> plans;
+  for (const auto& sampler : samplers) {
+    plans.push_back(sampler->plan_resize(num_classes, rows, bias));
+  }
+  static const auto resize = samplers::find_op<decltype(resize_tables_)>("xsoftmax::resize_tables_");
+  resize.call(tables, added, num_classes);
+  for (const auto& plan : plans) {
+    plan();
+  }
+  if (weight.defined()) {
+    const Tensor alias = weight.detach(); // the tensor that the user gave keeps its memory
+    resize.call({alias}, {weights.to(weight.options())}, num_classes);
+    weight.set_data(alias);
+    options_.weight = weight;
+  }
+  linear->options.out_features(num_classes);
+  num_classes_ = num_classes;
 }
 
 void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) const {

@@ -4,6 +4,7 @@
 #include "core/impl.h"
 #include "core/optional.h"
 #include "core/options.h"
+#include "optim/row_states.h"
 #include "optim/row_update.h"
 #include "optim/settle.h"
 
@@ -226,6 +227,11 @@ void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>&
   const auto steps = plan_step<Rule>(params, rows, values, state, options, counts);
   std::map<std::tuple<const void*, int, int, bool>, std::vector<StepOf<Rule>>> dense; // by group, device, dtype, whether fused
   for (StepOf<Rule> step : steps) {
+    double initial = 0;
+    if constexpr (requires { step.options->initial_accumulator_value(); }) {
+      initial = step.options->initial_accumulator_value();
+    }
+    record_row_state(step.param, step.state, initial);
     if (keeps_rows(step.state)) {
       call_rows<Rule>(step, texts.get(step.group));
       Rule::record(step.param, step.state, *step.options);

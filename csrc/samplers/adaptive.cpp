@@ -42,6 +42,13 @@ std::vector<Tensor> adaptive_index(std::string_view family, std::string_view own
       .call(owner, num_classes, dim, exclude, options);
 }
 
+std::vector<Tensor> adaptive_resize(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
+                                    const OptionalTensor& bias, at::TensorList index, std::string_view options) {
+  return operator_of<std::vector<Tensor>(std::string_view, int64_t, const OptionalTensor&, const OptionalTensor&, at::TensorList, std::string_view)>(
+             family, "_resize")
+      .call(owner, num_classes, detached(rows), detached(bias), detached(index), options);
+}
+
 PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const Tensor& queries, const OptionalTensor& target,
                              at::TensorList index, std::string_view options) {
   return operator_of<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&, at::TensorList, std::string_view)>(family, "_sample")
@@ -270,6 +277,7 @@ Tensor with_bias_column(const Tensor& rows, const OptionalTensor& bias, int64_t 
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("adaptive_index(str family, str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
+  m.def("adaptive_resize(str family, str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
   m.def("adaptive_sample(str family, Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
         "(Tensor ids, Tensor log_count, Tensor target_log_count)", adaptive_sample);
   m.def("adaptive_log_count(str family, Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor", adaptive_log_count);
@@ -279,6 +287,9 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         "Generator? generator=None) -> ()", adaptive_step_);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("adaptive_index", adaptive_index); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("adaptive_index", adaptive_index);
+  m.impl("adaptive_resize", adaptive_resize);
+}
 
 } // namespace xsoftmax

@@ -11,10 +11,14 @@
 #include <tuple>
 #include <vector>
 
-// What the samplers that follow the class table share. Each family X of them (midx, lsh, kernel) is five operators:
+// What the samplers that follow the class table share. Each family X of them (midx, lsh, kernel) is six operators:
 //
 //   X_index(owner, num_classes, dim, exclude int64 [K], options) -> index: one that knows nothing of the table yet; all classes that are
 //     not in `exclude` are drawn alike. Refuses what no sampler may be built with, in the name of the class `owner`.
+//   X_resize(owner, num_classes, rows [A, D], bias [num_classes], index, options) -> index: one of the first num_classes classes, and of A = num_classes - N
+//     further ones, which are drawn and have these rows: they are placed under the codewords, planes or directions that the index has, as those of the others
+//     are. Without the rows of classes that are new, or of an index that knows nothing of the table: one that knows nothing of it. O(N), no pass over rows
+//     but the new ones (kernel: sums over those in the index).
 //   X_sample(seed, queries [Q, D], target, index, options) -> (ids int64 [Q, M], log_count float32 of ids' shape, target_log_count):
 //     what a step proposes; shared sets, where a family has them, are [M]. target int64 [Q], or [Q, T], several classes of each query;
 //     -1: none, whose count is -inf. A query whose first target is -1 does not count: it is no part of what a batch shares.
@@ -40,6 +44,8 @@ using PrivateDraws = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 std::vector<at::Tensor> adaptive_index(std::string_view family, std::string_view owner, int64_t num_classes, int64_t dim,
                                        const at::Tensor& exclude, std::string_view options);
+std::vector<at::Tensor> adaptive_resize(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
+                                        const OptionalTensor& bias, at::TensorList index, std::string_view options);
 PrivateDraws adaptive_sample(std::string_view family, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target,
                              at::TensorList index, std::string_view options);
 at::Tensor adaptive_log_count(std::string_view family, const at::Tensor& queries, const at::Tensor& ids, at::TensorList index,

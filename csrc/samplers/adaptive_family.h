@@ -7,10 +7,14 @@
 #include "samplers/adaptive.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 
 namespace xsoftmax {
@@ -32,6 +36,8 @@ struct AdaptiveIndex {
 ///     check_options(op, options)                       what goes beyond the options that all families have
 ///     least_dim(options)                               of the class table
 ///     make(is_drawn bool [N], dim, options)            the tables of X_index, without `step`
+///     resized(is_drawn bool [N], rows, bias, index, options)  the same from another index, whose classes come first, and the rows of the others; rows is
+///                                                  none where the index knows nothing of the table yet
 ///     refresh(op, table, index, options, generator)    writes to the index and returns the statistics; must not write before all has succeeded
 ///     between_refreshes(op, weight, bias, index, options)  optional: what a step does that refreshes nothing, on the CPU;
 ///     between_refreshes_cuda(op, weight, bias, index, options), with it
@@ -63,12 +69,14 @@ class AdaptiveFamily {
     def("_sample", "(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
                    "(Tensor ids, Tensor log_count, Tensor target_log_count)");
     def("_log_count", "(Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor");
+    def("_resize", "(str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
     def("_refresh_", "(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> Tensor");
     def("_step_", "(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> ()");
   }
 
   static void on_any_device(torch::Library& m) {
     m.impl(name("_index").c_str(), make_index);
+    m.impl(name("_resize").c_str(), resize);
     m.impl(name("_sample").c_str(), sample_elsewhere);
     m.impl(name("_log_count").c_str(), log_count_elsewhere);
     m.impl(name("_refresh_").c_str(), refresh_);
@@ -164,6 +172,42 @@ class AdaptiveFamily {
     std::vector<Tensor> index = F::make(is_drawn, dim, given);
     index.push_back(at::zeros({}, exclude.options()));
     return index;
+  }
+
+  static std::vector<Tensor> resize(std::string_view given_owner, int64_t num_classes, const OptionalTensor& rows, const OptionalTensor& bias,
+                                    at::TensorList tables, std::string_view text) {
+    const std::string owner(given_owner);
+    const char* const op = owner.c_str();
+    const Sampler sampler(op, tables, text);
+    const Index& index = sampler.index;
+    const int64_t before = index.places.size(0), added = std::max<int64_t>(0, num_classes - before);
+    TORCH_CHECK_VALUE(before == index.num_classes.expect_int(), op, ": expected an index of classes that are not numbered by slots");
+    check_at_least(op, "num_classes", num_classes, 1);
+    if (given(rows)) {
+      check_class_table(op, *rows, std::nullopt, added, index.dim, false);
+      check::same_device(op, "rows", *rows, "index", index.places);
+      check_finite_rows(op, *rows);
+    }
+    if (given(bias)) {
+      TORCH_CHECK_VALUE(sampler.options.bias, op, ": expected no bias, got one");
+      check::dim(op, "bias", *bias, 1);
+      check::floating(op, "bias", *bias);
+      check::size(op, "bias", *bias, 0, num_classes, "num_classes");
+      check::same_device(op, "bias", *bias, "index", index.places);
+      check_finite_bias(op, bias);
+    }
+    const bool known = index.step.template item<int64_t>() > 0 && (added == 0 || given(rows));
+    TORCH_CHECK_VALUE(!known || added == 0 || given(bias) || !sampler.options.bias, op, ": expected a bias beside the rows of classes, got none");
+    const Tensor old_places = index.places.view({before, -1}).select(1, 0).narrow(0, 0, std::min(before, num_classes));
+    const Tensor is_drawn = at::cat({old_places.ge(0), at::ones({added}, old_places.options().dtype(at::kBool))});
+    const int64_t left = is_drawn.sum().template item<int64_t>(), least = sampler.options.is_distinct() ? sampler.options.num_samples : 1;
+    TORCH_CHECK_VALUE(left >= std::max<int64_t>(least, 1), op, ": expected num_classes that leave ", std::max<int64_t>(least, 1),
+                      " classes to draw, got ", num_classes, ", of which ", left, " are drawn");
+    const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
+    const OptionalTensor new_rows = !known ? std::nullopt : given(rows) ? rows : OptionalTensor(at::empty({0, index.dim.expect_int()}, index.places.options().dtype(at::kFloat)));
+    std::vector<Tensor> resized = F::resized(is_drawn, new_rows, bias, index, sampler.options);
+    resized.push_back(known ? index.step.clone() : at::zeros_like(index.step));
+    return resized;
   }
 
   static PrivateDraws sample_meta(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,

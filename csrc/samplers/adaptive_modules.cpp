@@ -1,3 +1,4 @@
+#include "core/optional.h"
 #include "core/options.h"
 #include "samplers/adaptive_modules.h"
 
@@ -63,6 +64,19 @@ std::shared_ptr<SamplerImpl> AdaptiveSamplerImpl::excluding(const Tensor& ids) c
   const auto sampler = like(at::cat({before, ids.to(before.device())}));
   sampler->to(before.device());
   return sampler;
+}
+
+std::function<void()> AdaptiveSamplerImpl::plan_resize(int64_t num_classes, const Tensor& rows, const Optional& bias) {
+  std::vector<Tensor> index = adaptive_resize(family_.name, name(), num_classes, optional(rows), bias, tables_, options_);
+  return [this, num_classes, index = std::move(index)] {
+    const at::NoGradGuard guard;
+    for (size_t i = 0; i < index.size(); ++i) {
+      if (std::find(family_.learnt.begin(), family_.learnt.end(), family_.tables[i]) == family_.learnt.end()) {
+        tables_[i].set_data(index[i]);
+      }
+    }
+    set_num_classes(num_classes);
+  };
 }
 
 void AdaptiveSamplerImpl::to(torch::Device device, bool non_blocking) {

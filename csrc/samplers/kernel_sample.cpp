@@ -105,7 +105,10 @@ KernelIndex::KernelIndex(const char* op, at::TensorList index, const KernelOptio
   check_step(op, step);
 }
 
-std::vector<Tensor> KernelFamily::make(const Tensor& is_drawn, int64_t dim, const KernelOptions& options) {
+namespace {
+
+// As if all rows were 0.
+std::vector<Tensor> of_zeros(const Tensor& is_drawn, const Tensor& directions, int64_t dim, const KernelOptions& options) {
   const Tensor order = is_drawn.nonzero().squeeze(1);
   const auto longs = order.options(), floats = longs.dtype(at::kFloat);
   const int64_t classes = order.size(0), width = dim + options.bias, columns = options.sphere() ? width : 2 * options.features;
@@ -117,10 +120,49 @@ std::vector<Tensor> KernelFamily::make(const Tensor& is_drawn, int64_t dim, cons
   while (leaves <= classes / leaf_size / 2) { // a product with a large dim would wrap round
     leaves *= 2;
   }
-  const Tensor directions = options.sphere() ? at::empty({0}, floats)
-                                             : at::randn({options.features, width}, floats).mul_(std::sqrt(options.tau));
   return {directions, at::zeros({classes, columns}, floats),
           at::zeros({2 * leaves, options.sphere() ? width * (width + 1) / 2 : columns}, floats), order, place};
+}
+
+// Writes `sums` by `rows`.
+void sum_up(const KernelIndex& index) {
+  const int64_t leaves = index.leaves();
+  const Tensor of_leaves = index.sums.narrow(0, leaves, leaves);
+  // By products and sums over leaves side by side: additions in a fixed order on any device.
+  const int64_t width = index.rows.size(1), of_leaf = (index.sphere() ? width : 1) * width + (index.classes() / leaves + 1) * width;
+  const int64_t block = std::max<int64_t>(1, kLeafElements / of_leaf);
+  for (int64_t first = 0; first < leaves; first += block) {
+    const int64_t count = std::min(block, leaves - first);
+    const Tensor rows = rows_of_leaves(index, first, count);
+    of_leaves.narrow(0, first, count).copy_(index.sphere() ? pair_sums(rows) : rows.sum(1));
+  }
+  for (int64_t first = leaves / 2; first >= 1; first /= 2) {
+    index.sums.narrow(0, first, first).copy_(index.sums.narrow(0, 2 * first, 2 * first).view({first, 2, -1}).sum(1));
+  }
+}
+
+} // namespace
+
+std::vector<Tensor> KernelFamily::make(const Tensor& is_drawn, int64_t dim, const KernelOptions& options) {
+  const auto floats = is_drawn.options().dtype(at::kFloat);
+  const Tensor directions = options.sphere() ? at::empty({0}, floats)
+                                             : at::randn({options.features, dim + options.bias}, floats).mul_(std::sqrt(options.tau));
+  return of_zeros(is_drawn, directions, dim, options);
+}
+
+std::vector<Tensor> KernelFamily::resized(const Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const KernelIndex& index,
+                                          const KernelOptions& options) {
+  const Tensor directions = index.sphere() ? at::empty({0}, index.rows.options()) : index.directions->clone();
+  std::vector<Tensor> tables = of_zeros(is_drawn, directions, index.dim.expect_int(), options);
+  if (given(rows)) {
+    const int64_t added = rows->size(0), kept = tables[1].size(0) - added; // rows lie by rising class
+    const OptionalTensor of_rows = given(bias) ? OptionalTensor(bias->narrow(0, is_drawn.size(0) - added, added)) : std::nullopt;
+    const KernelIndex fresh("kernel_resize", with_step(tables, index.step), options);
+    fresh.rows.narrow(0, 0, kept).copy_(index.rows.narrow(0, 0, kept));
+    fresh.rows.narrow(0, kept, added).copy_(kernel_rows(*rows, of_rows, fresh));
+    sum_up(fresh);
+  }
+  return tables;
 }
 
 Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const KernelIndex& index, const KernelOptions&,
@@ -135,19 +177,7 @@ Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const Kern
     const OptionalTensor bias_of_rows = given(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
     index.rows.narrow(0, begin, size).copy_(kernel_rows(weight.index_select(0, ids), bias_of_rows, index));
   }
-  const int64_t leaves = index.leaves();
-  const Tensor of_leaves = index.sums.narrow(0, leaves, leaves);
-  // By products and sums over leaves side by side: additions in a fixed order on any device.
-  const int64_t width = index.rows.size(1), of_leaf = (index.sphere() ? width : 1) * width + (index.classes() / leaves + 1) * width;
-  const int64_t block = std::max<int64_t>(1, kLeafElements / of_leaf);
-  for (int64_t first = 0; first < leaves; first += block) {
-    const int64_t count = std::min(block, leaves - first);
-    const Tensor rows = rows_of_leaves(index, first, count);
-    of_leaves.narrow(0, first, count).copy_(index.sphere() ? pair_sums(rows) : rows.sum(1));
-  }
-  for (int64_t first = leaves / 2; first >= 1; first /= 2) {
-    index.sums.narrow(0, first, first).copy_(index.sums.narrow(0, 2 * first, 2 * first).view({first, 2, -1}).sum(1));
-  }
+  sum_up(index);
   return at::empty({0}, weight.options().dtype(at::kDouble));
 }
 

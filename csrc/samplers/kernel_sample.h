@@ -49,6 +49,8 @@ struct KernelFamily {
   static void check_options(const char* op, const KernelOptions& options);
   static int64_t least_dim(const KernelOptions&) { return 1; }
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const KernelOptions& options);
+  static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const KernelIndex& index,
+                                         const KernelOptions& options);
   static at::Tensor refresh(const char* op, const ClassTable& table, const KernelIndex& index, const KernelOptions& options,
                             const std::optional<at::Generator>& generator);
   static bool has_reference(const KernelOptions&) { return true; }

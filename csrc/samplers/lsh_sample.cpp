@@ -53,14 +53,47 @@ LshIndex::LshIndex(const char* op, at::TensorList index, const LshOptions& optio
   check_step(op, step);
 }
 
+namespace {
+
 // As if all rows were on one side of all planes.
-std::vector<Tensor> LshFamily::make(const Tensor& is_drawn, int64_t dim, const LshOptions& options) {
+std::vector<Tensor> one_bucket(const Tensor& is_drawn, const Tensor& planes, const LshOptions& options) {
   const Tensor drawn = is_drawn.nonzero().squeeze(1);
   const Tensor code = is_drawn.to(at::kInt).sub_(1).unsqueeze(1).repeat({1, options.tables});
   const Tensor start = at::full({options.tables, (int64_t(1) << options.bits) + 1}, drawn.size(0), drawn.options());
   start.select(1, 0).zero_();
-  return {at::randn({options.tables * options.bits, dim + options.bias}, drawn.options().dtype(at::kFloat)), code,
-          drawn.repeat({options.tables, 1}), start};
+  return {planes, code, drawn.repeat({options.tables, 1}), start};
+}
+
+// Writes `order` and `start` by `code`.
+void lay_out(const Tensor& code, const Tensor& order, const Tensor& start) {
+  const int64_t num_classes = code.size(0), num_drawn = order.size(1);
+  const Tensor edges = at::arange(start.size(1), code.options());
+  for (int64_t t = 0; t < code.size(1); ++t) {
+    const auto [sorted, places] = at::sort(code.select(1, t), /*stable=*/true, 0, false); // those that are never drawn come first
+    order.select(0, t).copy_(places.narrow(0, num_classes - num_drawn, num_drawn));
+    start.select(0, t).copy_(at::searchsorted(sorted.narrow(0, num_classes - num_drawn, num_drawn), edges));
+  }
+}
+
+} // namespace
+
+std::vector<Tensor> LshFamily::make(const Tensor& is_drawn, int64_t dim, const LshOptions& options) {
+  const auto floats = is_drawn.options().dtype(at::kFloat);
+  return one_bucket(is_drawn, at::randn({options.tables * options.bits, dim + options.bias}, floats), options);
+}
+
+std::vector<Tensor> LshFamily::resized(const Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const LshIndex& index,
+                                       const LshOptions& options) {
+  const std::vector<Tensor> tables = one_bucket(is_drawn, index.planes.clone(), options);
+  if (given(rows)) {
+    const Tensor &code = tables[1], &order = tables[2], &start = tables[3];
+    const int64_t added = rows->size(0), kept = code.size(0) - added;
+    const OptionalTensor of_rows = given(bias) ? OptionalTensor(bias->narrow(0, kept, added)) : std::nullopt;
+    code.narrow(0, 0, kept).copy_(index.code.narrow(0, 0, kept));
+    code.narrow(0, kept, added).copy_(lsh_codes(*rows, of_rows, index.planes, options.tables));
+    lay_out(code, order, start);
+  }
+  return tables;
 }
 
 Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshIndex& index, const LshOptions&,
@@ -68,12 +101,12 @@ Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshInde
   const auto& [weight, bias] = table;
   check_finite_rows(op, weight);
   check_finite_bias(op, bias);
-  const int64_t num_classes = index.code.size(0), num_drawn = index.order.size(1);
+  const int64_t num_drawn = index.order.size(1);
   if (index.code.is_cpu()) {
     const int64_t drawn = index.code.select(1, 0).ge(0).sum().item<int64_t>();
     TORCH_CHECK_VALUE(drawn == num_drawn, op, ": expected order with a place for each of ", drawn, " classes that are drawn, got ", num_drawn);
   }
-  const int64_t tables = index.code.size(1), buckets = index.start.size(1) - 1;
+  const int64_t tables = index.code.size(1);
   constexpr int64_t kRows = 1 << 16; // bounds the products in memory
   for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {
     const int64_t n = std::min(kRows, weight.size(0) - begin);
@@ -81,12 +114,7 @@ Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshInde
     const Tensor codes = lsh_codes(weight.narrow(0, begin, n), part, index.planes, tables), old = index.code.narrow(0, begin, n);
     old.copy_(at::where(old.lt(0), old, codes.to(at::kInt)));
   }
-  const Tensor edges = at::arange(buckets + 1, index.code.options());
-  for (int64_t t = 0; t < tables; ++t) {
-    const auto [sorted, places] = at::sort(index.code.select(1, t), /*stable=*/true, 0, false); // those that are never drawn come first
-    index.order.select(0, t).copy_(places.narrow(0, num_classes - num_drawn, num_drawn));
-    index.start.select(0, t).copy_(at::searchsorted(sorted.narrow(0, num_classes - num_drawn, num_drawn), edges));
-  }
+  lay_out(index.code, index.order, index.start);
   return (index.start.diff().max().to(at::kDouble) / double(index.order.size(1))).view({1});
 }
 

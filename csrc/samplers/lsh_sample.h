@@ -38,6 +38,8 @@ struct LshFamily {
   static void check_options(const char* op, const LshOptions& options);
   static int64_t least_dim(const LshOptions&) { return 1; }
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const LshOptions& options);
+  static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const LshIndex& index,
+                                         const LshOptions& options);
   static at::Tensor refresh(const char* op, const ClassTable& table, const LshIndex& index, const LshOptions& options,
                             const std::optional<at::Generator>& generator);
   static bool has_reference(const LshOptions&) { return true; }

@@ -66,6 +66,8 @@ struct MidxFamily {
   static int64_t least_dim(const MidxOptions& options) { return options.kind == "pq" ? 2 : 1; }
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const MidxOptions& options);
   // midx_refresh.cpp
+  static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const MidxIndex& index,
+                                         const MidxOptions& options);
   static at::Tensor refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
                             const std::optional<at::Generator>& generator);
   static void between_refreshes(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,

@@ -254,6 +254,47 @@ void check_midx_note(const Tensor& touched, const OptionalTensor& query_square, 
   check_query_ids(op, queries, ids);
 }
 
+std::vector<Tensor> MidxFamily::resized(const Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const MidxIndex& index,
+                                        const MidxOptions& options) {
+  std::vector<Tensor> tables = make(is_drawn, index.dim.expect_int(), options);
+  tables[0] = index.codewords1.clone(), tables[1] = index.codewords2.clone();
+  if (!given(rows)) {
+    return tables;
+  }
+  const MidxIndex fresh("midx_resize", with_step(tables, index.step), options);
+  const int64_t added = rows->size(0), kept = is_drawn.size(0) - added;
+  const auto [cell, error] = midx_encode(*rows, index.codewords1, index.codewords2);
+  const auto fill = [&](const Tensor& table, const Tensor& old, const OptionalTensor& behind) {
+    table.narrow(0, 0, kept).copy_(old.narrow(0, 0, kept));
+    if (given(behind)) {
+      table.narrow(0, kept, added).copy_(*behind);
+    }
+  };
+  fill(fresh.cell, index.cell, cell);
+  if (given(fresh.touched)) {
+    fill(*fresh.touched, *index.touched, std::nullopt);
+  }
+  if (given(fresh.spread)) {
+    fill(*fresh.spread, *index.spread, error);
+    fresh.query_square->copy_(*index.query_square);
+  }
+  if (given(fresh.table)) {
+    fill(*fresh.table, *index.table, *rows);
+  }
+  if (given(fresh.table_bias)) {
+    fill(*fresh.table_bias, *index.table_bias, given(bias) ? OptionalTensor(bias->narrow(0, kept, added)) : std::nullopt);
+  }
+  if (given(fresh.log_weight)) {
+    if (given(bias) || !options.bias) {
+      fresh.log_weight->copy_(*midx_class_weights(ClassTable(*rows, bias, false), fresh, fresh.spread));
+    } else {
+      fill(*fresh.log_weight, *index.log_weight, std::nullopt);
+    }
+  }
+  midx_lay_out(fresh);
+  return tables;
+}
+
 Tensor MidxFamily::refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
                            const std::optional<at::Generator>& generator) {
   const Tensor statistics = with_seed(table.weight.device(), generator, [&](const Tensor& seed) {

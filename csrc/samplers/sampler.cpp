@@ -34,6 +34,12 @@ void SamplerImpl::prepare(const Tensor&, const std::optional<Tensor>&, std::opti
 std::map<std::string, double> SamplerImpl::refresh(const Tensor&, const std::optional<Tensor>&) { return {}; }
 std::shared_ptr<SamplerImpl> SamplerImpl::excluding(const Tensor&) const { return nullptr; }
 
+void SamplerImpl::resize(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) { plan_resize(num_classes, rows, bias)(); }
+
+std::function<void()> SamplerImpl::plan_resize(int64_t, const Tensor&, const std::optional<Tensor>&) {
+  TORCH_CHECK_TYPE(false, name(), ": expected a sampler that defines plan_resize, got one whose number of classes is fixed");
+}
+
 void SamplerImpl::claim(const std::string& owner) {
   TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler of its own, got a ", name(), " that a ", owner_,
                     " has already: build a second one");

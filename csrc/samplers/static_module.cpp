@@ -104,6 +104,23 @@ std::shared_ptr<SamplerImpl> FixedSamplerImpl::excluding(const Tensor& ids) cons
   return std::make_shared<FixedSamplerImpl>(num_classes(), classes.masked_select(at::isin(classes, ids).logical_not()));
 }
 
+std::shared_ptr<SamplerImpl> LogUniformSamplerImpl::excluding(const Tensor& ids) const {
+  const Tensor weights = tables_[kProbability].numel() > 0 ? tables_[kProbability] : Tensor();
+  const Law law("LogUniformSampler", weights, {}, ids, parse_options<StaticOptions>("LogUniformSampler", options_));
+  return std::shared_ptr<SamplerImpl>(new LogUniformSamplerImpl(law));
+}
+
+std::function<void()> StaticSamplerImpl::plan_resize(int64_t num_classes, const Tensor&, const std::optional<Tensor>&) {
+  auto [tables, text] = static_resize(name(), tables_, num_classes, law(), options_);
+  return [this, num_classes, tables = std::move(tables), text = std::move(text)] {
+    for (size_t i = 0; i < tables.size(); ++i) {
+      tables_[i].set_data(tables[i]); // some are buffers
+    }
+    options_ = text;
+    set_num_classes(num_classes);
+  };
+}
+
 void StaticSamplerImpl::to(torch::Device device, bool non_blocking) {
   SamplerImpl::to(device, non_blocking);
   for (Tensor& table : tables_) {
@@ -144,6 +161,12 @@ Tensor StreamingCountsImpl::log_prob(const Tensor& ids) const {
 Tensor StreamingCountsImpl::forward(const Tensor& ids) {
   update(ids);
   return log_prob(ids);
+}
+
+void StreamingCountsImpl::resize(int64_t num_ids) {
+  static const auto op = find_op<decltype(streaming_resize_)>("xsoftmax::streaming_resize_");
+  options_ = op.call(count, total, last, seen, num_ids, options_);
+  num_ids_ = num_ids_.has_value() ? std::optional(num_ids) : std::nullopt;
 }
 
 void StreamingCountsImpl::to(torch::Device device, bool non_blocking) {
@@ -195,6 +218,16 @@ std::shared_ptr<SamplerImpl> UnigramSamplerImpl::excluding(const Tensor& ids) co
   DrawOptions draws = draws_;
   draws.exclude = at::cat({excluded_, ids.to(excluded_.device())});
   return std::make_shared<UnigramSamplerImpl>(streaming, num_samples(), follow_, draws);
+}
+
+std::function<void()> UnigramSamplerImpl::plan_resize(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
+  return [this, num_classes, resize_tables = StaticSamplerImpl::plan_resize(num_classes, rows, bias)] {
+    resize_tables();
+    if (!streaming.is_empty()) {
+      excluded_ = excluded_.masked_select(excluded_.lt(num_classes));
+      streaming->resize(num_classes);
+    }
+  };
 }
 
 void UnigramSamplerImpl::load(torch::serialize::InputArchive& archive) {
@@ -260,6 +293,20 @@ Tensor InBatchSamplerImpl::log_count(const Tensor&, const Tensor& ids) {
   static const auto op = find_op<decltype(in_batch_log_count)>("xsoftmax::in_batch_log_count");
   const std::vector<Tensor> now = state();
   return op.call(ids, now[0], now[1], now[2], now[3], drawn_, options_);
+}
+
+std::function<void()> InBatchSamplerImpl::plan_resize(int64_t num_classes, const Tensor&, const std::optional<Tensor>&) {
+  TORCH_CHECK_VALUE(num_classes >= 1, name(), ": expected num_classes of at least 1, got ", num_classes);
+  return [this, num_classes] {
+    if (streaming.is_empty()) {
+      static const auto op = find_op<decltype(streaming_resize_)>("xsoftmax::streaming_resize_");
+      options_ = op.call(counts, total, last_, seen_, num_classes, options_);
+    } else {
+      streaming->resize(num_classes);
+      options_ = streaming->options();
+    }
+    set_num_classes(num_classes);
+  };
 }
 
 void InBatchSamplerImpl::to(torch::Device device, bool non_blocking) {

@@ -9,6 +9,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -297,6 +298,41 @@ std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner, co
   return {tables, print_options(options)};
 }
 
+std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at::TensorList tables, int64_t num_classes, std::string_view law,
+                                                           std::string_view text) {
+  const char* const op = owner.c_str();
+  StaticOptions options = parsed(op, tables, text);
+  check_at_least(op, "num_classes", num_classes, 1);
+  TORCH_CHECK_VALUE(law.empty() || law == "log_uniform", op, ": expected law to be \"log_uniform\" or empty, got \"", law, "\"");
+  const int64_t before = options.num_classes, kept = std::min(before, num_classes);
+  options.num_classes = num_classes;
+  if (options.law == "fixed") {
+    const Tensor& ids = tables[kOrder];
+    check::dim(op, "order", ids, 1);
+    check::int64(op, "order", ids);
+    const int64_t last = ids.numel() > 0 ? ids.max().item<int64_t>() : -1;
+    TORCH_CHECK_VALUE(last < num_classes, op, ": expected num_classes above ", last, ", a class that is always there, got ", num_classes);
+    return {tables.vec(), print_options(options)};
+  }
+  if (options.law != "table") {
+    TORCH_CHECK_VALUE(options.low < num_classes, op, ": expected num_classes above ", options.low, ", the classes that are excluded, got ", num_classes);
+    return static_tables(owner, {}, {}, {}, print_options(options));
+  }
+  const Tensor& probability = tables[kProbability];
+  check::dim(op, "probability", probability, 1);
+  check::dtype(op, "probability", probability, at::kDouble);
+  check::size(op, "probability", probability, 0, before, "num_classes");
+  const Tensor old = probability.narrow(0, 0, kept);
+  TORCH_CHECK_VALUE(num_classes > kept || old.gt(0).any().item<bool>(), op, ": expected num_classes that leave a class to draw, got ", num_classes);
+  if (law == "log_uniform") {
+    StaticOptions of_law = options;
+    of_law.law = "log_uniform";
+    return static_tables(owner, law_weights(of_law, old.device()), {}, old.eq(0).nonzero().squeeze(1), print_options(options));
+  }
+  const Tensor least = at::where(probability.gt(0), probability, kInfinity).min();
+  return static_tables(owner, num_classes > kept ? at::cat({old, least.expand({num_classes - kept})}) : old, {}, {}, print_options(options));
+}
+
 Draws static_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
   constexpr const char* op = "static_sample";
   const StaticOptions options = parsed(op, tables, text);
@@ -363,6 +399,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         "Tensor(e!) seen, Tensor(f!)[] tables, str counts_options, str options) -> ()");
   m.def("static_tables(str owner, Tensor? weights, float? power, Tensor? classes, str options) -> (Tensor[] tables, str options)",
         static_tables);
+  m.def("static_resize(str owner, Tensor[] tables, int num_classes, str law, str options) -> (Tensor[] tables, str options)", static_resize);
   m.def("static_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] tables, str options) -> "
         "(Tensor ids, Tensor log_count, Tensor target_log_count)");
   m.def("static_log_count(Tensor ids, Tensor[] tables, str options) -> Tensor");

@@ -3,8 +3,10 @@
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/options.h"
+#include "optim/resize_tables.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/expm1.h>
 #include <ATen/ops/full_like.h>
@@ -14,6 +16,9 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
 
 namespace xsoftmax {
 namespace {
@@ -219,6 +224,30 @@ void streaming_forget_(const Tensor& ids, Tensor& count, Tensor& total, Tensor& 
   }
 }
 
+std::string streaming_resize_(Tensor& count, Tensor& total, Tensor& last, const Tensor& seen, int64_t num_ids, std::string_view text) {
+  constexpr const char* op = "streaming_resize_";
+  StreamingOptions options = streaming_options(op, text);
+  check_streaming(op, "ids", at::empty({0}, count.options().dtype(at::kLong)), {count, total, last, seen}, options);
+  TORCH_CHECK_VALUE(num_ids >= 1, op, ": expected num_ids of at least 1, got ", num_ids);
+  if (options.open()) {
+    return std::string(text);
+  }
+  const int64_t before = *options.num_ids;
+  if (num_ids < before) {
+    streaming_forget_(at::arange(num_ids, before, count.options().dtype(at::kLong)), count, total, last, seen, text);
+  }
+  std::vector<Tensor> tables{count}, rows;
+  if (!options.exact()) {
+    tables.push_back(last);
+  }
+  for (const Tensor& table : tables) {
+    rows.push_back(at::zeros({std::max<int64_t>(0, num_ids - before)}, table.options()));
+  }
+  resize_tables_(tables, rows, num_ids);
+  options.num_ids = num_ids;
+  return print_options(options);
+}
+
 Tensor streaming_count(const Tensor& ids, const Tensor& count, const Tensor& total, const Tensor& last, const Tensor& seen, std::string_view text) {
   const StreamingState state{count, total, last, seen};
   constexpr const char* op = "streaming_count";
@@ -249,6 +278,7 @@ Tensor streaming_log_prob(const Tensor& ids, const Tensor& count, const Tensor& 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("streaming_counts(str owner, str options) -> (Tensor count, Tensor total, Tensor last, Tensor seen)", streaming_counts);
   m.def("streaming_update_(Tensor ids, Tensor? mask, Tensor(a!) count, Tensor(b!) total, Tensor(c!) last, Tensor(d!) seen, str options) -> ()");
+  m.def("streaming_resize_(Tensor(a!) count, Tensor(b!) total, Tensor(c!) last, Tensor seen, int num_ids, str options) -> str");
   m.def("streaming_forget_(Tensor ids, Tensor(a!) count, Tensor(b!) total, Tensor(c!) last, Tensor seen, str options) -> ()");
   m.def("streaming_count(Tensor ids, Tensor count, Tensor total, Tensor last, Tensor seen, str options) -> Tensor");
   m.def("streaming_log_prob(Tensor ids, Tensor count, Tensor total, Tensor last, Tensor seen, str options) -> Tensor");
@@ -256,6 +286,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("streaming_update_", streaming_update_);
+  m.impl("streaming_resize_", streaming_resize_);
   m.impl("streaming_forget_", streaming_forget_);
   m.impl("streaming_count", streaming_count);
   m.impl("streaming_log_prob", streaming_log_prob);

@@ -128,6 +128,19 @@ std::map<std::string, double> UnionSamplerImpl::refresh(const Tensor& weight, co
   return stats;
 }
 
+std::function<void()> UnionSamplerImpl::plan_resize(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
+  std::vector<std::function<void()>> plans;
+  for (const auto& part : parts_) {
+    plans.push_back(part->plan_resize(num_classes, rows, bias));
+  }
+  return [this, num_classes, plans = std::move(plans)] {
+    for (const auto& plan : plans) {
+      plan();
+    }
+    set_num_classes(num_classes);
+  };
+}
+
 std::shared_ptr<SamplerImpl> UnionSamplerImpl::excluding(const Tensor& ids) const {
   Parts parts;
   for (const auto& part : parts_) {

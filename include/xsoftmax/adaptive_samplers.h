@@ -27,6 +27,9 @@ class AdaptiveSamplerImpl : public SamplerImpl {
   /// "ranking" for private independent draws.
   std::string default_estimator() const override { return shared() || distinct() ? "sampled_softmax" : "ranking"; }
   bool follows_table() const override { return true; }
+  /// New classes are placed under the codewords, planes or directions that the sampler has; without their rows, and before the first refresh, all classes are
+  /// drawn alike until the next step refreshes. O(N), no pass over rows but the new ones.
+  std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   /// An index that is not there, or that is one of other options or of another head, is built anew by the next step.
   void load(torch::serialize::InputArchive& archive) override;
   using SamplerImpl::to;

@@ -25,6 +25,7 @@ class ComplementSamplerImpl : public SamplerImpl {
   /// Throws: the counts depend on the target, so only a draw knows them.
   torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> outside_target() override { return std::static_pointer_cast<SamplerImpl>(shared_from_this()); }
+  std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   bool follows_table() const override { return sampler_ != nullptr && sampler_->follows_table(); }
   void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, std::optional<at::Generator> generator = {}) override;
   std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = {}) override;

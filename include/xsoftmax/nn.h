@@ -90,9 +90,20 @@ class LinearLossImpl : public TableLossImpl {
   /// The best class: [*, D] -> [*].
   torch::Tensor predict(const torch::Tensor& input) const;
 
+  /// Gives the loss another number of classes, in place: new ones come behind the others and begin as torch::nn::Linear makes them, those past the end go.
+  /// The parameters stay the same tensors; rows of the first classes and what row optimizers keep for them stay, new ones are as before their first step. A call
+  /// costs the new rows, averaged over many; samplers that follow the table, and static ones with tables, are laid out anew, O(N). Gradients are dropped.
+  /// class_weight: of the new classes, where the loss has class weights; undefined: 1. Optimizers of torch::optim do not follow: make new ones. Errors, before
+  /// anything changes: ValueError, of a sampler that does not define plan_resize TypeError.
+  void resize_classes(int64_t num_classes, const torch::Tensor& class_weight = {});
+
   torch::nn::Linear linear{nullptr}; ///< share or tie the table by assigning linear->weight
 
  protected:
+  /// Samplers that resize with the table.
+  virtual std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const { return {}; }
+  /// Classes that must stay; undefined: none.
+  virtual torch::Tensor fixed_ids() const { return {}; }
   void check_table(const torch::Tensor& input, const torch::Tensor& target = {}) const;
   const torch::nn::Linear& table() const override { return linear; }
 };
@@ -147,6 +158,8 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
   torch::Tensor log_z; ///< a parameter where it is learned, else undefined or a constant
 
  protected:
+  std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const override { return {sampler}; }
+  torch::Tensor fixed_ids() const override { return head; }
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())}, {3, torch::nn::AnyValue(std::optional<torch::Tensor>())},
                            {4, torch::nn::AnyValue(std::optional<torch::Tensor>())})
 
@@ -180,6 +193,8 @@ class CaneLossImpl : public CandidateLossImpl {
   samplers::ComplementSampler noise{nullptr};
 
  protected:
+  std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const override;
+  torch::Tensor fixed_ids() const override { return candidates_; }
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())}, {3, torch::nn::AnyValue(std::optional<at::Generator>())})
 
  private:

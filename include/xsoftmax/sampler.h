@@ -49,6 +49,11 @@ class SamplerImpl : public KeepsTables {
                        std::optional<at::Generator> generator = std::nullopt);
   /// At once, whatever the schedule says; statistics by name.
   virtual std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt);
+  /// Draws from another number of classes from now on: those that are gone are never drawn, new ones as the sampler says. rows [A, D] and bias
+  /// [num_classes]: of a class table, the rows of the A new classes and all biases, for what follows the table. An error changes nothing.
+  void resize(int64_t num_classes, const torch::Tensor& rows = {}, const std::optional<torch::Tensor>& bias = std::nullopt);
+  /// What does that, after all checks; it cannot fail. One of your own that knows how defines it, and calls set_num_classes. Throws where a sampler does not.
+  virtual std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias);
   /// A sampler like this one that does not draw the classes `ids` either; null where it cannot leave classes out: their counts then add up.
   virtual std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const;
   /// One whose draws are this one's, from the classes other than the target: what the estimator "complementary_sum" asks for. This one belongs
@@ -70,6 +75,9 @@ class SamplerImpl : public KeepsTables {
   /// A sampler belongs to one loss: the second claim is an error.
   void claim(const std::string& owner);
   bool claimed() const { return !owner_.empty(); }
+
+ protected:
+  void set_num_classes(int64_t num_classes) { num_classes_ = num_classes; }
 
  private:
   int64_t num_classes_, num_samples_;

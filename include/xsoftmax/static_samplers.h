@@ -29,6 +29,8 @@ class StaticSamplerImpl : public SamplerImpl {
   Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
   torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
+  /// New classes weigh as much as the lightest one that is drawn. O(N) where there are tables.
+  std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
 
   using SamplerImpl::to;
   void to(torch::Device device, bool non_blocking = false) override;
@@ -36,6 +38,8 @@ class StaticSamplerImpl : public SamplerImpl {
  protected:
   struct Law; // tables and options, as the operator static_tables makes them
   explicit StaticSamplerImpl(const Law& law);
+  /// That of a class whose weights follow from the number of classes, else empty.
+  virtual const char* law() const { return ""; }
 
   std::vector<torch::Tensor> tables_;
   std::string options_;
@@ -54,6 +58,11 @@ TORCH_MODULE(UniformSampler);
 class LogUniformSamplerImpl : public StaticSamplerImpl {
  public:
   LogUniformSamplerImpl(int64_t num_classes, int64_t num_samples, const DrawOptions& options = {});
+  std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
+
+ protected:
+  explicit LogUniformSamplerImpl(const Law& law) : StaticSamplerImpl(law) {}
+  const char* law() const override { return "log_uniform"; }
 };
 TORCH_MODULE(LogUniformSampler);
 
@@ -68,6 +77,8 @@ class UnigramSamplerImpl : public StaticSamplerImpl {
 
   Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
+  /// New classes of a stream weigh as the lightest one until the tables are next rebuilt.
+  std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   /// The tables of another law, of other excluded classes or of another size stay out: they are then rebuilt by the next step.
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -102,6 +113,7 @@ class InBatchSamplerImpl : public SamplerImpl {
 
   Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
   torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
+  std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
 
   using SamplerImpl::to;
   void to(torch::Device device, bool non_blocking = false) override;

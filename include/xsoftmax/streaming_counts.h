@@ -25,6 +25,9 @@ class StreamingCountsImpl : public KeepsTables {
   /// log_prob after update.
   torch::Tensor forward(const torch::Tensor& ids);
 
+  /// Counts of num_ids dense ids from now on; new ones were never seen. Open ids have no number: nothing happens.
+  void resize(int64_t num_ids);
+
   using KeepsTables::to;
   void to(torch::Device device, bool non_blocking = false) override;
 

@@ -1,6 +1,6 @@
 """CANE: candidates against noises, over a plain class table."""
 
-from typing import List, Optional, Union
+from typing import Dict, List, Optional, Union
 
 import torch
 from torch import Tensor
@@ -93,6 +93,12 @@ class CaneLoss(CandidateLoss):
         if self.candidate_sampler is not None:
             self.candidate_sampler._claim(name)
         self.register_buffer("candidates", ids, persistent=False)
+
+    def _samplers(self) -> List[Sampler]:
+        return [self.noise] + ([] if self.candidate_sampler is None else [self.candidate_sampler])
+
+    def _fixed_ids(self) -> Dict[str, Tensor]:
+        return {} if self.candidates is None else {"candidates": self.candidates}
 
     def forward(self, input: Tensor, target: Tensor, candidates: Optional[Tensor] = None,
                 generator: Optional[torch.Generator] = None) -> Tensor:

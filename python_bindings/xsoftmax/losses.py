@@ -2,13 +2,14 @@
 
 import math
 import numbers
-from typing import List, Optional, Union
+from typing import Dict, Iterable, List, Optional, Union
 
 import torch
 from torch import Tensor, nn
 
 from ._checks import check_bool, check_count
 from ._memory import device_of_values, moved_table
+from ._resize import resize_classes
 from ._table import TableModule, flat_queries, make_linear
 from .estimators import check_estimator, has_noise, registered_loss
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
@@ -58,6 +59,46 @@ class LinearLoss(TableModule):
     def _tables(self) -> List[Optional[Tensor]]:
         tables: List[Optional[Tensor]] = [self.linear.weight, self.linear.bias]
         return tables
+
+    def resize_classes(self, num_classes: int, *, weight: Optional[Tensor] = None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Gives the loss another number of classes, in place: classes come behind the others, and those past the end go.
+
+        The parameters of ``linear`` stay the same objects, so optimizers and modules that share them go on. The rows of the first ``min(N, num_classes)``
+        classes and what optimizers keep for them stay; new ones begin as ``nn.Linear.reset_parameters()`` makes them (uniform in ``1 / sqrt(D)``, whatever the
+        number of classes is, by torch's default generator), and as before their first step. An error changes nothing.
+
+        A call costs the new rows, averaged over many: the memory of a table grows by quarters, and the first call copies the table. ``state_dict()``,
+        ``torch.save``, pickle and deepcopy hold the rows alone. A table on memory of others (numpy, a mapped file, shared memory, a view of a larger
+        tensor) moves to memory of its own, as do detached aliases' originals where the memory grows: take no alias over a call.
+
+        - Row optimizers (:mod:`xsoftmax.optim`) that have stepped the parameters are found, whoever holds them; what rows owe stays owed, or is made up.
+        - Optimizers of ``torch.optim`` are not: give them as ``optimizers``. One that was not given, and has state, raises at its next step.
+        - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`): expected counts stay exact, what is gone is never drawn. Uniform draws, counts
+          of a stream and in-batch draws cost the new classes; tables of other static laws and indices that follow the table are laid out anew, O(N), where new classes
+          have their place at once: resize by some classes at a time there.
+        - ``.grad`` of the parameters, which is of the former size, becomes None: call this after ``step()``. A graph that waits for its backward pass refuses it.
+        - ``num_embeddings`` of an nn.Embedding that is tied to ``linear.weight`` is not known here: set it.
+        - A scripted loss keeps its number of classes and says so; wrap the model in DistributedDataParallel anew.
+
+        Args:
+            num_classes: at least 1, and above the head classes and the candidates that the loss was given.
+            weight: class weights [num_classes - N] of new classes, where the loss has some. None: 1.
+            optimizers: of ``torch.optim``: SGD, Adagrad, Adadelta, RMSprop and the Adams.
+
+        Raises:
+            ValueError: a class that is always scored would be gone; too few classes for a sampler's distinct draws; a weight of another shape.
+            TypeError: a parametrized table, a sampler that does not define ``plan_resize``, another optimizer.
+            RuntimeError: a table that is split or replicated over ranks.
+        """
+        resize_classes(self, num_classes, weight, optimizers)
+
+    def _samplers(self) -> List[Sampler]:
+        """Those that resize with the table."""
+        return []
+
+    def _fixed_ids(self) -> Dict[str, Tensor]:
+        """Classes that must stay, by the argument that named them."""
+        return {}
 
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         if self.linear.weight.shape[0] != self.num_classes:
@@ -270,6 +311,12 @@ class SampledSoftmaxLoss(CandidateLoss):
             sampler = left
         sampler._claim(name)
         self.sampler = sampler.to(device)
+
+    def _samplers(self) -> List[Sampler]:
+        return [self.sampler]
+
+    def _fixed_ids(self) -> Dict[str, Tensor]:
+        return {"head_classes": self.head}
 
     def _init_log_z(self, log_z: Union[float, str], device) -> None:
         learned = isinstance(log_z, str) and log_z == "learned"

@@ -143,15 +143,6 @@ class RowOptimizer(torch.optim.Optimizer):
         if tensors:
             torch.ops.xsoftmax.reset_row_state_(tensors, fresh, rows, len(param))
 
-    @torch.no_grad()
-    def resize_rows(self, param, size):
-        """State of a parameter for ``size`` rows in the place of those it has, whose first ones keep theirs: called before the parameter is resized
-        (``loss.resize_classes`` does both)."""
-        self.flush()
-        tensors, fresh = self._row_state(param)
-        if tensors:
-            torch.ops.xsoftmax.resize_row_state_(tensors, fresh, len(param), size)
-
     def _row_state(self, param):
         """The state of a parameter, and that of one row before its first step. Empty: none so far."""
         group = next((group for group in self.param_groups if any(param is each for each in group["params"])), None)
@@ -214,7 +205,10 @@ class RowOptimizer(torch.optim.Optimizer):
         self._register_debts()
 
     def _register_debts(self):
+        groups = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.state.items():
+            if tensors := self._tensors(state):
+                torch.ops.xsoftmax.register_row_state(param, tensors, groups[param].get("initial_accumulator_value", 0.0))
             if "owed" in state:
                 torch.ops.xsoftmax.register_debt(param, self._tensors(state), self._op)
 

@@ -1,6 +1,6 @@
 """What the samplers that follow the class table share."""
 
-from typing import Dict, List, Optional
+from typing import Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,20 @@ class AdaptiveSampler(Sampler):
         for name, value in zip(self.statistics, values):
             named[name] = value
         return named
+
+    @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        """New classes are placed under the codewords, planes or directions that the index has; without their rows, and before the first refresh, all classes
+        are drawn alike until the next step refreshes. O(N), but no pass over the rows of a table but the new ones (a kernel sampler sums up its copy)."""
+        index = torch.ops.xsoftmax.adaptive_resize(self.family, type(self).__name__, num_classes, rows, bias, self._index(), self.options)
+
+        def resize() -> None:
+            for name, table in zip(self._tables, index):
+                if name not in self._learnt:
+                    setattr(self, name, table)
+            self.num_classes = num_classes
+
+        return resize
 
     def _excluded(self) -> Tensor:
         return (getattr(self, self._places).view(self.num_classes, -1)[:, 0] < 0).nonzero().squeeze(1)

@@ -1,6 +1,6 @@
 """Draws from what a set of classes leaves over."""
 
-from typing import Dict, List, Optional, Union
+from typing import Callable, Dict, List, Optional, Union
 
 import torch
 from torch import Tensor
@@ -102,6 +102,18 @@ class ComplementSampler(Sampler):
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
         raise ValueError("ComplementSampler: its counts depend on the target, so only a draw knows them: it can be but the last private part of "
                          "a union")
+
+    @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        plan = None if self.sampler is None else self.sampler.plan_resize(num_classes, rows, bias)
+
+        def resize() -> None:
+            if plan is not None:
+                plan()
+            self.num_classes = num_classes
+            self.options = option_text(**{**dict(option.split("=") for option in self.options.split(",")), "num_classes": num_classes})
+
+        return resize
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:

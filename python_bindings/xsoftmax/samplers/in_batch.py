@@ -1,6 +1,6 @@
 """The batch's own targets as candidates."""
 
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,18 @@ class InBatchSampler(Sampler):
                 counted = self.streaming._of_all_ranks(target[:, 0] if target.dim() == 2 else target)
         count, total, last, seen = self._counts()
         return one_set(torch.ops.xsoftmax.in_batch_sample(target, counted, count, total, last, seen, self.drawn, self.options), target, False)
+
+    @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        def resize() -> None:
+            if self.streaming is None:
+                self.options = torch.ops.xsoftmax.streaming_resize_(self.counts, self.total, self.last, self.seen, num_classes, self.options)
+            else:
+                self.streaming.resize(num_classes)
+                self.options = self.streaming.options
+            self.num_classes = num_classes
+
+        return resize
 
     def _counts(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         if self.streaming is not None:

@@ -147,6 +147,22 @@ class Sampler(KeepsTables):
         return stats
 
     @torch.jit.unused
+    def resize(self, num_classes: int, rows: Optional[Tensor] = None, bias: Optional[Tensor] = None) -> None:
+        """Draws from ``num_classes`` classes from now on: those past the end are gone, and never drawn; new ones stand behind the others. A loss calls
+        it (``resize_classes``); an error changes nothing.
+
+        Args:
+            num_classes: at least 1.
+            rows, bias: of a class table, the rows ``[A, D]`` of the A classes that are new and the biases ``[num_classes]`` of all, for what follows the table.
+        """
+        self.plan_resize(check_count(type(self).__name__, "num_classes", num_classes, 1), rows, bias)()
+
+    @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        """What does :meth:`resize`, after all checks: it cannot fail. A sampler of your own that knows how defines it, and sets ``num_classes`` there."""
+        raise TypeError(f"{type(self).__name__}: expected a sampler that defines plan_resize, got one whose number of classes is fixed")
+
+    @torch.jit.unused
     def forget(self, ids: Tensor) -> None:
         """What a sampler does about classes (int64 [R]) that stand for something else from now on, as :class:`xsoftmax.IdTable` says: one that counts forgets
         their counts."""

@@ -1,6 +1,6 @@
 """Samplers whose distribution does not depend on the query: weight tables, uniform, log-uniform, unigram, fixed classes."""
 
-from typing import List, Optional, Union
+from typing import Callable, List, Optional, Union
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class StaticSampler(Sampler):
     Buffers (not in the state dict; size 0 where not needed): ``probability`` float64 [N]; ``bins`` of independent draws;
     ``order``, ``cumulative`` of distinct ones.
     """
+
+    _law = ""  # where weights follow from the number of classes
 
     def __init__(self, weights: Tensor, num_samples: int, *, shared: Optional[bool] = None, distinct: Optional[bool] = None,
                  exclude: Exclude = None):
@@ -90,6 +92,18 @@ class StaticSampler(Sampler):
         return torch.ops.xsoftmax.static_log_count(ids, self._tables(), self.options)
 
     @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        """New classes weigh as much as the lightest one that is drawn. O(N) where there are tables."""
+        tables, options = torch.ops.xsoftmax.static_resize(type(self).__name__, self._tables(), num_classes, self._law, self.options)
+
+        def resize() -> None:
+            for name, table in zip(TABLES, tables):
+                setattr(self, name, table)
+            self.num_classes, self.options = num_classes, options
+
+        return resize
+
+    @torch.jit.unused
     def excluding(self, ids: Tensor) -> "StaticSampler":
         other = StaticSampler.__new__(type(self))
         other._make(self.probability if self.probability.numel() else None, None, ids, self.options)
@@ -134,6 +148,8 @@ class LogUniformSampler(StaticSampler):
         num_classes: N >= 1.
         num_samples, shared, distinct, exclude: see :class:`StaticSampler`.
     """
+
+    _law = "log_uniform"
 
     def __init__(self, num_classes: int, num_samples: int, *, shared: Optional[bool] = None, distinct: Optional[bool] = None,
                  exclude: Exclude = None):
@@ -199,6 +215,19 @@ class UnigramSampler(StaticSampler):
         return UnigramSampler(self.streaming, self.num_samples, power=float(follow["power"]), shared=self.shared, distinct=self.distinct,
                               exclude=torch.cat([self.excluded, ids.to(self.excluded.device)]), refresh_every=int(follow["refresh_every"]),
                               uniform_share=float(follow["uniform_share"]))
+
+    @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        """As of :class:`StaticSampler`; of counts of a stream, new ones have a count of 0, and weigh like that with the next rebuild."""
+        resize_tables = super().plan_resize(num_classes, rows, bias)
+
+        def resize() -> None:
+            resize_tables()
+            if self.streaming is not None:
+                self.excluded = self.excluded[self.excluded < num_classes]
+                self.streaming.resize(num_classes)
+
+        return resize
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

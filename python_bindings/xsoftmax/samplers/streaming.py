@@ -113,6 +113,14 @@ class StreamingCounts(KeepsTables):
         flat = ids.reshape(-1)
         return Ragged(len(flat), flat.device, self._group).gather(flat)
 
+    @torch.jit.unused
+    def resize(self, num_ids: int) -> None:
+        """Counts ``num_ids`` dense ids from now on: new ones were never seen, and the counts of those that are gone leave ``total``. In amortised O(the ids
+        that come or go). Open ids have no number: nothing happens."""
+        num_ids = check_count("StreamingCounts", "num_ids", num_ids, 1)
+        self.options = torch.ops.xsoftmax.streaming_resize_(self.count, self.total, self.last, self.seen, num_ids, self.options)
+        self.num_ids = None if self.num_ids is None else num_ids
+
     @torch.jit.export
     def forget(self, ids: Tensor) -> None:
         """Dense ids (int64 in [0, num_ids), any shape) as if they had never been seen, in train() and eval() alike: for an id that stands for something else from

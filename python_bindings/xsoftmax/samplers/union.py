@@ -1,6 +1,6 @@
 """Several samplers as one."""
 
-from typing import Dict, List, Optional
+from typing import Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,17 @@ class UnionSampler(Sampler):
             for name, value in part.refresh(weight, bias).items():
                 stats[str(i) + "." + name] = value
         return stats
+
+    @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        plans = [part.plan_resize(num_classes, rows, bias) for part in self.parts]
+
+        def resize() -> None:
+            for plan in plans:
+                plan()
+            self.num_classes = num_classes
+
+        return resize
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> Optional["UnionSampler"]:

@@ -1,0 +1,86 @@
+"""Classes that come: what a new row costs, with its bias and the state of RowAdam, beside the same by hand.
+
+    python benchmarks/resize_classes.py --threads 1
+
+A loss of 100,000 classes of 64 features that RowAdam has stepped gains 10,000 rows, one or 1,000 at a time: the time of all calls over the rows, copies of the
+table included. By hand: torch.cat of table, bias and state into a new layer and a new torch.optim.Adam, a median of calls that add one row.
+"""
+
+import time
+
+import torch
+from torch import nn
+
+import xsoftmax as xs
+from timing import interleave, run_benches
+
+N, D, BATCH, ROWS = 100_000, 64, 256, 10_000
+
+
+def counts():
+    return 1 / torch.arange(1, N + 1, dtype=torch.float64)
+
+
+SAMPLERS = {
+    "uniform": lambda: xs.samplers.UniformSampler(N, 512),
+    "in_batch, streamed": lambda: xs.samplers.InBatchSampler(N, counts=xs.samplers.StreamingCounts(N, half_life=1e6)),
+    "unigram, distinct": lambda: xs.samplers.UnigramSampler(counts(), 512),
+    "unigram, independent": lambda: xs.samplers.UnigramSampler(counts(), 512, distinct=False),
+    "midx": lambda: xs.samplers.MidxSampler(N, D, 20, bias=True),
+    "lsh": lambda: xs.samplers.LshSampler(N, D, 20, bias=True),
+    "sphere": lambda: xs.samplers.SphereSampler(N, D, 20, bias=True),
+}
+
+
+def stepped(sampler):
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=sampler, bias=True)
+    optimizer = xs.optim.RowAdam(loss.parameters())
+    loss(torch.randn(BATCH, D), torch.randint(N, (BATCH,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, optimizer
+
+
+def microseconds_a_row(make, at_a_time: int, rows: int) -> float:
+    loss, optimizer = stepped(make())
+    start = time.perf_counter()
+    for _ in range(rows // at_a_time):
+        loss.resize_classes(loss.num_classes + at_a_time)
+    return 1e6 * (time.perf_counter() - start) / rows
+
+
+def by_hand():
+    """A layer and its Adam, which a call replaces by those of one row more."""
+    made = {"linear": nn.Linear(D, N)}
+    made["optimizer"] = torch.optim.Adam(made["linear"].parameters())
+    for parameter in made["linear"].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made["optimizer"].step()
+
+    def add() -> None:
+        old, adam = made["linear"], made["optimizer"]
+        linear = nn.Linear(D, old.out_features + 1, device="meta")
+        for name, parameter in old.named_parameters():
+            setattr(linear, name, nn.Parameter(torch.cat([parameter.detach(), torch.randn(1, *parameter.shape[1:])])))
+        made["linear"], made["optimizer"] = linear, torch.optim.Adam(linear.parameters())
+        for before, after in zip(old.parameters(), linear.parameters()):
+            made["optimizer"].state[after] = {key: torch.cat([value, torch.zeros(1, *value.shape[1:])]) if value.dim() else value for key, value in
+                                              adam.state[before].items()}
+
+    return add
+
+
+def bench_rows(args) -> list[dict]:
+    figures = []
+    for name, make in SAMPLERS.items():
+        cheap = name in ("uniform", "in_batch, streamed")
+        for at_a_time in (1, 1000):
+            rows = ROWS if cheap or at_a_time > 1 else args.slow_rows
+            runs = sorted(microseconds_a_row(make, at_a_time, rows) for _ in range(args.repeats))
+            figures.append({"figure": f"{name}, {at_a_time:,} at a time: us a row", "value": runs[len(runs) // 2]})
+    median = interleave({"by hand": by_hand()}, 5 * args.repeats)["by hand"]
+    return [*figures, {"figure": "by hand, 1 at a time: us a row", "value": 1e6 * median}]
+
+
+if __name__ == "__main__":
+    run_benches(__doc__, {"rows": bench_rows}, lambda parser: parser.add_argument("--slow-rows", type=int, default=100, help="that a sampler with tables gains one by one"))

@@ -1,0 +1,218 @@
+#include "optim/resize_tables.h"
+
+#include "core/checks.h"
+#include "core/memory.h"
+#include "optim/owed_steps.h"
+#include "optim/row_states.h"
+#include "optim/settle.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kName = "resize_tables_";
+constexpr int64_t kMostRows = int64_t(1) << 40;
+
+/// What stands behind the memory of a table that was resized: a storage that ends with the last row has this for its context.
+struct Room {
+  at::DataPtr memory;
+  size_t bytes;
+};
+void free_room(void* room) { delete static_cast<Room*>(room); }
+
+/// The bytes that a table can grow to; 0 where its memory is not of our making, or others have a part in it.
+size_t room_of(const Tensor& table) {
+  const at::DataPtr& data = table.storage().data_ptr();
+  const bool fills = table.is_contiguous() && table.storage_offset() == 0 && size_t(table.numel()) * table.itemsize() == table.storage().nbytes();
+  return fills && data.get_deleter() == &free_room ? static_cast<const Room*>(data.get_context())->bytes : 0;
+}
+
+/// Memory for `sizes`, of which `used` bytes are in view.
+c10::Storage storage_with_room(at::IntArrayRef sizes, size_t used, const at::TensorOptions& options) {
+  const Tensor memory = table_empty(sizes, options);
+  c10::StorageImpl* const whole = memory.storage().unsafeGetStorageImpl();
+  auto* const room = new Room{whole->set_data_ptr(at::DataPtr(nullptr, options.device())), whole->nbytes()};
+  at::DataPtr data(room->memory.mutable_get(), room, &free_room, options.device());
+  return {c10::Storage::use_byte_size_t(), used, std::move(data), whole->allocator(), /*resizable=*/true};
+}
+
+/// A table on its way to another number of rows: made where all may fail, committed where nothing can.
+class Resized {
+ public:
+  /// Whether the table leaves its memory.
+  static bool moves(const Tensor& table, int64_t size) {
+    const size_t bytes = bytes_of(table, size), room = room_of(table);
+    return bytes > room || bytes < room / 2;
+  }
+
+  Resized(const Tensor& table, int64_t size) : table_(table), sizes_(table.sizes().vec()), bytes_(bytes_of(table, size)) {
+    const int64_t before = sizes_[0];
+    sizes_[0] = size;
+    if (!moves(table, size)) {
+      return;
+    }
+    std::vector<int64_t> whole = sizes_;
+    whole[0] = size > before ? std::max(size, before + before / 4) : size;
+    memory_ = storage_with_room(whole, bytes_, table.options());
+    const int64_t kept = std::min(before, size);
+    Tensor rows = at::empty({0}, table.options());
+    whole[0] = kept;
+    rows.set_(*memory_, 0, whole);
+    rows.copy_(table.narrow(0, 0, kept));
+  }
+
+  bool moved() const { return memory_.has_value(); }
+
+  void commit() const {
+    c10::TensorImpl* const impl = table_.unsafeGetTensorImpl();
+    const bool allowed = impl->allow_tensor_metadata_change();
+    impl->set_allow_tensor_metadata_change(true);
+    if (moved()) {
+      impl->set_storage_keep_dtype(*memory_);
+      impl->set_storage_offset(0);
+    } else {
+      table_.storage().unsafeGetStorageImpl()->set_nbytes(bytes_);
+    }
+    impl->set_sizes_contiguous(sizes_);
+    impl->set_allow_tensor_metadata_change(allowed);
+  }
+
+ private:
+  static size_t bytes_of(const Tensor& table, int64_t size) {
+    return size_t(size * c10::multiply_integers(table.sizes().slice(1))) * table.itemsize();
+  }
+
+  Tensor table_;
+  std::vector<int64_t> sizes_;
+  size_t bytes_;
+  std::optional<c10::Storage> memory_;
+};
+
+/// What one optimizer keeps for a table.
+struct ResizedState {
+  ResizedState(const Tensor& table, RowState kept, int64_t size) : state(std::move(kept)), num_rows(table.size(0)) {
+    const Tensor& last = state.tensors.back();
+    const bool counts = std::any_of(state.tensors.begin(), state.tensors.end(), [](const Tensor& tensor) { return tensor.scalar_type() == at::kInt; });
+    if (counts && last.scalar_type() == at::kDouble && last.dim() == 1 && last.numel() > OwedTable::kHeader) {
+      owed = last;
+    }
+    for (const Tensor& tensor : state.tensors) {
+      const bool of_rows = tensor.dim() >= 1 && tensor.size(0) == num_rows && (tensor.dim() == 1 || tensor.sizes() == table.sizes());
+      if (of_rows && !tensor.is_same(owed)) {
+        rows.emplace_back(tensor, Resized(tensor, size));
+      }
+    }
+  }
+
+  void commit(int64_t size) const {
+    for (const auto& [tensor, resized] : rows) {
+      resized.commit();
+      if (size > num_rows) {
+        Tensor added = tensor.narrow(0, num_rows, size - num_rows);
+        tensor.scalar_type() == at::kInt ? added.copy_(state.tensors[0]) : added.fill_(state.initial);
+      }
+    }
+  }
+
+  /// More rows may owe more steps between two that make up all of them. Where nothing is owed.
+  void enlarge_owed(int64_t size) const {
+    if (owed.defined() && !owed.is_meta() && owed[0].item<double>() == state.tensors[0].item<double>()) {
+      const Tensor larger = OwedSteps::make(size, owed.device());
+      if (larger.numel() > owed.numel()) {
+        larger.narrow(0, 0, OwedTable::kHeader).copy_(owed.narrow(0, 0, OwedTable::kHeader));
+        Tensor(owed).set_(larger);
+      }
+    }
+  }
+
+  RowState state;
+  int64_t num_rows;
+  Tensor owed; // undefined: rows owe nothing
+  std::vector<std::pair<Tensor, Resized>> rows;
+};
+
+void check_resize(at::TensorList tables, at::TensorList rows, int64_t size) {
+  TORCH_CHECK_VALUE(size >= 0 && size <= kMostRows, kName, ": expected size in [0, 2^40], got ", size);
+  TORCH_CHECK_VALUE(tables.size() == rows.size(), kName, ": expected rows for each of ", tables.size(), " tables, got ", rows.size());
+  for (size_t i = 0; i < tables.size(); ++i) {
+    const Tensor &table = tables[i], &added = rows[i];
+    TORCH_CHECK_VALUE(table.dim() >= 1, kName, ": expected tables with rows, got one of no dimension");
+    TORCH_CHECK_VALUE(!table.unsafeGetTensorImpl()->has_symbolic_sizes_strides(), kName, ": expected tables whose sizes are known");
+    check::in_memory(kName, "tables", table);
+    check::dim(kName, "rows", added, table.dim());
+    check::same_dtype(kName, "rows", added, "the table", table);
+    check::same_device(kName, "rows", added, "the table", table);
+    check::size(kName, "rows", added, 0, std::max<int64_t>(0, size - table.size(0)), "the rows that the table gains");
+    for (int64_t axis = 1; axis < table.dim(); ++axis) {
+      check::size(kName, "rows", added, axis, table.size(axis), "the table");
+      TORCH_CHECK_VALUE(table.size(axis) <= kMostRows, kName, ": expected rows of at most 2^40 elements, got ", table.size(axis));
+    }
+    for (size_t j = 0; j < i; ++j) {
+      TORCH_CHECK_VALUE(!tables[j].is_same(table), kName, ": expected different tables, got one of them twice");
+    }
+  }
+}
+
+/// Whatever an earlier graph knows of the size of a parameter: its gradient, and the node that would collect another one.
+void forget_gradient(const Tensor& table) {
+  table.mutable_grad().reset();
+  if (auto* const meta = torch::autograd::impl::get_autograd_meta(table); meta != nullptr) {
+    const std::lock_guard lock(meta->mutex_);
+    meta->grad_accumulator_.reset();
+  }
+}
+
+} // namespace
+
+void resize_tables_(at::TensorList tables, at::TensorList rows, int64_t size) {
+  check_resize(tables, rows, size);
+  const WriteToTables write(tables);
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  std::vector<Resized> resized;
+  std::vector<std::vector<ResizedState>> states;
+  for (const Tensor& table : tables) {
+    if (Resized::moves(table, size)) { // in O(N) as well
+      settle(table, /*raised=*/true);
+    }
+    resized.emplace_back(table, size);
+    states.emplace_back();
+    for (RowState& state : row_states_of(table)) {
+      states.back().emplace_back(table, std::move(state), size);
+    }
+  }
+  for (size_t i = 0; i < tables.size(); ++i) {
+    const int64_t before = tables[i].size(0);
+    resized[i].commit();
+    if (size > before) {
+      tables[i].narrow(0, before, size - before).copy_(rows[i]);
+    }
+    for (const ResizedState& state : states[i]) {
+      state.commit(size);
+      if (resized[i].moved()) {
+        state.enlarge_owed(size);
+        forget_debt(state.state.tensors); // it is known by the memory of the table: the next step finds it again
+      }
+    }
+    forget_gradient(tables[i]);
+  }
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("resize_tables_(Tensor(a!)[] tables, Tensor[] rows, int size) -> ()"); }
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("resize_tables_", resize_tables_); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("resize_tables_", resize_tables_); }
+
+} // namespace xsoftmax

@@ -1,0 +1,136 @@
+"""Classes that come and go: what becomes of a table, its optimizers and its samplers where a loss gets another number of classes."""
+
+from typing import Callable, Iterable, List, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ._checks import check_count
+from ._table import fresh_rows
+from .optim._base import RowOptimizer
+from .optim.settle import settle
+
+# Whose state of a parameter is 0 before the parameter's first gradient, but for the sum of Adagrad.
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SparseAdam,
+          torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adagrad)
+_RESIZED = WeakTensorKeyDictionary()
+_hook = None
+
+
+def resize_classes(loss, num_classes: int, weight: Optional[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """See :meth:`LinearLoss.resize_classes`. All that may fail comes before the first change."""
+    owner, linear = loss._name, loss.linear
+    num_classes = check_count(owner, "num_classes", num_classes, 1)
+    tables = _tables(owner, loss)
+    for argument, ids in loss._fixed_ids().items():
+        if ids.numel() > 0 and int(ids.max()) >= num_classes:
+            raise ValueError(f"{owner}: expected num_classes above {int(ids.max())}, one of {argument}, got {num_classes}")
+    before, known = len(linear.weight), loss.num_classes
+    more_weights = _class_weights(owner, loss.weight, num_classes, weight)
+    with torch.no_grad():
+        made = fresh_rows(linear, num_classes - before) if num_classes > before else {"weight": tables[0][:0], "bias": tables[-1][:0]}
+        rows = [made["weight"], made["bias"]][:len(tables)]
+        plans = [plan for optimizer in optimizers for plan in _plans(owner, optimizer, tables, num_classes)]
+        of_new, bias = _new_classes(loss, made, min(known, num_classes), num_classes)
+        plans += [sampler.plan_resize(num_classes, of_new, bias) for sampler in loss._samplers()]
+        torch.ops.xsoftmax.resize_tables_(tables, rows, num_classes)
+        for plan in plans:
+            plan()
+        if more_weights is not None:
+            loss.weight = loss.weight.detach()  # the tensor that the user gave keeps its size
+            torch.ops.xsoftmax.resize_tables_([loss.weight], [more_weights], num_classes)
+    linear.out_features = loss.num_classes = num_classes
+    _watch(tables)
+
+
+def _tables(owner: str, loss) -> List[nn.Parameter]:
+    """The parameters of a table that this process has by itself."""
+    linear = loss.linear
+    tables = [linear._parameters.get("weight")] + [linear.bias] * (getattr(linear, "bias", None) is not None) if isinstance(linear, nn.Linear) else [None]
+    if any(type(table) is not nn.Parameter for table in tables):
+        raise TypeError(f"{owner}: expected linear as an nn.Linear whose weight and bias are parameters, got one that is parametrized, split or of another kind")
+    if "_exchanges" in loss.__dict__ or any(hasattr(table, "_class_shards") for table in tables):
+        raise RuntimeError(f"{owner}: expected a table that is neither split over ranks nor replicated, got one that is: resize it before, or load its state "
+                           "dict into a loss of the new size")
+    return tables
+
+
+def _class_weights(owner: str, before: Optional[Tensor], num_classes: int, given: Optional[Tensor]) -> Optional[Tensor]:
+    """Those of new classes, where there are any."""
+    if before is None:
+        if given is not None:
+            raise ValueError(f"{owner}: expected no weight of new classes for a loss without class weights, got one")
+        return None
+    added = max(0, num_classes - len(before))
+    if given is None:
+        given = before.new_ones(added)
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{owner}: expected weight as a tensor, got {type(given).__name__}")
+    if given.shape != (added,):
+        raise ValueError(f"{owner}: expected weight of shape [{added}], the classes that are new, got {list(given.shape)}")
+    return given.to(before)
+
+
+def _new_classes(loss, made, known: int, num_classes: int):
+    """What samplers ask of classes that they do not know: their rows and all biases; None where the table has no values."""
+    weight, bias = loss.linear.weight.detach(), loss.linear.bias
+    if weight.is_meta or not any(sampler.follows_table for sampler in loss._samplers()):
+        return None, None
+    rows = made["weight"]
+    if known < min(len(weight), num_classes):  # another loss has resized the table already
+        settle(weight)
+        rows = torch.cat([weight[known:num_classes], rows])
+    if bias is not None:
+        settle(bias)
+        bias = torch.cat([bias.detach()[:num_classes], made["bias"]])
+    return rows, bias
+
+
+def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Parameter], num_classes: int) -> List[Callable[[], None]]:
+    """What resizes the state of tables in an optimizer of torch.optim. Row optimizers need none: the operator finds them."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{owner}: expected optimizers, got {type(optimizer).__name__}")
+    plans: List[Callable[[], None]] = []
+    if isinstance(optimizer, RowOptimizer):
+        return plans
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    for table in tables:
+        for name, value in optimizer.state.get(table, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if not isinstance(optimizer, _KNOWN) or value.shape != table.shape:
+                raise TypeError(f"{owner}: expected optimizers among {', '.join(known.__name__ for known in _KNOWN)}, whose state has the parameter's shape, got a "
+                                f"{type(optimizer).__name__} with {name} of shape {list(value.shape)}")
+            initial = groups[table].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
+            plans.append(lambda state=optimizer.state[table], name=name, value=value, initial=initial: _resize_state(state, name, value, initial, num_classes))
+    return plans
+
+
+def _resize_state(state, name: str, value: Tensor, initial: float, num_classes: int) -> None:
+    if value.layout == torch.sparse_coo:  # the momentum of SGD after sparse gradients
+        value = value.coalesce()
+        stays = value.indices()[0] < num_classes
+        state[name] = torch.sparse_coo_tensor(value.indices()[:, stays], value.values()[stays], (num_classes, *value.shape[1:]), check_invariants=False)
+        return
+    rows = value.new_full((max(0, num_classes - len(value)), *value.shape[1:]), initial)
+    torch.ops.xsoftmax.resize_tables_([value], [rows], num_classes)
+
+
+def _watch(tables: List[nn.Parameter]) -> None:
+    """From now on an optimizer that was not resized with its table says so before it changes anything."""
+    global _hook
+    for table in tables:
+        _RESIZED[table] = True
+    if _hook is None:
+        _hook = torch.optim.optimizer.register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer, args, kwargs) -> None:
+    if isinstance(optimizer, RowOptimizer):
+        return
+    for table in list(_RESIZED.keys()):
+        for name, value in optimizer.state.get(table, {}).items():
+            if isinstance(value, Tensor) and value.dim() == table.dim() and value.shape != table.shape:
+                raise RuntimeError(f"{type(optimizer).__name__}: its {name} is of shape {list(value.shape)}, but resize_classes made the parameter {list(table.shape)}: "
+                                   "give it the optimizer, resize_classes(n, optimizers=[optimizer])")
