@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 from ._checks import check_count
 from ._options import option_text
+from ._resize import KNOWN_OPTIMIZERS
 from ._table import fresh_rows
 from .losses import LinearLoss
-from .optim._registry import optimizers_of, reset_state_rows
+from .optim import reset_rows
+from .optim._base import RowOptimizer
 from .samplers import Sampler
 from .samplers.streaming import StreamingCounts
 
@@ -149,6 +151,9 @@ class IdTable(nn.Module):
     @torch.jit.unused
     def _check_attached(self, table) -> None:
         if isinstance(table, torch.optim.Optimizer):
+            if not isinstance(table, (RowOptimizer, *KNOWN_OPTIMIZERS)):
+                raise TypeError(f"IdTable: expected optimizers among {', '.join(known.__name__ for known in KNOWN_OPTIMIZERS)}, whose state is known, got a "
+                                f"{type(table).__name__}")
             return
         if not isinstance(table, (LinearLoss, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Parameter, StreamingCounts)):
             raise TypeError("IdTable: expected a loss over a class table, nn.Linear, nn.Embedding, nn.EmbeddingBag, a parameter, StreamingCounts or an optimizer to "
@@ -185,9 +190,9 @@ class IdTable(nn.Module):
                     values = torch.empty_like(parameter[:1]).repeat(len(rows), *[1] * (parameter.dim() - 1))
                     init(values)
                 there = rows.to(parameter.device)
-                torch.ops.xsoftmax.reset_rows_(parameter, there, values)
-                for optimizer in [*optimizers_of(parameter), *optimizers]:
-                    reset_state_rows(optimizer, parameter, there)
+                reset_rows(parameter, there, values)
+                for optimizer in optimizers:
+                    _reset_state(optimizer, parameter, there)
 
     def _apply(self, fn, recurse=True):
         return self  # its tensors are integers, and stay on the host, which looks up there
@@ -229,3 +234,15 @@ def _tables_of(table) -> List[Tensor]:
 def _fresh(table, count: int) -> List[Tensor]:
     module = _module_of(table)
     return [] if module is None else [rows for rows in fresh_rows(module, count).values() if rows is not None]
+
+
+def _reset_state(optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tensor) -> None:
+    """State of an optimizer of torch.optim as before the first gradient of the rows; that of row optimizers was reset with the table."""
+    if isinstance(optimizer, RowOptimizer):
+        return
+    group = next((group for group in optimizer.param_groups if any(parameter is each for each in group["params"])), None)
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.layout == torch.sparse_coo:  # the momentum of SGD after sparse gradients
+            value._values()[torch.isin(value._indices()[0], rows)] = 0
+        elif isinstance(value, Tensor) and value.shape == parameter.shape:
+            value.index_fill_(0, rows, group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0)

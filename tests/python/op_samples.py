@@ -64,15 +64,8 @@ def optimizer_samples():
         made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows), f"{rule}_rows_": (weight, of_rows, rows, values, options),
                  f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2])}
         made["forget_debt"], made["register_debt"] = (of_rows,), (weight, of_rows, "row_sgd")
-    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0), **row_state_samples(weight))
-
-
-def row_state_samples(weight):
-    options = "lr=0.1,weight_decay=0.1"
-    state, fresh = ops.row_adam_state(weight, True, options), ops.row_adam_state(weight[:1], True, options)
-    rows = torch.tensor([3, 0, N - 1])
-    return dict(reset_rows_=(weight, rows, torch.randn(3, D)), reset_row_state_=(state, fresh, rows, N), resize_rows_=(weight, N + 2),
-                resize_row_state_=(state, fresh, N, N + 2))
+    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0), reset_rows_=(weight, torch.tensor([3, 0, N - 1]), torch.randn(3, D)),
+                       resize_tables_=([weight, bias], [torch.randn(2, D), torch.randn(2)], N + 2), register_row_state=(weight, of_rows))
 
 
 def id_table_samples():

@@ -295,7 +295,7 @@ def test_look_ups_compile_and_a_compiled_step_takes_rows():
 
 
 # Not id_table, which makes the state on the CPU whatever is traced.
-@pytest.mark.parametrize("name", ["id_table_check", "id_table_find", "id_table_ids", "id_table_insert_", "id_table_remove_", "reset_rows_", "reset_row_state_",
+@pytest.mark.parametrize("name", ["id_table_check", "id_table_find", "id_table_ids", "id_table_insert_", "id_table_remove_", "reset_rows_",
                                   "streaming_forget_"])
 def test_opcheck(name):
     torch.library.opcheck(getattr(ops, name).default, op_samples.samples()[name])
