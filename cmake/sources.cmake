@@ -15,6 +15,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/sparse_rows.cpp
   csrc/ids/id_table.cpp
   csrc/ids/id_table_cpu.cpp
+  csrc/ids/id_table_module.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/candidate_set.cpp

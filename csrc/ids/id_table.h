@@ -1,6 +1,6 @@
 #pragma once
 
-#include <xsoftmax/id_table.h>
+#include <xsoftmax/id_table_options.h>
 
 #include "core/philox.h"
 
