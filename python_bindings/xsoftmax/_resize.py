@@ -4,6 +4,7 @@ from typing import Callable, Iterable, List, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._checks import check_count
@@ -123,7 +124,7 @@ def _watch(tables: List[nn.Parameter]) -> None:
     for table in tables:
         _RESIZED[table] = True
     if _hook is None:
-        _hook = torch.optim.optimizer.register_optimizer_step_pre_hook(_check_step)
+        _hook = register_optimizer_step_pre_hook(_check_step)
 
 
 def _check_step(optimizer, args, kwargs) -> None:

@@ -64,8 +64,8 @@ def optimizer_samples():
         made |= {f"{rule}_state": (weight, True, options), f"{rule}_flush_": (weight, of_rows), f"{rule}_rows_": (weight, of_rows, rows, values, options),
                  f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2])}
         made["forget_debt"], made["register_debt"] = (of_rows,), (weight, of_rows, "row_sgd")
-    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0), reset_rows_=(weight, torch.tensor([3, 0, N - 1]), torch.randn(3, D)),
-                       resize_tables_=([weight, bias], [torch.randn(2, D), torch.randn(2)], N + 2), register_row_state=(weight, of_rows))
+        made["register_row_state"] = (weight, of_rows, 0.5)
+    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0), reset_rows_=(weight, torch.tensor([3, 0, N - 1]), torch.randn(3, D)))
 
 
 def id_table_samples():
@@ -115,6 +115,7 @@ def samples():
         adaptive_index=("lsh", "Sampler", N, D, shared[:2], LSH),
         adaptive_log_count=("kernel", input, private, [*kernel, step], KERNEL),
         adaptive_refresh_=("midx", weight, bias, step, midx, MIDX),
+        adaptive_resize=("midx", "Sampler", N + 2, torch.randn(2, D), torch.randn(N + 2), [*midx, step], MIDX),
         adaptive_sample=("lsh", seed, input, target, [*lsh, step], LSH),
         adaptive_step_=("midx", weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
         alias_sample=(seed, ops.alias_table(weights), Q, S),
@@ -158,6 +159,7 @@ def samples():
         kernel_index=("Sampler", N, D, shared[:2], KERNEL),
         kernel_log_count=(input, private, [*kernel, step], KERNEL),
         kernel_refresh_=(weight, None, step, kernel, KERNEL),
+        kernel_resize=("Sampler", N + 2, torch.randn(2, D), None, [*kernel, step], KERNEL),
         kernel_sample=(seed, input, target, [*kernel, step], KERNEL),
         kernel_step_=(weight, None, torch.tensor(4), kernel, KERNEL + ",refresh_every=4"),
         kmeans=(seed, weight, 3, 2, weight[:3].clone()),
@@ -188,6 +190,7 @@ def samples():
         lsh_index=("Sampler", N, D, shared[:2], LSH),
         lsh_log_count=(input, private, [*lsh, step], LSH),
         lsh_refresh_=(weight, None, step, lsh, LSH),
+        lsh_resize=("Sampler", N + 2, torch.randn(2, D), None, [*lsh, step], LSH),
         lsh_sample=(seed, input, target, [*lsh, step], LSH),
         lsh_step_=(weight, None, torch.tensor(4), lsh, LSH + ",refresh_every=4"),
         merge_log_counts=([private_count, private_count[0]],),
@@ -199,6 +202,7 @@ def samples():
         midx_log_count=(input, private, [*midx, step], MIDX + ",shared=true"),
         midx_note_=(midx[9], torch.tensor(3.0, dtype=torch.float64), step, input, target, private),
         midx_refresh_=(weight, bias, step, midx, MIDX),
+        midx_resize=("Sampler", N + 2, torch.randn(2, D), torch.randn(N + 2), [*midx, step], MIDX),
         midx_sample=(seed, input, target, [*midx, step], MIDX),
         midx_step_=(weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
         midx_training_slots=(seed, N, 7),
@@ -212,6 +216,7 @@ def samples():
         read_examples=("examples.txt",),
         reduced_loss=(torch.rand(Q), target, class_weight, reduction),
         refresh_is_due=(5, 10),
+        resize_tables_=([weight, bias], [torch.randn(3, D), torch.randn(3)], N + 3),
         sampled_softmax_loss=(input, weight, bias, target, *sets, class_weight, torch.tensor(0.5), options.replace("0.1", "0")),
         scale_gradient=(input, torch.rand(Q, 1), input),
         set_impl=("kernel",),
@@ -220,12 +225,14 @@ def samples():
         sparse_row_sums=(*sparse_rows(8, 6), 6, *all_rows(3, 8)),
         static_follow_=(target, shared, shared[:2], torch.tensor(0), *streaming, tables, stream, "power=0.5,refresh_every=2,distinct=true"),
         static_log_count=(private, tables, static_options),
+        static_resize=("Sampler", tables, N + 2, "", static_options),
         static_sample=(seed, input, target, tables, static_options),
         static_tables=("Sampler", weights, 0.5, shared, static),
         streaming_count=(private, *streaming, stream),
         streaming_counts=("Counts", stream),
         streaming_forget_=(private, *streaming, stream),
         streaming_log_prob=(private, *streaming, stream),
+        streaming_resize_=(*streaming, N + 2, stream),
         streaming_update_=(private, private > 3, *streaming, stream),
         systematic_sample=(seed, probability, *ops.systematic_table(uniform), Q, S),
         systematic_table=(weights,),
