@@ -33,10 +33,15 @@ class IdTable(nn.Module):
         ids = xs.IdTable(1_000_000, eviction="lfu", admission=3)
         loss = xs.SampledSoftmaxLoss(64, ids.capacity, sampler="midx")
         optimizer = xs.optim.RowAdagrad(loss.parameters(), lr=0.1)
-        ids.attach(loss)                                                # row optimizers are found by the table
+        ids.attach(loss)                                                # row optimizers are found by their table
         loss(hidden, ids(raw_target)).backward()
 
-    Rows are given out in the order of the batch, whatever the number of threads: two tables that see the same batches are equal bit for bit.
+    Call it between an optimizer's step and the next forward pass. Rows are given out in the order of the batch, whatever the number of threads: two tables that see the
+    same batches are equal bit for bit. A copy (copy.deepcopy, pickle, torch.save) has the same rows and is attached to nothing. It is one process's: ranks that see other batches
+    give their ids other rows, so replicated and split tables are refused.
+
+    Look-ups in eval() script, compile and export. A scripted table counts and evicts in train(), but resets nothing: :meth:`insert` returns the rows to reset. In a compiled
+    function a call in train() breaks the graph (an error under ``fullgraph=True``): call it before, and give the function rows.
 
     Args:
         capacity: C >= 2, the rows with the shared one.
