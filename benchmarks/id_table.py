@@ -2,11 +2,11 @@
 
     python benchmarks/id_table.py [--rival-python PYTHON] [--ids 10000000] [--threads 1] [--rounds 3] [--only table,step] [--json]
 
---rival-python: an interpreter with torchrec. Each run over a table is a process of its own (id_table_side.py), the libraries in turn; medians over --rounds. torchrec gives out
-rows at intervals: here every 2^20 ids, and, where it is cheapest, once for all.
+--rival-python: an interpreter with torchrec. Each run over a table is a process of its own (id_table_side.py), the libraries in turn; medians over --rounds.
+torchrec gives out rows at intervals: here every 2^20 ids, and, where it is cheapest, once for all.
 
-The step: 4,096 ids are looked up, embedded (64 wide, row-sparse gradients) and are the targets of one another under SampledSoftmaxLoss (512 shared uniform draws); RowAdam. Of the
-ids, by Zipf's law over a million, some are new, and in the full table as many others give way.
+The step: 4,096 ids are looked up, embedded (64 wide, row-sparse gradients) and are the targets of one another under SampledSoftmaxLoss (512 shared uniform
+draws); RowAdam. Of the ids, by Zipf's law over a million, some are new, and in the full table as many others give way.
 """
 
 import argparse
@@ -46,7 +46,8 @@ def bench_table(args: argparse.Namespace) -> list[dict]:
     median = {name: {row: statistics.median(one[row] for one in found) for row in found[0]} for name, found in runs.items()}
     figures = [{"figure": f"{name}: {row}, ns an id", "value": median[name][row]} for row in ROWS for name in sides if row in median[name]]
     rivals = [name for name in sides if name.startswith("torchrec")]
-    return figures + [{"figure": f"{row}, an id: {rival} / xsoftmax", "value": median[rival][row] / median["xsoftmax"][row]} for row in ROWS for rival in rivals]
+    ratios = {f"{row}, an id: {rival} / xsoftmax": median[rival][row] / median["xsoftmax"][row] for row in ROWS for rival in rivals}
+    return figures + [{"figure": figure, "value": value} for figure, value in ratios.items()]
 
 
 class Step:

@@ -2,8 +2,8 @@
 
     python id_table_side.py SIDE --ids 10000000 --batch 65536 --threads 1
 
-SIDE: "xsoftmax"; "torchrec": its MCHManagedCollisionModule with the LFU policy; "searchsorted": a sorted tensor of ids, looked up by torch.searchsorted; "dict": a dictionary of
-Python, asked for a list of ids. Prints a line of JSON: nanoseconds an id.
+SIDE: "xsoftmax"; "torchrec": its MCHManagedCollisionModule with the LFU policy; "searchsorted": a sorted tensor of ids, looked up by torch.searchsorted;
+"dict": a dictionary of Python, asked for a list of ids. Prints a line of JSON: nanoseconds an id.
 """
 
 import argparse

@@ -247,8 +247,8 @@ class Writer {
     }
   }
 
-  /// The number of that rank, from 0, among those in [0, largest] that key(row) gives of old rows, and how many are smaller: digit by digit from the front, so that nothing of the
-  /// table's size is copied or sorted.
+  /// The number of that rank, from 0, among those in [0, largest] that key(row) gives of old rows, and how many are smaller: digit by digit from the front, so
+  /// that nothing of the table's size is copied or sorted.
   template <typename Key>
   std::pair<int64_t, int64_t> select(int64_t rank, int64_t largest, const Key& key) const {
     constexpr int kDigit = 11;
@@ -368,15 +368,16 @@ void check_id_table_values(const char* op, const IdTableView& table, const IdTab
   const int64_t size = table.counters[kSize], waiting = table.counters[kWaiting], fresh = table.counters[kFresh];
   const int64_t rows = number(table.num_slots, [&](int64_t i) { return table.slots[i].has_row(); });
   const int64_t others = number(table.num_slots, [&](int64_t i) { return table.slots[i].value < 0; });
-  TORCH_CHECK_VALUE(rows == size && others == waiting, op, ": expected slots of ", size, " ids with a row and ", waiting, " that wait, as counters say, got ", rows,
-                    " and ", others);
+  TORCH_CHECK_VALUE(rows == size && others == waiting, op, ": expected slots of ", size, " ids with a row and ", waiting, " that wait, as counters say, got ",
+                    rows, " and ", others);
   const int64_t seen = number(table.capacity, [&](int64_t i) { return table.seen[i].step != 0 || table.seen[i].count != 0; });
   TORCH_CHECK_VALUE(seen == size, op, ": expected seen of ", size, " rows, as counters say, got ", seen);
   int64_t row = table.counters[kFree], free = 0;
   for (; row > 0 && row < fresh && table.seen[row].step == 0 && free < fresh - 1 - size; ++free) {
     row = table.row_ids[row];
   }
-  TORCH_CHECK_VALUE(row == 0 && free == fresh - 1 - size, op, ": expected ", fresh - 1 - size, " free rows, each with the next in row_ids, got others after ", free);
+  TORCH_CHECK_VALUE(row == 0 && free == fresh - 1 - size, op, ": expected ", fresh - 1 - size, " free rows, each with the next in row_ids, got others after ",
+                    free);
   const int64_t wrong_victim = first(table.counters[kVictimEnd], [&](int64_t i) { return table.victims[i] < 1 || table.victims[i] >= fresh; });
   TORCH_CHECK_VALUE(wrong_victim == none, op, ": expected victims in [1, ", fresh, "), got others at ", wrong_victim);
 }

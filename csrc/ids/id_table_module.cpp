@@ -22,8 +22,8 @@ using samplers::find_op;
 constexpr std::array<const char*, kIdTableState> kNames{"slots", "row_ids", "seen", "victims", "counters"};
 
 void check_rows(const IdTableImpl& table, const Tensor& rows) {
-  TORCH_CHECK_VALUE(rows.defined() && rows.dim() >= 1 && rows.size(0) == table.capacity(), "IdTable: expected a table of ", table.capacity(), " rows, the capacity, got ",
-                    rows.defined() && rows.dim() >= 1 ? rows.size(0) : 0);
+  TORCH_CHECK_VALUE(rows.defined() && rows.dim() >= 1 && rows.size(0) == table.capacity(), "IdTable: expected a table of ", table.capacity(),
+                    " rows, the capacity, got ", rows.defined() && rows.dim() >= 1 ? rows.size(0) : 0);
 }
 
 } // namespace

@@ -16,8 +16,8 @@
 
 namespace xsoftmax::nn {
 
-/// Raw ids, any int64, to rows [0, capacity) of a class table or an embedding; row 0 is shared by the ids that have none. See xsoftmax.IdTable, whose names of state and
-/// laws are the same. While training a call counts its ids and gives rows to new ones, else it looks up alone. Its tensors stay on the CPU.
+/// Raw ids, any int64, to rows [0, capacity) of a class table or an embedding; row 0 is shared by the ids that have none. See xsoftmax.IdTable, whose names of
+/// state and laws are the same. While training a call counts its ids and gives rows to new ones, else it looks up alone. Its tensors stay on the CPU.
 ///
 ///     xsoftmax::nn::IdTable ids(1'000'000);
 ///     xsoftmax::nn::SampledSoftmaxLoss loss(64, 1'000'000, sampler.ptr());
@@ -40,8 +40,8 @@ class IdTableImpl : public torch::nn::Module {
   int64_t size() const;
   int64_t capacity() const { return row_ids.size(0); }
 
-  /// What starts anew in a row that goes from an id to another: a parameter [capacity, ...] and what row optimizers keep for its rows. `init` fills a tensor [E, ...] as functions
-  /// of torch::nn::init do; a Linear (that of a loss, say) and an Embedding begin as theirs do.
+  /// What starts anew in a row that goes from an id to another: a parameter [capacity, ...] and what row optimizers keep for its rows. `init` fills a tensor
+  /// [E, ...] as functions of torch::nn::init do; a Linear (that of a loss, say) and an Embedding begin as theirs do.
   void attach(const torch::Tensor& table, std::function<void(torch::Tensor)> init);
   void attach(const torch::nn::Linear& linear);
   void attach(const torch::nn::Embedding& embedding);

@@ -120,8 +120,8 @@ def test_rows_that_the_table_does_not_have_are_refused_and_nothing_changes():
     optimizer.step()
     before = [tensor.clone() for tensor in [table, *optimizer._tensors(optimizer.state[table])]]
     one = torch.zeros(1, D)
-    for wrong, values, error in [(torch.tensor([0, C]), torch.zeros(2, D), IndexError), (torch.tensor([-1]), one, IndexError), (torch.tensor([1.0]), one, TypeError),
-                                 (torch.tensor([[1]]), one, ValueError), (torch.tensor([1]), torch.zeros(2, D), ValueError),
+    for wrong, values, error in [(torch.tensor([0, C]), torch.zeros(2, D), IndexError), (torch.tensor([-1]), one, IndexError),
+                                 (torch.tensor([1.0]), one, TypeError), (torch.tensor([[1]]), one, ValueError), (torch.tensor([1]), torch.zeros(2, D), ValueError),
                                  (torch.tensor([1]), torch.zeros(1, D + 1), ValueError), (torch.tensor([1]), one.double(), TypeError)]:
         with pytest.raises(error):
             xs.optim.reset_rows(table, wrong, values)
@@ -314,8 +314,8 @@ def test_what_cannot_be_attached():
     tree = xs.BeamTreeLoss(D, xs.LabelTree.random(C, 2), num_candidates=2, num_noises=2)
     shared = InBatchSampler(C, counts=StreamingCounts(None, buckets=8))
     for table, error, message in [
-            (torch.nn.Linear(D, C + 1), ValueError, f"{C} rows"), (torch.nn.Embedding(C, D, padding_idx=3), ValueError, "padding_idx"), (tree, TypeError, "class table"),
-            (torch.nn.Linear(D, C).weight, TypeError, "init"), (torch.randn(C, D), TypeError, "Tensor"), (StreamingCounts(C + 1), ValueError, "rows"),
+            (torch.nn.Linear(D, C + 1), ValueError, f"{C} rows"), (torch.nn.Embedding(C, D, padding_idx=3), ValueError, "padding_idx"),
+            (tree, TypeError, "class table"), (torch.nn.Linear(D, C).weight, TypeError, "init"), (torch.randn(C, D), TypeError, "Tensor"), (StreamingCounts(C + 1), ValueError, "rows"),
             (StreamingCounts(None), ValueError, "None"), (xs.SampledSoftmaxLoss(D, C, sampler=shared), ValueError, "None"), (None, TypeError, "NoneType")]:
         with pytest.raises(error, match=message):
             ids.attach(torch.nn.Linear(D, C), table)

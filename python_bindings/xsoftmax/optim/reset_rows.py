@@ -3,10 +3,11 @@ from torch import Tensor
 
 
 def reset_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Rows of a parameter that stand for something else from now on: ``table[rows] = values``, and what row optimizers keep for them is as before their first gradient.
+    """Rows of a parameter that stand for something else from now on: ``table[rows] = values``, and what row optimizers keep for them is as before their first
+    gradient.
 
-    They owe nothing of the steps before; what the other rows owe stays, which writing to the parameter by other means would drop. All row optimizers that have taken a step
-    for the parameter are found by it, of C++ as well. Of other optimizers nothing is reset; a gradient that waits for a step stays as it is.
+    They owe nothing of the steps before; what the other rows owe stays, which writing to the parameter by other means would drop. All row optimizers that have
+    taken a step for the parameter are found by it, of C++ as well. Of other optimizers nothing is reset; a gradient that waits for a step stays as it is.
 
     Args:
         table: the parameter, [N, ...].
