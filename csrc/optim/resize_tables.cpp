@@ -55,7 +55,7 @@ class Resized {
   /// Whether the table leaves its memory.
   static bool moves(const Tensor& table, int64_t size) {
     const size_t bytes = bytes_of(table, size), room = room_of(table);
-    return bytes > room || bytes < room / 2;
+    return size != table.size(0) && (bytes > room || bytes < room / 2);
   }
 
   Resized(const Tensor& table, int64_t size) : table_(table), sizes_(table.sizes().vec()), bytes_(bytes_of(table, size)) {
@@ -77,6 +77,9 @@ class Resized {
   bool moved() const { return memory_.has_value(); }
 
   void commit() const {
+    if (sizes_[0] == table_.size(0)) {
+      return;
+    }
     c10::TensorImpl* const impl = table_.unsafeGetTensorImpl();
     const bool allowed = impl->allow_tensor_metadata_change();
     impl->set_allow_tensor_metadata_change(true);
@@ -199,7 +202,9 @@ void resize_tables_(at::TensorList tables, at::TensorList rows, int64_t size) {
         forget_debt(state.state.tensors); // it is known by the memory of the table: the next step finds it again
       }
     }
-    forget_gradient(tables[i]);
+    if (size != before) {
+      forget_gradient(tables[i]);
+    }
   }
 }
 

@@ -128,7 +128,7 @@ def _watch(tables: List[nn.Parameter]) -> None:
 
 
 def _check_step(optimizer, args, kwargs) -> None:
-    if isinstance(optimizer, RowOptimizer):
+    if not isinstance(optimizer, _KNOWN):
         return
     for table in list(_RESIZED.keys()):
         for name, value in optimizer.state.get(table, {}).items():

@@ -68,15 +68,15 @@ class LinearLoss(TableModule):
         number of classes is, by torch's default generator), and as before their first step. An error changes nothing.
 
         A call costs the new rows, averaged over many: the memory of a table grows by quarters, and the first call copies the table. ``state_dict()``,
-        ``torch.save``, pickle and deepcopy hold the rows alone. A table on memory of others (numpy, a mapped file, shared memory, a view of a larger
-        tensor) moves to memory of its own, as do detached aliases' originals where the memory grows: take no alias over a call.
+        ``torch.save``, pickle and deepcopy hold the rows alone. Where a table is copied, what shared its memory without being the parameter (``.data``,
+        ``detach()``, a view, numpy, a mapped file, shared memory, a CUDA graph) keeps the old one.
 
         - Row optimizers (:mod:`xsoftmax.optim`) that have stepped the parameters are found, whoever holds them; what rows owe stays owed, or is made up.
         - Optimizers of ``torch.optim`` are not: give them as ``optimizers``. One that was not given, and has state, raises at its next step.
         - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`): expected counts stay exact, what is gone is never drawn. Uniform draws, counts
           of a stream and in-batch draws cost the new classes; tables of other static laws and indices that follow the table are laid out anew, O(N), where new classes
           have their place at once: resize by some classes at a time there.
-        - ``.grad`` of the parameters, which is of the former size, becomes None: call this after ``step()``. A graph that waits for its backward pass refuses it.
+        - ``.grad`` of the parameters, which is of the former size, becomes None: call this after ``step()``. A backward pass of an earlier forward pass is refused.
         - ``num_embeddings`` of an nn.Embedding that is tied to ``linear.weight`` is not known here: set it.
         - A scripted loss keeps its number of classes and says so; wrap the model in DistributedDataParallel anew.
 

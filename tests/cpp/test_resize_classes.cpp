@@ -125,6 +125,28 @@ TEST(ResizeClasses, GoesOnAsALossThatWasBuiltAtThatSize) {
   }
 }
 
+TEST(ResizeClasses, FindsStateThatWasLoaded) {
+  for (const auto& [rule, make_optimizer] : kOptimizers) {
+    torch::manual_seed(0);
+    SampledSoftmaxLoss loss(kWidth, kClasses, samplers::UniformSampler(kClasses, 8).ptr(), SamplingOptions{});
+    SampledSoftmaxLoss other(kWidth, kClasses, samplers::UniformSampler(kClasses, 8).ptr(), SamplingOptions{});
+    const auto optimizer = make_optimizer(loss->parameters()), other_optimizer = make_optimizer(other->parameters());
+    train(loss, *optimizer, kClasses, 2, 1);
+    copy_state(loss, other);
+    std::stringstream stream;
+    torch::save(*optimizer, stream);
+    torch::load(*other_optimizer, stream);
+    for (SampledSoftmaxLoss& each : {std::ref(loss), std::ref(other)}) {
+      torch::manual_seed(1);
+      each->resize_classes(29);
+    }
+    expect_equal(train(loss, *optimizer, 29, 2, 7), train(other, *other_optimizer, 29, 2, 7), rule);
+    optimizer->flush();
+    other_optimizer->flush();
+    expect_equal(loss->parameters(), other->parameters(), rule);
+  }
+}
+
 TEST(ResizeClasses, OfCandidatesAndClassWeights) {
   torch::manual_seed(0);
   CaneLoss loss(kWidth, kClasses, CaneOptions{.candidates = torch::tensor({2, 16}), .noise_sampler = samplers::UniformSampler(

@@ -238,6 +238,18 @@ def test_room_for_owed_steps_grows_with_the_table():
     assert optimizer.state[loss.linear.weight]["owed"].shape == made.shape
 
 
+def test_an_optimizer_with_state_of_other_shapes_goes_on():
+    loss = xs.LinearCrossEntropyLoss(D, N)
+    loss.resize_classes(LARGER)
+    optimizer = torch.optim.Adafactor(loss.parameters())  # rows and columns
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(torch.randn(4, D), torch.arange(4)).backward()
+        optimizer.step()
+    with pytest.raises(TypeError, match="a Adafactor with row_var"):
+        loss.resize_classes(LARGER + 1, optimizers=[optimizer])
+
+
 TORCH = {"adam": (torch.optim.Adam, dict(amsgrad=True), False), "sparse adam": (torch.optim.SparseAdam, {}, True), "adagrad": (torch.optim.Adagrad, {}, True),
          "sgd": (torch.optim.SGD, dict(lr=0.1, momentum=0.9), False), "sgd, sparse": (torch.optim.SGD, dict(lr=0.1, momentum=0.9), True),
          "rmsprop": (torch.optim.RMSprop, dict(momentum=0.5, centered=True), False)}
@@ -299,10 +311,15 @@ def test_a_graph_that_is_kept_changes_nothing_and_one_that_waits_is_refused():
     loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=4, bias=True)
     kept = loss(torch.randn(4, D), torch.arange(4))  # as the value of the last step in a loop that assigns it anew
     kept.backward()
+    loss.resize_classes(N)
+    assert loss.linear.weight.grad.shape == (N, D)  # nothing happened
+    seen = []
+    loss.linear.weight.register_hook(lambda grad: seen.append(grad.shape))
+    loss.linear.weight.register_post_accumulate_grad_hook(lambda table: seen.append(table.grad.shape))
     loss.resize_classes(LARGER)
     kept = loss(torch.randn(4, D), torch.arange(25, 29))
     kept.backward()
-    assert loss.linear.weight.grad.shape == (LARGER, D)
+    assert seen == [(LARGER, D)] * 2 and loss.linear.weight.grad.shape == (LARGER, D)
     waiting = loss(torch.randn(4, D, requires_grad=True), torch.arange(4))
     loss.resize_classes(LARGER + 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -475,7 +492,7 @@ def test_errors_change_nothing(case):
         assert repr(loss.sampler) == repr(sampler_before)
 
 
-def test_tables_over_ranks_are_refused(tmp_path):
+def test_tables_over_ranks_are_refused_and_those_resized_before_go_over_ranks(tmp_path):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -486,6 +503,11 @@ def test_tables_over_ranks_are_refused(tmp_path):
         split = xs.distributed.shard_classes(xs.LinearCrossEntropyLoss(D, N))
         with pytest.raises((RuntimeError, TypeError), match="split"):
             split.resize_classes(LARGER)
+        for over_ranks in (nn.parallel.DistributedDataParallel, xs.distributed.replicate):
+            module = xs.LinearCrossEntropyLoss(D, N)
+            module.resize_classes(LARGER)
+            over_ranks(module)(torch.randn(2, D), torch.tensor([28, 1])).backward()
+            assert module.linear.weight.grad.shape == (LARGER, D)
     finally:
         dist.destroy_process_group()
 
