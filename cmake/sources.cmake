@@ -13,6 +13,8 @@ set(XSOFTMAX_SOURCES
   csrc/core/row_groups.cpp
   csrc/core/scale_gradient.cpp
   csrc/core/sparse_rows.cpp
+  csrc/ids/id_table.cpp
+  csrc/ids/id_table_cpu.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/candidate_set.cpp
@@ -57,6 +59,7 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_norm_cpu.cpp
   csrc/optim/row_sgd.cpp
   csrc/optim/row_sgd_cpu.cpp
+  csrc/optim/row_state.cpp
   csrc/optim/row_step.cpp
   csrc/optim/row_update.cpp
   csrc/optim/settle.cpp

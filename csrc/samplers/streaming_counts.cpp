@@ -110,6 +110,16 @@ void streaming_update_meta(const Tensor& ids, const OptionalTensor& mask, Tensor
   shown_ids(op, ids, mask, options);
 }
 
+void check_forget(const char* op, const Tensor& ids, const StreamingState& state, const StreamingOptions& options) {
+  TORCH_CHECK_VALUE(!options.open(), op, ": expected counts of dense ids, got those of open ids, whose buckets are shared");
+  check_streaming(op, "ids", ids, state, options);
+}
+
+void streaming_forget_meta(const Tensor& ids, Tensor& count, Tensor& total, Tensor& last, const Tensor& seen, std::string_view text) {
+  constexpr const char* op = "streaming_forget_";
+  check_forget(op, ids, {count, total, last, seen}, streaming_options(op, text));
+}
+
 } // namespace
 
 StreamingOptions streaming_options(const char* owner, std::string_view text) {
@@ -189,6 +199,26 @@ void streaming_update_(const Tensor& ids, const OptionalTensor& mask, Tensor& co
   }
 }
 
+void streaming_forget_(const Tensor& ids, Tensor& count, Tensor& total, Tensor& last, const Tensor& seen, std::string_view text) {
+  constexpr const char* op = "streaming_forget_";
+  const StreamingOptions options = streaming_options(op, text);
+  check_forget(op, ids, {count, total, last, seen}, options);
+  if (ids.is_cpu()) {
+    check::class_ids(op, "ids", ids, *options.num_ids);
+  }
+  if (ids.numel() == 0) {
+    return;
+  }
+  const Tensor rows = std::get<0>(ids.reshape({-1}).sort()), first = at::ones_like(rows, rows.options().dtype(at::kBool));
+  first.slice(0, 1).copy_(rows.slice(0, 1).ne(rows.slice(0, 0, -1))); // an id that stands several times is taken away once
+  const Tensor counted = streaming_count(rows, count, total, last, seen, text);
+  total.sub_(counted.mul(first).sum().to(total.scalar_type())).clamp_min_(0);
+  count.index_fill_(0, rows, 0);
+  if (!options.exact()) {
+    last.index_fill_(0, rows, 0);
+  }
+}
+
 Tensor streaming_count(const Tensor& ids, const Tensor& count, const Tensor& total, const Tensor& last, const Tensor& seen, std::string_view text) {
   const StreamingState state{count, total, last, seen};
   constexpr const char* op = "streaming_count";
@@ -219,18 +249,21 @@ Tensor streaming_log_prob(const Tensor& ids, const Tensor& count, const Tensor& 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("streaming_counts(str owner, str options) -> (Tensor count, Tensor total, Tensor last, Tensor seen)", streaming_counts);
   m.def("streaming_update_(Tensor ids, Tensor? mask, Tensor(a!) count, Tensor(b!) total, Tensor(c!) last, Tensor(d!) seen, str options) -> ()");
+  m.def("streaming_forget_(Tensor ids, Tensor(a!) count, Tensor(b!) total, Tensor(c!) last, Tensor seen, str options) -> ()");
   m.def("streaming_count(Tensor ids, Tensor count, Tensor total, Tensor last, Tensor seen, str options) -> Tensor");
   m.def("streaming_log_prob(Tensor ids, Tensor count, Tensor total, Tensor last, Tensor seen, str options) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("streaming_update_", streaming_update_);
+  m.impl("streaming_forget_", streaming_forget_);
   m.impl("streaming_count", streaming_count);
   m.impl("streaming_log_prob", streaming_log_prob);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
   m.impl("streaming_update_", streaming_update_meta);
+  m.impl("streaming_forget_", streaming_forget_meta);
   m.impl("streaming_count", streaming_count);
   m.impl("streaming_log_prob", streaming_log_prob);
 }

@@ -49,6 +49,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> streaming_counts(std:
 void streaming_update_(const at::Tensor& ids, const OptionalTensor& mask, at::Tensor& count, at::Tensor& total, at::Tensor& last, at::Tensor& seen,
                        std::string_view options);
 
+/// streaming_forget_(ids, count!, total!, last!, seen, options) -> ()
+///
+/// Dense ids (int64 in [0, N), any shape) as if they had never been seen; total is that of the others. Errors as of streaming_update_; ValueError for open ids, whose
+/// buckets are those of others as well.
+void streaming_forget_(const at::Tensor& ids, at::Tensor& count, at::Tensor& total, at::Tensor& last, const at::Tensor& seen, std::string_view options);
+
 /// streaming_count(ids, count, total, last, seen, options) -> float64 of ids' shape: the decayed counts, 0 for -1. Of open ids, total / gap.
 at::Tensor streaming_count(const at::Tensor& ids, const at::Tensor& count, const at::Tensor& total, const at::Tensor& last, const at::Tensor& seen,
                            std::string_view options);

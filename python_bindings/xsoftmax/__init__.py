@@ -19,6 +19,7 @@ from .diagnose import Diagnosis, diagnose, proposal_log_prob
 from .ensemble import combine_predictions
 from .estimators import CandidateBatch, register_estimator
 from .hierarchical_matcher import HierarchicalMatcher
+from .id_table import IdTable
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
@@ -43,6 +44,7 @@ __all__ = [
     "Diagnosis",
     "HierarchicalMatcher",
     "HierarchicalSoftmaxLoss",
+    "IdTable",
     "LabelTree",
     "LinearCrossEntropyLoss",
     "LinearLoss",

@@ -1,7 +1,7 @@
 """What modules share that train a table of rows: one for each class, or for each edge of a tree."""
 
 import warnings
-from typing import List, Optional
+from typing import Dict, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -185,3 +185,12 @@ def make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -
     linear.register_state_dict_pre_hook(_settle_linear)
     linear.register_load_state_dict_pre_hook(_settle_linear)
     return linear
+
+
+def fresh_rows(module: nn.Module, count: int) -> Dict[str, Tensor]:
+    """The parameters of an nn.Linear, nn.Embedding or nn.EmbeddingBag as ``reset_parameters()`` makes them, with ``count`` rows."""
+    stand_in = module.__class__.__new__(module.__class__)
+    rows = {name: None if table is None else table.new_empty(count, *table.shape[1:]) for name, table in module._parameters.items()}
+    stand_in.__dict__ = {**module.__dict__, "_parameters": rows, "padding_idx": None}  # a number in the whole table
+    stand_in.reset_parameters()
+    return rows

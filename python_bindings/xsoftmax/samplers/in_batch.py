@@ -70,6 +70,12 @@ class InBatchSampler(Sampler):
             return self.counts, self.total, self.last, self.seen
 
     @torch.jit.export
+    def forget(self, ids: Tensor) -> None:
+        """:meth:`StreamingCounts.forget` of what it counts."""
+        count, total, last, seen = self._counts()
+        torch.ops.xsoftmax.streaming_forget_(ids, count, total, last, seen, self.options)
+
+    @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
         count, total, last, seen = self._counts()
         return torch.ops.xsoftmax.in_batch_log_count(ids, count, total, last, seen, self.drawn, self.options)

@@ -85,6 +85,12 @@ class MidxSampler(AdaptiveSampler):
             torch.ops.xsoftmax.midx_note_(self.touched, query_square, self.step, queries.detach(), target, drawn[0])
         return one_set(drawn, target, self.distinct)
 
+    @torch.jit.unused
+    def forget(self, ids: Tensor) -> None:
+        """The next update codes them again; until then their counts are exact for where they stand."""
+        if self.touched.numel() > 0:
+            self.touched[ids] = True
+
     @torch.jit.export
     def update(self, weight: Tensor, bias: Optional[Tensor], rows: Tensor) -> None:
         """Codes the classes ``rows`` (int64 [R]) again under the present codebooks, and takes in all biases."""

@@ -147,6 +147,11 @@ class Sampler(KeepsTables):
         return stats
 
     @torch.jit.unused
+    def forget(self, ids: Tensor) -> None:
+        """What a sampler does about classes (int64 [R]) that stand for something else from now on, as :class:`xsoftmax.IdTable` says: one that counts forgets
+        their counts."""
+
+    @torch.jit.unused
     def excluding(self, ids: Tensor) -> Optional["Sampler"]:
         """A sampler like this one that does not draw the classes ``ids`` (int64, one dimension) either; None where it cannot leave classes out:
         their counts then add up beside a head."""

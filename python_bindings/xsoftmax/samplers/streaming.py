@@ -114,6 +114,16 @@ class StreamingCounts(KeepsTables):
         return Ragged(len(flat), flat.device, self._group).gather(flat)
 
     @torch.jit.export
+    def forget(self, ids: Tensor) -> None:
+        """Dense ids (int64 in [0, num_ids), any shape) as if they had never been seen, in train() and eval() alike: for an id that stands for something else from
+        now on. ``total`` is that of the others then.
+
+        Raises:
+            TypeError, ValueError, IndexError: ids of another dtype or outside the range, or counts of open ids; nothing is forgotten then
+        """
+        torch.ops.xsoftmax.streaming_forget_(ids, self.count, self.total, self.last, self.seen, self.options)
+
+    @torch.jit.export
     def counts(self, ids: Tensor) -> Tensor:
         """The decayed counts, float64 of ids' shape; of open ids ``total q``, with ``total`` the decayed number of all ids (with ``alpha`` their number)."""
         return torch.ops.xsoftmax.streaming_count(ids, self.count, self.total, self.last, self.seen, self.options)

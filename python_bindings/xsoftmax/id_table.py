@@ -1,0 +1,231 @@
+"""Raw ids to rows of a table, where ids come and go."""
+
+from typing import Callable, List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ._checks import check_count
+from ._options import option_text
+from ._table import fresh_rows
+from .losses import LinearLoss
+from .optim._registry import optimizers_of, reset_state_rows
+from .samplers import Sampler
+from .samplers.streaming import StreamingCounts
+
+STATE = ("slots", "row_ids", "seen", "victims", "counters")
+
+
+class IdTable(nn.Module):
+    """Raw ids, any int64, to rows [0, capacity) of a class table or an embedding. Ids may come and go for ever; the tables keep their size.
+
+    In train() a call counts its ids and gives rows to new ones; in eval() it looks up alone. Row 0 is shared by all ids without a row: those that have not been
+    seen ``admission`` times, those that gave way, and, in eval(), those never seen. In a table without a free row an id gives way to a new one: the least
+    often seen ("lfu"; ties: seen longest ago), or the one seen longest ago ("lru"; ties: seen least often). Who gives way is chosen for a sixteenth of the rows at a
+    time, in O(capacity); who has been seen since is passed over. So an id of the batch never gives way, a new id is safe until the next choice, and a new
+    id costs O(1) on average. Where nobody can give way, or with ``eviction=None``, an id stays without a row.
+
+    A row that goes from an id to another starts anew: what :meth:`attach` was given, tables, state of optimizers and counts, is reset there before the call
+    returns::
+
+        ids = xs.IdTable(1_000_000, eviction="lfu", admission=3)
+        loss = xs.SampledSoftmaxLoss(64, ids.capacity, sampler="midx")
+        optimizer = xs.optim.RowAdagrad(loss.parameters(), lr=0.1)
+        ids.attach(loss)                                                # row optimizers are found by the table
+        loss(hidden, ids(raw_target)).backward()
+
+    Rows are given out in the order of the batch, whatever the number of threads: two tables that see the same batches are equal bit for bit.
+
+    Args:
+        capacity: C >= 2, the rows with the shared one.
+        eviction: "lfu", "lru", or None: nobody gives way.
+        admission: in [1, 1,000,000]: an id gets its row when it has been seen so often. Ids that wait are kept in the same memory, C of them at most: where
+            one more comes, the half seen longest ago is forgotten.
+
+    Memory: 57 bytes a row, 89 with ``admission`` above 1, on the CPU. Buffers, all in the state dict, int64: ``slots`` [2 C, 2] ([4 C, 2] with ``admission`` above
+    1), the hash table; ``row_ids`` [C]; ``seen`` [C, 2], count and last batch; ``victims`` [C / 16], who gives way next; ``counters`` [9].
+
+    Shape: ids [*], int64 on any device; rows [*], on the same device.
+
+    Raises:
+        TypeError: ids of another dtype. ValueError: an option out of range
+    """
+
+    def __init__(self, capacity: int, *, eviction: Optional[str] = "lfu", admission: int = 1):
+        super().__init__()
+        owner = type(self).__name__
+        self.capacity = check_count(owner, "capacity", capacity, 2)
+        if eviction is not None and not isinstance(eviction, str):
+            raise TypeError(f"{owner}: expected eviction as \"lfu\", \"lru\" or None, got {type(eviction).__name__}")
+        self.options = option_text(eviction=eviction, admission=check_count(owner, "admission", admission, 1))
+        with torch.device("cpu"):
+            state = torch.ops.xsoftmax.id_table(self.capacity, self.options)
+        for name, tensor in zip(STATE, state):
+            self.register_buffer(name, tensor)
+        self._attached = []  # (table, init) each
+
+    def _state(self) -> List[Tensor]:
+        return [self.slots, self.row_ids, self.seen, self.victims, self.counters]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows of a batch: :meth:`insert` in train(), :meth:`find` in eval()."""
+        if self.training:
+            return self.insert(ids)[0]
+        return self.find(ids)
+
+    @torch.jit.export
+    def insert(self, ids: Tensor) -> Tuple[Tensor, Tensor]:
+        """A batch that is counted, in train() and eval() alike.
+
+        Returns:
+            rows [*], and int64 [E]: the rows that went from an id to another, which have been reset in all that is attached (in TorchScript they have not)
+        """
+        if not torch.jit.is_scripting():
+            for table, _ in self._attached:
+                self._check_attached(table)
+        rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._given("ids", ids), self._state(), self.options)
+        evicted = evicted[:int(self.counters[8])]  # how many they are (csrc/ids/id_table.h)
+        if not torch.jit.is_scripting() and evicted.numel() > 0:
+            self._reset(evicted)
+        return rows, evicted
+
+    @torch.jit.export
+    def find(self, ids: Tensor) -> Tensor:
+        """Rows of ids, 0 for one without a row. Counts nothing."""
+        return torch.ops.xsoftmax.id_table_find(self._given("ids", ids), self._state())
+
+    @torch.jit.export
+    def remove(self, ids: Tensor) -> Tensor:
+        """Takes their rows from ids, and forgets those that wait. Returns the rows they had, 0 for one without. The rows go to new ids before all others,
+        and are reset then."""
+        return torch.ops.xsoftmax.id_table_remove_(self._given("ids", ids), self._state())
+
+    @torch.jit.export
+    def ids_of(self, rows: Tensor, missing: int = -1) -> Tensor:
+        """The raw ids of rows [*] in [0, capacity), ``missing`` where no id has the row (so for row 0): what turns the classes of ``topk`` into items."""
+        return torch.ops.xsoftmax.id_table_ids(self._given("rows", rows), self._state(), missing)
+
+    def _given(self, name: str, numbers: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if not isinstance(numbers, Tensor):
+                raise TypeError(f"IdTable: expected {name} as a tensor, got {type(numbers).__name__}")
+        return numbers
+
+    def __len__(self) -> int:
+        """How many ids have a row."""
+        return int(self.counters[1])
+
+    def __bool__(self) -> bool:
+        return True  # a module, also while it is empty
+
+    @torch.jit.unused
+    def attach(self, *tables, init: Optional[Callable[[Tensor], object]] = None) -> "IdTable":
+        """What starts anew in a row that goes from an id to another: the rows of tables, what optimizers keep for them, and counts of them.
+
+        Args:
+            tables: losses over a class table (a sampler's counts come with its loss, an index follows with its next refresh or update, and stays exact until then);
+                ``nn.Linear``, ``nn.Embedding``, ``nn.EmbeddingBag``; parameters [C, ...]; :class:`xsoftmax.samplers.StreamingCounts` of C ids; optimizers of
+                ``torch.optim``, whose state in the shape of the table becomes 0 in the row, or Adagrad's initial value. All row optimizers
+                (:mod:`xsoftmax.optim`) that have one of the tables are found by themselves. All but optimizers have C rows.
+            init: fills a tensor [E, ...] of each table's dtype in place, as functions of ``torch.nn.init`` do. None: rows begin as ``reset_parameters()`` of the
+                module makes them. Parameters have none, so it is needed there. A table that several modules share begins as in the first that was attached.
+
+        Returns:
+            self
+
+        Raises:
+            ValueError: a table of another number of rows, one that is replicated or split over ranks, or an embedding whose padding_idx is a row that ids may have.
+            TypeError: none of these, or a parameter without ``init``
+        """
+        for table in tables:
+            self._check_attached(table)
+            if init is None and isinstance(table, nn.Parameter):
+                raise TypeError("IdTable: expected init beside a parameter, which does not say how its rows begin")
+            if init is not None and not callable(init):
+                raise TypeError(f"IdTable: expected init as a function of a tensor, got {type(init).__name__}")
+        self._attached += [(table, init) for table in tables]
+        return self
+
+    @torch.jit.unused
+    def _check_attached(self, table) -> None:
+        if isinstance(table, torch.optim.Optimizer):
+            return
+        if not isinstance(table, (LinearLoss, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Parameter, StreamingCounts)):
+            raise TypeError("IdTable: expected a loss over a class table, nn.Linear, nn.Embedding, nn.EmbeddingBag, a parameter, StreamingCounts or an optimizer to "
+                            f"attach, got {type(table).__name__}")
+        counts = [module for module in table.modules() if isinstance(module, StreamingCounts)] if isinstance(table, nn.Module) else []
+        sizes = [count.num_ids for count in counts] + [len(rows) if rows.dim() > 0 else None for rows in _tables_of(table)]
+        if any(size != self.capacity for size in sizes):
+            raise ValueError(f"IdTable: expected a {type(table).__name__} of {self.capacity} rows, the capacity, got {next(n for n in sizes if n != self.capacity)}")
+        if hasattr(table, "_exchanges") or any(hasattr(rows, "_class_shards") for rows in _tables_of(table)) or any(count._group is not None for count in counts):
+            raise ValueError("IdTable: expected tables and counts of this process alone, got some that ranks replicate or split: their ids would have other rows "
+                             "on each")
+        if getattr(table, "padding_idx", None):
+            raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")
+
+    @torch.jit.unused
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _reset(self, rows: Tensor) -> None:
+        optimizers = [table for table, _ in self._attached if isinstance(table, torch.optim.Optimizer)]
+        done: List[Tensor] = []
+        for table, init in self._attached:
+            if isinstance(table, nn.Module):
+                for module in table.modules():
+                    if isinstance(module, (Sampler, StreamingCounts)):
+                        module.forget(rows)
+            fresh = None if init is not None else _fresh(table, len(rows))
+            for i, parameter in enumerate(_tables_of(table)):
+                if any(parameter is other for other in done):
+                    continue
+                done.append(parameter)
+                if init is None:
+                    values = fresh[i]
+                else:
+                    values = torch.empty_like(parameter[:1]).repeat(len(rows), *[1] * (parameter.dim() - 1))
+                    init(values)
+                there = rows.to(parameter.device)
+                torch.ops.xsoftmax.reset_rows_(parameter, there, values)
+                for optimizer in [*optimizers_of(parameter), *optimizers]:
+                    reset_state_rows(optimizer, parameter, there)
+
+    def _apply(self, fn, recurse=True):
+        return self  # its tensors are integers, and stay on the host, which looks up there
+
+    def __getstate__(self):
+        return {**self.__dict__, "_attached": []}
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        given = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
+        if given:
+            try:
+                if len(given) < len(STATE):
+                    raise ValueError(f"expected all of {', '.join(STATE)}, got {', '.join(given)} alone")
+                state = [tensor.detach().cpu().contiguous() if tensor.layout == torch.strided else tensor for tensor in given.values()]
+                torch.ops.xsoftmax.id_table_check(state, self.capacity, self.options)
+            except (ValueError, TypeError, IndexError, RuntimeError) as error:
+                error_msgs.append(f"IdTable at \"{prefix}\": {error}")
+                return
+            state_dict |= {prefix + name: tensor for name, tensor in zip(STATE, state)}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def extra_repr(self) -> str:
+        eviction, admission = (option.split("=")[1] for option in self.options.split(","))
+        return f"{self.capacity}, eviction={None if eviction == 'none' else eviction!r}, admission={admission}"
+
+
+def _module_of(table) -> Optional[nn.Module]:
+    return table.linear if isinstance(table, LinearLoss) else table if isinstance(table, (nn.Linear, nn.Embedding, nn.EmbeddingBag)) else None
+
+
+def _tables_of(table) -> List[Tensor]:
+    """Parameters with a row for each id."""
+    module = _module_of(table)
+    if module is None:
+        return [table] if isinstance(table, nn.Parameter) else []
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _fresh(table, count: int) -> List[Tensor]:
+    module = _module_of(table)
+    return [] if module is None else [rows for rows in fresh_rows(module, count).values() if rows is not None]

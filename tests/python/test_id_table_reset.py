@@ -1,0 +1,320 @@
+"""What starts anew in a row that goes from an id to another: tables, state of optimizers, counts. Who gets which row: test_id_table.py."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+
+import xsoftmax as xs
+from ranks import ranks
+from test_optim_laws import CASES, dense_twin
+from xsoftmax.samplers import InBatchSampler, MidxSampler, StreamingCounts, UniformSampler, UnigramSampler, UnionSampler
+
+C, D = 12, 3
+BEGIN = 0.25  # of all rows in these tests
+
+
+def begin(rows):
+    return torch.nn.init.constant_(rows, BEGIN)
+
+
+def full_table(**options):
+    """Rows 1 to 11 have ids 1 to 11, seen as often as their number says."""
+    ids = xs.IdTable(C, **options)
+    ids(torch.arange(1, C).repeat_interleave(torch.arange(1, C)))
+    return ids
+
+
+def gradient(rows, generator):
+    values = torch.randn(len(rows), D, dtype=torch.float64, generator=generator)
+    return torch.sparse_coo_tensor(rows[None], values, (C, D), check_invariants=True)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "adagrad-row"])  # which has no dense twin
+@pytest.mark.parametrize("flush", [False, True])
+def test_training_is_that_of_a_dense_optimizer_whose_rows_are_reset(case, flush):
+    """What other rows owe stays, what a reset one owes is gone, also where nothing has been made up."""
+    make, options = CASES[case]
+    torch.manual_seed(0)
+    table = torch.nn.Parameter(torch.randn(C, D, dtype=torch.float64))
+    twin = torch.nn.Parameter(table.detach().clone())
+    optimizer = make([table], **options)
+    dense = dense_twin(make, [twin], options)
+    ids, generator = full_table().attach(table, init=begin), torch.Generator().manual_seed(1)
+    resets = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of what is owed and dropped
+        for step in range(60):
+            rows = torch.arange(C) if step == 0 else torch.randint(1, C, (2,), generator=generator)
+            if step % 5 == 4:
+                rows, gone = ids.insert(torch.tensor([1000 + step, 2000 + step]))
+                resets += len(gone)
+                twin.data[gone] = BEGIN
+                for state in dense.state[twin].values():
+                    if isinstance(state, torch.Tensor) and state.shape == twin.shape:
+                        state[gone] = 0
+                assert torch.equal(table.detach()[gone], twin.detach()[gone])
+            table.grad = gradient(rows, generator)
+            twin.grad = table.grad.to_dense()
+            optimizer.step()
+            dense.step()
+            if flush and step % 7 == 6:
+                optimizer.flush()
+        optimizer.flush()
+    assert resets > 15
+    torch.testing.assert_close(table, twin, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [xs.optim.RowSGD, xs.optim.RowAdagrad, xs.optim.RowAdam])
+def test_state_of_dense_gradients_and_no_state_yet(make):
+    table = torch.nn.Parameter(torch.randn(C, D))
+    optimizer = make([table], **(dict(momentum=0.9) if make is xs.optim.RowSGD else {}))
+    optimizer.reset_rows(table, torch.tensor([2]))
+    table.grad = torch.ones_like(table)
+    optimizer.step()
+    state = optimizer._tensors(optimizer.state[table])
+    before = [tensor.clone() for tensor in state]
+    optimizer.reset_rows(table, torch.tensor([2, 5]))
+    for tensor, old in zip(state, before):
+        if tensor.dim() > 0:
+            assert not tensor[[2, 5]].any()
+            tensor[[2, 5]] = old[[2, 5]]
+        assert torch.equal(tensor, old)
+
+
+def test_what_the_present_options_do_without_is_reset_too():
+    """A momentum that a schedule has set to 0 for a while, and one accumulator a row, which is decided at the first gradient."""
+    for make, options, later, name in [(xs.optim.RowSGD, dict(momentum=0.9), dict(momentum=0.0), "momentum_buffer"),
+                                       (xs.optim.RowAdagrad, dict(row_wise=True), dict(row_wise=False), "sum")]:
+        table = torch.nn.Parameter(torch.randn(C, D, dtype=torch.float64))
+        optimizer = make([table], **options)
+        table.grad = gradient(torch.arange(C), None)
+        optimizer.step()
+        optimizer.param_groups[0].update(later)
+        state = optimizer.state[table][name]
+        assert state.any(-1).all()
+        optimizer.reset_rows(table, torch.tensor([3, 3]))
+        assert not state[3].any() and state[2].any() and state[4].any()
+
+
+@pytest.mark.parametrize("rows", [2054, 13])
+def test_the_table_of_what_is_owed_is_not_taken_for_rows(rows):
+    """It has 2,054 numbers for a table of few rows."""
+    table = torch.nn.Parameter(torch.randn(rows, D))
+    optimizer = xs.optim.RowAdam([table], weight_decay=0.1)
+    for _ in range(3):
+        table.grad = torch.sparse_coo_tensor(torch.tensor([[5]]), torch.ones(1, D), (rows, D), check_invariants=True)
+        optimizer.step()
+    owed = optimizer.state[table]["owed"].clone()
+    assert len(owed) == 2054
+    optimizer.reset_rows(table, torch.tensor([0, 5]))
+    assert torch.equal(optimizer.state[table]["owed"], owed) and optimizer.state[table]["last_step"][[0, 4, 5]].tolist() == [3, 0, 3]
+
+
+def test_rows_that_the_table_does_not_have_are_refused_and_nothing_changes():
+    table = torch.nn.Parameter(torch.randn(C, D))
+    optimizer = xs.optim.RowAdam([table])
+    table.grad = gradient(torch.arange(C), None).float()
+    optimizer.step()
+    before = [tensor.clone() for tensor in optimizer._tensors(optimizer.state[table])]
+    for wrong, error in [(torch.tensor([0, C]), IndexError), (torch.tensor([-1]), IndexError), (torch.tensor([1.0]), TypeError), (torch.tensor([[1]]), ValueError)]:
+        with pytest.raises(error):
+            optimizer.reset_rows(table, wrong)
+    with pytest.raises(ValueError, match="of this optimizer"):
+        optimizer.reset_rows(torch.nn.Parameter(torch.randn(C, D)), torch.tensor([1]))
+    assert all(map(torch.equal, optimizer._tensors(optimizer.state[table]), before))
+
+
+def test_adagrad_begins_with_its_initial_value():
+    for make in (xs.optim.RowAdagrad, torch.optim.Adagrad):
+        table = torch.nn.Parameter(torch.randn(C, D))
+        optimizer = make([table], initial_accumulator_value=0.5)
+        table.grad = torch.ones_like(table)
+        optimizer.step()
+        ids = full_table().attach(table, optimizer, init=begin)
+        gone = ids.insert(torch.tensor([77]))[1]
+        assert gone.tolist() == [1] and optimizer.state[table]["sum"][:3, 0].tolist() == [1.5, 0.5, 1.5]
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD, torch.optim.RMSprop])
+def test_optimizers_of_torch_are_attached(make):
+    embedding = torch.nn.Embedding(C, D, sparse=make in (torch.optim.SparseAdam, torch.optim.SGD))
+    optimizer = make(embedding.parameters(), lr=0.1)
+    ids = full_table().attach(embedding, optimizer)
+    embedding(torch.arange(C)).square().sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    rows, gone = ids.insert(torch.tensor([50, 51, 9]))
+    assert sorted(gone.tolist()) == [1, 2] and set(rows.tolist()) == {1, 2, 9}
+    for name, tensor in optimizer.state_dict()["state"].get(0, {}).items():
+        old = before[0][name]
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == 2:
+            assert not tensor[gone].any() and torch.equal(tensor[3:], old[3:]) and old[gone].any()
+        elif tensor is not None:
+            assert tensor == old
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_loss_and_the_embedding_that_shares_its_table(bias):
+    torch.manual_seed(0)
+    loss = xs.SampledSoftmaxLoss(D, C, sampler="uniform", num_samples=4, bias=bias)
+    embedding = torch.nn.Embedding(C, D, sparse=True)
+    loss.linear.weight = embedding.weight
+    optimizer = xs.optim.RowAdam([*loss.parameters(), *embedding.parameters()][:1 + bias], lr=0.1)
+    ids = full_table(eviction="lru").attach(loss, embedding)
+    for step in range(30):
+        raw = torch.randint(1000, (5,))
+        before = loss.state_dict()
+        before = {name: tensor.clone() for name, tensor in before.items()}
+        rows, gone = ids.insert(raw)
+        others = torch.ones(C, dtype=torch.bool).index_fill(0, gone, False)
+        bound = 1 / math.sqrt(D)
+        for name, tensor in loss.linear.named_parameters():
+            assert torch.equal(tensor[others], before["linear." + name][others])
+            assert (tensor[gone] != before["linear." + name][gone]).all() and (tensor[gone].abs() <= bound).all()
+        optimizer.zero_grad()
+        loss(embedding(rows), rows).backward()
+        optimizer.step()
+        assert set(optimizer.state[embedding.weight]["last_step"][rows].tolist()) == {step + 1}
+    assert loss.linear.weight is embedding.weight
+
+
+@pytest.mark.parametrize("half_life", [None, 20.0])
+def test_counts_of_a_row_start_anew(half_life):
+    counts = StreamingCounts(C, half_life=half_life)
+    ids = full_table().attach(counts)
+    counts.update(torch.randint(1, C, (200,)))
+    before = counts.counts(torch.arange(C))
+    gone = ids.insert(torch.tensor([500, 501, 502]))[1]
+    after = counts.counts(torch.arange(C))
+    assert len(gone) == 3 and not after[gone].any() and torch.equal(counts.log_prob(gone), torch.full([3], -math.inf))
+    torch.testing.assert_close(after, before.index_fill(0, gone, 0.0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(counts.total.double(), after.sum(), rtol=1e-12, atol=1e-12)
+    counts.update(gone)
+    torch.testing.assert_close(counts.counts(gone), torch.ones(3, dtype=torch.float64))
+
+
+def test_forget_takes_an_id_that_stands_twice_away_once_and_refuses_what_it_must():
+    counts = StreamingCounts(4)
+    counts.update(torch.tensor([1, 1, 2, 3]))
+    counts.forget(torch.tensor([[1, 1], [1, 0]]))
+    assert counts.count.tolist() == [0, 0, 1, 1] and counts.total == 2
+    counts.forget(torch.empty(0, dtype=torch.int64))
+    for ids, error in [(torch.tensor([4]), IndexError), (torch.tensor([-1]), IndexError), (torch.tensor([1.0]), TypeError)]:
+        with pytest.raises(error):
+            counts.forget(ids)
+    assert counts.count.tolist() == [0, 0, 1, 1] and counts.total == 2
+    with pytest.raises(ValueError, match="open"):
+        StreamingCounts(None, buckets=8).forget(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("sampler", [
+    lambda: InBatchSampler(C), lambda: InBatchSampler(C, counts=StreamingCounts(C, half_life=30)), lambda: UnigramSampler(StreamingCounts(C), 4),
+    lambda: UnionSampler(InBatchSampler(C), UniformSampler(C, 3))], ids=["in-batch", "streamed in-batch", "unigram", "union"])
+def test_counts_of_a_sampler_come_with_its_loss(sampler):
+    loss = xs.SampledSoftmaxLoss(D, C, sampler=sampler())
+    ids = full_table().attach(loss)
+    hidden = torch.randn(40, D)
+    loss(hidden, torch.randint(1, C, (40,)))
+    gone = ids.insert(torch.tensor([500]))[1]
+    count = next(tensor for name, tensor in loss.named_buffers() if name.split(".")[-1] in ("count", "counts"))
+    total = next(tensor for name, tensor in loss.named_buffers() if name.split(".")[-1] == "total")
+    assert count[gone].item() == 0 and count.sum() > 0
+    assert half_lives(loss) or total == count.sum()
+    loss(hidden, torch.randint(1, C, (40,)))
+
+
+def half_lives(loss):
+    return any(isinstance(module, StreamingCounts) and "half_life=30" in module.options for module in loss.modules())
+
+
+def test_an_index_is_stale_but_exact_and_codes_the_row_at_its_next_update():
+    torch.manual_seed(0)
+    sampler = MidxSampler(C, D, 6, codewords=2, refresh_every=0, update_every=4)
+    loss = xs.SampledSoftmaxLoss(D, C, sampler=sampler)
+    ids = full_table().attach(loss)
+    queries, rows = torch.randn(50, D), torch.arange(C).expand(50, C)
+    loss(queries, torch.randint(1, C, (50,)))
+    before = sampler.log_count(queries, rows)
+    gone = ids.insert(torch.tensor([500]))[1]
+    assert torch.equal(sampler.log_count(queries, rows), before)  # what is drawn has the counts of where it stands in the index
+    assert sampler.touched[gone].all()
+    torch.testing.assert_close(before.exp().sum(1), torch.full([50], 6.0), rtol=1e-5, atol=1e-5)
+
+
+def test_two_optimizers_of_one_table_are_both_found_and_deleted_ones_are_not():
+    table = torch.nn.Parameter(torch.randn(C, D))
+    optimizers = [xs.optim.RowAdam([table]), xs.optim.RowAdagrad([table])]
+    ids = full_table().attach(table, init=begin)
+    for optimizer in optimizers:
+        table.grad = gradient(torch.arange(C), None).float()
+        optimizer.step()
+    gone = ids.insert(torch.tensor([500]))[1]
+    assert not optimizers[0].state[table]["exp_avg"][gone].any() and not optimizers[1].state[table]["sum"][gone].any()
+    del optimizers, optimizer
+    ids.insert(torch.tensor([501]))
+    assert (table[ids.find(torch.tensor([501]))] == BEGIN).all()
+
+
+def test_a_removed_id_leaves_its_row_as_it_is_until_another_gets_it():
+    table = torch.nn.Parameter(torch.zeros(C, D))
+    ids = xs.IdTable(C).attach(table, init=begin)
+    ids(torch.tensor([5, 6]))
+    assert ids.remove(torch.tensor([5])).tolist() == [1] and not table.any()
+    assert ids(torch.tensor([7])).tolist() == [1]
+    assert (table[1] == BEGIN).all() and not table[2:].any()
+    assert ids(torch.tensor([8])).tolist() == [3] and not table[3].any()  # a row that nobody had begins as the table made it
+
+
+def test_copies_are_attached_to_nothing():
+    loss = xs.SampledSoftmaxLoss(D, C, sampler="uniform", num_samples=3)
+    model = torch.nn.ModuleList([full_table().attach(loss), loss])
+    twin = copy.deepcopy(model)
+    before = [parameter.clone() for parameter in [*model.parameters(), *twin.parameters()]]
+    twin[0](torch.tensor([500]))
+    assert all(map(torch.equal, [*model.parameters(), *twin.parameters()], before))
+    twin[0].attach(twin[1])(torch.tensor([501]))
+    assert torch.equal(loss.linear.weight, before[0]) and not torch.equal(twin[1].linear.weight, before[1])
+
+
+def test_what_cannot_be_attached():
+    ids = xs.IdTable(C)
+    tree = xs.BeamTreeLoss(D, xs.LabelTree.random(C, 2), num_candidates=2, num_noises=2)
+    shared = InBatchSampler(C, counts=StreamingCounts(None, buckets=8))
+    for table, error, message in [
+            (torch.nn.Linear(D, C + 1), ValueError, f"{C} rows"), (torch.nn.Embedding(C, D, padding_idx=3), ValueError, "padding_idx"), (tree, TypeError, "class table"),
+            (torch.nn.Linear(D, C).weight, TypeError, "init"), (torch.randn(C, D), TypeError, "Tensor"), (StreamingCounts(C + 1), ValueError, "rows"),
+            (StreamingCounts(None), ValueError, "None"), (xs.SampledSoftmaxLoss(D, C, sampler=shared), ValueError, "None"), (None, TypeError, "NoneType")]:
+        with pytest.raises(error, match=message):
+            ids.attach(torch.nn.Linear(D, C), table)
+    with pytest.raises(TypeError, match="function"):
+        ids.attach(torch.nn.Linear(D, C), init=0.5)
+    ids.attach(torch.nn.Embedding(C, D, padding_idx=0))
+    assert len(ids._attached) == 1
+
+
+def test_a_table_that_has_another_size_by_now_is_refused_before_anything_changes():
+    embedding = torch.nn.Embedding(C, D)
+    ids = full_table().attach(embedding)
+    embedding.weight = torch.nn.Parameter(torch.zeros(C + 1, D))
+    before = [tensor.clone() for tensor in ids._state()]
+    with pytest.raises(ValueError, match=f"{C} rows"):
+        ids(torch.tensor([500]))
+    assert all(map(torch.equal, ids._state(), before))
+
+
+def replicated_or_split(rank, way):
+    loss = xs.SampledSoftmaxLoss(D, C, sampler="uniform", num_samples=3)
+    ids = xs.IdTable(C).attach(loss)
+    getattr(xs.distributed, way)(loss)
+    for call in (lambda: ids.attach(loss), lambda: ids(torch.tensor([5]))):
+        with pytest.raises(ValueError, match="this process alone|rows"):
+            call()
+    return len(ids)
+
+
+@pytest.mark.parametrize("way", ["replicate", "shard_classes"])
+def test_tables_of_several_ranks_are_refused(way):
+    assert ranks(2).run(replicated_or_split, way) == [0, 0]
