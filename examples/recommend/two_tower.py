@@ -22,6 +22,7 @@ vectors of items seen before the one to be found; of a file without order (--uno
 """
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -55,6 +56,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                         help="of the processor (all threads together), which other programs do not use up: the training of each loss and seed")
     parser.add_argument("--evaluations", type=positive(int), default=5, metavar="N",
                         help="rank N times in the course of training: the best by validation counts (default: %(default)s)")
+    parser.add_argument("--validate", type=positive(int), metavar="N", help="users, drawn by chance, whom it asks (default: all)")
     parser.add_argument("--batch-size", type=positive(int), default=1024, help="default: %(default)s")
     parser.add_argument("--negatives", type=positive(int), default=1024, help="drawn for a batch (default: %(default)s)")
     parser.add_argument("--codewords", type=positive(int), default=64, help="of each codebook of midx (default: %(default)s)")
@@ -83,7 +85,9 @@ def train(name: str, dataset: data.Dataset, args: argparse.Namespace, lr: float,
     pairs, seconds, steps = Pairs(dataset.train, args.unordered, args.history), 0.0, 0
     last = args.epochs * math.ceil(len(pairs.wanted) / args.batch_size)
     limit = math.inf if args.max_minutes is None else 60 * args.max_minutes
-    best, evaluations = {}, 0
+    best, state, evaluations = {}, {}, 0
+    asked = torch.randperm(len(dataset.valid.known), generator=torch.Generator().manual_seed(0))[:args.validate]  # the same of all runs
+    valid = data.Queries(dataset.valid.known.select(asked), dataset.valid.truth.select(asked))
     bar = tqdm(desc=f"{name}, {lr}", unit="step", disable=not sys.stderr.isatty(), leave=False)
     while evaluations < args.evaluations:
         for known, lengths, target in pairs.batches(args.batch_size, random):
@@ -98,13 +102,14 @@ def train(name: str, dataset: data.Dataset, args: argparse.Namespace, lr: float,
                 continue
             evaluations += 1
             optimizer.flush()
-            found = {f"valid {metric}": figure for metric, figure in rank(towers, dataset.valid, args.history).items()}
+            found = {f"valid {metric}": figure for metric, figure in rank(towers, valid, args.history).items()}
             if not best or found[BEST] > best[BEST]:
-                found |= {f"test {metric}": figure for metric, figure in rank(towers, dataset.test, args.history).items()}
-                best = {"best at minute": seconds / 60, **found}
+                best, state = {"best at minute": seconds / 60, **found}, copy.deepcopy(towers.state_dict())
             if evaluations == args.evaluations:
                 break
     bar.close()
+    towers.load_state_dict(state)
+    best |= {f"test {metric}": figure for metric, figure in rank(towers, dataset.test, args.history).items()}
     return {"loss": name, "lr": lr, "seed": seed, "steps": steps, "minutes": seconds / 60, **best}
 
 
