@@ -7,16 +7,16 @@ Trains on a stream of users' actions in which items come up that were never seen
     hashed    a table of --capacity rows, shared by the items whose ids have the same hash
     full      a row for each item of the stream, known beforehand: what a table without limits comes to
 
-The stream is made of users' sequences, which have no dates: users begin one after another at even intervals, in the order of the file or in random order
-(--order), and act at even intervals, --pace beginnings of other users apart.
+The stream is made of users' sequences, which have no dates: users begin one after another at even intervals, in random order (another for each seed) or in
+that of the file (--order), and each acts at even intervals, --pace beginnings of users apart.
 
-Each batch is ranked before it is trained on. All items that were seen up to then, but for those that the user had, are ranked by the scores of their rows, items
-of one row in random order: Recall@10 is the expectation over these orders. Items of an IdTable without a row come last. An item that was never seen is not found.
+Each batch is ranked before it is trained on. All items that were seen up to then, but for others that the user had, are ranked by the scores of their rows,
+items of one row in random order: Recall@10 is the expectation over these orders. Items of an IdTable without a row come last. An item that was never seen is
+not found. A user's first action is not asked for.
 """
 
 import argparse
 import json
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: th
 
 from examples.common.arguments import positive, report_errors
 from examples.common.errors import DataError
-from examples.common.report import markdown, write_text
+from examples.common.report import markdown, mean_and_error, write_text
 from examples.recommend import data
 
 PLACES = 10
@@ -41,8 +41,8 @@ NO_ROW = 0  # of an IdTable: the row of all items without one
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="FILE", help="of lines `user item item ...` in time order (default: generated sequences)")
-    parser.add_argument("--order", choices=["file", "random"], default="file", help="in which users begin (default: %(default)s)")
-    parser.add_argument("--pace", type=positive(float), default=200, metavar="N", help="default: %(default)s")
+    parser.add_argument("--order", choices=["random", "file"], default="random", help="in which users begin (default: %(default)s)")
+    parser.add_argument("--pace", type=positive(float), default=200, metavar="N", help="beginnings of users between two actions of one (default: %(default)s)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="default: all")
     parser.add_argument("--capacity", type=positive(int, 2), help="rows of id_table and hashed (default: a quarter of the items)")
     parser.add_argument("--admission", type=positive(int), default=2, help="default: %(default)s")
@@ -117,7 +117,8 @@ class Hashed:
         mixed = items * -7046029254386353131  # wraps around: near ids part
         return ((mixed ^ (mixed >> 32)) & (2**62 - 1)) % self.capacity
 
-    rows = find
+    def rows(self, items: Tensor) -> Tensor:
+        return self.find(items)
 
 
 class Full(Hashed):
@@ -126,8 +127,6 @@ class Full(Hashed):
 
     def find(self, items: Tensor) -> Tensor:
         return torch.searchsorted(self.known, items)
-
-    rows = find
 
 
 ROWS = {"id_table": Ids, "hashed": Hashed, "full": Full}
@@ -209,17 +208,20 @@ def capacity_of(stream: Stream, args: argparse.Namespace) -> int:
     return args.capacity or max(2, len(stream.raw) // 4)
 
 
+def new_items(stream: Stream) -> list[int]:
+    """How many items come up first in each quarter of the stream."""
+    items, quarter = stream.items[stream.order], torch.arange(len(stream.order)) * 4 // len(stream.order)
+    first = torch.full_like(stream.raw, 3).scatter_reduce(0, items, quarter, "amin")
+    return torch.bincount(first, minlength=4).tolist()
+
+
 def table_of(runs: list[dict]) -> str:
     """A line a table: means over seeds, and their standard errors where there are several."""
     rows = []
     for name in dict.fromkeys(run["rows of"] for run in runs):
         mine = [run for run in runs if run["rows of"] == name]
         row = {"rows of": name, "rows": f"{mine[0]['rows']:,}"}
-        for figure in ("Recall@10", *(f"quarter {i + 1}" for i in range(4))):
-            values = [run[figure] for run in mine]
-            error = f" +- {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
-            row[figure] = f"{statistics.mean(values):.4f}{error}"
-        rows.append(row)
+        rows.append(row | {figure: mean_and_error([run[figure] for run in mine]) for figure in ("Recall@10", *(f"quarter {i + 1}" for i in range(4)))})
     return markdown(rows)
 
 
@@ -235,14 +237,10 @@ def compare(args: argparse.Namespace) -> int:
         raise DataError(f"--data: expected a file, got {args.data}")
     if max(map(len, rows)) < 2:
         raise DataError("expected a user with at least two items, got none")
-    stream = Stream.of(rows, args.order, args.pace, 0)
-    new = [torch.cat([torch.zeros(0, dtype=torch.int64), part]) for part in stream.items[stream.order].chunk(4)]
-    seen, arrivals = torch.zeros(len(stream.raw), dtype=torch.bool), []
-    for part in new:
-        arrivals.append(int((~seen[part.unique()]).sum()))
-        seen[part] = True
-    print(f"{name}: {len(rows):,} users, {len(stream.raw):,} items, of which {', '.join(f'{n:,}' for n in arrivals)} come up in the quarters of the stream; "
-          f"{len(stream.order):,} actions", flush=True)
+    stream = Stream.of(rows, args.order, args.pace, args.seeds[0])
+    new = ", ".join(f"{count:,}" for count in new_items(stream))
+    print(f"{name}: {len(rows):,} users, {len(stream.raw):,} items, of which {new} come up in the quarters of the stream; {len(stream.order):,} actions",
+          flush=True)
     runs = []
     for seed in args.seeds:
         for name in args.rows:

@@ -38,7 +38,7 @@ import xsoftmax as xs
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
 
 from examples.common.arguments import positive, report_errors
-from examples.common.report import markdown, write_text
+from examples.common.report import markdown, mean_and_error, write_text
 from examples.recommend import data
 from examples.recommend.candidates import METHODS
 from examples.recommend.towers import Pairs, Towers, rank
@@ -120,11 +120,7 @@ def table(runs: list[dict]) -> str:
         mine = [run for run in runs if run["loss"] == name]
         row = {"loss": name, "learning rate": f"{mine[0]['lr']:g}", "steps": f"{statistics.mean(run['steps'] for run in mine):,.0f}"}
         row |= {key: f"{statistics.mean(run[key] for run in mine):.2f}" for key in ("minutes", "best at minute")}
-        for figure in [key for key in mine[0] if "@" in key]:
-            values = [run[figure] for run in mine]
-            error = f" +- {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
-            row[figure] = f"{statistics.mean(values):.4f}{error}"
-        rows.append(row)
+        rows.append(row | {figure: mean_and_error([run[figure] for run in mine]) for figure in mine[0] if "@" in figure})
     return markdown(rows)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ._checks import check_reduction
 from ._options import option_text
+from ._table import flat_queries
 from .samplers import CandidateSet, columns_of
 
 
@@ -24,8 +25,12 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
     Raises:
         ValueError, TypeError, IndexError: as :class:`xsoftmax.LinearCrossEntropyLoss`
     """
-    check_reduction("linear_cross_entropy", reduction)
-    loss = torch.ops.xsoftmax.linear_cross_entropy(input.flatten(0, -2), weight, bias, target.flatten(), class_weight, ["none", "mean", "sum"].index(reduction),
+    name = "linear_cross_entropy"
+    check_reduction(name, reduction)
+    if weight.dim() != 2:
+        raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
+    queries = flat_queries(name, weight.size(1), input, target)
+    loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), class_weight, ["none", "mean", "sum"].index(reduction),
                                                    ignore_index, label_smoothing)
     return loss.reshape(target.shape) if reduction == "none" else loss
 

@@ -24,10 +24,11 @@ def test_the_command_leaves_its_files(tmp_path):
     """All learn: of 60 items that are ranked in random order, 10 have a Recall@10 of 0.17. Items that share rows cannot be told apart."""
     path = tmp_path / "sequences.txt"
     path.write_text("".join(" ".join(map(str, [user, *row])) + "\n" for user, row in enumerate(data.generate(users=500, items=60, clusters=12))))
-    printed = run_file(stream, tmp_path, "--data", path, "--order", "random", "--pace", "20", "--capacity", "31", "--history", "1", "--seeds", "1", "2", "--output",
-                       tmp_path / "out", *SMALL)
+    printed = run_file(stream, tmp_path, "--data", path, "--order", "random", "--pace", "20", "--capacity", "31", "--history", "1",
+                       "--seeds", "1", "2", "--output", tmp_path / "out", *SMALL)
     runs = json.loads((tmp_path / "out" / "runs.json").read_text())["runs"]
-    assert [(one["seed"], one["rows of"], one["rows"]) for one in runs] == [(seed, *rows) for seed in (1, 2) for rows in (("id_table", 31), ("hashed", 31), ("full", 60))]
+    tables = [("id_table", 31), ("hashed", 31), ("full", 60)]
+    assert [(one["seed"], one["rows of"], one["rows"]) for one in runs] == [(seed, *table) for seed in (1, 2) for table in tables]
     for of_table, hashed, full in (runs[:3], runs[3:]):
         assert full["Recall@10"] > of_table["Recall@10"] > hashed["Recall@10"] > 0.17
         assert full["Recall@10"] > 0.3

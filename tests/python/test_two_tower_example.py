@@ -36,7 +36,7 @@ def test_the_command_leaves_its_files(sequences, tmp_path):
 
 
 def test_the_learning_rate_and_the_moment_are_the_best_by_validation(sequences, tmp_path, monkeypatch):
-    """A rate that moves nothing must lose against one that learns, on a seed that is none of the table's; and the figures are of the best ranking, not the last."""
+    """A rate that moves nothing loses against one that learns, on a seed that is none of the table's; the figures are of the best ranking, not the last."""
     ranked = []
 
     def counted(towers, queries, history):
@@ -44,8 +44,8 @@ def test_the_learning_rate_and_the_moment_are_the_best_by_validation(sequences, 
         return ranked[-1][1]
 
     monkeypatch.setattr(two_tower, "rank", counted)
-    assert run(two_tower, "--data", sequences, "--loss", "refined", "--epochs", "8", "--evaluations", "4", "--validate", "200", "--lr", "1e-9", "0.05", "--seeds", "3",
-               "--output", tmp_path, *SMALL) == 0
+    assert run(two_tower, "--data", sequences, "--loss", "refined", "--epochs", "8", "--evaluations", "4", "--validate", "200",
+               "--lr", "1e-9", "0.05", "--seeds", "3", "--output", tmp_path, *SMALL) == 0
     found = json.loads((tmp_path / "runs.json").read_text())
     assert [one["lr"] for one in found["searched"]] == [1e-9, 0.05] and [one["seed"] for one in found["searched"]] == [4, 4]
     (best,) = found["runs"]
@@ -85,7 +85,8 @@ def question():
 
 def method(name, *arguments):
     rows = [list(range(20)), list(range(10)) * 3, [0, 0], [1], [2]]
-    return candidates.METHODS[name](data.make("rows", rows, [[]] * 5, [[]] * 5), two_tower.parse_arguments(["--width", "8", "--temperature", "0.5", *arguments]))
+    args = two_tower.parse_arguments(["--width", "8", "--temperature", "0.5", *arguments])
+    return candidates.METHODS[name](data.make("rows", rows, [[]] * 5, [[]] * 5), args)
 
 
 @pytest.mark.parametrize("name", ["full", "popularity", "midx"])
