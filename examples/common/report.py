@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import statistics
 from pathlib import Path
 
 
@@ -24,6 +25,12 @@ def markdown(rows: list[dict[str, str]]) -> str:
     head = list(rows[0])
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *(list(row.values()) for row in rows)]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def mean_and_error(values: list[float]) -> str:
+    """The mean over seeds, and its standard error where there are several."""
+    error = f" +- {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{error}"
 
 
 def cost(run: dict) -> dict[str, str]:

@@ -5,8 +5,34 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ._checks import check_reduction
 from ._options import option_text
+from ._table import flat_queries
 from .samplers import CandidateSet, columns_of
+
+
+def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias: Optional[Tensor] = None, class_weight: Optional[Tensor] = None,
+                         reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
+    """``F.cross_entropy(F.linear(input, weight, bias), target, ...)`` without the logits ``[Q, N]`` in memory.
+
+    Args:
+        input: ``[*, D]``; weight ``[N, D]`` and bias ``[N]``: a class table, or vectors that a network has made; target int64 ``[*]``.
+        class_weight: ``[N]``. The other arguments are those of ``F.cross_entropy``.
+
+    Returns:
+        A scalar, or ``[*]`` with reduction="none"; in float32 or float64. Where gradients are recorded they are made together with the value.
+
+    Raises:
+        ValueError, TypeError, IndexError: as :class:`xsoftmax.LinearCrossEntropyLoss`
+    """
+    name = "linear_cross_entropy"
+    check_reduction(name, reduction)
+    if weight.dim() != 2:
+        raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
+    queries = flat_queries(name, weight.size(1), input, target)
+    loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), class_weight, ["none", "mean", "sum"].index(reduction),
+                                                   ignore_index, label_smoothing)
+    return loss.reshape(target.shape) if reduction == "none" else loss
 
 
 def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: List[CandidateSet], *, bias: Optional[Tensor] = None,

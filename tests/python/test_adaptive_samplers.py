@@ -37,6 +37,22 @@ def widened(z, weight, bias):
     return torch.cat([z, torch.ones(len(z), 1)], 1).double(), torch.cat([weight, bias[:, None]], 1).double()
 
 
+@every_kind
+def test_a_table_is_read_only_where_a_refresh_is_due(kind):
+    """So a caller whose table is costly may hand in any old one in other steps."""
+    sampler, _, weight, _ = make(kind)
+    fresh = KINDS[kind](N, D, 20, exclude=HEAD, refresh_every=64)
+    due = []
+    for step in range(130):
+        due += [step] * fresh.refresh_due()
+        fresh.prepare(weight if fresh.refresh_due() else torch.full_like(weight, math.nan), None)
+    assert due == [0, 2, 4, 8, 16, 32, 64, 128]
+    never = KINDS[kind](N, D, 20, exclude=HEAD, refresh_every=0)
+    assert never.refresh_due()
+    never.refresh(weight)
+    assert not never.refresh_due() and not sampler.refresh_due()
+
+
 def lsh_formula(sampler, z, weight):
     hashes = [(x @ sampler.planes.double().T > 0).view(-1, TABLES, BITS) for x in (z, weight)]
     same = (hashes[0][:, None] == hashes[1][None]).all(3).double()  # [Q, N, T]

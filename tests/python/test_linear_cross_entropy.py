@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import xsoftmax  # noqa: F401
+import xsoftmax as xs
 
 ops = torch.ops.xsoftmax
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -51,6 +51,26 @@ def assert_same(got, want, dtype=torch.float32, scale=1.0):
             # With one class a gradient is the difference of two equal terms of about 1: zero, but for the rounding of one of them.
             limit = torch.finfo(b.dtype).eps + rtol * (b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0)
             torch.testing.assert_close(a, b, rtol=rtol, atol=limit, equal_nan=True)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3)])
+def test_the_functional_form_takes_any_shape_and_vectors_with_gradients(reduction, shape):
+    input, weight, bias, target, classes = problem(6, 5, 9, torch.float64, class_weight=True, ignored=1)
+    input, target = (input.view(*shape, 5), target.view(shape)) if shape else (input[3], target[3])
+
+    def functional(input, weight, bias, target):
+        return xs.functional.linear_cross_entropy(input, weight, target, bias=bias, class_weight=classes, reduction=reduction, label_smoothing=0.1)
+
+    def torch_form(input, weight, bias, target):
+        logits = F.linear(input, weight, bias).view(-1, 9)
+        return F.cross_entropy(logits, target.view(-1), classes, reduction=reduction, label_smoothing=0.1).view(shape if reduction == "none" else ())
+
+    assert_same(value_and_gradients(functional, input, weight, bias, target), value_and_gradients(torch_form, input, weight, bias, target), torch.float64)
+    with pytest.raises(ValueError, match="expected target of shape"):
+        functional(input, weight, bias, target[None])
+    with pytest.raises(ValueError, match="expected weight of shape"):
+        functional(input, weight[0], bias, target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

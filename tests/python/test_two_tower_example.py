@@ -10,9 +10,10 @@ from example_checks import run, run_file
 
 pytest.importorskip("tqdm")
 
-from examples.recommend import data, two_tower
+from examples.recommend import candidates, data, two_tower
+from examples.recommend.towers import Pairs, Towers, rank
 
-SMALL = ["--width", "16", "--batch-size", "64", "--negatives", "32", "--threads", "1"]
+SMALL = ["--width", "16", "--batch-size", "64", "--negatives", "32", "--codewords", "4", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +26,45 @@ def sequences(tmp_path_factory):
 
 def test_the_command_leaves_its_files(sequences, tmp_path):
     """Each loss learns that the last item says much: a random order has an NDCG@10 of about 0.08."""
-    printed = run_file(two_tower, tmp_path, "--data", sequences, "--loss", *two_tower.LOSSES, "--epochs", "5", "--seeds", "1", "2", "--lr", "0.01", "--history", "1",
-                       "--output", tmp_path / "out", *SMALL)
+    printed = run_file(two_tower, tmp_path, "--data", sequences, "--loss", *candidates.METHODS, "--epochs", "3", "--evaluations", "1",
+                       "--seeds", "1", "2", "--lr", "0.02", "--history", "1", "--output", tmp_path / "out", *SMALL)
     runs = json.loads((tmp_path / "out" / "runs.json").read_text())["runs"]
-    assert [(one["seed"], one["loss"]) for one in runs] == [(seed, name) for seed in (1, 2) for name in two_tower.LOSSES]
+    assert [(one["seed"], one["loss"]) for one in runs] == [(seed, name) for seed in (1, 2) for name in candidates.METHODS]
     assert all(one["test NDCG@10"] > 0.12 for one in runs)
     table = (tmp_path / "out" / "table.md").read_text()
-    assert table in printed and table.count("\n") == 2 + len(two_tower.LOSSES) and "+-" in table
+    assert table in printed and table.count("\n") == 2 + len(candidates.METHODS) and "+-" in table
+
+
+def test_the_learning_rate_and_the_moment_are_the_best_by_validation(sequences, tmp_path, monkeypatch):
+    """A rate that moves nothing loses against one that learns, on a seed that is none of the table's; the figures are of the best ranking, not the last."""
+    ranked = []
+
+    def counted(towers, queries, history):
+        ranked.append((len(queries.known), rank(towers, queries, history)))
+        return ranked[-1][1]
+
+    monkeypatch.setattr(two_tower, "rank", counted)
+    assert run(two_tower, "--data", sequences, "--loss", "refined", "--epochs", "8", "--evaluations", "4", "--validate", "200",
+               "--lr", "1e-9", "0.05", "--seeds", "3", "--output", tmp_path, *SMALL) == 0
+    found = json.loads((tmp_path / "runs.json").read_text())
+    assert [one["lr"] for one in found["searched"]] == [1e-9, 0.05] and [one["seed"] for one in found["searched"]] == [4, 4]
+    (best,) = found["runs"]
+    assert best["lr"] == 0.05 and best["seed"] == 3
+    assert [users for users, _ in ranked] == [200, 200, 200, 200, 300] * 3
+    assert best["valid NDCG@10"] == max(figures["NDCG@10"] for _, figures in ranked[10:14]) and best["test NDCG@10"] == ranked[14][1]["NDCG@10"]
+
+
+def test_the_time_of_the_processor_is_the_limit(sequences, tmp_path):
+    assert run(two_tower, "--data", sequences, "--loss", "uniform", "--max-minutes", "0.01", "--evaluations", "2", "--output", tmp_path, *SMALL) == 0
+    (found,) = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert 0.01 <= found["minutes"] < 0.02 and 0.005 <= found["best at minute"] <= found["minutes"] and found["steps"] > 5
 
 
 @pytest.mark.parametrize("unordered", [False, True])
 def test_pairs_hold_what_is_known_before(unordered):
-    args = two_tower.parse_arguments(["--batch-size", "7", "--history", "3", *(["--unordered"] if unordered else [])])
     rows = [[1, 2, 3, 4, 5], [6], [7, 8], [9, 10, 11]]
     found = {}
-    for known, lengths, target in two_tower.Pairs(data.Sequences.of(rows), args).batches(torch.Generator().manual_seed(0)):
+    for known, lengths, target in Pairs(data.Sequences.of(rows), unordered, 3).batches(7, torch.Generator().manual_seed(0)):
         found |= {y: part for y, part in zip(target.tolist(), [part.tolist() for part in known.split(lengths.tolist())])}
     if unordered:
         assert found.keys() == {1, 2, 3, 4, 5, 7, 8, 9, 10, 11}
@@ -50,19 +75,56 @@ def test_pairs_hold_what_is_known_before(unordered):
         assert found == {2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [2, 3, 4], 8: [7], 10: [9], 11: [9, 10]}
 
 
-def test_the_full_softmax_is_that_of_all_items():
+@pytest.fixture
+def question():
+    """Towers of 20 items, what they make of them, users and what is to be found."""
     torch.manual_seed(0)
-    towers, target = two_tower.Towers(20, 8), torch.tensor([3, 4])
-    query = towers.users(torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
-    vectors = torch.stack([towers.items(torch.tensor([i]))[0] for i in range(20)])
-    torch.testing.assert_close(two_tower.softmax_of_all(towers, query, target, 0.5), torch.nn.functional.cross_entropy(query @ vectors.T / 0.5, target))
+    towers, target = Towers(20, 8), torch.tensor([3, 4, 3, 9, 17])
+    return towers, torch.stack([towers.items(torch.tensor([i]))[0] for i in range(20)]), torch.nn.functional.normalize(torch.randn(5, 8), dim=1), target
+
+
+def method(name, *arguments):
+    rows = [list(range(20)), list(range(10)) * 3, [0, 0], [1], [2]]
+    args = two_tower.parse_arguments(["--width", "8", "--temperature", "0.5", *arguments])
+    return candidates.METHODS[name](data.make("rows", rows, [[]] * 5, [[]] * 5), args)
+
+
+@pytest.mark.parametrize("name", ["full", "popularity", "midx"])
+def test_all_items_as_candidates_are_the_softmax(name, question):
+    """Whoever draws: where as many are drawn as there are items, each is drawn once and weighs 1."""
+    towers, every, query, target = question
+    value = method(name, "--negatives", "20", "--codewords", "2")(towers, query, target)
+    torch.testing.assert_close(value, torch.nn.functional.cross_entropy(query @ every.T / 0.5, target))
+
+
+def test_uniform_candidates_are_not_corrected(question):
+    """CCE-: the cross entropy of the target and of the items drawn, as they are."""
+    towers, every, query, target = question
+    loss = method("uniform", "--negatives", "6")
+    random = torch.get_rng_state()
+    (drawn,) = loss.sampler.sample(query, target)
+    torch.set_rng_state(random)
+    scores = query @ every.T / 0.5
+    there = torch.zeros(5, 20, dtype=torch.bool).index_fill_(1, drawn.ids, True).scatter(1, target[:, None], True)
+    assert not there.all() and len(drawn.ids) == 6
+    torch.testing.assert_close(loss(towers, query, target), torch.nn.functional.cross_entropy(scores.masked_fill(~there, -torch.inf), target))
+
+
+def test_midx_makes_the_vectors_of_all_items_when_it_looks_at_them(question, monkeypatch):
+    towers, _, query, target = question
+    loss, made = method("midx", "--negatives", "6", "--codewords", "2", "--refresh-every", "32"), []
+    all_items = Towers.all_items
+    monkeypatch.setattr(Towers, "all_items", lambda self: made.append(step) or all_items(self))
+    for step in range(100):
+        loss(towers, query, target)
+    assert made == [0, 1, 2, 4, 8, 16, 32, 64, 96]
 
 
 def test_ranking_leaves_out_what_a_user_has():
     torch.manual_seed(0)
-    towers, args = two_tower.Towers(12, 8), two_tower.parse_arguments([])
+    towers = Towers(12, 8)
     queries = data.Queries(data.Sequences.of([[0, 1], [2], [3, 4, 5]]), data.Sequences.of([[7], [], [8, 3]]))
-    found = two_tower.rank(towers, queries, args)
+    found = rank(towers, queries, 30)
     every, wanted = towers.items(torch.arange(12)), [[7], [8, 3]]
     predictions = []
     for known in ([0, 1], [3, 4, 5]):

@@ -91,6 +91,13 @@ class AdaptiveSampler(Sampler):
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         torch.ops.xsoftmax.adaptive_step_(self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
 
+    @torch.jit.unused
+    def refresh_due(self) -> bool:
+        """Whether the next :meth:`prepare` follows the table anew. A table that costs much to make, such as all vectors of an item tower, need be made then
+        only: between two refreshes ``prepare`` reads no row of it, but for the updates of :class:`MidxSampler`."""
+        every = dict(option.split("=") for option in self.options.split(","))["refresh_every"]
+        return torch.ops.xsoftmax.refresh_is_due(int(self.step), int(every))
+
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
         """Follows the class table at once: ``weight [N, D]`` and, where the sampler has one, ``bias [N]``. Returns the statistics that the
