@@ -1,6 +1,6 @@
 """Trained class tables to search: interactions are drawn from a seed, and xsoftmax trains vectors on them."""
 
-import time
+import sys
 from pathlib import Path
 
 import torch
@@ -43,40 +43,37 @@ class Stream:
         return (torch.searchsorted(self.below, low + uniform(count, length) * (high - low), right=True) - 1).clamp_(0, self.num_items - 1)
 
 
-def train(num_items: int, width: int, minutes: float, num_queries: int, bias: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
-    """`weight [num_items, width]`, `queries [num_queries, width]` of users that were not trained on, and `bias`.
+def train(num_items: int, width: int, steps: int, num_queries: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """`weight [num_items, width]`, and `queries [num_queries, width]` of users that were not trained on.
 
     A query is a linear map of the mean vector of a user's last items, whose table is that of the classes; the next item is the target."""
     torch.manual_seed(seed)
     stream = Stream(num_items, seed)
     items = torch.nn.Embedding(num_items, width, sparse=True)
     torch.nn.init.normal_(items.weight, std=0.25 * width ** -0.5)
-    loss = xs.SampledSoftmaxLoss(width, num_items, bias=bias, sampler=xs.samplers.UnigramSampler(stream.popularity.float(), 1024))
+    loss = xs.SampledSoftmaxLoss(width, num_items, sampler=xs.samplers.UnigramSampler(stream.popularity.float(), 1024))
     loss.linear.weight = items.weight
     encoder = torch.nn.Linear(width, width)
     torch.nn.init.eye_(encoder.weight)
     optimizer = xs.optim.RowAdam([*loss.parameters(), *encoder.parameters()], lr=1e-2)
-    end, steps, value = time.monotonic() + 60 * minutes, 0, torch.zeros(())
-    while time.monotonic() < end:
+    for step in range(1, steps + 1):
         chosen = stream.users(4096, HISTORY + 1)
         value = loss(encoder(items(chosen[:, :-1]).mean(1)), chosen[:, -1])
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
-        steps += 1
-        if steps % 500 == 0:
-            print(f"step {steps}: {value.item():.3f}", flush=True)
+        if step % 100 == 0:
+            print(f"step {step}: {value.item():.3f}", file=sys.stderr, flush=True)
     loss.eval()
     with torch.no_grad():
         queries = encoder(items(stream.users(num_queries, HISTORY)).mean(1))
-    found = {"weight": loss.linear.weight.detach().clone(), "queries": queries, "steps": torch.tensor(steps)}
-    return found | ({"bias": loss.linear.bias.detach().clone()} if bias else {})
+    return {"weight": loss.linear.weight.detach().clone(), "queries": queries}
 
 
-def trained(out: Path, num_items: int, width: int = 64, minutes: float = 8.0, num_queries: int = 20_000, bias: bool = False) -> dict[str, torch.Tensor]:
+def trained(out: Path, num_items: int, width: int = 64, steps: int = 2000, num_queries: int = 20_000) -> dict[str, torch.Tensor]:
     """What `train` gives, kept in the folder `out`."""
-    path = out / f"vectors_{num_items}_{width}{'_bias' if bias else ''}.pt"
+    path = out / f"vectors_{num_items}_{width}_{steps}.pt"
     if not path.exists():
         out.mkdir(parents=True, exist_ok=True)
-        torch.save(train(num_items, width, minutes, num_queries, bias), path)
+        torch.save(train(num_items, width, steps, num_queries), path)
     return torch.load(path)

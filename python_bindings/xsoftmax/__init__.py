@@ -22,6 +22,7 @@ from .hierarchical_matcher import HierarchicalMatcher
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
+from .retrieval import SearchIndex, SearchResult, to_faiss
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear
@@ -47,6 +48,8 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearLoss",
     "SampledSoftmaxLoss",
+    "SearchIndex",
+    "SearchResult",
     "TwoTowerLoss",
     "XRLinear",
     "cached_step",
@@ -64,5 +67,6 @@ __all__ = [
     "register_estimator",
     "replace_head",
     "samplers",
+    "to_faiss",
     "use_impl",
 ]
