@@ -66,6 +66,10 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_step.cpp
   csrc/optim/row_update.cpp
   csrc/optim/settle.cpp
+  csrc/retrieval/midx_search_index.cpp
+  csrc/retrieval/search_index.cpp
+  csrc/retrieval/search_topk.cpp
+  csrc/retrieval/search_topk_cpu.cpp
   csrc/samplers/adaptive.cpp
   csrc/samplers/adaptive_modules.cpp
   csrc/samplers/alias_sample.cpp
@@ -133,6 +137,7 @@ set(XSOFTMAX_SIMD_SOURCES
   csrc/matcher/score_rows.simd.cpp
   csrc/matcher/sibling_solver.simd.cpp
   csrc/optim/row_updates.simd.cpp
+  csrc/retrieval/cell_scan.simd.cpp
   csrc/samplers/midx_query_rows.simd.cpp
   csrc/scores/row_kernels.simd.cpp
 )

@@ -8,4 +8,5 @@
 #include <xsoftmax/ops.h>
 #include <xsoftmax/optim.h>
 #include <xsoftmax/samplers.h>
+#include <xsoftmax/search.h>
 #include <xsoftmax/trees.h>

@@ -23,6 +23,7 @@ from .id_table import IdTable
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head
+from .retrieval import SearchIndex, SearchResult, to_faiss
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear
@@ -49,6 +50,8 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearLoss",
     "SampledSoftmaxLoss",
+    "SearchIndex",
+    "SearchResult",
     "TwoTowerLoss",
     "XRLinear",
     "cached_step",
@@ -66,5 +69,6 @@ __all__ = [
     "register_estimator",
     "replace_head",
     "samplers",
+    "to_faiss",
     "use_impl",
 ]

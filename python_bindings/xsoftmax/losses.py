@@ -7,6 +7,7 @@ from typing import Dict, Iterable, List, Optional, Union
 import torch
 from torch import Tensor, nn
 
+from . import retrieval
 from ._checks import check_bool, check_count
 from ._memory import device_of_values, moved_table
 from ._resize import resize_classes
@@ -134,14 +135,52 @@ class LinearLoss(TableModule):
         return torch.log_softmax(self.linear(input), dim=-1)
 
     @torch.jit.export
-    def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, input: Tensor, k: int, index: Optional[str] = None, recall: Optional[float] = None,
+             max_cells: Optional[int] = None) -> tuple[Tensor, Tensor]:
         """`self.log_prob(input).topk(k)`: (log-probabilities, class ids), both [*, k], best first, without [*, N] in memory;
-        log-probabilities in float32 for 16-bit tables."""
+        log-probabilities in float32 for 16-bit tables.
+
+        With index="midx", see :meth:`search`, whose scores and ids it gives: not log-probabilities, since their normaliser takes all classes."""
         k = self._best(k)
+        if index is not None or recall is not None or max_cells is not None:
+            if torch.jit.is_scripting():
+                raise ValueError(f"{self._name}: expected topk without index in TorchScript: torch.ops.xsoftmax.search_topk takes a SearchIndex's tensors")
+            else:
+                found = retrieval.search(self, input, k, index, recall, max_cells)
+                return found.scores, found.ids
         values, indices = torch.ops.xsoftmax.linear_topk(
             self._table_queries(input, None), self.linear.weight, self.linear.bias, k)
         shape = list(input.shape[:-1]) + [k]
         return values.reshape(shape), indices.reshape(shape)
+
+    def search(self, input: Tensor, k: int, *, index: str = "midx", recall: Optional[float] = None,
+               max_cells: Optional[int] = None) -> retrieval.SearchResult:
+        """`self.linear(input).topk(k)` without most of the classes: (scores, ids, cells_read, certified); equal scores: the lower id first.
+
+        Classes stand in cells, a copy of the table in 8 bits bounds the scores of a cell and of its classes, and classes that may be among the best are
+        scored from the table. The index is that of :meth:`search_index`; where the table has changed since, it is made anew (not where it was written to
+        by ``.data``: call :meth:`search_index` then). A table on CPU; no gradient.
+
+        Args:
+            input: [*, D], in the dtype of the table. A query with a NaN or an infinity has scores of NaN.
+            k: in [0, N].
+            index: "midx".
+            recall: none: certified, the k best of all classes, exactly. In (0, 1): cells are read in the order of how likely they hold one of the
+                best, as many as made 256 queries find this share of their best k: a target for queries like them, no guarantee for each. They are those that
+                search_index was given, or the first of the calls, which until then are certified.
+            max_cells: reads so many cells, or as many as hold k classes; a query may be certified all the same.
+        """
+        return retrieval.search(self, input, k, index, recall, max_cells)
+
+    def search_index(self, queries: Optional[Tensor] = None, *, codewords: Optional[int] = None) -> retrieval.SearchIndex:
+        """Makes the index of :meth:`search` from the table as it is now, and keeps it: about a quarter of the table's memory.
+
+        Args:
+            queries: [*, D], some hundreds like those to come: they say how many cells a recall takes.
+            codewords: K, for K x K cells of a residual quantizer that K-means makes; none: those of the loss's MIDX sampler, where it has one
+                that has been refreshed and whose cells hold 32 classes on average, or else sqrt(N / 256) and at most 256.
+        """
+        return retrieval.build_index(self, queries, codewords)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:

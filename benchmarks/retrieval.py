@@ -1,0 +1,186 @@
+"""The best ten of a million trained items: certified search beside scoring all, and recall against time beside faiss.
+
+    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000] [--table vectors.pt] [--picture docs/retrieval.png] [--threads 1] [--json]
+
+Needs faiss-cpu, and matplotlib for the picture, in the environment. --out keeps the trained vectors (retrieval_data.py) and the faiss indices. --table: vectors
+of your own instead, a file of torch.save with "weight" [N, D] and "queries" [Q, D].
+
+Scoring all, the strongest of: loss.topk, a matrix product and torch.topk, faiss IndexFlatIP. Figures are medians over --repeats of all settings in turns,
+of a batch of 256 queries and of queries one at a time (32 a turn). Recall: of the ten of largest score.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import faiss
+import torch
+
+import retrieval_data
+import xsoftmax as xs
+from timing import interleave, machine, print_figures, print_machine, print_table
+
+K, BATCH, SINGLE = 10, 256, 32
+CELLS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+PROBES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+BEAMS = (10, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+def faiss_index(args, loss, kind):
+    path = args.out / f"{args.name}_{kind}.faiss"
+    start = time.perf_counter()
+    if not path.exists():
+        faiss.write_index(xs.to_faiss(loss, kind, neighbors=args.neighbors, ef_construction=args.ef_construction), str(path))
+        print(f"{kind}: {time.perf_counter() - start:.0f} s", flush=True)
+    return faiss.read_index(str(path))
+
+
+def with_setting(index, name, value):
+    """A search of faiss with one setting."""
+    def run(queries):
+        faiss.ParameterSpace().set_index_parameter(index, name, value)
+        return torch.from_numpy(index.search(queries.numpy(), K)[1])
+    return run
+
+
+def methods(args, loss):
+    """name -> (family, setting, a function of queries that gives ids)."""
+    weight = loss.linear.weight.detach()
+    flat, ivf, hnsw = (faiss_index(args, loss, kind) for kind in ("flat", "ivf", "hnsw"))
+    found = {"xsoftmax, certified": ("certified", 0, lambda q: loss.search(q, K).ids),
+             "loss.topk": ("all", 0, lambda q: loss.topk(q, K)[1]), "matmul + topk": ("all", 0, lambda q: (q @ weight.T).topk(K).indices),
+             "faiss IndexFlatIP": ("all", 0, lambda q: torch.from_numpy(flat.search(q.numpy(), K)[1]))}
+    for cells in CELLS:
+        found[f"xsoftmax, {cells} cells"] = "xsoftmax", cells, lambda q, cells=cells: loss.search(q, K, max_cells=cells).ids
+    for probes in PROBES:
+        found[f"faiss IndexIVFFlat, {probes} lists"] = "faiss IndexIVFFlat", probes, with_setting(ivf, "nprobe", probes)
+    for beam in BEAMS:
+        found[f"faiss IndexHNSWFlat, beam of {beam}"] = "faiss IndexHNSWFlat", beam, with_setting(hnsw, "efSearch", beam)
+    return found
+
+
+def recall(ids, want):
+    return (ids.unsqueeze(2) == want.unsqueeze(1)).any(2).double().mean().item()
+
+
+def measure(args, loss, queries):
+    runs = methods(args, loss)
+    held_out = queries[BATCH:BATCH + 2048]
+    want = runs["xsoftmax, certified"][2](held_out)
+    shown = queries[:BATCH]
+    exact = (shown.double() @ loss.linear.weight.detach().double().T).topk(K).indices
+    assert torch.equal(exact, runs["xsoftmax, certified"][2](shown)), "certified search is not exact"
+    results = {name: {"family": family, "setting": setting, "recall": 1.0 if family == "all" else recall(run(held_out), want)}
+               for name, (family, setting, run) in runs.items()}
+    one = [queries[i:i + 1] for i in range(SINGLE)]
+
+    def each(run):
+        return lambda: [run(query) for query in one]
+
+    batch = interleave({name: lambda run=run: run(shown) for name, (_, _, run) in runs.items()}, args.repeats, warmup=1)
+    single = interleave({name: each(run) for name, (_, _, run) in runs.items()}, args.repeats, warmup=1)
+    for name, found in results.items():
+        found["batch"], found["single"] = batch[name] / BATCH, single[name] / SINGLE
+    return results
+
+
+def least(results, family, share, mode):
+    """The fastest setting of a family that reaches a recall; none: none does."""
+    reached = [(one[mode], name) for name, one in results.items() if one["family"] == family and one["recall"] >= share]
+    return min(reached) if reached else None
+
+
+def figures(args, loss, results, queries):
+    found = []
+    for mode in ("batch", "single"):
+        certified, (brute, name) = results["xsoftmax, certified"][mode], least(results, "all", 1.0, mode)
+        found.append({"figure": f"certified top-10 / scoring all, {mode}", "value": certified / brute,
+                      "medians": f"xsoftmax {1e6 * certified:.0f} us, {name} {1e6 * brute:.0f} us a query"})
+        for share in (0.9, 0.95, 0.99):
+            ours = min(filter(None, (least(results, family, share, mode) for family in ("xsoftmax", "certified"))))
+            for rival in ("faiss IndexIVFFlat", "faiss IndexHNSWFlat"):
+                theirs = least(results, rival, share, mode)
+                if theirs:
+                    found.append({"figure": f"recall {share}, {mode}: xsoftmax / {rival}", "value": ours[0] / theirs[0],
+                                  "medians": f"{ours[1]} {1e6 * ours[0]:.0f} us, {theirs[1]} {1e6 * theirs[0]:.0f} us a query"})
+    held_out = queries[BATCH:BATCH + 2048]
+    want = loss.search(held_out, K).ids
+    index = loss.search_index(queries[-1024:])
+    for share in (0.9, 0.95, 0.99):
+        search = loss.search(held_out, K, recall=share)
+        found.append({"figure": f"recall of other queries where {share} is asked for", "value": recall(search.ids, want),
+                      "medians": f"{search.cells_read.double().mean():.1f} of {index.num_cells} cells"})
+    exact = loss.search(held_out, K)
+    found.append({"figure": "cells read where certified, mean", "value": exact.cells_read.double().mean().item()})
+    return found
+
+
+def draw(results, title, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = {"xsoftmax": "tab:blue", "faiss IndexIVFFlat": "tab:orange", "faiss IndexHNSWFlat": "tab:green"}
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for axis, mode, heading in zip(axes, ("single", "batch"), ("queries one at a time", f"a batch of {BATCH} queries")):
+        for family, color in colors.items():
+            points = sorted((one["recall"], 1e6 * one[mode]) for one in results.values() if one["family"] == family)
+            axis.plot([p[1] for p in points], [p[0] for p in points], marker="o", markersize=4, color=color, label=family)
+        axis.plot([1e6 * results["xsoftmax, certified"][mode]], [1.0], marker="*", markersize=14, linestyle="", color="tab:blue", label="xsoftmax, certified")
+        brute, name = least(results, "all", 1.0, mode)
+        axis.plot([1e6 * brute], [1.0], marker="s", markersize=7, linestyle="", color="black", label=f"all classes ({name})")
+        axis.set_xscale("log")
+        axis.set_xlabel("microseconds a query")
+        axis.set_title(heading)
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(loc="lower right", fontsize=8)
+    axes[0].set_ylabel("recall@10")
+    axes[0].set_ylim(0.5, 1.01)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for vectors and indices")
+    parser.add_argument("--items", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=2000, help="of training")
+    parser.add_argument("--table", type=Path, help="trained vectors of your own")
+    parser.add_argument("--neighbors", type=int, default=16, help="of IndexHNSWFlat")
+    parser.add_argument("--ef-construction", type=int, default=60, help="of IndexHNSWFlat")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    faiss.omp_set_num_threads(args.threads)
+    torch.manual_seed(0)
+    vectors = torch.load(args.table) if args.table else retrieval_data.trained(args.out, args.items, steps=args.steps)
+    args.name = args.table.stem if args.table else f"vectors_{args.items}_64_{args.steps}"
+    weight, queries = vectors["weight"].float(), vectors["queries"].float()
+    loss = xs.LinearCrossEntropyLoss(weight.shape[1], weight.shape[0], device="meta").eval()
+    loss.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    start = time.perf_counter()
+    index = loss.search_index()
+    built = time.perf_counter() - start
+    results = measure(args, loss, queries)
+    size = sum(part.numel() * part.element_size() for part in index.tensors)
+    found = figures(args, loss, results, queries)
+    found += [{"figure": "index: memory / that of the table", "value": size / (4 * weight.numel())}, {"figure": "index: seconds to make", "value": built}]
+    if args.picture:
+        draw(results, f"The best {K} of {len(weight):,} trained items of width {weight.shape[1]}, {args.threads} thread{'s' * (args.threads > 1)}", args.picture)
+    if args.json:
+        print(json.dumps({"machine": machine() | {"faiss": faiss.__version__}, "results": results, "figures": found}, indent=1))
+        return
+    print_machine()
+    print_table([{"search": name, "recall@10": f"{one['recall']:.4f}", "single": f"{1e6 * one['single']:.0f} us", "batch": f"{1e6 * one['batch']:.1f} us"}
+                 for name, one in results.items()], ["search", "recall@10", "single", "batch"])
+    print()
+    print_figures(found)
+
+
+if __name__ == "__main__":
+    main()

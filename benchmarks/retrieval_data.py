@@ -1,0 +1,79 @@
+"""Trained class tables to search: interactions are drawn from a seed, and xsoftmax trains vectors on them."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import xsoftmax as xs
+
+HISTORY = 8  # items that a query is made of
+
+
+class Stream:
+    """Users who choose items. An item belongs to a subtopic (about a hundred items), which belongs to a topic (about fifty subtopics); a user
+    likes two subtopics of each of two topics, and takes 60 % of the items from these, 25 % from the topics and 15 % from anywhere, in each case by
+    popularity, which falls as 1 / rank^0.9."""
+
+    def __init__(self, num_items: int, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        subtopics, topics = max(8, num_items // 100), max(4, num_items // 5000)
+        self.subtopic = torch.randint(subtopics, (num_items,), generator=self.generator).sort().values  # of each item
+        self.first = torch.searchsorted(self.subtopic, torch.arange(subtopics + 1))  # the items of a subtopic lie together, so do those of a topic
+        self.topic_first = torch.arange(topics + 1) * subtopics // topics
+        rank = torch.randperm(num_items, generator=self.generator) + 1
+        self.popularity = rank.double().pow(-0.9)
+        self.below = torch.cat([torch.zeros(1, dtype=torch.double), self.popularity.cumsum(0)])
+        self.num_items, self.topics = num_items, topics
+
+    def users(self, count: int, length: int) -> torch.Tensor:
+        """[count, length]: what so many new users choose, in order."""
+        def uniform(*shape):
+            return torch.rand(*shape, generator=self.generator, dtype=torch.double)
+
+        topic = torch.searchsorted(self.below[self.first[self.topic_first]][1:-1].contiguous(), uniform(count, 2) * self.below[-1], right=True)
+        first, end = self.topic_first[topic], self.topic_first[topic + 1]
+        liked = (first.repeat_interleave(2, 1) + (uniform(count, 4) * (end - first).repeat_interleave(2, 1)).long()).clamp_(max=len(self.first) - 2)
+        which, kind = (uniform(count, length) * 4).long(), uniform(count, length)
+        subtopic, of_topic = liked.gather(1, which), topic.gather(1, which // 2)
+        begin = torch.where(kind < .6, self.first[subtopic], self.first[self.topic_first[of_topic]])
+        stop = torch.where(kind < .6, self.first[subtopic + 1], self.first[self.topic_first[of_topic + 1]])
+        begin, stop = begin.masked_fill(kind >= .85, 0), stop.masked_fill(kind >= .85, self.num_items)
+        low, high = self.below[begin], self.below[stop]
+        return (torch.searchsorted(self.below, low + uniform(count, length) * (high - low), right=True) - 1).clamp_(0, self.num_items - 1)
+
+
+def train(num_items: int, width: int, steps: int, num_queries: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """`weight [num_items, width]`, and `queries [num_queries, width]` of users that were not trained on.
+
+    A query is a linear map of the mean vector of a user's last items, whose table is that of the classes; the next item is the target."""
+    torch.manual_seed(seed)
+    stream = Stream(num_items, seed)
+    items = torch.nn.Embedding(num_items, width, sparse=True)
+    torch.nn.init.normal_(items.weight, std=0.25 * width ** -0.5)
+    loss = xs.SampledSoftmaxLoss(width, num_items, sampler=xs.samplers.UnigramSampler(stream.popularity.float(), 1024))
+    loss.linear.weight = items.weight
+    encoder = torch.nn.Linear(width, width)
+    torch.nn.init.eye_(encoder.weight)
+    optimizer = xs.optim.RowAdam([*loss.parameters(), *encoder.parameters()], lr=1e-2)
+    for step in range(1, steps + 1):
+        chosen = stream.users(4096, HISTORY + 1)
+        value = loss(encoder(items(chosen[:, :-1]).mean(1)), chosen[:, -1])
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        if step % 100 == 0:
+            print(f"step {step}: {value.item():.3f}", file=sys.stderr, flush=True)
+    loss.eval()
+    with torch.no_grad():
+        queries = encoder(items(stream.users(num_queries, HISTORY)).mean(1))
+    return {"weight": loss.linear.weight.detach().clone(), "queries": queries}
+
+
+def trained(out: Path, num_items: int, width: int = 64, steps: int = 2000, num_queries: int = 20_000) -> dict[str, torch.Tensor]:
+    """What `train` gives, kept in the folder `out`."""
+    path = out / f"vectors_{num_items}_{width}_{steps}.pt"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        torch.save(train(num_items, width, steps, num_queries), path)
+    return torch.load(path)

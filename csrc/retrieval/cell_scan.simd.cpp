@@ -1,0 +1,201 @@
+#include "retrieval/cell_scan.h"
+
+#include "core/simd.h"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace xsoftmax::XS_ISA {
+namespace {
+
+constexpr int64_t kLanes = kScanLanes;
+
+using Floats = float __attribute__((vector_size(64), aligned(4), may_alias));
+using Integers = int32_t __attribute__((vector_size(64)));
+
+static inline void take(ScanQuery& query, uint32_t hit, const int32_t* product, int64_t group) {
+  while (hit != 0) {
+    const int32_t lane = __builtin_ctz(hit);
+    query.slot[query.count] = int32_t(group * kLanes) + lane;
+    query.product[query.count++] = product[lane];
+    hit &= hit - 1;
+  }
+}
+
+// The sums of the four coordinates of a quad, for 16 rows.
+#ifdef __AVX2__
+struct Sums {
+  __m256i part[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+
+  void add(const uint8_t* codes, const int8_t* code) {
+    const __m256i wide = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(bit_cast<int32_t>(*(const uint32_t __attribute__((aligned(1), may_alias))*)code))));
+    for (int i = 0; i < 4; ++i) {
+      const __m256i rows = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(codes + 16 * i)));
+      part[i] = _mm256_add_epi32(part[i], _mm256_madd_epi16(rows, wide));
+    }
+  }
+  void store(int32_t* out) const {
+    for (int i = 0; i < 4; i += 2) {
+      const __m256i both = _mm256_hadd_epi32(part[i], part[i + 1]); // rows 0 1 4 5 2 3 6 7
+      _mm256_storeu_si256((__m256i*)(out + 4 * i), _mm256_permute4x64_epi64(both, 0xD8));
+    }
+  }
+};
+#else
+struct Sums {
+  int32_t sum[kLanes] = {};
+
+  void add(const uint8_t* codes, const int8_t* code) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sum[lane] += codes[4 * lane] * code[0] + codes[4 * lane + 1] * code[1] + codes[4 * lane + 2] * code[2] + codes[4 * lane + 3] * code[3];
+    }
+  }
+  void store(int32_t* out) const {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      out[lane] = sum[lane];
+    }
+  }
+};
+#endif
+
+template <int64_t n>
+void scan_widened(ScanQuery* query, const uint8_t* codes, int64_t groups, int64_t quads) {
+  for (int64_t group = 0; group < groups; ++group, codes += quads * 4 * kLanes) {
+    for (int64_t q = 0; q < n; ++q) {
+      Sums sums;
+      for (int64_t quad = 0; quad < quads; ++quad) {
+        sums.add(codes + quad * 4 * kLanes, query[q].code + 4 * quad);
+      }
+      alignas(64) int32_t product[kLanes];
+      sums.store(product);
+      uint32_t hit = 0;
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        hit |= uint32_t(product[lane] >= query[q].threshold) << lane;
+      }
+      take(query[q], hit, product, group);
+    }
+  }
+}
+
+#ifdef __AVX512F__
+#define XS_VNNI __attribute__((target("avx512f,avx512bw,avx512vnni")))
+
+template <int64_t n>
+XS_VNNI void scan_vnni(ScanQuery* query, const uint8_t* codes, int64_t groups, int64_t quads) {
+  for (int64_t group = 0; group < groups; ++group, codes += quads * 4 * kLanes) {
+    __m512i sum[n];
+    for (int64_t q = 0; q < n; ++q) {
+      sum[q] = _mm512_setzero_si512();
+    }
+    for (int64_t quad = 0; quad < quads; ++quad) {
+      const __m512i rows = _mm512_loadu_si512(codes + quad * 4 * kLanes);
+      for (int64_t q = 0; q < n; ++q) {
+        const uint32_t code = *(const uint32_t __attribute__((aligned(1), may_alias))*)(query[q].code + 4 * quad);
+        sum[q] = _mm512_dpbusd_epi32(sum[q], rows, _mm512_set1_epi32(int32_t(code)));
+      }
+    }
+    for (int64_t q = 0; q < n; ++q) {
+      const uint32_t hit = _mm512_cmpge_epi32_mask(sum[q], _mm512_set1_epi32(query[q].threshold));
+      if (hit != 0) {
+        alignas(64) int32_t product[kLanes];
+        _mm512_store_si512(product, sum[q]);
+        take(query[q], hit, product, group);
+      }
+    }
+  }
+}
+#endif
+
+template <int64_t n>
+void scan_some(ScanQuery* query, const uint8_t* codes, int64_t groups, int64_t quads) {
+#ifdef __AVX512F__
+  if (__builtin_cpu_supports("avx512vnni")) {
+    return scan_vnni<n>(query, codes, groups, quads);
+  }
+#endif
+  scan_widened<n>(query, codes, groups, quads);
+}
+
+void scan(ScanQuery* query, int64_t n, const uint8_t* codes, int64_t groups, int64_t quads) {
+  for (int64_t q = 0; q < n; ++q) {
+    query[q].count = 0;
+  }
+  switch (n) {
+    case 1: return scan_some<1>(query, codes, groups, quads);
+    case 2: return scan_some<2>(query, codes, groups, quads);
+    case 3: return scan_some<3>(query, codes, groups, quads);
+    case 4: return scan_some<4>(query, codes, groups, quads);
+    default: return;
+  }
+}
+
+template <int64_t n>
+void score_some(float* out, const float* query, const float* rows, int64_t width, int64_t out_stride) {
+  Floats sum[n] = {};
+  for (int64_t d = 0; d < width; ++d) {
+    const Floats row = *(const Floats*)(rows + d * kLanes);
+    for (int64_t q = 0; q < n; ++q) {
+      sum[q] += query[q * width + d] * row;
+    }
+  }
+  for (int64_t q = 0; q < n; ++q) {
+    *(Floats*)(out + q * out_stride) = sum[q];
+  }
+}
+
+void score(float* out, const float* query, int64_t n, const float* rows, int64_t blocks, int64_t width) {
+  for (int64_t block = 0; block < blocks; ++block, rows += width * kLanes, out += n * kLanes) {
+    int64_t q = 0;
+    for (; q + 4 <= n; q += 4) {
+      score_some<4>(out + q * kLanes, query + q * width, rows, width, kLanes);
+    }
+    for (; q < n; ++q) {
+      score_some<1>(out + q * kLanes, query + q * width, rows, width, kLanes);
+    }
+  }
+}
+
+uint32_t reached(const float* centre, const float* reach, float length, float threshold) {
+  uint32_t bits = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    bits |= uint32_t(!(centre[lane] + length * reach[lane] < threshold)) << lane;
+  }
+  return bits;
+}
+
+void likely(float* __restrict out, const float* centre, const float* reach, const float* size, float deviation, float threshold) {
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    // The tail of the Gaussian to 2 %, and as steep far out.
+    const float x = (threshold - centre[lane]) / (deviation * reach[lane] + 1e-30f), y = x < 0 ? -x : x, z = y < 12.0f ? y : 12.0f;
+    const float tail = 0.5f * exponential(-0.717f * z - 0.416f * z * z);
+    out[lane] = size[lane] * (x < 0 ? 1.0f - tail : tail);
+  }
+}
+
+template <typename T>
+double dot(const double* query, const T* row, int64_t width) {
+  constexpr int64_t n = 16;
+  double sum[n] = {};
+  int64_t d = 0;
+  for (; d + n <= width; d += n) {
+    for (int64_t i = 0; i < n; ++i) {
+      sum[i] += query[d + i] * double(load(row[d + i]));
+    }
+  }
+  for (int64_t i = 0; d < width; ++d, ++i) {
+    sum[i] += query[d] * double(load(row[d]));
+  }
+  for (int64_t step = n / 2; step > 0; step /= 2) {
+    for (int64_t i = 0; i < step; ++i) {
+      sum[i] += sum[i + step];
+    }
+  }
+  return sum[0];
+}
+
+} // namespace
+
+extern const CellScanTable cell_scan{scan, score, reached, likely, dot<float>, dot<double>, dot<Bf16>, dot<F16>};
+
+} // namespace xsoftmax::XS_ISA

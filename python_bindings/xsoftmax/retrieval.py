@@ -1,0 +1,154 @@
+"""The best classes of very many: search by an index of the class table, and the table for faiss."""
+
+import weakref
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ._checks import check_count
+from .samplers import MidxSampler
+
+_CELL_SIZE = 32        # of a sampler's cells, at least: smaller ones cost more than they save
+_CALIBRATING = 256     # queries that say how many cells a recall takes
+
+
+class SearchResult(NamedTuple):
+    """What a search found: of each query the scores and ids of its best classes ``[*, k]``, how many cells were read ``[*]``, and whether the
+    classes are certified to be the best ``[*]``."""
+
+    scores: Tensor
+    ids: Tensor
+    cells_read: Tensor
+    certified: Tensor
+
+
+class SearchIndex:
+    """An index of a class table as it is now, and the queries that say how many cells a recall takes; see :meth:`xsoftmax.LinearLoss.search`."""
+
+    def __init__(self, weight: Tensor, bias: Optional[Tensor], codewords: Optional[Tuple[Tensor, Tensor]] = None, num_codewords: int = 0) -> None:
+        first, second = (None, None) if codewords is None else codewords
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.tensors: List[Tensor] = torch.ops.xsoftmax.midx_search_index(self.weight, self.bias, first, second, num_codewords, torch.tensor(0))
+        self.num_cells = len(self.tensors[2]) - 1
+        self._queries = self.weight.new_empty(0, self.weight.shape[1])
+        self._budgets: Dict[Tuple[int, float], int] = {}
+
+    def calibrate(self, queries: Tensor) -> None:
+        """Takes queries [Q, D] like those to come as those that say how many cells a recall takes."""
+        self._queries = queries.detach().clone()
+        self._budgets.clear()
+
+    def budget(self, k: int, recall: float) -> Optional[int]:
+        """How many cells the recall takes; none while too few queries are known."""
+        if (k, recall) not in self._budgets:
+            if len(self._queries) < _CALIBRATING:
+                return None
+            self._budgets[k, recall] = int(torch.ops.xsoftmax.search_budget(self._queries, self.weight, self.bias, self.tensors, k, recall))
+        return self._budgets[k, recall]
+
+    def search(self, queries: Tensor, k: int, recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
+        if recall is not None and recall < 1:
+            missing = _CALIBRATING - len(self._queries)
+            if missing > 0:
+                self._queries = torch.cat([self._queries, queries[:missing].detach().to(self._queries.dtype)])
+            max_cells = self.budget(k, recall)
+        options = "" if max_cells is None else f"max_cells={max_cells}"
+        return SearchResult(*torch.ops.xsoftmax.search_topk(queries, self.weight, self.bias, self.tensors, k, options))
+
+
+def _version(tensor: Optional[Tensor]) -> tuple:
+    return () if tensor is None else (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, 0 if tensor.is_inference() else tensor._version)
+
+
+_indices: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # of losses, beside their state
+
+
+def _sampler_codewords(loss) -> Optional[Tuple[Tensor, Tensor]]:
+    """The codewords of its MIDX sampler, where that knows the table and has cells of a useful size."""
+    for module in loss.modules():
+        if isinstance(module, MidxSampler) and int(module.step) > 0 and loss.num_classes >= _CELL_SIZE * len(module.codewords1) ** 2:
+            return module.codewords1.detach(), module.codewords2.detach()
+    return None
+
+
+def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int] = None) -> SearchIndex:
+    """An index of the present table, which the loss keeps; see :meth:`xsoftmax.LinearLoss.search_index`."""
+    if codewords is not None:
+        check_count(loss._name, "codewords", codewords, 1)
+    loss.settle()
+    weight, bias = loss.linear.weight, loss.linear.bias
+    if weight.device.type != "cpu":
+        raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on {weight.device}: topk without index scores all classes")
+    made = SearchIndex(weight, bias, _sampler_codewords(loss) if codewords is None else None, codewords or 0)
+    if queries is not None:
+        made.calibrate(loss._queries(queries, None))
+    _indices[loss] = (_version(weight), _version(bias)), made
+    return made
+
+
+def search(loss, input: Tensor, k: int, index: Optional[str], recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
+    """See :meth:`xsoftmax.LinearLoss.search`."""
+    name, k = loss._name, loss._best(k)
+    if index != "midx":
+        raise ValueError(f"{name}: expected index=\"midx\" to search by, got {index!r}")
+    if recall is not None and not (isinstance(recall, (int, float)) and 0 < recall <= 1):
+        raise ValueError(f"{name}: expected recall in (0, 1], got {recall!r}")
+    if max_cells is not None:
+        check_count(name, "max_cells", max_cells, 1)
+        if recall is not None:
+            raise ValueError(f"{name}: expected recall or max_cells, got {recall} and {max_cells}")
+    queries = loss._table_queries(input, None)
+    table, made = _indices.get(loss, (None, None))
+    if table != (_version(loss.linear.weight), _version(loss.linear.bias)):
+        made = build_index(loss)
+    found = made.search(queries, k, recall, max_cells)
+    shape = list(input.shape[:-1])
+    return SearchResult(found.scores.reshape(shape + [k]), found.ids.reshape(shape + [k]), found.cells_read.reshape(shape), found.certified.reshape(shape))
+
+
+def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors: int = 32, ef_construction: int = 100):
+    """The class table of a loss as a `faiss <https://github.com/facebookresearch/faiss>`_ index for inner products, on CPU, in float32.
+
+    Args:
+        loss: a loss with a plain table, such as :class:`xsoftmax.SampledSoftmaxLoss`.
+        kind: "flat", every class scored; "ivf", inverted lists of `lists` clusters (none: 4 sqrt(N)), of which a search reads ``index.nprobe``;
+            "hnsw", a graph with `neighbors` links a class, made with a beam of `ef_construction` and searched with one of ``index.hnsw.efSearch``.
+
+    Returns:
+        The faiss index: ``index.search(queries, k) -> (scores, ids)`` on numpy arrays. The bias of a class, where there is one, is one more coordinate:
+        queries then end in a 1, ``numpy.pad(queries, ((0, 0), (0, 1)), constant_values=1)``.
+
+    Raises:
+        ImportError: faiss is not installed. ValueError: a kind that is unknown.
+    """
+    if kind not in ("flat", "ivf", "hnsw"):
+        raise ValueError(f"to_faiss: expected kind to be \"flat\", \"ivf\" or \"hnsw\", got {kind!r}")
+    for argument, value in (("lists", lists), ("neighbors", neighbors), ("ef_construction", ef_construction)):
+        if value is not None:
+            check_count("to_faiss", argument, value, 1)
+    linear = getattr(loss, "linear", None)
+    if not isinstance(linear, torch.nn.Linear) or not hasattr(loss, "settle"):
+        raise TypeError(f"to_faiss: expected a loss with a plain class table, got {type(loss).__name__}")
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError("to_faiss: expected faiss to be installed: pip install faiss-cpu") from error
+    loss.settle()
+    rows = linear.weight.detach().float().cpu()
+    if linear.bias is not None:
+        rows = torch.cat([rows, linear.bias.detach().float().cpu().unsqueeze(1)], 1)
+    rows = rows.contiguous().numpy()
+    classes, width = rows.shape
+    if kind == "flat":
+        index = faiss.IndexFlatIP(width)
+    elif kind == "ivf":
+        lists = min(classes, max(1, int(4 * classes ** 0.5)) if lists is None else lists)
+        quantizer = faiss.IndexFlatIP(width)
+        index = faiss.IndexIVFFlat(quantizer, width, lists, faiss.METRIC_INNER_PRODUCT)
+        index.train(rows)
+    else:
+        index = faiss.IndexHNSWFlat(width, neighbors, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = ef_construction
+    index.add(rows)
+    return index

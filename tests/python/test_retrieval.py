@@ -1,0 +1,295 @@
+"""The best classes by a search index, against scores of all classes in float64; the table for faiss."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import xsoftmax as xs
+
+ops = torch.ops.xsoftmax
+SEED = torch.tensor(0)
+
+
+def problem(Q, D, N, dtype=torch.float32, bias=True, clusters=20, seed=0):
+    """Rows about some centres, and queries near them."""
+    g = torch.Generator().manual_seed(seed)
+    centres = 3 * torch.randn(clusters, D, generator=g)
+    weight = centres[torch.randint(clusters, (N,), generator=g)] + torch.randn(N, D, generator=g)
+    query = centres[torch.randint(clusters, (Q,), generator=g)] / 3 + 0.5 * torch.randn(Q, D, generator=g)
+    return query.to(dtype), weight.to(dtype), torch.randn(N, generator=g).to(dtype) if bias else None
+
+
+def scores_of(query, weight, bias):
+    scores = query.double() @ weight.double().T
+    return scores if bias is None else scores + bias.double()
+
+
+def expected(query, weight, bias, k):
+    """A stable sort leaves the lower of equal classes first."""
+    values, ids = scores_of(query, weight, bias).sort(dim=1, descending=True, stable=True)
+    return values[:, :k], ids[:, :k]
+
+
+def made(weight, bias, codewords=4):
+    return ops.midx_search_index(weight, bias, None, None, codewords, SEED)
+
+
+def recall(ids, want):
+    return (ids.unsqueeze(2) == want.unsqueeze(1)).any(2).double().mean().item()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("Q, D, N, k, codewords", [(1, 1, 1, 1, 1), (5, 3, 15, 15, 2), (70, 17, 3001, 10, 6), (3, 66, 500, 100, 40), (1100, 8, 400, 1, 3),
+                                                   (0, 3, 9, 2, 1), (4, 3, 9, 0, 1)])
+def test_certified_equals_all_scores(impl, bias, Q, D, N, k, codewords):
+    """Ids are those of the scores in float64, ties included, whatever the cells; more cells than classes leave some empty."""
+    check_certified(problem(Q, D, N, torch.float32, bias), k, codewords)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes(impl, dtype):
+    check_certified(problem(30, 18, 2001, dtype), 10, 5)
+
+
+def check_certified(args, k, codewords):
+    Q, dtype = len(args[0]), args[0].dtype
+    scores, ids, cells, certified = ops.search_topk(*args, made(*args[1:], codewords), k, "")
+    want, want_ids = expected(*args, k)
+    assert torch.equal(ids, want_ids) and certified.all() and certified.shape == cells.shape == (Q,)
+    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(scores.double(), want, rtol=1e-6 if scores.dtype == torch.float32 else 1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["rq", "pq"])
+def test_cells_of_a_sampler(kind):
+    """Codewords that knew another table bound nothing less surely: rows are coded anew."""
+    query, weight, bias = problem(50, 12, 3000)
+    loss = xs.SampledSoftmaxLoss(12, 3000, bias=True, sampler=xs.samplers.MidxSampler(3000, 12, codewords=8, kind=kind, bias=True))
+    loss.sampler.refresh(loss.linear.weight, loss.linear.bias)
+    with torch.no_grad():
+        loss.linear.weight.copy_(weight)
+        loss.linear.bias.copy_(bias)
+    found = loss.search(query, 10)
+    assert torch.equal(found.ids, expected(query, weight, bias, 10)[1]) and found.certified.all()
+    assert loss.search_index().num_cells == 64  # the sampler's; K-means by itself would make 16
+
+
+def test_equal_classes():
+    """Whole numbers tie often, rows stand many times, and the lower id comes first, also where thousands tie for the last place."""
+    g = torch.Generator().manual_seed(1)
+    query, weight = torch.randint(-2, 3, (20, 3), generator=g).float(), torch.randint(-2, 3, (9000, 3), generator=g).float()
+    _, ids, _, certified = ops.search_topk(query, weight, None, made(weight, None), 50, "")
+    assert torch.equal(ids, expected(query, weight, None, 50)[1]) and certified.all()
+    same = torch.ones(20_000, 4)
+    for rows in (same, torch.zeros(20_000, 4)):
+        scores, ids, _, _ = ops.search_topk(torch.randn(3, 4), rows, None, made(rows, None), 7, "")
+        assert torch.equal(ids, torch.arange(7).expand(3, 7))
+
+
+def test_lengths_far_apart():
+    """Bounds neither overflow nor vanish: tiny and huge queries, rows of very different length, biases far larger and far smaller than scores."""
+    query, weight, bias = problem(40, 16, 2000)
+    query = query * torch.logspace(-30, 30, 40).unsqueeze(1)
+    weight = weight * torch.logspace(-6, 2, 2000).unsqueeze(1)
+    for factor in (1e-12, 1.0, 1e12):
+        _, ids, _, certified = ops.search_topk(query, weight, bias * factor, made(weight, bias * factor), 5, "")
+        assert torch.equal(ids, expected(query, weight, bias * factor, 5)[1]) and certified.all()
+
+
+def test_bounds_hold():
+    """What the index says of each cell holds for each of its rows: all of them are within reach of the centre, coded to within the error, and there once."""
+    _, weight, bias = problem(1, 10, 3000)
+    order, codes, start, radius, centre, bounds, beta = made(weight, bias, 5)
+    rows = torch.cat([weight.double(), bias.double().unsqueeze(1) / beta.double()], 1)
+    assert torch.equal(order[order >= 0].sort().values, torch.arange(3000))
+    reach, scale, code_error, code_norm, size = bounds.double()
+    for cell in range(25):
+        first, last = start[cell], start[cell + 1]
+        if first == last:
+            assert size[cell] == 0 and reach[cell] == -float("inf")
+            continue
+        ids = order[16 * first:16 * last]
+        there = ids >= 0
+        c = centre[cell // 16, :, cell % 16].double()
+        r = rows[ids[there]] - c
+        coded = (codes[first:last].permute(0, 2, 1, 3).reshape(-1, 12)[there].double()[:, :11] - 128) * scale[cell]
+        assert (r - coded).norm(dim=1).max() <= code_error[cell] and coded.norm(dim=1).max() <= code_norm[cell] * (1 + 1e-9)
+        assert (r.norm(dim=1) <= radius[first:last].double().repeat_interleave(16)[there] * (1 + 1e-9)).all() and r.norm(dim=1).max() <= reach[cell]
+        assert there.sum() == size[cell] and (radius[first:last].diff() <= 0).all()
+
+
+def test_prunes_and_counts():
+    """Cells far from a query are not read; a limit is kept, and what was found within it is certified only where it is the best."""
+    query, weight, _ = problem(200, 16, 20_000, bias=False, clusters=50)
+    index = made(weight, None, 9)
+    want = expected(query, weight, None, 10)[1]
+    _, ids, cells, _ = ops.search_topk(query, weight, None, index, 10, "")
+    assert (cells >= 1).all() and cells.double().mean() < 0.7 * 81
+    shares = []
+    for limit in (1, 3, 9, 27, 81):
+        _, found, read, certified = ops.search_topk(query, weight, None, index, 10, f"max_cells={limit}")
+        assert (read <= limit).all()
+        assert torch.equal(found[certified], want[certified])
+        shares.append(recall(found, want))
+    assert shares[0] < 0.9 < shares[-1] == 1 and shares == sorted(shares)
+    _, found, read, _ = ops.search_topk(query[:5], weight, None, index, 3000, "max_cells=1")  # the first cells that hold so many
+    assert (read > 1).all() and all(row.unique().numel() == 3000 for row in found)
+
+
+def test_recall_is_reached():
+    """Other queries of the same kind find the share that was asked for, and read no more than that takes."""
+    loss = xs.SampledSoftmaxLoss(16, 20_000, sampler="uniform")
+    query, weight, _ = problem(1500, 16, 20_000, bias=False, clusters=50)
+    with torch.no_grad():
+        loss.linear.weight.copy_(weight)
+    want = expected(query, weight, None, 10)[1]
+    loss.search_index(query[:400])
+    reads = []
+    for share in (0.5, 0.9, 0.99):
+        found = loss.search(query[400:], 10, recall=share)
+        assert recall(found.ids, want[400:]) >= share
+        reads.append(found.cells_read.double().mean().item())
+    assert reads == sorted(reads) and reads[0] < reads[-1] < 40
+    scores, ids = loss.topk(query[400:], 10, index="midx", recall=0.99)
+    assert torch.equal(ids, found.ids) and torch.equal(scores, found.scores)
+    # Without queries to learn from, the first ones are certified.
+    loss.search_index()
+    assert loss.search(query[:200], 10, recall=0.5).certified.all()
+    assert not loss.search(query[200:600], 10, recall=0.5).certified.all()
+
+
+def test_follows_the_table():
+    """An optimizer's step, also one that is owed, and a copy into the table make another index; copies and checkpoints of the loss know nothing of it."""
+    loss = xs.SampledSoftmaxLoss(8, 2000, sampler="uniform", num_samples=50, bias=True)
+    optimizer = xs.optim.RowAdam(loss.parameters(), lr=0.5)
+    query, target = torch.randn(30, 8), torch.randint(2000, (30,))
+    for _ in range(4):
+        assert torch.equal(loss.search(query, 5).ids, expected(query, loss.linear.weight.detach(), loss.linear.bias.detach(), 5)[1])
+        loss(query, target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    index = xs.retrieval._indices[loss][1]
+    loss.search(query, 5), loss.eval().search(query, 7)
+    kept = xs.retrieval._indices[loss][1]
+    loss.search(query, 5)
+    assert kept is xs.retrieval._indices[loss][1] and kept is not index
+    other = copy.deepcopy(loss)
+    assert set(other.state_dict()) == {"linear.weight", "linear.bias"}
+    with torch.no_grad():
+        other.linear.weight.neg_()
+    assert torch.equal(other.search(query, 5).ids, expected(query, other.linear.weight, other.linear.bias, 5)[1])
+    count = len(xs.retrieval._indices)
+    del other, loss, optimizer
+    gc.collect()
+    assert len(xs.retrieval._indices) < count
+
+
+def test_threads(threads):
+    """One, two and four threads: the same bits, for one query and for many, certified and not."""
+    query, weight, bias = problem(700, 16, 5000)
+    results = []
+    for count in (1, 2, 4):
+        threads(count)
+        index = made(weight, bias, 5)
+        results.append([index, *(ops.search_topk(query[:n], weight, bias, index, 10, text) for n in (1, 100, 700) for text in ("", "max_cells=5"))])
+    for result in results[1:]:
+        for one, other in zip(results[0], result):
+            assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def test_shapes_and_scripting():
+    loss = xs.LinearCrossEntropyLoss(6, 100)
+    query = torch.randn(2, 3, 6)
+    found = loss.search(query, 4)
+    assert found.scores.shape == found.ids.shape == (2, 3, 4) and found.cells_read.shape == found.certified.shape == (2, 3)
+    assert loss.search(query[0, 0], 4).ids.shape == (4,) and not found.scores.requires_grad
+    assert torch.equal(found.ids, loss.topk(query, 4)[1])
+    scripted = torch.jit.script(loss)
+    assert torch.equal(scripted.topk(query, 4)[1], found.ids)
+    with pytest.raises(Exception, match="TorchScript"):
+        scripted.topk(query, 4, "midx")
+
+
+def test_not_finite():
+    """A query with a NaN or an infinity has no best classes, and leaves its neighbours alone; one of zeros has the first."""
+    query, weight, _ = problem(4, 5, 300, bias=False)
+    query[0, 1], query[1, 2], query[2] = float("nan"), float("inf"), 0.0
+    scores, ids, cells, certified = ops.search_topk(query, weight, None, made(weight, None), 3, "")
+    assert scores[:2].isnan().all() and torch.equal(ids[:3], torch.arange(3).expand(3, 3)) and certified.all()
+    assert cells[:3].tolist() == [0, 0, 0] and torch.equal(scores[2], torch.zeros(3))
+    assert torch.equal(ids[3:], expected(query[3:], weight, None, 3)[1])
+
+
+def test_errors():
+    query, weight, bias = problem(4, 5, 300)
+    index = made(weight, bias)
+    for text, message in (("max_cells=0", "max_cells of at least 1"), ("cells=2", "cells")):
+        with pytest.raises(ValueError, match=message):
+            ops.search_topk(query, weight, bias, index, 3, text)
+    for k in (-1, 301):
+        with pytest.raises(ValueError, match="expected k"):
+            ops.search_topk(query, weight, bias, index, k, "")
+    with pytest.raises(ValueError, match=r"index\[1\]|index\[4\]"):
+        ops.search_topk(query, weight, None, index, 3, "")
+    with pytest.raises(ValueError, match="7 tensors"):
+        ops.search_topk(query, weight, bias, index[:3], 3, "")
+    with pytest.raises(IndexError, match="classes in"):
+        ops.search_topk(query, weight, bias, [index[0] + 300 * (index[0] >= 0), *index[1:]], 3, "")
+    with pytest.raises(ValueError, match="holds every class"):
+        ops.search_topk(query, weight, bias, [torch.full_like(index[0], -1), *index[1:]], 3, "")
+    weight[17, 2] = float("inf")
+    with pytest.raises(ValueError, match="class 17"):
+        ops.search_index(weight, bias, torch.zeros(300, dtype=torch.int32), 1)
+    with pytest.raises(IndexError, match="got 2 at position 0"):
+        ops.search_index(weight, bias, torch.full((300,), 2, dtype=torch.int32), 2)
+    loss = xs.LinearCrossEntropyLoss(5, 300)
+    for arguments, error in (({"index": "hnsw"}, ValueError), ({"recall": 0.0}, ValueError), ({"recall": "much"}, ValueError), ({"max_cells": 0}, ValueError),
+                             ({"recall": 0.5, "max_cells": 3}, ValueError), ({"max_cells": 1.5}, TypeError)):
+        with pytest.raises(error, match="LinearCrossEntropyLoss: expected"):
+            loss.search(query, 3, **arguments)
+    with pytest.raises(ValueError, match="index=\"midx\""):
+        loss.topk(query, 3, recall=0.9)
+    with pytest.raises(ValueError, match="on CPU"):
+        xs.LinearCrossEntropyLoss(5, 300, device="meta").search_index()
+
+
+def test_opcheck():
+    query, weight, bias = problem(6, 5, 200)
+    cell = torch.randint(9, (200,), dtype=torch.int32)
+    index = ops.search_index(weight, bias, cell, 9)
+    codewords = torch.randn(3, 5), torch.randn(3, 5)
+    for name, args in (("search_index", (weight, bias, cell, 9)), ("midx_search_index", (weight, bias, *codewords, 0, SEED)),
+                       ("midx_search_index", (weight, None, None, None, 2, SEED)), ("search_topk", (query, weight, bias, index, 3, "max_cells=2")),
+                       ("search_budget", (query, weight, bias, index, 3, 0.9))):
+        torch.library.opcheck(getattr(ops, name).default, args)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
+def test_to_faiss(kind, bias):
+    pytest.importorskip("faiss")
+    query, weight, biases = problem(20, 8, 2000, bias=bias)
+    loss = xs.LinearCrossEntropyLoss(8, 2000, bias=bias)
+    with torch.no_grad():
+        loss.linear.weight.copy_(weight)
+        if bias:
+            loss.linear.bias.copy_(biases)
+    index = xs.to_faiss(loss, kind, lists=16)
+    if kind == "ivf":
+        index.nprobe = 16
+    asked = torch.cat([query, torch.ones(20, 1)], 1) if bias else query
+    _, ids = index.search(asked.numpy(), 5)
+    assert recall(torch.from_numpy(ids), expected(query, weight, biases, 5)[1]) >= (0.9 if kind == "hnsw" else 1)
+
+
+def test_to_faiss_errors(monkeypatch):
+    loss = xs.LinearCrossEntropyLoss(8, 20)
+    with pytest.raises(ValueError, match="kind"):
+        xs.to_faiss(loss, "lsh")
+    with pytest.raises(TypeError, match="plain class table"):
+        xs.to_faiss(torch.nn.Linear(2, 3))
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    with pytest.raises(ImportError, match="faiss-cpu"):
+        xs.to_faiss(loss)
