@@ -121,7 +121,7 @@ void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t n
     // One unsigned comparison catches negative ids as well.
     if (uint64_t(id[i]) >= uint64_t(num_classes) && !(ignore_index.has_value() && id[i] == *ignore_index)) [[unlikely]] {
       TORCH_CHECK_INDEX(false, op, ": expected ", arg, " in [0, ", num_classes, ")",
-                        ignore_index.has_value() ? " or ignore_index" : "", ", got ", id[i], " at ", position(flat, i));
+                        !ignore_index.has_value() ? "" : *ignore_index == -1 ? " or -1" : " or ignore_index", ", got ", id[i], " at ", position(flat, i));
     }
   }
 }

@@ -3,12 +3,12 @@
 #include "core/impl.h"
 #include "core/memory.h"
 #include "core/optional.h"
+#include "core/products.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_cross_entropy.h"
 #include "losses/softmax_rows.h"
 #include "scores/row_kernels.h"
 
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
@@ -27,7 +27,6 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kQueriesPerTask = 16;
-constexpr int64_t kTermsOfProduct = 384;
 
 // The weights of the terms of the loss of a query,
 //     loss_q = target_weight (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
@@ -259,26 +258,12 @@ class BackwardPass {
     });
   }
 
-  // MKL orders a sum of more than 384 terms by the number of threads; of a group's sums that must not be seen.
   void add_input_gradient(const Tensor& part, const Tensor& slope, const Tensor& rows, bool first) const {
     if (!part.defined()) {
       return;
     }
-    const int64_t size = slope.size(1), step = plan_.groups > 1 ? kTermsOfProduct : size;
-    for (int64_t begin = 0; begin < size; begin += step) {
-      const int64_t terms = std::min(step, size - begin);
-      add_product(part, slope.narrow(1, begin, terms), rows.narrow(0, begin, terms), first && begin == 0);
-    }
-  }
-
-  static void add_product(Tensor sum, const Tensor& left, const Tensor& right, bool first) {
-    if (sum.scalar_type() != left.scalar_type()) {
-      first ? sum.copy_(at::mm(left, right)) : sum.add_(at::mm(left, right));
-    } else if (first) {
-      at::mm_out(sum, left, right);
-    } else {
-      at::addmm_out(sum, sum, left, right);
-    }
+    // Of a group's sums the order that MKL gives them must not be seen.
+    add_product_in_parts(part, slope, rows, first, plan_.groups > 1 ? kTermsOfProduct : std::max<int64_t>(1, slope.size(1)));
   }
 
   void set_weight_gradient(const Tensor& grad_weight, const Tensor& slope, BlockScratch& scratch, const ClassBlock& block,

@@ -4,6 +4,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/options.h"
+#include "core/products.h"
 #include "core/slices.h"
 #include "losses/reduction.h"
 #include "losses/several_positives.h"
@@ -12,9 +13,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/logsumexp.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -70,8 +69,11 @@ struct QueryBlock {
     const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
     logits = at::empty({input.size(0), weight.size(0)}, options);
     for_slices(logits, weight.size(0), [&](int64_t begin, int64_t size) {
-      const OptionalTensor of_slice = given(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : bias;
-      logits.narrow(1, begin, size).copy_(at::linear(input, weight.narrow(0, begin, size), of_slice));
+      Tensor of_slice = logits.narrow(1, begin, size);
+      add_product_in_parts(of_slice, input, weight.narrow(0, begin, size).t(), /*first=*/true);
+      if (given(bias)) {
+        of_slice.add_(bias->narrow(0, begin, size));
+      }
     });
     each = logits.gather(1, ids);
     logits.scatter_(1, ids, -kInfinity);
@@ -132,10 +134,10 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
     for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {
       const Tensor of_classes = gradient.narrow(1, first, count), product = of_classes.to(weight.scalar_type());
       if (mask[0]) {
-        parts.select(0, first / slice_width(weight.size(0))).copy_(at::mm(product, weight.narrow(0, first, count)));
+        add_product_in_parts(parts.select(0, first / slice_width(weight.size(0))), product, weight.narrow(0, first, count), /*first=*/true);
       }
       if (mask[1]) {
-        grad_weight.narrow(0, first, count).add_(at::mm(product.t(), counted));
+        add_product_in_parts(grad_weight.narrow(0, first, count), product.t(), counted, /*first=*/false);
       }
       if (mask[2]) {
         grad_bias.narrow(0, first, count).add_(of_classes.sum(0));

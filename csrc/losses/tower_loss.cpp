@@ -172,6 +172,14 @@ Tensor weighted_autograd(const Tensor& query, const Tensor& target_vector, const
   return WeightedTowerLoss::apply(query, target_vector, target, vectors, private_vectors, candidates, distinct, factor, options);
 }
 
+Tensor known_ids_cpu(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument) {
+  check::int64(owner.c_str(), argument.c_str(), ids);
+  if (num_ids > 0) {
+    check::class_ids(owner.c_str(), argument.c_str(), ids, num_ids);
+  }
+  return ids.clone();
+}
+
 // The vectors of the sets of one kind in the order of their columns; the towers may end in one dtype and a memory in another.
 OptionalTensor joined_vectors(const Proposal& sets, at::TensorList vectors, int64_t dim, at::ScalarType dtype) {
   std::vector<Tensor> parts;
@@ -289,6 +297,11 @@ TowerState tower_loss_forward_reference(const TowerArguments& arguments, const T
   return result;
 }
 
+Tensor known_ids(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument) {
+  check::int64(owner.c_str(), argument.c_str(), ids);
+  return ids.clone();
+}
+
 Tensor first_occurrences(const Tensor& ids) {
   constexpr const char* op = "first_occurrences";
   TORCH_CHECK_VALUE(ids.dim() >= 1, op, ": expected ids with at least 1 dimension, got none");
@@ -340,6 +353,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def(("weighted_tower_loss(" + arguments + ", Tensor factor, str options=\"\") -> Tensor").c_str());
   m.def(("tower_loss_forward(" + arguments + ", Tensor grad, str options, bool[4] wanted) -> "
          "(Tensor loss, Tensor grad_query, Tensor grad_target_vector, Tensor grad_vectors, Tensor grad_private_vectors)").c_str());
+  m.def("known_ids(Tensor ids, int num_ids, str owner, str argument) -> Tensor");
   m.def("first_occurrences(Tensor ids) -> Tensor", first_occurrences);
   m.def("listed(Tensor ids, Tensor lists) -> Tensor", listed);
   m.def("inclusion_log_count(Tensor log_prob, Tensor draws, int uniform_draws, int num_ids) -> Tensor", inclusion_log_count);
@@ -349,9 +363,15 @@ TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("tower_losses", losses_any);
   m.impl("weighted_tower_loss", weighted_any);
   m.impl("tower_loss_forward", forward_any);
+  m.impl("known_ids", known_ids);
 }
 
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("tower_loss_forward", forward_meta); }
+TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("known_ids", known_ids_cpu); }
+
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("tower_loss_forward", forward_meta);
+  m.impl("known_ids", known_ids);
+}
 
 TORCH_LIBRARY_IMPL(xsoftmax, Autograd, m) {
   m.impl("tower_losses", losses_autograd);

@@ -53,6 +53,10 @@ using TowerWants = std::array<bool, 4>;
 TowerState tower_loss_forward_reference(const TowerArguments& arguments, const at::Tensor& grad, TowerWants wanted);
 void check_tower_grad(const at::Tensor& grad, const at::Tensor& query);
 
+// known_ids(ids, num_ids, owner, argument) -> ids, a copy, once all of them are known to lie in [0, num_ids) (CPU; num_ids 0: any are well). A step that
+// changes state asks first: an error changes nothing. An op without a result would be dropped by compilers. Errors: TypeError, IndexError.
+at::Tensor known_ids(const at::Tensor& ids, int64_t num_ids, std::string owner, std::string argument);
+
 // first_occurrences(ids [*, S]) -> bool [*, S]: false for an id that stands before in its row.
 at::Tensor first_occurrences(const at::Tensor& ids);
 

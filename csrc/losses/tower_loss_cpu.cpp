@@ -1,6 +1,7 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/memory.h"
+#include "core/products.h"
 #include "core/slices.h"
 #include "losses/loss_operands.h"
 #include "losses/tower_loss.h"
@@ -8,7 +9,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -58,7 +58,7 @@ struct TowerPass {
     if (private_width() > 0) {
       scores.narrow(1, 1, private_width()).copy_(at::bmm(part(private_vectors), q.unsqueeze(2)).squeeze(2));
     }
-    at::mm_out(of_all, q, vectors.t());
+    add_product_in_parts(of_all, q, vectors.t(), /*first=*/true);
     scores.scalar_type() == at::kDouble ? estimate<double>(scores, begin, size) : estimate<float>(scores, begin, size);
     if (!wanted) {
       return;
@@ -66,7 +66,7 @@ struct TowerPass {
     const Tensor of_score = scores.narrow(1, 0, 1), of_each = scores.narrow(1, 1, private_width());
     if (of_query.defined()) {
       Tensor sum = part(of_query);
-      at::mm_out(sum, of_all, vectors);
+      add_product_in_parts(sum, of_all, vectors, /*first=*/true);
       sum.addcmul_(of_score, t);
       if (private_width() > 0) {
         sum.add_(at::bmm(of_each.unsqueeze(1), part(private_vectors)).squeeze(1));
@@ -105,7 +105,9 @@ struct TowerPass {
       for_slices(scores, size, [&](int64_t first, int64_t count) { run_rows(scores.narrow(0, first, count), begin + first, count); });
       if (of_vectors.defined()) {
         const Tensor of_all = scores.narrow(1, 1 + private_width(), all), q = query.narrow(0, begin, size);
-        for_slices(scores, all, [&](int64_t first, int64_t count) { of_vectors.narrow(0, first, count).addmm_(of_all.narrow(1, first, count).t(), q); });
+        for_slices(scores, all, [&](int64_t first, int64_t count) {
+          add_product_in_parts(of_vectors.narrow(0, first, count), of_all.narrow(1, first, count).t(), q, /*first=*/false);
+        });
       }
     }
   }

@@ -17,7 +17,6 @@ from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns
 from .samplers.complement import noise_outside
 
 
-
 class LinearLoss(TableModule):
     """Base of losses over a plain class table: the table as `.linear`, the exact loss, and prediction.
 
@@ -256,15 +255,15 @@ class SampledSoftmaxLoss(CandidateLoss):
     none): hard negatives, or those that a data loader drew. They are always there, each once: their expected count is 1, and what the sampler would
     draw of them is added, so that the sampled loss is that of the exact normaliser still. With ``negative_log_count``, of their shape, they are
     independent draws of yours, and it is the log of how often all that the step proposes would hold each of them: where the sampler draws the same
-    classes, give it the law of your negatives instead, as a part of a :class:`xsoftmax.samplers.UnionSampler`.
+    classes, give it the law of your negatives instead, as a part of a :class:`xsoftmax.samplers.UnionSampler`. In eval() negatives take no part.
 
     Args:
         in_features: D, the width of a query.
         num_classes: N.
-        sampler: None: candidates are the head and the negatives of each call. Or a :class:`xsoftmax.samplers.Sampler`, which says how many classes it draws, for the batch or for each query; or the name of
-            one: "uniform", "log_uniform" (classes sorted by falling frequency), "in_batch", "midx", "lsh", "sphere", "rff", or one that
-            :func:`xsoftmax.samplers.register` was given. It is found as `loss.sampler`, which beside a head is another than the one given. It
-            belongs to this loss.
+        sampler: None: candidates are the head and the negatives of each call. Or a :class:`xsoftmax.samplers.Sampler`, which says how many classes it draws,
+            for the batch or for each query; or the name of one: "uniform", "log_uniform" (classes sorted by falling frequency), "in_batch", "midx", "lsh",
+            "sphere", "rff", or one that :func:`xsoftmax.samplers.register` was given. It is found as `loss.sampler`, which beside a head is another than the
+            one given. It belongs to this loss.
         num_samples: draws of a sampler that is named: for the batch (shared) or for each query. None: as many as it draws by default.
         shared: of a sampler that is named: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits it.
         estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too

@@ -162,6 +162,7 @@ def samples():
         kernel_resize=("Sampler", N + 2, torch.randn(2, D), None, [*kernel, step], KERNEL),
         kernel_sample=(seed, input, target, [*kernel, step], KERNEL),
         kernel_step_=(weight, None, torch.tensor(4), kernel, KERNEL + ",refresh_every=4"),
+        known_ids=(private, N, "Loss", "ids"),
         kmeans=(seed, weight, 3, 2, weight[:3].clone()),
         label_tree=(tree.parent, tree.node_class),
         label_tree_balanced=(torch.randperm(N), 3),

@@ -310,6 +310,19 @@ def test_any_number_of_threads_gives_the_same_bits(same_for_any_threads):
     same_for_any_threads(compute)
 
 
+@pytest.mark.parametrize("width, classes, queries", [(8, 9000, 30), (384, 9000, 300), (8, 40, 500)])
+def test_long_sums_have_the_same_bits_for_any_number_of_threads(same_for_any_threads, width, classes, queries):
+    """Features, classes of a slice and queries: as many terms as MKL orders by the number of threads."""
+    torch.manual_seed(0)
+    loss, input, target = xs.LinearCrossEntropyLoss(width, classes), torch.randn(queries, width, requires_grad=True), torch.randint(classes, (queries, 3))
+
+    def compute():
+        value = loss(input, target)
+        return [value, *torch.autograd.grad(value, [input, loss.linear.weight])]
+
+    same_for_any_threads(compute)
+
+
 def test_bad_input():
     input, target = torch.randn(Q, D), torch.zeros(Q, T, dtype=torch.int64)
     for make in (lambda **o: xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=6, **o), lambda **o: xs.LinearCrossEntropyLoss(D, N, **o)):

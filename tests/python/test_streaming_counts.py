@@ -246,7 +246,7 @@ def test_errors_change_nothing(options):
     if options["num_ids"]:
         for call in (counts.update, counts.log_prob, counts.counts):
             for wrong in (N, -2):
-                with pytest.raises(IndexError, match=rf"expected ids in \[0, {N}\) or ignore_index, got {wrong} at \[1\]"):
+                with pytest.raises(IndexError, match=rf"expected ids in \[0, {N}\) or -1, got {wrong} at \[1\]"):
                     call(torch.tensor([1, wrong]))
     assert all(torch.equal(a, b) for a, b in zip(counts.buffers(), before))
 

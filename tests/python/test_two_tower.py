@@ -87,6 +87,16 @@ def test_cosine_is_the_product_of_unit_vectors():
     check_same(got, xs.TwoTowerLoss(N, temperature=0.1)(*unit[:2], ids, (unit[2], mixed[1])), [query, item, mixed[0]])
 
 
+@pytest.mark.parametrize("cast", [lambda loss: loss, lambda loss: loss.half(), lambda loss: loss.double()])
+def test_temperature_is_no_rounded_one(cast):
+    query, item, ids, *_ = batch()
+    check_same(cast(xs.TwoTowerLoss(counts=False, temperature=0.07))(query, item, ids), xs.TwoTowerLoss(counts=False)(query / 0.07, item, ids), [query, item],
+               rtol=1e-12)
+    low = query.detach().bfloat16()
+    torch.testing.assert_close(cast(xs.TwoTowerLoss(counts=False, temperature=0.07))(low, item.bfloat16(), ids),
+                               xs.TwoTowerLoss(counts=False)((low.float() / 0.07).bfloat16(), item.bfloat16(), ids), rtol=0, atol=0)
+
+
 def test_temperature_is_trained():
     query, item, ids, *_ = batch()
     temperature = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
@@ -104,7 +114,7 @@ def test_temperature_is_trained():
 
 
 def test_memory_is_of_past_batches():
-    """A ring: fewer places than items; no gradient; in the batch and in memory, the batch's vector counts."""
+    """A ring: fewer places than items; no gradient; of the vectors of an item that of the batch counts, or the newest."""
     places = 20
     loss = xs.TwoTowerLoss(N, memory=places, dim=D, memory_warmup=1, reduction="none")
     past, seen = [], []
@@ -114,10 +124,10 @@ def test_memory_is_of_past_batches():
         got = loss(query, item, ids)
         seen.append(ids)
         window = past[-places:]
-        memory = [(i, v.double()) for i, v in (window if step >= 1 else [])]
+        memory = [(i, v.double()) for i, v in (reversed(window) if step >= 1 else [])]
         past += [(i.item(), v.detach().float()) for i, v in zip(ids, item)]
-        if step < 2:  # the ring has not come round: places are in the order of time
-            check_same(got, naive(query, item, ids, None, None, frequencies(*seen), memory=memory), [query, item])
+        assert step == 0 or len({i for i, _ in memory}) < len(memory)
+        check_same(got, naive(query, item, ids, None, None, frequencies(*seen), memory=memory), [query, item])
         assert step == 0 or not torch.equal(before, loss.memory)
         ring = {place: pair for place, pair in ((k % places, past[k]) for k in range(len(past)))}
         assert loss.memory_id.tolist()[:len(ring)] == [ring[k][0] for k in range(len(ring))]
@@ -241,10 +251,11 @@ def test_gradients_that_are_wanted(wanted):
         assert not want or torch.allclose(tensor.grad, grad)
 
 
-def test_blocks_of_queries_and_threads(same_for_any_threads):
-    """More scores than a block holds."""
+@pytest.mark.parametrize("width", [8, 64, 384])
+def test_blocks_of_queries_and_threads(same_for_any_threads, width):
+    """More scores than a block holds, and sums of as many terms as MKL orders by the number of threads."""
     made = torch.Generator().manual_seed(0)
-    query, item = (torch.randn(3000, 8, generator=made).requires_grad_() for _ in range(2))
+    query, item = (torch.randn(3000, width, generator=made).div(width**0.25).requires_grad_() for _ in range(2))
     ids = torch.randint(2500, (3000,), generator=made)
 
     def compute():
@@ -299,19 +310,33 @@ def test_candidates_of_each_query_alone():
 
 def test_bad_input():
     query, item, ids, mixed, hard = batch()
-    loss = xs.TwoTowerLoss(N)
+    loss = xs.TwoTowerLoss(N, memory=4, dim=D)
+    loss(query, item, ids)
+    before = copy.deepcopy(loss.state_dict())
     for error, message, arguments in [
             (ValueError, r"expected query and item of one shape \[Q, D\], got \[12, 6\] and \[12, 5\]", (query, item[:, 1:], ids)),
             (ValueError, r"expected item_id of shape \[12\], got \[11\]", (query, item, ids[1:])),
             (TypeError, "expected item_id of dtype torch.int64, got torch.float32", (query, item, ids.float())),
+            (TypeError, "expected query of a floating dtype, got torch.int64", (query.long(), item, ids)),
+            (TypeError, "expected vectors of negatives of a floating dtype, got torch.int64", (query, item, ids, (mixed[0].long(), mixed[1]))),
+            (TypeError, "expected item on query's device cpu, got meta", (query, item.to("meta"), ids)),
+            (TypeError, "expected ids of negatives on query's device cpu, got meta", (query, item, ids, (mixed[0], mixed[1].to("meta")))),
+            (ValueError, "expected item of strided layout", (query, item.detach().to_sparse(), ids)),
             (TypeError, "expected query as a tensor, got list", ([1.0], item, ids)),
-            (IndexError, rf"expected ids in \[0, {N}\)", (query, item, ids + N)),
+            (IndexError, rf"expected item_id in \[0, {N}\), got", (query, item, ids + N)),
+            (IndexError, rf"expected item_id in \[0, {N}\), got -1 at \[0\]", (query, item, ids.index_fill(0, torch.tensor(0), -1))),
+            (IndexError, rf"expected ids of negatives in \[0, {N}\), got {N} at \[2\]", (query, item, ids, (mixed[0], mixed[1].index_fill(0, torch.tensor(2), N)))),
+            (IndexError, rf"expected ids of negatives in \[0, {N}\), got -1 at \[0, 0\]", (query, item, ids, (hard[0], torch.full((Q, P), -1)))),
             (TypeError, r"expected negatives as \(vectors, ids\), got Tensor", (query, item, ids, mixed[0])),
             (ValueError, r"expected vectors of negatives of shape \[S, 6\] or \[12, P, 6\], got \[7, 5\]", (query, item, ids, (mixed[0][:, 1:], mixed[1]))),
             (ValueError, r"expected ids of negatives of shape \[7\], got \[6\]", (query, item, ids, (mixed[0], mixed[1][1:]))),
-            (ValueError, "expected weight with size 12", (query, item, ids, None, torch.ones(3)))]:
-        with pytest.raises(error, match=message):
+            (TypeError, "expected weight of a floating dtype, got torch.int64", (query, item, ids, None, torch.ones(Q, dtype=torch.int64))),
+            (ValueError, r"expected weight of shape \[12\], got \[3\]", (query, item, ids, None, torch.ones(3)))]:
+        with pytest.raises(error, match="TwoTowerLoss: " + message):
             loss(*arguments)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loss.state_dict().items())  # an error counts and remembers nothing
+    with pytest.raises(IndexError, match=r"expected item_id in \[0, 5\), got"):
+        xs.TwoTowerLoss(5, counts=False)(query, item, ids)
     with pytest.raises(ValueError, match="expected num_items, from which negatives .* got none"):
         xs.TwoTowerLoss()(query, item, ids, mixed)
     with pytest.raises(ValueError, match="expected vectors of the width of memory, 5, got 6"):
@@ -321,6 +346,9 @@ def test_bad_input():
             (ValueError, "expected estimator to be one of", dict(estimator="logq")),
             (ValueError, "expected temperature above 0, got 0", dict(temperature=0)),
             (ValueError, "expected temperature above 0, got nan", dict(temperature=math.nan)),
+            (ValueError, "expected temperature above 0, got -1", dict(temperature=torch.tensor(-1.0))),
+            (ValueError, "expected temperature above 0, got 0", dict(temperature=torch.nn.Parameter(torch.tensor(0.0)))),
+            (ValueError, "expected a torch.nn.Parameter as temperature that is trained", dict(temperature=torch.zeros((), requires_grad=True).exp())),
             (ValueError, "expected similarity to be one of", dict(similarity="l2")),
             (ValueError, "expected dim, the width of the vectors, beside memory=4, got none", dict(memory=4)),
             (ValueError, "expected counts of 30 ids, got those of 4", dict(num_items=N, counts=xs.samplers.StreamingCounts(4))),

@@ -24,6 +24,8 @@ class InBatchSampler(Sampler):
     The draws are independent ones of the data (a class may stand several times), ``ids [Q]`` shared by the batch (0 in the place of a target of
     -1). Which classes stand is up to the batch, so there is nothing to exclude. ``log_count`` of any ids speaks of the last batch.
 
+    Of several positives of a query, target ``[Q, T]``, the first alone is counted and a candidate: of a loss, that of the greatest id.
+
     With ``counts``, p follows the stream: recent batches count more. ``counts`` is then updated here, by nobody else, and is the submodule ``streaming``.
 
     Buffers: without ``counts`` ``counts`` int64 [N], ``total`` int64; not in the state dict: ``drawn`` int64, how many queries of the last batch count.

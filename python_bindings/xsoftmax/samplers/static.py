@@ -161,11 +161,11 @@ class UnigramSampler(StaticSampler):
     """Classes by their frequency: ``q_i = counts_i^power / sum_j counts_j^power``.
 
     With ``counts`` of a stream, q follows it: ``q_i = (1 - u) counts_i^power / sum_j counts_j^power + u / n``, u the ``uniform_share`` and n the number of
-    classes that are not excluded, so that a class which was never seen can be drawn. Each :meth:`sample` in train() counts the targets (``counts`` is
-    updated here, by nobody else, and is the submodule ``streaming``). The tables are rebuilt, in O(N) (O(N log N) for distinct draws), at step 0, then ever
-    less often up to step ``refresh_every``, and then at its multiples. Expected counts are exact at any time: they are those of the tables drawn from. The
-    tables and ``step``, int64 on the CPU, are then in the state dict; tables of other excluded classes, or for other draws, stay out, and the next step
-    rebuilds them.
+    classes that are not excluded, so that a class which was never seen can be drawn. Each :meth:`sample` in train() counts the targets, of several positives of
+    a query the first, which of a loss is that of the greatest id (``counts`` is updated here, by nobody else, and is the submodule ``streaming``). The tables
+    are rebuilt, in O(N) (O(N log N) for distinct draws), at step 0, then ever less often up to step ``refresh_every``, and then at its multiples. Expected
+    counts are exact at any time: they are those of the tables drawn from. The tables and ``step``, int64 on the CPU, are then in the state dict; tables of
+    other excluded classes, or for other draws, stay out, and the next step rebuilds them.
 
     Args:
         counts: ``[N]`` of any real dtype, finite, not negative, not all zero. A class of zero count is never drawn. Or a :class:`StreamingCounts` of dense ids.
