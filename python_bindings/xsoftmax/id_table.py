@@ -143,7 +143,7 @@ class IdTable(nn.Module):
         Raises:
             ValueError: a table of another number of rows, one that is replicated or split over ranks, or an embedding whose padding_idx is a row that ids may
                 have.
-            TypeError: none of these, or a parameter without ``init``
+            TypeError: none of these, or a parameter without ``init``. What ``init`` raises for a tensor of one row.
         """
         for table in tables:
             self._check_attached(table)
@@ -151,6 +151,10 @@ class IdTable(nn.Module):
                 raise TypeError("IdTable: expected init beside a parameter, which does not say how its rows begin")
             if init is not None and not callable(init):
                 raise TypeError(f"IdTable: expected init as a function of a tensor, got {type(init).__name__}")
+            if init is not None:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    for rows in _tables_of(table):
+                        init(torch.empty_like(rows[:1]))  # what does not fit says so now, and not when rows are to be reset
         self._attached += [(table, init) for table in tables]
         return self
 
@@ -162,8 +166,8 @@ class IdTable(nn.Module):
                                 f"{type(table).__name__}")
             return
         if not isinstance(table, (LinearLoss, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Parameter, StreamingCounts)):
-            raise TypeError("IdTable: expected a loss over a class table, nn.Linear, nn.Embedding, nn.EmbeddingBag, a parameter, StreamingCounts or an optimizer "
-                            f"to attach, got {type(table).__name__}")
+            raise TypeError("IdTable: expected a loss over a class table, nn.Linear, nn.Embedding, nn.EmbeddingBag, a parameter, StreamingCounts or an "
+                            f"optimizer to attach, got {type(table).__name__}")
         counts = [module for module in table.modules() if isinstance(module, StreamingCounts)] if isinstance(table, nn.Module) else []
         sizes = [count.num_ids for count in counts] + [len(rows) if rows.dim() > 0 else None for rows in _tables_of(table)]
         if any(size != self.capacity for size in sizes):

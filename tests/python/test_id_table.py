@@ -253,7 +253,8 @@ def test_bad_calls_say_what_was_expected_and_change_nothing():
     table = trained()
     before = [each.clone() for each in table._state()]
     for ids, error in [([1, 2], TypeError), (torch.tensor([1.0]), TypeError), (torch.tensor([float("nan")]), TypeError),
-                       (torch.tensor([1], dtype=torch.int32), TypeError), (torch.tensor([True]), TypeError), (torch.tensor([1]).to_sparse(), TypeError), (None, TypeError)]:
+                       (torch.tensor([1], dtype=torch.int32), TypeError), (torch.tensor([True]), TypeError),
+                       (torch.tensor([1]).to_sparse(), TypeError), (None, TypeError)]:
         for call in (table, table.insert, table.find, table.remove, table.ids_of):
             with pytest.raises(error):
                 call(ids)

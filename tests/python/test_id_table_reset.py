@@ -121,7 +121,8 @@ def test_rows_that_the_table_does_not_have_are_refused_and_nothing_changes():
     before = [tensor.clone() for tensor in [table, *optimizer._tensors(optimizer.state[table])]]
     one = torch.zeros(1, D)
     for wrong, values, error in [(torch.tensor([0, C]), torch.zeros(2, D), IndexError), (torch.tensor([-1]), one, IndexError),
-                                 (torch.tensor([1.0]), one, TypeError), (torch.tensor([[1]]), one, ValueError), (torch.tensor([1]), torch.zeros(2, D), ValueError),
+                                 (torch.tensor([1.0]), one, TypeError), (torch.tensor([[1]]), one, ValueError),
+                                 (torch.tensor([1]), torch.zeros(2, D), ValueError),
                                  (torch.tensor([1]), torch.zeros(1, D + 1), ValueError), (torch.tensor([1]), one.double(), TypeError)]:
         with pytest.raises(error):
             xs.optim.reset_rows(table, wrong, values)
@@ -315,12 +316,15 @@ def test_what_cannot_be_attached():
     shared = InBatchSampler(C, counts=StreamingCounts(None, buckets=8))
     for table, error, message in [
             (torch.nn.Linear(D, C + 1), ValueError, f"{C} rows"), (torch.nn.Embedding(C, D, padding_idx=3), ValueError, "padding_idx"),
-            (tree, TypeError, "class table"), (torch.nn.Linear(D, C).weight, TypeError, "init"), (torch.randn(C, D), TypeError, "Tensor"), (StreamingCounts(C + 1), ValueError, "rows"),
+            (tree, TypeError, "class table"), (torch.nn.Linear(D, C).weight, TypeError, "init"), (torch.randn(C, D), TypeError, "Tensor"),
+            (StreamingCounts(C + 1), ValueError, "rows"),
             (StreamingCounts(None), ValueError, "None"), (xs.SampledSoftmaxLoss(D, C, sampler=shared), ValueError, "None"), (None, TypeError, "NoneType")]:
         with pytest.raises(error, match=message):
             ids.attach(torch.nn.Linear(D, C), table)
     with pytest.raises(TypeError, match="function"):
         ids.attach(torch.nn.Linear(D, C), init=0.5)
+    with pytest.raises(ValueError, match="Fan in"):
+        ids.attach(torch.nn.Linear(D, C, bias=True), init=torch.nn.init.kaiming_uniform_)  # which knows no vectors: at once, and not when rows are to be reset
     ids.attach(torch.nn.Embedding(C, D, padding_idx=0))
     assert len(ids._attached) == 1
 
