@@ -15,6 +15,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/sparse_rows.cpp
   csrc/ids/id_table.cpp
   csrc/ids/id_table_cpu.cpp
+  csrc/ids/id_table_module.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/candidate_set.cpp
@@ -51,6 +52,7 @@ set(XSOFTMAX_SOURCES
   csrc/optim/clip_grad.cpp
   csrc/optim/optimizers.cpp
   csrc/optim/owed_steps.cpp
+  csrc/optim/reset_rows.cpp
   csrc/optim/resize_tables.cpp
   csrc/optim/row_adagrad.cpp
   csrc/optim/row_adagrad_cpu.cpp
@@ -60,7 +62,6 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_norm_cpu.cpp
   csrc/optim/row_sgd.cpp
   csrc/optim/row_sgd_cpu.cpp
-  csrc/optim/row_state.cpp
   csrc/optim/row_states.cpp
   csrc/optim/row_step.cpp
   csrc/optim/row_update.cpp

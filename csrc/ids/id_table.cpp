@@ -41,8 +41,8 @@ IdTableOptions check_state(at::TensorList state, int64_t capacity, std::string_v
   check_id_table(op, state);
   const auto sizes = state_sizes(op, capacity, options);
   for (size_t i = 0; i < kIdTableState; ++i) {
-    TORCH_CHECK_VALUE(state[i].sym_sizes() == c10::fromIntArrayRefSlow(sizes[i]), op, ": expected ", kNames[i], " of shape ", sizes[i], " for capacity ", capacity, " and ",
-                      text, ", got ", state[i].sym_sizes());
+    TORCH_CHECK_VALUE(state[i].sym_sizes() == c10::fromIntArrayRefSlow(sizes[i]), op, ": expected ", kNames[i], " of shape ", sizes[i], " for capacity ",
+                      capacity, " and ", text, ", got ", state[i].sym_sizes());
   }
   return options;
 }
@@ -102,8 +102,8 @@ void check_id_table(const char* op, at::TensorList state) {
   check::size(op, "seen", state[kSeen], 0, state[kRowIds].sym_size(0), "the rows");
   check::size(op, "counters", state[kCounters], 0, int64_t(kIdTableCounters), "what is counted");
   TORCH_CHECK_VALUE(state[kRowIds].sym_size(0) >= 2 && state[kSlots].sym_size(0) >= state[kRowIds].sym_size(0), op,
-                    ": expected a state with a slot for each row, and 2 rows at least, got ", state[kSlots].sym_size(0), " slots and ", state[kRowIds].sym_size(0),
-                    " rows");
+                    ": expected a state with a slot for each row, and 2 rows at least, got ", state[kSlots].sym_size(0), " slots and ",
+                    state[kRowIds].sym_size(0), " rows");
 }
 
 IdTableView id_table_view(const char* op, at::TensorList state, bool writes) {
@@ -117,8 +117,8 @@ IdTableView id_table_view(const char* op, at::TensorList state, bool writes) {
                          static_cast<int64_t*>(data(kVictims)),  static_cast<int64_t*>(data(kCounters)), state[kSlots].size(0),
                          state[kRowIds].size(0),                 state[kVictims].size(0)};
   const auto within = [&](IdTableCounter counter, const char* name, int64_t least, int64_t most) {
-    TORCH_CHECK_VALUE(view.counters[counter] >= least && view.counters[counter] <= most, op, ": expected counters[", int64_t(counter), "] (", name, ") in [", least, ", ",
-                      most, "], got ", view.counters[counter]);
+    TORCH_CHECK_VALUE(view.counters[counter] >= least && view.counters[counter] <= most, op, ": expected counters[", int64_t(counter), "] (", name, ") in [",
+                      least, ", ", most, "], got ", view.counters[counter]);
   };
   within(kStep, "batches", 0, kMostSteps);
   within(kFresh, "the first row that was never used", 1, view.capacity);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <xsoftmax/id_table.h>
+#include <xsoftmax/id_table_options.h>
 
 #include "core/philox.h"
 
@@ -17,9 +17,9 @@ namespace xsoftmax {
 // device, and what is returned is on theirs.
 //
 // id_table(int capacity, str options) -> Tensor[]: the state of an empty table (IdTableOptions; capacity >= 2).
-// id_table_insert_(ids [*], state, options) -> (rows [*], evicted [ids.numel()]): a training batch. Ids are counted; one that has been seen `admission` times gets a
-//     row, in the order in which ids first stand in the batch. An id has the same row, or 0, wherever it stands in the batch. evicted: the rows that went from an id
-//     to another, in the order in which they did, then -1; their number is counters[kEvicted].
+// id_table_insert_(ids [*], state, options) -> (rows [*], evicted [ids.numel()]): a training batch. Ids are counted; one that has been seen `admission` times
+//     gets a row, in the order in which ids first stand in the batch. An id has the same row, or 0, wherever it stands in the batch. evicted: the rows that
+//     went from an id to another, in the order in which they did, then -1; their number is counters[kEvicted].
 // id_table_find(ids [*], state) -> rows [*]: changes nothing.
 // id_table_remove_(ids [*], state) -> rows [*] that the ids had (0: none). They go to new ids before rows that were never used.
 // id_table_ids(rows [*], state, missing) -> ids [*]: the raw id of each row, `missing` for one that no id has.
@@ -27,12 +27,12 @@ namespace xsoftmax {
 //     The other operators read and write no other memory than the state's whatever stands in it, and check sizes and counters.
 //
 // A table without a free row chooses who gives way for a sixteenth of the rows at once, by selection in O(C): those least often seen ("lfu"; ties: longest ago,
-// then the lowest row) or seen longest ago ("lru"; ties: least often, then the lowest row). They give way one by one, in that order, when a row is needed. Who has been
-// seen since the choice is passed over. So an id of the batch never gives way, ids that are new at one choice are safe until the next, and a new id costs O(1) on
-// average, as does an id that is seen again. Where nobody can give way, the id stays without a row.
+// then the lowest row) or seen longest ago ("lru"; ties: least often, then the lowest row). They give way one by one, in that order, when a row is needed. Who
+// has been seen since the choice is passed over. So an id of the batch never gives way, ids that are new at one choice are safe until the next, and a new id
+// costs O(1) on average, as does an id that is seen again. Where nobody can give way, the id stays without a row.
 //
-// Ids that wait for admission stand in the same hash table, C of them at most: where one more comes, the half that was seen longest ago is forgotten (ties: least
-// often, then the smallest id).
+// Ids that wait for admission stand in the same hash table, C of them at most: where one more comes, the half that was seen longest ago is forgotten (ties:
+// least often, then the smallest id).
 //
 // Look-ups run on all threads; rows are given out on one, in the order of the batch, so the number of threads changes nothing.
 

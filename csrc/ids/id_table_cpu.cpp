@@ -11,6 +11,8 @@
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <numeric>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -81,7 +83,7 @@ struct Age {
 class Writer {
  public:
   Writer(const IdTableView& table, const IdTableOptions& options)
-      : table_(table), options_(options), counters_(table.counters), step_(table.counters[kStep]) {}
+      : table_(table), options_(options), longest_ago_(options.eviction == "lru"), counters_(table.counters), step_(table.counters[kStep]) {}
 
   /// Row of an id that find_rows did not find; 0: none.
   int64_t see(int64_t id) {
@@ -197,39 +199,36 @@ class Writer {
 
   Age age(int64_t row) const {
     const auto [count, step] = table_.seen[row];
-    return options_.eviction == "lru" ? Age{step, count, row} : Age{count, step, row};
+    return longest_ago_ ? Age{step, count, row} : Age{count, step, row};
   }
 
   void choose_victims() {
-    // Of the many rows, a number each; of the few that may be chosen, all that orders them.
-    std::vector<int64_t> firsts;
-    firsts.reserve(table_.capacity);
-    const auto old = [&](int64_t row) { return table_.seen[row].step > 0 && table_.seen[row].step < step_; };
-    for (int64_t row = 1; row < table_.capacity; ++row) {
-      if (old(row)) {
-        firsts.push_back(age(row).first);
-      }
-    }
-    const int64_t wanted = std::min(table_.num_victims, int64_t(firsts.size()));
+    int64_t old = 0;
+    Age largest{};
+    for_old_rows([&](int64_t row) {
+      const Age each = age(row);
+      largest = {std::max(largest.first, each.first), std::max(largest.second, each.second), row};
+      ++old;
+    });
+    const int64_t wanted = std::min(table_.num_victims, old);
     nobody_left_ = wanted == 0;
     std::vector<Age> chosen;
     if (wanted > 0) {
-      std::nth_element(firsts.begin(), firsts.begin() + (wanted - 1), firsts.end());
-      const int64_t limit = firsts[wanted - 1], below = std::count_if(firsts.begin(), firsts.begin() + wanted, [&](int64_t first) { return first < limit; });
-      std::vector<int64_t>().swap(firsts);
-      std::vector<Age> ties; // the oldest `wanted - below` of them, kept as a heap whose youngest is in front
-      for (int64_t row = 1; row < table_.capacity; ++row) {
-        if (!old(row)) {
-          continue;
+      // The last one of those that are chosen: its first number, then its second among those with that first one. Then so many of the lowest rows.
+      chosen.reserve(wanted);
+      const auto [first, before] = select(wanted - 1, largest.first, [&](int64_t row) { return std::optional(age(row).first); });
+      const auto [second, also_before] = select(wanted - 1 - before, largest.second, [&, first = first](int64_t row) {
+        const Age each = age(row);
+        return each.first == first ? std::optional(each.second) : std::nullopt;
+      });
+      int64_t ties = wanted - before - also_before;
+      for_old_rows([&, first = first, second = second](int64_t row) {
+        const Age each = age(row);
+        const bool tie = each.first == first && each.second == second;
+        if (tie ? ties-- > 0 : std::pair(each.first, each.second) < std::pair(first, second)) {
+          chosen.push_back(each);
         }
-        const Age candidate = age(row);
-        if (candidate.first < limit) {
-          chosen.push_back(candidate);
-        } else if (candidate.first == limit) {
-          add_oldest(ties, candidate, wanted - below);
-        }
-      }
-      chosen.insert(chosen.end(), ties.begin(), ties.end());
+      });
       std::sort(chosen.begin(), chosen.end());
     }
     std::transform(chosen.begin(), chosen.end(), table_.victims, [](const Age& each) { return each.row; });
@@ -238,15 +237,43 @@ class Writer {
     counters_[kVictimStep] = step_;
   }
 
-  static void add_oldest(std::vector<Age>& heap, const Age& candidate, int64_t most) {
-    if (int64_t(heap.size()) < most) {
-      heap.push_back(candidate);
-      std::push_heap(heap.begin(), heap.end());
-    } else if (candidate < heap.front()) {
-      std::pop_heap(heap.begin(), heap.end());
-      heap.back() = candidate;
-      std::push_heap(heap.begin(), heap.end());
+  /// Those whose ids may give way.
+  template <typename Visit>
+  void for_old_rows(const Visit& visit) const {
+    for (int64_t row = 1; row < table_.capacity; ++row) {
+      if (table_.seen[row].step > 0 && table_.seen[row].step < step_) {
+        visit(row);
+      }
     }
+  }
+
+  /// The number of that rank, from 0, among those in [0, largest] that key(row) gives of old rows, and how many are smaller: digit by digit from the front, so
+  /// that nothing of the table's size is copied or sorted.
+  template <typename Key>
+  std::pair<int64_t, int64_t> select(int64_t rank, int64_t largest, const Key& key) const {
+    constexpr int kDigit = 11;
+    constexpr size_t kCopies = 4; // equal numbers one after another do not wait for each other
+    uint64_t found = 0;
+    int shift = 0;
+    while (shift + kDigit < 64 && largest >> (shift + kDigit) != 0) {
+      shift += kDigit;
+    }
+    int64_t smaller = 0;
+    for (; shift >= 0; shift -= kDigit) {
+      std::array<std::array<int64_t, kCopies>, size_t(1) << kDigit> numbers{};
+      for_old_rows([&](int64_t row) {
+        if (const auto value = key(row); value.has_value() && uint64_t(*value) >> shift >> kDigit == found) {
+          ++numbers[uint64_t(*value) >> shift & (numbers.size() - 1)][size_t(row) % kCopies];
+        }
+      });
+      size_t digit = 0;
+      const auto number = [&] { return std::accumulate(numbers[digit].begin(), numbers[digit].end(), int64_t(0)); };
+      for (; digit + 1 < numbers.size() && smaller + number() <= rank; ++digit) {
+        smaller += number();
+      }
+      found = found << kDigit | digit;
+    }
+    return {int64_t(found), smaller};
   }
 
   /// Of the ids that wait, the half seen longest ago.
@@ -290,6 +317,7 @@ class Writer {
 
   const IdTableView table_;
   const IdTableOptions& options_;
+  const bool longest_ago_;
   int64_t* const counters_;
   const int64_t step_;
   bool nobody_left_ = false; // of this batch
@@ -340,15 +368,16 @@ void check_id_table_values(const char* op, const IdTableView& table, const IdTab
   const int64_t size = table.counters[kSize], waiting = table.counters[kWaiting], fresh = table.counters[kFresh];
   const int64_t rows = number(table.num_slots, [&](int64_t i) { return table.slots[i].has_row(); });
   const int64_t others = number(table.num_slots, [&](int64_t i) { return table.slots[i].value < 0; });
-  TORCH_CHECK_VALUE(rows == size && others == waiting, op, ": expected slots of ", size, " ids with a row and ", waiting, " that wait, as counters say, got ", rows,
-                    " and ", others);
+  TORCH_CHECK_VALUE(rows == size && others == waiting, op, ": expected slots of ", size, " ids with a row and ", waiting, " that wait, as counters say, got ",
+                    rows, " and ", others);
   const int64_t seen = number(table.capacity, [&](int64_t i) { return table.seen[i].step != 0 || table.seen[i].count != 0; });
   TORCH_CHECK_VALUE(seen == size, op, ": expected seen of ", size, " rows, as counters say, got ", seen);
   int64_t row = table.counters[kFree], free = 0;
   for (; row > 0 && row < fresh && table.seen[row].step == 0 && free < fresh - 1 - size; ++free) {
     row = table.row_ids[row];
   }
-  TORCH_CHECK_VALUE(row == 0 && free == fresh - 1 - size, op, ": expected ", fresh - 1 - size, " free rows, each with the next in row_ids, got others after ", free);
+  TORCH_CHECK_VALUE(row == 0 && free == fresh - 1 - size, op, ": expected ", fresh - 1 - size, " free rows, each with the next in row_ids, got others after ",
+                    free);
   const int64_t wrong_victim = first(table.counters[kVictimEnd], [&](int64_t i) { return table.victims[i] < 1 || table.victims[i] >= fresh; });
   TORCH_CHECK_VALUE(wrong_victim == none, op, ": expected victims in [1, ", fresh, "), got others at ", wrong_victim);
 }

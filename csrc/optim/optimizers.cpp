@@ -7,6 +7,7 @@
 #include <xsoftmax/optim.h>
 
 #include <cmath>
+#include <type_traits>
 
 namespace xsoftmax::optim {
 
@@ -20,6 +21,7 @@ struct RowRule {
   std::vector<const char*> state;        // names of the state tensors, in the operators' order
   void (*check)(const AnyOptions&);
   std::string (*text)(const AnyOptions&);
+  double (*initial)(const AnyOptions&); // of the state of a row
   void (*save)(OutputArchive&, const torch::optim::Optimizer&);
   void (*load)(InputArchive&, torch::optim::Optimizer&);
 
@@ -38,6 +40,12 @@ RowRule make_rule(const char* name, const char* op, std::vector<const char*> sta
           std::move(state),
           [](const AnyOptions& options) { static_cast<const Options&>(options).check(); },
           [](const AnyOptions& options) { return print_options(static_cast<const Options&>(options)); },
+          [](const AnyOptions& options) {
+            if constexpr (std::is_same_v<Options, RowAdagradOptions>) {
+              return static_cast<const Options&>(options).initial_accumulator_value();
+            }
+            return 0.0;
+          },
           [](OutputArchive& archive, const torch::optim::Optimizer& optimizer) {
             torch::optim::serialize<RowParamState, Options>(archive, optimizer);
           },
@@ -241,6 +249,7 @@ void RowOptimizer::load(InputArchive& archive) {
         for (auto& [name, tensor] : static_cast<RowParamState&>(*found->second).tensors) {
           tensor = tensor.to(param.device()); // a checkpoint may come from another
         }
+        record_row_state(param, tensors_of(rule_, *found->second), rule_.initial(group.options()));
       }
       if (found == state_.end()) {
         continue;

@@ -106,17 +106,9 @@ class Resized {
 
 /// What one optimizer keeps for a table.
 struct ResizedState {
-  ResizedState(const Tensor& table, RowState kept, int64_t size) : state(std::move(kept)), num_rows(table.size(0)) {
-    const Tensor& last = state.tensors.back();
-    const bool counts = std::any_of(state.tensors.begin(), state.tensors.end(), [](const Tensor& tensor) { return tensor.scalar_type() == at::kInt; });
-    if (counts && last.scalar_type() == at::kDouble && last.dim() == 1 && last.numel() > OwedTable::kHeader) {
-      owed = last;
-    }
-    for (const Tensor& tensor : state.tensors) {
-      const bool of_rows = tensor.dim() >= 1 && tensor.size(0) == num_rows && (tensor.dim() == 1 || tensor.sizes() == table.sizes());
-      if (of_rows && !tensor.is_same(owed)) {
-        rows.emplace_back(tensor, Resized(tensor, size));
-      }
+  ResizedState(const Tensor& table, RowState kept, int64_t size) : state(std::move(kept)), num_rows(table.size(0)), owed(state.owed()) {
+    for (const Tensor& tensor : state.of_rows(table)) {
+      rows.emplace_back(tensor, Resized(tensor, size));
     }
   }
 

@@ -1,6 +1,7 @@
 #include "optim/row_states.h"
 
 #include "core/checks.h"
+#include "optim/owed_table.h"
 
 #include <torch/library.h>
 
@@ -106,6 +107,20 @@ void register_row_state(const Tensor& table, at::TensorList state, double initia
 }
 
 } // namespace
+
+Tensor RowState::owed() const {
+  const Tensor& last = tensors.back();
+  const bool counts = std::any_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) { return tensor.scalar_type() == at::kInt; });
+  return counts && last.scalar_type() == at::kDouble && last.dim() == 1 && last.numel() > OwedTable::kHeader ? last : Tensor();
+}
+
+std::vector<Tensor> RowState::of_rows(const Tensor& table) const {
+  std::vector<Tensor> rows;
+  std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(rows), [&, owed = owed()](const Tensor& tensor) {
+    return tensor.dim() >= 1 && tensor.size(0) == table.size(0) && (tensor.dim() == 1 || tensor.sizes() == table.sizes()) && !tensor.is_same(owed);
+  });
+  return rows;
+}
 
 void record_row_state(const Tensor& param, at::TensorList state, double initial) { States::all().record(param, state, initial); }
 

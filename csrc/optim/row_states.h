@@ -13,6 +13,11 @@ namespace xsoftmax {
 struct RowState {
   std::vector<at::Tensor> tensors;
   double initial;
+
+  /// The steps that rows may owe (optim/owed_steps.h); undefined: they owe none.
+  at::Tensor owed() const;
+  /// Those with a row for each of the table's. An int32 one is `last_step`: rows that begin owe nothing of the steps before, so it begins with the step.
+  std::vector<at::Tensor> of_rows(const at::Tensor& table) const;
 };
 
 void record_row_state(const at::Tensor& param, at::TensorList state, double initial);

@@ -148,6 +148,11 @@ void StreamingCountsImpl::update(const Tensor& ids, const std::optional<Tensor>&
   }
 }
 
+void StreamingCountsImpl::forget(const Tensor& ids) {
+  static const auto op = find_op<decltype(streaming_forget_)>("xsoftmax::streaming_forget_");
+  op.call(ids, count, total, last, seen, options_);
+}
+
 Tensor StreamingCountsImpl::counts(const Tensor& ids) const {
   static const auto op = find_op<decltype(streaming_count)>("xsoftmax::streaming_count");
   return op.call(ids, count, total, last, seen, options_);

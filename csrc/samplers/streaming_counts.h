@@ -51,8 +51,8 @@ void streaming_update_(const at::Tensor& ids, const OptionalTensor& mask, at::Te
 
 /// streaming_forget_(ids, count!, total!, last!, seen, options) -> ()
 ///
-/// Dense ids (int64 in [0, N), any shape) as if they had never been seen; total is that of the others. Errors as of streaming_update_; ValueError for open ids, whose
-/// buckets are those of others as well.
+/// Dense ids (int64 in [0, N), any shape) as if they had never been seen; total is that of the others. Errors as of streaming_update_; ValueError for open ids,
+/// whose buckets are those of others as well.
 void streaming_forget_(const at::Tensor& ids, at::Tensor& count, at::Tensor& total, at::Tensor& last, const at::Tensor& seen, std::string_view options);
 
 /// streaming_resize_(count!, total!, last!, seen, num_ids, options) -> options: dense counts of num_ids ids, new ones of which were never seen; the counts of ids

@@ -1,20 +1,67 @@
 #pragma once
 
-// Raw ids to rows of a table: which of the rows [0, capacity) an id has.
+// Raw ids to rows of a table, where ids come and go.
 
-#include <cstdint>
-#include <optional>
+#include <xsoftmax/id_table_options.h>
+#include <xsoftmax/streaming_counts.h>
+
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
 #include <string>
+#include <tuple>
+#include <vector>
 
-namespace xsoftmax {
+namespace xsoftmax::nn {
 
-/// Of xsoftmax.IdTable.
-struct IdTableOptions {
-  std::optional<std::string> eviction = "lfu"; ///< who gives way in a full table: the id seen least often, "lru": longest ago, none: nobody
-  int64_t admission = 1;                       ///< an id gets a row when it has been seen so often, in [1, 1,000,000]
+/// Raw ids, any int64, to rows [0, capacity) of a class table or an embedding; row 0 is shared by the ids that have none. See xsoftmax.IdTable, whose names of
+/// state and laws are the same. While training a call counts its ids and gives rows to new ones, else it looks up alone. Its tensors stay on the CPU.
+///
+///     xsoftmax::nn::IdTable ids(1'000'000);
+///     xsoftmax::nn::SampledSoftmaxLoss loss(64, 1'000'000, sampler.ptr());
+///     ids->attach(loss->linear);
+///     loss(hidden, ids(raw_target)).backward();
+class IdTableImpl : public torch::nn::Module {
+ public:
+  explicit IdTableImpl(int64_t capacity, const IdTableOptions& options = {});
 
-  template <typename Visitor>
-  void visit(Visitor& v) { v("eviction", eviction); v("admission", admission); }
+  /// The rows of ids [*].
+  torch::Tensor forward(const torch::Tensor& ids);
+  /// A batch that is counted: rows [*], and the rows [E] that went from an id to another, which have been reset in all that is attached.
+  std::tuple<torch::Tensor, torch::Tensor> insert(const torch::Tensor& ids);
+  torch::Tensor find(const torch::Tensor& ids) const;
+  /// Takes their rows from ids; returns those they had, 0 for an id without.
+  torch::Tensor remove(const torch::Tensor& ids);
+  /// The raw ids of rows, `missing` for a row that no id has.
+  torch::Tensor ids_of(const torch::Tensor& rows, int64_t missing = -1) const;
+  /// How many ids have a row.
+  int64_t size() const;
+  int64_t capacity() const { return row_ids.size(0); }
+
+  /// What starts anew in a row that goes from an id to another: a parameter [capacity, ...] and what row optimizers keep for its rows. `init` fills a tensor
+  /// [E, ...] as functions of torch::nn::init do; a Linear (that of a loss, say) and an Embedding begin as theirs do.
+  void attach(const torch::Tensor& table, std::function<void(torch::Tensor)> init);
+  void attach(const torch::nn::Linear& linear);
+  void attach(const torch::nn::Embedding& embedding);
+  /// Counts of dense ids, which are forgotten.
+  void attach(samplers::StreamingCounts counts);
+
+  /// A state that no table of this capacity and these options comes to is refused, and changes nothing.
+  void load(torch::serialize::InputArchive& archive) override;
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+  torch::Tensor slots, row_ids, seen, victims, counters;
+
+ private:
+  std::vector<torch::Tensor> state() const { return {slots, row_ids, seen, victims, counters}; }
+
+  std::string options_;
+  std::vector<std::function<void(const torch::Tensor&)>> attached_; ///< called with the rows that start anew
 };
+TORCH_MODULE(IdTable);
 
-} // namespace xsoftmax
+} // namespace xsoftmax::nn

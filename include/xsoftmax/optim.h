@@ -164,6 +164,10 @@ namespace xsoftmax {
 /// (detach(), variable_data()). The modules call it before they read a whole table.
 void settle(const torch::Tensor& table);
 
+/// Rows int64 [R] of a parameter [N, ...] that stand for something else from now on: they become `values` [R, ...], and what row optimizers keep for them, of
+/// Python as well, is as before their first gradient. What other rows owe stays. IndexError for a row that the table does not have; an error changes nothing.
+void reset_rows(const torch::Tensor& table, const torch::Tensor& rows, const torch::Tensor& values);
+
 /// torch::nn::utils::clip_grad_norm_ for dense and row-sparse gradients together: scales them in place so that their norm is at
 /// most max_norm, and returns the norm before. That of a sparse gradient is the norm of its sums over equal rows; nothing dense is
 /// built. norm_type > 0, infinity included. Throws on a norm that is not finite if `error_if_nonfinite`.

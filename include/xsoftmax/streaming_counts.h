@@ -18,6 +18,8 @@ class StreamingCountsImpl : public KeepsTables {
 
   /// Counts a batch: int64 of any shape, dense ids in [0, N) or -1 for what does not count; mask bool, the shape of ids: which of them count.
   void update(const torch::Tensor& ids, const std::optional<torch::Tensor>& mask = std::nullopt);
+  /// Dense ids as if they had never been seen: of an id that stands for something else from now on.
+  void forget(const torch::Tensor& ids);
   /// The decayed counts, float64; of open ids total q.
   torch::Tensor counts(const torch::Tensor& ids) const;
   /// log q, float32; -inf for what was never seen.

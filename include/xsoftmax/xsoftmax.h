@@ -1,7 +1,8 @@
 #pragma once
 
-// Everything: operators, estimators, samplers, losses, optimizers, matchers.
+// Everything: operators, estimators, samplers, losses, optimizers, ids that come and go, matchers.
 #include <xsoftmax/estimators.h>
+#include <xsoftmax/id_table.h>
 #include <xsoftmax/matcher.h>
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>

@@ -13,7 +13,7 @@ from .optim._base import RowOptimizer
 from .optim.settle import settle
 
 # Whose state of a parameter is 0 before the parameter's first gradient, but for the sum of Adagrad.
-_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SparseAdam,
+KNOWN_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SparseAdam,
           torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adagrad)
 _RESIZED = WeakTensorKeyDictionary()
 _hook = None
@@ -100,8 +100,8 @@ def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Paramet
         for name, value in optimizer.state.get(table, {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
-            if not isinstance(optimizer, _KNOWN) or value.shape != table.shape:
-                raise TypeError(f"{owner}: expected optimizers among {', '.join(known.__name__ for known in _KNOWN)}, whose state has the parameter's shape, got a "
+            if not isinstance(optimizer, KNOWN_OPTIMIZERS) or value.shape != table.shape:
+                raise TypeError(f"{owner}: expected optimizers among {', '.join(known.__name__ for known in KNOWN_OPTIMIZERS)}, whose state has the parameter's shape, got a "
                                 f"{type(optimizer).__name__} with {name} of shape {list(value.shape)}")
             initial = groups[table].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
             plans.append(lambda state=optimizer.state[table], name=name, value=value, initial=initial: _resize_state(state, name, value, initial, num_classes))

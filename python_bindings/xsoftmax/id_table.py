@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 from ._checks import check_count
 from ._options import option_text
+from ._resize import KNOWN_OPTIMIZERS
 from ._table import fresh_rows
 from .losses import LinearLoss
-from .optim._registry import optimizers_of, reset_state_rows
+from .optim import reset_rows
+from .optim._base import RowOptimizer
 from .samplers import Sampler
 from .samplers.streaming import StreamingCounts
 
@@ -21,8 +23,8 @@ class IdTable(nn.Module):
 
     In train() a call counts its ids and gives rows to new ones; in eval() it looks up alone. Row 0 is shared by all ids without a row: those that have not been
     seen ``admission`` times, those that gave way, and, in eval(), those never seen. In a table without a free row an id gives way to a new one: the least
-    often seen ("lfu"; ties: seen longest ago), or the one seen longest ago ("lru"; ties: seen least often). Who gives way is chosen for a sixteenth of the rows at a
-    time, in O(capacity); who has been seen since is passed over. So an id of the batch never gives way, a new id is safe until the next choice, and a new
+    often seen ("lfu"; ties: seen longest ago), or the one seen longest ago ("lru"; ties: seen least often). Who gives way is chosen for a sixteenth of the rows
+    at a time, in O(capacity); who has been seen since is passed over. So an id of the batch never gives way, a new id is safe until the next choice, and a new
     id costs O(1) on average. Where nobody can give way, or with ``eviction=None``, an id stays without a row.
 
     A row that goes from an id to another starts anew: what :meth:`attach` was given, tables, state of optimizers and counts, is reset there before the call
@@ -31,10 +33,15 @@ class IdTable(nn.Module):
         ids = xs.IdTable(1_000_000, eviction="lfu", admission=3)
         loss = xs.SampledSoftmaxLoss(64, ids.capacity, sampler="midx")
         optimizer = xs.optim.RowAdagrad(loss.parameters(), lr=0.1)
-        ids.attach(loss)                                                # row optimizers are found by the table
+        ids.attach(loss)                                                # row optimizers are found by their table
         loss(hidden, ids(raw_target)).backward()
 
-    Rows are given out in the order of the batch, whatever the number of threads: two tables that see the same batches are equal bit for bit.
+    Call it between an optimizer's step and the next forward pass. Rows are given out in the order of the batch, whatever the number of threads: two tables that
+    see the same batches are equal bit for bit. A copy (copy.deepcopy, pickle, torch.save) has the same rows and is attached to nothing. It is one process's:
+    ranks that see other batches give their ids other rows, so replicated and split tables are refused.
+
+    Look-ups in eval() script, compile and export. A scripted table counts and evicts in train(), but resets nothing: :meth:`insert` returns the rows to reset.
+    In a compiled function a call in train() breaks the graph (an error under ``fullgraph=True``): call it before, and give the function rows.
 
     Args:
         capacity: C >= 2, the rows with the shared one.
@@ -42,8 +49,8 @@ class IdTable(nn.Module):
         admission: in [1, 1,000,000]: an id gets its row when it has been seen so often. Ids that wait are kept in the same memory, C of them at most: where
             one more comes, the half seen longest ago is forgotten.
 
-    Memory: 57 bytes a row, 89 with ``admission`` above 1, on the CPU. Buffers, all in the state dict, int64: ``slots`` [2 C, 2] ([4 C, 2] with ``admission`` above
-    1), the hash table; ``row_ids`` [C]; ``seen`` [C, 2], count and last batch; ``victims`` [C / 16], who gives way next; ``counters`` [9].
+    Memory: 57 bytes a row, 89 with ``admission`` above 1, on the CPU. Buffers, all in the state dict, int64: ``slots`` [2 C, 2] ([4 C, 2] with ``admission``
+    above 1), the hash table; ``row_ids`` [C]; ``seen`` [C, 2], count and last batch; ``victims`` [C / 16], who gives way next; ``counters`` [9].
 
     Shape: ids [*], int64 on any device; rows [*], on the same device.
 
@@ -123,19 +130,20 @@ class IdTable(nn.Module):
         """What starts anew in a row that goes from an id to another: the rows of tables, what optimizers keep for them, and counts of them.
 
         Args:
-            tables: losses over a class table (a sampler's counts come with its loss, an index follows with its next refresh or update, and stays exact until then);
-                ``nn.Linear``, ``nn.Embedding``, ``nn.EmbeddingBag``; parameters [C, ...]; :class:`xsoftmax.samplers.StreamingCounts` of C ids; optimizers of
-                ``torch.optim``, whose state in the shape of the table becomes 0 in the row, or Adagrad's initial value. All row optimizers
+            tables: losses over a class table (a sampler's counts come with its loss, an index follows with its next refresh or update, and stays exact until
+                then); ``nn.Linear``, ``nn.Embedding``, ``nn.EmbeddingBag``; parameters [C, ...]; :class:`xsoftmax.samplers.StreamingCounts` of C ids;
+                optimizers of ``torch.optim``, whose state in the shape of the table becomes 0 in the row, or Adagrad's initial value. All row optimizers
                 (:mod:`xsoftmax.optim`) that have one of the tables are found by themselves. All but optimizers have C rows.
-            init: fills a tensor [E, ...] of each table's dtype in place, as functions of ``torch.nn.init`` do. None: rows begin as ``reset_parameters()`` of the
-                module makes them. Parameters have none, so it is needed there. A table that several modules share begins as in the first that was attached.
+            init: fills a tensor [E, ...] of each table's dtype in place, as functions of ``torch.nn.init`` do. None: rows begin as ``reset_parameters()`` of
+                the module makes them. Parameters have none, so it is needed there. A table that several modules share begins as in the first that was attached.
 
         Returns:
             self
 
         Raises:
-            ValueError: a table of another number of rows, one that is replicated or split over ranks, or an embedding whose padding_idx is a row that ids may have.
-            TypeError: none of these, or a parameter without ``init``
+            ValueError: a table of another number of rows, one that is replicated or split over ranks, or an embedding whose padding_idx is a row that ids may
+                have.
+            TypeError: none of these, or a parameter without ``init``. What ``init`` raises for a tensor of one row.
         """
         for table in tables:
             self._check_attached(table)
@@ -143,23 +151,32 @@ class IdTable(nn.Module):
                 raise TypeError("IdTable: expected init beside a parameter, which does not say how its rows begin")
             if init is not None and not callable(init):
                 raise TypeError(f"IdTable: expected init as a function of a tensor, got {type(init).__name__}")
+            if init is not None:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    for rows in _tables_of(table):
+                        init(torch.empty_like(rows[:1]))  # what does not fit says so now, and not when rows are to be reset
         self._attached += [(table, init) for table in tables]
         return self
 
     @torch.jit.unused
     def _check_attached(self, table) -> None:
         if isinstance(table, torch.optim.Optimizer):
+            if not isinstance(table, (RowOptimizer, *KNOWN_OPTIMIZERS)):
+                raise TypeError(f"IdTable: expected optimizers among {', '.join(known.__name__ for known in KNOWN_OPTIMIZERS)}, whose state is known, got a "
+                                f"{type(table).__name__}")
             return
         if not isinstance(table, (LinearLoss, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Parameter, StreamingCounts)):
-            raise TypeError("IdTable: expected a loss over a class table, nn.Linear, nn.Embedding, nn.EmbeddingBag, a parameter, StreamingCounts or an optimizer to "
-                            f"attach, got {type(table).__name__}")
+            raise TypeError("IdTable: expected a loss over a class table, nn.Linear, nn.Embedding, nn.EmbeddingBag, a parameter, StreamingCounts or an "
+                            f"optimizer to attach, got {type(table).__name__}")
         counts = [module for module in table.modules() if isinstance(module, StreamingCounts)] if isinstance(table, nn.Module) else []
         sizes = [count.num_ids for count in counts] + [len(rows) if rows.dim() > 0 else None for rows in _tables_of(table)]
         if any(size != self.capacity for size in sizes):
-            raise ValueError(f"IdTable: expected a {type(table).__name__} of {self.capacity} rows, the capacity, got {next(n for n in sizes if n != self.capacity)}")
-        if hasattr(table, "_exchanges") or any(hasattr(rows, "_class_shards") for rows in _tables_of(table)) or any(count._group is not None for count in counts):
-            raise ValueError("IdTable: expected tables and counts of this process alone, got some that ranks replicate or split: their ids would have other rows "
-                             "on each")
+            other = next(size for size in sizes if size != self.capacity)
+            raise ValueError(f"IdTable: expected a {type(table).__name__} of {self.capacity} rows, the capacity, got {other}")
+        split = any(hasattr(rows, "_class_shards") for rows in _tables_of(table))
+        if split or hasattr(table, "_exchanges") or any(count._group is not None for count in counts):
+            raise ValueError("IdTable: expected tables and counts of this process alone, got some that ranks replicate or split: their ids would have other "
+                             "rows on each")
         if getattr(table, "padding_idx", None):
             raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")
 
@@ -185,9 +202,9 @@ class IdTable(nn.Module):
                     values = torch.empty_like(parameter[:1]).repeat(len(rows), *[1] * (parameter.dim() - 1))
                     init(values)
                 there = rows.to(parameter.device)
-                torch.ops.xsoftmax.reset_rows_(parameter, there, values)
-                for optimizer in [*optimizers_of(parameter), *optimizers]:
-                    reset_state_rows(optimizer, parameter, there)
+                reset_rows(parameter, there, values)
+                for optimizer in optimizers:
+                    _reset_state(optimizer, parameter, there)
 
     def _apply(self, fn, recurse=True):
         return self  # its tensors are integers, and stay on the host, which looks up there
@@ -229,3 +246,15 @@ def _tables_of(table) -> List[Tensor]:
 def _fresh(table, count: int) -> List[Tensor]:
     module = _module_of(table)
     return [] if module is None else [rows for rows in fresh_rows(module, count).values() if rows is not None]
+
+
+def _reset_state(optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tensor) -> None:
+    """State of an optimizer of torch.optim as before the first gradient of the rows; that of row optimizers was reset with the table."""
+    if isinstance(optimizer, RowOptimizer):
+        return
+    group = next((group for group in optimizer.param_groups if any(parameter is each for each in group["params"])), None)
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.layout == torch.sparse_coo:  # the momentum of SGD after sparse gradients
+            value._values()[torch.isin(value._indices()[0], rows)] = 0
+        elif isinstance(value, Tensor) and value.shape == parameter.shape:
+            value.index_fill_(0, rows, group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0)

@@ -65,7 +65,18 @@ def optimizer_samples():
                  f"{rule}_step_": ([weight, bias], [rows, None], [values, torch.randn(N)], [*of_rows, *dense], [options], [2])}
         made["forget_debt"], made["register_debt"] = (of_rows,), (weight, of_rows, "row_sgd")
         made["register_row_state"] = (weight, of_rows, 0.5)
-    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0))
+    return made | dict(settle_=(weight,), row_norm=(rows, values, 2.0), reset_rows_=(weight, torch.tensor([3, 0, N - 1]), torch.randn(3, D)))
+
+
+def id_table_samples():
+    """A full table, in which ids have given way, some wait, and one was removed."""
+    options, ids = "eviction=lfu,admission=2", (torch.arange(30) * 7 % 60 - 20) * 1_000_003
+    state = ops.id_table(20, options)
+    for step in range(12):
+        ops.id_table_insert_((torch.arange(40) ** 2 * step % 61 - 20) * 1_000_003, state, options)
+    ops.id_table_remove_(ids[:1], state)
+    return dict(id_table=(20, options), id_table_check=(state, 20, options), id_table_find=(ids, state), id_table_ids=(torch.arange(20), state, -1),
+                id_table_insert_=(ids, state, options), id_table_remove_=(ids[:5], state))
 
 
 def samples():
@@ -99,7 +110,7 @@ def samples():
     ops.streaming_update_(shared, None, *streaming, stream)
     static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
-    return optimizer_samples() | dict(
+    return optimizer_samples() | id_table_samples() | dict(
         advise_huge_pages=(weight,),
         adaptive_index=("lsh", "Sampler", N, D, shared[:2], LSH),
         adaptive_log_count=("kernel", input, private, [*kernel, step], KERNEL),
@@ -219,6 +230,7 @@ def samples():
         static_tables=("Sampler", weights, 0.5, shared, static),
         streaming_count=(private, *streaming, stream),
         streaming_counts=("Counts", stream),
+        streaming_forget_=(private, *streaming, stream),
         streaming_log_prob=(private, *streaming, stream),
         streaming_resize_=(*streaming, N + 2, stream),
         streaming_update_=(private, private > 3, *streaming, stream),

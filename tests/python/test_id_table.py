@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import op_samples
 import xsoftmax as xs
 
 ops = torch.ops.xsoftmax
@@ -241,17 +242,19 @@ def test_checkpoints_of_other_kinds_are_refused():
 
 
 def test_bad_calls_say_what_was_expected_and_change_nothing():
-    for arguments, error, message in [((1,), ValueError, "at least 2"), ((2.0,), TypeError, "int"), ((True,), TypeError, "int"), ((2**41,), ValueError, "2^40")]:
+    for arguments, error, message in [((1,), ValueError, "at least 2"), ((2.0,), TypeError, "int"), ((True,), TypeError, "int"),
+                                      ((2**41,), ValueError, "2^40")]:
         with pytest.raises(error, match=message.replace("^", r"\^")):
             xs.IdTable(*arguments)
-    for options, error in [(dict(eviction="fifo"), ValueError), (dict(eviction=3), TypeError), (dict(admission=0), ValueError), (dict(admission=10**7), ValueError),
-                           (dict(admission=1.5), TypeError), (dict(eviction="lfu,admission=2"), ValueError)]:
+    for options, error in [(dict(eviction="fifo"), ValueError), (dict(eviction=3), TypeError), (dict(admission=0), ValueError),
+                           (dict(admission=10**7), ValueError), (dict(admission=1.5), TypeError), (dict(eviction="lfu,admission=2"), ValueError)]:
         with pytest.raises(error):
             xs.IdTable(4, **options)
     table = trained()
     before = [each.clone() for each in table._state()]
-    for ids, error in [([1, 2], TypeError), (torch.tensor([1.0]), TypeError), (torch.tensor([float("nan")]), TypeError), (torch.tensor([1], dtype=torch.int32), TypeError),
-                       (torch.tensor([True]), TypeError), (torch.tensor([1]).to_sparse(), TypeError), (None, TypeError)]:
+    for ids, error in [([1, 2], TypeError), (torch.tensor([1.0]), TypeError), (torch.tensor([float("nan")]), TypeError),
+                       (torch.tensor([1], dtype=torch.int32), TypeError), (torch.tensor([True]), TypeError),
+                       (torch.tensor([1]).to_sparse(), TypeError), (None, TypeError)]:
         for call in (table, table.insert, table.find, table.remove, table.ids_of):
             with pytest.raises(error):
                 call(ids)
@@ -291,3 +294,10 @@ def test_look_ups_compile_and_a_compiled_step_takes_rows():
     broken = torch.compile(lambda hidden, ids: loss(hidden, table(ids)), backend="aot_eager")  # in two graphs
     broken(torch.randn(4, 4), ids + 1).backward()
     assert table.find(ids + 1).tolist() != [0] * 4
+
+
+# Not id_table, which makes the state on the CPU whatever is traced.
+@pytest.mark.parametrize("name", ["id_table_check", "id_table_find", "id_table_ids", "id_table_insert_", "id_table_remove_", "reset_rows_",
+                                  "streaming_forget_"])
+def test_opcheck(name):
+    torch.library.opcheck(getattr(ops, name).default, op_samples.samples()[name])

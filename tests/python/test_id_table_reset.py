@@ -71,12 +71,12 @@ def test_training_is_that_of_a_dense_optimizer_whose_rows_are_reset(case, flush)
 def test_state_of_dense_gradients_and_no_state_yet(make):
     table = torch.nn.Parameter(torch.randn(C, D))
     optimizer = make([table], **(dict(momentum=0.9) if make is xs.optim.RowSGD else {}))
-    optimizer.reset_rows(table, torch.tensor([2]))
+    xs.optim.reset_rows(table, torch.tensor([2]), torch.zeros(1, D))
     table.grad = torch.ones_like(table)
     optimizer.step()
     state = optimizer._tensors(optimizer.state[table])
     before = [tensor.clone() for tensor in state]
-    optimizer.reset_rows(table, torch.tensor([2, 5]))
+    xs.optim.reset_rows(table, torch.tensor([2, 5]), torch.zeros(2, D))
     for tensor, old in zip(state, before):
         if tensor.dim() > 0:
             assert not tensor[[2, 5]].any()
@@ -95,7 +95,7 @@ def test_what_the_present_options_do_without_is_reset_too():
         optimizer.param_groups[0].update(later)
         state = optimizer.state[table][name]
         assert state.any(-1).all()
-        optimizer.reset_rows(table, torch.tensor([3, 3]))
+        xs.optim.reset_rows(table, torch.tensor([3, 3]), torch.zeros(2, D, dtype=torch.float64))
         assert not state[3].any() and state[2].any() and state[4].any()
 
 
@@ -109,7 +109,7 @@ def test_the_table_of_what_is_owed_is_not_taken_for_rows(rows):
         optimizer.step()
     owed = optimizer.state[table]["owed"].clone()
     assert len(owed) == 2054
-    optimizer.reset_rows(table, torch.tensor([0, 5]))
+    xs.optim.reset_rows(table, torch.tensor([0, 5]), torch.zeros(2, D))
     assert torch.equal(optimizer.state[table]["owed"], owed) and optimizer.state[table]["last_step"][[0, 4, 5]].tolist() == [3, 0, 3]
 
 
@@ -118,13 +118,44 @@ def test_rows_that_the_table_does_not_have_are_refused_and_nothing_changes():
     optimizer = xs.optim.RowAdam([table])
     table.grad = gradient(torch.arange(C), None).float()
     optimizer.step()
-    before = [tensor.clone() for tensor in optimizer._tensors(optimizer.state[table])]
-    for wrong, error in [(torch.tensor([0, C]), IndexError), (torch.tensor([-1]), IndexError), (torch.tensor([1.0]), TypeError), (torch.tensor([[1]]), ValueError)]:
+    before = [tensor.clone() for tensor in [table, *optimizer._tensors(optimizer.state[table])]]
+    one = torch.zeros(1, D)
+    for wrong, values, error in [(torch.tensor([0, C]), torch.zeros(2, D), IndexError), (torch.tensor([-1]), one, IndexError),
+                                 (torch.tensor([1.0]), one, TypeError), (torch.tensor([[1]]), one, ValueError),
+                                 (torch.tensor([1]), torch.zeros(2, D), ValueError),
+                                 (torch.tensor([1]), torch.zeros(1, D + 1), ValueError), (torch.tensor([1]), one.double(), TypeError)]:
         with pytest.raises(error):
-            optimizer.reset_rows(table, wrong)
-    with pytest.raises(ValueError, match="of this optimizer"):
-        optimizer.reset_rows(torch.nn.Parameter(torch.randn(C, D)), torch.tensor([1]))
-    assert all(map(torch.equal, optimizer._tensors(optimizer.state[table]), before))
+            xs.optim.reset_rows(table, wrong, values)
+    assert all(map(torch.equal, [table, *optimizer._tensors(optimizer.state[table])], before))
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "deepcopy"])
+def test_state_that_was_loaded_or_copied_is_reset_before_its_next_step(way):
+    table = torch.nn.Parameter(torch.randn(C, D))
+    optimizer = xs.optim.RowAdam([table])
+    table.grad = gradient(torch.arange(C), None).float()
+    optimizer.step()
+    if way == "deepcopy":
+        table, optimizer = copy.deepcopy((table, optimizer))
+    else:
+        state = copy.deepcopy(optimizer.state_dict())
+        table = torch.nn.Parameter(table.detach().clone())
+        optimizer = xs.optim.RowAdam([table])
+        optimizer.load_state_dict(state)
+    xs.optim.reset_rows(table, torch.tensor([3]), torch.zeros(1, D))
+    assert not optimizer.state[table]["exp_avg"][3].any() and optimizer.state[table]["exp_avg"][4].any()
+
+
+def test_the_sparse_momentum_of_sgd_is_reset_and_unknown_optimizers_are_refused():
+    embedding = torch.nn.Embedding(C, D, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
+    embedding(torch.arange(6)).square().sum().backward()
+    optimizer.step()
+    gone = full_table().attach(embedding, optimizer).insert(torch.tensor([500]))[1]
+    buffer = optimizer.state[embedding.weight]["momentum_buffer"].to_dense()
+    assert gone.tolist() == [1] and not buffer[1].any() and buffer[2].all()
+    with pytest.raises(TypeError, match="Rprop"):
+        full_table().attach(torch.optim.Rprop(embedding.parameters()))
 
 
 def test_adagrad_begins_with_its_initial_value():
@@ -284,13 +315,16 @@ def test_what_cannot_be_attached():
     tree = xs.BeamTreeLoss(D, xs.LabelTree.random(C, 2), num_candidates=2, num_noises=2)
     shared = InBatchSampler(C, counts=StreamingCounts(None, buckets=8))
     for table, error, message in [
-            (torch.nn.Linear(D, C + 1), ValueError, f"{C} rows"), (torch.nn.Embedding(C, D, padding_idx=3), ValueError, "padding_idx"), (tree, TypeError, "class table"),
-            (torch.nn.Linear(D, C).weight, TypeError, "init"), (torch.randn(C, D), TypeError, "Tensor"), (StreamingCounts(C + 1), ValueError, "rows"),
+            (torch.nn.Linear(D, C + 1), ValueError, f"{C} rows"), (torch.nn.Embedding(C, D, padding_idx=3), ValueError, "padding_idx"),
+            (tree, TypeError, "class table"), (torch.nn.Linear(D, C).weight, TypeError, "init"), (torch.randn(C, D), TypeError, "Tensor"),
+            (StreamingCounts(C + 1), ValueError, "rows"),
             (StreamingCounts(None), ValueError, "None"), (xs.SampledSoftmaxLoss(D, C, sampler=shared), ValueError, "None"), (None, TypeError, "NoneType")]:
         with pytest.raises(error, match=message):
             ids.attach(torch.nn.Linear(D, C), table)
     with pytest.raises(TypeError, match="function"):
         ids.attach(torch.nn.Linear(D, C), init=0.5)
+    with pytest.raises(ValueError, match="Fan in"):
+        ids.attach(torch.nn.Linear(D, C, bias=True), init=torch.nn.init.kaiming_uniform_)  # which knows no vectors: at once, and not when rows are to be reset
     ids.attach(torch.nn.Embedding(C, D, padding_idx=0))
     assert len(ids._attached) == 1
 

@@ -2,7 +2,8 @@
 
 from .adagrad import RowAdagrad
 from .adam import RowAdam
+from .reset_rows import reset_rows
 from .settle import settle
 from .sgd import RowSGD
 
-__all__ = ["RowAdagrad", "RowAdam", "RowSGD", "settle"]
+__all__ = ["RowAdagrad", "RowAdam", "RowSGD", "reset_rows", "settle"]

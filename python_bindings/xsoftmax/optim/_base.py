@@ -6,7 +6,6 @@ import sys
 import torch
 
 from .._options import option_text
-from ._registry import register
 
 
 def sparse_rows(who, param, grad):
@@ -79,7 +78,6 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
-        register(self)
         group = self.param_groups[-1]
         try:
             for dtype in {torch.float32, *(param.dtype for param in group["params"])}:
@@ -129,33 +127,6 @@ class RowOptimizer(torch.optim.Optimizer):
         for param, state in self.state.items():
             if state:
                 self._call("_flush_", param, self._tensors(state))
-
-    @torch.no_grad()
-    def reset_rows(self, param, rows):
-        """State of ``rows`` (int64 [R]) of a parameter as before their first gradient: for rows that stand for something else from now on. What they owe is
-        forgotten. Nothing is done for a parameter without state.
-
-        Raises:
-            ValueError: a parameter that the optimizer does not have, or one that is split over ranks. TypeError: rows of another dtype. IndexError: a row that it
-                does not have
-        """
-        tensors, fresh = self._row_state(param)
-        if tensors:
-            torch.ops.xsoftmax.reset_row_state_(tensors, fresh, rows, len(param))
-
-    def _row_state(self, param):
-        """The state of a parameter, and that of one row before its first step. Empty: none so far."""
-        group = next((group for group in self.param_groups if any(param is each for each in group["params"])), None)
-        if group is None:
-            raise ValueError(f"{self._name}: expected a parameter of this optimizer, got another")
-        if hasattr(param, "_class_shards"):
-            raise ValueError(f"{self._name}: expected a parameter that is whole, got one that is split over ranks")
-        state = self.state.get(param)
-        if not state:
-            return [], []
-        tensors = self._tensors(state)
-        fresh = self._call("_state", param.new_zeros(1, *param.shape[1:]), tensors[0].dtype == torch.int64, self._text(group))
-        return tensors, fresh[:len(tensors)]
 
     def __del__(self):
         # What is owed would go with the state: a function that trains and returns the model leaves nothing else behind.
@@ -214,6 +185,5 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        register(self)
         if not any(isinstance(value, _Hidden) for tensors in self.state.values() for value in tensors.values()):
             self._register_debts()  # of a copy

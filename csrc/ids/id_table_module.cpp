@@ -1,0 +1,127 @@
+#include <xsoftmax/id_table.h>
+#include <xsoftmax/optim.h>
+
+#include "core/options.h"
+#include "ids/id_table.h"
+#include "samplers/modules.h"
+
+#include <torch/nn/init.h>
+#include <torch/serialize/input-archive.h>
+#include <torch/serialize/output-archive.h>
+
+#include <array>
+#include <cmath>
+#include <utility>
+
+namespace xsoftmax::nn {
+namespace {
+
+using at::Tensor;
+using samplers::find_op;
+
+constexpr std::array<const char*, kIdTableState> kNames{"slots", "row_ids", "seen", "victims", "counters"};
+
+void check_rows(const IdTableImpl& table, const Tensor& rows) {
+  TORCH_CHECK_VALUE(rows.defined() && rows.dim() >= 1 && rows.size(0) == table.capacity(), "IdTable: expected a table of ", table.capacity(),
+                    " rows, the capacity, got ", rows.defined() && rows.dim() >= 1 ? rows.size(0) : 0);
+}
+
+} // namespace
+
+IdTableImpl::IdTableImpl(int64_t capacity, const IdTableOptions& options) : Module("IdTable"), options_(print_options(options)) {
+  static const auto op = find_op<std::vector<Tensor>(int64_t, std::string_view)>("xsoftmax::id_table");
+  const std::vector<Tensor> made = op.call(capacity, options_);
+  const std::array<Tensor*, kIdTableState> members{&slots, &row_ids, &seen, &victims, &counters};
+  for (size_t i = 0; i < kIdTableState; ++i) {
+    *members[i] = register_buffer(kNames[i], made[i]);
+  }
+}
+
+Tensor IdTableImpl::forward(const Tensor& ids) { return is_training() ? std::get<0>(insert(ids)) : find(ids); }
+
+std::tuple<Tensor, Tensor> IdTableImpl::insert(const Tensor& ids) {
+  static const auto op = find_op<decltype(id_table_insert_)>("xsoftmax::id_table_insert_");
+  const auto [rows, padded] = op.call(ids, state(), options_);
+  const Tensor evicted = padded.narrow(0, 0, counters[kEvicted].item<int64_t>());
+  if (evicted.numel() > 0) {
+    for (const auto& reset : attached_) {
+      reset(evicted);
+    }
+  }
+  return {rows, evicted};
+}
+
+Tensor IdTableImpl::find(const Tensor& ids) const {
+  static const auto op = find_op<decltype(id_table_find)>("xsoftmax::id_table_find");
+  return op.call(ids, state());
+}
+
+Tensor IdTableImpl::remove(const Tensor& ids) {
+  static const auto op = find_op<decltype(id_table_remove_)>("xsoftmax::id_table_remove_");
+  return op.call(ids, state());
+}
+
+Tensor IdTableImpl::ids_of(const Tensor& rows, int64_t missing) const {
+  static const auto op = find_op<decltype(id_table_ids)>("xsoftmax::id_table_ids");
+  return op.call(rows, state(), missing);
+}
+
+int64_t IdTableImpl::size() const { return counters[kSize].item<int64_t>(); }
+
+void IdTableImpl::attach(const Tensor& table, std::function<void(Tensor)> init) {
+  check_rows(*this, table);
+  TORCH_CHECK_VALUE(init != nullptr, "IdTable: expected init beside a parameter, which does not say how its rows begin");
+  attached_.emplace_back([table, init = std::move(init)](const Tensor& rows) {
+    const torch::NoGradGuard no_grad;
+    std::vector<int64_t> sizes = table.sizes().vec();
+    sizes[0] = rows.numel();
+    const Tensor values = at::empty(sizes, table.options());
+    init(values);
+    reset_rows(table, rows.to(table.device()), values);
+  });
+}
+
+void IdTableImpl::attach(const torch::nn::Linear& linear) {
+  TORCH_CHECK_VALUE(!linear.is_empty(), "IdTable: expected a Linear, got none");
+  const double width = double(linear->weight.size(1));
+  attach(linear->weight, [](Tensor rows) { torch::nn::init::kaiming_uniform_(rows, std::sqrt(5)); });
+  if (linear->bias.defined()) {
+    attach(linear->bias, [width](Tensor rows) { torch::nn::init::uniform_(rows, -1 / std::sqrt(width), 1 / std::sqrt(width)); });
+  }
+}
+
+void IdTableImpl::attach(const torch::nn::Embedding& embedding) {
+  TORCH_CHECK_VALUE(!embedding.is_empty(), "IdTable: expected an Embedding, got none");
+  const auto padding = embedding->options.padding_idx();
+  TORCH_CHECK_VALUE(padding.value_or(0) == 0, "IdTable: expected padding_idx to be 0, which no id has, or none, got ", *padding);
+  attach(embedding->weight, [](Tensor rows) { torch::nn::init::normal_(rows); });
+}
+
+void IdTableImpl::attach(samplers::StreamingCounts counts) {
+  TORCH_CHECK_VALUE(!counts.is_empty() && counts->num_ids() == capacity(), "IdTable: expected StreamingCounts of ", capacity(), " rows, the capacity, got ",
+                    counts.is_empty() ? 0 : counts->num_ids().value_or(0));
+  attached_.emplace_back([counts](const Tensor& rows) mutable { counts->forget(rows.to(counts->count.device())); });
+}
+
+void IdTableImpl::load(torch::serialize::InputArchive& archive) {
+  static const auto op = find_op<void(at::TensorList, int64_t, std::string_view)>("xsoftmax::id_table_check");
+  std::vector<Tensor> loaded;
+  for (const char* name : kNames) {
+    Tensor tensor;
+    archive.read(name, tensor, /*is_buffer=*/true);
+    loaded.push_back(tensor.to(at::kCPU).contiguous());
+  }
+  op.call(loaded, capacity(), options_);
+  const torch::NoGradGuard no_grad;
+  const std::vector<Tensor> mine = state();
+  for (size_t i = 0; i < kIdTableState; ++i) {
+    Tensor(mine[i]).copy_(loaded[i]);
+  }
+}
+
+// Integers that the host looks up in.
+void IdTableImpl::to(torch::Device, torch::Dtype, bool) {}
+void IdTableImpl::to(torch::Dtype, bool) {}
+void IdTableImpl::to(torch::Device, bool) {}
+
+} // namespace xsoftmax::nn
