@@ -37,7 +37,7 @@ class TorchRec:
         from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 
         self.jagged = JaggedTensor
-        self.table = MCHManagedCollisionModule(args.ids + 1, torch.device("cpu"), LFU_EvictionPolicy(), eviction_interval=max(args.interval // args.batch, 1))
+        self.table = MCHManagedCollisionModule(args.ids + 1, torch.device("cpu"), LFU_EvictionPolicy(), eviction_interval=args.interval // args.batch)
 
     def features(self, ids: torch.Tensor) -> dict:
         return {"id": self.jagged(values=ids, lengths=torch.ones(len(ids), dtype=torch.int64))}
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=2**20, help="torchrec: ids from one eviction to the next")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    args.interval = max(args.interval // args.batch, 1) * args.batch
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     ids, more = (torch.randint(-2**63, 2**63 - 2, (count,)) for count in (args.ids, LOOKED_UP))

@@ -41,7 +41,7 @@ TEST(IdTable, GivesRowsToNewIdsWhileTraining) {
 TEST(IdTable, ARowThatAnotherIdGetsStartsAnew) {
   xsoftmax::nn::IdTable ids = full_table();
   xsoftmax::samplers::UniformSampler sampler(kCapacity, 5);
-  xsoftmax::nn::SampledSoftmaxLoss loss(kWidth, kCapacity, sampler.ptr(), xsoftmax::nn::LossOptions{.bias = true});
+  xsoftmax::nn::SampledSoftmaxLoss loss(kWidth, kCapacity, sampler.ptr(), xsoftmax::nn::SamplingOptions(), xsoftmax::nn::LossOptions{.bias = true});
   xsoftmax::samplers::StreamingCounts counts(kCapacity);
   const Tensor table = torch::ones({kCapacity, 2}).requires_grad_();
   ids->attach(loss->linear);
