@@ -14,7 +14,7 @@ from .optim.settle import settle
 
 # Whose state of a parameter is 0 before the parameter's first gradient, but for the sum of Adagrad.
 KNOWN_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SparseAdam,
-          torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adagrad)
+                    torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adagrad)
 _RESIZED = WeakTensorKeyDictionary()
 _hook = None
 
@@ -101,8 +101,9 @@ def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Paramet
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             if not isinstance(optimizer, KNOWN_OPTIMIZERS) or value.shape != table.shape:
-                raise TypeError(f"{owner}: expected optimizers among {', '.join(known.__name__ for known in KNOWN_OPTIMIZERS)}, whose state has the parameter's shape, got a "
-                                f"{type(optimizer).__name__} with {name} of shape {list(value.shape)}")
+                names = ", ".join(known.__name__ for known in KNOWN_OPTIMIZERS)
+                raise TypeError(f"{owner}: expected optimizers among {names}, whose state has the parameter's shape, got a {type(optimizer).__name__} with {name} of "
+                                f"shape {list(value.shape)}")
             initial = groups[table].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
             plans.append(lambda state=optimizer.state[table], name=name, value=value, initial=initial: _resize_state(state, name, value, initial, num_classes))
     return plans
@@ -128,10 +129,10 @@ def _watch(tables: List[nn.Parameter]) -> None:
 
 
 def _check_step(optimizer, args, kwargs) -> None:
-    if not isinstance(optimizer, _KNOWN):
+    if not isinstance(optimizer, KNOWN_OPTIMIZERS):
         return
     for table in list(_RESIZED.keys()):
         for name, value in optimizer.state.get(table, {}).items():
             if isinstance(value, Tensor) and value.dim() == table.dim() and value.shape != table.shape:
-                raise RuntimeError(f"{type(optimizer).__name__}: its {name} is of shape {list(value.shape)}, but resize_classes made the parameter {list(table.shape)}: "
-                                   "give it the optimizer, resize_classes(n, optimizers=[optimizer])")
+                raise RuntimeError(f"{type(optimizer).__name__}: its {name} is of shape {list(value.shape)}, but resize_classes made the parameter "
+                                   f"{list(table.shape)}: give it the optimizer, resize_classes(n, optimizers=[optimizer])")
