@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_count
+from ._table import flat_queries
 from .samplers import MidxSampler
 
 _CELL_SIZE = 32        # of a sampler's cells, at least: smaller ones cost more than they save
@@ -76,13 +77,15 @@ def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int]
     """An index of the present table, which the loss keeps; see :meth:`xsoftmax.LinearLoss.search_index`."""
     if codewords is not None:
         check_count(loss._name, "codewords", codewords, 1)
-    loss.settle()
     weight, bias = loss.linear.weight, loss.linear.bias
+    if len(weight) != loss.num_classes:
+        raise ValueError(f"{loss._name}: expected all {loss.num_classes} rows of the class table to search them by an index, got {len(weight)}")
     if weight.device.type != "cpu":
         raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on {weight.device}: topk without index scores all classes")
+    loss.settle()
     made = SearchIndex(weight, bias, _sampler_codewords(loss) if codewords is None else None, codewords or 0)
     if queries is not None:
-        made.calibrate(loss._queries(queries, None))
+        made.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
     _indices[loss] = (_version(weight), _version(bias)), made
     return made
 
@@ -98,7 +101,8 @@ def search(loss, input: Tensor, k: int, index: Optional[str], recall: Optional[f
         check_count(name, "max_cells", max_cells, 1)
         if recall is not None:
             raise ValueError(f"{name}: expected recall or max_cells, got {recall} and {max_cells}")
-    queries = loss._table_queries(input, None)
+    queries = flat_queries(name, loss.in_features, input, None)
+    loss.settle()
     table, made = _indices.get(loss, (None, None))
     if table != (_version(loss.linear.weight), _version(loss.linear.bias)):
         made = build_index(loss)
