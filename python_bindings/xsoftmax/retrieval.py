@@ -116,7 +116,8 @@ def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors
 
     Args:
         loss: a loss with a plain table, such as :class:`xsoftmax.SampledSoftmaxLoss`.
-        kind: "flat", every class scored; "ivf", inverted lists of `lists` clusters (none: 4 sqrt(N)), of which a search reads ``index.nprobe``;
+        kind: "flat", every class scored; "ivf", inverted lists of `lists` clusters by K-means (none: 4 sqrt(N)), of which a search reads the ``index.nprobe``
+            whose centroids score most;
             "hnsw", a graph with `neighbors` links a class, made with a beam of `ef_construction` and searched with one of ``index.hnsw.efSearch``.
 
     Returns:
@@ -148,9 +149,17 @@ def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors
         index = faiss.IndexFlatIP(width)
     elif kind == "ivf":
         lists = min(classes, max(1, int(4 * classes ** 0.5)) if lists is None else lists)
-        quantizer = faiss.IndexFlatIP(width)
-        index = faiss.IndexIVFFlat(quantizer, width, lists, faiss.METRIC_INNER_PRODUCT)
+        # Lists by distance, as K-means makes them; a search then takes those whose centroid scores most. With lists by inner product, long rows
+        # would draw all others to theirs.
+        index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, lists, faiss.METRIC_INNER_PRODUCT)
+        index.cp.max_points_per_centroid = 64
         index.train(rows)
+        index.add(rows)
+        scorer = faiss.IndexFlatIP(width)
+        scorer.add(index.quantizer.reconstruct_n(0, lists))
+        scorer.this.disown()  # it goes with the index
+        index.quantizer, index.own_fields = scorer, True
+        return index
     else:
         index = faiss.IndexHNSWFlat(width, neighbors, faiss.METRIC_INNER_PRODUCT)
         index.hnsw.efConstruction = ef_construction
