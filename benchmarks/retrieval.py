@@ -23,8 +23,8 @@ from timing import interleave, machine, print_figures, print_machine, print_tabl
 
 K, BATCH, SINGLE = 10, 256, 32
 CELLS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-PROBES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-BEAMS = (10, 16, 24, 32, 48, 64, 96, 128, 256)
+PROBES = (1, 4, 8, 16, 32, 64, 128, 256)
+BEAMS = (10, 16, 24, 32, 64, 128, 256)
 
 
 def faiss_index(args, loss, kind):
