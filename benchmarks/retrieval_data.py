@@ -1,4 +1,4 @@
-"""Trained class tables to search: interactions are drawn from a seed, and xsoftmax trains vectors on them."""
+"""Trained class tables to search: xsoftmax trains vectors on interactions, drawn from a seed or recorded."""
 
 import sys
 from pathlib import Path
@@ -26,8 +26,8 @@ class Stream:
         self.below = torch.cat([torch.zeros(1, dtype=torch.double), self.popularity.cumsum(0)])
         self.num_items, self.topics = num_items, topics
 
-    def users(self, count: int, length: int) -> torch.Tensor:
-        """[count, length]: what so many new users choose, in order."""
+    def users(self, count: int, length: int, held_out: bool = False) -> torch.Tensor:
+        """[count, length]: what so many new users choose, in order. All of them are new: none is held out."""
         def uniform(*shape):
             return torch.rand(*shape, generator=self.generator, dtype=torch.double)
 
@@ -43,12 +43,30 @@ class Stream:
         return (torch.searchsorted(self.below, low + uniform(count, length) * (high - low), right=True) - 1).clamp_(0, self.num_items - 1)
 
 
-def train(num_items: int, width: int, steps: int, num_queries: int, seed: int = 0) -> dict[str, torch.Tensor]:
+class Recorded:
+    """Users of a file with a line for each: the user, then its items; every tenth is held out."""
+
+    def __init__(self, path: Path, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        lines = [[int(item) for item in line.split()[1:]] for line in path.read_text().splitlines()]
+        lines = [torch.tensor(line) for line in lines if len(line) > HISTORY]
+        self.parts = {held_out: [line for i, line in enumerate(lines) if (i % 10 == 0) == held_out] for held_out in (False, True)}
+        self.popularity = torch.bincount(torch.cat(lines)).double()
+        self.num_items = len(self.popularity)
+
+    def users(self, count: int, length: int, held_out: bool = False) -> torch.Tensor:
+        """[count, length]: different items of users drawn at random."""
+        lines = self.parts[held_out]
+        chosen = torch.randint(len(lines), (count,), generator=self.generator).tolist()
+        return torch.stack([lines[i][torch.randperm(len(lines[i]), generator=self.generator)[:length]] for i in chosen])
+
+
+def train(stream: "Stream | Recorded", width: int, steps: int, num_queries: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """`weight [num_items, width]`, and `queries [num_queries, width]` of users that were not trained on.
 
     A query is a linear map of the mean vector of a user's last items, whose table is that of the classes; the next item is the target."""
     torch.manual_seed(seed)
-    stream = Stream(num_items, seed)
+    num_items = stream.num_items
     items = torch.nn.Embedding(num_items, width, sparse=True)
     torch.nn.init.normal_(items.weight, std=0.25 * width ** -0.5)
     loss = xs.SampledSoftmaxLoss(width, num_items, sampler=xs.samplers.UnigramSampler(stream.popularity.float(), 1024))
@@ -66,14 +84,14 @@ def train(num_items: int, width: int, steps: int, num_queries: int, seed: int = 
             print(f"step {step}: {value.item():.3f}", file=sys.stderr, flush=True)
     loss.eval()
     with torch.no_grad():
-        queries = encoder(items(stream.users(num_queries, HISTORY)).mean(1))
+        queries = encoder(items(stream.users(num_queries, HISTORY, held_out=True)).mean(1))
     return {"weight": loss.linear.weight.detach().clone(), "queries": queries}
 
 
-def trained(out: Path, num_items: int, width: int = 64, steps: int = 2000, num_queries: int = 20_000) -> dict[str, torch.Tensor]:
-    """What `train` gives, kept in the folder `out`."""
-    path = out / f"vectors_{num_items}_{width}_{steps}.pt"
+def trained(out: Path, name: str, items: int | Path, width: int = 64, steps: int = 2000, num_queries: int = 20_000) -> dict[str, torch.Tensor]:
+    """What `train` gives, kept in the folder `out`. items: so many of a Stream, or a file of users."""
+    path = out / f"{name}.pt"
     if not path.exists():
         out.mkdir(parents=True, exist_ok=True)
-        torch.save(train(num_items, width, steps, num_queries), path)
+        torch.save(train(Recorded(items) if isinstance(items, Path) else Stream(items), width, steps, num_queries), path)
     return torch.load(path)

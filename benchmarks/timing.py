@@ -29,17 +29,18 @@ def machine() -> dict:
             "xsoftmax_capability": xs.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def turns(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Seconds of each run, one call of each in turn, `repeats` times after `warmup` rounds."""
+def turns(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3,
+          clock: Callable[[], float] = time.perf_counter) -> dict[str, list[float]]:
+    """Seconds of each run by a clock, one call of each in turn, `repeats` times after `warmup` rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     gc.collect()
     gc.disable()  # a collection would fall on whoever happens to run
     try:
         for round_ in range(warmup + repeats):
             for name, run in runs.items():
-                start = time.perf_counter()
+                start = clock()
                 run()
-                elapsed = time.perf_counter() - start
+                elapsed = clock() - start
                 if round_ >= warmup:
                     seconds[name].append(elapsed)
     finally:
@@ -47,9 +48,10 @@ def turns(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3) 
     return seconds
 
 
-def interleave(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, float]:
+def interleave(runs: dict[str, Callable[[], object]], repeats: int, warmup: int = 3,
+               clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """The medians of `turns`."""
-    return {name: statistics.median(values) for name, values in turns(runs, repeats, warmup).items()}
+    return {name: statistics.median(values) for name, values in turns(runs, repeats, warmup, clock).items()}
 
 
 class PeakMemory:

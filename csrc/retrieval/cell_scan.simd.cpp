@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kLanes = kScanLanes;
 
 using Floats = float __attribute__((vector_size(64), aligned(4), may_alias));
-using Integers = int32_t __attribute__((vector_size(64)));
+using Quad = int32_t __attribute__((aligned(1), may_alias)); // four coordinates of a query
 
 static inline void take(ScanQuery& query, uint32_t hit, const int32_t* product, int64_t group) {
   while (hit != 0) {
@@ -29,7 +29,7 @@ struct Sums {
   __m256i part[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
 
   void add(const uint8_t* codes, const int8_t* code) {
-    const __m256i wide = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(bit_cast<int32_t>(*(const uint32_t __attribute__((aligned(1), may_alias))*)code))));
+    const __m256i wide = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(*(const Quad*)code)));
     for (int i = 0; i < 4; ++i) {
       const __m256i rows = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(codes + 16 * i)));
       part[i] = _mm256_add_epi32(part[i], _mm256_madd_epi16(rows, wide));
@@ -91,8 +91,7 @@ XS_VNNI void scan_vnni(ScanQuery* query, const uint8_t* codes, int64_t groups, i
     for (int64_t quad = 0; quad < quads; ++quad) {
       const __m512i rows = _mm512_loadu_si512(codes + quad * 4 * kLanes);
       for (int64_t q = 0; q < n; ++q) {
-        const uint32_t code = *(const uint32_t __attribute__((aligned(1), may_alias))*)(query[q].code + 4 * quad);
-        sum[q] = _mm512_dpbusd_epi32(sum[q], rows, _mm512_set1_epi32(int32_t(code)));
+        sum[q] = _mm512_dpbusd_epi32(sum[q], rows, _mm512_set1_epi32(*(const Quad*)(query[q].code + 4 * quad)));
       }
     }
     for (int64_t q = 0; q < n; ++q) {

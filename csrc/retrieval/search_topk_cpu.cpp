@@ -60,7 +60,7 @@ struct Best {
   std::vector<Candidate> candidates; // not yet scored
   std::vector<Scored> scored;        // the best k of those that were
   double threshold = -kInfinity;     // k classes score as much
-  int64_t cells = 0, rows = 0;       // read
+  int64_t cells = 0;                 // read
 
   void add(int64_t k, double low, double upper, int64_t id) {
     candidates.push_back({upper, id});
@@ -96,8 +96,21 @@ struct Likely {
   float value;
   int64_t cell;
 
-  friend bool operator<(const Likely& a, const Likely& b) { return a.value < b.value || (a.value == b.value && a.cell > b.cell); }
+  friend bool operator>(const Likely& a, const Likely& b) { return a.value > b.value || (a.value == b.value && a.cell < b.cell); }
 };
+
+// `cells` is a heap of at most `keep` with the least likely in front.
+void keep_best(std::vector<Likely>& cells, int64_t keep, Likely one) {
+  if (int64_t(cells.size()) == keep) {
+    if (!(one > cells.front())) {
+      return;
+    }
+    std::pop_heap(cells.begin(), cells.end(), std::greater<>());
+    cells.pop_back();
+  }
+  cells.push_back(one);
+  std::push_heap(cells.begin(), cells.end(), std::greater<>());
+}
 
 template <typename T>
 class Search {
@@ -224,35 +237,28 @@ class Search {
   void read_first(int64_t q, Scratch& scratch) {
     const float range = 3 * deviation(q);
     const int64_t most = exact_ ? kFirstCells : std::min(kFirstLikely, *options_.max_cells);
-    std::vector<Likely> cells; // a heap with the least likely in front, then all
+    std::vector<Likely> cells;
     const auto gather = [&](int64_t keep) {
-      const auto worse = [](const Likely& a, const Likely& b) { return b < a; };
       for (int64_t block = 0; block < index_.blocks; ++block) {
         const float *product = products(q, block), *reach = bounds(kReach, block), *size = bounds(kSize, block);
         for (int64_t lane = 0; lane < kScanLanes; ++lane) {
-          const Likely one{product[lane] + range * reach[lane], block * kScanLanes + lane};
-          if (one.cell >= index_.cells || !(size[lane] > 0) || (int64_t(cells.size()) == keep && !(cells.front() < one))) {
-            continue;
+          if (size[lane] > 0 && block * kScanLanes + lane < index_.cells) {
+            keep_best(cells, keep, {product[lane] + range * reach[lane], block * kScanLanes + lane});
           }
-          if (int64_t(cells.size()) == keep) {
-            std::pop_heap(cells.begin(), cells.end(), worse);
-            cells.pop_back();
-          }
-          cells.push_back(one);
-          std::push_heap(cells.begin(), cells.end(), worse);
         }
       }
-      std::sort_heap(cells.begin(), cells.end(), worse);
+      std::sort_heap(cells.begin(), cells.end(), std::greater<>());
     };
     gather(most);
     size_t next = 0;
     for (; next < cells.size(); ++next) {
       scan_cell(cells[next].cell, &q, 1, &found_[q], scratch);
     }
-    if (found_[q].rows < k_) { // rare: cells are small, or k is large
+    const auto enough = [&] { return int64_t(found_[q].lower.size()) == k_; };
+    if (!enough()) { // rare: cells are small, or k is large
       cells.clear();
       gather(index_.cells);
-      for (; next < cells.size() && found_[q].rows < k_; ++next) {
+      for (; next < cells.size() && !enough(); ++next) {
         scan_cell(cells[next].cell, &q, 1, &found_[q], scratch);
       }
     }
@@ -267,28 +273,27 @@ class Search {
     const int64_t most = *options_.max_cells;
     std::vector<Likely> cells;
     while (found.cells < most) {
+      // The threshold has risen when four times as many cells were read: others are likely then, and some are out of the question.
+      const int64_t until = std::min(most, 4 * found.cells);
       cells.clear();
       for (int64_t block = 0; block < index_.blocks; ++block) {
         uint32_t bits = left(q, block, found.threshold);
         if (bits == 0) {
           continue;
         }
-        float value[kScanLanes];
-        cell_scan().likely(value, products(q, block), bounds(kReach, block), bounds(kSize, block), deviation(q), float(found.threshold));
+        std::array<float, kScanLanes> value;
+        cell_scan().likely(value.data(), products(q, block), bounds(kReach, block), bounds(kSize, block), deviation(q), float(found.threshold));
         for (; bits != 0; bits &= bits - 1) {
           const int lane = std::countr_zero(bits);
-          cells.push_back({value[lane], block * kScanLanes + lane});
+          keep_best(cells, until - found.cells, {value[lane], block * kScanLanes + lane});
         }
       }
       if (cells.empty()) {
         return;
       }
-      std::make_heap(cells.begin(), cells.end());
-      // The threshold has risen once as many cells again were read: others are likely then, and some are out of the question.
-      for (const int64_t until = std::min(most, 2 * found.cells); !cells.empty() && found.cells < until;) {
-        std::pop_heap(cells.begin(), cells.end());
-        scan_cell(cells.back().cell, &q, 1, &found, scratch);
-        cells.pop_back();
+      std::sort_heap(cells.begin(), cells.end(), std::greater<>());
+      for (const Likely& one : cells) {
+        scan_cell(one.cell, &q, 1, &found, scratch);
       }
     }
   }
@@ -365,7 +370,6 @@ class Search {
       unit[i] = of.scale * scale;
       read_[query[i] * index_.blocks + block] |= uint16_t(1) << lane;
       ++best[i]->cells;
-      best[i]->rows += int64_t(bounds(kSize, block)[lane]);
     }
     for (int64_t first = start_[cell]; first < start_[cell + 1]; first += kGroups) {
       std::array<ScanQuery, kScanQueries> scans;

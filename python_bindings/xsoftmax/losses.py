@@ -184,7 +184,7 @@ class LinearLoss(TableModule):
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
         """`self.log_prob(input).argmax(-1)`: the best class of each query, [*, D] -> [*]."""
-        return self.topk(input, 1)[1].squeeze(-1)
+        return self.topk(input, 1, None, None, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", label_smoothing={self.label_smoothing}" if self.label_smoothing != 0.0 else "")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_count
+from ._table import flat_queries
 from .samplers import MidxSampler
 
 _CELL_SIZE = 32        # of a sampler's cells, at least: smaller ones cost more than they save
@@ -76,13 +77,15 @@ def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int]
     """An index of the present table, which the loss keeps; see :meth:`xsoftmax.LinearLoss.search_index`."""
     if codewords is not None:
         check_count(loss._name, "codewords", codewords, 1)
-    loss.settle()
     weight, bias = loss.linear.weight, loss.linear.bias
+    if len(weight) != loss.num_classes:
+        raise ValueError(f"{loss._name}: expected all {loss.num_classes} rows of the class table to search them by an index, got {len(weight)}")
     if weight.device.type != "cpu":
         raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on {weight.device}: topk without index scores all classes")
+    loss.settle()
     made = SearchIndex(weight, bias, _sampler_codewords(loss) if codewords is None else None, codewords or 0)
     if queries is not None:
-        made.calibrate(loss._queries(queries, None))
+        made.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
     _indices[loss] = (_version(weight), _version(bias)), made
     return made
 
@@ -98,7 +101,8 @@ def search(loss, input: Tensor, k: int, index: Optional[str], recall: Optional[f
         check_count(name, "max_cells", max_cells, 1)
         if recall is not None:
             raise ValueError(f"{name}: expected recall or max_cells, got {recall} and {max_cells}")
-    queries = loss._table_queries(input, None)
+    queries = flat_queries(name, loss.in_features, input, None)
+    loss.settle()
     table, made = _indices.get(loss, (None, None))
     if table != (_version(loss.linear.weight), _version(loss.linear.bias)):
         made = build_index(loss)
@@ -112,7 +116,8 @@ def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors
 
     Args:
         loss: a loss with a plain table, such as :class:`xsoftmax.SampledSoftmaxLoss`.
-        kind: "flat", every class scored; "ivf", inverted lists of `lists` clusters (none: 4 sqrt(N)), of which a search reads ``index.nprobe``;
+        kind: "flat", every class scored; "ivf", inverted lists of `lists` clusters by K-means (none: 4 sqrt(N)), of which a search reads the ``index.nprobe``
+            whose centroids score most;
             "hnsw", a graph with `neighbors` links a class, made with a beam of `ef_construction` and searched with one of ``index.hnsw.efSearch``.
 
     Returns:
@@ -144,9 +149,17 @@ def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors
         index = faiss.IndexFlatIP(width)
     elif kind == "ivf":
         lists = min(classes, max(1, int(4 * classes ** 0.5)) if lists is None else lists)
-        quantizer = faiss.IndexFlatIP(width)
-        index = faiss.IndexIVFFlat(quantizer, width, lists, faiss.METRIC_INNER_PRODUCT)
+        # Lists by distance, as K-means makes them; a search then takes those whose centroid scores most. With lists by inner product, long rows
+        # would draw all others to theirs.
+        index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, lists, faiss.METRIC_INNER_PRODUCT)
+        index.cp.max_points_per_centroid = 64
         index.train(rows)
+        index.add(rows)
+        scorer = faiss.IndexFlatIP(width)
+        scorer.add(index.quantizer.reconstruct_n(0, lists))
+        scorer.this.disown()  # it goes with the index
+        index.quantizer, index.own_fields = scorer, True
+        return index
     else:
         index = faiss.IndexHNSWFlat(width, neighbors, faiss.METRIC_INNER_PRODUCT)
         index.hnsw.efConstruction = ef_construction

@@ -41,14 +41,14 @@ def recall(ids, want):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("Q, D, N, k, codewords", [(1, 1, 1, 1, 1), (5, 3, 15, 15, 2), (70, 17, 3001, 10, 6), (3, 66, 500, 100, 40), (1100, 8, 400, 1, 3),
+@pytest.mark.parametrize("Q, D, N, k, codewords", [(1, 1, 1, 1, 1), (5, 3, 15, 15, 2), (70, 17, 3001, 10, 6), (3, 66, 500, 100, 24), (1100, 8, 400, 1, 3),
                                                    (0, 3, 9, 2, 1), (4, 3, 9, 0, 1)])
-def test_certified_equals_all_scores(impl, bias, Q, D, N, k, codewords):
+def test_certified_equals_all_scores(bias, Q, D, N, k, codewords):
     """Ids are those of the scores in float64, ties included, whatever the cells; more cells than classes leave some empty."""
     check_certified(problem(Q, D, N, torch.float32, bias), k, codewords)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(impl, dtype):
     check_certified(problem(30, 18, 2001, dtype), 10, 5)
 
@@ -140,8 +140,8 @@ def test_prunes_and_counts():
 
 def test_recall_is_reached():
     """Other queries of the same kind find the share that was asked for, and read no more than that takes."""
-    loss = xs.SampledSoftmaxLoss(16, 20_000, sampler="uniform")
-    query, weight, _ = problem(1500, 16, 20_000, bias=False, clusters=50)
+    loss = xs.LinearCrossEntropyLoss(16, 10_000)
+    query, weight, _ = problem(1000, 16, 10_000, bias=False, clusters=50)
     with torch.no_grad():
         loss.linear.weight.copy_(weight)
     want = expected(query, weight, None, 10)[1]
