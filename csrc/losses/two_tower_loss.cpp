@@ -110,6 +110,9 @@ bool check_call(const Tensor& query, const Tensor& item, const Tensor& item_id, 
   check_vectors("query", query, query);
   check_vectors("item", item, query);
   check_ids("item_id", item_id, query.sym_sizes().slice(0, 1), query);
+  if (given(weight)) {
+    check::strided(kOp, "weight", *weight);
+  }
   check_tower_weight(kOp, weight, query);
   if (has(kOp, "negatives", negatives, 2)) {
     const Tensor& vectors = negatives[0];
@@ -218,6 +221,7 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
   const bool counted = has(kOp, "counts", counts, 4);
   const bool has_places = check_call(query, item, item_id, negatives, weight, memory, counted, options);
   check_everyone(everyone, query);
+  check::strided(kOp, "temperature", temperature);
   check::dim(kOp, "temperature", temperature, 0);
   check::floating(kOp, "temperature", temperature);
   const StreamingOptions stream = counted ? streaming_options(kOp, counts_options) : StreamingOptions{};
@@ -258,6 +262,7 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
     const at::NoGradGuard no_grad;
     if (has_places) {
       add_memory(shared, memory, options.memory_warmup);
+      shared.ids.back() = known(shared.ids.back(), "ids of memory");
     }
     const at::TensorList counts_to = updated[0] ? counts : at::TensorList{}, memory_to = updated[1] && has_places ? memory : at::TensorList{};
     if (!counts_to.empty() || !memory_to.empty()) {

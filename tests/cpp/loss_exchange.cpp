@@ -222,7 +222,8 @@ Results run_towers(const Dict& in) {
   read_state(*loss, in.at("state").toGenericDict());
   const c10::IValue steps = in.at("steps");
   for (size_t i = 0; i < steps.toListRef().size(); ++i) {
-    const auto given = steps.toListRef()[i].toTensorVector();
+    std::vector<Tensor> given;
+    for (const c10::IValue& part : steps.toListRef()[i].toListRef()) { given.push_back(part.toTensor()); }
     std::vector<std::pair<std::string, Tensor>> trained{{"query", given[0].clone()}, {"item", given[1].clone()}, {"negatives", given[3].clone()}};
     for (auto& [name, vectors] : trained) { vectors.requires_grad_(); }
     loss->zero_grad();
