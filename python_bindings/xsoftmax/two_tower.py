@@ -90,7 +90,7 @@ class TwoTowerLoss(nn.Module):
             self.counts.to(device)
         for buffer, table in zip(("memory", "memory_id", "memory_state"), memories):
             self.register_buffer(buffer, table.to(device))
-        self._group = None
+        self._shared, self._group = False, None  # whether candidates are those of a group's ranks, which TorchScript refuses
 
     def forward(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: Optional[Tuple[Tensor, Tensor]] = None,
                 weight: Optional[Tensor] = None) -> Tensor:
@@ -111,7 +111,9 @@ class TwoTowerLoss(nn.Module):
             if not torch.jit.is_scripting() and not (isinstance(negatives, tuple) and len(negatives) == 2):
                 raise TypeError(f"{self._name}: expected negatives as (vectors, ids), got {type(negatives).__name__}")
             more = [negatives[0], negatives[1]]
-        if not torch.jit.is_scripting() and (self._group is not None or (self.counts is not None and self.counts._group is not None)):
+        if self._shared:
+            return self._of_ranks(query, item, item_id, more, weight)
+        if not torch.jit.is_scripting() and self.counts is not None and self.counts._group is not None:
             return self._of_ranks(query, item, item_id, more, weight)
         return self._step(query, item, item_id, more, [], weight, True, self._options)
 

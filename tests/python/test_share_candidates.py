@@ -132,6 +132,9 @@ def refuse(rank):
     shared = xs.distributed.share_candidates(nn.Sequential(xs.TwoTowerLoss(N)))
     with pytest.raises(RuntimeError, match="share_candidates: expected a model whose candidates are not shared yet"):
         xs.distributed.share_candidates(shared)
+    one = torch.zeros(1, D)
+    with pytest.raises(torch.jit.Error, match="annotated to be ignored"):  # not the loss of one rank's batch without a word
+        torch.jit.script(shared[0])(one, one, torch.tensor([1]))
     with pytest.raises(ValueError, match="share_candidates: expected a model with a TwoTowerLoss, got a Linear without one"):
         xs.distributed.share_candidates(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="share_candidates: expected model to be a module, got int"):

@@ -70,7 +70,7 @@ def share_candidates(model: nn.Module, mesh=None) -> nn.Module:
     losses = [module for module in model.modules() if isinstance(module, TwoTowerLoss)]
     if not losses:
         raise ValueError(f"{owner}: expected a model with a TwoTowerLoss, got a {type(model).__name__} without one")
-    if any(loss._group is not None for loss in losses):
+    if any(loss._shared for loss in losses):
         raise RuntimeError(f"{owner}: expected a model whose candidates are not shared yet, got one whose are")
     facts = {}
     for place, loss in enumerate(losses):
@@ -79,5 +79,5 @@ def share_candidates(model: nn.Module, mesh=None) -> nn.Module:
     check_alike(owner, facts, group)
     for loss in losses:
         broadcast(list(loss.buffers()), group)
-        loss._group = group
+        loss._shared, loss._group = True, group
     return model
