@@ -102,7 +102,8 @@ OptionalTensors columns_from(const torch::autograd::variable_list& saved, size_t
   return columns;
 }
 
-// Which of query, target_vector, vectors and private_vectors want a gradient in a backward pass. Autograd counts the tensors that there are, targets among them.
+// Which of query, target_vector, vectors and private_vectors want a gradient in a backward pass. Autograd counts the tensors that there are, targets among
+// them.
 TowerWants wants(const torch::autograd::AutogradContext& ctx, bool has_vectors, bool has_private) {
   return {ctx.needs_input_grad(0), ctx.needs_input_grad(1), has_vectors && ctx.needs_input_grad(3),
           has_private && ctx.needs_input_grad(has_vectors ? 4 : 3)};

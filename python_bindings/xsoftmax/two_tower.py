@@ -46,8 +46,8 @@ class TwoTowerLoss(nn.Module):
         reduction: "mean", "sum" or "none".
 
     Shape: query [Q, D] and item [Q, D] of floating dtypes, item_id [Q] int64; a scalar, or [Q] for "none", in float32 or float64. Without a query
-    "sum" is 0 and "mean" NaN, as in torch;
-    a query alone in its batch has a loss of 0. A NaN among the vectors makes the loss NaN, and that of each step whose memory has it.
+    "sum" is 0 and "mean" NaN, as in torch; a query alone in its batch has a loss of 0. A NaN among the vectors makes the loss NaN, and that of each step whose
+    memory has it.
 
     Buffers: memory [M, D], memory_id [M], memory_state [2] (items and calls so far), and those of ``counts``. In eval() the loss is the same of the
     batch, and neither counts nor memory change; items that were never counted are then no candidates.
