@@ -40,6 +40,8 @@ set(XSOFTMAX_SOURCES
   csrc/losses/tower_loss_cpu.cpp
   csrc/losses/tree_losses.cpp
   csrc/losses/tree_losses_module.cpp
+  csrc/losses/two_tower_loss.cpp
+  csrc/losses/two_tower_module.cpp
   csrc/matcher/linear_beam.cpp
   csrc/matcher/linear_layer.cpp
   csrc/matcher/linear_layer_input.cpp

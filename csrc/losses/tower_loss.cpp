@@ -7,6 +7,7 @@
 #include "core/scale_gradient.h"
 #include "losses/candidate_loss.h"
 #include "losses/reduction.h"
+#include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Reduction.h>
@@ -101,7 +102,8 @@ OptionalTensors columns_from(const torch::autograd::variable_list& saved, size_t
   return columns;
 }
 
-// Which of query, target_vector, vectors and private_vectors want a gradient in a backward pass. Autograd counts the tensors that there are, targets among them.
+// Which of query, target_vector, vectors and private_vectors want a gradient in a backward pass. Autograd counts the tensors that there are, targets among
+// them.
 TowerWants wants(const torch::autograd::AutogradContext& ctx, bool has_vectors, bool has_private) {
   return {ctx.needs_input_grad(0), ctx.needs_input_grad(1), has_vectors && ctx.needs_input_grad(3),
           has_private && ctx.needs_input_grad(has_vectors ? 4 : 3)};
@@ -194,34 +196,34 @@ OptionalTensor joined_vectors(const Proposal& sets, at::TensorList vectors, int6
   return parts.empty() ? std::nullopt : OptionalTensor(parts.size() == 1 ? parts[0] : at::cat(parts, dim - 2));
 }
 
-Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor& target, at::TensorList set_vectors, at::TensorList ids,
-                  at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& set_distinct, const OptionalTensor& weight,
-                  std::string_view options) {
-  const auto parsed = parse_options<TowerOptions>(kOp, options);
-  const int64_t reduction = reduction_code(kOp, parsed.reduction);
-  const EstimatorOptions& estimator = parsed;
+Tensor tower_loss_op(const Tensor& query, const Tensor& target_vector, const Tensor& target, at::TensorList vectors, at::TensorList ids,
+                     at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& distinct, const OptionalTensor& weight,
+                     std::string_view options) {
+  return tower_loss(query, target_vector, target, vectors, make_proposal(kOp, ids, log_count, target_log_count, distinct),
+                    parse_options<TowerOptions>(kOp, options), weight);
+}
+
+} // namespace
+
+Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor& target, at::TensorList set_vectors, const Proposal& sets,
+                  const TowerOptions& options, const OptionalTensor& weight) {
+  const int64_t reduction = reduction_code(kOp, options.reduction);
+  const EstimatorOptions& estimator = options;
   const std::string inner = print_options(estimator);
   check::dim(kOp, "query", query, 2);
   check::floating(kOp, "query", query);
-  const Proposal sets = make_proposal(kOp, ids, log_count, target_log_count, set_distinct);
   TORCH_CHECK_VALUE(set_vectors.size() == sets.size(), kOp, ": expected vectors of each of ", sets.size(), " sets, got ", set_vectors.size());
-  const Candidates columns = lay_out(sets, query.sym_size(0), find_estimator(kOp, parsed.estimator).traits);
+  const Candidates columns = lay_out(sets, query.sym_size(0), find_estimator(kOp, options.estimator).traits);
   const OptionalTensors candidates = columns.tensors();
   const auto distinct = columns.distinct();
   const Tensor of_target = target_vector.to(query.scalar_type());
   const OptionalTensor all = joined_vectors(sets, set_vectors, 2, query.scalar_type()), each = joined_vectors(sets, set_vectors, 3, query.scalar_type());
   const auto dtype = opmath_dtype(query.scalar_type());
-  Tensor shares;
-  if (given(weight)) {
-    check::floating(kOp, "weight", *weight);
-    check::dim(kOp, "weight", *weight, 1);
-    check::size(kOp, "weight", *weight, 0, query.sym_size(0), "the queries");
-    check::same_device(kOp, "weight", *weight, "query", query);
-    shares = weight->detach().to(dtype);
-  } else {
-    shares = at::ones_symint({query.sym_size(0)}, query.options().dtype(dtype).requires_grad(false));
-  }
-  if (reduction == at::Reduction::None || dtype != query.scalar_type()) {
+  check_tower_weight(kOp, weight, query);
+  const Tensor shares = given(weight) ? weight->detach().to(dtype)
+                                      : at::ones_symint({query.sym_size(0)}, query.options().dtype(dtype).requires_grad(false));
+  // Over no query the weights of a mean are none, and its sum would be 0, not the NaN that it is.
+  if (reduction == at::Reduction::None || dtype != query.scalar_type() || (reduction == at::Reduction::Mean && query.sym_size(0) == 0)) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tower_losses", "").typed<decltype(losses_any)>();
     const Tensor loss = op.call(query, of_target, target, all, each, candidates, distinct, inner) * shares;
     return reduction == at::Reduction::None ? loss : reduction == at::Reduction::Sum ? loss.sum() : loss.sum() / shares.sum();
@@ -231,7 +233,14 @@ Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor
   return op.call(query, of_target, target, all, each, candidates, distinct, factor, inner);
 }
 
-} // namespace
+void check_tower_weight(const char* op, const OptionalTensor& weight, const Tensor& query) {
+  if (given(weight)) {
+    check::floating(op, "weight", *weight);
+    check::dim(op, "weight", *weight, 1);
+    check::size(op, "weight", *weight, 0, query.sym_size(0), "the queries");
+    check::same_device(op, "weight", *weight, "query", query);
+  }
+}
 
 TowerArguments::TowerArguments(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors,
                                const OptionalTensor& private_vectors, const OptionalTensors& columns, at::IntArrayRef distinct,
@@ -348,7 +357,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   const std::string arguments = "Tensor query, Tensor target_vector, Tensor target, Tensor? vectors, Tensor? private_vectors, Tensor?[] candidates, "
                                 "int[] distinct";
   m.def((std::string("tower_loss(Tensor query, Tensor target_vector, Tensor target, Tensor[] vectors, ") + kProposalSchema +
-         ", Tensor? weight=None, str options=\"\") -> Tensor").c_str(), tower_loss);
+         ", Tensor? weight=None, str options=\"\") -> Tensor").c_str(), tower_loss_op);
   m.def(("tower_losses(" + arguments + ", str options=\"\") -> Tensor").c_str());
   m.def(("weighted_tower_loss(" + arguments + ", Tensor factor, str options=\"\") -> Tensor").c_str());
   m.def(("tower_loss_forward(" + arguments + ", Tensor grad, str options, bool[4] wanted) -> "

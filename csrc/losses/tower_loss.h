@@ -5,33 +5,13 @@
 #include <array>
 #include <tuple>
 
-// tower_loss: the loss of queries against vectors that a network has just made, where there is no class table.
-//
-//     scores = cat([(query * target_vector).sum(1, keepdim=True),                              # of the target
-//                   (private_vectors @ query.unsqueeze(2)).squeeze(2),                         # [Q, P]
-//                   query @ vectors.T], 1)                                                     # [Q, S]
-//     loss = estimator_loss(scores, target, candidates, ...) * weight                          # weight: 1 where none is given
-//     reduction: none; mean: loss.sum() / weight.sum(); sum
-//
-// query and target_vector [Q, D], target [Q] int64, any ids; sets of a proposal in any order, each with its vectors: [S, D] of a set that all queries
-// share, [Q, P, D] of a private one. Ids are compared with targets and nothing else. All vectors have gradients. The operators below this one take the
-// columns of the sets (losses/candidates.h): vectors [S, D] and private_vectors [Q, P, D], or none.
+// tower_loss (xsoftmax/ops.h says what it is): the operators below it take the columns of the sets (losses/candidates.h), vectors [S, D] and private_vectors
+// [Q, P, D], or none.
 //
 // On the CPU scores exist for a block of queries at a time (16 MB). Where the gradient that reaches the loss is known but for a factor, as that of a mean or a
-// sum, float32 and float64 gradients are made with the loss, else (16-bit ones, reduction "none") by a second pass. options: TowerOptions.
+// sum, float32 and float64 gradients are made with the loss, else (16-bit ones, reduction "none") by a second pass.
 
 namespace xsoftmax {
-
-/// What the op takes beside tensors.
-struct TowerOptions : EstimatorOptions {
-  std::string reduction = "mean"; ///< "mean", "sum" or "none"
-
-  template <typename Visitor>
-  void visit(Visitor& visitor) {
-    EstimatorOptions::visit(visitor);
-    visitor("reduction", reduction);
-  }
-};
 
 /// Checked.
 struct TowerArguments {
@@ -52,6 +32,8 @@ using TowerWants = std::array<bool, 4>;
 /// The composite: any device, and the oracle of the tests.
 TowerState tower_loss_forward_reference(const TowerArguments& arguments, const at::Tensor& grad, TowerWants wanted);
 void check_tower_grad(const at::Tensor& grad, const at::Tensor& query);
+/// Weights of queries, [Q] or none.
+void check_tower_weight(const char* op, const OptionalTensor& weight, const at::Tensor& query);
 
 // known_ids(ids, num_ids, owner, argument) -> ids, a copy, once all of them are known to lie in [0, num_ids) (CPU; num_ids 0: any are well). A step that
 // changes state asks first: an error changes nothing. An op without a result would be dropped by compilers. Errors: TypeError, IndexError.

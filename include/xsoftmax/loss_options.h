@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 // What operators of losses take as `options`, as text: "estimator=ranking,reduction=sum". A field that the text does not name has its default.
@@ -18,6 +19,36 @@ struct EstimatorOptions {
     visitor("estimator", estimator);
     visitor("remove_accidental_hits", remove_accidental_hits);
     visitor("label_smoothing", label_smoothing);
+  }
+};
+
+/// What tower_loss takes.
+struct TowerOptions : EstimatorOptions {
+  std::string reduction = "mean"; ///< "mean" (weighted), "sum" or "none"
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    EstimatorOptions::visit(visitor);
+    visitor("reduction", reduction);
+  }
+};
+
+/// Of two towers, as xsoftmax.TwoTowerLoss explains them.
+struct TwoTowerOptions {
+  std::optional<int64_t> num_items = std::nullopt; ///< ids are in [0, num_items); none: any int64 is one
+  std::string estimator = "sampled_softmax";       ///< one of the library without noise
+  double temperature = 1.0;                        ///< above 0: similarities are divided by it
+  std::string similarity = "dot";                  ///< or "cosine"
+  bool remove_accidental_hits = true;              ///< items equal to the query's are no candidates, as far as the estimator can do without them
+  int64_t memory = 0;                              ///< how many items of past batches are candidates too
+  std::optional<int64_t> dim = std::nullopt;       ///< width of the vectors in memory, needed beside one
+  int64_t memory_warmup = 0;                       ///< how many calls come before memory takes part
+  std::string reduction = "mean";                  ///< "mean" (weighted), "sum" or "none"
+
+  template <typename Visitor>
+  void visit(Visitor& v) {
+    v("num_items", num_items); v("estimator", estimator); v("temperature", temperature); v("similarity", similarity);
+    v("remove_accidental_hits", remove_accidental_hits); v("memory", memory); v("dim", dim); v("memory_warmup", memory_warmup); v("reduction", reduction);
   }
 };
 

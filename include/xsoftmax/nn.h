@@ -1,7 +1,7 @@
 #pragma once
 
-// Losses over a class table, or over a tree of classes, as modules: the same as their namesakes in Python, with the same parameter names, so
-// the state of one loads into the other.
+// Losses over a class table, over a tree of classes, or over vectors of two towers, as modules: the same as their namesakes in Python, with the same
+// parameter names, so the state of one loads into the other.
 //
 //     xsoftmax::nn::SampledSoftmaxLoss loss(width, classes, xsoftmax::samplers::UniformSampler(classes, 512).ptr());
 //     loss(hidden, target).backward();
@@ -208,3 +208,4 @@ TORCH_MODULE(CaneLoss);
 } // namespace xsoftmax::nn
 
 #include <xsoftmax/tree_losses.h>
+#include <xsoftmax/two_tower.h>

@@ -93,6 +93,18 @@ at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weigh
                                 const std::optional<at::Tensor>& class_weight = std::nullopt,
                                 const std::optional<at::Tensor>& log_z = std::nullopt);
 
+/// tower_loss: the loss of queries against vectors that a network has just made, where there is no class table.
+///
+///     scores = cat([(query * target_vector).sum(1, keepdim=True), (private_vectors @ query.unsqueeze(2)).squeeze(2), query @ vectors.T], 1)
+///     loss = candidate_loss(scores, target, sets, ...) * weight                      # weight: 1 where none is given
+///     reduction: none; mean: loss.sum() / weight.sum(); sum
+///
+/// query and target_vector [Q, D], target [Q] int64, any ids; sets in any order, vectors those of each: [S, D] of a set that all queries share, [Q, P, D]
+/// of a private one. Ids are compared with targets and nothing else. All vectors have gradients; weight [Q] has none. Returns a scalar (over no query
+/// a mean is NaN) or [Q], in float32 or float64.
+at::Tensor tower_loss(const at::Tensor& query, const at::Tensor& target_vector, const at::Tensor& target, at::TensorList vectors,
+                      const Proposal& sets, const TowerOptions& options = {}, const std::optional<at::Tensor>& weight = std::nullopt);
+
 /// linear_cross_entropy: the exact loss, without the [Q, N] logits.
 ///
 ///     F.cross_entropy(F.linear(input, weight, bias), target, class_weight, reduction=..., ignore_index=..., label_smoothing=...)
@@ -106,6 +118,17 @@ at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weigh
 at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                 const at::Tensor& target, const std::optional<at::Tensor>& class_weight = std::nullopt,
                                 int64_t reduction = 1, c10::SymInt ignore_index = -100, double label_smoothing = 0.0);
+
+/// linear_positives_loss: the exact loss of several positives of each query, target [*, T], without the [Q, N] logits.
+///
+///     s = F.linear(input, weight, bias); n = logsumexp of s over the classes that are no positive of the query
+///     "mean": the mean over its positives y of class_weight[y] softplus(n - s_y)
+///     "sum": softplus(n - logsumexp over its positives of s_y)
+///
+/// input [*, D], weight [N, D], bias [N] or none, class_weight [N] or none; repeats, and targets equal to ignore_index, are no positives. Reduction as of
+/// sampled_softmax_loss. Returns a scalar or [*].
+at::Tensor linear_positives_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                 const std::optional<at::Tensor>& class_weight = std::nullopt, const ExactPositivesOptions& options = {});
 
 /// linear_topk: the k best classes of each query, without the [Q, N] logits.
 ///

@@ -1,6 +1,6 @@
 """Losses as functions of what a caller has: a table or vectors, and candidate sets with their counts."""
 
-from typing import List, Optional, Tuple
+from typing import List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -36,25 +36,25 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
 
 
 def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: List[CandidateSet], *, bias: Optional[Tensor] = None,
-                         class_weight: Optional[Tensor] = None, estimator: str = "sampled_softmax", remove_accidental_hits: bool = True,
-                         reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", sparse_grad: bool = True) -> Tensor:
+                         class_weight: Optional[Tensor] = None, log_z: Optional[Tensor] = None, **options: Union[str, bool, int, float]) -> Tensor:
     """What :class:`xsoftmax.SampledSoftmaxLoss` computes in train() once its sampler has drawn.
 
     Args:
         input: ``[*, D]``; weight ``[N, D]`` and bias ``[N]``: the class table; target int64 ``[*]``, or ``[*, T]`` several positives.
         sets: of a sampler (``sampler.sample(queries, target)``) or of yours: ids ``[M]`` or ``[Q, M]``, how often each would be there, and whether no class
             stands twice. For several positives ``target_log_count`` is ``[Q, T]``, of the different positives in falling order.
-        class_weight: ``[N]``. The other arguments are those of the module.
+        class_weight: ``[N]``.
+        log_z: 0-dim, with a gradient where it asks for one: all scores are lowered by it, which matters to the estimator "nce".
+        options: ``estimator="sampled_softmax"``, ``remove_accidental_hits=True``, ``label_smoothing=0.0``, ``reduction="mean"``, ``ignore_index=-100``,
+            ``positives="mean"`` and ``sparse_grad=True``, as those of the module.
 
     Returns:
         A scalar, or ``[*]`` with reduction="none"; in float32 or float64.
 
     Raises:
-        ValueError, TypeError, IndexError: as the module
+        ValueError, TypeError, IndexError: as the module; ValueError: an option that is none of these
     """
-    options = option_text(estimator=estimator, remove_accidental_hits=remove_accidental_hits, reduction=reduction, ignore_index=ignore_index,
-                          positives=positives, sparse_grad=sparse_grad)
-    return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, None, options)
+    return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options))
 
 
 def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tuple[Tensor, CandidateSet]], *, estimator: str = "sampled_softmax",
@@ -76,7 +76,7 @@ def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tu
         candidates: vectors and what they are: ``[S, D]`` beside a set of ids ``[S]`` that all queries share, ``[Q, P, D]`` beside one of ids ``[Q, P]``.
             All vectors have gradients.
         estimator, remove_accidental_hits: as in :class:`xsoftmax.TwoTowerLoss`.
-        weight: ``[Q]`` of the losses; the mean is weighted by it.
+        weight: ``[Q]`` of the losses; the mean is weighted by it, and NaN over no query.
 
     Returns:
         A scalar, or ``[Q]`` with reduction="none"; in float32 or float64.

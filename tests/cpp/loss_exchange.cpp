@@ -4,7 +4,11 @@
 //
 // IN: a list by torch.save, of dicts: "loss", "sampler", "candidates" (descriptions of samplers or None), "options" and "optimizer_options" (as
 // operators take them), "tensors", "optimizer", "state" (by name), "input" and "target" (step by step). OUT: a dict of tensors by
-// the number of the dict and "state.NAME" at the start, "loss.STEP", "gradient.STEP.NAME", and "end.NAME" after flush(). Step i draws from a generator of seed i.
+// the number of the dict and "state.NAME" at the start, "loss.STEP", "gradient.STEP.NAME", and "end.NAME" after flush(). Step i draws from a
+// generator of seed i.
+//
+// Of "TwoTowerLoss" the dict has "options", "counts" (options or None), "learned" (the temperature), "state" and "steps", each a list of query, item, item_id,
+// vectors and ids of negatives, and weight; gradients are those of query, item, negatives and temperature, which SGD trains.
 
 #include "core/options.h"
 
@@ -163,12 +167,12 @@ std::unique_ptr<optim::RowOptimizer> make_optimizer(const Dict& in, const std::v
   return std::make_unique<optim::RowAdagrad>(parameters, parse<optim::RowAdagradOptions>(in, "optimizer_options"));
 }
 
-void write_state(const nn::TableLossImpl& module, const std::string& prefix, Results& out) {
+void write_state(const torch::nn::Module& module, const std::string& prefix, Results& out) {
   for (const auto& item : module.named_parameters()) { out.insert(prefix + item.key(), item.value().detach().clone()); }
   for (const auto& item : module.named_buffers()) { out.insert(prefix + item.key(), item.value().clone()); }
 }
 
-void read_state(nn::TableLossImpl& module, const Dict& state) {
+void read_state(torch::nn::Module& module, const Dict& state) {
   torch::NoGradGuard guard;
   for (auto& tensors : {module.named_parameters(), module.named_buffers()}) {
     for (const auto& item : tensors) {
@@ -207,6 +211,36 @@ Results run(const Dict& in) {
   return out;
 }
 
+Results run_towers(const Dict& in) {
+  Results out;
+  samplers::StreamingCounts counts{nullptr};
+  if (!in.at("counts").isNone()) {
+    counts = samplers::StreamingCounts(parse<samplers::StreamingOptions>(in, "counts"));
+  }
+  nn::TwoTowerLoss loss(parse<xsoftmax::TwoTowerOptions>(in), counts, in.at("learned").toBool());
+  write_state(*loss, "state.", out);
+  read_state(*loss, in.at("state").toGenericDict());
+  const c10::IValue steps = in.at("steps");
+  for (size_t i = 0; i < steps.toListRef().size(); ++i) {
+    std::vector<Tensor> given;
+    for (const c10::IValue& part : steps.toListRef()[i].toListRef()) { given.push_back(part.toTensor()); }
+    std::vector<std::pair<std::string, Tensor>> trained{{"query", given[0].clone()}, {"item", given[1].clone()}, {"negatives", given[3].clone()}};
+    for (auto& [name, vectors] : trained) { vectors.requires_grad_(); }
+    loss->zero_grad();
+    const Tensor value = loss(trained[0].second, trained[1].second, given[2], std::make_tuple(trained[2].second, given[4]), given[5]);
+    value.sum().backward();
+    if (in.at("learned").toBool()) {
+      trained.emplace_back("temperature", loss->temperature);
+      torch::NoGradGuard guard;
+      loss->temperature.sub_(loss->temperature.grad(), 0.01);
+    }
+    out.insert("loss." + std::to_string(i), value.detach());
+    for (const auto& [name, tensor] : trained) { out.insert("gradient." + std::to_string(i) + "." + name, tensor.grad().clone()); }
+  }
+  write_state(*loss, "end.", out);
+  return out;
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -217,7 +251,8 @@ int main(int argc, char** argv) {
   int64_t number = 0;
   const c10::IValue tasks = torch::pickle_load(bytes);
   for (const c10::IValue& in : tasks.toListRef()) {
-    for (const auto& result : run(in.toGenericDict())) {
+    const Dict task = in.toGenericDict();
+    for (const auto& result : task.at("loss").toStringRef() == "TwoTowerLoss" ? run_towers(task) : run(task)) {
       out.insert(std::to_string(number) + "." + result.key(), result.value());
     }
     ++number;

@@ -108,6 +108,8 @@ def samples():
     stream = "num_ids={},half_life=10".format(N)
     streaming = ops.streaming_counts("Counts", stream)
     ops.streaming_update_(shared, None, *streaming, stream)
+    tower_options = "num_items={},estimator=ranking,temperature=0.5,similarity=cosine,memory=9,dim={},memory_warmup=0,reduction=mean".format(N, D)
+    ids, memory = integers(N, Q), [torch.randn(9, D), integers(N, 9), torch.tensor([5, 1])]
     static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
     return optimizer_samples() | id_table_samples() | dict(
@@ -130,6 +132,7 @@ def samples():
         candidate_set=(private, N),
         candidate_shares=(scores, target, *sets, estimator),
         check_label_tree=(tree.tables(),),
+        check_two_tower=(input, input, target, [torch.randn(Q, S, D), private], torch.rand(Q), memory, True, tower_options),
         complement_log_count=(inside, private_count, private, private_count, target, target_count, outside),
         complement_sample=(seed, inside, integers(N, Q, 2 * S), input, outside),
         counted_queries=(input, target, weight, -100),
@@ -254,6 +257,10 @@ def samples():
         tree_scores_backward=(torch.randn(Q, 2), input, edges[0], tree.parent, paths, sizes, True, mask),
         union_classes=(input, target, [private, shared]),
         union_merge=([shared, private], [private_count[0], private_count], [None, torch.randn(Q, 1 + len(shared))], [0, 1], 1, [private_count], [1], target),
+        two_tower_loss_=(input, torch.randn(Q, D), ids, [torch.randn(S, D), integers(N, S)], [torch.randn(2 * Q, D), torch.cat([ids, target])], torch.rand(Q),
+                         torch.tensor(0.5), list(streaming), memory, [True, True], stream, tower_options),
+        two_tower_state=("Loss", tower_options, N),
+        two_tower_update_=(ids, input, list(streaming), memory, stream),
         weighted_tower_loss=(*towers, ones, estimator),
         uniform_sample=(seed, 2, N, Q, S, True),
         xr_linear_check_target=("model",),

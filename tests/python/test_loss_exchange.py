@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import xsoftmax as xs
 from combinations import COMBINATIONS, D, N
 from xsoftmax._options import option_text
 
@@ -70,6 +71,17 @@ def state_of(results, at):
     return {name.removeprefix(at): tensor for name, tensor in results.items() if name.startswith(at)}
 
 
+def run_in_cpp(tasks, folder):
+    """What the program found, task by task."""
+    torch.save(tasks, folder / "in")
+    subprocess.run([PROGRAM, folder / "in", folder / "out"], check=True)
+    runs = [{} for _ in tasks]
+    for key, tensor in torch.load(folder / "out", weights_only=False).items():  # it names the type of the dict
+        number, _, name = key.partition(".")
+        runs[int(number)][name] = tensor
+    return runs
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """(three steps in Python, the same in C++, three more in C++ from Python's state), by combination."""
@@ -80,13 +92,7 @@ def results(tmp_path_factory):
         start = clones(loss.state_dict())
         python[name] = train(made, loss, 0)
         tasks += [task(made, loss, start, 0), task(made, loss, state_of(python[name], "end."), STEPS)]
-    torch.save(tasks, folder / "in")
-    subprocess.run([PROGRAM, folder / "in", folder / "out"], check=True)
-    found = torch.load(folder / "out", weights_only=False)  # it names the type of the dict
-    runs = [{} for _ in tasks]
-    for key, tensor in found.items():
-        number, _, name = key.partition(".")
-        runs[int(number)][name] = tensor
+    runs = run_in_cpp(tasks, folder)
     return {name: (python[name], *runs[2 * i:2 * i + 2]) for i, name in enumerate(COMBINATIONS)}
 
 
@@ -105,3 +111,58 @@ def test_both_languages_take_the_same_steps(results, name):
     loss = COMBINATIONS[name].make(torch.float32, seed=9)
     loss.load_state_dict(state_of(cpp, "end."), strict=True)
     assert_same_bits(later, train(COMBINATIONS[name], loss, STEPS))
+
+
+TOWERS = {
+    "cosine, memory, uniform negatives": dict(num_items=N, similarity="cosine", temperature=0.2, memory=7, dim=D, memory_warmup=1),
+    "trained temperature, hard negatives, forgetting": dict(num_items=N, temperature=0.5, learned=True, counts=dict(num_ids=N, half_life=30.0), hard=True),
+    "ranking, open ids, hard negatives": dict(estimator="ranking", counts=dict(num_ids=None, buckets=64), hard=True, reduction="none"),
+    "uncorrected": dict(num_items=N, counts=None, remove_accidental_hits=False, reduction="sum", memory=20, dim=D),
+}
+
+
+def tower_steps(hard, first):
+    made = torch.Generator().manual_seed(first)
+    for _ in range(STEPS):
+        ids, shape = torch.randint(N, (6,), generator=made), (6, 2) if hard else (4,)
+        yield [torch.randn(6, D, generator=made), torch.randn(6, D, generator=made), ids, torch.randn(*shape, D, generator=made),
+               torch.randint(N, shape, generator=made), torch.rand(6, generator=made)]
+
+
+def train_towers(loss, steps, learned):
+    """What the program returns."""
+    out = {"state." + name: tensor for name, tensor in clones(loss.state_dict()).items()}
+    for step, (query, item, ids, vectors, more, weight) in enumerate(steps):
+        trained = {name: tensor.clone().requires_grad_() for name, tensor in dict(query=query, item=item, negatives=vectors).items()}
+        loss.zero_grad()
+        value = loss(trained["query"], trained["item"], ids, (trained["negatives"], more), weight)
+        value.sum().backward()
+        trained |= dict(loss.named_parameters())
+        out[f"loss.{step}"] = value.detach()
+        out |= {f"gradient.{step}.{name}": tensor.grad.clone() for name, tensor in trained.items()}
+        if learned:
+            with torch.no_grad():
+                loss.temperature.sub_(loss.temperature.grad, alpha=0.01)
+    return out | {"end." + name: tensor for name, tensor in clones(loss.state_dict()).items()}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_two_towers_take_the_same_steps(name, tmp_path):
+    options = dict(TOWERS[name])
+    hard, learned, counts = options.pop("hard", False), options.pop("learned", False), options.pop("counts", dict(num_ids=N))
+    stream = {} if counts is None else dict(counts)
+
+    def make():
+        chosen = options | dict(temperature=torch.nn.Parameter(torch.tensor(options["temperature"]))) if learned else options
+        return xs.TwoTowerLoss(**chosen, counts=False if counts is None else xs.samplers.StreamingCounts(**stream))
+
+    loss = make()
+    start = clones(loss.state_dict())
+    python = train_towers(loss, tower_steps(hard, 0), learned)
+    spec = {"loss": "TwoTowerLoss", "options": option_text(**options), "counts": None if counts is None else option_text(**stream), "learned": learned}
+    cpp, later = run_in_cpp([spec | {"state": start, "steps": list(tower_steps(hard, 0))},
+                             spec | {"state": state_of(python, "end."), "steps": list(tower_steps(hard, STEPS))}], tmp_path)
+    assert_same_bits(cpp, python)
+    other = make()
+    other.load_state_dict(state_of(cpp, "end."))
+    assert_same_bits(later, train_towers(other, tower_steps(hard, STEPS), learned))

@@ -353,6 +353,25 @@ def test_log_z(impl):
     torch.testing.assert_close(*(torch.autograd.grad(value, log_z)[0] for value in (loss, want)))
 
 
+@pytest.mark.parametrize("options, log_z", [(dict(label_smoothing=0.1, reduction="sum"), None), (dict(estimator="nce", ignore_index=3), 1.5)])
+def test_the_function_is_the_module(options, log_z):
+    """Label smoothing and log Z as well."""
+    loss = xs.SampledSoftmaxLoss(6, 9, sampler=UniformSampler(9, 4), bias=True, **options, **({} if log_z is None else dict(log_z="learned")))
+    input, target = torch.randn(5, 6), torch.tensor([0, 3, 8, 3, 1])
+    if log_z is not None:
+        loss.log_z.data.fill_(log_z)
+    want = loss(input, target, generator=torch.Generator().manual_seed(0))
+    ignored = target == options.get("ignore_index", -100)
+    sets = loss.sampler.sample(input.masked_fill(ignored[:, None], 0.0), target.masked_fill(ignored, -1), torch.Generator().manual_seed(0))
+    got = xs.functional.sampled_softmax_loss(input, loss.linear.weight, target, sets, bias=loss.linear.bias,
+                                              log_z=None if log_z is None else loss.log_z, **options)
+    assert torch.equal(got, want)
+    for one, other in zip(*(torch.autograd.grad(value, list(loss.parameters())) for value in (got, want))):
+        assert torch.equal(one.to_dense(), other.to_dense())
+    with pytest.raises(ValueError, match="expected options among estimator, .*, got 'sparse'"):
+        xs.functional.sampled_softmax_loss(input, loss.linear.weight, target, sets, sparse=True)
+
+
 def test_sets_may_stand_in_any_order(impl):
     """Private and shared, distinct and drawn ones: the value is that of the order of columns."""
     input, weight, bias, target = problem(shape=(6,), ignored=0)

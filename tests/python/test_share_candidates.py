@@ -100,15 +100,46 @@ def test_training_is_that_of_one_process(size, kind, options):
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+def train_with_counts_of_all(rank):
+    loss = xs.distributed.share_counts(xs.TwoTowerLoss(N, memory=5, dim=D))
+    found = []
+    for step in range(3):
+        made = torch.Generator().manual_seed(10 * step + rank)
+        query, item, ids = torch.randn(4, D, generator=made), torch.randn(4, D, generator=made), torch.randint(N, (4,), generator=made)
+        if step == 2:
+            with pytest.raises(IndexError, match="expected ids of negatives"):
+                loss(query, item, ids, (item, ids + N))
+            loss.eval()
+        found.append((query, item, ids, loss(query, item, ids)))
+    return found, dict(loss.state_dict())
+
+
+def test_counts_of_all_with_candidates_of_one():
+    """share_counts: frequencies are those of all ranks, candidates and memory those of each."""
+    of_ranks = ranks(2).run(train_with_counts_of_all)
+    for found, state in of_ranks:
+        alone, counts = xs.TwoTowerLoss(N, memory=5, dim=D), xs.samplers.StreamingCounts(N)
+        for step, (query, item, ids, value) in enumerate(found):
+            if step < 2:
+                counts.update(torch.cat([others[step][2] for others, _ in of_ranks]))
+            alone.counts.load_state_dict(counts.state_dict())
+            alone.train(step < 2).counts.eval()
+            assert torch.equal(alone(query, item, ids), value)
+        assert all(torch.equal(state[name], tensor) for name, tensor in alone.state_dict().items())
+
+
 def refuse(rank):
     shared = xs.distributed.share_candidates(nn.Sequential(xs.TwoTowerLoss(N)))
     with pytest.raises(RuntimeError, match="share_candidates: expected a model whose candidates are not shared yet"):
         xs.distributed.share_candidates(shared)
+    one = torch.zeros(1, D)
+    with pytest.raises(torch.jit.Error, match="annotated to be ignored"):  # not the loss of one rank's batch without a word
+        torch.jit.script(shared[0])(one, one, torch.tensor([1]))
     with pytest.raises(ValueError, match="share_candidates: expected a model with a TwoTowerLoss, got a Linear without one"):
         xs.distributed.share_candidates(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="share_candidates: expected model to be a module, got int"):
         xs.distributed.share_candidates(3)
-    with pytest.raises(ValueError, match="expected the same on all ranks, got options of two towers 0 of .* 30 items.* on rank 0 and .* 31 items"):
+    with pytest.raises(ValueError, match="expected the same on all ranks, got options of two towers 0 of num_items=30,.* on rank 0 and num_items=31,"):
         xs.distributed.share_candidates(xs.TwoTowerLoss(N + rank))
 
 

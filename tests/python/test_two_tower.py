@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import op_samples
 import xsoftmax as xs
 from xsoftmax.samplers import CandidateSet
 
@@ -286,14 +287,36 @@ def test_scripted_and_compiled():
         torch.testing.assert_close(compiled.state_dict()[name], value)
 
 
-def test_empty_batches():
-    loss = xs.TwoTowerLoss(N, reduction="sum", memory=4, dim=D)
-    none = torch.zeros(0, D, requires_grad=True)
-    value = loss(none, none, torch.zeros(0, dtype=torch.int64))
-    value.backward()
-    assert value == 0 and none.grad.shape == (0, D)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_empty_batches(reduction, dtype):
+    """As torch: a mean over no query is NaN, a sum is 0; and nothing is counted."""
+    loss = xs.TwoTowerLoss(N, reduction=reduction, memory=4, dim=D)
+    none, no_ids = torch.zeros(0, D, dtype=dtype, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    for negatives in (None, (torch.zeros(S, D, dtype=dtype), torch.arange(S)), (torch.zeros(0, P, D, dtype=dtype), torch.zeros(0, P, dtype=torch.int64))):
+        for weight in (None, torch.zeros(0)):
+            value = loss(none, none, no_ids, negatives, weight)
+            want = F.cross_entropy(torch.zeros(0, N), no_ids, reduction=reduction)
+            torch.testing.assert_close(value, want.to(value.dtype), equal_nan=True)
+            grads = torch.autograd.grad(value.sum(), none)
+            assert grads[0].shape == (0, D)
+    assert loss.counts.total == 0 and loss.memory_state.tolist() == [0, 6]
+
+
+def test_alone_in_its_batch():
     one = torch.randn(1, D)
     assert xs.TwoTowerLoss(N)(one, one, torch.tensor([3])) == 0  # no candidate but the item itself
+
+
+def test_frozen_counts():
+    """counts.eval() keeps frequencies that are known, while the loss trains."""
+    query, item, ids, *_ = batch()
+    loss = xs.TwoTowerLoss(N, memory=4, dim=D)
+    loss(query, item, ids)
+    loss.counts.eval()
+    before = loss.counts.count.clone()
+    loss(query, item, ids + 1)
+    assert torch.equal(loss.counts.count, before) and loss.memory_state.tolist() == [2 * Q, 2]
 
 
 def test_candidates_of_each_query_alone():
@@ -316,13 +339,13 @@ def test_bad_input():
     for error, message, arguments in [
             (ValueError, r"expected query and item of one shape \[Q, D\], got \[12, 6\] and \[12, 5\]", (query, item[:, 1:], ids)),
             (ValueError, r"expected item_id of shape \[12\], got \[11\]", (query, item, ids[1:])),
-            (TypeError, "expected item_id of dtype torch.int64, got torch.float32", (query, item, ids.float())),
-            (TypeError, "expected query of a floating dtype, got torch.int64", (query.long(), item, ids)),
-            (TypeError, "expected vectors of negatives of a floating dtype, got torch.int64", (query, item, ids, (mixed[0].long(), mixed[1]))),
+            (TypeError, "expected item_id of dtype int64, got float32", (query, item, ids.float())),
+            (TypeError, "expected query of dtype float32, .*, got int64", (query.long(), item, ids)),
+            (TypeError, "expected vectors of negatives of dtype float32, .*, got int64", (query, item, ids, (mixed[0].long(), mixed[1]))),
             (TypeError, "expected item on query's device cpu, got meta", (query, item.to("meta"), ids)),
             (TypeError, "expected ids of negatives on query's device cpu, got meta", (query, item, ids, (mixed[0], mixed[1].to("meta")))),
-            (ValueError, "expected item of strided layout", (query, item.detach().to_sparse(), ids)),
-            (TypeError, "expected query as a tensor, got list", ([1.0], item, ids)),
+            (TypeError, r"expected item as a dense \(strided\) tensor", (query, item.detach().to_sparse(), ids)),
+            (RuntimeError, "expected a value of type 'Tensor' for argument 'query' but instead found type 'list'", ([1.0], item, ids)),
             (IndexError, rf"expected item_id in \[0, {N}\), got", (query, item, ids + N)),
             (IndexError, rf"expected item_id in \[0, {N}\), got -1 at \[0\]", (query, item, ids.index_fill(0, torch.tensor(0), -1))),
             (IndexError, rf"expected ids of negatives in \[0, {N}\), got {N} at \[2\]", (query, item, ids, (mixed[0], mixed[1].index_fill(0, torch.tensor(2), N)))),
@@ -330,9 +353,9 @@ def test_bad_input():
             (TypeError, r"expected negatives as \(vectors, ids\), got Tensor", (query, item, ids, mixed[0])),
             (ValueError, r"expected vectors of negatives of shape \[S, 6\] or \[12, P, 6\], got \[7, 5\]", (query, item, ids, (mixed[0][:, 1:], mixed[1]))),
             (ValueError, r"expected ids of negatives of shape \[7\], got \[6\]", (query, item, ids, (mixed[0], mixed[1][1:]))),
-            (TypeError, "expected weight of a floating dtype, got torch.int64", (query, item, ids, None, torch.ones(Q, dtype=torch.int64))),
-            (ValueError, r"expected weight of shape \[12\], got \[3\]", (query, item, ids, None, torch.ones(3)))]:
-        with pytest.raises(error, match="TwoTowerLoss: " + message):
+            (TypeError, "expected weight of dtype float32, .*, got int64", (query, item, ids, None, torch.ones(Q, dtype=torch.int64))),
+            (ValueError, r"expected weight with size 12 \(the queries\) in dimension 0, got shape \[3\]", (query, item, ids, None, torch.ones(3)))]:
+        with pytest.raises(error, match="(?i)(TwoTowerLoss:|two_tower_loss_(:|\\(\\))) " + message):
             loss(*arguments)
     assert all(torch.equal(tensor, before[name]) for name, tensor in loss.state_dict().items())  # an error counts and remembers nothing
     with pytest.raises(IndexError, match=r"expected item_id in \[0, 5\), got"):
@@ -367,6 +390,15 @@ def test_opcheck(private):
     torch.library.opcheck(ops.weighted_tower_loss.default, (*arguments, torch.rand(Q, dtype=torch.float64), ""))
     torch.library.opcheck(ops.tower_loss_forward.default, (*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments),
                                                            torch.rand(Q, dtype=torch.float64), "", [True] * 4), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["two_tower_loss_", "two_tower_update_", "check_two_tower"])
+def test_opcheck_of_steps(name):
+    arguments = op_samples.samples()[name]
+    if name == "two_tower_loss_":
+        for vectors in (arguments[0], arguments[1], arguments[3][0]):
+            vectors.requires_grad_()
+    torch.library.opcheck(getattr(ops, name).default, arguments)
 
 
 def test_rows_and_lists():

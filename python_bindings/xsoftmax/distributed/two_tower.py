@@ -1,7 +1,8 @@
 """Two towers whose candidates are the items of all ranks."""
 
-from typing import Optional, Tuple
+from typing import List, Optional
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -10,23 +11,31 @@ from ._exchange import GatherQueries
 from ._group import Ragged, broadcast, check_alike, group_of
 
 
-class SharedTwoTowerLoss(TwoTowerLoss):
-    """One whose batch is that of all ranks, each of which has some of its queries."""
+def _gathered(vectors: Tensor, ids: Tensor, group: dist.ProcessGroup) -> List[Tensor]:
+    batch = Ragged(len(ids), ids.device, group)
+    return [GatherQueries.apply(vectors, batch), batch.gather(ids)]
 
-    _group: dist.ProcessGroup
 
-    def _of_all(self, vectors: Tensor, ids: Tensor) -> Tuple[Tensor, Tensor]:
-        batch = Ragged(len(ids), ids.device, self._group)
-        return GatherQueries.apply(vectors, batch), batch.gather(ids)
-
-    def forward(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: Optional[Tuple[Tensor, Tensor]] = None,
-                weight: Optional[Tensor] = None) -> Tensor:
-        loss = super().forward(query, item, item_id, negatives, weight)
-        if self.reduction != "mean":
-            return loss
-        total = loss.new_full([], len(item_id)) if weight is None else weight.detach().to(loss.dtype).sum()
-        dist.all_reduce(total, group=self._group)
-        return loss * (dist.get_world_size(self._group) / total)
+def step_of_ranks(loss: TwoTowerLoss, query: Tensor, item: Tensor, item_id: Tensor, negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
+    """The step of a loss whose candidates, or whose counts alone, are of all ranks."""
+    counts, group = loss.counts, loss._group
+    torch.ops.xsoftmax.check_two_tower(query, item, item_id, negatives, weight, loss._memories(), counts is not None, loss._options)
+    if group is None:  # counts alone
+        counting = loss.training and counts.training
+        if counting:
+            for name, ids in [("item_id", item_id), *([] if not negatives else [("ids of negatives", negatives[1])])]:
+                torch.ops.xsoftmax.known_ids(ids, counts.num_ids or 0, loss._name, name)
+            counts.update(item_id)
+        return loss._step(query, item, item_id, negatives, [], weight, False, loss._options)
+    if negatives and negatives[0].dim() == 2:
+        negatives = _gathered(*negatives, group)
+    of_queries = loss._step(query, item, item_id, negatives, _gathered(item, item_id, group), weight, True,
+                            loss._options.replace("reduction=mean", "reduction=sum"))
+    if loss.reduction != "mean":
+        return of_queries
+    total = of_queries.new_full([], len(item_id)) if weight is None else weight.detach().to(of_queries.dtype).sum()
+    dist.all_reduce(total, group=group)
+    return of_queries * (dist.get_world_size(group) / total)
 
 
 def share_candidates(model: nn.Module, mesh=None) -> nn.Module:
@@ -49,7 +58,7 @@ def share_candidates(model: nn.Module, mesh=None) -> nn.Module:
         mesh: a DeviceMesh of one dimension. None: all ranks.
 
     Returns:
-        `model`. The class of its losses is now a subclass of what it was.
+        `model`.
 
     Raises:
         RuntimeError: no process group, a loss that is shared already; TypeError, ValueError: a model without a TwoTowerLoss, ranks that disagree
@@ -61,18 +70,14 @@ def share_candidates(model: nn.Module, mesh=None) -> nn.Module:
     losses = [module for module in model.modules() if isinstance(module, TwoTowerLoss)]
     if not losses:
         raise ValueError(f"{owner}: expected a model with a TwoTowerLoss, got a {type(model).__name__} without one")
-    if any(isinstance(loss, SharedTwoTowerLoss) for loss in losses):
+    if any(loss._shared for loss in losses):
         raise RuntimeError(f"{owner}: expected a model whose candidates are not shared yet, got one whose are")
     facts = {}
     for place, loss in enumerate(losses):
         facts |= {f"{name} of two towers {place}": fact for name, fact in (
-            ("type", type(loss).__name__), ("options", f"{loss._options}, {loss.similarity}, {loss.num_items} items, warm-up {loss.memory_warmup}"),
-            ("counts", repr(loss.counts)), ("memory", list(loss.memory.shape)))}
+            ("type", type(loss).__name__), ("options", loss._options), ("counts", repr(loss.counts)))}
     check_alike(owner, facts, group)
     for loss in losses:
         broadcast(list(loss.buffers()), group)
-        loss.__class__ = SharedTwoTowerLoss
-        loss._group = group
-        if loss.reduction == "mean":
-            loss._options = loss._options.replace("reduction=mean", "reduction=sum")
+        loss._shared, loss._group = True, group
     return model

@@ -1,0 +1,64 @@
+#include "core/options.h"
+#include "losses/two_tower_loss.h"
+#include "samplers/modules.h"
+
+#include <xsoftmax/two_tower.h>
+
+#include <vector>
+
+namespace xsoftmax::nn {
+
+using at::Tensor;
+
+TwoTowerLossImpl::TwoTowerLossImpl(const TwoTowerOptions& options)
+    : TwoTowerLossImpl(options, samplers::StreamingCounts(samplers::StreamingOptions{.num_ids = options.num_items})) {}
+
+TwoTowerLossImpl::TwoTowerLossImpl(const TwoTowerOptions& options, samplers::StreamingCounts given_counts, bool learn_temperature)
+    : Module("TwoTowerLoss"), options_(print_options(options)) {
+  const std::optional<int64_t> counted = given_counts.is_empty() ? std::nullopt : given_counts->num_ids();
+  std::tie(temperature, memory, memory_id, memory_state) = two_tower_state("TwoTowerLoss", options_, counted);
+  if (learn_temperature) {
+    temperature = register_parameter("temperature", temperature.to(at::kFloat));
+  }
+  if (!given_counts.is_empty()) {
+    counts = register_module("counts", given_counts);
+  }
+  memory = register_buffer("memory", memory);
+  memory_id = register_buffer("memory_id", memory_id);
+  memory_state = register_buffer("memory_state", memory_state);
+}
+
+Tensor TwoTowerLossImpl::forward(const Tensor& query, const Tensor& item, const Tensor& item_id,
+                                 const std::optional<std::tuple<Tensor, Tensor>>& negatives, const std::optional<Tensor>& weight) {
+  static const auto step = samplers::find_op<decltype(two_tower_loss_)>("xsoftmax::two_tower_loss_");
+  std::vector<Tensor> more, counted;
+  if (negatives.has_value()) {
+    more = {std::get<0>(*negatives), std::get<1>(*negatives)};
+  }
+  if (!counts.is_empty()) {
+    counted = {counts->count, counts->total, counts->last, counts->seen};
+  }
+  return step.call(query, item, item_id, more, {}, weight, temperature, counted, std::vector<Tensor>{memory, memory_id, memory_state},
+                   {is_training() && !counted.empty() && counts->is_training(), is_training()}, counted.empty() ? "" : counts->options(), options_);
+}
+
+void TwoTowerLossImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  to(device, non_blocking);
+  to(dtype, non_blocking);
+}
+
+void TwoTowerLossImpl::to(torch::Dtype dtype, bool non_blocking) {
+  const Tensor id = memory_id.detach(), state = memory_state.detach();
+  Module::to(dtype, non_blocking);
+  memory_id.set_data(id);
+  memory_state.set_data(state);
+}
+
+void TwoTowerLossImpl::to(torch::Device device, bool non_blocking) {
+  Module::to(device, non_blocking);
+  if (!named_parameters(/*recurse=*/false).contains("temperature")) {
+    temperature = temperature.to(device, non_blocking);
+  }
+}
+
+} // namespace xsoftmax::nn
