@@ -24,7 +24,8 @@ each = pytest.mark.parametrize("made", COMBINATIONS.values(), ids=COMBINATIONS.k
 
 # Operators that work on the host alone, and those that tell or keep something of the process.
 OF_THE_HOST = {"advise_huge_pages", "forget_debt", "get_impl", "id_table_check", "id_table_find", "id_table_ids", "id_table_insert_", "id_table_remove_",
-               "label_tree_cuts", "label_tree_of_clusters", "linear_layer_train", "read_examples", "register_debt", "set_impl", "sparse_row_sums", "xr_linear_check_target", "xr_linear_load"}
+               "label_tree_cuts", "label_tree_of_clusters", "linear_layer_train", "midx_search_index", "read_examples", "register_debt", "search_index", "set_impl",
+               "sparse_row_sums", "xr_linear_check_target", "xr_linear_load"}
 # Their arguments hold what a forward kernel keeps for itself.
 AFTER_FORWARD = {"hierarchical_softmax_backward", "linear_cross_entropy_backward"}
 # K-means and what is built by it: sums in another order may move a row to another centre.
@@ -32,6 +33,8 @@ BY_KMEANS = {"label_tree_from_vectors", "label_tree_kmeans_order", "label_tree_c
              "midx_step_", "midx_update_"}
 # They draw planes at random, by torch's generator of the device, which draws otherwise than that of the CPU.
 BY_ANOTHER_GENERATOR = {"adaptive_index", "lsh_index"}
+# By an index of the host; their composites read all cells (test_retrieval.py).
+BY_INDEX = {"search_budget", "search_topk"}
 # On a device as long as it may be, padded (test_hierarchical_matcher.py).
 PADDED = {"shortlist"}
 
@@ -50,7 +53,7 @@ def moved(value, device):
 
 
 NAMES = [name for name, arguments in op_samples.samples().items() if tensors_in(arguments)
-         and name not in OF_THE_HOST | AFTER_FORWARD | BY_KMEANS | PADDED]
+         and name not in OF_THE_HOST | AFTER_FORWARD | BY_KMEANS | BY_INDEX | PADDED]
 
 
 def called(name, device, dtype=None, impl="kernel"):
