@@ -63,9 +63,11 @@ $(READY): pyproject.toml | $(STAMPS)
 	python -m pip install -q "setuptools>=77" wheel ninja cmake numpy scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
 	touch $@
 
+# The stamp is as old as the start of the build: what is edited meanwhile is built the next time.
 $(INSTALLED): $(READY) $(SOURCES)
+	touch $@.begun
 	CMAKE_ARGS=-DXSOFTMAX_TESTS=OFF python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
-	touch $@
+	mv $@.begun $@
 
 # ---------------------------------------------------------------------------------------------------------------------------- tests
 
