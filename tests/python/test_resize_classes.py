@@ -373,6 +373,15 @@ def test_tables_on_memory_of_others_move_to_memory_of_their_own(tmp_path):
     assert (whole == 1).all()
 
 
+def test_a_table_without_rows_takes_nothing_from_what_shared_its_memory():
+    table = torch.ones(N, D)
+    whole = table.detach()
+    torch.ops.xsoftmax.resize_tables_([table], [torch.empty(0, D)], 0)
+    assert table.shape == (0, D) and whole.untyped_storage().nbytes() == N * D * 4
+    torch.ops.xsoftmax.resize_tables_([table], [torch.zeros(N, D)], N)
+    assert not table.any() and (whole == 1).all()
+
+
 def test_an_alias_of_the_table_is_no_room_for_another():
     first = xs.LinearCrossEntropyLoss(D, N)
     first.resize_classes(N + 1)
