@@ -83,4 +83,5 @@ def bench_rows(args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    run_benches(__doc__, {"rows": bench_rows}, lambda parser: parser.add_argument("--slow-rows", type=int, default=100, help="that a sampler with tables gains one by one"))
+    run_benches(__doc__, {"rows": bench_rows},
+                lambda parser: parser.add_argument("--slow-rows", type=int, default=100, help="that a sampler with tables gains one by one"))

@@ -6,7 +6,8 @@ Needs faiss-cpu, and matplotlib for the picture, in the environment. --out keeps
 trains on recorded users instead, a file with a line for each: the user, then its items.
 
 Scoring all, the strongest of: loss.topk, a matrix product and torch.topk, faiss IndexFlatIP. Figures are medians over --repeats of all settings in turns,
-of a batch of 256 queries and of queries one at a time (32 a turn); on one thread of the processor's time, which other programs do not lengthen. Recall: of the ten of largest score.
+of a batch of 256 queries and of queries one at a time (32 a turn); on one thread of the processor's time, which other programs do not lengthen. Recall: of
+the ten of largest score.
 """
 
 import argparse

@@ -16,7 +16,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr std::array<const char*, kIdTableState> kNames{"slots", "row_ids", "seen", "victims", "counters"};
 constexpr int64_t kMostRows = int64_t(1) << 40;
 
 /// Of the tensors of state.
@@ -41,7 +40,7 @@ IdTableOptions check_state(at::TensorList state, int64_t capacity, std::string_v
   check_id_table(op, state);
   const auto sizes = state_sizes(op, capacity, options);
   for (size_t i = 0; i < kIdTableState; ++i) {
-    TORCH_CHECK_VALUE(state[i].sym_sizes() == c10::fromIntArrayRefSlow(sizes[i]), op, ": expected ", kNames[i], " of shape ", sizes[i], " for capacity ",
+    TORCH_CHECK_VALUE(state[i].sym_sizes() == c10::fromIntArrayRefSlow(sizes[i]), op, ": expected ", kIdTableNames[i], " of shape ", sizes[i], " for capacity ",
                       capacity, " and ", text, ", got ", state[i].sym_sizes());
   }
   return options;
@@ -94,8 +93,8 @@ void check_id_table(const char* op, const char* argument, const Tensor& numbers,
 void check_id_table(const char* op, at::TensorList state) {
   TORCH_CHECK_VALUE(state.size() == kIdTableState, op, ": expected ", int(kIdTableState), " tensors of state, got ", state.size());
   for (size_t i = 0; i < kIdTableState; ++i) {
-    check::dim(op, kNames[i], state[i], i == kSlots || i == kSeen ? 2 : 1);
-    check::int64(op, kNames[i], state[i]);
+    check::dim(op, kIdTableNames[i], state[i], i == kSlots || i == kSeen ? 2 : 1);
+    check::int64(op, kIdTableNames[i], state[i]);
   }
   check::size(op, "slots", state[kSlots], 1, 2, "id and row");
   check::size(op, "seen", state[kSeen], 1, 2, "count and step");
@@ -108,8 +107,8 @@ void check_id_table(const char* op, at::TensorList state) {
 
 IdTableView id_table_view(const char* op, at::TensorList state, bool writes) {
   for (size_t i = 0; i < kIdTableState; ++i) {
-    TORCH_CHECK_TYPE(state[i].is_cpu(), op, ": expected ", kNames[i], " on the CPU, got ", state[i].device());
-    TORCH_CHECK_VALUE(state[i].is_contiguous(), op, ": expected ", kNames[i], " as contiguous, got strides ", state[i].strides());
+    TORCH_CHECK_TYPE(state[i].is_cpu(), op, ": expected ", kIdTableNames[i], " on the CPU, got ", state[i].device());
+    TORCH_CHECK_VALUE(state[i].is_contiguous(), op, ": expected ", kIdTableNames[i], " as contiguous, got strides ", state[i].strides());
   }
   // Memory that copies share until one is written to stays shared by a look-up.
   const auto data = [&](IdTableState i) { return writes ? state[i].mutable_data_ptr() : const_cast<void*>(state[i].const_data_ptr()); };

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <string_view>
 #include <tuple>
@@ -37,6 +38,7 @@ namespace xsoftmax {
 // Look-ups run on all threads; rows are given out on one, in the order of the batch, so the number of threads changes nothing.
 
 enum IdTableState : size_t { kSlots, kRowIds, kSeen, kVictims, kCounters, kIdTableState };
+constexpr std::array<const char*, kIdTableState> kIdTableNames{"slots", "row_ids", "seen", "victims", "counters"};
 
 /// Positions in `counters`.
 enum IdTableCounter : int64_t {

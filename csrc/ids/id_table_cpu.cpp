@@ -225,7 +225,8 @@ class Writer {
       for_old_rows([&, first = first, second = second](int64_t row) {
         const Age each = age(row);
         const bool tie = each.first == first && each.second == second;
-        if (tie ? ties-- > 0 : std::pair(each.first, each.second) < std::pair(first, second)) {
+        const bool gives_way = tie ? ties-- > 0 : std::pair(each.first, each.second) < std::pair(first, second);
+        if (gives_way && int64_t(chosen.size()) < wanted) { // negative numbers of a damaged state are no digits, and would add to them
           chosen.push_back(each);
         }
       });
@@ -282,7 +283,7 @@ class Writer {
     waiting.reserve(counters_[kWaiting]);
     for (int64_t slot = 0; slot < table_.num_slots; ++slot) {
       if (table_.slots[slot].value < 0) {
-        waiting.emplace_back(-table_.slots[slot].value, table_.slots[slot].id);
+        waiting.emplace_back(int64_t(0 - uint64_t(table_.slots[slot].value)), table_.slots[slot].id);
       }
     }
     const auto half = waiting.begin() + int64_t(waiting.size() + 1) / 2;

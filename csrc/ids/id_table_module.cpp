@@ -19,11 +19,14 @@ namespace {
 using at::Tensor;
 using samplers::find_op;
 
-constexpr std::array<const char*, kIdTableState> kNames{"slots", "row_ids", "seen", "victims", "counters"};
+void check_rows(int64_t capacity, const Tensor& rows) {
+  TORCH_CHECK_VALUE(rows.defined() && rows.dim() >= 1 && rows.size(0) == capacity, "IdTable: expected a table of ", capacity, " rows, the capacity, got ",
+                    rows.defined() && rows.dim() >= 1 ? rows.size(0) : 0);
+}
 
-void check_rows(const IdTableImpl& table, const Tensor& rows) {
-  TORCH_CHECK_VALUE(rows.defined() && rows.dim() >= 1 && rows.size(0) == table.capacity(), "IdTable: expected a table of ", table.capacity(),
-                    " rows, the capacity, got ", rows.defined() && rows.dim() >= 1 ? rows.size(0) : 0);
+void check_counts(int64_t capacity, const samplers::StreamingCounts& counts) {
+  TORCH_CHECK_VALUE(!counts.is_empty() && counts->num_ids() == capacity, "IdTable: expected StreamingCounts of ", capacity, " rows, the capacity, got ",
+                    counts.is_empty() ? 0 : counts->num_ids().value_or(0));
 }
 
 } // namespace
@@ -33,7 +36,7 @@ IdTableImpl::IdTableImpl(int64_t capacity, const IdTableOptions& options) : Modu
   const std::vector<Tensor> made = op.call(capacity, options_);
   const std::array<Tensor*, kIdTableState> members{&slots, &row_ids, &seen, &victims, &counters};
   for (size_t i = 0; i < kIdTableState; ++i) {
-    *members[i] = register_buffer(kNames[i], made[i]);
+    *members[i] = register_buffer(kIdTableNames[i], made[i]);
   }
 }
 
@@ -41,6 +44,9 @@ Tensor IdTableImpl::forward(const Tensor& ids) { return is_training() ? std::get
 
 std::tuple<Tensor, Tensor> IdTableImpl::insert(const Tensor& ids) {
   static const auto op = find_op<decltype(id_table_insert_)>("xsoftmax::id_table_insert_");
+  for (const auto& reset : attached_) { // what has another size by now says so before anything changes
+    reset(at::empty({0}, at::kLong));
+  }
   const auto [rows, padded] = op.call(ids, state(), options_);
   const Tensor evicted = padded.narrow(0, 0, counters[kEvicted].item<int64_t>());
   if (evicted.numel() > 0) {
@@ -69,9 +75,13 @@ Tensor IdTableImpl::ids_of(const Tensor& rows, int64_t missing) const {
 int64_t IdTableImpl::size() const { return counters[kSize].item<int64_t>(); }
 
 void IdTableImpl::attach(const Tensor& table, std::function<void(Tensor)> init) {
-  check_rows(*this, table);
+  check_rows(capacity(), table);
   TORCH_CHECK_VALUE(init != nullptr, "IdTable: expected init beside a parameter, which does not say how its rows begin");
-  attached_.emplace_back([table, init = std::move(init)](const Tensor& rows) {
+  attached_.emplace_back([table, init = std::move(init), capacity = capacity()](const Tensor& rows) {
+    check_rows(capacity, table);
+    if (rows.numel() == 0) {
+      return;
+    }
     const torch::NoGradGuard no_grad;
     std::vector<int64_t> sizes = table.sizes().vec();
     sizes[0] = rows.numel();
@@ -98,15 +108,17 @@ void IdTableImpl::attach(const torch::nn::Embedding& embedding) {
 }
 
 void IdTableImpl::attach(samplers::StreamingCounts counts) {
-  TORCH_CHECK_VALUE(!counts.is_empty() && counts->num_ids() == capacity(), "IdTable: expected StreamingCounts of ", capacity(), " rows, the capacity, got ",
-                    counts.is_empty() ? 0 : counts->num_ids().value_or(0));
-  attached_.emplace_back([counts](const Tensor& rows) mutable { counts->forget(rows.to(counts->count.device())); });
+  check_counts(capacity(), counts);
+  attached_.emplace_back([counts, capacity = capacity()](const Tensor& rows) mutable {
+    check_counts(capacity, counts);
+    counts->forget(rows.to(counts->count.device()));
+  });
 }
 
 void IdTableImpl::load(torch::serialize::InputArchive& archive) {
   static const auto op = find_op<void(at::TensorList, int64_t, std::string_view)>("xsoftmax::id_table_check");
   std::vector<Tensor> loaded;
-  for (const char* name : kNames) {
+  for (const char* name : kIdTableNames) {
     Tensor tensor;
     archive.read(name, tensor, /*is_buffer=*/true);
     loaded.push_back(tensor.to(at::kCPU).contiguous());

@@ -251,12 +251,7 @@ void RowOptimizer::load(InputArchive& archive) {
         }
         record_row_state(param, tensors_of(rule_, *found->second), rule_.initial(group.options()));
       }
-      if (found == state_.end()) {
-        continue;
-      }
-      const auto* adagrad_options = dynamic_cast<const RowAdagradOptions*>(&group.options());
-      record_row_state(param, tensors_of(rule_, *found->second), adagrad_options != nullptr ? adagrad_options->initial_accumulator_value() : 0);
-      if (static_cast<const RowParamState&>(*found->second).tensors.contains("owed")) {
+      if (found != state_.end() && static_cast<const RowParamState&>(*found->second).tensors.contains("owed")) {
         register_debt.call(param, tensors_of(rule_, *found->second), rule_.op);
       }
     }

@@ -55,7 +55,8 @@ class Resized {
   /// Whether the table leaves its memory.
   static bool moves(const Tensor& table, int64_t size) {
     const size_t bytes = bytes_of(table, size), room = room_of(table);
-    return size != table.size(0) && (bytes > room || bytes < room / 2);
+    const size_t now = bytes_of(table, table.size(0));
+    return size != table.size(0) && (room == 0 ? std::max(bytes, now) > 0 : bytes > room || bytes < room / 2);
   }
 
   Resized(const Tensor& table, int64_t size) : table_(table), sizes_(table.sizes().vec()), bytes_(bytes_of(table, size)) {

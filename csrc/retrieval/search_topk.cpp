@@ -19,6 +19,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -62,14 +63,13 @@ Tensor find_budget(const Tensor& input, const Tensor& weight, const OptionalTens
   if (best.numel() == 0) {
     return result(cells);
   }
-  for (int64_t power = 1; power < cells; power *= 2) {
-    for (const int64_t budget : {power, power + power / 2}) {
-      const Tensor found = std::get<1>(search_topk(input, weight, bias, index, k, "max_cells=" + std::to_string(budget)));
-      const Tensor share = found.unsqueeze(2).eq(best.unsqueeze(1)).any(2).to(at::kDouble).mean(1);
-      const double error = share.size(0) > 1 ? share.std().item<double>() / std::sqrt(double(share.size(0))) : 0;
-      if (budget < cells && share.mean().item<double>() - error >= recall) {
-        return result(budget);
-      }
+  const auto next = [](int64_t budget) { return budget == 1 ? 2 : std::has_single_bit(uint64_t(budget)) ? budget / 2 * 3 : budget / 3 * 4; };
+  for (int64_t budget = 1; budget < cells; budget = next(budget)) {
+    const Tensor found = std::get<1>(search_topk(input, weight, bias, index, k, "max_cells=" + std::to_string(budget)));
+    const Tensor share = found.unsqueeze(2).eq(best.unsqueeze(1)).any(2).to(at::kDouble).mean(1);
+    const double error = share.size(0) > 1 ? share.std().item<double>() / std::sqrt(double(share.size(0))) : 0;
+    if (share.mean().item<double>() - error >= recall) {
+      return result(budget);
     }
   }
   return result(cells);

@@ -274,7 +274,7 @@ class Search {
     std::vector<Likely> cells;
     while (found.cells < most) {
       // The threshold has risen when four times as many cells were read: others are likely then, and some are out of the question.
-      const int64_t until = std::min(most, 4 * found.cells);
+      const int64_t until = std::min(most, std::max<int64_t>(1, 4 * found.cells)); // 0: an index that is damaged
       cells.clear();
       for (int64_t block = 0; block < index_.blocks; ++block) {
         uint32_t bits = left(q, block, found.threshold);

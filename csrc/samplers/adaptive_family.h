@@ -204,7 +204,8 @@ class AdaptiveFamily {
     TORCH_CHECK_VALUE(left >= std::max<int64_t>(least, 1), op, ": expected num_classes that leave ", std::max<int64_t>(least, 1),
                       " classes to draw, got ", num_classes, ", of which ", left, " are drawn");
     const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
-    const OptionalTensor new_rows = !known ? std::nullopt : given(rows) ? rows : OptionalTensor(at::empty({0, index.dim.expect_int()}, index.places.options().dtype(at::kFloat)));
+    const OptionalTensor no_rows = at::empty({0, index.dim.expect_int()}, index.places.options().dtype(at::kFloat));
+    const OptionalTensor new_rows = !known ? std::nullopt : given(rows) ? rows : no_rows;
     std::vector<Tensor> resized = F::resized(is_drawn, new_rows, bias, index, sampler.options);
     resized.push_back(known ? index.step.clone() : at::zeros_like(index.step));
     return resized;

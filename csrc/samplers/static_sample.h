@@ -54,9 +54,9 @@ std::tuple<std::vector<at::Tensor>, std::string> static_tables(std::string owner
 
 /// static_resize(owner, tables, num_classes, law, options) -> (tables, options)
 ///
-/// The tables of num_classes classes. New ones of law "table" have the smallest weight above 0 that there is; but with law="log_uniform" the weights are those of
-/// that law, of the classes that are drawn. Law "fixed" keeps its classes. O(N) where there are tables. Errors: ValueError, before anything changes: no class
-/// left to draw, fewer than a set of different ones needs, or a class of law "fixed" that is gone.
+/// The tables of num_classes classes. New ones of law "table" have the smallest weight above 0 that there is; but with law="log_uniform" the weights are those
+/// of that law, of the classes that are drawn. Law "fixed" keeps its classes. O(N) where there are tables. Errors: ValueError, before anything changes: no
+/// class left to draw, fewer than a set of different ones needs, or a class of law "fixed" that is gone.
 std::tuple<std::vector<at::Tensor>, std::string> static_resize(std::string owner, at::TensorList tables, int64_t num_classes, std::string_view law,
                                                                std::string_view options);
 

@@ -55,8 +55,8 @@ void streaming_update_(const at::Tensor& ids, const OptionalTensor& mask, at::Te
 /// whose buckets are those of others as well.
 void streaming_forget_(const at::Tensor& ids, at::Tensor& count, at::Tensor& total, at::Tensor& last, const at::Tensor& seen, std::string_view options);
 
-/// streaming_resize_(count!, total!, last!, seen, num_ids, options) -> options: dense counts of num_ids ids, new ones of which were never seen; the counts of ids
-/// that are gone leave `total`. In place, in amortised O(the ids that come or go). Open ids have no number: nothing happens. Errors: ValueError, TypeError.
+/// streaming_resize_(count!, total!, last!, seen, num_ids, options) -> options: dense counts of num_ids ids, new ones of which were never seen; the counts of
+/// ids that are gone leave `total`. In place, in amortised O(the ids that come or go). Open ids have no number: nothing happens. Errors: ValueError, TypeError.
 std::string streaming_resize_(at::Tensor& count, at::Tensor& total, at::Tensor& last, const at::Tensor& seen, int64_t num_ids, std::string_view options);
 
 /// streaming_count(ids, count, total, last, seen, options) -> float64 of ids' shape: the decayed counts, 0 for -1. Of open ids, total / gap.

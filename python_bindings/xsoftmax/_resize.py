@@ -50,7 +50,8 @@ def _tables(owner: str, loss) -> List[nn.Parameter]:
     linear = loss.linear
     tables = [linear._parameters.get("weight")] + [linear.bias] * (getattr(linear, "bias", None) is not None) if isinstance(linear, nn.Linear) else [None]
     if any(type(table) is not nn.Parameter for table in tables):
-        raise TypeError(f"{owner}: expected linear as an nn.Linear whose weight and bias are parameters, got one that is parametrized, split or of another kind")
+        raise TypeError(f"{owner}: expected linear as an nn.Linear whose weight and bias are parameters, got one that is parametrized, split or of another "
+                        "kind")
     if "_exchanges" in loss.__dict__ or any(hasattr(table, "_class_shards") for table in tables):
         raise RuntimeError(f"{owner}: expected a table that is neither split over ranks nor replicated, got one that is: resize it before, or load its state "
                            "dict into a loss of the new size")
@@ -102,8 +103,8 @@ def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Paramet
                 continue
             if not isinstance(optimizer, KNOWN_OPTIMIZERS) or value.shape != table.shape:
                 names = ", ".join(known.__name__ for known in KNOWN_OPTIMIZERS)
-                raise TypeError(f"{owner}: expected optimizers among {names}, whose state has the parameter's shape, got a {type(optimizer).__name__} with {name} of "
-                                f"shape {list(value.shape)}")
+                raise TypeError(f"{owner}: expected optimizers among {names}, whose state has the parameter's shape, got a {type(optimizer).__name__} with "
+                                f"{name} of shape {list(value.shape)}")
             initial = groups[table].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
             plans.append(lambda state=optimizer.state[table], name=name, value=value, initial=initial: _resize_state(state, name, value, initial, num_classes))
     return plans

@@ -190,7 +190,7 @@ class IdTable(nn.Module):
             if isinstance(table, nn.Module):
                 for module in table.modules():
                     if isinstance(module, (Sampler, StreamingCounts)):
-                        module.forget(rows)
+                        module.forget(rows.to(next((buffer.device for buffer in module.buffers()), rows.device)))
             fresh = None if init is not None else _fresh(table, len(rows))
             for i, parameter in enumerate(_tables_of(table)):
                 if any(parameter is other for other in done):

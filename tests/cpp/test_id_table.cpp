@@ -110,6 +110,16 @@ TEST(IdTable, RefusesWhatDoesNotFit) {
   EXPECT_EQ(ids->size(), kCapacity - 1);
 }
 
+TEST(IdTable, ChangesNothingWhereWhatIsAttachedHasAnotherSizeByNow) {
+  xsoftmax::nn::IdTable ids = full_table();
+  xsoftmax::nn::LinearCrossEntropyLoss loss(kWidth, kCapacity);
+  ids->attach(loss->linear);
+  loss->resize_classes(kCapacity - 1);
+  const Tensor before = ids->counters.clone();
+  EXPECT_THROW(ids(longs({500})), c10::ValueError);
+  EXPECT_TRUE(torch::equal(ids->counters, before));
+}
+
 TEST(ResetRows, IsAsBeforeTheFirstGradientAndChangesNothingWhereRefused) {
   const Tensor table = torch::randn({kCapacity, kWidth}).requires_grad_();
   optim::RowAdagrad optimizer({table}, optim::RowAdagradOptions(0.1).initial_accumulator_value(0.5));

@@ -58,7 +58,9 @@ using MakeOptimizer = std::function<std::unique_ptr<optim::RowOptimizer>(std::ve
 const std::vector<std::pair<const char*, MakeOptimizer>> kOptimizers = {
     {"sgd", [](auto params) { return std::make_unique<optim::RowSGD>(std::move(params), optim::RowSGDOptions(0.1).momentum(0.9).weight_decay(0.1)); }},
     {"adam", [](auto params) { return std::make_unique<optim::RowAdam>(std::move(params), optim::RowAdamOptions(0.05)); }},
-    {"adagrad", [](auto params) { return std::make_unique<optim::RowAdagrad>(std::move(params), optim::RowAdagradOptions(0.1).initial_accumulator_value(0.5)); }},
+    {"adagrad", [](auto params) {
+       return std::make_unique<optim::RowAdagrad>(std::move(params), optim::RowAdagradOptions(0.1).initial_accumulator_value(0.5));
+     }},
 };
 
 template <typename Loss>

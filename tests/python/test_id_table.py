@@ -229,6 +229,16 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(name, place, value,
     assert all(map(torch.equal, table._state(), before))
 
 
+def test_the_operators_write_no_other_memory_than_the_state_has():
+    """Where the state is none that a table comes to: of negative counts all rows would give way at once, more than `victims` has places for."""
+    table = trained()
+    state = [tensor.clone() for tensor in table._state()]
+    state[2][4:, 0] = -1
+    for id in range(1000, 1003):
+        ops.id_table_insert_(torch.tensor([id]), state, table.options)
+        assert 0 < state[4][6] <= len(state[3])
+
+
 def test_checkpoints_of_other_kinds_are_refused():
     table, state = trained(), trained().state_dict()
     before = [each.clone() for each in table._state()]

@@ -261,6 +261,11 @@ def half_lives(loss):
     return any(isinstance(module, StreamingCounts) and "half_life=30" in module.options for module in loss.modules())
 
 
+def test_counts_on_another_device_than_the_ids_start_anew_there():
+    counts = StreamingCounts(C).to("meta")
+    assert full_table().attach(counts).insert(torch.tensor([500]))[1].tolist() == [1]
+
+
 def test_an_index_is_stale_but_exact_and_codes_the_row_at_its_next_update():
     torch.manual_seed(0)
     sampler = MidxSampler(C, D, 6, codewords=2, refresh_every=0, update_every=4)

@@ -68,7 +68,8 @@ def state_of(loss, optimizer=None):
 def assert_equal(one, other, close=False):
     assert one.keys() == other.keys()
     for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-6 if close else 0, atol=1e-9 if close else 0, equal_nan=True, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(one[name], other[name], rtol=1e-6 if close else 0, atol=1e-9 if close else 0, equal_nan=True,
+                                   msg=lambda text: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("name, size", [(name, (LARGER, SMALLER)[number % 5]) for number, name in enumerate(RESIZABLE) if number % 5 < 2])
@@ -116,8 +117,8 @@ def test_growth_and_shrinking_again_leave_what_was(name):
     assert_equal(state_of(loss, optimizer), before, close="unigram" in name)
 
 
-LAWS = {"uniform": {}, "log_uniform": {}, "unigram": dict(counts=COUNTS), "midx": dict(codewords=4), "exact_midx": dict(codewords=4), "spread_midx": dict(codewords=4),
-        "lsh": dict(tables=4, bits=2), "sphere": {}, "rff": dict(features=8)}
+LAWS = {"uniform": {}, "log_uniform": {}, "unigram": dict(counts=COUNTS), "midx": dict(codewords=4), "exact_midx": dict(codewords=4),
+        "spread_midx": dict(codewords=4), "lsh": dict(tables=4, bits=2), "sphere": {}, "rff": dict(features=8)}
 
 
 @pytest.mark.parametrize("size", [LARGER, SMALLER])
@@ -125,7 +126,8 @@ LAWS = {"uniform": {}, "log_uniform": {}, "unigram": dict(counts=COUNTS), "midx"
 def test_draws_have_the_expected_counts_that_they_say(law, size):
     # What fails: an index whose counts are not those of what it draws from, or one that draws what is gone.
     torch.manual_seed(1)
-    chosen = make_sampler(sampler(law, num_samples=4000, **({} if law in combinations.ADAPTIVE else {"shared": False}), exclude=torch.tensor([1, 3]), **LAWS[law]), bias=True)
+    shared = {} if law in combinations.ADAPTIVE else {"shared": False}
+    chosen = make_sampler(sampler(law, num_samples=4000, **shared, exclude=torch.tensor([1, 3]), **LAWS[law]), bias=True)
     loss = xs.SampledSoftmaxLoss(D, N, sampler=chosen, bias=True)
     nn.init.normal_(loss.linear.weight)
     chosen.prepare(loss.linear.weight, loss.linear.bias)
@@ -151,7 +153,8 @@ def test_new_classes_of_midx_have_the_cells_of_their_rows():
     assert int(loss.sampler.step) == 1
 
 
-@pytest.mark.parametrize("make", [lambda: xs.samplers.MidxSampler(N, D, 4, codewords=4), lambda: xs.samplers.LshSampler(N, D, 4), lambda: xs.samplers.RffSampler(N, D, 4)])
+@pytest.mark.parametrize("make", [lambda: xs.samplers.MidxSampler(N, D, 4, codewords=4), lambda: xs.samplers.LshSampler(N, D, 4),
+                                  lambda: xs.samplers.RffSampler(N, D, 4)])
 def test_a_sampler_without_the_rows_of_new_classes_begins_anew(make):
     torch.manual_seed(0)
     chosen, weight = make(), torch.randn(LARGER, D)
@@ -373,6 +376,15 @@ def test_tables_on_memory_of_others_move_to_memory_of_their_own(tmp_path):
     assert (whole == 1).all()
 
 
+def test_a_table_without_rows_takes_nothing_from_what_shared_its_memory():
+    table = torch.ones(N, D)
+    whole = table.detach()
+    torch.ops.xsoftmax.resize_tables_([table], [torch.empty(0, D)], 0)
+    assert table.shape == (0, D) and whole.untyped_storage().nbytes() == N * D * 4
+    torch.ops.xsoftmax.resize_tables_([table], [torch.zeros(N, D)], N)
+    assert not table.any() and (whole == 1).all()
+
+
 def test_an_alias_of_the_table_is_no_room_for_another():
     first = xs.LinearCrossEntropyLoss(D, N)
     first.resize_classes(N + 1)
@@ -396,7 +408,8 @@ def test_exact_loss_and_prediction_read_the_table_as_it_is(dtype, size):
     input, target = torch.randn(6, D, dtype=dtype), torch.randint(size, (6,))
     weights = torch.cat([weight, torch.ones(max(0, size - N))])[:size]
     logits = F.linear(input.double(), loss.linear.weight.double(), loss.linear.bias.double())
-    torch.testing.assert_close(loss(input, target).double(), F.cross_entropy(logits, target, weights.double()), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(loss(input, target).double(), F.cross_entropy(logits, target, weights.double()),
+                               rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
     assert loss.topk(input, size)[1].shape == (6, size) and loss.linear.weight.dtype == dtype
     loss.resize_classes(size + 2, weight=torch.tensor([2.0, 3.0]))
     assert loss.weight[-2:].tolist() == [2.0, 3.0] and len(weight) == N  # the tensor that was given keeps its size
@@ -418,7 +431,8 @@ def test_what_shares_the_parameter_goes_on():
     for module in (other, adaptive):
         module.resize_classes(LARGER)
         module(torch.randn(2, D), torch.tensor([28, 1])).backward()
-    assert torch.equal(adaptive.sampler.cell[N:], torch.ops.xsoftmax.midx_encode(embedding.weight[N:].detach(), adaptive.sampler.codewords1, adaptive.sampler.codewords2)[0])
+    codebooks = adaptive.sampler.codewords1, adaptive.sampler.codewords2
+    assert torch.equal(adaptive.sampler.cell[N:], torch.ops.xsoftmax.midx_encode(embedding.weight[N:].detach(), *codebooks)[0])
 
 
 def test_on_meta_tables_have_sizes_alone():
@@ -467,13 +481,15 @@ ERRORS = {
                              ValueError, "leave 20 classes"),
     "all that are left excluded": (lambda: xs.SampledSoftmaxLoss(D, N, sampler=xs.samplers.UniformSampler(N, 2, exclude=9)), dict(num_classes=9), ValueError,
                                    "above 9"),
-    "another sampler": (lambda: xs.SampledSoftmaxLoss(D, N, sampler=_Fixed(N, 3)), dict(num_classes=LARGER), TypeError, "_Fixed: expected a sampler that defines"),
+    "another sampler": (lambda: xs.SampledSoftmaxLoss(D, N, sampler=_Fixed(N, 3)), dict(num_classes=LARGER), TypeError,
+                        "_Fixed: expected a sampler that defines"),
     "another sampler behind others": (lambda: xs.SampledSoftmaxLoss(D, N, sampler=xs.samplers.UnionSampler(xs.samplers.InBatchSampler(N), _Fixed(N, 3))),
                                       dict(num_classes=LARGER), TypeError, "_Fixed"),
     "parametrized": (_parametrized, dict(num_classes=LARGER), TypeError, "parametrized"),
-    "class weights of another size": (lambda: xs.LinearCrossEntropyLoss(D, N, weight=WEIGHT.float()), dict(num_classes=LARGER, weight=torch.ones(2)), ValueError,
-                                      r"shape \[6\]"),
-    "class weights of a loss without": (lambda: xs.LinearCrossEntropyLoss(D, N), dict(num_classes=LARGER, weight=torch.ones(6)), ValueError, "without class weights"),
+    "class weights of another size": (lambda: xs.LinearCrossEntropyLoss(D, N, weight=WEIGHT.float()), dict(num_classes=LARGER, weight=torch.ones(2)),
+                                      ValueError, r"shape \[6\]"),
+    "class weights of a loss without": (lambda: xs.LinearCrossEntropyLoss(D, N), dict(num_classes=LARGER, weight=torch.ones(6)), ValueError,
+                                        "without class weights"),
     "no optimizer": (lambda: xs.LinearCrossEntropyLoss(D, N), dict(num_classes=LARGER, optimizers=[3]), TypeError, "optimizers, got int"),
 }
 

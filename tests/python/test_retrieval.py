@@ -239,6 +239,9 @@ def test_errors():
         ops.search_topk(query, weight, bias, [index[0] + 300 * (index[0] >= 0), *index[1:]], 3, "")
     with pytest.raises(ValueError, match="holds every class"):
         ops.search_topk(query, weight, bias, [torch.full_like(index[0], -1), *index[1:]], 3, "")
+    for max_cells in (1, 5):  # cells that seem to be empty, in bounds that are all 0
+        cells_read = ops.search_topk(query, weight, bias, [*index[:5], torch.zeros_like(index[5]), index[6]], 1, f"max_cells={max_cells}")[2]
+        assert (cells_read >= 1).all() and (cells_read <= max_cells).all()
     weight[17, 2] = float("inf")
     with pytest.raises(ValueError, match="class 17"):
         ops.search_index(weight, bias, torch.zeros(300, dtype=torch.int32), 1)

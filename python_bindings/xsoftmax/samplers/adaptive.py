@@ -111,7 +111,8 @@ class AdaptiveSampler(Sampler):
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
         """New classes are placed under the codewords, planes or directions that the index has; without their rows, and before the first refresh, all classes
-        are drawn alike until the next step refreshes. All biases are taken in. O(N), but no pass over the rows of a table but the new ones (a kernel sampler sums up its copy)."""
+        are drawn alike until the next step refreshes. All biases are taken in. O(N), but no pass over the rows of a table but the new ones (a kernel sampler
+        sums up its copy)."""
         index = torch.ops.xsoftmax.adaptive_resize(self.family, type(self).__name__, num_classes, rows, bias, self._index(), self.options)
 
         def resize() -> None:

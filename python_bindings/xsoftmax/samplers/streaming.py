@@ -123,8 +123,8 @@ class StreamingCounts(KeepsTables):
 
     @torch.jit.export
     def forget(self, ids: Tensor) -> None:
-        """Dense ids (int64 in [0, num_ids), any shape) as if they had never been seen, in train() and eval() alike: for an id that stands for something else from
-        now on. ``total`` is that of the others then.
+        """Dense ids (int64 in [0, num_ids), any shape) as if they had never been seen, in train() and eval() alike: for an id that stands for something else
+        from now on. ``total`` is that of the others then.
 
         Raises:
             TypeError, ValueError, IndexError: ids of another dtype or outside the range, or counts of open ids; nothing is forgotten then
