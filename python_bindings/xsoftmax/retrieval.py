@@ -5,6 +5,8 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._checks import check_count
 from ._table import flat_queries
@@ -63,6 +65,22 @@ def _version(tensor: Optional[Tensor]) -> tuple:
 
 
 _indices: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # of losses, beside their state
+_INDEXED = WeakTensorKeyDictionary()                                    # their tables
+_hook = None
+
+
+def _count_fused_step(optimizer, args, kwargs) -> None:
+    """Fused optimizers of torch write to parameters without counting it in their version, which says here whether an index is stale."""
+    fused = [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]]
+    torch.autograd.graph.increment_version([parameter for parameter in fused if parameter in _INDEXED])
+
+
+def _watch(*tables: Optional[Tensor]) -> None:
+    global _hook
+    for table in tables:
+        if table is not None:
+            _INDEXED[table] = True
+    _hook = _hook or register_optimizer_step_post_hook(_count_fused_step)
 
 
 def _sampler_codewords(loss) -> Optional[Tuple[Tensor, Tensor]]:
@@ -83,6 +101,7 @@ def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int]
     if weight.device.type != "cpu":
         raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on {weight.device}: topk without index scores all classes")
     loss.settle()
+    _watch(weight, bias)
     made = SearchIndex(weight, bias, _sampler_codewords(loss) if codewords is None else None, codewords or 0)
     if queries is not None:
         made.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
