@@ -39,7 +39,7 @@ class SearchIndex:
 
     def calibrate(self, queries: Tensor) -> None:
         """Takes queries [Q, D] like those to come as those that say how many cells a recall takes."""
-        self._queries = queries.detach().clone()
+        self._queries = queries.detach().to(self.weight.dtype, copy=True)
         self._budgets.clear()
 
     def budget(self, k: int, recall: float) -> Optional[int]:
@@ -137,20 +137,20 @@ def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors
         loss: a loss with a plain table, such as :class:`xsoftmax.SampledSoftmaxLoss`.
         kind: "flat", every class scored; "ivf", inverted lists of `lists` clusters by K-means (none: 4 sqrt(N)), of which a search reads the ``index.nprobe``
             whose centroids score most;
-            "hnsw", a graph with `neighbors` links a class, made with a beam of `ef_construction` and searched with one of ``index.hnsw.efSearch``.
+            "hnsw", a graph with `neighbors` links a class (at least 2), made with a beam of `ef_construction` and searched with one of ``index.hnsw.efSearch``.
 
     Returns:
         The faiss index: ``index.search(queries, k) -> (scores, ids)`` on numpy arrays. The bias of a class, where there is one, is one more coordinate:
         queries then end in a 1, ``numpy.pad(queries, ((0, 0), (0, 1)), constant_values=1)``.
 
     Raises:
-        ImportError: faiss is not installed. ValueError: a kind that is unknown.
+        ImportError: faiss is not installed. ValueError: a kind that is unknown, a number out of range.
     """
     if kind not in ("flat", "ivf", "hnsw"):
         raise ValueError(f"to_faiss: expected kind to be \"flat\", \"ivf\" or \"hnsw\", got {kind!r}")
-    for argument, value in (("lists", lists), ("neighbors", neighbors), ("ef_construction", ef_construction)):
+    for argument, value, least in (("lists", lists, 1), ("neighbors", neighbors, 2), ("ef_construction", ef_construction, 1)):
         if value is not None:
-            check_count("to_faiss", argument, value, 1)
+            check_count("to_faiss", argument, value, least)
     linear = getattr(loss, "linear", None)
     if not isinstance(linear, torch.nn.Linear) or not hasattr(loss, "settle"):
         raise TypeError(f"to_faiss: expected a loss with a plain class table, got {type(loss).__name__}")

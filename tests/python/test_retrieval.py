@@ -138,6 +138,16 @@ def test_prunes_and_counts():
     assert (read > 1).all() and all(row.unique().numel() == 3000 for row in found)
 
 
+def test_queries_of_autocast_serve_for_a_recall():
+    """Queries of 16 bits, as an encoder under autocast gives them, were kept as they came, and every search with a recall failed after that."""
+    loss = xs.LinearCrossEntropyLoss(8, 500)
+    query = torch.randn(300, 8)
+    loss.search_index(query.bfloat16())
+    assert loss.search(query, 5, recall=0.9).ids.shape == (300, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert loss.search(query.bfloat16(), 5, recall=0.9).ids.shape == (300, 5)
+
+
 def test_recall_is_reached():
     """Other queries of the same kind find the share that was asked for, and read no more than that takes."""
     loss = xs.LinearCrossEntropyLoss(16, 10_000)
@@ -305,6 +315,8 @@ def test_to_faiss_errors(monkeypatch):
     loss = xs.LinearCrossEntropyLoss(8, 20)
     with pytest.raises(ValueError, match="kind"):
         xs.to_faiss(loss, "lsh")
+    with pytest.raises(ValueError, match="neighbors of at least 2"):  # faiss would end the process
+        xs.to_faiss(loss, "hnsw", neighbors=1)
     with pytest.raises(TypeError, match="plain class table"):
         xs.to_faiss(torch.nn.Linear(2, 3))
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
