@@ -6,7 +6,6 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._checks import check_count
 from ._table import flat_queries
@@ -65,22 +64,13 @@ def _version(tensor: Optional[Tensor]) -> tuple:
 
 
 _indices: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # of losses, beside their state
-_INDEXED = WeakTensorKeyDictionary()                                    # their tables
 _hook = None
 
 
 def _count_fused_step(optimizer, args, kwargs) -> None:
-    """Fused optimizers of torch write to parameters without counting it in their version, which says here whether an index is stale."""
-    fused = [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]]
-    torch.autograd.graph.increment_version([parameter for parameter in fused if parameter in _INDEXED])
-
-
-def _watch(*tables: Optional[Tensor]) -> None:
-    global _hook
-    for table in tables:
-        if table is not None:
-            _INDEXED[table] = True
-    _hook = _hook or register_optimizer_step_post_hook(_count_fused_step)
+    """Fused optimizers of torch write to parameters, and so to all views of them, without counting it in the version that says here whether an index is
+    stale; the others count."""
+    torch.autograd.graph.increment_version([parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]])
 
 
 def _sampler_codewords(loss) -> Optional[Tuple[Tensor, Tensor]]:
@@ -93,6 +83,7 @@ def _sampler_codewords(loss) -> Optional[Tuple[Tensor, Tensor]]:
 
 def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int] = None) -> SearchIndex:
     """An index of the present table, which the loss keeps; see :meth:`xsoftmax.LinearLoss.search_index`."""
+    global _hook
     if codewords is not None:
         check_count(loss._name, "codewords", codewords, 1)
     weight, bias = loss.linear.weight, loss.linear.bias
@@ -100,12 +91,13 @@ def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int]
         raise ValueError(f"{loss._name}: expected all {loss.num_classes} rows of the class table to search them by an index, got {len(weight)}")
     if weight.device.type != "cpu":
         raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on {weight.device}: topk without index scores all classes")
+    _hook = _hook or register_optimizer_step_post_hook(_count_fused_step)
     loss.settle()
-    _watch(weight, bias)
+    table = _version(weight), _version(bias)  # what another thread writes from here on makes the index stale
     made = SearchIndex(weight, bias, _sampler_codewords(loss) if codewords is None else None, codewords or 0)
     if queries is not None:
         made.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
-    _indices[loss] = (_version(weight), _version(bias)), made
+    _indices[loss] = table, made
     return made
 
 

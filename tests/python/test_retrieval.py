@@ -208,6 +208,22 @@ def test_follows_fused_optimizers(rule):
         optimizer.step()
 
 
+def test_follows_a_fused_optimizer_of_what_the_table_is_a_view_of():
+    class First(torch.nn.Module):
+        def forward(self, rows):
+            return rows[:500]
+
+    loss = xs.LinearCrossEntropyLoss(8, 600)
+    torch.nn.utils.parametrize.register_parametrization(loss.linear, "weight", First(), unsafe=True)
+    loss.num_classes = 500
+    optimizer = torch.optim.SGD(loss.parameters(), lr=10.0, fused=True)
+    query = torch.randn(30, 8)
+    for _ in range(2):
+        assert torch.equal(loss.search(query, 5).ids, expected(query, loss.linear.weight.detach(), None, 5)[1])
+        loss(query, torch.arange(30)).backward()
+        optimizer.step()
+
+
 def test_threads(threads):
     """One, two and four threads: the same bits, for one query and for many, certified and not."""
     query, weight, bias = problem(700, 16, 5000)
