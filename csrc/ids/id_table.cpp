@@ -40,7 +40,8 @@ IdTableOptions check_state(at::TensorList state, int64_t capacity, std::string_v
   check_id_table(op, state);
   const auto sizes = state_sizes(op, capacity, options);
   for (size_t i = 0; i < kIdTableState; ++i) {
-    TORCH_CHECK_VALUE(state[i].sym_sizes() == c10::fromIntArrayRefSlow(sizes[i]), op, ": expected ", kIdTableNames[i], " of shape ", sizes[i], " for capacity ",
+    const at::IntArrayRef expected = sizes[i];
+    TORCH_CHECK_VALUE(state[i].sym_sizes() == c10::fromIntArrayRefSlow(expected), op, ": expected ", kIdTableNames[i], " of shape ", expected, " for capacity ",
                       capacity, " and ", text, ", got ", state[i].sym_sizes());
   }
   return options;

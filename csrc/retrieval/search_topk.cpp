@@ -59,13 +59,14 @@ Tensor find_budget(const Tensor& input, const Tensor& weight, const OptionalTens
   TORCH_CHECK_VALUE(recall > 0 && recall <= 1, op, ": expected recall in (0, 1], got ", recall);
   const int64_t cells = SearchIndex(op, index, weight, bias).cells;
   const auto result = [&](int64_t budget) { return at::full({}, budget, input.options().dtype(at::kLong).requires_grad(false)); };
-  const Tensor best = std::get<1>(search_topk(input, weight, bias, index, k, ""));
+  const Tensor queries = input.index_select(0, input.isfinite().all(1).nonzero().squeeze(1)); // others find the same whatever is read
+  const Tensor best = std::get<1>(search_topk(queries, weight, bias, index, k, ""));
   if (best.numel() == 0) {
     return result(cells);
   }
   const auto next = [](int64_t budget) { return budget == 1 ? 2 : std::has_single_bit(uint64_t(budget)) ? budget / 2 * 3 : budget / 3 * 4; };
   for (int64_t budget = 1; budget < cells; budget = next(budget)) {
-    const Tensor found = std::get<1>(search_topk(input, weight, bias, index, k, "max_cells=" + std::to_string(budget)));
+    const Tensor found = std::get<1>(search_topk(queries, weight, bias, index, k, "max_cells=" + std::to_string(budget)));
     const Tensor share = found.unsqueeze(2).eq(best.unsqueeze(1)).any(2).to(at::kDouble).mean(1);
     const double error = share.size(0) > 1 ? share.std().item<double>() / std::sqrt(double(share.size(0))) : 0;
     if (share.mean().item<double>() - error >= recall) {
@@ -121,7 +122,8 @@ Found search_topk_reference(const Tensor& input, const Tensor& weight, const Opt
   }
   const Tensor finite = query.isfinite().all(1), undefined = finite.logical_not().unsqueeze(1);
   values = values.to(opmath_dtype(input.scalar_type())).masked_fill(undefined, std::numeric_limits<double>::quiet_NaN());
-  return {values, at::where(undefined, at::arange(count, ids.options()), ids), finite.to(at::kLong) * (count == 0 ? 0 : cells), at::ones_like(finite)};
+  return {values, at::where(undefined, at::arange(count, ids.options()), ids), finite.to(at::kLong) * (count == 0 ? 0 : cells),
+          count == 0 ? at::ones_like(finite) : finite};
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

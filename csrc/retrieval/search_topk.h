@@ -17,15 +17,15 @@ namespace xsoftmax {
 //
 // Codes of 8 bits bound the scores of what is read; the classes that may be among the best are scored from the table, in float64. Scores are in
 // float32, or float64 for float64 tables; best first, of equal scores the lower id. A query with a NaN or an infinity has scores of NaN at classes
-// 0 .. k - 1, reads nothing and is certified. Has no gradient.
+// 0 .. k - 1, reads nothing and is not certified. Has no gradient.
 //
-// The cells that look best are read first. Option max_cells: none, and all others are read whose bound leaves room for one of the best k; every query is
-// certified. Or a number, and cells are read in the order of how many of the best k they are likely to hold, remainders taken for Gaussian, until so many
-// are read, though at least what holds k classes, or until the bound leaves none; then the query is certified, as it is where the best k turn out to
-// stand above all bounds.
+// The cells that look best are read first. Option max_cells: none, and all others are read whose bound leaves room for one of the best k; every finite
+// query is certified. Or a number, and cells are read in the order of how many of the best k they are likely to hold, remainders taken for Gaussian, until
+// so many are read, though at least what holds k classes, or until the bound leaves none; then the query is certified, as it is where the best k turn out
+// to stand above all bounds.
 //
-// search_budget(input [Q, D], weight, bias, index, k, recall) -> int64 []: the least max_cells out of 1, 2, 3, 4, 6, 8, 12, 16, ... by which these queries
-// find the share `recall` of their best k, and one standard error more; the number of cells where no less does, or there is no query.
+// search_budget(input [Q, D], weight, bias, index, k, recall) -> int64 []: the least max_cells out of 1, 2, 3, 4, 6, 8, 12, 16, ... by which these queries,
+// those that are finite, find the share `recall` of their best k, and one standard error more; the number of cells where no less does, or there is no query.
 //
 // The composite scores all classes, and reads all cells.
 

@@ -451,6 +451,7 @@ class Search {
       widen(q, scratch.wide);
       const bool zero = std::all_of(scratch.wide.begin(), scratch.wide.end(), [](double z) { return z == 0; });
       std::fill_n(scores, k_, zero ? opmath<T>(0) : std::numeric_limits<opmath<T>>::quiet_NaN());
+      *certified = zero;
       for (int64_t i = 0; i < k_; ++i) {
         ids[i] = i;
       }

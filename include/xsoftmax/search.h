@@ -23,7 +23,8 @@ std::vector<at::Tensor> midx_search_index(const at::Tensor& weight, const std::o
 ///     F.linear(input, weight, bias).topk(k)                    # equal scores: the lower id first
 ///
 /// input [Q, D]; weight, bias and index: one table. options: "" (exact), or "max_cells=20". Returns (scores [Q, k] in float32, or
-/// float64 for float64 inputs; ids [Q, k] int64; cells read [Q] int64; certified [Q] bool: the k classes are surely the best). Has no gradient.
+/// float64 for float64 inputs; ids [Q, k] int64; cells read [Q] int64; certified [Q] bool: the k classes are surely the best, which those of a NaN or
+/// an infinity never are). Has no gradient.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> search_topk(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                                                        at::TensorList index, c10::SymInt k, std::string_view options = "");
 

@@ -33,6 +33,10 @@ def resize_classes(loss, num_classes: int, weight: Optional[Tensor], optimizers:
         made = fresh_rows(linear, num_classes - before) if num_classes > before else {"weight": tables[0][:0], "bias": tables[-1][:0]}
         rows = [made["weight"], made["bias"]][:len(tables)]
         plans = [plan for optimizer in optimizers for plan in _plans(owner, optimizer, tables, num_classes)]
+        if num_classes == before == known:  # gradients and graphs stay; an optimizer that a former call went without follows
+            for plan in plans:
+                plan()
+            return
         of_new, bias = _new_classes(loss, made, min(known, num_classes), num_classes)
         plans += [sampler.plan_resize(num_classes, of_new, bias) for sampler in loss._samplers()]
         torch.ops.xsoftmax.resize_tables_(tables, rows, num_classes)
@@ -99,9 +103,9 @@ def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Paramet
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for table in tables:
         for name, value in optimizer.state.get(table, {}).items():
-            if not isinstance(value, Tensor) or value.dim() == 0:
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.shape == (num_classes, *table.shape[1:]):
                 continue
-            if not isinstance(optimizer, KNOWN_OPTIMIZERS) or value.shape != table.shape:
+            if not isinstance(optimizer, KNOWN_OPTIMIZERS) or value.shape[1:] != table.shape[1:]:  # of other rows where a resize before went without it
                 names = ", ".join(known.__name__ for known in KNOWN_OPTIMIZERS)
                 raise TypeError(f"{owner}: expected optimizers among {names}, whose state has the parameter's shape, got a {type(optimizer).__name__} with "
                                 f"{name} of shape {list(value.shape)}")

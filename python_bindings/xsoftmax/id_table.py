@@ -37,8 +37,9 @@ class IdTable(nn.Module):
         loss(hidden, ids(raw_target)).backward()
 
     Call it between an optimizer's step and the next forward pass. Rows are given out in the order of the batch, whatever the number of threads: two tables that
-    see the same batches are equal bit for bit. A copy (copy.deepcopy, pickle, torch.save) has the same rows and is attached to nothing. It is one process's:
-    ranks that see other batches give their ids other rows, so replicated and split tables are refused.
+    see the same batches are equal bit for bit. Threads of a program may look up side by side, but only while none inserts or removes. A copy (copy.deepcopy,
+    pickle, torch.save) has the same rows and is attached to nothing. It is one process's: ranks that see other batches give their ids other rows, so replicated
+    and split tables are refused.
 
     Look-ups in eval() script, compile and export. A scripted table counts and evicts in train(), but resets nothing: :meth:`insert` returns the rows to reset.
     In a compiled function a call in train() breaks the graph (an error under ``fullgraph=True``): call it before, and give the function rows.

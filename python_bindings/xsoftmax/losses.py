@@ -72,12 +72,13 @@ class LinearLoss(TableModule):
         ``detach()``, a view, numpy, a mapped file, shared memory, a CUDA graph) keeps the old one.
 
         - Row optimizers (:mod:`xsoftmax.optim`) that have stepped the parameters are found, whoever holds them; what rows owe stays owed, or is made up.
-        - Optimizers of ``torch.optim`` are not: give them as ``optimizers``. One that was not given, and has state, raises at its next step.
+        - Optimizers of ``torch.optim`` are not: give them as ``optimizers``. One that was not given, and has state, raises at its next step:
+          call this again with it.
         - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`): expected counts stay exact, what is gone is never drawn. Uniform draws,
           counts of a stream and in-batch draws cost the new classes; tables of other static laws and indices that follow the table are laid out anew, O(N),
           where new classes have their place at once: resize by some classes at a time there.
         - ``.grad`` of the parameters, which is of the former size, becomes None: call this after ``step()``. A backward pass of an earlier forward pass is
-          refused.
+          refused. The number that the loss has already changes neither.
         - ``num_embeddings`` of an nn.Embedding that is tied to ``linear.weight`` is not known here: set it.
         - A scripted loss keeps its number of classes and says so; wrap the model in DistributedDataParallel anew.
 
@@ -158,11 +159,12 @@ class LinearLoss(TableModule):
         """`self.linear(input).topk(k)` without most of the classes: (scores, ids, cells_read, certified); equal scores: the lower id first.
 
         Classes stand in cells, a copy of the table in 8 bits bounds the scores of a cell and of its classes, and classes that may be among the best are
-        scored from the table. The index is that of :meth:`search_index`; where the table has changed since, it is made anew (not where it was written to
-        by ``.data``: call :meth:`search_index` then). A table on CPU; no gradient.
+        scored from the table. The index is that of :meth:`search_index`; where the table has changed since, it is made anew and knows neither
+        queries nor codewords given. Writes that no version counts go unseen, by ``.data``, numpy or to tables made in ``torch.inference_mode()``: call
+        :meth:`search_index` then. A table on CPU, of finite numbers below 2^100; no gradient.
 
         Args:
-            input: [*, D], in the dtype of the table. A query with a NaN or an infinity has scores of NaN.
+            input: [*, D], in the dtype of the table. A query with a NaN or an infinity has scores of NaN at the first classes, and is not certified.
             k: in [0, N].
             index: "midx".
             recall: none: certified, the k best of all classes, exactly. In (0, 1): cells are read in the order of how likely they hold one of the

@@ -5,6 +5,7 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ._checks import check_count
 from ._table import flat_queries
@@ -37,7 +38,7 @@ class SearchIndex:
 
     def calibrate(self, queries: Tensor) -> None:
         """Takes queries [Q, D] like those to come as those that say how many cells a recall takes."""
-        self._queries = queries.detach().clone()
+        self._queries = queries.detach().to(self.weight.dtype, copy=True)
         self._budgets.clear()
 
     def budget(self, k: int, recall: float) -> Optional[int]:
@@ -63,6 +64,13 @@ def _version(tensor: Optional[Tensor]) -> tuple:
 
 
 _indices: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # of losses, beside their state
+_hook = None
+
+
+def _count_fused_step(optimizer, args, kwargs) -> None:
+    """Fused optimizers of torch write to parameters, and so to all views of them, without counting it in the version that says here whether an index is
+    stale; the others count."""
+    torch.autograd.graph.increment_version([parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]])
 
 
 def _sampler_codewords(loss) -> Optional[Tuple[Tensor, Tensor]]:
@@ -75,6 +83,7 @@ def _sampler_codewords(loss) -> Optional[Tuple[Tensor, Tensor]]:
 
 def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int] = None) -> SearchIndex:
     """An index of the present table, which the loss keeps; see :meth:`xsoftmax.LinearLoss.search_index`."""
+    global _hook
     if codewords is not None:
         check_count(loss._name, "codewords", codewords, 1)
     weight, bias = loss.linear.weight, loss.linear.bias
@@ -82,11 +91,13 @@ def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int]
         raise ValueError(f"{loss._name}: expected all {loss.num_classes} rows of the class table to search them by an index, got {len(weight)}")
     if weight.device.type != "cpu":
         raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on {weight.device}: topk without index scores all classes")
+    _hook = _hook or register_optimizer_step_post_hook(_count_fused_step)
     loss.settle()
+    table = _version(weight), _version(bias)  # what another thread writes from here on makes the index stale
     made = SearchIndex(weight, bias, _sampler_codewords(loss) if codewords is None else None, codewords or 0)
     if queries is not None:
         made.calibrate(flat_queries(loss._name, loss.in_features, queries, None))
-    _indices[loss] = (_version(weight), _version(bias)), made
+    _indices[loss] = table, made
     return made
 
 
@@ -118,20 +129,20 @@ def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors
         loss: a loss with a plain table, such as :class:`xsoftmax.SampledSoftmaxLoss`.
         kind: "flat", every class scored; "ivf", inverted lists of `lists` clusters by K-means (none: 4 sqrt(N)), of which a search reads the ``index.nprobe``
             whose centroids score most;
-            "hnsw", a graph with `neighbors` links a class, made with a beam of `ef_construction` and searched with one of ``index.hnsw.efSearch``.
+            "hnsw", a graph with `neighbors` links a class (at least 2), made with a beam of `ef_construction` and searched with one of ``index.hnsw.efSearch``.
 
     Returns:
         The faiss index: ``index.search(queries, k) -> (scores, ids)`` on numpy arrays. The bias of a class, where there is one, is one more coordinate:
         queries then end in a 1, ``numpy.pad(queries, ((0, 0), (0, 1)), constant_values=1)``.
 
     Raises:
-        ImportError: faiss is not installed. ValueError: a kind that is unknown.
+        ImportError: faiss is not installed. ValueError: a kind that is unknown, a number out of range.
     """
     if kind not in ("flat", "ivf", "hnsw"):
         raise ValueError(f"to_faiss: expected kind to be \"flat\", \"ivf\" or \"hnsw\", got {kind!r}")
-    for argument, value in (("lists", lists), ("neighbors", neighbors), ("ef_construction", ef_construction)):
+    for argument, value, least in (("lists", lists, 1), ("neighbors", neighbors, 2), ("ef_construction", ef_construction, 1)):
         if value is not None:
-            check_count("to_faiss", argument, value, 1)
+            check_count("to_faiss", argument, value, least)
     linear = getattr(loss, "linear", None)
     if not isinstance(linear, torch.nn.Linear) or not hasattr(loss, "settle"):
         raise TypeError(f"to_faiss: expected a loss with a plain class table, got {type(loss).__name__}")

@@ -110,7 +110,9 @@ def test_growth_and_shrinking_again_leave_what_was(name):
     loss = combination.make()
     optimizer = combination.make_optimizer(loss)
     train(combination, loss, optimizer, 2, seed=1, classes=N)
-    loss.resize_classes(N)  # an index takes in all biases
+    bias = loss.linear.bias
+    for each in loss._samplers():  # an index takes in all biases
+        each.resize(N, loss.linear.weight.detach()[:0], None if bias is None else bias.detach())
     before = state_of(loss, optimizer)
     loss.resize_classes(LARGER)
     loss.resize_classes(N)
@@ -281,6 +283,10 @@ def test_optimizers_of_torch_follow_where_given_and_refuse_where_not(name, size)
     with pytest.raises(RuntimeError, match=r"resize_classes\(n, optimizers=\[optimizer\]\)"):
         forgetful.step()
     assert torch.equal(twin[0].linear.weight, before)
+    twin[0].resize_classes(size, optimizers=[forgetful])  # what the message says helps, and keeps the gradient
+    assert all(value.shape == (size, D) for value in forgetful.state[twin[0].linear.weight].values() if getattr(value, "ndim", 0) > 0)
+    forgetful.step()
+    assert size == 1 or not torch.equal(twin[0].linear.weight, before)  # one class has no gradient
 
     state = {key: value.to_dense() for key, value in optimizer.state[loss.linear.weight].items() if isinstance(value, torch.Tensor) and value.dim() == 2}
     loss.resize_classes(size, optimizers=[optimizer])
@@ -289,6 +295,19 @@ def test_optimizers_of_torch_follow_where_given_and_refuse_where_not(name, size)
         after = optimizer.state[loss.linear.weight][key].to_dense()
         assert after.shape == (size, D) and torch.equal(after[:kept], value[:kept]) and (after[kept:] == 0).all()
     step()
+
+
+def test_the_same_number_of_classes_changes_nothing():
+    """A caller may say the number before every step: a graph that waits, gradients and the table stay as they are."""
+    loss = xs.SampledSoftmaxLoss(D, N, sampler="midx", num_samples=4, bias=True)
+    value = loss(torch.randn(4, D), torch.arange(4))
+    state = copy.deepcopy(loss.state_dict())
+    loss.resize_classes(N)
+    value.backward()
+    gradient = loss.linear.weight.grad
+    loss.resize_classes(N)
+    assert loss.linear.weight.grad is gradient is not None
+    assert all(torch.equal(state[name], now) for name, now in loss.state_dict().items())
 
 
 def test_optimizers_that_were_loaded_or_copied_are_found():
