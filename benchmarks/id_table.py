@@ -46,7 +46,7 @@ def bench_table(args: argparse.Namespace) -> list[dict]:
     median = {name: {row: statistics.median(one[row] for one in found) for row in found[0]} for name, found in runs.items()}
     figures = [{"figure": f"{name}: {row}, ns an id", "value": median[name][row]} for row in ROWS for name in sides if row in median[name]]
     rivals = [name for name in sides if name.startswith("torchrec")]
-    ratios = {f"{row}, an id: {rival} / xsoftmax": median[rival][row] / median["xsoftmax"][row] for row in ROWS for rival in rivals}
+    ratios = {f"{row}, an id: {rival} / xsoftmax": median[rival][row] / median["xsoftmax"][row] for row in ROWS for rival in rivals if row in median[rival]}
     return figures + [{"figure": figure, "value": value} for figure, value in ratios.items()]
 
 
