@@ -6,10 +6,11 @@ set(XSOFTMAX_SOURCES
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
-  csrc/core/matmul.cpp
+  csrc/core/bf16_product.cpp
   csrc/core/memory.cpp
   csrc/core/options.cpp
   csrc/core/philox.cpp
+  csrc/core/products.cpp
   csrc/core/row_groups.cpp
   csrc/core/scale_gradient.cpp
   csrc/core/sparse_rows.cpp
@@ -133,6 +134,7 @@ set(XSOFTMAX_SOURCES
 # Compiled once for each instruction set (csrc/core/cpu_dispatch.h).
 set(XSOFTMAX_SIMD_SOURCES
   csrc/clusters/nearest_rows.simd.cpp
+  csrc/core/bf16_pack.simd.cpp
   csrc/losses/estimator_rows.simd.cpp
   csrc/losses/softmax_rows.simd.cpp
   csrc/matcher/linear_chunk.simd.cpp

@@ -1,33 +1,57 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/mm.h>
 
 #include <algorithm>
 
+// Which matrix product is fastest on this CPU, and matrix products of CPU tensors.
+//
+// Measured on one thread, 700 x 256 x 2,048, time over that of float32 (MKL):
+//
+//     CPU feature                                  ATen, bfloat16    ours, bfloat16 to float32    ATen, float16
+//     AMX (Intel Sapphire Rapids and later)        0.08              0.08                         see products.cpp
+//     AVX-512 with bfloat16 dot products, AMD      0.28 to 0.40      the same instructions
+//     the same, Intel, AMX switched off            1.8               1.2 to 1.8
+//     AVX-512 without them                         4.9               not there
+//     AVX2                                         6 to 80           not there
+//
+// The choice goes by the feature, never by a measurement when the library runs: results would not be the same from one run to the next.
+// XSOFTMAX_PRODUCTS=float32 or bfloat16 overrides it for 16-bit tables and for float32 ones under "medium".
+
 namespace xsoftmax {
+
+/// The dtype in which ATen's products of CPU tensors of `dtype` are fastest, sums in that dtype. float32 and float64: itself. bfloat16: itself where
+/// bfloat16_products_pay() and ATen hands products to oneDNN, else float32. float16: float32. XSOFTMAX_CPU below avx512 also selects float32.
+at::ScalarType cpu_product_dtype(at::ScalarType dtype);
+
+/// Whether this CPU multiplies bfloat16 numbers, with sums in float32, faster than float32 ones: the table above.
+bool bfloat16_products_pay();
+
+/// Whether products of rows of a table are made of bfloat16 numbers: of bfloat16 tables on CPU, and of float32 ones under
+/// torch.set_float32_matmul_precision("medium"), where that pays.
+bool multiplies_bfloat16(const at::Tensor& table);
+
+struct ProductOptions {
+  bool add = false;      ///< to what `out` holds
+  bool bfloat16 = false; ///< operands are rounded to bfloat16, sums are float32: float32 and bfloat16 operands, float32 out
+};
+
+/// out (+)= left [M, K] @ right [K, N], in the dtype of out where that is another.
+void multiply(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right, ProductOptions options = {});
 
 /// MKL orders a longer sum by the number of threads (seen from 300 terms on), also inside a parallel region, where each product has one.
 constexpr int64_t kTermsOfProduct = 256;
 
-/// sum (+)= left @ right, in the dtype of sum where that is another.
-inline void add_product(at::Tensor sum, const at::Tensor& left, const at::Tensor& right, bool first) {
-  if (sum.scalar_type() != left.scalar_type()) {
-    first ? sum.copy_(at::mm(left, right)) : sum.add_(at::mm(left, right));
-  } else if (first) {
-    at::mm_out(sum, left, right);
-  } else {
-    at::addmm_out(sum, sum, left, right);
-  }
-}
-
 /// The same in parts of `step` terms.
-inline void add_product_in_parts(const at::Tensor& sum, const at::Tensor& left, const at::Tensor& right, bool first, int64_t step = kTermsOfProduct) {
+inline void multiply_in_parts(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right, ProductOptions options = {},
+                              int64_t step = kTermsOfProduct) {
   const int64_t size = left.size(1);
-  for (int64_t begin = 0; begin < size || (begin == 0 && first); begin += step) { // first: also of no term, which is zero
+  if (options.bfloat16) { // its sums have one order
+    step = std::max<int64_t>(1, size);
+  }
+  for (int64_t begin = 0; begin < size || (begin == 0 && !options.add); begin += step) { // also of no term, which is zero
     const int64_t terms = std::min(step, size - begin);
-    add_product(sum, left.narrow(1, begin, terms), right.narrow(0, begin, terms), first && begin == 0);
+    multiply(out, left.narrow(1, begin, terms), right.narrow(0, begin, terms), {options.add || begin > 0, options.bfloat16});
   }
 }
 

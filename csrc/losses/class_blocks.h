@@ -54,6 +54,7 @@ struct LinearOperands {
   at::Tensor weight;         ///< [N, D] as it came: blocks are converted as they are read
   at::Tensor bias;           ///< [N] in opmath, contiguous, or undefined
   at::ScalarType dtype;      ///< of the products: cpu_product_dtype
+  bool rounds;               ///< operands of float32 products to bfloat16: multiplies_bfloat16
 };
 
 /// What one thread needs to work on blocks. The tensors that it hands out live until the next call of the same function.

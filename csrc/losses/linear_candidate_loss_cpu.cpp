@@ -3,16 +3,15 @@
 #include "core/impl.h"
 #include "core/memory.h"
 #include "core/optional.h"
+#include "core/products.h"
 #include "losses/linear_candidate_loss.h"
 #include "losses/loss_operands.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 namespace xsoftmax {
@@ -109,15 +108,15 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   const Tensor targets = target.contiguous(), query = input.contiguous(), table = with_unit_column_stride(weight);
   const Tensor bias_row = given(bias) ? bias->contiguous() : Tensor();
   const Tensor grad_input = recycled_empty({wanted[0] ? queries : 0, features}, floats);
+  const bool low = multiplies_bfloat16(weight);
   Tensor shared_rows;
   if (shared.size(0) > 0) {
     shared_rows = gather_rows_cpu(table, shared);
     Tensor out = scores.narrow(1, row_width, shared.size(0));
     if (bias_row.defined()) {
-      at::addmm_out(out, bias_row.index_select(0, shared).to(dtype), query.to(dtype), shared_rows.t());
-    } else {
-      at::mm_out(out, query.to(dtype), shared_rows.t());
+      out.copy_(bias_row.index_select(0, shared));
     }
+    multiply(out, query.to(dtype), shared_rows.t(), {.add = bias_row.defined(), .bfloat16 = low});
   }
   const LossOperands operands(estimation);
   dispatch_floating(input.scalar_type(), [&](auto zero) {
@@ -132,8 +131,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
                              *estimation.estimator.row_loss});
   });
   if (wanted[0] && shared_rows.defined()) {
-    Tensor sum = grad_input;
-    at::addmm_out(sum, grad_input, scores.narrow(1, row_width, shared.size(0)), shared_rows);
+    multiply(grad_input, scores.narrow(1, row_width, shared.size(0)), shared_rows, {.add = true, .bfloat16 = low});
   }
   return {loss, grad_input, wanted[1] ? scores : scores.new_empty({0, scores.size(1)}), row_ids};
 }

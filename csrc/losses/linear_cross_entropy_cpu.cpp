@@ -10,7 +10,6 @@
 #include "scores/row_kernels.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -138,7 +137,7 @@ class ForwardPass {
     const Tensor saved = block.saved ? saved_.of(block, queries_) : Tensor();
     const bool in_place = block.saved && saved.scalar_type() == operands_.dtype;
     Tensor out = in_place ? saved : scratch.logits_buffer(block);
-    at::mm_out(out, operands_.input, scratch.rows(block).t());
+    multiply(out, operands_.input, scratch.rows(block).t(), {.bfloat16 = operands_.rounds});
     if (block.saved && !in_place) {
       saved.copy_(out);
     }
@@ -229,7 +228,7 @@ class BackwardPass {
     if (block.saved) {
       saved = saved_.of(block, queries_);
     } else {
-      at::mm_out(slope, operands_.input, rows.t());
+      multiply(slope, operands_.input, rows.t(), {.bfloat16 = operands_.rounds});
     }
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     const A* weight = terms_.class_weight == nullptr || terms_.even == 0 ? nullptr : terms_.class_weight + block.begin;
@@ -263,7 +262,7 @@ class BackwardPass {
       return;
     }
     // Of a group's sums the order that MKL gives them must not be seen.
-    add_product_in_parts(part, slope, rows, first, plan_.groups > 1 ? kTermsOfProduct : std::max<int64_t>(1, slope.size(1)));
+    multiply_in_parts(part, slope, rows, {.add = !first, .bfloat16 = operands_.rounds}, plan_.groups > 1 ? kTermsOfProduct : std::max<int64_t>(1, slope.size(1)));
   }
 
   void set_weight_gradient(const Tensor& grad_weight, const Tensor& slope, BlockScratch& scratch, const ClassBlock& block,
@@ -273,10 +272,10 @@ class BackwardPass {
     }
     Tensor out = grad_weight.narrow(0, block.begin, block.size);
     if (out.scalar_type() == slope.scalar_type()) {
-      add_product(out, slope.t(), operands_.input, !add);
+      multiply(out, slope.t(), operands_.input, {.add = add, .bfloat16 = operands_.rounds});
     } else { // only in a single pass
       Tensor wide = scratch.rows_buffer(block);
-      at::mm_out(wide, slope.t(), operands_.input);
+      multiply(wide, slope.t(), operands_.input);
       out.copy_(wide);
     }
   }
@@ -389,7 +388,10 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& 
                                                                   double label_smoothing, std::array<bool, 3> output_mask) {
   check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, label_smoothing);
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
-  const int64_t step = chunk_size(queries, classes, int64_t(input.dtype().itemsize()));
+  int64_t step = chunk_size(queries, classes, int64_t(input.dtype().itemsize()));
+  if (step < queries && multiplies_bfloat16(weight)) { // a product once more costs less than the gradient of the table
+    step = 0;
+  }
   if (use_reference() || step == 0 || classes == 0 || input.scalar_type() != opmath_dtype(input.scalar_type())) {
     return linear_cross_entropy_with_gradients_composite(grad, input, weight, bias, target, class_weight, ignore_index,
                                                          label_smoothing, output_mask);

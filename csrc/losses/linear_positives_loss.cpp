@@ -68,9 +68,10 @@ struct QueryBlock {
       : ids(at::where(positives.lt(0), positives.narrow(1, 0, 1), positives).clamp_min(0)), counts(positives.ge(0)) {
     const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
     logits = at::empty({input.size(0), weight.size(0)}, options);
+    const bool rounds = multiplies_bfloat16(weight);
     for_slices(logits, weight.size(0), [&](int64_t begin, int64_t size) {
       Tensor of_slice = logits.narrow(1, begin, size);
-      add_product_in_parts(of_slice, input, weight.narrow(0, begin, size).t(), /*first=*/true);
+      multiply_in_parts(of_slice, input, weight.narrow(0, begin, size).t(), {.bfloat16 = rounds});
       if (given(bias)) {
         of_slice.add_(bias->narrow(0, begin, size));
       }
@@ -112,6 +113,7 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
   check_arguments(input, weight, bias, positives, shares, together);
   check_grad(grad, input);
   const auto accumulates = shares.options();
+  const bool rounds = multiplies_bfloat16(weight);
   Tensor grad_input = at::empty({mask[0] ? input.size(0) : 0, input.size(1)}, input.options());
   Tensor grad_weight = at::zeros({mask[1] ? weight.size(0) : 0, weight.size(1)}, accumulates);
   Tensor grad_bias = at::zeros({mask[2] ? weight.size(0) : 0}, accumulates);
@@ -134,10 +136,10 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
     for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {
       const Tensor of_classes = gradient.narrow(1, first, count), product = of_classes.to(weight.scalar_type());
       if (mask[0]) {
-        add_product_in_parts(parts.select(0, first / slice_width(weight.size(0))), product, weight.narrow(0, first, count), /*first=*/true);
+        multiply_in_parts(parts.select(0, first / slice_width(weight.size(0))), product, weight.narrow(0, first, count), {.bfloat16 = rounds});
       }
       if (mask[1]) {
-        add_product_in_parts(grad_weight.narrow(0, first, count), product.t(), counted, /*first=*/false);
+        multiply_in_parts(grad_weight.narrow(0, first, count), product.t(), counted, {.add = true, .bfloat16 = rounds});
       }
       if (mask[2]) {
         grad_bias.narrow(0, first, count).add_(of_classes.sum(0));

@@ -1,13 +1,13 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/optional.h"
+#include "core/products.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_topk.h"
 #include "losses/softmax_rows.h"
 #include "scores/row_kernels.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -59,7 +59,7 @@ class TopKPass {
         for (int64_t i = g; i < plan_.count(); i += plan_.groups) {
           const ClassBlock block = plan_.block(i);
           Tensor logits = scratch.logits_buffer(block);
-          at::mm_out(logits, operands_.input, scratch.rows(block).t());
+          multiply(logits, operands_.input, scratch.rows(block).t(), {.bfloat16 = operands_.rounds});
           visit_block(groups_[g], const_data<T>(logits), block);
         }
       }

@@ -45,6 +45,7 @@ struct TowerPass {
   Tensor query, target_vector, target, vectors, private_vectors, grad;
   Tensor loss, of_query, of_target, of_vectors, of_private;
   bool wanted;
+  bool rounds; // operands of products to bfloat16
 
   int64_t private_width() const { return private_vectors.size(1); }
   int64_t width() const { return 1 + private_width() + vectors.size(0); }
@@ -58,7 +59,7 @@ struct TowerPass {
     if (private_width() > 0) {
       scores.narrow(1, 1, private_width()).copy_(at::bmm(part(private_vectors), q.unsqueeze(2)).squeeze(2));
     }
-    add_product_in_parts(of_all, q, vectors.t(), /*first=*/true);
+    multiply_in_parts(of_all, q, vectors.t(), {.bfloat16 = rounds});
     scores.scalar_type() == at::kDouble ? estimate<double>(scores, begin, size) : estimate<float>(scores, begin, size);
     if (!wanted) {
       return;
@@ -66,7 +67,7 @@ struct TowerPass {
     const Tensor of_score = scores.narrow(1, 0, 1), of_each = scores.narrow(1, 1, private_width());
     if (of_query.defined()) {
       Tensor sum = part(of_query);
-      add_product_in_parts(sum, of_all, vectors, /*first=*/true);
+      multiply_in_parts(sum, of_all, vectors, {.bfloat16 = rounds});
       sum.addcmul_(of_score, t);
       if (private_width() > 0) {
         sum.add_(at::bmm(of_each.unsqueeze(1), part(private_vectors)).squeeze(1));
@@ -106,7 +107,7 @@ struct TowerPass {
       if (of_vectors.defined()) {
         const Tensor of_all = scores.narrow(1, 1 + private_width(), all), q = query.narrow(0, begin, size);
         for_slices(scores, all, [&](int64_t first, int64_t count) {
-          add_product_in_parts(of_vectors.narrow(0, first, count), of_all.narrow(1, first, count).t(), q, /*first=*/false);
+          multiply_in_parts(of_vectors.narrow(0, first, count), of_all.narrow(1, first, count).t(), q, {.add = true, .bfloat16 = rounds});
         });
       }
     }
@@ -141,7 +142,8 @@ TowerState tower_loss_forward_cpu(const Tensor& query, const Tensor& target_vect
                  gradient(target_vector, wanted[1], false),
                  gradient(vectors, wanted[2], true),
                  gradient(private_vectors, wanted[3], false),
-                 wanted != TowerWants{}};
+                 wanted != TowerWants{},
+                 multiplies_bfloat16(query)};
   pass.run();
   const auto result = [&](const Tensor& made, const OptionalTensor& of) {
     if (made.defined()) {

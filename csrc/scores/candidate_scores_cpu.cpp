@@ -1,23 +1,26 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/memory.h"
 #include "core/optional.h"
+#include "core/products.h"
 #include "scores/candidate_scores.h"
 #include "scores/gather_dot.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/mv.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace xsoftmax {
 namespace {
 
 using at::Tensor;
+
+constexpr int64_t kElementsPerTask = 32768;
 
 struct Ids {
   Tensor pair_ids, shared; // contiguous, perhaps empty
@@ -34,6 +37,31 @@ Ids checked_ids(const char* op, const Tensor& input, const Tensor& weight, const
   check::class_ids(op, "shared_ids", ids.shared, weight.size(0));
   ids.pairs = {ids.pair_ids.const_data_ptr<int64_t>(), nullptr, ids.pair_ids.size(1), input.size(0)};
   return ids;
+}
+
+// factor[q] query[q]: 0 where factor is, whatever the query holds.
+Tensor scaled_queries(const Tensor& query, const Tensor& factor) {
+  const Tensor scaled = recycled_empty(query.sizes(), query.options());
+  const int64_t width = query.size(1);
+  dispatch_floating(query.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (std::is_floating_point_v<T>) { // wide
+      const T* const from = const_data<T>(query);
+      const T* const factors = const_data<T>(factor);
+      T* const to = data<T>(scaled);
+      at::parallel_for(0, query.size(0), std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, width)), [&](int64_t first, int64_t last) {
+        for (int64_t q = first; q < last; ++q) {
+          const T* const row = from + q * width;
+          if (factors[q] == 0) {
+            std::fill_n(to + q * width, width, T(0));
+          } else {
+            std::transform(row, row + width, to + q * width, [by = factors[q]](T x) { return x * by; });
+          }
+        }
+      });
+    }
+  });
+  return scaled;
 }
 
 Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
@@ -54,10 +82,9 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
     Tensor out = scores.narrow(1, width, shared);
     const Tensor rows = gather_rows_cpu(weight, ids.shared);
     if (given(bias)) {
-      at::addmm_out(out, bias->index_select(0, ids.shared).to(dtype), query.to(dtype), rows.t());
-    } else {
-      at::mm_out(out, query.to(dtype), rows.t());
+      out.copy_(bias->index_select(0, ids.shared));
     }
+    multiply(out, query.to(dtype), rows.t(), {.add = given(bias), .bfloat16 = multiplies_bfloat16(weight)});
   }
   return scores;
 }
@@ -75,12 +102,12 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   const Tensor factor = given(scale) ? scale->contiguous() : Tensor();
   const int64_t stride = grad.size(1);
   const Tensor shared_grad = scores_grad.narrow(1, ids.pairs.width, ids.shared.size(0));
+  const bool low = multiplies_bfloat16(weight);
 
   Tensor grad_input = input.new_empty({0, input.size(1)});
   if (want_input) {
-    grad_input = ids.shared.size(0) > 0
-        ? at::mm(shared_grad, gather_rows_cpu(weight, ids.shared))
-        : at::zeros({input.size(0), input.size(1)}, scores_grad.options());
+    grad_input = at::empty({input.size(0), input.size(1)}, scores_grad.options());
+    multiply(grad_input, shared_grad, gather_rows_cpu(weight, ids.shared), {.bfloat16 = low});
     add_pair_input_grad_cpu(grad_input, scores_grad, stride, weight, ids.pairs);
     grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());
   }
@@ -91,9 +118,8 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   Tensor shared_values, shared_bias;
   if (want_weight && ids.shared.size(0) > 0) {
     const Tensor wide = query.to(grad.scalar_type());
-    // Of an ignored query, 0 times what is not finite would not be 0.
-    const Tensor scaled = factor.defined() ? at::where(factor.eq(0).unsqueeze(1), 0.0, wide * factor.unsqueeze(1)) : wide;
-    shared_values = at::mm(shared_grad.t(), scaled);
+    shared_values = recycled_empty({ids.shared.size(0), input.size(1)}, scores_grad.options());
+    multiply(shared_values, shared_grad.t(), factor.defined() ? scaled_queries(wide, factor) : wide, {.bfloat16 = low});
   }
   if (want_bias) {
     shared_bias = factor.defined() ? at::mv(shared_grad.t(), factor) : shared_grad.sum(0);
