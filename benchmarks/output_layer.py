@@ -3,9 +3,12 @@
     python benchmarks/output_layer.py [--threads 2] [--repeats 21] [--only shared,private,...] [--json]
 
 The naive rival for sampled losses: the table as nn.Embedding(sparse=True), one look-up and one matrix product for shared draws, a batched
-product for private ones, masked cross entropy, torch.optim.SparseAdam. The rival for the exact loss: F.linear + F.cross_entropy.
+product for private ones, masked cross entropy, torch.optim.SparseAdam. The rival for the exact loss: F.linear + F.cross_entropy. "medium" is
+torch.set_float32_matmul_precision("medium"), for both.
 Every rival draws from the same sampler, outside the timed region, except in the figures of whole steps, which draw inside it.
 """
+
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +66,16 @@ def call_with_proposal(loss: xs.SampledSoftmaxLoss, input: Tensor, target: Tenso
     return torch.ops.xsoftmax.sampled_softmax_loss(input, loss.linear.weight, None, target, *xs.samplers.columns_of([proposal]))
 
 
+@contextmanager
+def precision(name: str):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def figure(name: str, medians: dict[str, float], ours: str = "xsoftmax", rival: str = "naive") -> dict:
     """The median of ours over that of the rival."""
     text = ", ".join(f"{key} {value * 1e3:.3g} ms" for key, value in medians.items())
@@ -72,11 +85,12 @@ def figure(name: str, medians: dict[str, float], ours: str = "xsoftmax", rival: 
 class SampledPair:
     """The rival and ours on one batch and one proposal."""
 
-    def __init__(self, queries: int, width: int, classes: int, samples: int, shared: bool) -> None:
-        self.input, self.target = make_batch(queries, width, classes)
+    def __init__(self, queries: int, width: int, classes: int, samples: int, shared: bool, dtype: torch.dtype = torch.float32) -> None:
+        input, self.target = make_batch(queries, width, classes)
+        self.input = input.detach().to(dtype).requires_grad_()
         self.sampler = zipf_sampler(classes, samples, shared)
-        self.naive = NaiveSampled(make_table(classes, width))
-        self.ours = xs.SampledSoftmaxLoss(width, classes, sampler=self.sampler)
+        self.naive = NaiveSampled(make_table(classes, width).to(dtype))
+        self.ours = xs.SampledSoftmaxLoss(width, classes, sampler=self.sampler, dtype=dtype)
         self.proposal = self.sampler.sample(self.input.detach(), self.target)[0]
         self.rival = self.naive.shared if shared else self.naive.private
 
@@ -92,8 +106,11 @@ class SampledPair:
 def bench_shared(args) -> list[dict]:
     samples = 512
     pair = SampledPair(700, 256, 1_000_000, samples, shared=True)
-    medians = interleave({"naive": pair.naive_step, "xsoftmax": pair.our_step}, args.repeats)
-    figures = [figure("512 shared, N 1M, D 256: forward + backward / naive", medians)]
+    figures = []
+    for name in ("highest", "medium"):
+        with precision(name):
+            medians = interleave({"naive": pair.naive_step, "xsoftmax": pair.our_step}, args.repeats)
+        figures.append(figure(f"512 shared, N 1M, D 256, {name}: forward + backward / naive", medians))
 
     input, target, naive, ours = pair.input, pair.target, pair.naive, pair.ours
     naive_optimizer = torch.optim.SparseAdam(naive.parameters(), lr=1e-3)
@@ -112,8 +129,21 @@ def bench_shared(args) -> list[dict]:
         ours(input, target).backward()
         our_optimizer.step()
 
-    medians = interleave({"naive": naive_step, "xsoftmax": our_step}, args.repeats)
-    return figures + [figure("512 shared, N 1M, D 256: whole step, RowAdam / naive with SparseAdam", medians)]
+    rows = ours.linear.weight.detach()[pair.proposal.ids]
+    scores = input.detach() @ rows.T
+
+    def products():
+        return input.detach() @ rows.T, scores @ rows, scores.T @ input.detach()
+
+    for name in ("highest", "medium"):
+        with precision(name):
+            medians = interleave({"naive": naive_step, "xsoftmax": our_step, "products": products}, args.repeats)
+        figures.append(figure(f"512 shared, N 1M, D 256, {name}: whole step, RowAdam / naive with SparseAdam", medians))
+        figures.append(figure("that step / its three products alone", medians, rival="products"))
+    del naive, ours, pair, naive_optimizer, our_optimizer
+    half = SampledPair(700, 256, 1_000_000, samples, shared=True, dtype=torch.bfloat16)
+    medians = interleave({"naive": half.naive_step, "xsoftmax": half.our_step}, args.repeats)
+    return figures + [figure("512 shared, N 1M, D 256, bfloat16: forward + backward / naive", medians)]
 
 
 def bench_private(args) -> list[dict]:
@@ -170,8 +200,10 @@ def bench_exact(args) -> list[dict]:
     for queries, width, classes in ((700, 256, 116_000), (700, 200, 10_000)):
         input, target = make_batch(queries, width, classes)
         rival, ours = exact_runs(input, make_table(classes, width), target)
-        medians = interleave({"naive": rival, "xsoftmax": ours}, max(5, args.repeats // 2))
-        figures.append(figure(f"exact, Q {queries}, D {width}, N {classes:,}, float32 / F.linear + F.cross_entropy", medians))
+        for name in ("highest", "medium"):
+            with precision(name):
+                medians = interleave({"naive": rival, "xsoftmax": ours}, max(5, args.repeats // 2))
+            figures.append(figure(f"exact, Q {queries}, D {width}, N {classes:,}, float32, {name} / F.linear + F.cross_entropy", medians))
         if classes == 116_000:
             rival()  # the rival's logits go back to the allocator before ours is measured
             ours()
@@ -184,6 +216,7 @@ def bench_exact(args) -> list[dict]:
             low_rival, low = exact_runs(half, make_table(classes, width).bfloat16(), target)
             medians = interleave({"float32": ours, "bfloat16": low, "naive bfloat16": low_rival}, max(5, args.repeats // 4))
             figures.append(figure("that shape: bfloat16 / float32", medians, "bfloat16", "float32"))
+            figures.append(figure("that shape: bfloat16 / F.linear + F.cross_entropy in bfloat16", medians, "bfloat16", "naive bfloat16"))
     return figures
 
 

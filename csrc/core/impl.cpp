@@ -1,6 +1,7 @@
 #include "core/impl.h"
 
 #include "core/cpu_dispatch.h"
+#include "core/products.h"
 
 #include <torch/library.h>
 
@@ -20,6 +21,7 @@ void set_impl_by_name(const std::string& name) {
 std::string get_impl_name() { return get_impl() == Impl::Kernel ? "kernel" : "reference"; }
 
 std::string cpu_capability() { return cpu_isa_name(cpu_isa()); }
+std::string cpu_products() { return bfloat16_products_pay() ? "bfloat16" : "float32"; }
 
 } // namespace
 
@@ -30,6 +32,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("set_impl(str impl) -> ()", set_impl_by_name);
   m.def("get_impl() -> str", get_impl_name);
   m.def("cpu_capability() -> str", cpu_capability);
+  m.def("cpu_products() -> str", cpu_products);
 }
 
 } // namespace xsoftmax

@@ -6,14 +6,15 @@
 
 // Which matrix product is fastest on this CPU, and matrix products of CPU tensors.
 //
-// Measured on one thread, 700 x 256 x 2,048, time over that of float32 (MKL):
+// Measured on one thread of an Intel Xeon with AMX, oneDNN told to use less (ONEDNN_MAX_CPU_ISA) and, in the second row, by the times of an AMD EPYC of the
+// Zen 4 generation; 700 queries, 256 numbers, 2,048 rows; the three products of a step; time over that of float32:
 //
-//     CPU feature                                  ATen, bfloat16    ours, bfloat16 to float32    ATen, float16
-//     AMX (Intel Sapphire Rapids and later)        0.08              0.08                         see products.cpp
-//     AVX-512 with bfloat16 dot products, AMD      0.28 to 0.40      the same instructions
-//     the same, Intel, AMX switched off            1.8               1.2 to 1.8
-//     AVX-512 without them                         4.9               not there
-//     AVX2                                         6 to 80           not there
+//     CPU feature                               ATen, bfloat16    blocks of bf16_product.h    ATen, float16
+//     AMX                                       .08 to .28        .08                         .6 to 1.0
+//     AVX-512 with bfloat16 dot products, AMD   .28 to .40        not measured                not measured
+//     the same, Intel                           1.1 to 1.8        1.2 to 1.8                  9 to 60
+//     AVX-512 without them                      3.2 to 4.9        there are none              9 to 60
+//     AVX2                                      6 to 80           there are none              9 to 70
 //
 // The choice goes by the feature, never by a measurement when the library runs: results would not be the same from one run to the next.
 // XSOFTMAX_PRODUCTS=float32 or bfloat16 overrides it for 16-bit tables and for float32 ones under "medium".

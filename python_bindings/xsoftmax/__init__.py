@@ -14,7 +14,7 @@ from . import datasets, functional, label_vectors, metrics, optim, samplers
 from .cached_step import cached_step
 from .cane import CaneLoss
 from .clip_grad import clip_grad_norm_
-from .config import cmake_prefix_path, cpu_capability, use_impl
+from .config import cmake_prefix_path, cpu_capability, cpu_products, use_impl
 from .diagnose import Diagnosis, diagnose, proposal_log_prob
 from .ensemble import combine_predictions
 from .estimators import CandidateBatch, register_estimator
@@ -59,6 +59,7 @@ __all__ = [
     "cmake_prefix_path",
     "combine_predictions",
     "cpu_capability",
+    "cpu_products",
     "datasets",
     "diagnose",
     "functional",

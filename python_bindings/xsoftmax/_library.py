@@ -29,7 +29,8 @@ def _load() -> Path:
             continue
         try:
             torch.ops.load_library(str(library))
-            torch.ops.xsoftmax.cpu_capability()  # an XSOFTMAX_CPU that this CPU cannot follow is an error here, not in the first step
+            torch.ops.xsoftmax.cpu_capability()  # an XSOFTMAX_CPU that this CPU cannot follow is an error here, not in the first step,
+            torch.ops.xsoftmax.cpu_products()  # and so is XSOFTMAX_PRODUCTS
             return library
         except OSError as error:
             tried.append(f"{library}: {error}")

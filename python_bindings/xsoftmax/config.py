@@ -17,6 +17,13 @@ def cpu_capability() -> str:
     return torch.ops.xsoftmax.cpu_capability()
 
 
+def cpu_products() -> str:
+    """How products of bfloat16 tables are made on this CPU, and those of float32 tables under ``torch.set_float32_matmul_precision("medium")``:
+    "bfloat16": of numbers rounded to bfloat16, with sums in float32, where the CPU does that faster (AMX; AMD with AVX-512 bfloat16 instructions); else
+    "float32", of which "medium" is no other. XSOFTMAX_PRODUCTS=float32|bfloat16 overrides it, and is an error where the CPU cannot follow."""
+    return torch.ops.xsoftmax.cpu_products()
+
+
 @contextlib.contextmanager
 def use_impl(impl: str) -> Iterator[None]:
     """Within the context, every op of the package runs its kernel ("kernel", as always) or the plain ATen composite behind it

@@ -137,6 +137,7 @@ def samples():
         complement_sample=(seed, inside, integers(N, Q, 2 * S), input, outside),
         counted_queries=(input, target, weight, -100),
         cpu_capability=(),
+        cpu_products=(),
         different_ids=(shared, N, "Sampler", "exclude"),
         drawn_candidates=([private, shared], [False, True], Q, N),
         estimator_has_noise=("nce",),
