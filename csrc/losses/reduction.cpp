@@ -91,6 +91,9 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
   }
   const Tensor counts = (counted.dim() == 2 ? counted.select(1, 0) : counted).ge(0).unsqueeze(1);
   const Tensor queries = input.detach().reshape_symint({counts.sym_size(0), input.sym_size(-1)});
+  if (counts.is_cpu() && !at::isTensorSubclassLike(counts) && counts.all().item<bool>()) { // values can be read
+    return {queries.contiguous(), counted};
+  }
   return {at::where(counts, queries, at::zeros({}, queries.options())), counted};
 }
 
@@ -99,7 +102,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         [](const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, std::string_view options) {
           return reduced_loss(loss, target, class_weight, parse_options<ReductionOptions>("reduced_loss", options));
         });
-  m.def("counted_queries(Tensor input, Tensor target, Tensor weight, int ignore_index) -> (Tensor queries, Tensor counted)", counted_queries);
+  m.def("counted_queries(Tensor(a) input, Tensor target, Tensor weight, int ignore_index) -> (Tensor(a) queries, Tensor counted)", counted_queries);
 }
 
 } // namespace xsoftmax

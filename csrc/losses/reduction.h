@@ -26,9 +26,9 @@ void check_batch(const char* op, const at::Tensor& input, const at::Tensor& targ
 void check_class_weight(const char* op, const OptionalTensor& class_weight, const c10::SymInt& classes, const at::Tensor& target);
 
 // counted_queries(input [*, D], target [*], weight [N, D], ignore_index) -> (queries [Q, D], target [Q]): what samplers are shown of a batch,
-// without gradient: zeros and -1 for a query that is ignored, which may hold anything. Of several positives, target [*, T], [Q, T]: the different ones
-// (losses/several_positives.h), the first once more in the place of padding. All that is wrong with a batch is said here, before a
-// sampler changes.
+// without gradient: zeros and -1 for a query that is ignored, which may hold anything; on the CPU input itself where none is. Of several
+// positives, target [*, T], [Q, T]: the different ones (losses/several_positives.h), the first once more in the place of padding. All that is
+// wrong with a batch is said here, before a sampler changes.
 std::tuple<at::Tensor, at::Tensor> counted_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight,
                                                    int64_t ignore_index);
 
