@@ -267,7 +267,7 @@ Tensor static_log_count_cpu(const Tensor& ids, at::TensorList tables, std::strin
 } // namespace
 
 StaticTail static_tail(const char* op, const OptionalTensor& table, int64_t num_classes) {
-  if (!given(table) || table->numel() == 0 || !table->is_cpu()) {
+  if (!given(table) || !table->is_cpu() || table->numel() == 0) { // traced shapes are those of no values
     return {.first = num_classes, .end = num_classes};
   }
   check::dim(op, "tail", *table, 1);
