@@ -40,7 +40,8 @@ struct LshFamily {
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const LshOptions& options);
   static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const LshIndex& index,
                                          const LshOptions& options);
-  static std::vector<at::Tensor> gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const LshIndex& index, const LshOptions& options);
+  static std::vector<at::Tensor> gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const LshIndex& index,
+                                        const LshOptions& options);
   static void leave_out(LshIndex& index, int64_t count);
   static at::Tensor refresh(const char* op, const ClassTable& table, const LshIndex& index, const LshOptions& options,
                             const std::optional<at::Generator>& generator);

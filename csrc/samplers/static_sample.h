@@ -58,8 +58,9 @@ std::tuple<std::vector<at::Tensor>, std::string> static_tables(std::string owner
 
 /// static_resize(owner, tables, num_classes, law, options) -> (tables, options)
 ///
-/// The tables of num_classes classes, or where they need not be laid out anew the next `tail` alone, for static_grow_. New ones of law "table" have the smallest weight above 0 that there is; but with law="log_uniform" the weights are those
-/// of that law, of the classes that are drawn. Law "fixed" keeps its classes. Where there are tables, O(N) when they are laid out anew: if classes go that
+/// The tables of num_classes classes, or where they need not be laid out anew the next `tail` alone, for static_grow_. New ones of law "table" have the
+/// smallest weight above 0 that there is; but with law="log_uniform" the weights are those of that law, of the classes that are drawn. Law "fixed" keeps its
+/// classes. Where there are tables, O(N) when they are laid out anew: if classes go that
 /// are not in the tail, or a quarter as many as are laid out have come; and when the first class comes after that. Errors: ValueError, before anything
 /// changes: no class left to draw, fewer than a set of different ones needs, or a class of law "fixed" that is gone.
 std::tuple<std::vector<at::Tensor>, std::string> static_resize(std::string owner, at::TensorList tables, int64_t num_classes, std::string_view law,
