@@ -1,11 +1,19 @@
-"""Classes that come: what a new row costs, with its bias and the state of RowAdam, beside the same by hand.
+"""Classes that come: what a new row costs, with its bias, its sampler and the state of RowAdam, beside the same by hand.
 
     python benchmarks/resize_classes.py --threads 1
+    python benchmarks/resize_classes.py --threads 1 --only stream
 
-A loss of 100,000 classes of 64 features that RowAdam has stepped gains 10,000 rows, one or 1,000 at a time: the time of all calls over the rows, copies of the
-table included. By hand: torch.cat of table, bias and state into a new layer and a new torch.optim.Adam, a median of calls that add one row.
+`rows`: a loss of 100,000 classes of 64 features that RowAdam has stepped gains 30,000 rows, one or 1,000 at a time: the time of all calls over the rows, with
+every copy of a table and every layout that so many rows bring about. By hand: torch.cat of table, bias and state into a new layer and a new torch.optim.Adam, a
+median of calls that add one row.
+
+`stream`: one new class, one training step (256 queries), one new class, ... beside steps alone, in blocks by turns: what the table, the optimizer and the
+sampler leave for the next step to do is in the difference. Samplers do not refresh in these steps.
+
+Times are those of the process on the CPU, which other programs disturb less: take one thread.
 """
 
+import statistics
 import time
 
 import torch
@@ -14,39 +22,53 @@ from torch import nn
 import xsoftmax as xs
 from timing import interleave, run_benches
 
-N, D, BATCH, ROWS = 100_000, 64, 256, 10_000
+N, D, BATCH, ROWS = 100_000, 64, 256, 30_000
+BLOCK = 25  # turns of one kind before those of the other
 
 
 def counts():
     return 1 / torch.arange(1, N + 1, dtype=torch.float64)
 
 
+def streamed():
+    return xs.samplers.StreamingCounts(N, half_life=1e6)
+
+
 SAMPLERS = {
     "uniform": lambda: xs.samplers.UniformSampler(N, 512),
-    "in_batch, streamed": lambda: xs.samplers.InBatchSampler(N, counts=xs.samplers.StreamingCounts(N, half_life=1e6)),
+    "in_batch, streamed": lambda: xs.samplers.InBatchSampler(N, counts=streamed()),
+    "log_uniform, distinct": lambda: xs.samplers.LogUniformSampler(N, 512),
     "unigram, distinct": lambda: xs.samplers.UnigramSampler(counts(), 512),
     "unigram, independent": lambda: xs.samplers.UnigramSampler(counts(), 512, distinct=False),
-    "midx": lambda: xs.samplers.MidxSampler(N, D, 20, bias=True),
-    "lsh": lambda: xs.samplers.LshSampler(N, D, 20, bias=True),
-    "sphere": lambda: xs.samplers.SphereSampler(N, D, 20, bias=True),
+    "unigram, streamed": lambda: xs.samplers.UnigramSampler(streamed(), 512, refresh_every=0),
+    "midx": lambda: xs.samplers.MidxSampler(N, D, 20, bias=True, refresh_every=0),
+    "midx, distinct": lambda: xs.samplers.MidxSampler(N, D, 20, bias=True, distinct=True, refresh_every=0),
+    "lsh": lambda: xs.samplers.LshSampler(N, D, 20, bias=True, refresh_every=0),
+    "sphere": lambda: xs.samplers.SphereSampler(N, D, 20, bias=True, refresh_every=0),
+    "rff": lambda: xs.samplers.RffSampler(N, D, 20, bias=True, refresh_every=0),
 }
+LAID_OUT = ("midx, distinct",)  # anew in each call
+
+
+def step(loss, optimizer) -> None:
+    loss(torch.randn(BATCH, D), torch.randint(loss.num_classes, (BATCH,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def stepped(sampler):
     loss = xs.SampledSoftmaxLoss(D, N, sampler=sampler, bias=True)
     optimizer = xs.optim.RowAdam(loss.parameters())
-    loss(torch.randn(BATCH, D), torch.randint(N, (BATCH,))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(loss, optimizer)
     return loss, optimizer
 
 
 def microseconds_a_row(make, at_a_time: int, rows: int) -> float:
     loss, optimizer = stepped(make())
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(rows // at_a_time):
         loss.resize_classes(loss.num_classes + at_a_time)
-    return 1e6 * (time.perf_counter() - start) / rows
+    return 1e6 * (time.process_time() - start) / rows
 
 
 def by_hand():
@@ -73,15 +95,35 @@ def by_hand():
 def bench_rows(args) -> list[dict]:
     figures = []
     for name, make in SAMPLERS.items():
-        cheap = name in ("uniform", "in_batch, streamed")
         for at_a_time in (1, 1000):
-            rows = ROWS if cheap or at_a_time > 1 else args.slow_rows
+            rows = args.slow_rows if at_a_time == 1 and name in LAID_OUT else ROWS
             runs = sorted(microseconds_a_row(make, at_a_time, rows) for _ in range(args.repeats))
             figures.append({"figure": f"{name}, {at_a_time:,} at a time: us a row", "value": runs[len(runs) // 2]})
-    median = interleave({"by hand": by_hand()}, 5 * args.repeats)["by hand"]
+    median = interleave({"by hand": by_hand()}, 5 * args.repeats, clock=time.process_time)["by hand"]
     return [*figures, {"figure": "by hand, 1 at a time: us a row", "value": 1e6 * median}]
 
 
+def bench_stream(args) -> list[dict]:
+    figures = []
+    for name, make in SAMPLERS.items():
+        loss, optimizer = stepped(make())
+
+        def turns(grow: bool) -> float:
+            start = time.process_time()
+            for _ in range(BLOCK):
+                if grow:
+                    loss.resize_classes(loss.num_classes + 1)
+                step(loss, optimizer)
+            return 1e6 * (time.process_time() - start) / BLOCK
+
+        turns(True), turns(False)  # the first class moves the tables
+        pairs = [(turns(True), turns(False)) for _ in range(4 * args.repeats)]
+        figures += [{"figure": f"{name}: us a class and a step", "value": statistics.median(pair[0] for pair in pairs)},
+                    {"figure": f"{name}: us a step alone", "value": statistics.median(pair[1] for pair in pairs)},
+                    {"figure": f"{name}: us that the class adds", "value": statistics.median(pair[0] - pair[1] for pair in pairs)}]
+    return figures
+
+
 if __name__ == "__main__":
-    run_benches(__doc__, {"rows": bench_rows},
-                lambda parser: parser.add_argument("--slow-rows", type=int, default=100, help="that a sampler with tables gains one by one"))
+    run_benches(__doc__, {"rows": bench_rows, "stream": bench_stream},
+                lambda parser: parser.add_argument("--slow-rows", type=int, default=100, help="that a sampler which is laid out in each call gains one by one"))

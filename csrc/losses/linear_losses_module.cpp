@@ -54,19 +54,13 @@ LinearLossImpl::LinearLossImpl(const char* name, int64_t in_features, int64_t nu
 
 namespace {
 
-// What samplers ask of classes that they do not know: their rows, and all biases.
-std::pair<Tensor, OptionalTensor> new_classes(const torch::nn::Linear& linear, const std::vector<Tensor>& added, int64_t known, int64_t num_classes) {
-  const Tensor weight = linear->weight.detach();
-  Tensor rows = added[0];
-  if (known < std::min(weight.size(0), num_classes)) { // another loss has resized the table already
-    settle(weight);
-    rows = at::cat({weight.slice(0, known, num_classes), rows});
+// Of a parameter, the rows from `known` on, with those that it is about to get.
+Tensor new_rows_of(const Tensor& table, const Tensor& added, int64_t known, int64_t num_classes) {
+  if (known >= std::min(table.size(0), num_classes)) {
+    return added;
   }
-  if (!linear->bias.defined()) {
-    return {rows, std::nullopt};
-  }
-  settle(linear->bias);
-  return {rows, at::cat({linear->bias.detach().slice(0, 0, num_classes), added[1]})};
+  settle(table); // another loss has resized it already, or all rows are asked for
+  return at::cat({table.detach().slice(0, known, num_classes), added});
 }
 
 } // namespace
@@ -95,14 +89,20 @@ void LinearLossImpl::resize_classes(int64_t num_classes, const Tensor& class_wei
     added.push_back(at::empty({new_rows}, linear->bias.options().requires_grad(false)).uniform_(-bound, bound));
   }
   Tensor rows;
-  OptionalTensor bias;
   const auto samplers = samplers_of_table();
-  if (std::any_of(samplers.begin(), samplers.end(), [](const auto& sampler) { return sampler->follows_table(); })) {
-    std::tie(rows, bias) = new_classes(linear, added, std::min(num_classes_, num_classes), num_classes);
+  const bool followed = std::any_of(samplers.begin(), samplers.end(), [](const auto& sampler) { return sampler->follows_table(); });
+  const int64_t known = std::min(num_classes_, num_classes);
+  const auto biases = [&](int64_t first) {
+    return followed && linear->bias.defined() ? OptionalTensor(new_rows_of(linear->bias, added[1], first, num_classes)) : std::nullopt;
+  };
+  if (followed) {
+    rows = new_rows_of(linear->weight, added[0], known, num_classes);
   }
+  const OptionalTensor bias = biases(known);
   std::vector<std::function<void()>> plans;
   for (const auto& sampler : samplers) {
-    plans.push_back(sampler->plan_resize(num_classes, rows, bias));
+    const std::function<void()> grow = sampler->plan_growth(num_classes, rows, bias);
+    plans.push_back(grow ? grow : sampler->plan_resize(num_classes, rows, biases(0)));
   }
   static const auto resize = samplers::find_op<decltype(resize_tables_)>("xsoftmax::resize_tables_");
   resize.call(tables, added, num_classes);

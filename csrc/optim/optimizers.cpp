@@ -226,12 +226,33 @@ void RowOptimizer::save(OutputArchive& archive) const {
   rule_.save(archive, *this);
 }
 
+void RowOptimizer::check_shapes() const {
+  int64_t number = 0;
+  for (const auto& group : param_groups_) {
+    for (const Tensor& param : group.params()) {
+      const auto found = state_.find(param.unsafeGetTensorImpl());
+      if (found != state_.end()) {
+        for (const auto& [name, tensor] : static_cast<const RowParamState&>(*found->second).tensors) {
+          // `owed` has room for steps, not for rows, and an absent tensor is of size 0.
+          const bool is_of_rows = name != "owed" && tensor.dim() > 0 && tensor.numel() > 0;
+          TORCH_CHECK_VALUE(!is_of_rows || tensor.sizes() == param.sizes() || tensor.sizes() == param.sizes().slice(0, std::min<int64_t>(param.dim(), 1)),
+                            rule_.name, ": expected ", name, " of parameter ", number, " with the shape ", param.sizes(),
+                            " of the parameter or a number for each of its rows, got ", tensor.sizes(),
+                            ": a table loads the state of as many rows as it has (resize_classes)");
+        }
+      }
+      ++number;
+    }
+  }
+}
+
 void RowOptimizer::load(InputArchive& archive) {
   auto replaced = std::move(state_);
   auto groups = param_groups_; // whose options are copies
   state_.clear();
   try {
     rule_.load(archive, *this);
+    check_shapes();
   } catch (...) { // an error changes nothing
     state_ = std::move(replaced);
     param_groups_.swap(groups);

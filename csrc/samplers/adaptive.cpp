@@ -9,12 +9,16 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <limits>
 #include <mutex>
@@ -47,6 +51,43 @@ std::vector<Tensor> adaptive_resize(std::string_view family, std::string_view ow
   return operator_of<std::vector<Tensor>(std::string_view, int64_t, const OptionalTensor&, const OptionalTensor&, at::TensorList, std::string_view)>(
              family, "_resize")
       .call(owner, num_classes, detached(rows), detached(bias), detached(index), options);
+}
+
+std::vector<Tensor> adaptive_grow(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
+                                  const OptionalTensor& bias, at::TensorList index, std::string_view options) {
+  return operator_of<std::vector<Tensor>(std::string_view, int64_t, const OptionalTensor&, const OptionalTensor&, at::TensorList, std::string_view)>(
+             family, "_grow")
+      .call(owner, num_classes, detached(rows), detached(bias), detached(index), options);
+}
+
+void adaptive_grow_(const Tensor& recent, at::TensorList index, at::TensorList gained, int64_t before, int64_t num_classes) {
+  constexpr const char* op = "adaptive_grow_";
+  check_recent(op, recent);
+  check_at_least(op, "before", before, 1);
+  check_at_least(op, "num_classes", num_classes, 1);
+  TORCH_CHECK_VALUE(index.size() == gained.size(), op, ": expected what each of ", index.size(), " tables gains, got ", gained.size());
+  const int64_t added = num_classes - before;
+  TORCH_CHECK_VALUE(recent.is_meta() || recent.item<int64_t>() + added >= 0, op, ": expected no more classes to go than are recent, got ", -added);
+  for (size_t i = 0; i < index.size(); ++i) {
+    if (gained[i].dim() > 0) {
+      check::dim(op, "gained", gained[i], index[i].dim());
+      check::same_dtype(op, "gained", gained[i], "the table", index[i]);
+      check::same_device(op, "gained", gained[i], "the table", index[i]);
+      check::size(op, "gained", gained[i], 0, std::max<int64_t>(0, added), "the classes that come");
+      for (int64_t axis = 1; axis < index[i].dim(); ++axis) {
+        check::size(op, "gained", gained[i], axis, index[i].size(axis), "the table");
+      }
+      TORCH_CHECK_VALUE(index[i].size(0) + added >= 1, op, ": expected tables that keep a row, got one of shape ", index[i].sizes());
+    }
+  }
+  static const auto resize = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::resize_tables_", "")
+                                 .typed<void(at::TensorList, at::TensorList, int64_t)>();
+  for (size_t i = 0; i < index.size(); ++i) {
+    if (gained[i].dim() > 0) {
+      resize.call({index[i]}, {gained[i]}, index[i].size(0) + added);
+    }
+  }
+  recent.add_(added);
 }
 
 PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const Tensor& queries, const OptionalTensor& target,
@@ -145,6 +186,10 @@ std::vector<Tensor> with_step(at::TensorList tables, const Tensor& step) {
   return index;
 }
 
+std::vector<Tensor> laid_out(at::TensorList tables, const Tensor& step) {
+  return with_step(with_step(tables, at::zeros_like(step)), step);
+}
+
 void check_index_size(const char* op, at::TensorList index, size_t count) {
   TORCH_CHECK_VALUE(index.size() == count, op, ": expected an index of ", count, " tables, got ", index.size());
 }
@@ -152,6 +197,11 @@ void check_index_size(const char* op, at::TensorList index, size_t count) {
 void check_step(const char* op, const Tensor& step) {
   check::dim(op, "step", step, 0);
   check::int64(op, "step", step);
+}
+
+void check_recent(const char* op, const Tensor& recent) {
+  check::dim(op, "recent", recent, 0);
+  check::int64(op, "recent", recent);
 }
 
 void check_queries(const char* op, const Tensor& queries, const c10::SymInt& dim) {
@@ -254,6 +304,31 @@ Tensor counted_queries(const Tensor& queries, const OptionalTensor& target) {
   return counts.all().item<bool>() ? queries : queries.index_select(0, counts.nonzero().squeeze(1));
 }
 
+RecentClasses::RecentClasses(const char* op, const Tensor& recent, int64_t drawn, int64_t num_classes)
+    : count_(recent.item<int64_t>()), first_(num_classes - count_), drawn_(drawn) {
+  TORCH_CHECK_VALUE(count_ == 0 || (count_ > 0 && count_ < drawn), op, ": expected recent in [0, ", drawn, "), the classes that are drawn, got ", count_);
+}
+
+Tensor RecentClasses::others(const Tensor& ids) const { return ids.masked_fill(ids.ge(first_), 0); }
+
+Tensor RecentClasses::log_count(const Tensor& ids, const Tensor& of_others, int64_t num_samples) const {
+  const Tensor scaled = of_others + std::log(double(drawn_ - count_) / double(drawn_));
+  return at::where(ids.ge(first_), at::full({}, std::log(double(num_samples) / double(drawn_)), of_others.options()), scaled);
+}
+
+PrivateDraws RecentClasses::join(const Tensor& seed, const std::optional<c10::SymInt>& num_queries, const OptionalTensor& target,
+                                 const PrivateDraws& of_others, int64_t num_samples) const {
+  using Size = c10::SymInt;
+  static const auto uniform = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::uniform_sample", "")
+                                  .typed<Tensor(const Tensor&, Size, Size, std::optional<Size>, Size, bool)>();
+  constexpr int64_t kOtherKey = 0x5bd1e9955bd1e995; // what picks the part is independent of what is drawn in it
+  const Tensor key = seed.dim() == 0 ? seed.bitwise_xor(kOtherKey) : at::cat({seed.narrow(0, 0, 1).bitwise_xor(kOtherKey), seed.narrow(0, 1, 1)});
+  const Tensor place = uniform.call(key, 0, drawn_, num_queries, num_samples, false); // among all that are drawn, the recent ones first
+  const auto& [others, other_count, of_target] = of_others;
+  const Tensor ids = at::where(place.lt(count_), place + first_, others);
+  return {ids, log_count(ids, other_count, num_samples), given(target) ? log_count(*target, of_target, num_samples) : of_target};
+}
+
 std::vector<Tensor> detached(at::TensorList tensors) {
   std::vector<Tensor> plain;
   std::transform(tensors.begin(), tensors.end(), std::back_inserter(plain), [](const Tensor& tensor) { return tensor.detach(); });
@@ -278,6 +353,8 @@ Tensor with_bias_column(const Tensor& rows, const OptionalTensor& bias, int64_t 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("adaptive_index(str family, str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
   m.def("adaptive_resize(str family, str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
+  m.def("adaptive_grow(str family, str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
+  m.def("adaptive_grow_(Tensor(a!) recent, Tensor(b!)[] index, Tensor[] gained, int before, int num_classes) -> ()");
   m.def("adaptive_sample(str family, Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
         "(Tensor ids, Tensor log_count, Tensor target_log_count)", adaptive_sample);
   m.def("adaptive_log_count(str family, Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor", adaptive_log_count);
@@ -290,6 +367,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("adaptive_index", adaptive_index);
   m.impl("adaptive_resize", adaptive_resize);
+  m.impl("adaptive_grow", adaptive_grow);
+  m.impl("adaptive_grow_", adaptive_grow_);
 }
 
 } // namespace xsoftmax

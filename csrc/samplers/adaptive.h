@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-// What the samplers that follow the class table share. Each family X of them (midx, lsh, kernel) is six operators:
+// What the samplers that follow the class table share. Each family X of them (midx, lsh, kernel) is seven operators:
 //
 //   X_index(owner, num_classes, dim, exclude int64 [K], options) -> index: one that knows nothing of the table yet; all classes that are
 //     not in `exclude` are drawn alike. Refuses what no sampler may be built with, in the name of the class `owner`.
@@ -19,6 +19,10 @@
 //     further ones, which are drawn and have these rows: they are placed under the codewords, planes or directions that the index has, as those of the others
 //     are. Without the rows of classes that are new, or of an index that knows nothing of the table: one that knows nothing of it. O(N), no pass over rows
 //     but the new ones (kernel: sums over those in the index).
+//   X_grow(owner, num_classes, rows [A, D], bias, index, options) -> what each table of the index but `recent` and `step` gains, for adaptive_grow_: a table
+//     with a row for each class the rows of the new ones (none where classes go), another one a scalar. They are `recent` then. bias of the new classes [A], or
+//     of all. O(A). Nothing at all where only X_resize does: draws are distinct or of the exact form, classes go that are not recent, or more than a quarter
+//     as many as were laid out would be recent.
 //   X_sample(seed, queries [Q, D], target, index, options) -> (ids int64 [Q, M], log_count float32 of ids' shape, target_log_count):
 //     what a step proposes; shared sets, where a family has them, are [M]. target int64 [Q], or [Q, T], several classes of each query;
 //     -1: none, whose count is -inf. A query whose first target is -1 does not count: it is no part of what a batch shares.
@@ -29,8 +33,15 @@
 //     counts the step.
 //   X_refresh_(weight, bias, step!, index!, options, generator) -> float64 statistics: follows the class table now. A step that is 0 becomes 1.
 //
-// `index` is a list of plain tensors, in the order of the family's header; its last one is `step` int64 []. An absent table has size 0.
-// All are on one device but `step`, which modules keep on the CPU: X_step_ looks at it, and no step is to wait for a device.
+// `index` is a list of plain tensors, in the order of the family's header; its last two are `recent` and `step`, int64 []. An absent table has size 0.
+// All are on one device but those two, which modules keep on the CPU: draws and X_step_ look at them, and no step is to wait for a device.
+//
+// `recent` T: the last T classes have come since the index was laid out. It knows their places, which a layout takes in, and draws them evenly: with A classes
+// that are drawn in all, and q0 the law of the others,
+//
+//     q(i | z) = 1 / A of a recent class, (A - T) / A q0(i | z) of another
+//
+// So a class that comes costs no pass over the index, and laying out anew is due after many of them. A refresh lays out all.
 // What writes to an index takes `step` before the others: TorchScript drops calls that write to nothing but elements of a list.
 // `options` is the text of a struct of xsoftmax/adaptive_options.h. Where X_step_ or X_refresh_ refuses a table, index, step and generator
 // are what they were.
@@ -46,6 +57,11 @@ std::vector<at::Tensor> adaptive_index(std::string_view family, std::string_view
                                        const at::Tensor& exclude, std::string_view options);
 std::vector<at::Tensor> adaptive_resize(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
                                         const OptionalTensor& bias, at::TensorList index, std::string_view options);
+std::vector<at::Tensor> adaptive_grow(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
+                                      const OptionalTensor& bias, at::TensorList index, std::string_view options);
+/// adaptive_grow_(recent!, index!, gained, num_classes) -> (): what X_grow plans, in place. `index`: without `recent` and `step`; num_classes: how many there
+/// were and are.
+void adaptive_grow_(const at::Tensor& recent, at::TensorList index, at::TensorList gained, int64_t before, int64_t num_classes);
 PrivateDraws adaptive_sample(std::string_view family, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target,
                              at::TensorList index, std::string_view options);
 at::Tensor adaptive_log_count(std::string_view family, const at::Tensor& queries, const at::Tensor& ids, at::TensorList index,
@@ -81,12 +97,15 @@ void check_at_least(std::string_view owner, const char* argument, int64_t value,
 /// Of a family without shared sets.
 void check_private(std::string_view owner, bool shared);
 
-/// An index, from its tables and its step.
+/// An index, from its other tables and its last one.
 std::vector<at::Tensor> with_step(at::TensorList tables, const at::Tensor& step);
+/// An index in which no class is recent, from its other tables.
+std::vector<at::Tensor> laid_out(at::TensorList tables, const at::Tensor& step);
 /// An index of `count` tables.
 void check_index_size(const char* op, at::TensorList index, size_t count);
 /// int64, 0-dim.
 void check_step(const char* op, const at::Tensor& step);
+void check_recent(const char* op, const at::Tensor& recent);
 
 /// queries [Q, dim], floating.
 void check_queries(const char* op, const at::Tensor& queries, const c10::SymInt& dim);
@@ -123,6 +142,25 @@ PrivateDraws empty_private_draws(const at::Tensor& seed, const at::Tensor& queri
 
 /// The rows of queries that count: all without a target.
 at::Tensor counted_queries(const at::Tensor& queries, const OptionalTensor& target);
+
+/// The recent classes of an index over `drawn` classes that are drawn.
+class RecentClasses {
+ public:
+  RecentClasses(const char* op, const at::Tensor& recent, int64_t drawn, int64_t num_classes);
+
+  int64_t count() const { return count_; }
+  /// ids with others in the place of recent ones: such as the laid-out part of an index can be asked for.
+  at::Tensor others(const at::Tensor& ids) const;
+  OptionalTensor others(const OptionalTensor& ids) const { return given(ids) ? OptionalTensor(others(*ids)) : ids; }
+  /// log_count of `ids` in all `num_samples` draws, from that of others(ids) in as many draws from the laid-out part.
+  at::Tensor log_count(const at::Tensor& ids, const at::Tensor& of_others, int64_t num_samples) const;
+  /// Draws from all classes, from those from the laid-out part by the same seed. `num_queries`: none for a shared set.
+  PrivateDraws join(const at::Tensor& seed, const std::optional<c10::SymInt>& num_queries, const OptionalTensor& target, const PrivateDraws& of_others,
+                    int64_t num_samples) const;
+
+ private:
+  int64_t count_, first_, drawn_;
+};
 
 /// For the CPU, where a device has no kernels of its own.
 std::vector<at::Tensor> to_cpu(at::TensorList tensors);

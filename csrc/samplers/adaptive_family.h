@@ -22,7 +22,8 @@ namespace xsoftmax {
 /// What the index of every family has.
 struct AdaptiveIndex {
   at::Tensor places; ///< the table with a row for each of N classes, negative for one that is never drawn
-  at::Tensor step;
+  at::Tensor recent, step;
+  at::Tensor order;        ///< with an entry for each class that is drawn, in dimension 0
   c10::SymInt dim;         ///< of a row of the class table, its bias apart
   c10::SymInt num_classes; ///< that ids are below
 };
@@ -35,9 +36,12 @@ struct AdaptiveIndex {
 ///     Index(op, tables, options)                       an AdaptiveIndex whose tables are checked
 ///     check_options(op, options)                       what goes beyond the options that all families have
 ///     least_dim(options)                               of the class table
-///     make(is_drawn bool [N], dim, options)            the tables of X_index, without `step`
+///     make(is_drawn bool [N], dim, options)            the tables of X_index, without `recent` and `step`
 ///     resized(is_drawn bool [N], rows, bias, index, options)  the same from another index, whose classes come first, and the rows of the others; rows is
 ///                                                  none where the index knows nothing of the table yet
+///     gained(op, rows, bias, added, index, options)    what X_grow says of each of these tables, undefined for one without a row for each class; rows is none
+///                                                  where the index knows nothing of the table, and where classes go; nothing where X_resize is needed
+///     leave_out(index, count)                          cuts the last `count` classes off tables that draws read by place
 ///     refresh(op, table, index, options, generator)    writes to the index and returns the statistics; must not write before all has succeeded
 ///     between_refreshes(op, weight, bias, index, options)  optional: what a step does that refreshes nothing, on the CPU;
 ///     between_refreshes_cuda(op, weight, bias, index, options), with it
@@ -70,6 +74,7 @@ class AdaptiveFamily {
                    "(Tensor ids, Tensor log_count, Tensor target_log_count)");
     def("_log_count", "(Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor");
     def("_resize", "(str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
+    def("_grow", "(str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
     def("_refresh_", "(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> Tensor");
     def("_step_", "(Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, Generator? generator=None) -> ()");
   }
@@ -77,6 +82,7 @@ class AdaptiveFamily {
   static void on_any_device(torch::Library& m) {
     m.impl(name("_index").c_str(), make_index);
     m.impl(name("_resize").c_str(), resize);
+    m.impl(name("_grow").c_str(), grow);
     m.impl(name("_sample").c_str(), sample_elsewhere);
     m.impl(name("_log_count").c_str(), log_count_elsewhere);
     m.impl(name("_refresh_").c_str(), refresh_);
@@ -169,16 +175,11 @@ class AdaptiveFamily {
     const Options given = options(owner.c_str(), text);
     const Tensor is_drawn =
         check_constructor(owner, num_classes, dim, F::least_dim(given), exclude, given.is_distinct() ? given.num_samples : 1);
-    std::vector<Tensor> index = F::make(is_drawn, dim, given);
-    index.push_back(at::zeros({}, exclude.options()));
-    return index;
+    return laid_out(F::make(is_drawn, dim, given), at::zeros({}, exclude.options()));
   }
 
-  static std::vector<Tensor> resize(std::string_view given_owner, int64_t num_classes, const OptionalTensor& rows, const OptionalTensor& bias,
-                                    at::TensorList tables, std::string_view text) {
-    const std::string owner(given_owner);
-    const char* const op = owner.c_str();
-    const Sampler sampler(op, tables, text);
+  /// How many classes come.
+  static int64_t check_resize(const char* op, int64_t num_classes, const OptionalTensor& rows, const OptionalTensor& bias, const Sampler& sampler) {
     const Index& index = sampler.index;
     const int64_t before = index.places.size(0), added = std::max<int64_t>(0, num_classes - before);
     TORCH_CHECK_VALUE(before == index.num_classes.expect_int(), op, ": expected an index of classes that are not numbered by slots");
@@ -192,9 +193,50 @@ class AdaptiveFamily {
       TORCH_CHECK_VALUE(sampler.options.bias, op, ": expected no bias, got one");
       check::dim(op, "bias", *bias, 1);
       check::floating(op, "bias", *bias);
-      check::size(op, "bias", *bias, 0, num_classes, "num_classes");
       check::same_device(op, "bias", *bias, "index", index.places);
       check_finite_bias(op, bias);
+    }
+    return added;
+  }
+
+  static std::vector<Tensor> grow(std::string_view given_owner, int64_t num_classes, const OptionalTensor& rows, const OptionalTensor& bias,
+                                  at::TensorList tables, std::string_view text) {
+    const std::string owner(given_owner);
+    const char* const op = owner.c_str();
+    const Sampler sampler(op, tables, text);
+    const Index& index = sampler.index;
+    const int64_t added = check_resize(op, num_classes, rows, bias, sampler), gone = std::max<int64_t>(0, index.places.size(0) - num_classes);
+    TORCH_CHECK_VALUE(!given(bias) || bias->size(0) == added || bias->size(0) == num_classes, op, ": expected bias of ", added, " or ", num_classes,
+                      " classes, got ", bias->size(0));
+    if (index.places.is_meta() || sampler.options.is_distinct()) {
+      return {};
+    }
+    const RecentClasses recent(op, index.recent, index.order.size(0), index.places.size(0));
+    const bool known = index.step.template item<int64_t>() > 0;
+    const bool placed = !known || added == 0 || (given(rows) && (given(bias) || !sampler.options.bias));
+    if (!placed || gone > recent.count() || recent.count() + added > (index.order.size(0) - recent.count()) / 4) {
+      return {};
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
+    const OptionalTensor of_rows = given(bias) ? OptionalTensor(bias->narrow(0, bias->size(0) - added, added)) : std::nullopt;
+    std::vector<Tensor> gained = F::gained(known && added > 0 ? rows : std::nullopt, of_rows, added - gone, index, sampler.options);
+    for (Tensor& rows_of_table : gained) {
+      rows_of_table = !rows_of_table.defined() ? at::zeros({}, index.places.options())
+          : given(rows) && rows_of_table.is_alias_of(*rows) ? rows_of_table.clone()
+                                                            : rows_of_table;
+    }
+    return gained;
+  }
+
+  static std::vector<Tensor> resize(std::string_view given_owner, int64_t num_classes, const OptionalTensor& rows, const OptionalTensor& bias,
+                                    at::TensorList tables, std::string_view text) {
+    const std::string owner(given_owner);
+    const char* const op = owner.c_str();
+    const Sampler sampler(op, tables, text);
+    const Index& index = sampler.index;
+    const int64_t before = index.places.size(0), added = check_resize(op, num_classes, rows, bias, sampler);
+    if (given(bias)) {
+      check::size(op, "bias", *bias, 0, num_classes, "num_classes");
     }
     const bool known = index.step.template item<int64_t>() > 0 && (added == 0 || given(rows));
     TORCH_CHECK_VALUE(!known || added == 0 || given(bias) || !sampler.options.bias, op, ": expected a bias beside the rows of classes, got none");
@@ -206,9 +248,43 @@ class AdaptiveFamily {
     const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
     const OptionalTensor no_rows = at::empty({0, index.dim.expect_int()}, index.places.options().dtype(at::kFloat));
     const OptionalTensor new_rows = !known ? std::nullopt : given(rows) ? rows : no_rows;
-    std::vector<Tensor> resized = F::resized(is_drawn, new_rows, bias, index, sampler.options);
-    resized.push_back(known ? index.step.clone() : at::zeros_like(index.step));
-    return resized;
+    return laid_out(F::resized(is_drawn, new_rows, bias, index, sampler.options), known ? index.step.clone() : at::zeros_like(index.step));
+  }
+
+  /// draw(target, index) from the laid-out part, and the recent classes beside it.
+  template <typename Draw>
+  static PrivateDraws draws(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Sampler& sampler, const Draw& draw) {
+    const RecentClasses recent(sampling(), sampler.index.recent, drawn_in(sampler.index), sampler.index.num_classes.expect_int());
+    if (recent.count() == 0) {
+      return draw(target, sampler.index);
+    }
+    check_not_distinct(sampling(), sampler.options);
+    const auto num_queries = sampler.options.shared ? std::nullopt : std::optional(queries.sym_size(0));
+    return recent.join(seed, num_queries, target, draw(recent.others(target), without(sampler.index, recent)), sampler.options.num_samples);
+  }
+
+  /// count(ids, index) in the laid-out part, and that of the recent classes.
+  template <typename Count>
+  static Tensor log_counts(const Tensor& ids, const Sampler& sampler, const Count& count) {
+    const RecentClasses recent(counting(), sampler.index.recent, drawn_in(sampler.index), sampler.index.num_classes.expect_int());
+    if (recent.count() == 0) {
+      return count(ids, sampler.index);
+    }
+    check_not_distinct(counting(), sampler.options);
+    return recent.log_count(ids, count(recent.others(ids), without(sampler.index, recent)), sampler.options.num_samples);
+  }
+
+  /// How many classes are drawn. (Where they are numbered by slots, there is no order.)
+  static int64_t drawn_in(const Index& index) { return index.order.size(0) > 0 ? index.order.size(0) : index.num_classes.expect_int(); }
+
+  static void check_not_distinct(const char* op, const Options& options) {
+    TORCH_CHECK_VALUE(!options.is_distinct(), op, ": expected an index without recent classes for distinct draws");
+  }
+
+  static Index without(const Index& index, const RecentClasses& recent) {
+    Index laid_out = index;
+    F::leave_out(laid_out, recent.count());
+    return laid_out;
   }
 
   static PrivateDraws sample_meta(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
@@ -224,14 +300,19 @@ class AdaptiveFamily {
   static PrivateDraws sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
                                  std::string_view text) {
     const Sampler sampler = checked_sample(seed, queries, target, tables, text);
-    const Targets targets(sampling(), target, queries, sampler.index.num_classes.expect_int());
-    return F::sample_cpu(seed, queries, target, targets, sampler.index, sampler.options);
+    const Targets checked(sampling(), target, queries, sampler.index.num_classes.expect_int());
+    return draws(seed, queries, target, sampler, [&](const OptionalTensor& target, const Index& index) {
+      const Targets targets(sampling(), target, queries, index.num_classes.expect_int());
+      return F::sample_cpu(seed, queries, target, targets, index, sampler.options);
+    });
   }
 
   static PrivateDraws sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
                                   std::string_view text) {
     const Sampler sampler = checked_sample(seed, queries, target, tables, text);
-    return F::sample_cuda(seed, queries, target, sampler.index, sampler.options);
+    return draws(seed, queries, target, sampler, [&](const OptionalTensor& target, const Index& index) {
+      return F::sample_cuda(seed, queries, target, index, sampler.options);
+    });
   }
 
   static PrivateDraws sample_elsewhere(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
@@ -250,20 +331,22 @@ class AdaptiveFamily {
   static Tensor log_count_cpu(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
     const Sampler sampler = checked_log_count(queries, ids, tables, text);
     check::class_ids(counting(), "ids", ids, sampler.index.num_classes.expect_int());
-    return (use_reference() && F::has_reference(sampler.options) ? F::log_count_reference : F::log_count_cpu)(queries, ids, sampler.index,
-                                                                                                            sampler.options);
+    return log_counts(ids, sampler, [&](const Tensor& ids, const Index& index) {
+      return (use_reference() && F::has_reference(sampler.options) ? F::log_count_reference : F::log_count_cpu)(queries, ids, index, sampler.options);
+    });
   }
 
   static Tensor log_count_cuda(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
     const Sampler sampler = checked_log_count(queries, ids, tables, text);
-    return (use_reference() && F::has_reference(sampler.options) ? F::log_count_reference : F::log_count_cuda)(queries, ids, sampler.index,
-                                                                                                             sampler.options);
+    return log_counts(ids, sampler, [&](const Tensor& ids, const Index& index) {
+      return (use_reference() && F::has_reference(sampler.options) ? F::log_count_reference : F::log_count_cuda)(queries, ids, index, sampler.options);
+    });
   }
 
   static Tensor log_count_elsewhere(const Tensor& queries, const Tensor& ids, at::TensorList tables, std::string_view text) {
     const Sampler sampler = checked_log_count(queries, ids, tables, text);
     return F::has_reference(sampler.options)
-        ? F::log_count_reference(queries, ids, sampler.index, sampler.options)
+        ? log_counts(ids, sampler, [&](const Tensor& ids, const Index& index) { return F::log_count_reference(queries, ids, index, sampler.options); })
         : adaptive_log_count(F::name, queries.cpu(), ids.cpu(), to_cpu(tables), text).to(queries.device());
   }
 
@@ -271,7 +354,9 @@ class AdaptiveFamily {
                           std::optional<at::Generator> generator) {
     const ClassTable table(weight, bias);
     const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
-    return F::refresh(op, table, sampler.index, sampler.options, generator);
+    const Tensor statistics = F::refresh(op, table, sampler.index, sampler.options, generator);
+    sampler.index.recent.zero_();
+    return statistics;
   }
 
   static Tensor refresh_(const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList others, std::string_view text,

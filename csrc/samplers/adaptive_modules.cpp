@@ -66,6 +66,20 @@ std::shared_ptr<SamplerImpl> AdaptiveSamplerImpl::excluding(const Tensor& ids) c
   return sampler;
 }
 
+std::function<void()> AdaptiveSamplerImpl::plan_growth(int64_t num_classes, const Tensor& rows, const Optional& bias) {
+  std::vector<Tensor> gained = adaptive_grow(family_.name, name(), num_classes, optional(rows), bias, tables_, options_);
+  if (gained.empty()) {
+    return {};
+  }
+  return [this, num_classes, gained = std::move(gained)] {
+    const at::NoGradGuard guard;
+    const std::vector<Tensor> grown(tables_.begin(), tables_.end() - 2);
+    static const auto op = find_op<decltype(adaptive_grow_)>("xsoftmax::adaptive_grow_");
+    op.call(tables_.end()[-2], grown, gained, this->num_classes(), num_classes);
+    set_num_classes(num_classes);
+  };
+}
+
 std::function<void()> AdaptiveSamplerImpl::plan_resize(int64_t num_classes, const Tensor& rows, const Optional& bias) {
   std::vector<Tensor> index = adaptive_resize(family_.name, name(), num_classes, optional(rows), bias, tables_, options_);
   return [this, num_classes, index = std::move(index)] {
@@ -80,8 +94,9 @@ std::function<void()> AdaptiveSamplerImpl::plan_resize(int64_t num_classes, cons
 }
 
 void AdaptiveSamplerImpl::to(torch::Device device, bool non_blocking) {
-  const Tensor step = tables_.back().detach();
+  const Tensor recent = tables_.end()[-2].detach(), step = tables_.back().detach();
   SamplerImpl::to(device, non_blocking);
+  tables_.end()[-2].set_data(recent);
   tables_.back().set_data(step);
 }
 
@@ -96,6 +111,7 @@ void AdaptiveSamplerImpl::load(torch::serialize::InputArchive& archive) {
   }
   const Tensor before = excluded();
   Module::load(archive);
+  tables_.end()[-2].set_data(tables_.end()[-2].cpu());
   tables_.back().set_data(tables_.back().cpu());
   if (!at::equal(excluded(), before)) {
     const at::NoGradGuard guard;
@@ -127,7 +143,7 @@ std::shared_ptr<AdaptiveSamplerImpl> make_like(int64_t num_classes, int64_t dim,
 } // namespace
 
 LshSamplerImpl::LshSamplerImpl(int64_t num_classes, int64_t dim, const LshOptions& options)
-    : AdaptiveSamplerImpl("LshSampler", {"lsh", {"planes", "code", "order", "start", "step"}, "code", {"largest"}}, num_classes, dim,
+    : AdaptiveSamplerImpl("LshSampler", {"lsh", {"planes", "code", "order", "start", "recent", "step"}, "code", {"largest"}}, num_classes, dim,
                           options.num_samples, false, false, options.exclude, print_options(options)),
       lsh_options_(options) {}
 
@@ -145,7 +161,7 @@ std::string kernel_text(KernelOptions& options, const char* kernel) {
 } // namespace
 
 KernelSamplerImpl::KernelSamplerImpl(const char* name, const char* kernel, int64_t num_classes, int64_t dim, KernelOptions options)
-    : AdaptiveSamplerImpl(name, {"kernel", {"directions", "rows", "sums", "order", "place", "step"}, "place", {}}, num_classes, dim,
+    : AdaptiveSamplerImpl(name, {"kernel", {"directions", "rows", "sums", "order", "place", "recent", "step"}, "place", {}}, num_classes, dim,
                           options.num_samples, false, false, options.exclude, kernel_text(options, kernel)),
       kernel_options_(options) {}
 

@@ -17,7 +17,7 @@ Tensor alias_table_meta(const Tensor& weights) {
   return at::empty_symint({weights.sym_size(0), 2}, weights.options().dtype(at::kLong));
 }
 
-Tensor alias_sample_meta(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples) {
+Tensor alias_sample_meta(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor&) {
   check_alias_sample(seed, bins, num_queries, num_samples);
   return empty_samples(seed, num_queries, num_samples);
 }
@@ -29,10 +29,10 @@ Tensor alias_table_elsewhere(const Tensor& weights) {
   return op.call(weights.cpu()).to(weights.device());
 }
 
-Tensor alias_sample_elsewhere(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples) {
+Tensor alias_sample_elsewhere(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor& tail) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_sample", "").typed<decltype(alias_sample_meta)>();
-  return op.call(seed.cpu(), bins.cpu(), num_queries, num_samples).to(seed.device());
+  return op.call(seed.cpu(), bins.cpu(), num_queries, num_samples, tail).to(seed.device());
 }
 
 } // namespace
@@ -55,7 +55,7 @@ void check_alias_sample(const Tensor& seed, const Tensor& bins, const OptionalSi
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("alias_table(Tensor weights) -> Tensor");
-  m.def("alias_sample(Tensor seed, Tensor bins, SymInt? num_queries, SymInt num_samples) -> Tensor");
+  m.def("alias_sample(Tensor seed, Tensor bins, SymInt? num_queries, SymInt num_samples, Tensor? tail=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -2,6 +2,7 @@
 #include "core/memory.h"
 #include "samplers/alias_sample.h"
 #include "samplers/draws.h"
+#include "samplers/static_tail.h"
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -60,8 +61,9 @@ Tensor alias_table_cpu(const Tensor& weights) {
   return bins;
 }
 
-Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<int64_t> num_queries, int64_t num_samples) {
+Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<int64_t> num_queries, int64_t num_samples, const OptionalTensor& behind) {
   check_alias_sample(seed, bins, num_queries, num_samples);
+  const StaticTail tail = static_tail("alias_sample", behind, bins.size(0));
   const Tensor out = empty_samples(seed, num_queries, num_samples);
   const Tensor table = bins.contiguous();
   int64_t* ids = out.mutable_data_ptr<int64_t>();
@@ -71,7 +73,8 @@ Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<in
   at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(num_samples), [&](int64_t first, int64_t last) {
     for (int64_t q = first; q < last; ++q) {
       for (int64_t j = 0; j < num_samples; ++j) {
-        ids[q * num_samples + j] = alias_draw(from.key(), from.query(q), j, bin, n);
+        const int64_t late = tail.count() > 0 ? tail.draw(from.key(), from.query(q), j) : -1;
+        ids[q * num_samples + j] = late < 0 ? alias_draw(from.key(), from.query(q), j, bin, tail.first) : late;
       }
     }
   });

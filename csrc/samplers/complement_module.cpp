@@ -80,9 +80,19 @@ Tensor ComplementSamplerImpl::log_count(const Tensor&, const Tensor&) {
   TORCH_CHECK_VALUE(false, kName, ": its counts depend on the target, so only a draw knows them: it can be but the last private part of a union");
 }
 
+std::function<void()> ComplementSamplerImpl::plan_growth(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
+  return planned(num_classes, sampler_ != nullptr ? sampler_->plan_growth(num_classes, rows, bias) : [] {});
+}
+
 std::function<void()> ComplementSamplerImpl::plan_resize(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
+  return planned(num_classes, sampler_ != nullptr ? sampler_->plan_resize(num_classes, rows, bias) : [] {});
+}
+
+std::function<void()> ComplementSamplerImpl::planned(int64_t num_classes, std::function<void()> plan) {
   TORCH_CHECK_VALUE(num_classes >= 1, kName, ": expected num_classes of at least 1, got ", num_classes);
-  std::function<void()> plan = sampler_ != nullptr ? sampler_->plan_resize(num_classes, rows, bias) : [] {};
+  if (!plan) {
+    return {};
+  }
   return [this, num_classes, plan = std::move(plan)] {
     plan();
     auto options = parse_options<ComplementOptions>(kName, options_);

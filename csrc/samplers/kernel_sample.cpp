@@ -70,10 +70,10 @@ void KernelFamily::check_options(const char* op, const KernelOptions& options) {
 }
 
 KernelIndex::KernelIndex(const char* op, at::TensorList index, const KernelOptions& options) {
-  check_index_size(op, index, 6);
+  check_index_size(op, index, 7);
   directions = options.sphere() ? std::nullopt : OptionalTensor(index[0]);
   rows = index[1], sums = index[2], order = index[3], place = index[4];
-  places = place, num_classes = place.sym_size(0), step = index[5];
+  places = place, num_classes = place.sym_size(0), recent = index[5], step = index[6];
   check::dim(op, "rows", rows, 2);
   check::dtype(op, "rows", rows, at::kFloat);
   check::dim(op, "sums", sums, 2);
@@ -102,10 +102,21 @@ KernelIndex::KernelIndex(const char* op, at::TensorList index, const KernelOptio
   TORCH_CHECK_VALUE(nodes >= 2 && (nodes & (nodes - 1)) == 0, op, ": expected sums of a power of two of nodes, 2 or more, got ", nodes);
   TORCH_CHECK_VALUE(rows.sym_size(0) * 2 >= nodes, op, ": expected a row or more in each of ", nodes / 2, " leaves, got ",
                     rows.sym_size(0), " rows");
+  check_recent(op, recent);
   check_step(op, step);
 }
 
 namespace {
+
+// Of a tree over so many classes. Leaves of the sphere: sums take twice the memory of the rows. Of the features: a leaf costs what five levels do.
+int64_t leaves_of(int64_t classes, int64_t dim, const KernelOptions& options) {
+  const int64_t leaf_size = options.sphere() ? dim + options.bias : 32;
+  int64_t leaves = 1;
+  while (leaves <= classes / leaf_size / 2) { // a product with a large dim would wrap round
+    leaves *= 2;
+  }
+  return leaves;
+}
 
 // As if all rows were 0.
 std::vector<Tensor> of_zeros(const Tensor& is_drawn, const Tensor& directions, int64_t dim, const KernelOptions& options) {
@@ -114,12 +125,7 @@ std::vector<Tensor> of_zeros(const Tensor& is_drawn, const Tensor& directions, i
   const int64_t classes = order.size(0), width = dim + options.bias, columns = options.sphere() ? width : 2 * options.features;
   const Tensor place = is_drawn.to(at::kLong).sub_(1);
   place.index_copy_(0, order, at::arange(classes, longs));
-  // Leaves of the sphere: sums take twice the memory of the rows. Of the features: a leaf costs what five levels do.
-  const int64_t leaf_size = options.sphere() ? width : 32;
-  int64_t leaves = 1;
-  while (leaves <= classes / leaf_size / 2) { // a product with a large dim would wrap round
-    leaves *= 2;
-  }
+  const int64_t leaves = leaves_of(classes, dim, options);
   return {directions, at::zeros({classes, columns}, floats),
           at::zeros({2 * leaves, options.sphere() ? width * (width + 1) / 2 : columns}, floats), order, place};
 }
@@ -157,12 +163,28 @@ std::vector<Tensor> KernelFamily::resized(const Tensor& is_drawn, const Optional
   if (given(rows)) {
     const int64_t added = rows->size(0), kept = tables[1].size(0) - added; // rows lie by rising class
     const OptionalTensor of_rows = given(bias) ? OptionalTensor(bias->narrow(0, is_drawn.size(0) - added, added)) : std::nullopt;
-    const KernelIndex fresh("kernel_resize", with_step(tables, index.step), options);
+    const KernelIndex fresh("kernel_resize", laid_out(tables, index.step), options);
     fresh.rows.narrow(0, 0, kept).copy_(index.rows.narrow(0, 0, kept));
     fresh.rows.narrow(0, kept, added).copy_(kernel_rows(*rows, of_rows, fresh));
     sum_up(fresh);
   }
   return tables;
+}
+
+std::vector<Tensor> KernelFamily::gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const KernelIndex& index,
+                                         const KernelOptions& options) {
+  const int64_t count = std::max<int64_t>(0, added), drawn = index.classes(), before = index.place.size(0);
+  if (leaves_of(drawn + added, index.dim.expect_int(), options) != index.leaves()) {
+    return {};
+  }
+  return {{}, given(rows) ? kernel_rows(*rows, bias, index) : at::zeros({count, index.rows.size(1)}, index.rows.options()), {},
+          at::arange(before, before + count, index.order.options()), at::arange(drawn, drawn + count, index.place.options())};
+}
+
+void KernelFamily::leave_out(KernelIndex& index, int64_t count) {
+  const int64_t left = index.classes() - count;
+  index.rows = index.rows.narrow(0, 0, left);
+  index.order = index.order.narrow(0, 0, left);
 }
 
 Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const KernelIndex& index, const KernelOptions&,

@@ -21,7 +21,7 @@ namespace xsoftmax {
 // The index over A classes: directions [R, E] (absent for the sphere); rows float32 [A, E or 2 R], what a leaf compares with the query; sums
 // float32 [2 L, F], a heap: node 1 is the root, 2 n and 2 n + 1 the children of n, L + l is leaf l (L a power of two), which holds the rows
 // from floor(l A / L) to floor((l + 1) A / L); order int64 [A], the class of each row; place int64 [N], the row of each class, -1 for one
-// that is never drawn; step.
+// that is never drawn; recent; step.
 //
 // kernel_index: directions at random, by torch's default generator. kernel_sample: independent private draws; query q reads Philox blocks
 // (q, 0 ..). kernel_log_count: O(F log N) a pair. kernel_refresh_: no statistics, float64 [0]. Seeds are not needed; adaptive.h has what all
@@ -32,7 +32,7 @@ using samplers::KernelOptions;
 struct KernelIndex : AdaptiveIndex {
   KernelIndex(const char* op, at::TensorList index, const KernelOptions& options);
   OptionalTensor directions;
-  at::Tensor rows, sums, order, place;
+  at::Tensor rows, sums, place;
 
   bool sphere() const { return !given(directions); }
   int64_t classes() const { return rows.size(0); }
@@ -51,6 +51,9 @@ struct KernelFamily {
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const KernelOptions& options);
   static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const KernelIndex& index,
                                          const KernelOptions& options);
+  static std::vector<at::Tensor> gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const KernelIndex& index,
+                                        const KernelOptions& options);
+  static void leave_out(KernelIndex& index, int64_t count);
   static at::Tensor refresh(const char* op, const ClassTable& table, const KernelIndex& index, const KernelOptions& options,
                             const std::optional<at::Generator>& generator);
   static bool has_reference(const KernelOptions&) { return true; }

@@ -10,6 +10,7 @@
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -30,9 +31,9 @@ void LshFamily::check_options(const char* op, const LshOptions& options) {
 }
 
 LshIndex::LshIndex(const char* op, at::TensorList index, const LshOptions& options) {
-  check_index_size(op, index, 5);
+  check_index_size(op, index, 6);
   planes = index[0], code = index[1], order = index[2], start = index[3];
-  places = code, num_classes = code.sym_size(0), step = index[4];
+  places = code, num_classes = code.sym_size(0), recent = index[4], step = index[5];
   check::dim(op, "planes", planes, 2);
   check::dtype(op, "planes", planes, at::kFloat);
   check::dim(op, "code", code, 2);
@@ -46,10 +47,11 @@ LshIndex::LshIndex(const char* op, at::TensorList index, const LshOptions& optio
   }
   check::size(op, "planes", planes, 0, options.tables * options.bits, "tables times bits");
   check::size(op, "code", code, 1, options.tables, "tables");
-  check::size(op, "order", order, 0, options.tables, "tables");
+  check::size(op, "order", order, 1, options.tables, "tables");
   check::size(op, "start", start, 0, options.tables, "tables");
   check::size(op, "start", start, 1, (int64_t(1) << options.bits) + 1, "the codes of a table, and 1");
   dim = planes.sym_size(1) - options.bias;
+  check_recent(op, recent);
   check_step(op, step);
 }
 
@@ -61,16 +63,16 @@ std::vector<Tensor> one_bucket(const Tensor& is_drawn, const Tensor& planes, con
   const Tensor code = is_drawn.to(at::kInt).sub_(1).unsqueeze(1).repeat({1, options.tables});
   const Tensor start = at::full({options.tables, (int64_t(1) << options.bits) + 1}, drawn.size(0), drawn.options());
   start.select(1, 0).zero_();
-  return {planes, code, drawn.repeat({options.tables, 1}), start};
+  return {planes, code, drawn.unsqueeze(1).repeat({1, options.tables}), start};
 }
 
 // Writes `order` and `start` by `code`.
 void lay_out(const Tensor& code, const Tensor& order, const Tensor& start) {
-  const int64_t num_classes = code.size(0), num_drawn = order.size(1);
+  const int64_t num_classes = code.size(0), num_drawn = order.size(0);
   const Tensor edges = at::arange(start.size(1), code.options());
   for (int64_t t = 0; t < code.size(1); ++t) {
     const auto [sorted, places] = at::sort(code.select(1, t), /*stable=*/true, 0, false); // those that are never drawn come first
-    order.select(0, t).copy_(places.narrow(0, num_classes - num_drawn, num_drawn));
+    order.select(1, t).copy_(places.narrow(0, num_classes - num_drawn, num_drawn));
     start.select(0, t).copy_(at::searchsorted(sorted.narrow(0, num_classes - num_drawn, num_drawn), edges));
   }
 }
@@ -96,12 +98,22 @@ std::vector<Tensor> LshFamily::resized(const Tensor& is_drawn, const OptionalTen
   return tables;
 }
 
+std::vector<Tensor> LshFamily::gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const LshIndex& index,
+                                      const LshOptions& options) {
+  const int64_t count = std::max<int64_t>(0, added), before = index.code.size(0);
+  const Tensor code = given(rows) ? lsh_codes(*rows, bias, index.planes, options.tables).to(at::kInt)
+                                  : at::zeros({count, options.tables}, index.code.options());
+  return {{}, code, at::arange(before, before + count, index.order.options()).unsqueeze(1).expand({count, options.tables}), {}};
+}
+
+void LshFamily::leave_out(LshIndex& index, int64_t count) { index.order = index.order.narrow(0, 0, index.order.size(0) - count); }
+
 Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshIndex& index, const LshOptions&,
                           const std::optional<at::Generator>&) {
   const auto& [weight, bias] = table;
   check_finite_rows(op, weight);
   check_finite_bias(op, bias);
-  const int64_t num_drawn = index.order.size(1);
+  const int64_t num_drawn = index.order.size(0);
   if (index.code.is_cpu()) {
     const int64_t drawn = index.code.select(1, 0).ge(0).sum().item<int64_t>();
     TORCH_CHECK_VALUE(drawn == num_drawn, op, ": expected order with a place for each of ", drawn, " classes that are drawn, got ", num_drawn);
@@ -115,7 +127,7 @@ Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshInde
     old.copy_(at::where(old.lt(0), old, codes.to(at::kInt)));
   }
   lay_out(index.code, index.order, index.start);
-  return (index.start.diff().max().to(at::kDouble) / double(index.order.size(1))).view({1});
+  return (index.start.diff().max().to(at::kDouble) / double(num_drawn)).view({1});
 }
 
 Tensor lsh_codes(const Tensor& rows, const OptionalTensor& bias, const Tensor& planes, int64_t tables) {
@@ -133,7 +145,7 @@ Tensor LshFamily::log_count_reference(const Tensor& queries, const Tensor& ids, 
   const Tensor full = size.gt(0).sum(1, true).to(at::kDouble);             // [Q, 1]
   const Tensor codes = index.code.index_select(0, of_query.reshape({-1})).view({of_query.size(0), of_query.size(1), -1});
   const Tensor found = (codes.eq(hash.unsqueeze(1)).to(at::kDouble) * share.unsqueeze(1)).sum(2);
-  const double even = 1.0 / double(index.order.size(1));
+  const double even = 1.0 / double(index.order.size(0));
   const Tensor q = at::where(full.gt(0), found / full.clamp_min(1) * (1 - options.uniform) + options.uniform * even, even);
   const Tensor log_count = q.log() + std::log(double(options.num_samples));
   return log_count.masked_fill(codes.select(2, 0).lt(0), -std::numeric_limits<double>::infinity()).to(at::kFloat);

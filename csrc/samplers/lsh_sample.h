@@ -14,8 +14,8 @@ namespace xsoftmax {
 // u > 0 keeps every one of the A classes within reach. This is the probability given the planes, not its mean over planes.
 //
 // The index: planes float32 [T B, E], E = D, or D + 1 where the table has a bias, which is then the last column of its rows, and 1 of the
-// queries; code int32 [N, T], the bits of a class in each table, -1 in all for a class that is never drawn; order int64 [T, A], the classes
-// by code; start int64 [T, 2^B + 1], where the classes of a code begin in it; step.
+// queries; code int32 [N, T], the bits of a class in each table, -1 in all for a class that is never drawn; order int64 [A, T], in
+// column t the classes by their code in table t; start int64 [T, 2^B + 1], where the classes of a code begin in it; recent; step.
 //
 // lsh_index: planes at random, by torch's default generator. lsh_sample: independent private draws; query q reads Philox blocks (q, 0 ..).
 // lsh_log_count: O(T) a pair. lsh_refresh_: hashes all classes anew; statistics float64 [1]: the share of the classes that the fullest bucket
@@ -27,7 +27,7 @@ constexpr int64_t kLshMostBits = 20;
 
 struct LshIndex : AdaptiveIndex {
   LshIndex(const char* op, at::TensorList index, const LshOptions& options);
-  at::Tensor planes, code, order, start;
+  at::Tensor planes, code, start;
 };
 
 struct LshFamily {
@@ -40,6 +40,9 @@ struct LshFamily {
   static std::vector<at::Tensor> make(const at::Tensor& is_drawn, int64_t dim, const LshOptions& options);
   static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const LshIndex& index,
                                          const LshOptions& options);
+  static std::vector<at::Tensor> gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const LshIndex& index,
+                                        const LshOptions& options);
+  static void leave_out(LshIndex& index, int64_t count);
   static at::Tensor refresh(const char* op, const ClassTable& table, const LshIndex& index, const LshOptions& options,
                             const std::optional<at::Generator>& generator);
   static bool has_reference(const LshOptions&) { return true; }

@@ -21,7 +21,7 @@ class Tables {
  public:
   Tables(const char* op, const LshIndex& index, double uniform)
       : op_(op), code_(index.code.contiguous()), order_(index.order.contiguous()), start_(index.start.contiguous()),
-        view_{code_.size(1), order_.size(1), code_.size(0), start_.size(1) - 1, code_.const_data_ptr<int32_t>(),
+        view_{code_.size(1), order_.size(0), code_.size(0), start_.size(1) - 1, code_.const_data_ptr<int32_t>(),
               order_.const_data_ptr<int64_t>(), start_.const_data_ptr<int64_t>(), uniform} {
     for (int64_t t = 0; t < tables(); ++t) {
       check::offsets(op, "start", start_[t], view_.classes);

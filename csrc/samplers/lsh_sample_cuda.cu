@@ -60,7 +60,7 @@ struct Hashed {
   Hashed(const char* op, const Tensor& queries, const LshIndex& index, const LshOptions& options)
       : code(index.code.contiguous()), order(index.order.contiguous()), start(index.start.contiguous()),
         hashes(lsh_codes(queries, std::nullopt, index.planes, options.tables).contiguous()), log_samples(std::log(double(options.num_samples))),
-        tables{options.tables, order.size(1), code.size(0), start.size(1) - 1, code.const_data_ptr<int32_t>(),
+        tables{options.tables, order.size(0), code.size(0), start.size(1) - 1, code.const_data_ptr<int32_t>(),
                order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), options.uniform} {
     TORCH_CHECK_VALUE(tables.classes > 0, op, ": expected order with a class to draw, got none");
   }

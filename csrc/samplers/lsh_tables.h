@@ -58,9 +58,9 @@ struct LshTables {
   /// The place in `order` of a draw from table `table`; -1: from all classes alike.
   XS_HOST_DEVICE int64_t place(const int64_t* hash, int64_t table, const PhiloxBlock& block) const {
     if (table < 0) {
-      return int64_t(multiply_shift(block.high(), uint64_t(classes)));
+      return int64_t(multiply_shift(block.high(), uint64_t(classes))) * tables;
     }
-    return table * classes + begin(table, hash[table]) + int64_t(multiply_shift(block.high(), uint64_t(size(table, hash[table]))));
+    return (begin(table, hash[table]) + int64_t(multiply_shift(block.high(), uint64_t(size(table, hash[table]))))) * tables + table;
   }
 };
 

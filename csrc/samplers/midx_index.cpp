@@ -112,13 +112,13 @@ void MidxFamily::check_options(const char* op, const MidxOptions& options) {
 
 MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& options) : residual(options.kind == "rq") {
   const bool two_more = options.form == "spread" || options.form == "exact";
-  check_index_size(op, index, two_more ? 13 : 11);
+  check_index_size(op, index, two_more ? 14 : 12);
   const auto where = [](bool is_there, const Tensor& table) { return is_there ? OptionalTensor(table) : std::nullopt; };
   const bool weighted = options.weighted(), exact = options.form == "exact";
   codewords1 = index[0], codewords2 = index[1], cell = index[2], order = index[3], start = index[4], mass = index[5];
   log_weight = where(weighted, index[6]), prefix = where(weighted, index[7]), heaviest = where(weighted, index[8]);
   touched = where(options.update_every > 0, index[9]);
-  places = cell, step = index.back();
+  places = cell, recent = index[index.size() - 2], step = index.back();
   if (two_more) {
     (exact ? table : spread) = index[10];
     (exact ? table_bias : query_square) = where(!exact || options.bias, index[11]);
@@ -166,6 +166,7 @@ MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& op
   if (given(table_bias)) {
     check_table("table_bias", *table_bias, at::kFloat, {classes});
   }
+  check_recent(op, recent);
   check_step(op, step);
 }
 

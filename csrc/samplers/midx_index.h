@@ -23,7 +23,7 @@
 //                          the weight of a class, the weights of a cell summed up to each slot of `order`, and the largest in each cell
 //   touched  bool [N]      classes scored since they were coded; only where update_every > 0
 //   two tables of the form: spread float32 [N] and query_square float64 [] (spread); table float32 [N, D] and table_bias float32 [N] (exact)
-//   step     int64 []
+//   recent, step  int64 []
 //
 // With a class's weight w_i, so w_i = e^{b_i} for a bias b,
 //
@@ -51,7 +51,7 @@ using samplers::MidxOptions;
 struct MidxIndex : AdaptiveIndex {
   MidxIndex(const char* op, at::TensorList index, const MidxOptions& options);
 
-  at::Tensor codewords1, codewords2, cell, order, start, mass;
+  at::Tensor codewords1, codewords2, cell, start, mass;
   OptionalTensor log_weight, prefix, heaviest, touched, spread, query_square, table, table_bias;
   bool residual;
 };
@@ -68,6 +68,9 @@ struct MidxFamily {
   // midx_refresh.cpp
   static std::vector<at::Tensor> resized(const at::Tensor& is_drawn, const OptionalTensor& rows, const OptionalTensor& bias, const MidxIndex& index,
                                          const MidxOptions& options);
+  static std::vector<at::Tensor> gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const MidxIndex& index,
+                                        const MidxOptions& options);
+  static void leave_out(MidxIndex& index, int64_t count);
   static at::Tensor refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
                             const std::optional<at::Generator>& generator);
   static void between_refreshes(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,

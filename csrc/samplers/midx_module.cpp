@@ -20,7 +20,7 @@ std::vector<std::string> table_names(const std::string& form) {
   } else if (form == "exact") {
     names.insert(names.end(), {"table", "table_bias"});
   }
-  names.push_back("step");
+  names.insert(names.end(), {"recent", "step"});
   return names;
 }
 

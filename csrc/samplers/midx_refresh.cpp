@@ -17,6 +17,7 @@
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
@@ -156,6 +157,7 @@ OptionalTensor midx_class_weights(const ClassTable& table, const MidxIndex& inde
 }
 
 void midx_lay_out(const MidxIndex& index) {
+  index.recent.zero_();
   const std::array<OptionalTensor, 5> tables{index.order, index.start, index.mass, index.prefix, index.heaviest};
   const bool in_place = index.cell.is_cpu() && !use_reference() && std::all_of(tables.begin(), tables.end(), [](const auto& table) {
     return !given(table) || table->is_contiguous();
@@ -261,7 +263,7 @@ std::vector<Tensor> MidxFamily::resized(const Tensor& is_drawn, const OptionalTe
   if (!given(rows)) {
     return tables;
   }
-  const MidxIndex fresh("midx_resize", with_step(tables, index.step), options);
+  const MidxIndex fresh("midx_resize", laid_out(tables, index.step), options);
   const int64_t added = rows->size(0), kept = is_drawn.size(0) - added;
   const auto [cell, error] = midx_encode(*rows, index.codewords1, index.codewords2);
   const auto fill = [&](const Tensor& table, const Tensor& old, const OptionalTensor& behind) {
@@ -293,6 +295,31 @@ std::vector<Tensor> MidxFamily::resized(const Tensor& is_drawn, const OptionalTe
   }
   midx_lay_out(fresh);
   return tables;
+}
+
+std::vector<Tensor> MidxFamily::gained(const OptionalTensor& rows, const OptionalTensor&, int64_t added, const MidxIndex& index,
+                                       const MidxOptions& options) {
+  if (options.form == "exact") {
+    return {};
+  }
+  const int64_t count = std::max<int64_t>(0, added), before = index.cell.size(0);
+  const auto zeros = [&](const OptionalTensor& table) { return given(table) ? at::zeros({count}, table->options()) : Tensor(); };
+  auto [cell, error] = given(rows) ? midx_encode(*rows, index.codewords1, index.codewords2) : std::tuple(zeros(index.cell), zeros(index.spread));
+  // Weights are counted when all are laid out.
+  std::vector<Tensor> gained{{}, {}, cell, at::arange(before, before + count, index.order.options()), {}, {}, zeros(index.log_weight), zeros(index.prefix), {},
+                             zeros(index.touched)};
+  if (options.form == "spread") {
+    gained.insert(gained.end(), {error, Tensor()});
+  }
+  return gained;
+}
+
+void MidxFamily::leave_out(MidxIndex& index, int64_t count) {
+  const int64_t left = index.order.size(0) - count;
+  index.order = index.order.narrow(0, 0, left);
+  if (given(index.prefix)) {
+    index.prefix = index.prefix->narrow(0, 0, left);
+  }
 }
 
 Tensor MidxFamily::refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,

@@ -34,7 +34,14 @@ void SamplerImpl::prepare(const Tensor&, const std::optional<Tensor>&, std::opti
 std::map<std::string, double> SamplerImpl::refresh(const Tensor&, const std::optional<Tensor>&) { return {}; }
 std::shared_ptr<SamplerImpl> SamplerImpl::excluding(const Tensor&) const { return nullptr; }
 
-void SamplerImpl::resize(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) { plan_resize(num_classes, rows, bias)(); }
+void SamplerImpl::resize(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
+  const std::function<void()> grow = plan_growth(num_classes, rows, bias);
+  (grow ? grow : plan_resize(num_classes, rows, bias))();
+}
+
+std::function<void()> SamplerImpl::plan_growth(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
+  return follows_table() ? std::function<void()>() : plan_resize(num_classes, rows, bias);
+}
 
 std::function<void()> SamplerImpl::plan_resize(int64_t, const Tensor&, const std::optional<Tensor>&) {
   TORCH_CHECK_TYPE(false, name(), ": expected a sampler that defines plan_resize, got one whose number of classes is fixed");

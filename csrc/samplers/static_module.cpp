@@ -113,7 +113,11 @@ std::shared_ptr<SamplerImpl> LogUniformSamplerImpl::excluding(const Tensor& ids)
 std::function<void()> StaticSamplerImpl::plan_resize(int64_t num_classes, const Tensor&, const std::optional<Tensor>&) {
   auto [tables, text] = static_resize(name(), tables_, num_classes, law(), options_);
   return [this, num_classes, tables = std::move(tables), text = std::move(text)] {
-    for (size_t i = 0; i < tables.size(); ++i) {
+    if (tables.size() == 1) {
+      static const auto op = find_op<decltype(static_grow_)>("xsoftmax::static_grow_");
+      op.call(tables_, tables[0], num_classes);
+    }
+    for (size_t i = 0; tables.size() > 1 && i < tables.size(); ++i) {
       tables_[i].set_data(tables[i]); // some are buffers
     }
     options_ = text;
@@ -123,8 +127,12 @@ std::function<void()> StaticSamplerImpl::plan_resize(int64_t num_classes, const 
 
 void StaticSamplerImpl::to(torch::Device device, bool non_blocking) {
   SamplerImpl::to(device, non_blocking);
-  for (Tensor& table : tables_) {
-    table = table.to(device, non_blocking);
+  for (size_t i = 0; i < tables_.size(); ++i) {
+    if (i == kTail) {
+      tables_[i].set_data(tables_[i].cpu()); // every draw reads it
+    } else {
+      tables_[i] = tables_[i].to(device, non_blocking);
+    }
   }
 }
 
@@ -198,7 +206,7 @@ UnigramSamplerImpl::UnigramSamplerImpl(StreamingCounts counts, int64_t num_sampl
   follow_options("UnigramSampler", print_options(follow_));
   excluded_ = tables_[kProbability].eq(0).nonzero().squeeze(1);
   streaming = register_module("streaming", counts);
-  const char* names[] = {"probability", "bins", "order", "cumulative"};
+  const char* names[] = {"probability", "bins", "order", "cumulative", "tail"};
   for (int table = 0; table < kStaticTables; ++table) {
     if (tables_[table].numel() > 0) {
       tables_[table] = register_buffer(names[table], tables_[table]);
@@ -248,6 +256,7 @@ void UnigramSamplerImpl::load(torch::serialize::InputArchive& archive) {
   if (same) {
     StaticSamplerImpl::load(archive);
     step.set_data(step.cpu());
+    tables_[kTail].set_data(tables_[kTail].cpu());
   } else {
     const at::NoGradGuard guard;
     step.zero_();

@@ -5,6 +5,7 @@
 #include "core/options.h"
 #include "samplers/adaptive.h"
 #include "samplers/modules.h"
+#include "samplers/static_tail.h"
 #include "samplers/streaming_counts.h"
 
 #include <ATen/TensorOperators.h>
@@ -13,8 +14,10 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/searchsorted.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -77,6 +80,13 @@ bool exclude_prefix(StaticOptions& options, const Tensor& excluded) {
   return prefix;
 }
 
+Tensor tail_table(double laid_out, double weight, bool log_uniform) {
+  const Tensor tail = at::empty({3}, at::TensorOptions(at::kDouble));
+  double* values = tail.mutable_data_ptr<double>();
+  values[0] = laid_out, values[1] = weight, values[2] = log_uniform ? 1 : 0;
+  return tail;
+}
+
 void fill_tables(std::vector<Tensor>& tables, const Tensor& weights, bool distinct) {
   Tensor probability = table_empty({weights.numel()}, weights.options());
   at::div_out(probability, weights, weights.sum());
@@ -88,11 +98,12 @@ void fill_tables(std::vector<Tensor>& tables, const Tensor& weights, bool distin
   } else {
     tables[kBins] = alias.call(probability);
   }
+  tables[kTail] = tail_table(double(weights.numel()), 0, false);
 }
 
 std::vector<Tensor> empty_tables(at::Device device) {
   const auto doubles = at::TensorOptions(at::kDouble).device(device), longs = doubles.dtype(at::kLong);
-  return {at::empty({0}, doubles), at::empty({0, 2}, longs), at::empty({0}, longs), at::empty({0}, doubles)};
+  return {at::empty({0}, doubles), at::empty({0, 2}, longs), at::empty({0}, longs), at::empty({0}, doubles), at::empty({0}, doubles.device(at::kCPU))};
 }
 
 // ---- draws
@@ -117,9 +128,9 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
   using Size = c10::SymInt;
   static const auto uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size, bool)>("xsoftmax::uniform_sample");
   static const auto log_uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size)>("xsoftmax::log_uniform_sample");
-  static const auto alias = find_op<Tensor(const Tensor&, const Tensor&, OptionalSize, Size)>("xsoftmax::alias_sample");
-  static const auto systematic = find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, OptionalSize,
-                                                                    Size)>("xsoftmax::systematic_sample");
+  static const auto alias = find_op<Tensor(const Tensor&, const Tensor&, OptionalSize, Size, const OptionalTensor&)>("xsoftmax::alias_sample");
+  static const auto systematic = find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, OptionalSize, Size,
+                                                                    const OptionalTensor&)>("xsoftmax::systematic_sample");
   if (options.law == "fixed") {
     return {tables[kOrder].clone(), {}};
   }
@@ -131,11 +142,12 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
   }
   if (options.distinct) {
     auto [ids, log_scale] =
-        systematic.call(seed, tables[kProbability], tables[kOrder], tables[kCumulative], queries, options.num_samples);
+        systematic.call(seed, tables[kProbability], tables[kOrder], tables[kCumulative], queries, options.num_samples, tables[kTail]);
     return {ids, log_scale};
   }
-  return {alias.call(seed, tables[kBins], queries, options.num_samples),
-          at::full({}, log_of(options.num_samples), seed.options().dtype(at::kDouble))};
+  const double log_total = std::log(static_tail("static_sample", tables[kTail], options.num_classes).total());
+  return {alias.call(seed, tables[kBins], queries, options.num_samples, tables[kTail]),
+          at::full({}, log_of(options.num_samples) - log_total, seed.options().dtype(at::kDouble))};
 }
 
 // Whether ids stand in rising `classes`. (isin looks for doubles, and waits for a device to know how many there are.)
@@ -199,8 +211,11 @@ int64_t check_follow(const Tensor& target, const OptionalTensor& counted, const 
   check::int64(op, "step", step);
   TORCH_CHECK_VALUE(tables.size() == kStaticTables, op, ": expected ", int(kStaticTables), " tables, got ", tables.size());
   const char* names[] = {"probability", "bins", "order", "cumulative"};
+  check::dim(op, "tail", tables[kTail], 1);
+  check::dtype(op, "tail", tables[kTail], at::kDouble);
+  check::size(op, "tail", tables[kTail], 0, 3, "what it says of the classes behind the tables");
   const bool needed[] = {true, !options.distinct, options.distinct, options.distinct};
-  for (int table = 0; table < kStaticTables; ++table) {
+  for (int table = 0; table < kTail; ++table) {
     const bool doubles = table == kProbability || table == kCumulative;
     check::dtype(op, names[table], tables[table], doubles ? at::kDouble : at::kLong);
     if (needed[table]) {
@@ -251,6 +266,27 @@ Tensor static_log_count_cpu(const Tensor& ids, at::TensorList tables, std::strin
 
 } // namespace
 
+StaticTail static_tail(const char* op, const OptionalTensor& table, int64_t num_classes) {
+  if (!given(table) || !table->is_cpu() || table->numel() == 0) { // traced shapes are those of no values
+    return {.first = num_classes, .end = num_classes};
+  }
+  check::dim(op, "tail", *table, 1);
+  check::dtype(op, "tail", *table, at::kDouble);
+  check::size(op, "tail", *table, 0, 3, "what it says of the classes behind the tables");
+  const Tensor values = table->contiguous();
+  const double* value = values.const_data_ptr<double>();
+  TORCH_CHECK_VALUE(value[0] >= 1 && value[0] <= double(num_classes), op, ": expected tail[0] in [1, ", num_classes, "], the classes that are laid out, got ",
+                    value[0]);
+  StaticTail tail{.first = int64_t(value[0]), .end = num_classes, .weight = value[1], .log_uniform = value[2] != 0};
+  if (tail.count() > 0) {
+    TORCH_CHECK_VALUE(tail.weight > 0 && std::isfinite(tail.weight), op, ": expected tail[1] as a finite weight above 0, got ", tail.weight);
+    tail.start = std::log1p(double(tail.first));
+    tail.span = std::log(double(tail.end + 1) / double(tail.first + 1));
+    tail.mass = tail.weight * (tail.log_uniform ? tail.span : double(tail.count()));
+  }
+  return tail;
+}
+
 samplers::FollowOptions follow_options(const char* op, std::string_view text) {
   const auto options = parse_options<samplers::FollowOptions>(op, text);
   TORCH_CHECK_VALUE(options.power >= 0 && std::isfinite(options.power), op, ": expected power as a finite number of at least 0, got ", options.power);
@@ -298,6 +334,66 @@ std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner, co
   return {tables, print_options(options)};
 }
 
+namespace {
+
+// The tail with which num_classes classes need no new layout; none where they do.
+OptionalTensor next_tail(const char* op, at::TensorList tables, int64_t num_classes, std::string_view law, const StaticOptions& options) {
+  const Tensor& probability = tables[kProbability];
+  if (probability.is_meta() || !tables[kTail].is_cpu() || tables[kTail].numel() == 0) {
+    return std::nullopt;
+  }
+  const int64_t laid_out = static_tail(op, tables[kTail], probability.size(0)).first;
+  if (num_classes < laid_out || num_classes - laid_out > laid_out / 4) {
+    return std::nullopt;
+  }
+  if (num_classes == laid_out || tables[kTail].const_data_ptr<double>()[1] > 0) { // no class is behind the tables, or one has come before
+    return tables[kTail].clone();
+  }
+  const Tensor drawn = probability.gt(0);
+  if (options.distinct && options.num_samples > drawn.sum().item<int64_t>()) {
+    return std::nullopt; // classes of the tail might be certain
+  }
+  if (law != "log_uniform") {
+    return tail_table(double(laid_out), at::where(drawn, probability, kInfinity).min().item<double>(), false);
+  }
+  const int64_t id = drawn.to(at::kInt).argmax().item<int64_t>();
+  return tail_table(double(laid_out), probability[id].item<double>() / std::log1p(1 / double(id + 1)), true);
+}
+
+} // namespace
+
+void static_grow_(at::TensorList tables, const Tensor& tail, int64_t num_classes) {
+  constexpr const char* op = "static_grow_";
+  TORCH_CHECK_VALUE(tables.size() == kStaticTables, op, ": expected ", int(kStaticTables), " tables, got ", tables.size());
+  check::dim(op, "probability", tables[kProbability], 1);
+  check::dtype(op, "probability", tables[kProbability], at::kDouble);
+  check::dim(op, "tail", tail, 1);
+  check::size(op, "tail", tail, 0, 3, "what it says of the classes behind the tables");
+  check::same_dtype(op, "tail", tail, "probability", tables[kProbability]);
+  check::dtype(op, "tail of tables", tables[kTail], at::kDouble);
+  TORCH_CHECK_VALUE(tables[kTail].sizes() == tail.sizes(), op, ": expected tables with a tail of 3 numbers, got ", tables[kTail].sizes());
+  const StaticTail behind = static_tail(op, tail, num_classes);
+  const int64_t before = tables[kProbability].size(0), count = std::max<int64_t>(0, num_classes - before);
+  const Tensor ids = at::arange(before, before + count, tables[kProbability].options().dtype(at::kLong));
+  const Tensor weights = behind.log_uniform ? ids.to(at::kDouble).add_(1).reciprocal_().log1p_().mul_(behind.weight)
+                                            : at::full({count}, behind.weight, tables[kProbability].options());
+  const Tensor bins = at::stack({at::full_like(ids, int64_t(1) << 53), ids}, 1), zeros = at::zeros_like(weights);
+  const Tensor* const rows[] = {&weights, &bins, &ids, &zeros};
+  std::vector<Tensor> grown, gained;
+  for (int table = 0; table < kTail; ++table) {
+    if (tables[table].numel() > 0) {
+      check::dim(op, "tables", tables[table], rows[table]->dim());
+      check::same_dtype(op, "tables", tables[table], "their rows", *rows[table]);
+      check::size(op, "tables", tables[table], 0, before, "the size of probability");
+      grown.push_back(tables[table]);
+      gained.push_back(*rows[table]);
+    }
+  }
+  static const auto resize = find_op<void(at::TensorList, at::TensorList, int64_t)>("xsoftmax::resize_tables_");
+  resize.call(grown, gained, num_classes);
+  tables[kTail].copy_(tail);
+}
+
 std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at::TensorList tables, int64_t num_classes, std::string_view law,
                                                            std::string_view text) {
   const char* const op = owner.c_str();
@@ -322,6 +418,9 @@ std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at
   check::dim(op, "probability", probability, 1);
   check::dtype(op, "probability", probability, at::kDouble);
   check::size(op, "probability", probability, 0, before, "num_classes");
+  if (const OptionalTensor tail = next_tail(op, tables, num_classes, law, options); given(tail)) {
+    return {{*tail}, print_options(options)};
+  }
   const Tensor old = probability.narrow(0, 0, kept);
   TORCH_CHECK_VALUE(num_classes > kept || old.gt(0).any().item<bool>(), op, ": expected num_classes that leave a class to draw, got ", num_classes);
   if (law == "log_uniform") {
@@ -400,6 +499,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("static_tables(str owner, Tensor? weights, float? power, Tensor? classes, str options) -> (Tensor[] tables, str options)",
         static_tables);
   m.def("static_resize(str owner, Tensor[] tables, int num_classes, str law, str options) -> (Tensor[] tables, str options)", static_resize);
+  m.def("static_grow_(Tensor(a!)[] tables, Tensor tail, int num_classes) -> ()");
   m.def("static_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] tables, str options) -> "
         "(Tensor ids, Tensor log_count, Tensor target_log_count)");
   m.def("static_log_count(Tensor ids, Tensor[] tables, str options) -> Tensor");
@@ -407,6 +507,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("static_follow_", static_follow_);
+  m.impl("static_grow_", static_grow_);
   m.impl("static_sample", static_sample);
   m.impl("static_log_count", static_log_count);
 }

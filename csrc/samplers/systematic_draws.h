@@ -3,20 +3,26 @@
 // The drawing of one set from systematic tables, as plain functions for host and CUDA code (systematic_sample.h has the method).
 
 #include "core/philox.h"
+#include "samplers/static_tail.h"
 #include "samplers/systematic_sample.h"
 
 #include <cmath>
 
 namespace xsoftmax {
 
+/// Of the tables, and the tail.
+constexpr int64_t kMaxSystematicParts = kMaxSystematicBuckets + 1;
+
 /// Raw tables, and where their buckets lie.
 struct SystematicTables {
   const double* probability;
   const int64_t* order;
   const double* cumulative;
-  int64_t classes;
+  int64_t classes; ///< that are laid out
   int64_t buckets;
+  StaticTail tail; ///< the part behind all buckets, with a slot for each class
 
+  XS_HOST_DEVICE int64_t parts() const { return buckets + (tail.count() > 0 ? 1 : 0); }
   XS_HOST_DEVICE int64_t begin(int64_t bucket) const {
     const int64_t longer = classes % buckets; // the first of the buckets have one class more
     return bucket * (classes / buckets) + (bucket < longer ? bucket : longer);
@@ -35,9 +41,9 @@ struct SystematicPlan {
   int64_t certain;                             ///< t
   int64_t support;                             ///< classes with a weight above zero
   double tail;                                 ///< the weight behind the certain classes
-  int64_t first[kMaxSystematicBuckets];        ///< first slot behind the certain classes
-  int64_t last[kMaxSystematicBuckets];         ///< behind the last slot with a weight above zero
-  double mass[kMaxSystematicBuckets];          ///< weight of the slots first .. last - 1
+  int64_t first[kMaxSystematicParts];          ///< first slot behind the certain classes
+  int64_t last[kMaxSystematicParts];           ///< behind the last slot with a weight above zero
+  double mass[kMaxSystematicParts];            ///< weight of the slots first .. last - 1
 };
 
 /// The weight of all sorted positions from `position` on: a slot of each bucket, in order.
@@ -57,7 +63,7 @@ XS_HOST_DEVICE inline double systematic_tail(const SystematicTables& tables, int
       tail += weight[i];
     }
   }
-  return tail;
+  return tail + tables.tail.mass;
 }
 
 /// The first of [0, end) for which `holds` turns true (it then stays so), or end.
@@ -92,13 +98,22 @@ struct SystematicSearches {
   XS_HOST_DEVICE bool is_enough(int64_t t) const { return double(num_samples - t) * weight_at(t) <= systematic_tail(tables, t); }
 };
 
-/// What a plan says of one bucket, from its certain classes and support.
+/// What a plan says of one part, from the certain classes and the support of what is laid out.
 XS_HOST_DEVICE inline void plan_bucket(SystematicPlan& plan, const SystematicTables& tables, int64_t b, int64_t certain, int64_t support) {
+  if (b == tables.buckets) {
+    plan.first[b] = tables.tail.first;
+    plan.last[b] = tables.tail.end;
+    plan.mass[b] = tables.tail.mass;
+    return;
+  }
   const int64_t begin = tables.begin(b), first = begin + tables.slots_within(b, certain);
   plan.last[b] = begin + tables.slots_within(b, support);
   plan.first[b] = first < plan.last[b] ? first : plan.last[b];
   plan.mass[b] = plan.first[b] < plan.last[b] ? tables.cumulative[plan.first[b]] : 0.0;
 }
+
+/// How many of the heaviest classes may be certain: where a set is no larger than what is laid out, none of the tail is.
+XS_HOST_DEVICE inline int64_t most_certain(int64_t num_samples, int64_t support) { return num_samples < support ? num_samples : support; }
 
 /// The plan for `num_samples` (at most the number of classes). checks.samples(num_samples, support) sees whether so many classes can be drawn;
 /// each device has its own way to complain.
@@ -109,9 +124,9 @@ SystematicPlan make_systematic_plan(const SystematicTables& tables, int64_t num_
   plan.samples = num_samples;
   plan.support = first_where(tables.classes, [&](int64_t p) { return searches.has_no_weight(p); });
   checks.samples(num_samples, plan.support);
-  plan.certain = first_where(num_samples, [&](int64_t t) { return searches.is_enough(t); });
+  plan.certain = first_where(most_certain(num_samples, plan.support), [&](int64_t t) { return searches.is_enough(t); });
   plan.tail = systematic_tail(tables, plan.certain);
-  for (int64_t b = 0; b < tables.buckets; ++b) {
+  for (int64_t b = 0; b < tables.parts(); ++b) {
     plan_bucket(plan, tables, b, plan.certain, plan.support);
   }
   return plan;
@@ -147,7 +162,7 @@ class SystematicLayout {
 
   /// The layout of the set of a query. The same in two steps, of which the first may be shared out by buckets.
   XS_HOST_DEVICE void lay_out(uint64_t seed, uint64_t query) {
-    for (int64_t b = 0; b < tables_.buckets; ++b) {
+    for (int64_t b = 0; b < tables_.parts(); ++b) {
       shuffle(seed, query, b);
     }
     arrange(seed, query);
@@ -158,11 +173,12 @@ class SystematicLayout {
     const PhiloxBlock block = philox(seed, query, 1 + uint64_t(b));
     bucket_[b] = b;
     rank_[b] = int64_t(multiply_shift(block.low(), uint64_t(b) + 1));
-    cut_[b] = plan_.first[b] + int64_t(multiply_shift(block.high(), uint64_t(plan_.last[b] - plan_.first[b])));
+    const bool whole = b == tables_.buckets && tables_.tail.log_uniform; // the weight before a cut would be a logarithm, of other bits elsewhere
+    cut_[b] = plan_.first[b] + (whole ? 0 : int64_t(multiply_shift(block.high(), uint64_t(plan_.last[b] - plan_.first[b]))));
   }
 
   XS_HOST_DEVICE void arrange(uint64_t seed, uint64_t query) {
-    const int64_t buckets = tables_.buckets;
+    const int64_t buckets = tables_.parts();
     for (int64_t b = buckets - 1; b >= 0; --b) {
       const int64_t other = rank_[b], chosen = bucket_[other];
       bucket_[other] = bucket_[b];
@@ -207,7 +223,7 @@ class SystematicLayout {
 
   /// Whether settle has nothing to do at point k.
   XS_HOST_DEVICE bool is_settled(const int64_t* ids, int64_t k) const {
-    return (k == 0 || ids[k] > ids[k - 1]) && ids[k] < rank_[tables_.buckets];
+    return (k == 0 || ids[k] > ids[k - 1]) && ids[k] < rank_[tables_.parts()];
   }
 
   /// Makes the ranks differ. No class is longer than the distance of two points, so ranks rise, but for rounding: where two points share
@@ -216,7 +232,7 @@ class SystematicLayout {
     for (int64_t k = 1; k < points(); ++k) {
       ids[k] = ids[k] <= ids[k - 1] ? ids[k - 1] + 1 : ids[k];
     }
-    int64_t bound = rank_[tables_.buckets];
+    int64_t bound = rank_[tables_.parts()];
     for (int64_t k = points() - 1; k >= 0 && ids[k] >= bound; --k) {
       ids[k] = --bound;
     }
@@ -235,19 +251,25 @@ class SystematicLayout {
   /// before lies in; returns this one's.
   template <int kLanes>
   XS_HOST_DEVICE int64_t aim(SlotSearches<kLanes>& searches, int lane, double fraction, int64_t at) const {
-    const double total = start_[tables_.buckets];
+    const double total = start_[tables_.parts()];
     // Rounding may carry the last point past the end, where empty buckets may stand: those hold no class.
     while (at + 1 < last_place_ && std::fma(fraction, total, -start_[at + 1]) >= 0) {
       ++at;
     }
     const int64_t b = bucket_[at], first = plan_.first[b], last = plan_.last[b], cut = cut_[b];
     const double inside = std::fma(fraction, total, -start_[at]);
-    const double head = tables_.cumulative[cut]; // of the slots cut .. last - 1, which stand first
+    const bool late = b == tables_.buckets;
+    // Of the slots cut .. last - 1, which stand first.
+    const double head = !late ? tables_.cumulative[cut] : cut == first ? plan_.mass[b] : tables_.tail.even_from(cut);
     const bool in_head = inside < head || cut == first;
     searches.first[lane] = in_head ? cut : first;
     searches.size[lane] = in_head ? last - cut : cut - first;
     searches.target[lane] = in_head ? head - inside : plan_.mass[b] - (inside - head);
     searches.base[lane] = rank_[at] + (in_head ? -cut : last - cut - first);
+    if (late) {
+      searches.first[lane] = tables_.tail.last_with(searches.target[lane], searches.first[lane], searches.first[lane] + searches.size[lane]);
+      searches.size[lane] = 1;
+    }
     return at;
   }
 
@@ -261,10 +283,10 @@ class SystematicLayout {
 
   SystematicTables tables_; // a copy: a layout in shared memory must not refer to what one thread's parameters hold
   const SystematicPlan& plan_;
-  int64_t bucket_[kMaxSystematicBuckets];     // the bucket at each place of the layout
-  int64_t cut_[kMaxSystematicBuckets];        // by bucket
-  double start_[kMaxSystematicBuckets + 1];   // weight before each place
-  int64_t rank_[kMaxSystematicBuckets + 1];   // classes before each place
+  int64_t bucket_[kMaxSystematicParts];       // the part at each place of the layout
+  int64_t cut_[kMaxSystematicParts];          // by part
+  double start_[kMaxSystematicParts + 1];     // weight before each place
+  int64_t rank_[kMaxSystematicParts + 1];     // classes before each place
   int64_t last_place_ = 0;                    // behind the last bucket that is not empty
   double offset_;                             // u
 };

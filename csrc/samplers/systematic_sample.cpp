@@ -21,7 +21,8 @@ std::tuple<Tensor, Tensor> systematic_table_meta(const Tensor& weights) {
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_meta(const Tensor& seed, const Tensor& probability, const Tensor& order,
-                                                  const Tensor& cumulative, OptionalSize num_queries, c10::SymInt num_samples) {
+                                                  const Tensor& cumulative, OptionalSize num_queries, c10::SymInt num_samples,
+                                                  const OptionalTensor&) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   return {empty_samples(seed, num_queries, num_samples), at::empty({}, probability.options())};
 }
@@ -35,10 +36,11 @@ std::tuple<Tensor, Tensor> systematic_table_elsewhere(const Tensor& weights) {
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_elsewhere(const Tensor& seed, const Tensor& probability, const Tensor& order,
-                                                       const Tensor& cumulative, OptionalSize num_queries, c10::SymInt num_samples) {
+                                                       const Tensor& cumulative, OptionalSize num_queries, c10::SymInt num_samples,
+                                                       const OptionalTensor& tail) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::systematic_sample", "").typed<decltype(systematic_sample_meta)>();
-  const auto [ids, log_scale] = op.call(seed.cpu(), probability.cpu(), order.cpu(), cumulative.cpu(), num_queries, num_samples);
+  const auto [ids, log_scale] = op.call(seed.cpu(), probability.cpu(), order.cpu(), cumulative.cpu(), num_queries, num_samples, tail);
   return {ids.to(seed.device()), log_scale.to(seed.device())};
 }
 
@@ -67,7 +69,7 @@ void check_systematic_sample(const Tensor& seed, const Tensor& probability, cons
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("systematic_table(Tensor weights) -> (Tensor order, Tensor cumulative)");
   m.def("systematic_sample(Tensor seed, Tensor probability, Tensor order, Tensor cumulative, SymInt? num_queries, "
-        "SymInt num_samples) -> (Tensor ids, Tensor log_scale)");
+        "SymInt num_samples, Tensor? tail=None) -> (Tensor ids, Tensor log_scale)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -15,15 +15,16 @@ namespace xsoftmax {
 // of all behind it in its bucket, summed from the lightest: so neither the weight of a tail nor a class's share of it ever comes
 // from the difference of two large numbers. Built on the CPU in O(N log N).
 //
-// systematic_sample(seed, probability, order, cumulative, num_queries, num_samples) -> (ids, log_scale): `probability` is what
+// systematic_sample(seed, probability, order, cumulative, num_queries, num_samples, tail) -> (ids, log_scale): `probability` is what
 // systematic_table was given, of any scale. ids: int64 [M] in rising order (num_queries none) or [Q, M]. log_scale: float64, 0-dim, log c:
 // it depends on M only, and log pi_i = min(0, log_scale + log probability[i]); -inf for M = 0. M is at most the number of classes with a
-// weight above zero. O(B + M log N) a set.
+// weight above zero. O(B + M log N) a set. tail (static_tail.h): only so many classes are laid out; those behind them, as heavy as the lightest of these or
+// lighter, are a bucket more, and no set is larger than what is laid out.
 //
 // A set: with t the smallest number of certain classes such that (M - t) q_(t) <= the weight behind them, the t heaviest classes are
 // taken. The buckets' other classes are laid end to end with length c q_i, the buckets in a random order and the classes of each rotated
 // by a random number (the cut falls between classes, so that each stays one interval no longer than 1); the points u, u + 1, ... pick
-// M - t of them. Query q reads Philox blocks (q, 0 .. B).
+// M - t of them. Query q reads Philox blocks (q, 0 .. B), and with a tail (q, B + 1).
 
 /// How many buckets tables of `num_classes` have: a small set of classes is shuffled wholly.
 constexpr int64_t kMaxSystematicBuckets = 64;

@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> systematic_table_cpu(const Tensor& weights) {
   const Tensor order = table_empty({n}, flat.options().dtype(at::kLong)), cumulative = table_empty({n}, flat.options());
   int64_t* class_at = order.mutable_data_ptr<int64_t>();
   double* sum_at = cumulative.mutable_data_ptr<double>();
-  const SystematicTables tables{weight, class_at, sum_at, n, systematic_buckets(n)};
+  const SystematicTables tables{weight, class_at, sum_at, n, systematic_buckets(n), {}};
   for (int64_t b = 0; b < tables.buckets; ++b) {
     const int64_t begin = tables.begin(b), end = begin + tables.slots_within(b, n);
     double sum = 0;
@@ -66,12 +66,14 @@ void draw_set(int64_t* ids, const SystematicTables& tables, const SystematicPlan
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tensor& probability, const Tensor& order,
-                                                 const Tensor& cumulative, std::optional<int64_t> num_queries, int64_t num_samples) {
+                                                 const Tensor& cumulative, std::optional<int64_t> num_queries, int64_t num_samples,
+                                                 const OptionalTensor& behind) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   const Tensor weights = probability.contiguous(), slots = order.contiguous(), sums = cumulative.contiguous();
   const int64_t n = weights.numel();
-  const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), n,
-                                systematic_buckets(n)};
+  const StaticTail tail = static_tail(kOp, behind, n);
+  const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), tail.first,
+                                systematic_buckets(tail.first), tail};
   const SystematicPlan plan = make_systematic_plan(tables, num_samples, TableChecks{});
   const Tensor out = empty_samples(seed, num_queries, num_samples);
   int64_t* ids = out.mutable_data_ptr<int64_t>();

@@ -37,8 +37,8 @@ __global__ void systematic_plan_kernel(SystematicPlan* plan, double* log_scale, 
   const SystematicSearches<TableAsserts> searches{tables, num_samples, asserts};
   const int64_t support = block_first_where(tables.classes, [&](int64_t p) { return searches.has_no_weight(p); });
   asserts.samples(num_samples, support);
-  const int64_t certain = block_first_where(num_samples, [&](int64_t t) { return searches.is_enough(t); });
-  for (int64_t b = threadIdx.x; b < tables.buckets; b += blockDim.x) {
+  const int64_t certain = block_first_where(most_certain(num_samples, support), [&](int64_t t) { return searches.is_enough(t); });
+  for (int64_t b = threadIdx.x; b < tables.parts(); b += blockDim.x) {
     plan_bucket(*plan, tables, b, certain, support);
   }
   if (threadIdx.x == 0) {
@@ -86,7 +86,7 @@ __global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables 
   }
   for (int64_t query = Team::first_set(); query < num_sets; query += Team::teams()) {
     Team::sync(); // the layout is there, and the last set is done with it
-    for (int64_t b = Team::member(); b < tables.buckets; b += Team::members()) {
+    for (int64_t b = Team::member(); b < tables.parts(); b += Team::members()) {
       layout.shuffle(seed.key(), seed.query(query), b);
     }
     Team::sync();
@@ -116,19 +116,21 @@ __global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables 
     }
     for (int64_t k = Team::member(); k < layout.points(); k += Team::members()) {
       layout.name(picked, k, k + 1);
-      TableAsserts{}.id(picked[k], tables.classes);
+      TableAsserts{}.id(picked[k], tables.tail.end);
     }
   }
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tensor& probability, const Tensor& order,
-                                                  const Tensor& cumulative, std::optional<int64_t> num_queries, int64_t num_samples) {
+                                                  const Tensor& cumulative, std::optional<int64_t> num_queries, int64_t num_samples,
+                                                  const OptionalTensor& behind) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   const c10::cuda::CUDAGuard guard(seed.device());
   const Tensor weights = probability.contiguous(), slots = order.contiguous(), sums = cumulative.contiguous();
   const int64_t n = weights.numel(), num_sets = num_queries.value_or(1);
-  const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), n,
-                                systematic_buckets(n)};
+  const StaticTail tail = static_tail("systematic_sample", behind, n);
+  const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), tail.first,
+                                systematic_buckets(tail.first), tail};
   const Tensor ids = empty_samples(seed, num_queries, num_samples), log_scale = at::empty({}, weights.options());
   const Tensor storage = at::empty({int64_t(sizeof(SystematicPlan))}, seed.options().dtype(at::kByte));
   auto* plan = reinterpret_cast<SystematicPlan*>(storage.mutable_data_ptr<uint8_t>());

@@ -128,6 +128,22 @@ std::map<std::string, double> UnionSamplerImpl::refresh(const Tensor& weight, co
   return stats;
 }
 
+std::function<void()> UnionSamplerImpl::plan_growth(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
+  std::vector<std::function<void()>> plans;
+  for (const auto& part : parts_) {
+    plans.push_back(part->plan_growth(num_classes, rows, bias));
+    if (!plans.back()) {
+      return {};
+    }
+  }
+  return [this, num_classes, plans = std::move(plans)] {
+    for (const auto& plan : plans) {
+      plan();
+    }
+    set_num_classes(num_classes);
+  };
+}
+
 std::function<void()> UnionSamplerImpl::plan_resize(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {
   std::vector<std::function<void()>> plans;
   for (const auto& part : parts_) {

@@ -32,8 +32,11 @@ class AdaptiveSamplerImpl : public SamplerImpl {
   std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   /// An index that is not there, or that is one of other options or of another head, is built anew by the next step.
   void load(torch::serialize::InputArchive& archive) override;
+  /// Private independent draws (but of the exact form of MIDX): new classes are placed as by plan_resize, and drawn evenly, each as if all classes were, until
+  /// the index is next laid out: by a refresh, an update, or where a quarter as many would have come. O(the new classes).
+  std::function<void()> plan_growth(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   using SamplerImpl::to;
-  /// `step` stays on the CPU: every step of training reads it.
+  /// `recent` and `step` stay on the CPU: every step of training reads them.
   void to(torch::Device device, bool non_blocking = false) override;
 
   /// A table of the index, by the name that it has in the state.

@@ -25,12 +25,15 @@ class ComplementSamplerImpl : public SamplerImpl {
   /// Throws: the counts depend on the target, so only a draw knows them.
   torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> outside_target() override { return std::static_pointer_cast<SamplerImpl>(shared_from_this()); }
+  std::function<void()> plan_growth(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   bool follows_table() const override { return sampler_ != nullptr && sampler_->follows_table(); }
   void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, std::optional<at::Generator> generator = {}) override;
   std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = {}) override;
 
  private:
+  std::function<void()> planned(int64_t num_classes, std::function<void()> plan); // with that of the sampler, where it has one
+
   std::shared_ptr<SamplerImpl> sampler_; // null: uniform
   std::string options_;
 };

@@ -92,7 +92,8 @@ class LinearLossImpl : public TableLossImpl {
 
   /// Gives the loss another number of classes, in place: new ones come behind the others and begin as torch::nn::Linear makes them, those past the end go.
   /// The parameters stay the same tensors; rows of the first classes and what row optimizers keep for them stay, new ones are as before their first step. A call
-  /// costs the new rows, averaged over many; samplers that follow the table, and static ones with tables, are laid out anew, O(N). Gradients are dropped.
+  /// costs the new rows, averaged over many; where classes go that have not just come, and where classes come to an index of distinct draws, tables of samplers
+  /// are laid out anew, O(N). Gradients are dropped.
   /// class_weight: of the new classes, where the loss has class weights; undefined: 1. Optimizers of torch::optim do not follow: make new ones. Errors, before
   /// anything changes: ValueError, of a sampler that does not define plan_resize TypeError.
   void resize_classes(int64_t num_classes, const torch::Tensor& class_weight = {});

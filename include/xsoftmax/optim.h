@@ -126,6 +126,8 @@ class RowOptimizer : public torch::optim::Optimizer {
                std::unique_ptr<torch::optim::OptimizerOptions> defaults);
 
  private:
+  void check_shapes() const; // of state that was loaded
+
   const RowRule& rule_;
 };
 

@@ -23,6 +23,7 @@ class UnionSamplerImpl : public SamplerImpl {
   void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, std::optional<at::Generator> generator = {}) override;
   /// Of every part; their statistics by the number of the part: "1.distortion".
   std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = {}) override;
+  std::function<void()> plan_growth(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
   /// Null where a part cannot leave classes out.
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;

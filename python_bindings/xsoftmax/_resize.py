@@ -15,6 +15,8 @@ from .optim.settle import settle
 # Whose state of a parameter is 0 before the parameter's first gradient, but for the sum of Adagrad.
 KNOWN_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SparseAdam,
                     torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adagrad)
+# Of other shapes, or of other values at first: a table that was resized needs a new one.
+OTHER_OPTIMIZERS = (torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 _RESIZED = WeakTensorKeyDictionary()
 _hook = None
 
@@ -37,8 +39,7 @@ def resize_classes(loss, num_classes: int, weight: Optional[Tensor], optimizers:
             for plan in plans:
                 plan()
             return
-        of_new, bias = _new_classes(loss, made, min(known, num_classes), num_classes)
-        plans += [sampler.plan_resize(num_classes, of_new, bias) for sampler in loss._samplers()]
+        plans += _sampler_plans(loss, made, min(known, num_classes), num_classes)
         torch.ops.xsoftmax.resize_tables_(tables, rows, num_classes)
         for plan in plans:
             plan()
@@ -78,19 +79,25 @@ def _class_weights(owner: str, before: Optional[Tensor], num_classes: int, given
     return given.to(before)
 
 
-def _new_classes(loss, made, known: int, num_classes: int):
-    """What samplers ask of classes that they do not know: their rows and all biases; None where the table has no values."""
-    weight, bias = loss.linear.weight.detach(), loss.linear.bias
-    if weight.is_meta or not any(sampler.follows_table for sampler in loss._samplers()):
-        return None, None
-    rows = made["weight"]
-    if known < min(len(weight), num_classes):  # another loss has resized the table already
-        settle(weight)
-        rows = torch.cat([weight[known:num_classes], rows])
-    if bias is not None:
-        settle(bias)
-        bias = torch.cat([bias.detach()[:num_classes], made["bias"]])
-    return rows, bias
+def _sampler_plans(loss, made, known: int, num_classes: int) -> List[Callable[[], None]]:
+    """What resizes samplers: in the time that new classes take where that is all, and with all biases of the table where it is not."""
+    samplers = loss._samplers()
+    followed = not loss.linear.weight.is_meta and any(sampler.follows_table for sampler in samplers)
+
+    def rows_from(name: str, first: int) -> Optional[Tensor]:
+        table = getattr(loss.linear, name)
+        if not followed or table is None:
+            return None
+        if first >= min(len(table), num_classes):
+            return made[name]
+        settle(table)  # another loss has resized it already, or all rows are asked for
+        return torch.cat([table.detach()[first:num_classes], made[name]])
+
+    rows, bias, plans = rows_from("weight", known), rows_from("bias", known), []
+    for sampler in samplers:
+        plan = sampler.plan_growth(num_classes, rows, bias)
+        plans.append(sampler.plan_resize(num_classes, rows, rows_from("bias", 0)) if plan is None else plan)
+    return plans
 
 
 def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Parameter], num_classes: int) -> List[Callable[[], None]]:
@@ -134,10 +141,27 @@ def _watch(tables: List[nn.Parameter]) -> None:
 
 
 def _check_step(optimizer, args, kwargs) -> None:
-    if not isinstance(optimizer, KNOWN_OPTIMIZERS):
+    known = isinstance(optimizer, KNOWN_OPTIMIZERS)
+    if not known and not isinstance(optimizer, OTHER_OPTIMIZERS):
         return
     for table in list(_RESIZED.keys()):
-        for name, value in optimizer.state.get(table, {}).items():
-            if isinstance(value, Tensor) and value.dim() == table.dim() and value.shape != table.shape:
+        for name, value in _state_of(optimizer, table).items():
+            if isinstance(value, Tensor) and not _fits(optimizer, table, name, value):
+                way = "give it the optimizer, resize_classes(n, optimizers=[optimizer])" if known else "its state cannot follow, make a new one"
                 raise RuntimeError(f"{type(optimizer).__name__}: its {name} is of shape {list(value.shape)}, but resize_classes made the parameter "
-                                   f"{list(table.shape)}: give it the optimizer, resize_classes(n, optimizers=[optimizer])")
+                                   f"{list(table.shape)}: {way}")
+
+
+def _state_of(optimizer, table: nn.Parameter) -> dict:
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return optimizer.state.get(table, {})
+    params = optimizer.param_groups[0]["params"]  # the first of which has the state of all, laid end to end
+    return optimizer.state.get(params[0], {}) if any(param is table for param in params) else {}
+
+
+def _fits(optimizer, table: nn.Parameter, name: str, value: Tensor) -> bool:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return value.dim() != 1 or len(value) == sum(param.numel() for param in optimizer.param_groups[0]["params"])
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return value.dim() == 0 or name == "col_var" or len(value) == len(table)
+    return value.dim() != table.dim() or value.shape == table.shape

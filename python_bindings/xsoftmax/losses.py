@@ -74,9 +74,11 @@ class LinearLoss(TableModule):
         - Row optimizers (:mod:`xsoftmax.optim`) that have stepped the parameters are found, whoever holds them; what rows owe stays owed, or is made up.
         - Optimizers of ``torch.optim`` are not: give them as ``optimizers``. One that was not given, and has state, raises at its next step:
           call this again with it.
-        - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`): expected counts stay exact, what is gone is never drawn. Uniform draws,
-          counts of a stream and in-batch draws cost the new classes; tables of other static laws and indices that follow the table are laid out anew, O(N),
-          where new classes have their place at once: resize by some classes at a time there.
+        - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`): expected counts stay exact, what is gone is never drawn. New classes cost
+          themselves alone, averaged over many: those of a static law have their weight at once; an index that follows the table knows their places, and
+          draws them evenly until it is next laid out (:meth:`AdaptiveSampler.plan_growth <xsoftmax.samplers.adaptive.AdaptiveSampler.plan_growth>`). O(N) a
+          call are the tables of a static law and an index where other classes go than those that have come since the last layout, and where classes come an
+          index of distinct draws.
         - ``.grad`` of the parameters, which is of the former size, becomes None: call this after ``step()``. A backward pass of an earlier forward pass is
           refused. The number that the loss has already changes neither.
         - ``num_embeddings`` of an nn.Embedding that is tied to ``linear.weight`` is not known here: set it.

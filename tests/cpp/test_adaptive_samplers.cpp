@@ -35,15 +35,15 @@ struct Kind {
 
 // What Python gives the operators, and the names of its state.
 const Kind kKinds[] = {
-    {"midx", "midx", "kind=rq", "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched step"},
+    {"midx", "midx", "kind=rq", "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched recent step"},
     {"midx_exact", "midx", "form=exact",
-     "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched table table_bias step"},
+     "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched table table_bias recent step"},
     {"midx_spread", "midx", "form=spread",
-     "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched spread query_square step"},
-    {"midx_learnable", "midx", "form=learnable", "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched step"},
-    {"lsh", "lsh", "tables=16", "planes code order start step"},
-    {"sphere", "kernel", "kernel=sphere", "directions rows sums order place step"},
-    {"rff", "kernel", "kernel=rff", "directions rows sums order place step"}};
+     "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched spread query_square recent step"},
+    {"midx_learnable", "midx", "form=learnable", "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched recent step"},
+    {"lsh", "lsh", "tables=16", "planes code order start recent step"},
+    {"sphere", "kernel", "kernel=sphere", "directions rows sums order place recent step"},
+    {"rff", "kernel", "kernel=rff", "directions rows sums order place recent step"}};
 
 class Adaptive : public testing::TestWithParam<std::tuple<Kind, bool>> {
  protected:

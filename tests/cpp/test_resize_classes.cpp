@@ -22,7 +22,7 @@ namespace samplers = xsoftmax::samplers;
 namespace optim = xsoftmax::optim;
 
 constexpr int64_t kWidth = 5, kClasses = 23;
-constexpr int64_t kSizes[] = {29, 17};
+constexpr int64_t kSizes[] = {29, 17, 25}; // 25: two more are drawn beside tables that are not laid out anew
 
 at::Generator generator(uint64_t seed) {
   at::Generator made = at::detail::createCPUGenerator();
@@ -95,6 +95,9 @@ TEST(ResizeClasses, GoesOnAsALossThatWasBuiltAtThatSize) {
   for (const auto& [name, make_sampler] : kSamplers) {
     for (const auto& [rule, make_optimizer] : kOptimizers) {
       for (const int64_t size : kSizes) {
+        if (size == 25 && name == std::string("log_uniform")) {
+          continue; // its tables are no part of the state: one that was built at that size draws others by the same law
+        }
         torch::manual_seed(0);
         const std::string what = std::string(name) + ", " + rule + ", " + std::to_string(size);
         const LossOptions options{.bias = true};
@@ -146,6 +149,47 @@ TEST(ResizeClasses, FindsStateThatWasLoaded) {
     optimizer->flush();
     other_optimizer->flush();
     expect_equal(loss->parameters(), other->parameters(), rule);
+  }
+}
+
+TEST(ResizeClasses, StateOfAnotherNumberOfRowsIsRefused) {
+  for (const auto& [rule, make_optimizer] : kOptimizers) {
+    torch::manual_seed(0);
+    SampledSoftmaxLoss loss(kWidth, kClasses, samplers::UniformSampler(kClasses, 8).ptr(), SamplingOptions{});
+    const auto optimizer = make_optimizer(loss->parameters());
+    train(loss, *optimizer, kClasses, 2, 1);
+    std::stringstream before, now;
+    torch::save(*optimizer, before);
+    loss->resize_classes(29);
+    train(loss, *optimizer, 29, 1, 5);
+    torch::save(*optimizer, now);
+    EXPECT_THROW(torch::load(*optimizer, before), c10::ValueError) << rule;
+    std::stringstream after;
+    torch::save(*optimizer, after);
+    EXPECT_EQ(now.str(), after.str()) << rule;
+    train(loss, *optimizer, 29, 1, 9);
+  }
+}
+
+TEST(ResizeClasses, ClassesThatComeOneAtATimeAreLaidOutSeldom) {
+  for (const auto& [name, make_sampler] : kSamplers) {
+    torch::manual_seed(0);
+    SampledSoftmaxLoss loss(kWidth, kClasses, make_sampler(kClasses), SamplingOptions{}, LossOptions{.bias = true});
+    const auto optimizer = kOptimizers[1].second(loss->parameters());
+    for (int64_t classes = kClasses; classes < 3 * kClasses; ++classes) {
+      loss->resize_classes(classes);
+      train(loss, *optimizer, classes, 1, uint64_t(classes));
+      const Tensor ids = loss->sampler->num_samples() > 0 && std::string(name) != "outside"
+          ? loss->sampler->sample(torch::randn({3, kWidth}), torch::zeros({3}, torch::kLong))[0].ids : torch::zeros({1}, torch::kLong);
+      ASSERT_TRUE(ids.ge(0).all().item<bool>() && ids.lt(classes).all().item<bool>()) << name;
+    }
+    if (const auto adaptive = std::dynamic_pointer_cast<samplers::AdaptiveSamplerImpl>(loss->sampler)) {
+      adaptive->refresh(loss->linear->weight, loss->linear->bias);
+      loss->resize_classes(3 * kClasses);
+      EXPECT_EQ(adaptive->table("recent").item<int64_t>(), 1) << name;
+      adaptive->refresh(loss->linear->weight, loss->linear->bias);
+      EXPECT_EQ(adaptive->table("recent").item<int64_t>(), 0) << name;
+    }
   }
 }
 

@@ -119,7 +119,7 @@ def no_waiting():
         assert waits() == before
 
 
-ON_HOST = ("steps", "step")  # buffers that modules keep there
+ON_HOST = ("steps", "step", "recent", "tail")  # buffers that modules keep there
 
 
 class Training:

@@ -112,7 +112,7 @@ def test_growth_and_shrinking_again_leave_what_was(name):
     train(combination, loss, optimizer, 2, seed=1, classes=N)
     bias = loss.linear.bias
     for each in loss._samplers():  # an index takes in all biases
-        each.resize(N, loss.linear.weight.detach()[:0], None if bias is None else bias.detach())
+        each.plan_resize(N, loss.linear.weight.detach()[:0], None if bias is None else bias.detach())()
     before = state_of(loss, optimizer)
     loss.resize_classes(LARGER)
     loss.resize_classes(N)

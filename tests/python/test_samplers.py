@@ -250,7 +250,7 @@ def test_a_sampler_belongs_to_one_loss():
     (lambda: UniformSampler(5, 1).log_count(queries(1), torch.tensor([-2])), IndexError, r"static_log_count: expected ids in \[0, 5\).*-2"),
     (lambda: UnigramSampler(torch.ones(5), 1).log_count(queries(1), torch.tensor([5])), IndexError, r"static_log_count: expected ids in \[0, 5\)"),
     (lambda: UniformSampler(5, 1).log_count(queries(1), torch.tensor([1.0])), TypeError, "static_log_count: expected ids of dtype int64"),
-    (lambda: ops.static_log_count(seed(1), [], "law=uniform,num_classes=5"), ValueError, "static_log_count: expected 4 tables, got 0"),
+    (lambda: ops.static_log_count(seed(1), [], "law=uniform,num_classes=5"), ValueError, "static_log_count: expected 5 tables, got 0"),
     (lambda: ops.static_tables("X", None, None, None, "law=uniform,size=5"), ValueError, "X: expected options among law, low, .*got 'size'"),
     (lambda: ops.uniform_sample(torch.zeros(1, dtype=torch.int64), 0, 5, None, 1, False), ValueError, r"seed of shape \[\], or \[2\]"),
     (lambda: ops.uniform_sample(torch.tensor(1.0), 0, 5, None, 1, False), TypeError, "seed of dtype int64"),

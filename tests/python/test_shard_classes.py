@@ -62,7 +62,7 @@ def batches(size, step, options="plain"):
     return result
 
 
-LEFT_OUT = ("order", "start", "mass", "log_weight", "prefix", "heaviest")  # of an index of MIDX, which follow from its cells
+LEFT_OUT = ("order", "start", "mass", "log_weight", "prefix", "heaviest", "recent")  # of an index of MIDX, which follow from its cells
 
 
 def gradients(loss):

@@ -112,7 +112,7 @@ class ShardedMidxSampler(Sampler):
             return self.start.new_empty(0, dtype=dtype)
 
         return [self.codewords1, self.codewords2, none(torch.int32), none(torch.int64), self.start, self.mass, none(torch.float32), none(torch.float64),
-                none(torch.float64), none(torch.bool), self.step]
+                none(torch.float64), none(torch.bool), torch.zeros_like(self.step), self.step]
 
     def _rows(self, slots: Tensor) -> Tensor:
         """The rows of this rank's classes in slots; -1: another rank's."""

@@ -147,11 +147,16 @@ class RowOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
         16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer of the same name load as
-        dense state. Of a table that is split over ranks: DTensors of any placement, whole tables, or this rank's rows."""
+        dense state. Of a table that is split over ranks: DTensors of any placement, whole tables, or this rank's rows.
+
+        Raises:
+            ValueError: state of a parameter of another shape, such as one from before a resize_classes; nothing is loaded then
+        """
         state_dict = _with_numbers(state_dict)
         if _is_split(self):
             from ..distributed._state import state_of_rank
             state_dict = state_of_rank(self, state_dict)
+        self._check_shapes(state_dict)
         replaced = [self._tensors(state) for state in self.state.values() if state]
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
         reveal = self.register_load_state_dict_post_hook(RowOptimizer._reveal_tensors, prepend=True)
@@ -162,6 +167,18 @@ class RowOptimizer(torch.optim.Optimizer):
             reveal.remove()
         for tensors in replaced:
             torch.ops.xsoftmax.forget_debt(tensors)
+
+    def _check_shapes(self, state_dict):
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params) if len(numbers) == len(params) else ():  # else torch.optim says so
+            state = state_dict["state"].get(number)
+            for name, value in state.items() if isinstance(state, dict) else ():
+                # `owed` has room for steps, not for rows, and an absent tensor is of size 0.
+                is_of_rows = name in self._state_names and name != "owed" and isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+                if is_of_rows and value.shape not in (param.shape, param.shape[:1]):
+                    raise ValueError(f"{self._name}: expected {name} of parameter {number} with the shape {list(param.shape)} of the parameter or a number for "
+                                     f"each of its rows, got {list(value.shape)}: a table loads the state of as many rows as it has (resize_classes)")
 
     def _reveal_tensors(self):
         groups = {param: group for group in self.param_groups for param in group["params"]}

@@ -30,13 +30,14 @@ class AdaptiveSampler(Sampler):
         refresh_every: steps between two refreshes; 0: never again after step 0.
 
     The index is in the state dict. One that is missing there, or that is of other options or of another head, is built anew: ``step`` is then 0.
-    ``step`` stays on the CPU wherever the sampler moves, so that no step of training waits for a device to know whether a refresh is due.
+    ``step`` stays on the CPU wherever the sampler moves, so that no step of training waits for a device to know whether a refresh is due; so does ``recent``,
+    how many of the last classes have come since the index was laid out (:meth:`plan_growth`).
     """
 
     # What a family calls its operators (csrc/samplers/adaptive.h), its tables as they take them, those that are parameters, the one of
     # [num_classes] that is negative for an excluded class, and the statistics of a refresh.
     _family = ""
-    _tables = ("step",)
+    _tables = ("recent", "step")
     _learnt = ()
     _places = ""
     _statistics = []
@@ -109,6 +110,20 @@ class AdaptiveSampler(Sampler):
         return named
 
     @torch.jit.unused
+    def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
+        """Of private independent draws (but of the exact form of MIDX): new classes are placed as by :meth:`plan_resize`, and drawn evenly, each as if all
+        classes were, until the index is next laid out: by a refresh, by an update, or here where a quarter as many as it holds would have come. O(the new
+        classes), averaged over many."""
+        gained = torch.ops.xsoftmax.adaptive_grow(self.family, type(self).__name__, num_classes, rows, bias, self._index(), self.options)
+
+        def grow() -> None:
+            *tables, recent, _ = self._index()
+            torch.ops.xsoftmax.adaptive_grow_(recent, tables, gained, self.num_classes, num_classes)
+            self.num_classes = num_classes
+
+        return grow if gained else None
+
+    @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
         """New classes are placed under the codewords, planes or directions that the index has; without their rows, and before the first refresh, all classes
         are drawn alike until the next step refreshes. All biases are taken in. O(N), but no pass over the rows of a table but the new ones (a kernel sampler
@@ -137,9 +152,9 @@ class AdaptiveSampler(Sampler):
         return self._like(torch.cat([excluded, ids.to(excluded.device)]))
 
     def _apply(self, fn, recurse=True):
-        step = self.step
+        recent, step = self.recent, self.step
         super()._apply(fn, recurse)
-        self.step = step  # which every step of training reads: it stays on the host
+        self.recent, self.step = recent, step  # which every step of training reads: they stay on the host
         return self
 
     @classmethod
@@ -153,7 +168,7 @@ class AdaptiveSampler(Sampler):
             return
         before = self._excluded()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        self.step = self.step.cpu()  # load_state_dict(assign=True) takes tensors as they are
+        self.recent, self.step = self.recent.cpu(), self.step.cpu()  # load_state_dict(assign=True) takes tensors as they are
         if not torch.equal(self._excluded(), before):
             fresh = self._like(before)
             with torch.no_grad():

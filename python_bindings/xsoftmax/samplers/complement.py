@@ -104,9 +104,16 @@ class ComplementSampler(Sampler):
                          "a union")
 
     @torch.jit.unused
-    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
-        plan = None if self.sampler is None else self.sampler.plan_resize(num_classes, rows, bias)
+    def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
+        plan = None if self.sampler is None else self.sampler.plan_growth(num_classes, rows, bias)
+        return None if plan is None and self.sampler is not None else self._planned(plan, num_classes)
 
+    @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        return self._planned(None if self.sampler is None else self.sampler.plan_resize(num_classes, rows, bias), num_classes)
+
+    @torch.jit.unused
+    def _planned(self, plan: Optional[Callable[[], None]], num_classes: int) -> Callable[[], None]:
         def resize() -> None:
             if plan is not None:
                 plan()

@@ -14,15 +14,15 @@ class KernelSampler(AdaptiveSampler):
     Rendle, "Adaptive sampled softmax with kernel based sampling", ICML 2018): O(F log N) a draw, F features.
 
     Draws are private and independent. Buffers: ``rows`` float32 [A, E], a copy of the table or its features; ``sums`` float32 [nodes, F];
-    ``order`` int64 [A], ``place`` int64 [N]; ``directions`` float32, of size 0 but for RFF; ``step`` int64.
+    ``order`` int64 [A], ``place`` int64 [N]; ``directions`` float32, of size 0 but for RFF; ``recent`` and ``step`` int64.
     """
 
     _family = "kernel"
-    _tables = ("directions", "rows", "sums", "order", "place", "step")
+    _tables = ("directions", "rows", "sums", "order", "place", "recent", "step")
     _places = "place"
 
     def _index(self) -> List[Tensor]:
-        return [self.directions, self.rows, self.sums, self.order, self.place, self.step]
+        return [self.directions, self.rows, self.sums, self.order, self.place, self.recent, self.step]
 
 
 @register("sphere")

@@ -30,12 +30,12 @@ class LshSampler(AdaptiveSampler):
         bits: in [1, 20].
         uniform: u in [0, 1].
 
-    Buffers: ``planes`` float32 [T bits, D] (or D + 1), ``code`` int32 [N, T], ``order`` int64 [T, A], ``start`` int64
-    [T, 2^bits + 1], ``step`` int64. A refresh returns ``largest``, the share of the classes that the fullest bucket holds.
+    Buffers: ``planes`` float32 [T bits, D] (or D + 1), ``code`` int32 [N, T], ``order`` int64 [A, T], ``start`` int64
+    [T, 2^bits + 1], ``recent`` and ``step`` int64. A refresh returns ``largest``, the share of the classes that the fullest bucket holds.
     """
 
     _family = "lsh"
-    _tables = ("planes", "code", "order", "start", "step")
+    _tables = ("planes", "code", "order", "start", "recent", "step")
     _places = "code"
     _statistics = ["largest"]
 
@@ -45,4 +45,4 @@ class LshSampler(AdaptiveSampler):
                     refresh_every=refresh_every)
 
     def _index(self) -> List[Tensor]:
-        return [self.planes, self.code, self.order, self.start, self.step]
+        return [self.planes, self.code, self.order, self.start, self.recent, self.step]

@@ -41,14 +41,14 @@ class MidxSampler(AdaptiveSampler):
 
     Buffers (of size 0 where there is none): ``codewords1``, ``codewords2`` float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A],
     ``start`` int64 [K K + 1], ``mass`` float64 [K, K]; with a bias ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64
-    [K K]; ``touched`` bool [N] where update_every > 0; ``step`` int64.
+    [K K]; ``touched`` bool [N] where update_every > 0; ``recent`` and ``step`` int64.
 
     A refresh returns ``distortion``: mean squared distance of a row from its codewords; ``mean_square``: of a row from 0; ``inertia1``,
     ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
     """
 
     _family = "midx"
-    _tables = ("codewords1", "codewords2", "cell", "order", "start", "mass", "log_weight", "prefix", "heaviest", "touched", "step")
+    _tables = ("codewords1", "codewords2", "cell", "order", "start", "mass", "log_weight", "prefix", "heaviest", "touched", "recent", "step")
     _places = "cell"
     _statistics = ["distortion", "mean_square", "inertia1", "inertia2", "cells"]
     _form = "plain"
@@ -62,7 +62,7 @@ class MidxSampler(AdaptiveSampler):
 
     def _index(self) -> List[Tensor]:
         return [self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
-                self.heaviest, self.touched, self.step]
+                self.heaviest, self.touched, self.recent, self.step]
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         if prefix + "cell" in state_dict and prefix + "order" not in state_dict:
@@ -72,6 +72,7 @@ class MidxSampler(AdaptiveSampler):
             state_dict |= {prefix + name: table for name, table in zip(("order", "start", "mass", "prefix", "heaviest"), made)}
             for name in ("log_weight", "touched"):
                 state_dict.setdefault(prefix + name, getattr(self, name))
+            state_dict.setdefault(prefix + "recent", torch.zeros_like(self.recent))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _query_square(self) -> Optional[Tensor]:

@@ -18,12 +18,12 @@ class ExactMidxSampler(MidxSampler):
     Args: see :class:`MidxSampler`. Buffers beside its: ``table`` float32 [N, D], ``table_bias`` float32 [N].
     """
 
-    _tables = (*MidxSampler._tables[:-1], "table", "table_bias", "step")
+    _tables = (*MidxSampler._tables[:-2], "table", "table_bias", "recent", "step")
     _form = "exact"
 
     def _index(self) -> List[Tensor]:
         return [self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix, self.heaviest,
-                self.touched, self.table, self.table_bias, self.step]
+                self.touched, self.table, self.table_bias, self.recent, self.step]
 
 
 @register("midx_spread")
@@ -35,12 +35,12 @@ class SpreadMidxSampler(MidxSampler):
     Args: see :class:`MidxSampler`. Buffers beside its: ``spread`` float32 [N], |r|^2; ``query_square`` float64, the mean.
     """
 
-    _tables = (*MidxSampler._tables[:-1], "spread", "query_square", "step")
+    _tables = (*MidxSampler._tables[:-2], "spread", "query_square", "recent", "step")
     _form = "spread"
 
     def _index(self) -> List[Tensor]:
         return [self.codewords1, self.codewords2, self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix, self.heaviest,
-                self.touched, self.spread, self.query_square, self.step]
+                self.touched, self.spread, self.query_square, self.recent, self.step]
 
     def _query_square(self) -> Optional[Tensor]:
         return self.query_square

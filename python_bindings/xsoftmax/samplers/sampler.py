@@ -155,7 +155,14 @@ class Sampler(KeepsTables):
             num_classes: at least 1.
             rows, bias: of a class table, the rows ``[A, D]`` of the A classes that are new and the biases ``[num_classes]`` of all, for what follows the table.
         """
-        self.plan_resize(check_count(type(self).__name__, "num_classes", num_classes, 1), rows, bias)()
+        num_classes = check_count(type(self).__name__, "num_classes", num_classes, 1)
+        (self.plan_growth(num_classes, rows, bias) or self.plan_resize(num_classes, rows, bias))()
+
+    @torch.jit.unused
+    def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
+        """What does :meth:`resize` in the time that the new classes take, of which alone it is given the biases ``[A]``. None where only :meth:`plan_resize`
+        does, as by default in a sampler that follows the table."""
+        return None if self.follows_table else self.plan_resize(num_classes, rows, bias)
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from .sampler import CandidateSet, Sampler, one_set, register
 from .streaming import StreamingCounts
 
 Exclude = Union[int, Tensor, None]
-TABLES = ("probability", "bins", "order", "cumulative")
+TABLES = ("probability", "bins", "order", "cumulative", "tail")
 
 
 def _bool(owner: str, argument: str, value: Optional[bool], default: bool) -> bool:
@@ -41,8 +41,9 @@ class StaticSampler(Sampler):
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
         exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
 
-    Buffers (not in the state dict; size 0 where not needed): ``probability`` float64 [N]; ``bins`` of independent draws;
-    ``order``, ``cumulative`` of distinct ones.
+    Buffers (not in the state dict; size 0 where not needed): ``probability`` float64 [N], over its sum; ``bins`` of independent draws; ``order``,
+    ``cumulative`` of distinct ones; ``tail`` float64 [3], on the CPU wherever the sampler moves: how many classes the tables are laid out for, and the weight
+    of those behind them (:meth:`plan_resize`).
     """
 
     _law = ""  # where weights follow from the number of classes
@@ -77,7 +78,7 @@ class StaticSampler(Sampler):
             self.register_buffer(name, table, persistent=False)
 
     def _tables(self) -> List[Tensor]:
-        return [self.probability, self.bins, self.order, self.cumulative]
+        return [self.probability, self.bins, self.order, self.cumulative, self.tail]
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
@@ -93,15 +94,25 @@ class StaticSampler(Sampler):
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
-        """New classes weigh as much as the lightest one that is drawn. O(N) where there are tables."""
+        """New classes weigh as much as the lightest one that is drawn. Tables are laid out anew, O(N), where classes go that have not come since the last
+        time, and where a quarter as many have come: so classes that come cost O(1) each, averaged over many."""
         tables, options = torch.ops.xsoftmax.static_resize(type(self).__name__, self._tables(), num_classes, self._law, self.options)
 
         def resize() -> None:
-            for name, table in zip(TABLES, tables):
-                setattr(self, name, table)
+            if len(tables) == 1:
+                torch.ops.xsoftmax.static_grow_(self._tables(), tables[0], num_classes)
+            else:
+                for name, table in zip(TABLES, tables):
+                    setattr(self, name, table)
             self.num_classes, self.options = num_classes, options
 
         return resize
+
+    def _apply(self, fn, recurse=True):
+        tail = self.tail
+        super()._apply(fn, recurse)
+        self.tail = tail  # which every draw reads: it stays on the host
+        return self
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> "StaticSampler":
@@ -244,7 +255,7 @@ class UnigramSampler(StaticSampler):
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if self.streaming is not None:
-            self.step = self.step.cpu()  # load_state_dict(assign=True) takes tensors as they are
+            self.step, self.tail = self.step.cpu(), self.tail.cpu()  # load_state_dict(assign=True) takes tensors as they are
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.streaming is None else ", " + self.follow_options.replace(",", ", "))

@@ -96,15 +96,21 @@ class UnionSampler(Sampler):
         return stats
 
     @torch.jit.unused
-    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
-        plans = [part.plan_resize(num_classes, rows, bias) for part in self.parts]
+    def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
+        return self._plan_all([part.plan_growth(num_classes, rows, bias) for part in self.parts], num_classes)
 
+    @torch.jit.unused
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+        return self._plan_all([part.plan_resize(num_classes, rows, bias) for part in self.parts], num_classes)
+
+    @torch.jit.unused
+    def _plan_all(self, plans: List[Optional[Callable[[], None]]], num_classes: int) -> Optional[Callable[[], None]]:
         def resize() -> None:
             for plan in plans:
                 plan()
             self.num_classes = num_classes
 
-        return resize
+        return None if any(plan is None for plan in plans) else resize
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> Optional["UnionSampler"]:
