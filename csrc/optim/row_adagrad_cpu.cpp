@@ -16,8 +16,9 @@ void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const Tensor& rows, co
     const RowView<T> table = row_view<T>(update.param);
     const RowView<M> row_sums = one_sum ? row_view<M>(update.sum) : RowView<M>{};
     const RowView<S> sums = one_sum ? RowView<S>{} : row_view<S>(update.sum);
+    const StepRounding of_step = step_rounding(update.step, update.stochastic_rounding);
     const auto kernel = [&](int64_t row, M* g) {
-      const RowRounding random = rounding_of<T, S>(update.step, row, update.stochastic_rounding);
+      const RowRounding random = rounding_of<T, S>(of_step, row);
       if (one_sum) {
         kernels.adagrad_row(table[row], row_sums[row], g, step, random, table.width);
       } else {

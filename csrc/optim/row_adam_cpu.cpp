@@ -16,6 +16,7 @@ class AdamRows {
 
   explicit AdamRows(const RowAdamUpdate& update)
       : update_(update),
+        random_(step_rounding(update.step, update.stochastic_rounding)),
         param_(row_view<T>(update.param)),
         exp_avg_(row_view<S>(update.exp_avg)),
         exp_avg_sq_(one_second_moment(update.param, update.exp_avg, update.exp_avg_sq) ? RowView<S>{} : row_view<S>(update.exp_avg_sq)),
@@ -57,7 +58,7 @@ class AdamRows {
       *last_step_[row] = int32_t(update_.step);
     }
     const auto& kernels = row_updates().of(T{}, S{});
-    const RowRounding random = rounding_of<T, S>(update_.step, row, update_.stochastic_rounding);
+    const RowRounding random = rounding_of<T, S>(random_, row);
     if (exp_avg_sq_.data != nullptr) {
       kernels.adam(param_[row], exp_avg_[row], exp_avg_sq_[row], g, step, random, param_.width);
     } else {
@@ -67,6 +68,7 @@ class AdamRows {
 
  private:
   const RowAdamUpdate& update_;
+  StepRounding random_;
   RowView<T> param_;
   RowView<S> exp_avg_, exp_avg_sq_;
   RowView<M> row_moment_; ///< one a row, in the place of exp_avg_sq_

@@ -19,6 +19,7 @@ class SgdRows {
 
   explicit SgdRows(const RowSGDUpdate& update)
       : update_(update),
+        random_(step_rounding(update.step, update.stochastic_rounding)),
         param_(row_view<T>(update.param)),
         buffer_(given(update.momentum_buffer) ? row_view<S>(*update.momentum_buffer) : RowView<S>{}),
         last_step_(given(update.last_step) ? row_view<int32_t>(*update.last_step) : RowView<int32_t>{}) {}
@@ -42,7 +43,7 @@ class SgdRows {
 
   void update(int64_t row, M* g, ByStep<MomentumStep<M>>& by_step) const {
     const auto& kernels = row_updates().of(T{}, S{});
-    const RowRounding random = rounding_of<T, S>(update_.step, row, update_.stochastic_rounding);
+    const RowRounding random = rounding_of<T, S>(random_, row);
     const M lr = M(update_.maximize ? -update_.lr : update_.lr);
     if (last_step_.data == nullptr) {
       kernels.sgd(param_[row], g, M(1), lr, random, param_.width);
@@ -70,7 +71,7 @@ class SgdRows {
       *last_step_[row] = int32_t(update_.step);
     }
     const auto& kernels = row_updates().of(T{}, S{});
-    const RowRounding random = rounding_of<T, S>(update_.step, row, update_.stochastic_rounding);
+    const RowRounding random = rounding_of<T, S>(random_, row);
     if (s != 0 && buffer_.data != nullptr) {
       kernels.drift(param_[row], buffer_[row], step.decay, step.drift, step.keep, random, param_.width);
     } else if (step.decay != 1) {
@@ -80,6 +81,7 @@ class SgdRows {
 
  private:
   const RowSGDUpdate& update_;
+  StepRounding random_;
   RowView<T> param_;
   RowView<S> buffer_;
   RowView<int32_t> last_step_;

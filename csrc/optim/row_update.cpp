@@ -70,11 +70,12 @@ Tensor rounded_rows(const Tensor& rows, const Tensor& ids, int64_t step, at::Sca
   const int64_t width = rows.dim() == 2 ? rows.size(1) : 1;
   const auto bits = of == RoundingOf::Table ? table_bits : of == RoundingOf::State ? state_bits : second_state_bits;
   float* const x = result.mutable_data_ptr<float>();
+  const StepRounding of_step = step_rounding(step, true);
   for (int64_t i = 0; i < host_ids.numel(); ++i) {
-    const RowRounding random = row_rounding(step, host_ids.const_data_ptr<int64_t>()[i], true);
+    const RowRounding random = row_rounding(of_step, host_ids.const_data_ptr<int64_t>()[i]);
     for (int64_t d = 0; d < width; ++d) {
       float& element = x[i * width + d];
-      element = round_at_random(element, bits(random, d), dtype == at::kBFloat16);
+      element = round_at_random(element, bits(random, uint32_t(d) * kElement), dtype == at::kBFloat16);
     }
   }
   return result.to(rows.device());

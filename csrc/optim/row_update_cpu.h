@@ -33,9 +33,9 @@ void dispatch_rows(const at::Tensor& param, const at::Tensor& state, const Funct
 
 /// The random numbers of a row, where its types T and S ask for any.
 template <typename T, typename S>
-RowRounding rounding_of(int64_t step, int64_t row, bool table) {
-  const bool by_chance = !std::is_same_v<S, opmath<T>> || (table && !std::is_same_v<T, opmath<T>>);
-  return by_chance ? row_rounding(step, row, table) : RowRounding{};
+RowRounding rounding_of(const StepRounding& step, int64_t row) {
+  const bool by_chance = !std::is_same_v<S, opmath<T>> || (step.table && !std::is_same_v<T, opmath<T>>);
+  return by_chance ? row_rounding(step, row) : RowRounding{};
 }
 
 /// A tensor whose row r is `width` elements on end from data + r * stride. A [N] tensor is one of rows of width 1.

@@ -141,25 +141,25 @@ __device__ inline void round_pack(opmath (&x)[N], const RowRounding& random, int
   if constexpr (!std::is_same_v<T, opmath>) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      x[i] = round_at_random(x[i], bits(random, d + i), std::is_same_v<T, at::BFloat16>);
+      x[i] = round_at_random(x[i], bits(random, uint32_t(d + i) * kElement), std::is_same_v<T, at::BFloat16>);
     }
   }
 }
 struct TableBits {
-  __device__ uint32_t operator()(const RowRounding& random, int64_t d) const { return table_bits(random, d); }
+  __device__ uint32_t operator()(const RowRounding& random, uint32_t element) const { return table_bits(random, element); }
 };
 struct StateBits {
-  __device__ uint32_t operator()(const RowRounding& random, int64_t d) const { return state_bits(random, d); }
+  __device__ uint32_t operator()(const RowRounding& random, uint32_t element) const { return state_bits(random, element); }
 };
 struct SecondStateBits {
-  __device__ uint32_t operator()(const RowRounding& random, int64_t d) const { return second_state_bits(random, d); }
+  __device__ uint32_t operator()(const RowRounding& random, uint32_t element) const { return second_state_bits(random, element); }
 };
 
 /// The random numbers of a row, where its types ask for any.
 template <typename T, typename S>
 __device__ inline RowRounding rounding_of(int64_t step, int64_t row, bool table) {
   constexpr bool low_state = !std::is_same_v<S, at::opmath_type<T>>, low_table = !std::is_same_v<T, at::opmath_type<T>>;
-  return low_state || (low_table && table) ? row_rounding(step, row, table) : RowRounding{};
+  return low_state || (low_table && table) ? row_rounding(step_rounding(step, table), row) : RowRounding{};
 }
 
 /// base(i)^exponent(i): the lanes of a warp share the work.

@@ -25,14 +25,21 @@ bool sum_rows(opmath<T>* __restrict sum, const T* values, const int64_t* positio
   return any;
 }
 
+/// Where loops begin that round by chance: an element, and what it adds to the key of its row.
+struct Place {
+  int64_t d;
+  uint32_t element;
+};
+constexpr Place kBegin{0, 0};
+
 /// Stores x: in 16 bits rounded by chance (kRandom), by the 16 bits of `random`, or to nearest.
 template <bool kRandom, typename T>
 inline void put(T* to, opmath<T> x, uint32_t random) {
   if constexpr (!kRandom || std::is_same_v<T, opmath<T>>) {
     store(to, x);
   } else if constexpr (std::is_same_v<T, Bf16>) {
-    const uint32_t bits = bit_cast<uint32_t>(round_at_random(x, random, true));
-    to->bits = uint16_t(bits >> 16 | ((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x40u : 0u)); // a NaN stays a NaN
+    const uint32_t bits = bit_cast<uint32_t>(x); // a NaN of arithmetic is one in its upper half
+    to->bits = uint16_t((bits + ((bits & 0x7FFFFFFFu) < 0x7F800000u ? random : 0u)) >> 16);
   } else {
     store(to, round_at_random(x, random, false));
   }
@@ -53,8 +60,8 @@ inline void by_rounding(const RowRounding& random, const Loop& loop) {
 template <typename T>
 void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath<T> lr, const RowRounding& random, int64_t width) {
   by_rounding<T>(random, [=, r = random](auto by_chance) {
-    for (int64_t d = 0; d < width; ++d) {
-      put<by_chance>(w + d, decay * load(w[d]) - lr * g[d], table_bits(r, d));
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+      put<by_chance>(w + d, decay * load(w[d]) - lr * g[d], table_bits(r, e));
     }
   });
 }
@@ -65,10 +72,10 @@ void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict
               const RowRounding& random, int64_t width) {
   by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
     const auto loop = [&](auto nesterov) {
-      for (int64_t d = 0; d < width; ++d) {
+      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
         opmath<T> next = load(buffer[d]);
-        put<by_chance>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov), table_bits(r, d));
-        put<true>(buffer + d, next, state_bits(r, d));
+        put<by_chance>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov), table_bits(r, e));
+        put<true>(buffer + d, next, state_bits(r, e));
       }
     };
     s.nesterov ? loop(std::true_type()) : loop(std::false_type());
@@ -79,10 +86,10 @@ template <typename T, typename S>
 void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step, const RowRounding& random,
              int64_t width) {
   by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
-    for (int64_t d = 0; d < width; ++d) {
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
       opmath<T> next = load(sum[d]);
-      put<by_chance>(w + d, adagrad_element(load(w[d]), next, g[d], s), table_bits(r, d));
-      put<true>(sum + d, next, state_bits(r, d));
+      put<by_chance>(w + d, adagrad_element(load(w[d]), next, g[d], s), table_bits(r, e));
+      put<true>(sum + d, next, state_bits(r, e));
     }
   });
 }
@@ -105,12 +112,12 @@ void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, opmath<T>* __restri
 template <typename T, typename S>
 void drift(T* __restrict w, S* __restrict buffer, opmath<T> decay, opmath<T> drift, opmath<T> keep, const RowRounding& random, int64_t width) {
   by_rounding<T>(random, [=, r = random](auto by_chance) {
-    for (int64_t d = 0; d < width; ++d) {
-      put<by_chance>(w + d, decay * load(w[d]) - drift * load(buffer[d]), table_bits(r, d));
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+      put<by_chance>(w + d, decay * load(w[d]) - drift * load(buffer[d]), table_bits(r, e));
     }
     if (keep != 1) {
-      for (int64_t d = 0; d < width; ++d) {
-        put<true>(buffer + d, keep * load(buffer[d]), state_bits(r, d));
+      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+        put<true>(buffer + d, keep * load(buffer[d]), state_bits(r, e));
       }
     }
   });
@@ -119,8 +126,8 @@ void drift(T* __restrict w, S* __restrict buffer, opmath<T> decay, opmath<T> dri
 template <typename T>
 void decay(T* __restrict w, opmath<T> decay, const RowRounding& random, int64_t width) {
   by_rounding<T>(random, [=, r = random](auto by_chance) {
-    for (int64_t d = 0; d < width; ++d) {
-      put<by_chance>(w + d, decay * load(w[d]), table_bits(r, d));
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+      put<by_chance>(w + d, decay * load(w[d]), table_bits(r, e));
     }
   });
 }
@@ -131,27 +138,27 @@ void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __
   using M = opmath<T>;
   by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
     if (g == nullptr) {
-      for (int64_t d = 0; d < width; ++d) {
-        put<by_chance>(w + d, adam_owed_element<M>(load(w[d]), load(m[d]), load(v[d]), s), table_bits(r, d));
+      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+        put<by_chance>(w + d, adam_owed_element<M>(load(w[d]), load(m[d]), load(v[d]), s), table_bits(r, e));
       }
       if (s.keep1 != 1 || s.keep2 != 1) {
-        for (int64_t d = 0; d < width; ++d) {
-          put<true>(m + d, s.keep1 * load(m[d]), state_bits(r, d));
-          put<true>(v + d, s.keep2 * load(v[d]), second_state_bits(r, d));
+        for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+          put<true>(m + d, s.keep1 * load(m[d]), state_bits(r, e));
+          put<true>(v + d, s.keep2 * load(v[d]), second_state_bits(r, e));
         }
       }
       return;
     }
     const auto loop = [&](auto owes) {
-      for (int64_t d = 0; d < width; ++d) {
+      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
         M x = load(w[d]), first = load(m[d]), second = load(v[d]);
         if constexpr (owes) {
           x = adam_owed_element(x, first, second, s);
         }
         x = adam_element(x, first, second, g[d], s, owes ? M(1) : s.decay, s.keep1, s.keep2);
-        put<by_chance>(w + d, x, table_bits(r, d));
-        put<true>(m + d, first, state_bits(r, d));
-        put<true>(v + d, second, second_state_bits(r, d));
+        put<by_chance>(w + d, x, table_bits(r, e));
+        put<true>(m + d, first, state_bits(r, e));
+        put<true>(v + d, second, second_state_bits(r, e));
       }
     };
     s.owed != 0 ? loop(std::true_type()) : loop(std::false_type());
@@ -176,10 +183,10 @@ void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v, const o
   *v = step.keep2 * old + step.take2 * (squares / M(width));
   const M rate = adam_row_rate(*v, step);
   by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
-    for (int64_t d = 0; d < width; ++d) {
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
       M first = load(m[d]);
-      put<by_chance>(w + d, adam_row_element<M>(load(w[d]), first, g[d], s, owed, rate), table_bits(r, d));
-      put<true>(m + d, first, state_bits(r, d));
+      put<by_chance>(w + d, adam_row_element<M>(load(w[d]), first, g[d], s, owed, rate), table_bits(r, e));
+      put<true>(m + d, first, state_bits(r, e));
     }
   });
 }
