@@ -73,7 +73,7 @@ def state_after(make, options, count, gradient, name, impl="kernel"):
 @pytest.mark.parametrize("make, options, name, next_of", [
     (RowAdagrad, {}, "sum", lambda s: s + 1), (RowSGD, dict(momentum=0.99), "momentum_buffer", lambda s: 0.99 * s + 1),
     (RowAdam, dict(betas=(0.99, 0.999)), "exp_avg", lambda s: 0.99 * s + 0.01), (RowAdam, {}, "exp_avg_sq", lambda s: 0.999 * s + 0.001),
-    (RowAdam, dict(row_wise=True, betas=(0.99, 0.999)), "exp_avg", lambda s: 0.99 * s + 0.01)], ids=str)
+    (RowAdam, dict(row_wise=True, betas=(0.99, 0.999)), "exp_avg", lambda s: 0.99 * s + 0.01)], ids=["adagrad", "momentum", "adam-first", "adam-second", "adam-row"])
 def test_state_in_bfloat16_goes_on_where_nearest_stands_still(make, options, name, next_of):
     """Gradients of 1: a sum of Adagrad rounded to nearest stays at 256, moments stay behind what they are a mean of."""
     count, nearest, exact = 600, torch.zeros((), dtype=torch.bfloat16), 0.0
