@@ -17,8 +17,9 @@
 //     };
 //
 // Fields are bool ("true", "false", "True", "False"), int64_t, double (shortest text that reads back as the same number; inf and nan as such)
-// std::string (any text without ',' and '=') and c10::ScalarType ("float32", "float64", "bfloat16", "float16"), or std::optional of one of these ("none": no value). A key that is left out keeps its default. An unknown key, a key that stands twice and a
-// value that does not read as its field's type raise ValueError.
+// std::string (any text without ',' and '=') and c10::ScalarType ("float32", "float64", "bfloat16", "float16"), or std::optional of one of these
+// ("none": no value). A key that is left out keeps its default. An unknown key, a key that stands twice and a value that does not read as its field's
+// type raise ValueError.
 
 namespace xsoftmax {
 
