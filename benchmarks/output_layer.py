@@ -9,6 +9,7 @@ Every rival draws from the same sampler, outside the timed region, except in the
 """
 
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -153,13 +154,20 @@ def bench_private(args) -> list[dict]:
 
 
 def bench_scale(args) -> list[dict]:
-    """The same step at ten thousand and at ten million classes."""
+    """The same step at ten thousand and at ten million classes, with RowAdam and with the smallest table and state."""
+    return [*scale_figures(args, "RowAdam", xs.optim.RowAdam, torch.float32),
+            *scale_figures(args, "row-wise RowAdagrad, bfloat16 table", partial(xs.optim.RowAdagrad, row_wise=True, stochastic_rounding=True),
+                           torch.bfloat16)]
+
+
+def scale_figures(args, name: str, make, dtype: torch.dtype) -> list[dict]:
     queries, width, samples = 700, 64, 512
     steps, peaks = {}, []
     for classes in (10_000_000, 10_000):  # the large one first: it finds no memory that another left
         input, _ = make_batch(queries, width, classes)
-        loss = xs.SampledSoftmaxLoss(width, classes, sampler=zipf_sampler(classes, samples, shared=True))
-        optimizer = xs.optim.RowAdam(loss.parameters(), lr=1e-3)
+        input = input.detach().to(dtype).requires_grad_()
+        loss = xs.SampledSoftmaxLoss(width, classes, sampler=zipf_sampler(classes, samples, shared=True), dtype=dtype)
+        optimizer = make(loss.parameters(), lr=1e-3)
 
         def step(loss=loss, optimizer=optimizer, input=input):
             target = torch.randint(loss.num_classes, (queries,))  # fresh rows each step, as in training
@@ -175,7 +183,7 @@ def bench_scale(args) -> list[dict]:
         state = sum(tensor.nbytes for tensor in optimizer.state[loss.linear.weight].values() if torch.is_tensor(tensor))
         peaks.append((memory.bytes - state) / MB)
     medians = interleave(steps, args.repeats)
-    return [figure("512 shared, D 64, whole step with RowAdam: N 10M / N 10k", medians, "N 10,000,000", "N 10,000"),
+    return [figure(f"512 shared, D 64, whole step with {name}: N 10M / N 10k", medians, "N 10,000,000", "N 10,000"),
             {"figure": "the same at N 10M: peak MB beyond table and optimizer state", "value": peaks[0]}]
 
 

@@ -2,7 +2,10 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <charconv>
+#include <iterator>
+#include <utility>
 
 namespace xsoftmax::detail {
 namespace {
@@ -20,6 +23,9 @@ std::string number_text(Number number) {
   char buffer[40];
   return {buffer, std::to_chars(buffer, buffer + sizeof(buffer), number).ptr};
 }
+
+constexpr std::pair<const char*, c10::ScalarType> kDtypes[] = {
+    {"float32", c10::ScalarType::Float}, {"float64", c10::ScalarType::Double}, {"bfloat16", c10::ScalarType::BFloat16}, {"float16", c10::ScalarType::Half}};
 
 } // namespace
 
@@ -45,6 +51,14 @@ void OptionReader::read(double& field) const {
 
 void OptionReader::read(std::string& field) const { field = value_; }
 
+void OptionReader::read(c10::ScalarType& field) const {
+  const auto* const found = std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const auto& dtype) { return value_ == dtype.first; });
+  if (found == std::end(kDtypes)) {
+    refuse("float32, float64, bfloat16 or float16");
+  }
+  field = found->second;
+}
+
 void OptionReader::refuse(const char* expected) const {
   TORCH_CHECK_VALUE(false, op_, ": expected option ", key_, " as ", expected, ", got '", value_, "'");
 }
@@ -59,6 +73,12 @@ void OptionPrinter::operator()(const char* name, double field) { add(name, numbe
 void OptionPrinter::operator()(const char* name, const std::string& field) {
   TORCH_CHECK_VALUE(field.find_first_of(",=") == std::string::npos, "expected option ", name, " without ',' and '=', got '", field, "'");
   add(name, field);
+}
+
+void OptionPrinter::operator()(const char* name, c10::ScalarType field) {
+  const auto* const found = std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const auto& dtype) { return field == dtype.second; });
+  TORCH_CHECK_VALUE(found != std::end(kDtypes), "expected ", name, " as float32, float64, bfloat16 or float16, got ", field);
+  add(name, found->first);
 }
 
 bool next_option(const char* op, std::string_view& text, std::string_view& key, std::string_view& value) {

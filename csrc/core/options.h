@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -15,8 +17,9 @@
 //     };
 //
 // Fields are bool ("true", "false", "True", "False"), int64_t, double (shortest text that reads back as the same number; inf and nan as such)
-// and std::string (any text without ',' and '='), or std::optional of one of these ("none": no value). A key that is left out keeps its default. An unknown key, a key that stands twice and a
-// value that does not read as its field's type raise ValueError.
+// std::string (any text without ',' and '=') and c10::ScalarType ("float32", "float64", "bfloat16", "float16"), or std::optional of one of these
+// ("none": no value). A key that is left out keeps its default. An unknown key, a key that stands twice and a value that does not read as its field's
+// type raise ValueError.
 
 namespace xsoftmax {
 
@@ -43,6 +46,7 @@ class OptionReader {
   void read(int64_t& field) const;
   void read(double& field) const;
   void read(std::string& field) const;
+  void read(c10::ScalarType& field) const;
   template <typename Field>
   void read(std::optional<Field>& field) const {
     field.reset();
@@ -63,6 +67,7 @@ class OptionPrinter {
   void operator()(const char* name, int64_t field);
   void operator()(const char* name, double field);
   void operator()(const char* name, const std::string& field);
+  void operator()(const char* name, c10::ScalarType field);
   template <typename Field>
   void operator()(const char* name, const std::optional<Field>& field) {
     field.has_value() ? (*this)(name, *field) : add(name, "none");

@@ -79,6 +79,10 @@ void check_rates(const char* name, double lr, double weight_decay) {
   at_least_zero(name, "weight_decay", weight_decay);
 }
 
+void check_state_dtype(const char* name, std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_VALUE(!dtype.has_value() || *dtype == at::kFloat || *dtype == at::kBFloat16, name, ": expected state_dtype float32 or bfloat16, got ", *dtype);
+}
+
 template <typename Options>
 void read_options(Options& options, InputArchive& archive) {
   c10::IValue text;
@@ -95,6 +99,7 @@ void write_options(const Options& options, OutputArchive& archive) {
 
 void RowSGDOptions::check() const {
   check_rates("RowSGD", lr(), weight_decay());
+  check_state_dtype("RowSGD", state_dtype());
   at_least_zero("RowSGD", "momentum", momentum());
   TORCH_CHECK_VALUE(!nesterov() || (momentum() > 0 && dampening() == 0),
                     "RowSGD: expected a momentum and no dampening for nesterov, got momentum ", momentum(), " and dampening ", dampening());
@@ -102,6 +107,7 @@ void RowSGDOptions::check() const {
 
 void RowAdagradOptions::check() const {
   check_rates("RowAdagrad", lr(), weight_decay());
+  check_state_dtype("RowAdagrad", state_dtype());
   at_least_zero("RowAdagrad", "lr_decay", lr_decay());
   at_least_zero("RowAdagrad", "initial_accumulator_value", initial_accumulator_value());
   at_least_zero("RowAdagrad", "eps", eps());
@@ -109,6 +115,7 @@ void RowAdagradOptions::check() const {
 
 void RowAdamOptions::check() const {
   check_rates("RowAdam", lr(), weight_decay());
+  check_state_dtype("RowAdam", state_dtype());
   at_least_zero("RowAdam", "eps", eps());
   const auto [beta1, beta2] = betas();
   TORCH_CHECK_VALUE(beta1 >= 0 && beta1 < 1, "RowAdam: expected betas[0] in [0, 1), got ", beta1);

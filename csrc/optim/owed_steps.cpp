@@ -31,14 +31,14 @@ const std::vector<double>& powers_of(double ratio, int64_t n) {
 
 Tensor OwedSteps::make(int64_t num_rows, c10::Device device) {
   const int64_t capacity = std::clamp<int64_t>(num_rows / 4, 1024, 262144);
-  return at::zeros({OwedTable::kHeader + 2 * (capacity + 1)}, at::TensorOptions(device).dtype(at::kDouble));
+  return at::zeros({OwedTable::kHeader + 2 * (capacity + 1) + 1}, at::TensorOptions(device).dtype(at::kDouble));
 }
 
 void OwedSteps::check(const char* op, const Tensor& owed, const Tensor& param) {
   check::dim(op, "owed", owed, 1);
   check::dtype(op, "owed", owed, at::kDouble);
   check::same_device(op, "owed", owed, "param", param);
-  const bool fits = owed.is_meta() || (owed.is_contiguous() && owed.numel() >= OwedTable::kHeader + 4 && owed.numel() % 2 == 0);
+  const bool fits = owed.is_meta() || (owed.is_contiguous() && owed.numel() >= OwedTable::kHeader + 4);
   TORCH_CHECK_VALUE(fits, op, ": expected owed as the contiguous tensor that the optimizer's state was made with, got shape ",
                     owed.sym_sizes());
 }
@@ -46,6 +46,17 @@ void OwedSteps::check(const char* op, const Tensor& owed, const Tensor& param) {
 OwedSteps::Coefficients OwedSteps::coefficients(const Tensor& owed) {
   const double* header = owed.const_data_ptr<double>();
   return {header[1], header[2], header[3]};
+}
+
+bool OwedSteps::rounds(const Tensor& owed) {
+  const double* const rounding = owed_rounding(owed.mutable_data_ptr<double>(), owed.numel());
+  return rounding != nullptr && *rounding != 0;
+}
+
+void OwedSteps::set_rounds(const Tensor& owed, bool rounds) {
+  if (double* const rounding = owed_rounding(owed.mutable_data_ptr<double>(), owed.numel()); rounding != nullptr) {
+    *rounding = double(rounds);
+  }
 }
 
 bool OwedSteps::full(const Tensor& owed, int64_t step) { return step - settled(owed) >= owed_capacity(owed.numel()); }

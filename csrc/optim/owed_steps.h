@@ -24,6 +24,7 @@ namespace xsoftmax {
 // made up (`settled`) and has room for N / 4 steps (1,024 to 262,144). A step that finds it full makes up all N rows first: 4 rows a step on
 // average. Making up moves and decays the parameter's rows and leaves their state as it was after s, the step of their last gradient: so it
 // changes nothing but rounding whether and when it is done. A row with s < settled owes what one with s = settled does, times r^(settled-s).
+// The last number says whether rows of a 16-bit table are made up with stochastic rounding, as its last step was.
 
 /// `owed` on the CPU.
 class OwedSteps : private OwedTable {
@@ -41,6 +42,9 @@ class OwedSteps : private OwedTable {
   static Coefficients coefficients(const at::Tensor& owed);
   /// Whether there is no room for another step: all rows must be made up first.
   static bool full(const at::Tensor& owed, int64_t step);
+  /// Whether what is owed is made up with stochastic rounding.
+  static bool rounds(const at::Tensor& owed);
+  static void set_rounds(const at::Tensor& owed, bool rounds);
   static int64_t settled(const at::Tensor& owed) { return int64_t(owed.const_data_ptr<double>()[0]); }
 
   using OwedTable::step;

@@ -66,6 +66,9 @@ XS_HOST_DEVICE inline int64_t owed_window(double ratio) {
 /// Of a tensor of `numel` numbers.
 XS_HOST_DEVICE inline int64_t owed_capacity(int64_t numel) { return (numel - OwedTable::kHeader) / 2 - 1; }
 
+/// Where it says whether rows are made up with stochastic rounding; none in state from before there was such a thing.
+XS_HOST_DEVICE inline double* owed_rounding(double* owed, int64_t numel) { return numel % 2 == 0 ? nullptr : owed + numel - 1; }
+
 /// `owed` after `step` steps, r = `ratio`.
 XS_HOST_DEVICE inline OwedTable owed_table(double* owed, int64_t capacity, int64_t step, double ratio) {
   double* const movement = owed + OwedTable::kHeader;

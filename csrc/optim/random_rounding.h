@@ -2,37 +2,71 @@
 
 #include "core/philox.h"
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
 // Rounding to 16 bits by chance: up with the probability of what rounding down would lose, so that steps too small for a 16-bit number move it all the
-// same on average. Inline functions for host and CUDA code; the same bits on both.
+// same on average. Philox gives a step its key; mixes of a few instructions give keys to its rows and bits to their elements, since ten rounds of Philox for
+// each would cost more than the memory that 16-bit state saves. Inline functions for host and CUDA code, the same bits on both. They are static: each
+// instruction set has its copies (core/cpu_dispatch.h).
 
 namespace xsoftmax {
 
-/// 16 random bits of an element of a row, in a step.
-XS_HOST_DEVICE inline uint32_t rounding_bits(int64_t step, int64_t row, int64_t element) {
-  const PhiloxBlock block = philox(uint64_t(step), uint64_t(row), uint64_t(element) / 8);
-  const int place = int(element % 8);
-  return (place % 2 == 0 ? block.word[place / 2] : block.word[place / 2] >> 16) & 0xFFFFu;
+/// The random numbers of one step.
+struct StepRounding {
+  uint64_t key;
+  bool table; ///< rows of the table round by chance; 16-bit state always does
+};
+XS_HOST_DEVICE static inline StepRounding step_rounding(int64_t step, bool table) { return {philox(uint64_t(step), 0, 0).low(), table}; }
+
+/// Of one row in it.
+struct RowRounding {
+  uint32_t low, high;
+  bool table;
+};
+XS_HOST_DEVICE static inline RowRounding row_rounding(const StepRounding& step, int64_t row) {
+  uint64_t x = step.key + uint64_t(row) * 0x9E3779B97F4A7C15u; // the mix of splitmix64 (Steele, Lea and Flood 2014)
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  x ^= x >> 31;
+  return {uint32_t(x), uint32_t(x >> 32), step.table};
 }
 
+/// What element d adds to a row's key: kElement d, which loops sum up.
+constexpr uint32_t kElement = 0x9E3779B9u;
+
+XS_HOST_DEVICE static inline uint32_t rounding_mix(uint32_t key, uint32_t other, uint32_t element) {
+  uint32_t x = key + element;
+  x = (x ^ (x >> 16)) * 0x21F0AAADu;
+  x = ((x ^ (x >> 15)) + other) * 0x735A2D97u;
+  return x ^ (x >> 15);
+}
+
+/// 16 random bits for element = kElement d: of an optimizer's first and second state, and of the table.
+XS_HOST_DEVICE static inline uint32_t state_bits(const RowRounding& r, uint32_t element) { return rounding_mix(r.low, r.high, element) & 0xFFFFu; }
+XS_HOST_DEVICE static inline uint32_t second_state_bits(const RowRounding& r, uint32_t element) { return rounding_mix(r.low, r.high, element) >> 16; }
+XS_HOST_DEVICE static inline uint32_t table_bits(const RowRounding& r, uint32_t element) { return rounding_mix(r.high, r.low, element) & 0xFFFFu; }
+
 /// x as a number that bfloat16, or else float16, holds exactly. What is not finite stays as it is.
-XS_HOST_DEVICE inline float round_at_random(float x, uint32_t random, bool bfloat16) {
+XS_HOST_DEVICE static inline float round_at_random(float x, uint32_t random, bool bfloat16) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
-  const uint32_t size = bits & 0x7FFFFFFFu;
+  const uint32_t size = bits & 0x7FFFFFFFu, sign = bits ^ size;
   if (size >= 0x7F800000u) {
     return x;
   }
   if (!bfloat16 && size < 0x38800000u) { // a subnormal of float16: a multiple of 2^-24
-    const float units = std::fabs(x) * 0x1p24f, whole = std::floor(units);
+    float units;
+    std::memcpy(&units, &size, sizeof(units));
+    units *= 0x1p24f;
+    const float whole = float(int32_t(units));
     const float rounded = (whole + (float(random) < (units - whole) * 65536.0f ? 1.0f : 0.0f)) * 0x1p-24f;
-    return x < 0 ? -rounded : rounded;
+    std::memcpy(&bits, &rounded, sizeof(bits));
+    bits |= sign;
+  } else {
+    const uint32_t dropped = bfloat16 ? 0xFFFFu : 0x1FFFu;
+    bits = (bits + (random & dropped)) & ~dropped;
   }
-  const uint32_t dropped = bfloat16 ? 0xFFFFu : 0x1FFFu;
-  bits = (bits + (random & dropped)) & ~dropped;
   std::memcpy(&x, &bits, sizeof(bits));
   return x;
 }

@@ -30,8 +30,9 @@ struct AdagradRule {
     if (!rows) {
       return {at::full_like(param, options.initial_accumulator_value())};
     }
+    const auto elements = element_state_dtype(kState, param, options.state_dtype());
     return {table_empty(options.row_wise() ? param.sizes().slice(0, 1) : param.sizes(),
-                        param.options().dtype(opmath_dtype(param.scalar_type())))
+                        param.options().dtype(options.row_wise() ? opmath_dtype(param.scalar_type()) : elements))
                 .fill_(options.initial_accumulator_value())};
   }
 
@@ -39,7 +40,11 @@ struct AdagradRule {
     const Tensor& sum = state[kSum];
     TORCH_CHECK_VALUE(sum.dim() == 1 || sum.dim() == param.dim(), op, ": expected sum of param's shape or [N], got shape ",
                       sum.sym_sizes());
-    check_row_state(op, "sum", sum, param, sum.dim() == param.dim(), opmath_dtype(param.scalar_type()));
+    if (sum.dim() == param.dim()) {
+      check_element_state(op, "sum", sum, param);
+    } else {
+      check_row_state(op, "sum", sum, param, false, opmath_dtype(param.scalar_type()));
+    }
   }
 
   static void check_dense(const char* op, const Tensor& param, TensorList state) { check_dense_state(op, "sum", state[kSum], param); }
@@ -52,8 +57,8 @@ struct AdagradRule {
     const Tensor& sum = item.state[kSum];
     int64_t& step = *item.state[kCount].mutable_data_ptr<int64_t>();
     const double rate = row_adagrad_rate(options.lr(), options.lr_decay(), step + 1);
-    (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)({item.param, sum, rate, options.weight_decay(), options.eps()}, *item.rows,
-                                                                 item.values);
+    (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)(
+        {item.param, sum, rate, options.weight_decay(), options.eps(), options.stochastic_rounding(), step + 1}, *item.rows, item.values);
     ++step;
   }
 
@@ -91,16 +96,20 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, c
   }
   const Tensor squares = g.square();
   const Tensor next = u.sum.index_select(0, ids) + (u.sum.dim() < u.param.dim() ? squares.mean(1) : squares);
-  u.sum.index_copy_(0, ids, next);
+  u.sum.index_copy_(0, ids, rounded_rows(next, ids, u.step, u.sum.scalar_type(), RoundingOf::State).to(u.sum.scalar_type()));
   const Tensor root = next.sqrt().add(u.eps);
-  u.param.index_copy_(0, ids, (old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(u.lr)).to(u.param.scalar_type()));
+  Tensor moved = old - g.div(root.dim() < g.dim() ? root.unsqueeze(1) : root).mul(u.lr);
+  if (u.stochastic_rounding) {
+    moved = rounded_rows(moved, ids, u.step, u.param.scalar_type(), RoundingOf::Table);
+  }
+  u.param.index_copy_(0, ids, moved.to(u.param.scalar_type()));
 }
 
 RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values,
                                          std::string_view text) {
   const auto options = parse_options<optim::RowAdagradOptions>(AdagradRule::kRows, text);
   plan_rows<AdagradRule>(param, state, rows, values, options);
-  return {options.lr(), options.lr_decay(), options.weight_decay(), options.eps()};
+  return {options.lr(), options.lr_decay(), options.weight_decay(), options.eps(), options.stochastic_rounding()};
 }
 
 void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {

@@ -16,11 +16,15 @@ namespace xsoftmax {
 //
 // Weight decay acts in the steps in which a row has a gradient. Rows owe nothing.
 //
-// State for rows: step int64 [], sum of param's shape or [N] in opmath dtype. Dense: step float32 [], sum.
+// stochastic_rounding: rows of 16-bit tables, in steps of rows (optim/random_rounding.h). A sum in bfloat16 always rounds so: to nearest, it would stop growing at
+// 256 times what a step adds.
+//
+// State for rows: step int64 [], sum of param's shape in opmath dtype or bfloat16 (state_dtype), or [N] in opmath dtype. Dense: step float32 [], sum.
 
 /// What CUDA kernels ask of this file: the checks, the options as numbers, and the composite.
 struct RowAdagradNumbers {
   double lr, lr_decay, weight_decay, eps;
+  bool stochastic_rounding;
 };
 RowAdagradNumbers check_row_adagrad_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
                                          std::string_view options);
@@ -34,6 +38,8 @@ struct RowAdagradUpdate {
   at::Tensor param, sum;
   double lr; ///< of this step
   double weight_decay, eps;
+  bool stochastic_rounding;
+  int64_t step; ///< this one
 };
 
 void row_adagrad_rows_reference(const RowAdagradUpdate& update, const at::Tensor& rows, const at::Tensor& values);

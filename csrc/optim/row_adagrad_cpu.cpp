@@ -6,18 +6,23 @@ namespace xsoftmax {
 using at::Tensor;
 
 void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const Tensor& rows, const Tensor& values) {
-  dispatch_floating(update.param.scalar_type(), [&](auto zero) {
+  dispatch_rows(update.param, update.sum, [&](auto zero, auto zero_state) {
     using T = decltype(zero);
+    using S = decltype(zero_state);
     using M = opmath<T>;
-    const auto& kernels = row_updates().of(T{});
+    const bool one_sum = update.sum.dim() < update.param.dim();
+    const auto& kernels = row_updates().of(T{}, S{});
     const AdagradStep<M> step{M(update.lr), M(update.weight_decay), M(update.eps)};
     const RowView<T> table = row_view<T>(update.param);
-    const RowView<M> sums = row_view<M>(update.sum);
-    const auto kernel = [&, one_sum = update.sum.dim() < update.param.dim()](int64_t row, M* g) {
+    const RowView<M> row_sums = one_sum ? row_view<M>(update.sum) : RowView<M>{};
+    const RowView<S> sums = one_sum ? RowView<S>{} : row_view<S>(update.sum);
+    const StepRounding of_step = step_rounding(update.step, update.stochastic_rounding);
+    const auto kernel = [&](int64_t row, M* g) {
+      const RowRounding random = rounding_of<T, S>(of_step, row);
       if (one_sum) {
-        kernels.adagrad_row(table[row], sums[row], g, step, table.width);
+        kernels.adagrad_row(table[row], row_sums[row], g, step, random, table.width);
       } else {
-        kernels.adagrad(table[row], sums[row], g, step, table.width);
+        kernels.adagrad(table[row], sums[row], g, step, random, table.width);
       }
     };
     update_rows<T>(
@@ -25,6 +30,7 @@ void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const Tensor& rows, co
         [&](int64_t row) {
           table.prefetch(row);
           sums.prefetch(row);
+          row_sums.prefetch(row);
         },
         [&] { return kernel; });
   });

@@ -13,15 +13,15 @@ using namespace cuda;
 
 enum State { kCount, kSum };
 
-// kRowWise: one sum a row.
-template <typename T, bool kRowWise>
+// kRowWise: one sum a row, of type S.
+template <typename T, typename S, bool kRowWise>
 struct AdagradRows {
   using Scalar = T;
   using M = at::opmath_type<T>;
   static constexpr bool kOneSum = kRowWise;
 
   DeviceRows<T> param;
-  DeviceRows<M> sum;
+  DeviceRows<S> sum;
   const int64_t* steps;
   RowAdagradNumbers numbers;
   bool wide;
@@ -30,20 +30,22 @@ struct AdagradRows {
     AdagradStep<M> step;
     M sum; ///< of kRowWise
     M rate;
+    RowRounding random;
   };
 
-  __device__ M read(int64_t row) const { return kRowWise ? *sum[row] : M(0); }
+  __device__ M read(int64_t row) const { return kRowWise ? M(*sum[row]) : M(0); }
 
   template <bool kAlone>
-  __device__ Row begin(int64_t, M old) const {
+  __device__ Row begin(int64_t row, M old) const {
     const M lr = M(row_adagrad_rate(numbers.lr, numbers.lr_decay, *steps + 1));
-    return {{lr, M(numbers.weight_decay), M(numbers.eps)}, old, 0};
+    return {{lr, M(numbers.weight_decay), M(numbers.eps)}, old, 0,
+            rounding_of<T, S>(*steps + 1, row, numbers.stochastic_rounding)};
   }
 
   template <int N>
   struct Elements {
     Pack<T, N> param;
-    Pack<M, N> sums; ///< not of kRowWise
+    Pack<S, N> sums; ///< not of kRowWise
   };
 
   template <int N>
@@ -73,32 +75,37 @@ struct AdagradRows {
 
   template <int N>
   __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
-    M next[N];
+    M next[N], sums[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const M w = M(old.param.values[i]);
       if constexpr (kRowWise) {
         next[i] = w - of_row.rate * (g[i] + of_row.step.weight_decay * w);
       } else {
-        next[i] = adagrad_element(w, old.sums.values[i], g[i], of_row.step);
+        sums[i] = M(old.sums.values[i]);
+        next[i] = adagrad_element(w, sums[i], g[i], of_row.step);
       }
     }
     if constexpr (!kRowWise) {
-      store_pack(sum[row] + d, old.sums.values);
+      round_pack<S>(sums, of_row.random, d, StateBits());
+      store_pack(sum[row] + d, sums);
+    }
+    if (of_row.random.table) {
+      round_pack<T>(next, of_row.random, d, TableBits());
     }
     store_pack(param[row] + d, next);
   }
 
   __device__ void finish(const Row& of_row, int64_t row) const {
     if constexpr (kRowWise) {
-      *sum[row] = of_row.sum;
+      *sum[row] = S(of_row.sum);
     }
   }
 };
 
-template <typename T, bool kRowWise>
+template <typename T, typename S, bool kRowWise>
 void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowAdagradNumbers& numbers) {
-  AdagradRows<T, kRowWise> rule{device_rows<T>(param), device_rows<at::opmath_type<T>>(state[kSum]), state[kCount].const_data_ptr<int64_t>(),
+  AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(),
                                 numbers, false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
@@ -112,9 +119,16 @@ void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& 
     row_adagrad_rows_composite(param, state, rows, values, options);
     return;
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_adagrad_rows_cuda", [&] {
-    const bool row_wise = state[kSum].dim() < param.dim();
-    (row_wise ? step_rows<scalar_t, true> : step_rows<scalar_t, false>)(param, state, rows, values, numbers);
+  dispatch_rows(param, state[kSum], [&](auto zero, auto zero_state) {
+    using T = decltype(zero);
+    using S = decltype(zero_state);
+    if constexpr (std::is_same_v<S, at::opmath_type<T>>) {
+      if (state[kSum].dim() < param.dim()) {
+        step_rows<T, S, true>(param, state, rows, values, numbers);
+        return;
+      }
+    }
+    step_rows<T, S, false>(param, state, rows, values, numbers);
   });
   state[kCount].add_(1);
 }

@@ -35,13 +35,15 @@ struct AdamRule : OwingRule<AdamRule> {
   static constexpr size_t kRowState = 5, kDenseState = 3;
   static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
 
-  static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options&) {
+  static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
     if (!rows) {
       return {at::zeros_like(param), at::zeros_like(param)};
     }
-    const auto options = param.options().dtype(opmath_dtype(param.scalar_type()));
-    return {table_zeros(param.sizes(), options), table_zeros(param.sizes(), options), table_zeros({param.size(0)}, options.dtype(at::kInt)),
-            OwedSteps::make(param.size(0), param.device())};
+    const auto elements = param.options().dtype(element_state_dtype(kState, param, options.state_dtype()));
+    const auto numbers = param.options().dtype(opmath_dtype(param.scalar_type()));
+    return {table_zeros(param.sizes(), elements),
+            options.row_wise() ? table_zeros({param.size(0)}, numbers) : table_zeros(param.sizes(), elements),
+            table_zeros({param.size(0)}, numbers.dtype(at::kInt)), OwedSteps::make(param.size(0), param.device())};
   }
 
   static void check_rows(const char* op, const Tensor& param, TensorList state) { check_row_adam_state(op, param, state); }
@@ -68,9 +70,10 @@ struct AdamRule : OwingRule<AdamRule> {
     const OwedSteps::Coefficients coefficients{beta1, beta2, options.eps()};
     OwedSteps owed = ready(item.param, state, coefficients, kernel);
     const RowAdamUpdate next{item.param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step + 1, beta1, beta2, options.eps(),
-                             options.lr(), 1 - options.lr() * options.weight_decay()};
+                             options.lr(), 1 - options.lr() * options.weight_decay(), options.stochastic_rounding()};
     (kernel ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows, item.values);
     ++step;
+    OwedSteps::set_rounds(state[kOwed], options.stochastic_rounding());
     owed.add(row_adam_owed_rate(options.lr(), power(beta1, step), power(beta2, step)), std::log1p(-options.lr() * options.weight_decay()));
   }
 
@@ -81,7 +84,8 @@ struct AdamRule : OwingRule<AdamRule> {
   static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase, bool kernel) {
     const auto [beta1, beta2, eps] = OwedSteps::coefficients(state[kOwed]);
     (kernel ? row_adam_flush_cpu : row_adam_flush_reference)(
-        {param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step, beta1, beta2, eps, 0, 1, rebase});
+        {param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step, beta1, beta2, eps, 0, 1, OwedSteps::rounds(state[kOwed]),
+         rebase});
   }
 
   static bool can_fuse(const Tensor&) { return true; }
@@ -115,8 +119,11 @@ void check_row_adam_state(const char* op, const Tensor& param, TensorList state)
     wrong_state(op, 0, AdamRule::kRowState, state.size());
   }
   check_row_step(op, state[kCount], param);
-  check_row_state(op, "exp_avg", state[kExpAvg], param, true, opmath_dtype(param.scalar_type()));
-  check_row_state(op, "exp_avg_sq", state[kExpAvgSq], param, true, opmath_dtype(param.scalar_type()));
+  const Tensor &first = state[kExpAvg], &second = state[kExpAvgSq];
+  const auto wide = opmath_dtype(param.scalar_type());
+  check_element_state(op, "exp_avg", first, param);
+  const bool of_rows = second.dim() == 1 && (param.dim() != 1 || second.scalar_type() == wide);
+  check_row_state(op, "exp_avg_sq", second, param, !of_rows, of_rows ? wide : first.scalar_type());
   check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
   OwedSteps::check(op, state[kOwed], param);
 }
@@ -126,10 +133,13 @@ void flush_row_adam(const Tensor& param, TensorList state) {
   op.call(param, state);
 }
 
+// One second moment a row, shaped to stand beside the first.
+static Tensor beside(const Tensor& second, const Tensor& first) { return second.dim() < first.dim() ? second.unsqueeze(1) : second; }
+
 // What rows owe that are made up to s; their moments are left as they were after step s.
 static Tensor owed_movement(const RowAdamUpdate& u, const Tensor& s, const Tensor& movement, const Tensor& first, const Tensor& second) {
   const Tensor scale = (1 - at::pow(at::Scalar(u.beta2), s.to(at::kDouble))).sqrt() * u.eps;
-  return over_root(first, second.sqrt() + per_row(scale, first)) * per_row(movement, first);
+  return over_root(first, beside(second, first).sqrt() + per_row(scale, first)) * per_row(movement, first);
 }
 
 void row_adam_rows_reference(const RowAdamUpdate& u, const Tensor& rows, const Tensor& values) {
@@ -137,26 +147,34 @@ void row_adam_rows_reference(const RowAdamUpdate& u, const Tensor& rows, const T
   const Tensor s = u.last_step.index_select(0, ids), count = s.neg().add(u.step).to(at::kDouble);
   const auto [movement, decay] = u.owed(s);
   u.last_step.index_fill_(0, ids, u.step);
-  const Tensor old_first = u.exp_avg.index_select(0, ids), old_second = u.exp_avg_sq.index_select(0, ids);
+  const Tensor old_first = u.exp_avg.index_select(0, ids).to(g.scalar_type()), old_second = u.exp_avg_sq.index_select(0, ids).to(g.scalar_type());
   const Tensor owed = owed_movement(u, s, movement * u.decay, old_first, old_second);
-  const auto kept = [&, g = g](const Tensor& moment, double beta) { return moment * per_row(at::pow(at::Scalar(beta), count), g); };
-  const Tensor first = kept(old_first, u.beta1) + g.mul(1 - u.beta1);
-  const Tensor second = kept(old_second, u.beta2) + g.square().mul(1 - u.beta2);
-  u.exp_avg.index_copy_(0, ids, first);
-  u.exp_avg_sq.index_copy_(0, ids, second);
-  const Tensor moved = over_root(first, second.sqrt() / std::sqrt(1 - power(u.beta2, u.step)) + u.eps) * (u.lr / (1 - power(u.beta1, u.step)));
+  const auto kept = [&](const Tensor& moment, double beta) { return moment * per_row(at::pow(at::Scalar(beta), count), moment); };
+  const Tensor squares = old_second.dim() < g.dim() ? g.square().mean(1) : g.square();
+  const Tensor first = kept(old_first, u.beta1) + g.mul(1 - u.beta1), second = kept(old_second, u.beta2) + squares.mul(1 - u.beta2);
+  const auto put = [&, &ids = ids](const Tensor& table, const Tensor& next, bool by_chance, RoundingOf of) {
+    table.index_copy_(0, ids, (by_chance ? rounded_rows(next, ids, u.step, table.scalar_type(), of) : next).to(table.scalar_type()));
+  };
+  put(u.exp_avg, first, true, RoundingOf::State);
+  put(u.exp_avg_sq, second, true, RoundingOf::SecondState);
+  const Tensor root = beside(second, g).sqrt() / std::sqrt(1 - power(u.beta2, u.step)) + u.eps;
+  const Tensor moved = over_root(first, root) * (u.lr / (1 - power(u.beta1, u.step)));
   const Tensor old = u.param.index_select(0, ids).to(g.scalar_type()).mul(per_row(decay * u.decay, g));
-  u.param.index_copy_(0, ids, (old - owed - moved).to(u.param.scalar_type()));
+  put(u.param, old - owed - moved, u.stochastic_rounding, RoundingOf::Table);
 }
 
 void row_adam_flush_reference(const RowAdamUpdate& u) {
   const auto [movement, decay] = u.owed(u.last_step);
-  const Tensor owed = owed_movement(u, u.last_step, movement, u.exp_avg, u.exp_avg_sq);
-  u.param.copy_(u.param.to(u.exp_avg.scalar_type()).mul(per_row(decay, u.exp_avg)) - owed);
+  const auto wide = opmath_dtype(u.param.scalar_type());
+  const Tensor first = u.exp_avg.to(wide), second = u.exp_avg_sq.to(wide), owed = owed_movement(u, u.last_step, movement, first, second);
+  const auto put = [&](const Tensor& table, const Tensor& next, bool by_chance, RoundingOf of) {
+    table.copy_(by_chance ? rounded_rows(next, all_rows(u.param), u.step, table.scalar_type(), of) : next);
+  };
+  put(u.param, u.param.to(wide).mul(per_row(decay, first)) - owed, u.stochastic_rounding, RoundingOf::Table);
   if (u.rebase) {
     const Tensor count = u.last_step.neg().add(u.step).to(at::kDouble);
-    u.exp_avg.mul_(per_row(at::pow(at::Scalar(u.beta1), count), u.exp_avg));
-    u.exp_avg_sq.mul_(per_row(at::pow(at::Scalar(u.beta2), count), u.exp_avg_sq));
+    put(u.exp_avg, first.mul(per_row(at::pow(at::Scalar(u.beta1), count), first)), true, RoundingOf::State);
+    put(u.exp_avg_sq, second.mul(per_row(at::pow(at::Scalar(u.beta2), count), second)), true, RoundingOf::SecondState);
     u.last_step.copy_(at::where(u.last_step.eq(0), u.last_step, u.step));
   }
 }
@@ -164,7 +182,7 @@ void row_adam_flush_reference(const RowAdamUpdate& u) {
 RowAdamNumbers check_row_adam_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
   const auto options = parse_options<optim::RowAdamOptions>(AdamRule::kRows, text);
   plan_rows<AdamRule>(param, state, rows, values, options);
-  return {options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(), options.weight_decay()};
+  return {options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(), options.weight_decay(), options.stochastic_rounding()};
 }
 
 void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {

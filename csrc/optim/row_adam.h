@@ -17,6 +17,8 @@ namespace xsoftmax {
 //     exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) g^2
 //     param -= lr / (1 - beta1^t) exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
 //
+// row_wise (partial row-wise Adam, as FBGEMM has it): one second moment a row, exp_avg_sq [N] = beta2 exp_avg_sq + (1 - beta2) mean(g^2).
+//
 // A row without a gradient owes its steps (optim/owed_steps.h). With m, v its moments after step s, its movement in step i > s is
 //
 //     lr_i sqrt(1 - beta2^i) / (1 - beta1^i)  r^(i-s)  m / (sqrt(v) + eps sqrt(1 - beta2^s)),      r = beta1 / sqrt(beta2) < 1,
@@ -26,8 +28,17 @@ namespace xsoftmax {
 // sqrt(exp_avg_sq / (1 - beta2^i)) in that step. Where lr, weight decay or the parameter groups change, rows owe each step at its rate.
 // Where beta1, beta2 or eps change, all rows and their moments are brought up to date first.
 //
-// State for rows: step int64 [], exp_avg and exp_avg_sq of param's shape in opmath dtype, last_step int32 [N] (the step of a row's last gradient,
+// stochastic_rounding: rows of 16-bit tables, in steps of rows and in what a flush makes up (optim/random_rounding.h). Moments in bfloat16 always round so: to
+// nearest, a second moment of beta2 = .999 would not see a gradient that changes it by less than a 256th.
+//
+// State for rows: step int64 [], exp_avg and exp_avg_sq of param's shape in opmath dtype or bfloat16 (state_dtype), row_wise: exp_avg_sq [N] in opmath
+// dtype, last_step int32 [N] (the step of a row's last gradient,
 // after which its moments were left; 0: it had none), owed. Dense: step float32 [], exp_avg, exp_avg_sq, as torch.optim.AdamW's.
+
+/// Whether a row has one second moment. Of a [N] table it may be either.
+inline bool one_second_moment(const at::Tensor& param, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq) {
+  return exp_avg_sq.dim() < param.dim() || exp_avg_sq.scalar_type() != exp_avg.scalar_type();
+}
 
 void check_row_adam_state(const char* op, const at::Tensor& param, at::TensorList state);
 /// row_adam_flush_ by way of the dispatcher.
@@ -36,6 +47,7 @@ void flush_row_adam(const at::Tensor& param, at::TensorList state);
 /// What CUDA kernels ask of this file: the checks, the options as numbers, and the composites.
 struct RowAdamNumbers {
   double lr, beta1, beta2, eps, weight_decay;
+  bool stochastic_rounding;
 };
 RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
                                    std::string_view options);
@@ -71,6 +83,7 @@ struct RowAdamUpdate {
   int64_t step;          ///< to which rows are brought: owed.step() + 1; in a flush owed.step()
   double beta1, beta2, eps;
   double lr = 0, decay = 1; ///< of this step: decay = 1 - lr weight_decay
+  bool stochastic_rounding = false;
   bool rebase = false;      ///< of a flush: brings the moments up to date as well, for steps under other betas
 };
 

@@ -8,16 +8,19 @@ namespace {
 
 using at::Tensor;
 
-template <typename T>
+// S: of the first moment, and of the second where it has an element for each of the parameter's.
+template <typename T, typename S>
 class AdamRows {
  public:
   using M = opmath<T>;
 
   explicit AdamRows(const RowAdamUpdate& update)
       : update_(update),
+        random_(step_rounding(update.step, update.stochastic_rounding)),
         param_(row_view<T>(update.param)),
-        exp_avg_(row_view<M>(update.exp_avg)),
-        exp_avg_sq_(row_view<M>(update.exp_avg_sq)),
+        exp_avg_(row_view<S>(update.exp_avg)),
+        exp_avg_sq_(one_second_moment(update.param, update.exp_avg, update.exp_avg_sq) ? RowView<S>{} : row_view<S>(update.exp_avg_sq)),
+        row_moment_(exp_avg_sq_.data == nullptr ? row_view<M>(update.exp_avg_sq) : RowView<M>{}),
         last_step_(row_view<int32_t>(update.last_step)),
         step_size_(row_adam_step_size(update.lr, std::pow(update.beta1, double(update.step)))),
         scale_(row_adam_scale(std::pow(update.beta2, double(update.step)))) {}
@@ -29,6 +32,7 @@ class AdamRows {
     param_.prefetch(row);
     exp_avg_.prefetch(row);
     exp_avg_sq_.prefetch(row);
+    row_moment_.prefetch(row);
   }
 
   /// Of rows whose last gradient was in step s. A flush leaves their moments.
@@ -36,7 +40,7 @@ class AdamRows {
     const auto debt = update_.owed(s);
     const bool keeps = update_.step == update_.owed.step() && !update_.rebase;
     const double count = keeps ? 0 : double(update_.step - s);
-    return row_adam_coefficients<M>({update_.lr, update_.beta1, update_.beta2, update_.eps, 0}, debt, update_.decay, step_size_, scale_,
+    return row_adam_coefficients<M>({update_.lr, update_.beta1, update_.beta2, update_.eps, 0, false}, debt, update_.decay, step_size_, scale_,
                                     std::pow(update_.beta1, count), std::pow(update_.beta2, count), std::pow(update_.beta2, double(s)));
   }
 
@@ -53,13 +57,21 @@ class AdamRows {
     if (g != nullptr || (update_.rebase && s != 0)) {
       *last_step_[row] = int32_t(update_.step);
     }
-    row_updates().of(T{}).adam(param_[row], exp_avg_[row], exp_avg_sq_[row], g, step, param_.width);
+    const auto& kernels = row_updates().of(T{}, S{});
+    const RowRounding random = rounding_of<T, S>(random_, row);
+    if (exp_avg_sq_.data != nullptr) {
+      kernels.adam(param_[row], exp_avg_[row], exp_avg_sq_[row], g, step, random, param_.width);
+    } else {
+      kernels.adam_row(param_[row], exp_avg_[row], row_moment_[row], g, step, random, param_.width);
+    }
   }
 
  private:
   const RowAdamUpdate& update_;
+  StepRounding random_;
   RowView<T> param_;
-  RowView<M> exp_avg_, exp_avg_sq_;
+  RowView<S> exp_avg_, exp_avg_sq_;
+  RowView<M> row_moment_; ///< one a row, in the place of exp_avg_sq_
   RowView<int32_t> last_step_;
   double step_size_, scale_;
 };
@@ -67,9 +79,9 @@ class AdamRows {
 } // namespace
 
 void row_adam_rows_cpu(const RowAdamUpdate& update, const Tensor& rows, const Tensor& values) {
-  dispatch_floating(update.param.scalar_type(), [&](auto zero) {
+  dispatch_rows(update.param, update.exp_avg, [&](auto zero, auto zero_state) {
     using T = decltype(zero);
-    const AdamRows<T> task(update);
+    const AdamRows<T, decltype(zero_state)> task(update);
     update_rows<T>(
         rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
@@ -79,9 +91,9 @@ void row_adam_rows_cpu(const RowAdamUpdate& update, const Tensor& rows, const Te
 }
 
 void row_adam_flush_cpu(const RowAdamUpdate& update) {
-  dispatch_floating(update.param.scalar_type(), [&](auto zero) {
+  dispatch_rows(update.param, update.exp_avg, [&](auto zero, auto zero_state) {
     using T = decltype(zero);
-    const AdamRows<T> task(update);
+    const AdamRows<T, decltype(zero_state)> task(update);
     update_all_rows(update.param.size(0), task.width(), [&] {
       return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row) mutable { task.update(row, nullptr, by_step); };
     });

@@ -14,14 +14,17 @@ using namespace cuda;
 
 enum State { kCount, kExpAvg, kExpAvgSq, kLastStep, kOwed };
 
-template <typename T>
+// kRowWise: one second moment a row, of type M; else both have type S.
+template <typename T, typename S, bool kRowWise>
 struct AdamRows {
   using Scalar = T;
   using M = at::opmath_type<T>;
-  static constexpr bool kOneSum = false;
+  using Second = std::conditional_t<kRowWise, M, S>;
+  static constexpr bool kOneSum = kRowWise;
 
   DeviceRows<T> param;
-  DeviceRows<M> exp_avg, exp_avg_sq;
+  DeviceRows<S> exp_avg;
+  DeviceRows<Second> exp_avg_sq;
   DeviceRows<int32_t> last_step;
   Owing owing;
   RowAdamNumbers numbers; // of a step
@@ -31,51 +34,104 @@ struct AdamRows {
   struct Row {
     AdamStep<M> step;
     int32_t number;
+    RowRounding random;
+    M second, owed, rate; ///< of kRowWise
   };
 
-  __device__ int32_t read(int64_t row) const { return *last_step[row]; }
+  struct Old {
+    int32_t step;
+    M second; ///< of kRowWise
+  };
+  __device__ Old read(int64_t row) const { return {*last_step[row], kRowWise ? M(*exp_avg_sq[row]) : M(0)}; }
 
   template <bool kAlone>
-  __device__ Row begin(int64_t, int32_t s) const {
-    const int64_t t = *owing.step + 1;
+  __device__ Row begin(int64_t row, Old old) const {
+    const int64_t s = old.step, t = *owing.step + 1;
     const RowAdamNumbers& n = numbers;
     double power[5];
     powers<kAlone>(power, [&](int i) { return i == 0 || i == 3 ? n.beta1 : n.beta2; },
-                   [&](int i) { return i < 2 ? t - s : (i == 2 ? int64_t(s) : t); });
+                   [&](int i) { return i < 2 ? t - s : (i == 2 ? s : t); });
     const double step_size = row_adam_step_size(n.lr, power[3]), scale = row_adam_scale(power[4]);
-    return {row_adam_coefficients<M>(n, owing.debt(s, ratio), decay, step_size, scale, power[0], power[1], power[2]), int32_t(t)};
+    const auto step = row_adam_coefficients<M>(n, owing.debt(s, ratio), decay, step_size, scale, power[0], power[1], power[2]);
+    return {step, int32_t(t), rounding_of<T, S>(t, row, n.stochastic_rounding), old.second, kRowWise ? adam_row_owed(old.second, step) : M(0), M(0)};
   }
 
   template <int N>
   struct Elements {
     Pack<T, N> param;
-    Pack<M, N> first, second;
+    Pack<S, N> first;
+    Pack<S, N> second; ///< not of kRowWise
   };
 
   template <int N>
   __device__ Elements<N> fetch(int64_t row, int64_t d) const {
-    return {load_pack<N>(param[row] + d), load_pack<N>(exp_avg[row] + d), load_pack<N>(exp_avg_sq[row] + d)};
+    if constexpr (kRowWise) {
+      return {load_pack<N>(param[row] + d), load_pack<N>(exp_avg[row] + d), {}};
+    } else {
+      return {load_pack<N>(param[row] + d), load_pack<N>(exp_avg[row] + d), load_pack<N>(exp_avg_sq[row] + d)};
+    }
+  }
+
+  template <int N>
+  __device__ M squares(const Elements<N>&, const M (&g)[N]) const {
+    M result = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      result += g[i] * g[i];
+    }
+    return result;
+  }
+
+  __device__ void with_squares(Row& of_row, M mean) const {
+    of_row.second = of_row.step.keep2 * of_row.second + of_row.step.take2 * mean;
+    of_row.rate = adam_row_rate(of_row.second, of_row.step);
   }
 
   template <int N>
   __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
     const AdamStep<M>& s = of_row.step;
-    M next[N];
+    M next[N], first[N], second[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       M w = M(old.param.values[i]), decay_left = s.decay;
-      if (s.owed != 0) {
-        w = adam_owed_element(w, old.first.values[i], old.second.values[i], s);
-        decay_left = 1;
+      first[i] = M(old.first.values[i]);
+      if constexpr (kRowWise) {
+        next[i] = adam_row_element(w, first[i], g[i], s, of_row.owed, of_row.rate);
+      } else {
+        second[i] = M(old.second.values[i]);
+        if (s.owed != 0) {
+          w = adam_owed_element(w, first[i], second[i], s);
+          decay_left = 1;
+        }
+        next[i] = adam_element(w, first[i], second[i], g[i], s, decay_left, s.keep1, s.keep2);
       }
-      next[i] = adam_element(w, old.first.values[i], old.second.values[i], g[i], s, decay_left, s.keep1, s.keep2);
     }
-    store_pack(exp_avg[row] + d, old.first.values);
-    store_pack(exp_avg_sq[row] + d, old.second.values);
+    put(of_row.random, row, d, next, first, second, true);
+  }
+
+  /// Param, and where `moments` the moments, as they are stored.
+  template <int N>
+  __device__ void put(const RowRounding& random, int64_t row, int64_t d, M (&next)[N], M (&first)[N], M (&second)[N], bool moments) const {
+    if (moments) {
+      round_pack<S>(first, random, d, StateBits());
+      store_pack(exp_avg[row] + d, first);
+      if constexpr (!kRowWise) {
+        round_pack<S>(second, random, d, SecondStateBits());
+        store_pack(exp_avg_sq[row] + d, second);
+      }
+    }
+    if (random.table) {
+      round_pack<T>(next, random, d, TableBits());
+    }
     store_pack(param[row] + d, next);
   }
 
-  __device__ void finish(const Row& of_row, int64_t row) const { *last_step[row] = of_row.number; }
+  __device__ void finish(const Row& of_row, int64_t row) const {
+    *last_step[row] = of_row.number;
+    if constexpr (kRowWise) {
+      *exp_avg_sq[row] = of_row.second;
+    }
+  }
 
   template <int N, bool kAlone>
   __device__ void make_up(Due due, int64_t row, int64_t width, int thread) const {
@@ -84,7 +140,7 @@ struct AdamRows {
       return;
     }
     const bool rebase = due == Due::Rebase;
-    const RowAdamNumbers past{0, owing.owed[1], owing.owed[2], owing.owed[3], 0};
+    const RowAdamNumbers past{0, owing.owed[1], owing.owed[2], owing.owed[3], 0, false};
     const OwedDebt debt = owed_table(owing.owed, owing.capacity, t, row_adam_ratio(past.beta1, past.beta2))(s);
     if (s == 0 && debt.decay == 1) {
       return;
@@ -93,24 +149,37 @@ struct AdamRows {
     double power[3];
     powers<kAlone>(power, [&](int i) { return i == 0 ? past.beta1 : past.beta2; }, [&](int i) { return i < 2 ? since : s; });
     const auto step = row_adam_coefficients<M>(past, debt, 1, 0, 0, power[0], power[1], power[2]);
+    const RowRounding random = rounding_of<T, S>(t, row, owing.rounded());
+    M owed = 0;
+    if constexpr (kRowWise) {
+      const M old = *exp_avg_sq[row];
+      owed = adam_row_owed(old, step);
+      if constexpr (!kAlone) {
+        __syncwarp(); // all have read it
+      }
+      if (rebase && thread == 0) {
+        *exp_avg_sq[row] = step.keep2 * old;
+      }
+    }
     if (rebase && s != 0 && thread == 0) { // all have read it: powers and the return above wait for them
       *last_step[row] = int32_t(t);
     }
     constexpr int kTeam = kAlone ? 1 : kWarp;
     for (int64_t d = int64_t(thread) * N; d < width; d += kTeam * N) {
-      auto old = fetch<N>(row, d);
-      M next[N];
+      const auto old = fetch<N>(row, d);
+      M next[N], first[N], second[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        next[i] = adam_owed_element(M(old.param.values[i]), old.first.values[i], old.second.values[i], step);
-        old.first.values[i] *= step.keep1;
-        old.second.values[i] *= step.keep2;
+        const M w = M(old.param.values[i]), moment = M(old.first.values[i]);
+        first[i] = step.keep1 * moment;
+        if constexpr (kRowWise) {
+          next[i] = step.decay * w - owed * moment;
+        } else {
+          next[i] = adam_owed_element(w, moment, M(old.second.values[i]), step);
+          second[i] = step.keep2 * M(old.second.values[i]);
+        }
       }
-      store_pack(param[row] + d, next);
-      if (rebase) {
-        store_pack(exp_avg[row] + d, old.first.values);
-        store_pack(exp_avg_sq[row] + d, old.second.values);
-      }
+      put(random, row, d, next, first, second, rebase);
     }
   }
 };
@@ -121,14 +190,30 @@ struct AdamRate {
   __device__ double operator()(int64_t t) const { return row_adam_owed_rate(lr, integer_power(beta1, t), integer_power(beta2, t)); }
 };
 
-template <typename T>
-AdamRows<T> adam_rows(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers) {
-  AdamRows<T> rows{device_rows<T>(param), device_rows<at::opmath_type<T>>(state[kExpAvg]), device_rows<at::opmath_type<T>>(state[kExpAvgSq]),
-                   device_rows<int32_t>(state[kLastStep]), owing, numbers, 1 - numbers.lr * numbers.weight_decay,
-                   row_adam_ratio(numbers.beta1, numbers.beta2), false};
+template <typename T, typename S, bool kRowWise>
+AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers) {
+  using Rows = AdamRows<T, S, kRowWise>;
+  Rows rows{device_rows<T>(param), device_rows<S>(state[kExpAvg]), device_rows<typename Rows::Second>(state[kExpAvgSq]),
+            device_rows<int32_t>(state[kLastStep]), owing, numbers, 1 - numbers.lr * numbers.weight_decay,
+            row_adam_ratio(numbers.beta1, numbers.beta2), false};
   constexpr int64_t kPack = 16 / sizeof(T);
-  rows.wide = rows.param.packs(kPack) && rows.exp_avg.packs(kPack) && rows.exp_avg_sq.packs(kPack) && (param.dim() < 2 || param.size(1) % kPack == 0);
+  rows.wide = rows.param.packs(kPack) && rows.exp_avg.packs(kPack) && (kRowWise || rows.exp_avg_sq.packs(kPack)) &&
+      (param.dim() < 2 || param.size(1) % kPack == 0);
   return rows;
+}
+
+/// Calls function(rule) with the one that fits the types of the parameter and its state.
+template <typename Function>
+void with_rule(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers, const Function& function) {
+  dispatch_rows(param, state[kExpAvg], [&](auto zero, auto zero_state) {
+    using T = decltype(zero);
+    using S = decltype(zero_state);
+    if (one_second_moment(param, state[kExpAvg], state[kExpAvgSq])) {
+      function(adam_rows<T, S, true>(param, state, owing, numbers));
+    } else {
+      function(adam_rows<T, S, false>(param, state, owing, numbers));
+    }
+  });
 }
 
 bool fits(const Tensor& param, TensorList state) {
@@ -142,9 +227,8 @@ void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& row
     row_adam_rows_composite(param, state, rows, values, options);
     return;
   }
-  const Owing steps = owing(state[kCount], state[kOwed], numbers.beta1, numbers.beta2, numbers.eps);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_adam_rows_cuda", [&] {
-    const auto rule = adam_rows<scalar_t>(param, state, steps, numbers);
+  const Owing steps = owing(state[kCount], state[kOwed], numbers.beta1, numbers.beta2, numbers.eps, numbers.stochastic_rounding);
+  with_rule(param, state, steps, numbers, [&](const auto& rule) {
     make_up(rule, param);
     update_rows(rule, rows, values, param.size(0));
     advance(steps, AdamRate{numbers.lr, numbers.beta1, numbers.beta2}, rule.ratio, std::log1p(-numbers.lr * numbers.weight_decay),
@@ -162,11 +246,9 @@ void row_adam_flush_cuda(const Tensor& param, TensorList state) {
     row_adam_flush_composite(param, state);
     return;
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_adam_flush_cuda", [&] {
-    const Owing steps = owing(state[kCount], state[kOwed]);
-    make_up(adam_rows<scalar_t>(param, state, steps, {}), param);
-    settle_owed(steps);
-  });
+  const Owing steps = owing(state[kCount], state[kOwed]);
+  with_rule(param, state, steps, {}, [&](const auto& rule) { make_up(rule, param); });
+  settle_owed(steps);
   made_up(param, state);
 }
 

@@ -61,5 +61,27 @@ XS_HOST_DEVICE inline M adam_element(M w, M& m, M& v, M g, const AdamStep<M>& s,
   return decay * w - s.step_size * (first / (root == 0 ? M(1) : root));
 }
 
+/// What a step takes of the first moment of a row whose only second moment is now `second`.
+template <typename M>
+XS_HOST_DEVICE inline M adam_row_rate(M second, const AdamStep<M>& s) {
+  const M root = s.scale * square_root(second) + s.eps;
+  return s.step_size / (root == 0 ? M(1) : root);
+}
+
+/// What the steps owed take of it, where the second moment was `second`.
+template <typename M>
+XS_HOST_DEVICE inline M adam_row_owed(M second, const AdamStep<M>& s) {
+  const M root = square_root(second) + s.owed_eps;
+  return s.owed / (root == 0 ? M(1) : root);
+}
+
+/// The element after the steps that it owes and this one, by those two; `m` becomes the next.
+template <typename M>
+XS_HOST_DEVICE inline M adam_row_element(M w, M& m, M g, const AdamStep<M>& s, M owed, M rate) {
+  const M first = s.keep1 * m + s.take1 * g, moved = s.decay * w - owed * m;
+  m = first;
+  return moved - rate * first;
+}
+
 } // namespace
 } // namespace xsoftmax::XS_ISA

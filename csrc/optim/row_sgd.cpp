@@ -4,7 +4,6 @@
 #include "core/dtypes.h"
 #include "core/memory.h"
 #include "optim/owing_rule.h"
-#include "optim/random_rounding.h"
 #include "optim/row_step.h"
 
 #include <ATen/TensorOperators.h>
@@ -45,7 +44,7 @@ struct SgdRule : OwingRule<SgdRule> {
   static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
-    const auto dtype = param.options().dtype(rows ? opmath_dtype(param.scalar_type()) : param.scalar_type());
+    const auto dtype = param.options().dtype(rows ? element_state_dtype(kState, param, options.state_dtype()) : param.scalar_type());
     const bool buffer = options.momentum() != 0;
     if (!rows) {
       return {buffer ? at::zeros_like(param) : at::empty({0}, dtype)};
@@ -95,6 +94,7 @@ struct SgdRule : OwingRule<SgdRule> {
                               options.stochastic_rounding()};
     (kernel ? row_sgd_rows_cpu : row_sgd_rows_reference)(update, *item.rows, item.values);
     ++step;
+    OwedSteps::set_rounds(state[kOwed], options.stochastic_rounding());
     if (owes) {
       owed.add(options.lr() * (options.nesterov() ? momentum : 1), std::log1p(-options.lr() * options.weight_decay()));
     } else {
@@ -115,6 +115,7 @@ struct SgdRule : OwingRule<SgdRule> {
     const double momentum = ratio_of(OwedSteps::coefficients(state[kOwed]));
     RowSGDUpdate update{param, std::nullopt, state[kLastStep], owed, step, momentum};
     update.rebase = rebase;
+    update.stochastic_rounding = OwedSteps::rounds(state[kOwed]);
     if (momentum != 0 && has_buffer(param, state)) { // steps without momentum left the buffer alone
       update.momentum_buffer = state[kBuffer];
     }
@@ -170,11 +171,12 @@ void check_row_sgd_state(const char* op, const Tensor& param, TensorList state) 
     wrong_state(op, 0, SgdRule::kRowState, state.size());
   }
   check_row_step(op, state[kCount], param);
-  const auto dtype = opmath_dtype(param.scalar_type());
-  if (state[kBuffer].dim() != 1 || state[kBuffer].sym_size(0) != 0) {
-    check_row_state(op, "momentum_buffer", state[kBuffer], param, true, dtype);
+  const Tensor& buffer = state[kBuffer];
+  if (buffer.dim() != 1 || buffer.sym_size(0) != 0) {
+    check_element_state(op, "momentum_buffer", buffer, param);
   }
-  check::dtype(op, "momentum_buffer", state[kBuffer], dtype);
+  const auto dtype = opmath_dtype(param.scalar_type());
+  check::dtype(op, "momentum_buffer", buffer, dtype == at::kFloat && buffer.scalar_type() == at::kBFloat16 ? at::kBFloat16 : dtype);
   check_row_state(op, "last_step", state[kLastStep], param, false, at::kInt);
   OwedSteps::check(op, state[kOwed], param);
 }
@@ -187,20 +189,6 @@ void flush_row_sgd(const Tensor& param, TensorList state) {
 // momentum^(step - s), what is left of the buffer of rows whose last gradient was in step s.
 static Tensor kept(const RowSGDUpdate& u, const Tensor& s) {
   return at::where(s.eq(0), 1.0, at::pow(at::Scalar(u.momentum), s.neg().add(u.step).to(at::kDouble)));
-}
-
-// float32 rows that `dtype` holds exactly.
-static Tensor rounded_rows(const Tensor& rows, const Tensor& ids, int64_t step, at::ScalarType dtype) {
-  const Tensor result = rows.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous(), host_ids = ids.to(at::kCPU).contiguous();
-  const int64_t width = rows.dim() == 2 ? rows.size(1) : 1;
-  float* const x = result.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < host_ids.numel(); ++i) {
-    for (int64_t d = 0; d < width; ++d) {
-      float& element = x[i * width + d];
-      element = round_at_random(element, rounding_bits(step, host_ids.const_data_ptr<int64_t>()[i], d), dtype == at::kBFloat16);
-    }
-  }
-  return result.to(rows.device());
 }
 
 void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Tensor& values) {
@@ -216,13 +204,14 @@ void row_sgd_rows_reference(const RowSGDUpdate& u, const Tensor& rows, const Ten
       const Tensor old = u.momentum_buffer->index_select(0, ids);
       const Tensor buffer = per_row(kept(u, s), g).mul(old) + g.mul(u.take);
       next = next - per_row(movement * u.decay, g).mul(old);
-      u.momentum_buffer->index_copy_(0, ids, buffer);
+      u.momentum_buffer->index_copy_(
+          0, ids, rounded_rows(buffer, ids, u.step, u.momentum_buffer->scalar_type(), RoundingOf::State).to(u.momentum_buffer->scalar_type()));
       g = u.nesterov ? g + buffer.mul(u.momentum) : buffer;
     }
   }
   next = next - g.mul(u.lr);
-  if (u.stochastic_rounding && next.scalar_type() != u.param.scalar_type()) {
-    next = rounded_rows(next, ids, u.step, u.param.scalar_type());
+  if (u.stochastic_rounding) {
+    next = rounded_rows(next, ids, u.step, u.param.scalar_type(), RoundingOf::Table);
   }
   u.param.index_copy_(0, ids, next.to(u.param.scalar_type()));
 }
@@ -234,10 +223,14 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
   if (given(u.momentum_buffer)) {
     next = next - per_row(movement, old).mul(*u.momentum_buffer);
   }
-  u.param.copy_(next);
+  const auto rounded = [&](const Tensor& all, const Tensor& stored, RoundingOf of) {
+    return rounded_rows(all, all_rows(u.param), u.step, stored.scalar_type(), of);
+  };
+  u.param.copy_(u.stochastic_rounding ? rounded(next, u.param, RoundingOf::Table) : next);
   if (u.rebase) {
     if (given(u.momentum_buffer)) {
-      u.momentum_buffer->mul_(per_row(kept(u, *u.last_step), *u.momentum_buffer));
+      const Tensor& buffer = *u.momentum_buffer;
+      buffer.copy_(rounded(buffer.to(old.scalar_type()).mul(per_row(kept(u, *u.last_step), old)), buffer, RoundingOf::State));
     }
     u.last_step->copy_(at::where(u.last_step->eq(0), *u.last_step, u.step));
   }

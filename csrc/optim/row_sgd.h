@@ -19,7 +19,7 @@ namespace xsoftmax {
 // after step s, its movement in step i > s is lr_i momentum^(i-s) b (times momentum once more with nesterov). Where momentum or nesterov
 // change, all rows and their buffers are brought up to date first. Weight decay is decoupled; for dense gradients it is a term of the gradient, as in torch.optim.SGD.
 //
-// State for rows: step int64 [], momentum_buffer of param's shape in opmath dtype ([0] without momentum; a momentum that is set later
+// State for rows: step int64 [], momentum_buffer of param's shape in opmath dtype or bfloat16 ([0] without momentum; a momentum that is set later
 // makes it), last_step int32 [N] (the step of a row's last gradient, after which its buffer was left; 0: it had none), owed. Dense: step float32 [], momentum_buffer.
 
 void check_row_sgd_state(const char* op, const at::Tensor& param, at::TensorList state);
@@ -57,7 +57,8 @@ struct RowSGDUpdate {
   double momentum;
   double lr = 0, decay = 1; ///< of this step: decay = 1 - lr weight_decay
   double take = 1;          ///< 1 - dampening
-  bool nesterov = false, maximize = false, stochastic_rounding = false;
+  bool nesterov = false, maximize = false;
+  bool stochastic_rounding = false;
   bool rebase = false;      ///< of a flush: brings the buffer up to date as well, for steps under another momentum
 };
 

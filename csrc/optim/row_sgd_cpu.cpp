@@ -1,4 +1,3 @@
-#include "optim/random_rounding.h"
 #include "optim/row_sgd.h"
 #include "optim/row_update_cpu.h"
 
@@ -13,15 +12,16 @@ namespace {
 
 using at::Tensor;
 
-template <typename T>
+template <typename T, typename S>
 class SgdRows {
  public:
   using M = opmath<T>;
 
   explicit SgdRows(const RowSGDUpdate& update)
       : update_(update),
+        random_(step_rounding(update.step, update.stochastic_rounding)),
         param_(row_view<T>(update.param)),
-        buffer_(given(update.momentum_buffer) ? row_view<M>(*update.momentum_buffer) : RowView<M>{}),
+        buffer_(given(update.momentum_buffer) ? row_view<S>(*update.momentum_buffer) : RowView<S>{}),
         last_step_(given(update.last_step) ? row_view<int32_t>(*update.last_step) : RowView<int32_t>{}) {}
 
   int64_t width() const { return param_.width; }
@@ -42,38 +42,23 @@ class SgdRows {
   }
 
   void update(int64_t row, M* g, ByStep<MomentumStep<M>>& by_step) const {
-    if constexpr (!std::is_same_v<T, M>) {
-      if (update_.stochastic_rounding) { // the step of a row of float32, then rounded
-        using Element = std::conditional_t<std::is_same_v<T, Bf16>, at::BFloat16, at::Half>;
-        auto* const stored = reinterpret_cast<Element*>(param_[row]);
-        std::vector<M> wide(stored, stored + param_.width);
-        update_row(row, wide.data(), g, by_step);
-        for (int64_t d = 0; d < param_.width; ++d) {
-          stored[d] = Element(round_at_random(wide[d], rounding_bits(update_.step, row, d), std::is_same_v<T, Bf16>));
-        }
-        return;
-      }
-    }
-    update_row(row, param_[row], g, by_step);
-  }
-
-  template <typename Stored>
-  void update_row(int64_t row, Stored* w, M* g, ByStep<MomentumStep<M>>& by_step) const {
-    const auto& kernels = row_updates().of(Stored{});
+    const auto& kernels = row_updates().of(T{}, S{});
+    const RowRounding random = rounding_of<T, S>(random_, row);
+    const M lr = M(update_.maximize ? -update_.lr : update_.lr);
     if (last_step_.data == nullptr) {
-      kernels.sgd(w, g, M(1), M(update_.maximize ? -update_.lr : update_.lr), param_.width);
+      kernels.sgd(param_[row], g, M(1), lr, random, param_.width);
       return;
     }
     const auto& step = by_step.of(*last_step_[row], [this](int64_t s) { return coefficients(s); });
     *last_step_[row] = int32_t(update_.step);
     if (buffer_.data == nullptr) {
-      kernels.sgd(w, g, step.decay, M(update_.maximize ? -update_.lr : update_.lr), param_.width);
+      kernels.sgd(param_[row], g, step.decay, lr, random, param_.width);
       return;
     }
     if (update_.maximize) {
       std::transform(g, g + param_.width, g, std::negate<M>());
     }
-    kernels.momentum(w, buffer_[row], g, step, param_.width);
+    kernels.momentum(param_[row], buffer_[row], g, step, random, param_.width);
   }
 
   void flush(int64_t row, ByStep<MomentumStep<M>>& by_step) const {
@@ -85,26 +70,32 @@ class SgdRows {
     if (update_.rebase && s != 0) {
       *last_step_[row] = int32_t(update_.step);
     }
+    const auto& kernels = row_updates().of(T{}, S{});
+    const RowRounding random = rounding_of<T, S>(random_, row);
     if (s != 0 && buffer_.data != nullptr) {
-      row_updates().of(T{}).drift(param_[row], buffer_[row], step.decay, step.drift, step.keep, param_.width);
+      kernels.drift(param_[row], buffer_[row], step.decay, step.drift, step.keep, random, param_.width);
     } else if (step.decay != 1) {
-      row_updates().of(T{}).decay(param_[row], step.decay, param_.width);
+      kernels.decay(param_[row], step.decay, random, param_.width);
     }
   }
 
  private:
   const RowSGDUpdate& update_;
+  StepRounding random_;
   RowView<T> param_;
-  RowView<M> buffer_;
+  RowView<S> buffer_;
   RowView<int32_t> last_step_;
 };
+
+// What tells the type of state; without a buffer there is none that matters.
+const Tensor& state_of(const RowSGDUpdate& update) { return given(update.momentum_buffer) ? *update.momentum_buffer : update.param; }
 
 } // namespace
 
 void row_sgd_rows_cpu(const RowSGDUpdate& update, const Tensor& rows, const Tensor& values) {
-  dispatch_floating(update.param.scalar_type(), [&](auto zero) {
+  dispatch_rows(update.param, state_of(update), [&](auto zero, auto zero_state) {
     using T = decltype(zero);
-    const SgdRows<T> task(update);
+    const SgdRows<T, decltype(zero_state)> task(update);
     update_rows<T>(
         rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
@@ -114,9 +105,9 @@ void row_sgd_rows_cpu(const RowSGDUpdate& update, const Tensor& rows, const Tens
 }
 
 void row_sgd_flush_cpu(const RowSGDUpdate& update) {
-  dispatch_floating(update.param.scalar_type(), [&](auto zero) {
+  dispatch_rows(update.param, state_of(update), [&](auto zero, auto zero_state) {
     using T = decltype(zero);
-    const SgdRows<T> task(update);
+    const SgdRows<T, decltype(zero_state)> task(update);
     update_all_rows(update.param.size(0), task.width(), [&] {
       return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row) mutable { task.flush(row, by_step); };
     });

@@ -1,5 +1,4 @@
 #include "core/impl.h"
-#include "optim/random_rounding.h"
 #include "optim/row_sgd.h"
 #include "optim/row_update_cuda.cuh"
 #include "optim/settle.h"
@@ -15,14 +14,15 @@ using namespace cuda;
 
 enum State { kCount, kBuffer, kLastStep, kOwed };
 
-template <typename T>
+// S: of the buffer.
+template <typename T, typename S>
 struct SgdRows {
   using Scalar = T;
   using M = at::opmath_type<T>;
   static constexpr bool kOneSum = false;
 
   DeviceRows<T> param;
-  DeviceRows<M> buffer; // none: without momentum
+  DeviceRows<S> buffer; // none: without momentum
   DeviceRows<int32_t> last_step;
   Owing owing;
   RowSGDNumbers numbers; // of a step
@@ -34,6 +34,7 @@ struct SgdRows {
   struct Row {
     MomentumStep<M> step;
     int32_t number;
+    RowRounding random;
   };
 
   __device__ bool owes() const { return always || (!owing.settles() && *owing.step > int64_t(owing.owed[0])); }
@@ -41,46 +42,43 @@ struct SgdRows {
   __device__ int32_t read(int64_t row) const { return owes() ? *last_step[row] : 0; }
 
   template <bool kAlone>
-  __device__ Row begin(int64_t, int32_t s) const {
+  __device__ Row begin(int64_t row, int32_t s) const {
     const int64_t t = *owing.step + 1;
     const double take = t == 1 || fresh ? 1 : 1 - numbers.dampening;
     const OwedDebt debt = owes() ? owing.debt(s, numbers.momentum) : OwedDebt{0, 1};
     const double kept = s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
-    return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), int32_t(t)};
+    return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), int32_t(t),
+            rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
   }
 
   template <int N>
   struct Elements {
     Pack<T, N> param;
-    Pack<M, N> buffer; ///< with momentum
+    Pack<S, N> buffer; ///< with momentum
   };
 
   template <int N>
   __device__ Elements<N> fetch(int64_t row, int64_t d) const {
-    return {load_pack<N>(param[row] + d), buffer.data == nullptr ? Pack<M, N>{} : load_pack<N>(buffer[row] + d)};
+    return {load_pack<N>(param[row] + d), buffer.data == nullptr ? Pack<S, N>{} : load_pack<N>(buffer[row] + d)};
   }
 
   template <int N>
   __device__ void update(const Row& of_row, Elements<N> old, int64_t row, int64_t d, const M (&g)[N]) const {
     const MomentumStep<M>& s = of_row.step;
     const M sign = numbers.maximize ? M(-1) : M(1);
-    M next[N];
+    M next[N], of_buffer[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const M w = M(old.param.values[i]);
-      next[i] = buffer.data == nullptr ? s.decay * w - s.lr * (sign * g[i])
-                                       : momentum_element(w, old.buffer.values[i], sign * g[i], s, s.nesterov);
+      of_buffer[i] = M(old.buffer.values[i]);
+      next[i] = buffer.data == nullptr ? s.decay * w - s.lr * (sign * g[i]) : momentum_element(w, of_buffer[i], sign * g[i], s, s.nesterov);
     }
     if (buffer.data != nullptr) {
-      store_pack(buffer[row] + d, old.buffer.values);
+      round_pack<S>(of_buffer, of_row.random, d, StateBits());
+      store_pack(buffer[row] + d, of_buffer);
     }
-    if constexpr (!std::is_same_v<T, M>) {
-      if (numbers.stochastic_rounding) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          next[i] = round_at_random(next[i], rounding_bits(of_row.number, row, d + i), std::is_same_v<T, at::BFloat16>);
-        }
-      }
+    if (of_row.random.table) {
+      round_pack<T>(next, of_row.random, d, TableBits());
     }
     store_pack(param[row] + d, next);
   }
@@ -111,6 +109,7 @@ struct SgdRows {
       return;
     }
     const M owed_decay = M(debt.decay), drift = M(debt.movement), kept = M(rebase ? integer_power(momentum, t - s) : 1.0);
+    const RowRounding random = rounding_of<T, S>(t, row, owing.rounded());
     constexpr int kTeam = kAlone ? 1 : kWarp;
     for (int64_t d = int64_t(thread) * N; d < width; d += kTeam * N) {
       const auto old = load_pack<N>(param[row] + d);
@@ -120,15 +119,20 @@ struct SgdRows {
         next[i] = owed_decay * M(old.values[i]);
       }
       if (moves) {
-        auto of_buffer = load_pack<N>(buffer[row] + d);
+        const auto old_buffer = load_pack<N>(buffer[row] + d);
+        M of_buffer[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          next[i] -= drift * of_buffer.values[i];
-          of_buffer.values[i] *= kept;
+          next[i] -= drift * M(old_buffer.values[i]);
+          of_buffer[i] = kept * M(old_buffer.values[i]);
         }
         if (kept != 1) {
-          store_pack(buffer[row] + d, of_buffer.values);
+          round_pack<S>(of_buffer, random, d, StateBits());
+          store_pack(buffer[row] + d, of_buffer);
         }
+      }
+      if (random.table) {
+        round_pack<T>(next, random, d, TableBits());
       }
       store_pack(param[row] + d, next);
     }
@@ -141,11 +145,10 @@ struct SgdRate {
   __device__ double operator()(int64_t) const { return rate; }
 };
 
-template <typename T>
-SgdRows<T> sgd_rows(const Tensor& param, TensorList state, const Owing& owing, const RowSGDNumbers& numbers) {
-  using M = at::opmath_type<T>;
+template <typename T, typename S>
+SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing, const RowSGDNumbers& numbers) {
   const bool has_buffer = state[kBuffer].sizes() == param.sizes(); // one that was not needed yet is [0]
-  SgdRows<T> rows{device_rows<T>(param), has_buffer ? device_rows<M>(state[kBuffer]) : DeviceRows<M>{}, device_rows<int32_t>(state[kLastStep]),
+  SgdRows<T, S> rows{device_rows<T>(param), has_buffer ? device_rows<S>(state[kBuffer]) : DeviceRows<S>{}, device_rows<int32_t>(state[kLastStep]),
                   owing, numbers, 1 - numbers.lr * numbers.weight_decay, false, numbers.momentum != 0 || numbers.weight_decay != 0, false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rows.wide = rows.param.packs(kPack) && rows.buffer.packs(kPack) && (param.dim() < 2 || param.size(1) % kPack == 0);
@@ -154,12 +157,12 @@ SgdRows<T> sgd_rows(const Tensor& param, TensorList state, const Owing& owing, c
 
 bool fits(const Tensor& param, TensorList state) { return !use_reference() && has_row_view(param) && has_row_view(state[kBuffer]); }
 
-template <typename T>
+template <typename T, typename S>
 void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowSGDNumbers& numbers) {
-  const Owing steps = owing(state[kCount], state[kOwed], numbers.momentum, double(numbers.nesterov), 0);
-  make_up(sgd_rows<T>(param, state, steps, numbers), param);
+  const Owing steps = owing(state[kCount], state[kOwed], numbers.momentum, double(numbers.nesterov), 0, numbers.stochastic_rounding);
+  make_up(sgd_rows<T, S>(param, state, steps, numbers), param);
   const bool fresh = numbers.momentum != 0 && make_row_sgd_buffer(param, state);
-  SgdRows<T> rule = sgd_rows<T>(param, state, steps, numbers);
+  SgdRows<T, S> rule = sgd_rows<T, S>(param, state, steps, numbers);
   rule.fresh = fresh;
   if (numbers.momentum == 0) {
     rule.buffer = {};
@@ -176,8 +179,9 @@ void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows
     row_sgd_rows_composite(param, state, rows, values, options);
     return;
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_sgd_rows_cuda",
-                                  [&] { step_rows<scalar_t>(param, state, rows, values, numbers); });
+  dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
+    step_rows<decltype(zero), decltype(zero_state)>(param, state, rows, values, numbers);
+  });
 }
 
 void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
@@ -190,9 +194,9 @@ void row_sgd_flush_cuda(const Tensor& param, TensorList state) {
     row_sgd_flush_composite(param, state);
     return;
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_sgd_flush_cuda", [&] {
+  dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
     const Owing steps = owing(state[kCount], state[kOwed]);
-    make_up(sgd_rows<scalar_t>(param, state, steps, {}), param);
+    make_up(sgd_rows<decltype(zero), decltype(zero_state)>(param, state, steps, {}), param);
     settle_owed(steps);
   });
   made_up(param, state);

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "optim/random_rounding.h"
 #include "scores/row_gradient.h"
 
 namespace xsoftmax {
@@ -43,11 +44,41 @@ void check_row_state(const char* op, const char* arg, const Tensor& state, const
   check::same_device(op, arg, state, "param", param);
 }
 
+void check_element_state(const char* op, const char* arg, const Tensor& state, const Tensor& param) {
+  const auto wide = opmath_dtype(param.scalar_type());
+  check_row_state(op, arg, state, param, true, wide == at::kFloat && state.scalar_type() == at::kBFloat16 ? at::kBFloat16 : wide);
+}
+
+at::ScalarType element_state_dtype(const char* op, const Tensor& param, std::optional<at::ScalarType> option) {
+  const auto wide = opmath_dtype(param.scalar_type());
+  TORCH_CHECK_VALUE(!option.has_value() || wide == at::kFloat, op, ": expected no state_dtype for a table of ", param.scalar_type(), ", got ", *option);
+  return option.value_or(wide);
+}
+
 std::tuple<Tensor, Tensor> touched_rows(const Tensor& rows, const Tensor& values) {
   auto [sorted, sums] = sum_equal_rows(rows, values.to(opmath_dtype(values.scalar_type())));
   const Tensor differs = sums.ne(0);
   const Tensor keep = (sums.dim() == 2 ? differs.any(1) : differs).nonzero().squeeze(1);
   return {sorted.index_select(0, keep), sums.index_select(0, keep)};
+}
+
+Tensor rounded_rows(const Tensor& rows, const Tensor& ids, int64_t step, at::ScalarType dtype, RoundingOf of) {
+  if (opmath_dtype(dtype) == dtype) {
+    return rows;
+  }
+  const Tensor result = rows.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous(), host_ids = ids.to(at::kCPU).contiguous();
+  const int64_t width = rows.dim() == 2 ? rows.size(1) : 1;
+  const auto bits = of == RoundingOf::Table ? table_bits : of == RoundingOf::State ? state_bits : second_state_bits;
+  float* const x = result.mutable_data_ptr<float>();
+  const StepRounding of_step = step_rounding(step, true);
+  for (int64_t i = 0; i < host_ids.numel(); ++i) {
+    const RowRounding random = row_rounding(of_step, host_ids.const_data_ptr<int64_t>()[i]);
+    for (int64_t d = 0; d < width; ++d) {
+      float& element = x[i * width + d];
+      element = round_at_random(element, bits(random, uint32_t(d) * kElement), dtype == at::kBFloat16);
+    }
+  }
+  return result.to(rows.device());
 }
 
 Tensor per_row(const Tensor& numbers, const Tensor& like) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <tuple>
 
 // What the row-wise optimizers share. A step takes a table and a row-sparse gradient of it:
@@ -14,8 +15,8 @@
 //
 // Values of equal rows are summed first (in float32 for the 16-bit types); each row is then updated once. A row whose summed
 // gradient is exactly zero is not touched, which is what makes the zero rows that stand behind a class's first row in our gradients
-// free. A NaN is not zero. State lies beside the table: [N, D] or [N] in opmath dtype (float32 for 16-bit parameters), counters
-// int32 [N]. Time and memory of a step are those of R rows, never of N. Results do not depend on the number of threads.
+// free. A NaN is not zero. State lies beside the table: [N, D] or [N] in opmath dtype (float32 for 16-bit parameters), or
+// with an element for each of the parameter's in bfloat16, rounded by chance (optim/random_rounding.h); counters int32 [N]. Time and memory of a step are those of R rows, never of N. Results do not depend on the number of threads.
 
 namespace xsoftmax {
 
@@ -26,6 +27,10 @@ void check_row_param(const char* op, const at::Tensor& param, bool rows);
 /// State with an element for each of param's (`elements`), else for each of its rows.
 void check_row_state(const char* op, const char* arg, const at::Tensor& state, const at::Tensor& param, bool elements,
                      at::ScalarType dtype);
+/// State with an element for each of param's, in opmath dtype or in bfloat16.
+void check_element_state(const char* op, const char* arg, const at::Tensor& state, const at::Tensor& param);
+/// The dtype of such state under the option "state_dtype".
+at::ScalarType element_state_dtype(const char* op, const at::Tensor& param, std::optional<at::ScalarType> option);
 
 /// Whether rows of the tensor are runs of memory: they may be apart (a slice of columns), their elements not.
 inline bool has_row_view(const at::Tensor& tensor) {
@@ -36,6 +41,10 @@ inline bool has_row_view(const at::Tensor& tensor) {
 
 /// The distinct rows with a gradient, rising, and their summed values in opmath dtype.
 std::tuple<at::Tensor, at::Tensor> touched_rows(const at::Tensor& rows, const at::Tensor& values);
+/// Which 16 random bits of an element.
+enum class RoundingOf { Table, State, SecondState };
+/// Rows `ids` of what is stored as `dtype`, in opmath dtype and rounded by chance to what `dtype` holds; where it is no 16-bit dtype, as they are.
+at::Tensor rounded_rows(const at::Tensor& rows, const at::Tensor& ids, int64_t step, at::ScalarType dtype, RoundingOf of);
 /// One number a row, shaped to multiply rows of `like`.
 at::Tensor per_row(const at::Tensor& numbers, const at::Tensor& like);
 

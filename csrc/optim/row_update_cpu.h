@@ -10,11 +10,33 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <vector>
 
 // CPU building blocks of the row-wise optimizer ops.
 
 namespace xsoftmax {
+
+/// Calls function(T{}, S{}) with the types of a parameter and of its state, which is Bf16 or what the parameter is calculated in.
+template <typename Function>
+void dispatch_rows(const at::Tensor& param, const at::Tensor& state, const Function& function) {
+  dispatch_floating(param.scalar_type(), [&](auto zero) {
+    if constexpr (!std::is_same_v<decltype(zero), double>) {
+      if (state.scalar_type() == at::kBFloat16) {
+        function(zero, Bf16{});
+        return;
+      }
+    }
+    function(zero, opmath<decltype(zero)>{});
+  });
+}
+
+/// The random numbers of a row, where its types T and S ask for any.
+template <typename T, typename S>
+RowRounding rounding_of(const StepRounding& step, int64_t row) {
+  const bool by_chance = !std::is_same_v<S, opmath<T>> || (step.table && !std::is_same_v<T, opmath<T>>);
+  return by_chance ? row_rounding(step, row) : RowRounding{};
+}
 
 /// A tensor whose row r is `width` elements on end from data + r * stride. A [N] tensor is one of rows of width 1.
 template <typename T>

@@ -4,6 +4,7 @@
 #include "core/cuda_sorted_ids.cuh"
 #include "core/dtypes.h"
 #include "optim/owed_table.h"
+#include "optim/random_rounding.h"
 #include "optim/row_arithmetic.h"
 #include "optim/row_updates.h"
 
@@ -13,6 +14,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <type_traits>
 
 // What the CUDA kernels of the row-wise optimizers share: a row-sparse gradient whose equal rows are summed where a row is updated, and what rows
 // owe. Nothing is read on the host: the number of steps, what follows from it, and whether all rows must be made up first are the device's.
@@ -23,7 +25,7 @@
 //     Old read(row)                       what finish() overwrites
 //     Row begin<kAlone>(row, old)         the coefficients; kAlone: called by a thread, else by whole warps
 //     Elements<N> fetch<N>(row, d)        N elements of the row from d on, and of its state: asked for before their coefficients are worked out
-//     kOneSum; squares, with_squares      of one that needs the mean of squares before it updates (row-wise Adagrad)
+//     kOneSum; squares, with_squares      of one that needs the mean of squares before it updates (row-wise Adagrad and Adam)
 //     update(Row, Elements, row, d, g)    those elements, by their summed gradient
 //     finish(Row, row)                    by one thread
 //     make_up<N, kAlone>(due, row, width, thread)   what a row owes
@@ -60,6 +62,20 @@ DeviceRows<T> device_rows(const at::Tensor& tensor) {
 /// What all rows need before a step.
 enum class Due { Nothing, Flush, Rebase };
 
+/// Calls function(T{}, S{}) with the types of a parameter and of its state, which is bfloat16 or what the parameter is calculated in.
+template <typename Function>
+void dispatch_rows(const at::Tensor& param, const at::Tensor& state, const Function& function) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "row_optimizer_cuda", [&] {
+    if constexpr (!std::is_same_v<scalar_t, double>) {
+      if (state.scalar_type() == at::kBFloat16) {
+        function(scalar_t{}, at::BFloat16{});
+        return;
+      }
+    }
+    function(scalar_t{}, at::opmath_type<scalar_t>{});
+  });
+}
+
 /// The steps that rows owe, and those to come.
 struct Owing {
   int64_t* step;
@@ -67,8 +83,11 @@ struct Owing {
   int64_t capacity;
   double next[3];  ///< the coefficients of the steps to come
   bool flush;      ///< no step is taken: what is owed is made up
+  double* rounding; ///< whether what is owed is made up with stochastic rounding; none: it is not (optim/owed_table.h)
+  bool rounds;      ///< the same of the steps to come
 
 #ifdef __CUDACC__
+  __device__ bool rounded() const { return rounding != nullptr && *rounding != 0; }
   __device__ bool changed() const { return owed[1] != next[0] || owed[2] != next[1] || owed[3] != next[2]; }
 
   __device__ Due due() const {
@@ -91,10 +110,12 @@ struct Owing {
 };
 
 inline Owing owing(const at::Tensor& step, const at::Tensor& owed) {
-  return {step.mutable_data_ptr<int64_t>(), owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), {0, 0, 0}, true};
+  return {step.mutable_data_ptr<int64_t>(), owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), {0, 0, 0}, true,
+          owed_rounding(owed.mutable_data_ptr<double>(), owed.numel()), false};
 }
-inline Owing owing(const at::Tensor& step, const at::Tensor& owed, double a, double b, double c) {
-  return {step.mutable_data_ptr<int64_t>(), owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), {a, b, c}, false};
+inline Owing owing(const at::Tensor& step, const at::Tensor& owed, double a, double b, double c, bool rounds) {
+  return {step.mutable_data_ptr<int64_t>(), owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), {a, b, c}, false,
+          owed_rounding(owed.mutable_data_ptr<double>(), owed.numel()), rounds};
 }
 
 /// A row-sparse gradient, sorted by row: the i-th of its rows stands at order[i].
@@ -113,6 +134,33 @@ constexpr int kMostThreads = 512;
 /// Packs of N columns that a thread holds of a row.
 template <int N>
 constexpr int kHeld = N == 1 ? 4 : (N == 8 ? 1 : 2);
+
+/// N elements from d on as T holds them, rounded by chance; in a type that is no 16-bit one they stay. `bits`: table_bits or one of its kind.
+template <typename T, int N, typename opmath, typename Bits>
+__device__ inline void round_pack(opmath (&x)[N], const RowRounding& random, int64_t d, const Bits& bits) {
+  if constexpr (!std::is_same_v<T, opmath>) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      x[i] = round_at_random(x[i], bits(random, uint32_t(d + i) * kElement), std::is_same_v<T, at::BFloat16>);
+    }
+  }
+}
+struct TableBits {
+  __device__ uint32_t operator()(const RowRounding& random, uint32_t element) const { return table_bits(random, element); }
+};
+struct StateBits {
+  __device__ uint32_t operator()(const RowRounding& random, uint32_t element) const { return state_bits(random, element); }
+};
+struct SecondStateBits {
+  __device__ uint32_t operator()(const RowRounding& random, uint32_t element) const { return second_state_bits(random, element); }
+};
+
+/// The random numbers of a row, where its types ask for any.
+template <typename T, typename S>
+__device__ inline RowRounding rounding_of(int64_t step, int64_t row, bool table) {
+  constexpr bool low_state = !std::is_same_v<S, at::opmath_type<T>>, low_table = !std::is_same_v<T, at::opmath_type<T>>;
+  return low_state || (low_table && table) ? row_rounding(step_rounding(step, table), row) : RowRounding{};
+}
 
 /// base(i)^exponent(i): the lanes of a warp share the work.
 template <bool kAlone, int P, typename Base, typename Exponent>
@@ -374,6 +422,9 @@ __global__ void __launch_bounds__(kAdvanceThreads) advance_kernel(Owing owing, R
   double* const header = owing.owed;
   if (threadIdx.x == 0) {
     *owing.step = taken + 1;
+    if (owing.rounding != nullptr) {
+      *owing.rounding = double(owing.rounds);
+    }
     if (settles || !owes) {
       header[0] = double(owes ? taken : taken + 1);
       header[1] = owing.next[0];

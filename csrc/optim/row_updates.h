@@ -2,6 +2,7 @@
 
 #include "core/cpu_dispatch.h"
 #include "core/simd.h"
+#include "optim/random_rounding.h"
 
 #include <cstdint>
 
@@ -42,27 +43,29 @@ struct AdamStep {
 };
 
 /// The loops over one row of `width` elements that the row-wise optimizers are made of. Each reads a row of the parameter and of
-/// its state once and writes it once.
-template <typename T>
+/// its state once and writes it once. S is the type of state with an element for each of the parameter's: M, or Bf16, which rounds by chance.
+template <typename T, typename S = opmath<T>>
 struct RowUpdates {
   using M = opmath<T>;
   /// sum[d] = sum_j values[position[j] * width + d], j < n. Whether any sum differs from 0, as a NaN does.
   bool (*sum_rows)(M* sum, const T* values, const int64_t* position, int64_t n, int64_t width);
   /// w = decay w - lr g
-  void (*sgd)(T* w, const M* g, M decay, M lr, int64_t width);
+  void (*sgd)(T* w, const M* g, M decay, M lr, const RowRounding& random, int64_t width);
   /// buffer' = keep buffer + take g;  w = decay w - drift buffer - lr (nesterov ? g + momentum buffer' : buffer')
-  void (*momentum)(T* w, M* buffer, const M* g, const MomentumStep<M>& step, int64_t width);
+  void (*momentum)(T* w, S* buffer, const M* g, const MomentumStep<M>& step, const RowRounding& random, int64_t width);
   /// g' = g + weight_decay w;  sum += g'^2;  w -= lr g' / (sqrt(sum) + eps)
-  void (*adagrad)(T* w, M* sum, const M* g, const AdagradStep<M>& step, int64_t width);
+  void (*adagrad)(T* w, S* sum, const M* g, const AdagradStep<M>& step, const RowRounding& random, int64_t width);
   /// The same with one sum a row, of the mean of g'^2. Overwrites g with g'.
-  void (*adagrad_row)(T* w, M* sum, M* g, const AdagradStep<M>& step, int64_t width);
+  void (*adagrad_row)(T* w, M* sum, M* g, const AdagradStep<M>& step, const RowRounding& random, int64_t width);
   /// w = decay w - owed m / (sqrt(v) + owed_eps);  m = keep1 m + take1 g;  v = keep2 v + take2 g^2;
   /// w -= step_size m / (scale sqrt(v) + eps). 0 / 0 is 0. Without g, nothing behind keep2 v.
-  void (*adam)(T* w, M* m, M* v, const M* g, const AdamStep<M>& step, int64_t width);
+  void (*adam)(T* w, S* m, S* v, const M* g, const AdamStep<M>& step, const RowRounding& random, int64_t width);
+  /// The same with one v a row, of the mean of g^2.
+  void (*adam_row)(T* w, S* m, M* v, const M* g, const AdamStep<M>& step, const RowRounding& random, int64_t width);
   /// w = decay w - drift buffer;  buffer *= keep
-  void (*drift)(T* w, M* buffer, M decay, M drift, M keep, int64_t width);
+  void (*drift)(T* w, S* buffer, M decay, M drift, M keep, const RowRounding& random, int64_t width);
   /// w *= decay
-  void (*decay)(T* w, M decay, int64_t width);
+  void (*decay)(T* w, M decay, const RowRounding& random, int64_t width);
   /// sum |x|^p over the row, or max |x| for p = infinity; a NaN stays one
   M (*power_sum)(const M* x, double p, int64_t width);
 };
@@ -72,11 +75,18 @@ struct RowUpdateTable {
   RowUpdates<double> f64;
   RowUpdates<Bf16> bf16;
   RowUpdates<F16> f16;
+  RowUpdates<float, Bf16> f32_low;
+  RowUpdates<Bf16, Bf16> bf16_low;
+  RowUpdates<F16, Bf16> f16_low;
 
-  const RowUpdates<float>& of(float) const { return f32; }
-  const RowUpdates<double>& of(double) const { return f64; }
-  const RowUpdates<Bf16>& of(Bf16) const { return bf16; }
-  const RowUpdates<F16>& of(F16) const { return f16; }
+  /// By the types of parameter and state.
+  const RowUpdates<float>& of(float, float = {}) const { return f32; }
+  const RowUpdates<double>& of(double, double = {}) const { return f64; }
+  const RowUpdates<Bf16>& of(Bf16, float = {}) const { return bf16; }
+  const RowUpdates<F16>& of(F16, float = {}) const { return f16; }
+  const RowUpdates<float, Bf16>& of(float, Bf16) const { return f32_low; }
+  const RowUpdates<Bf16, Bf16>& of(Bf16, Bf16) const { return bf16_low; }
+  const RowUpdates<F16, Bf16>& of(F16, Bf16) const { return f16_low; }
 };
 
 XS_DECLARE_ISA_TABLE(RowUpdateTable, row_updates)

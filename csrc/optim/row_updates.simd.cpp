@@ -1,6 +1,8 @@
 #include "optim/row_arithmetic.h"
 #include "optim/row_updates.h"
 
+#include <type_traits>
+
 namespace xsoftmax::XS_ISA {
 namespace {
 
@@ -23,40 +25,78 @@ bool sum_rows(opmath<T>* __restrict sum, const T* values, const int64_t* positio
   return any;
 }
 
-template <typename T>
-void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath<T> lr, int64_t width) {
-  for (int64_t d = 0; d < width; ++d) {
-    store(w + d, decay * load(w[d]) - lr * g[d]);
+/// Where loops begin that round by chance: an element, and what it adds to the key of its row.
+struct Place {
+  int64_t d;
+  uint32_t element;
+};
+constexpr Place kBegin{0, 0};
+
+/// Stores x: in 16 bits rounded by chance (kRandom), by the 16 bits of `random`, or to nearest.
+template <bool kRandom, typename T>
+inline void put(T* to, opmath<T> x, uint32_t random) {
+  if constexpr (!kRandom || std::is_same_v<T, opmath<T>>) {
+    store(to, x);
+  } else if constexpr (std::is_same_v<T, Bf16>) {
+    const uint32_t bits = bit_cast<uint32_t>(x); // a NaN of arithmetic is one in its upper half
+    to->bits = uint16_t((bits + ((bits & 0x7FFFFFFFu) < 0x7F800000u ? random : 0u)) >> 16);
+  } else {
+    store(to, round_at_random(x, random, false));
   }
 }
 
-template <typename T>
-void momentum(T* __restrict w, opmath<T>* __restrict buffer, const opmath<T>* __restrict g, const MomentumStep<opmath<T>>& step,
-              int64_t width) {
-  const MomentumStep<opmath<T>> s = step; // a copy: stores to the row cannot change it
-  if (s.nesterov) {
-    for (int64_t d = 0; d < width; ++d) {
-      store(w + d, momentum_element(load(w[d]), buffer[d], g[d], s, true));
+/// Calls loop(std::bool_constant<whether the table rounds by chance>).
+template <typename T, typename Loop>
+inline void by_rounding(const RowRounding& random, const Loop& loop) {
+  if constexpr (!std::is_same_v<T, opmath<T>>) {
+    if (random.table) {
+      loop(std::true_type());
+      return;
     }
-    return;
   }
-  for (int64_t d = 0; d < width; ++d) {
-    store(w + d, momentum_element(load(w[d]), buffer[d], g[d], s, false));
-  }
+  loop(std::false_type());
 }
 
 template <typename T>
-void adagrad(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step,
+void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath<T> lr, const RowRounding& random, int64_t width) {
+  by_rounding<T>(random, [=, r = random](auto by_chance) {
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+      put<by_chance>(w + d, decay * load(w[d]) - lr * g[d], table_bits(r, e));
+    }
+  });
+}
+
+// The lambdas copy their step: stores to the row cannot change it.
+template <typename T, typename S>
+void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict g, const MomentumStep<opmath<T>>& step,
+              const RowRounding& random, int64_t width) {
+  by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
+    const auto loop = [&](auto nesterov) {
+      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+        opmath<T> next = load(buffer[d]);
+        put<by_chance>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov), table_bits(r, e));
+        put<true>(buffer + d, next, state_bits(r, e));
+      }
+    };
+    s.nesterov ? loop(std::true_type()) : loop(std::false_type());
+  });
+}
+
+template <typename T, typename S>
+void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step, const RowRounding& random,
              int64_t width) {
-  const AdagradStep<opmath<T>> s = step;
-  for (int64_t d = 0; d < width; ++d) {
-    store(w + d, adagrad_element(load(w[d]), sum[d], g[d], s));
-  }
+  by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+      opmath<T> next = load(sum[d]);
+      put<by_chance>(w + d, adagrad_element(load(w[d]), next, g[d], s), table_bits(r, e));
+      put<true>(sum + d, next, state_bits(r, e));
+    }
+  });
 }
 
 template <typename T>
 void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step,
-                 int64_t width) {
+                 const RowRounding& random, int64_t width) {
   const AdagradStep<opmath<T>> s = step;
   opmath<T> squares = 0;
 #pragma omp simd reduction(+ : squares)
@@ -66,56 +106,89 @@ void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, opmath<T>* __restri
     squares += gradient * gradient;
   }
   *sum += squares / opmath<T>(width);
-  const opmath<T> rate = adagrad_row_rate(*sum, s);
-  for (int64_t d = 0; d < width; ++d) {
-    store(w + d, load(w[d]) - rate * g[d]);
-  }
+  sgd(w, g, opmath<T>(1), adagrad_row_rate(*sum, s), random, width);
+}
+
+template <typename T, typename S>
+void drift(T* __restrict w, S* __restrict buffer, opmath<T> decay, opmath<T> drift, opmath<T> keep, const RowRounding& random, int64_t width) {
+  by_rounding<T>(random, [=, r = random](auto by_chance) {
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+      put<by_chance>(w + d, decay * load(w[d]) - drift * load(buffer[d]), table_bits(r, e));
+    }
+    if (keep != 1) {
+      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+        put<true>(buffer + d, keep * load(buffer[d]), state_bits(r, e));
+      }
+    }
+  });
 }
 
 template <typename T>
-void adam(T* __restrict w, opmath<T>* __restrict m, opmath<T>* __restrict v, const opmath<T>* __restrict g,
-          const AdamStep<opmath<T>>& step, int64_t width) {
+void decay(T* __restrict w, opmath<T> decay, const RowRounding& random, int64_t width) {
+  by_rounding<T>(random, [=, r = random](auto by_chance) {
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+      put<by_chance>(w + d, decay * load(w[d]), table_bits(r, e));
+    }
+  });
+}
+
+template <typename T, typename S>
+void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step,
+          const RowRounding& random, int64_t width) {
   using M = opmath<T>;
-  const AdamStep<M> s = step;
-  if (g == nullptr && s.keep1 == 1 && s.keep2 == 1) {
-    for (int64_t d = 0; d < width; ++d) {
-      store(w + d, adam_owed_element(load(w[d]), m[d], v[d], s));
-    }
-    return;
-  }
-  if (s.owed != 0 || g == nullptr) {
-    for (int64_t d = 0; d < width; ++d) {
-      store(w + d, adam_owed_element(load(w[d]), m[d], v[d], s));
-      m[d] *= s.keep1;
-      v[d] *= s.keep2;
-    }
+  by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
     if (g == nullptr) {
+      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+        put<by_chance>(w + d, adam_owed_element<M>(load(w[d]), load(m[d]), load(v[d]), s), table_bits(r, e));
+      }
+      if (s.keep1 != 1 || s.keep2 != 1) {
+        for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+          put<true>(m + d, s.keep1 * load(m[d]), state_bits(r, e));
+          put<true>(v + d, s.keep2 * load(v[d]), second_state_bits(r, e));
+        }
+      }
       return;
     }
-  }
-  const M decay = s.owed != 0 ? M(1) : s.decay, keep1 = s.owed != 0 ? M(1) : s.keep1, keep2 = s.owed != 0 ? M(1) : s.keep2;
-  for (int64_t d = 0; d < width; ++d) {
-    store(w + d, adam_element(load(w[d]), m[d], v[d], g[d], s, decay, keep1, keep2));
-  }
+    const auto loop = [&](auto owes) {
+      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+        M x = load(w[d]), first = load(m[d]), second = load(v[d]);
+        if constexpr (owes) {
+          x = adam_owed_element(x, first, second, s);
+        }
+        x = adam_element(x, first, second, g[d], s, owes ? M(1) : s.decay, s.keep1, s.keep2);
+        put<by_chance>(w + d, x, table_bits(r, e));
+        put<true>(m + d, first, state_bits(r, e));
+        put<true>(v + d, second, second_state_bits(r, e));
+      }
+    };
+    s.owed != 0 ? loop(std::true_type()) : loop(std::false_type());
+  });
 }
 
-template <typename T>
-void drift(T* __restrict w, opmath<T>* __restrict buffer, opmath<T> decay, opmath<T> drift, opmath<T> keep, int64_t width) {
-  for (int64_t d = 0; d < width; ++d) {
-    store(w + d, decay * load(w[d]) - drift * buffer[d]);
+template <typename T, typename S>
+void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v, const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step,
+              const RowRounding& random, int64_t width) {
+  using M = opmath<T>;
+  const M owed = adam_row_owed(*v, step), old = *v;
+  if (g == nullptr) {
+    drift(w, m, step.decay, owed, step.keep1, random, width);
+    *v = step.keep2 * old;
+    return;
   }
-  if (keep != 1) {
-    for (int64_t d = 0; d < width; ++d) {
-      buffer[d] *= keep;
+  M squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t d = 0; d < width; ++d) {
+    squares += g[d] * g[d];
+  }
+  *v = step.keep2 * old + step.take2 * (squares / M(width));
+  const M rate = adam_row_rate(*v, step);
+  by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
+    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
+      M first = load(m[d]);
+      put<by_chance>(w + d, adam_row_element<M>(load(w[d]), first, g[d], s, owed, rate), table_bits(r, e));
+      put<true>(m + d, first, state_bits(r, e));
     }
-  }
-}
-
-template <typename T>
-void decay(T* __restrict w, opmath<T> decay, int64_t width) {
-  for (int64_t d = 0; d < width; ++d) {
-    store(w + d, decay * load(w[d]));
-  }
+  });
 }
 
 template <typename M>
@@ -148,13 +221,14 @@ M power_sum(const M* __restrict x, double p, int64_t width) {
   return sum;
 }
 
-template <typename T>
-constexpr RowUpdates<T> updates() {
-  return {sum_rows<T>, sgd<T>, momentum<T>, adagrad<T>, adagrad_row<T>, adam<T>, drift<T>, decay<T>, power_sum<opmath<T>>};
+template <typename T, typename S = opmath<T>>
+constexpr RowUpdates<T, S> updates() {
+  return {sum_rows<T>, sgd<T>, momentum<T, S>, adagrad<T, S>, adagrad_row<T>, adam<T, S>, adam_row<T, S>, drift<T, S>, decay<T>, power_sum<opmath<T>>};
 }
 
 } // namespace
 
-extern const RowUpdateTable row_updates{updates<float>(), updates<double>(), updates<Bf16>(), updates<F16>()};
+extern const RowUpdateTable row_updates{updates<float>(), updates<double>(), updates<Bf16>(), updates<F16>(), updates<float, Bf16>(),
+                                        updates<Bf16, Bf16>(), updates<F16, Bf16>()};
 
 } // namespace xsoftmax::XS_ISA

@@ -10,7 +10,7 @@ from typing import Callable
 import torch
 
 from .errors import DIVERGED, DataError, Diverged, UsageError
-from .losses import LEARNING_RATES, NOISES, OPTIMIZERS, SAMPLERS
+from .losses import DTYPES, LEARNING_RATES, NOISES, OPTIMIZERS, SAMPLERS
 from .ranks import complete_ranks, process_group
 
 
@@ -92,6 +92,9 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, epochs: int, batc
                           help="training time between evaluations, beside those of --eval-epochs (default: a sixth of --max-minutes)")
     training.add_argument("--batch-size", type=positive(int), default=batch_size, help="default: %(default)s")
     training.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help=f"default: %(default)s{note}")
+    training.add_argument("--row-wise", action="store_true", help="one accumulator or second moment for each class, with adagrad and adam")
+    training.add_argument("--state-dtype", choices=DTYPES, default="float32", help="of the optimizer's other state of classes (default: %(default)s)")
+    training.add_argument("--stochastic-rounding", action="store_true", help="steps of 16-bit rows round up or down by chance, right on average")
     training.add_argument("--lr", type=positive(float), help="default: " + ", ".join(f"{k} {v}" for k, v in learning_rates.items()))
     training.add_argument("--schedule", choices=["constant", "cosine"], default=schedule,
                           help="cosine: the learning rate falls to 0 over --epochs or --max-minutes (default: %(default)s)")
@@ -114,6 +117,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace, learning
     args.loss = list(dict.fromkeys(args.loss))
     args.lr = args.lr or learning_rates[args.optimizer]
     complete_ranks(parser, args)
+    if args.row_wise and args.optimizer == "sgd":
+        parser.error("--row-wise: sgd has no state that a row could have one of")
     if args.eval_minutes is None and args.max_minutes is not None:
         args.eval_minutes = args.max_minutes / 6
     if args.resume and args.checkpoint is None:

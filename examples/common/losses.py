@@ -2,17 +2,26 @@
 
 import argparse
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import xsoftmax as xs
 
 from .errors import UsageError
 
 OPTIMIZERS = {"adam": xs.optim.RowAdam, "sgd": xs.optim.RowSGD, "adagrad": xs.optim.RowAdagrad}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LEARNING_RATES = {"adam": 2e-3, "sgd": 5.0, "adagrad": 0.02}
 
 NOISES = ["uniform", "unigram", "midx"]
 SAMPLERS = ["unigram", "uniform", "log_uniform", "in_batch", "midx", "midx_pq", "lsh", "sphere", "rff"]
+
+
+def build_optimizer(args: argparse.Namespace, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    options = {"lr": args.lr, "stochastic_rounding": args.stochastic_rounding, "state_dtype": DTYPES[args.state_dtype]}
+    if args.row_wise:
+        options["row_wise"] = True
+    return OPTIMIZERS[args.optimizer](parameters, **options)
 
 
 Loss = xs.LinearLoss | xs.BeamTreeLoss | xs.HierarchicalSoftmaxLoss

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import xsoftmax as xs
 
 from .errors import Diverged, UsageError
-from .losses import OPTIMIZERS, Loss
+from .losses import Loss, build_optimizer
 from .ranks import Ranks
 
 # What may differ between the run that wrote a checkpoint and the run that resumes it: the rest decides the weights.
@@ -62,7 +62,7 @@ class Run:
         self.call = self.ranks.data_parallel(self.encoder, self.loss)
         modules = nn.ModuleList([self.encoder, self.loss])
         self.parameters = list(modules.parameters())  # the tied weight once
-        self.optimizer = OPTIMIZERS[args.optimizer](self.parameters, lr=args.lr)
+        self.optimizer = build_optimizer(args, self.parameters)
 
         self.steps = 0
         self.targets = 0

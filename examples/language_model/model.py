@@ -40,10 +40,10 @@ class LSTMEncoder(nn.Module):
     def forward(self, ids: Tensor, state: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
         if len(state) == 0:
             zeros = torch.zeros(
-                self.lstm.num_layers, ids.shape[0], self.lstm.hidden_size, dtype=self.embedding.weight.dtype, device=ids.device
+                self.lstm.num_layers, ids.shape[0], self.lstm.hidden_size, dtype=self.lstm.weight_ih_l0.dtype, device=ids.device
             )
             state = [zeros, zeros]
-        hidden, (h, c) = self.lstm(self.dropout(self.embedding(ids)), (state[0], state[1]))
+        hidden, (h, c) = self.lstm(self.dropout(self.embedding(ids).to(state[0].dtype)), (state[0], state[1]))
         return self.dropout(hidden), [h, c]
 
 
@@ -74,7 +74,7 @@ class TransformerEncoder(nn.Module):
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
 
     def forward(self, ids: Tensor, state: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
-        x = self.dropout(self.embedding(ids) * self.scale + self.position[: ids.shape[1]])
+        x = self.dropout(self.embedding(ids).to(self.position.dtype) * self.scale + self.position[: ids.shape[1]])
         for layer in self.layers:
             x = layer(x)
         return self.norm(x), state

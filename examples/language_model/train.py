@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: th
 from examples.common import training
 from examples.common.arguments import (add_cane_arguments, add_file_arguments, add_loss_arguments, add_training_arguments, complete,
                                        fraction, positive, report_errors)
-from examples.common.losses import build_loss
+from examples.common.losses import DTYPES, build_loss
+from examples.common.errors import UsageError
 from examples.common.ranks import add_ranks_arguments
 from examples.common.training import Interrupt
 from examples.language_model import data, ngram, report
@@ -42,6 +43,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument("--layers", type=positive(int), default=2, help="default: %(default)s")
     model.add_argument("--dropout", type=fraction, default=0.5, help="default: %(default)s")
     model.add_argument("--untied", action="store_true", help="an output layer with rows of its own, not those of the embedding")
+    model.add_argument("--table-dtype", choices=DTYPES, default="float32",
+                       help="of the output layer, and of the embedding that shares its rows (default: %(default)s)")
     model.add_argument("--unigram-bias", action="store_true",
                        help="the output layer's bias begins as the log of the words' frequencies, not 0: scores that sum to 1 from the start")
     model.add_argument("--stateless", action="store_true", help="start each batch from a zero state instead of the last batch's")
@@ -82,6 +85,12 @@ class Run(training.Run):
         # Sampled: the gradients of embedding and output layer have rows for the words of a step only. Exact: every row has one.
         encoder = build_encoder(args, len(corpus.words), sparse=name != "exact")
         loss = build_loss(args, name, corpus.counts, args.width, bias=True, classes=f"words of {corpus.name}")
+        if args.table_dtype != "float32":
+            if not isinstance(loss, xs.LinearLoss):
+                raise UsageError(f"--table-dtype {args.table_dtype}: expected a loss without a tree")
+            loss.linear.to(DTYPES[args.table_dtype])
+            if not args.untied:
+                encoder.embedding.to(DTYPES[args.table_dtype])
         self.counts = corpus.counts
         super().__init__(name, args, encoder, loss)
         columns = self.ranks.rows(args.batch_size)
@@ -126,7 +135,11 @@ class Run(training.Run):
         hidden, state = self.encoder(inputs, self.recurrent)
         self.recurrent = [tensor.detach() for tensor in state]
         candidates = [] if self.successors is None else [self.successors[inputs]]
-        return self.loss(hidden, targets, *candidates), count
+        return self.loss_of(hidden, targets, *candidates), count
+
+    def loss_of(self, hidden: Tensor, *args: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, self.table.weight.dtype, enabled=self.table.weight.dtype != torch.float32):
+            return self.loss(hidden, *args)
 
     def perplexity(self, split: str, interrupt: Interrupt) -> dict | None:
         """Of every word of the split."""
@@ -135,7 +148,7 @@ class Run(training.Run):
         for i in self.batches(len(batches), split, interrupt):
             inputs, targets, count = batches[i]
             hidden, state = self.encoder(inputs, [] if self.args.stateless else state)
-            total += self.ranks.batch_mean(self.loss(hidden, targets), count).item() * count
+            total += self.ranks.batch_mean(self.loss_of(hidden, targets), count).item() * count
             words += count
         if interrupt.seen:
             return None
@@ -154,10 +167,10 @@ class Run(training.Run):
 
 def save_model(run: Run, corpus: data.Corpus, path: Path):
     """By the first rank; all of them call it."""
-    encoder = run.encoder.cpu()
+    encoder = run.encoder.cpu().float()  # of a 16-bit table, too
     linear = nn.Linear(run.args.width, len(corpus.words))
     if isinstance(run.loss, xs.LinearLoss):
-        linear.weight, linear.bias = (nn.Parameter(part) for part in run.ranks.whole_table(run.loss))
+        linear.weight, linear.bias = (nn.Parameter(part.float()) for part in run.ranks.whole_table(run.loss))
         if isinstance(encoder.embedding, xs.distributed.TiedEmbedding):
             encoder.embedding = nn.Embedding.from_pretrained(linear.weight.detach())
     else:

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -16,7 +17,8 @@
 ///
 /// Sparse gradients are COO in dimension 0 alone, with rows in any order; values of equal rows are summed, and a row whose sum is
 /// exactly zero is not touched. The first gradient of a parameter decides what state it keeps: for rows, or as torch::optim's for
-/// dense gradients. Parameters are float32, float64, bfloat16 or float16; state of 16-bit tables is float32.
+/// dense gradients. Parameters are float32, float64, bfloat16 or float16; state of rows is in float32 (of
+/// float64 tables in float64), or by `state_dtype` in bfloat16, which then rounds by chance: to nearest, sums would stop growing and means would stay behind.
 ///
 /// In the steps in which a row has no gradient, a dense optimizer goes on moving it by its momentum and decaying it. RowSGD and RowAdam owe
 /// the row all that, each step at the rate of that step, and make it up when the row next has a gradient, in flush(), in save(), when the optimizer is
@@ -38,15 +40,17 @@ struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOpti
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(bool, nesterov) = false;
   TORCH_ARG(bool, maximize) = false;
-  /// Steps of rows of 16-bit tables round up or down by chance, right on average, by Philox of step, row and element: the same on every device. What a
-  /// flush makes up, and dense gradients' state, round to nearest.
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by Philox of step and row, and the element:
+  /// the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
+  /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
+  TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
 
  public:
   template <typename Visitor>
   void visit(Visitor& v) {
     v("lr", lr_), v("momentum", momentum_), v("dampening", dampening_), v("weight_decay", weight_decay_), v("nesterov", nesterov_);
-    v("maximize", maximize_), v("stochastic_rounding", stochastic_rounding_);
+    v("maximize", maximize_), v("stochastic_rounding", stochastic_rounding_), v("state_dtype", state_dtype_);
   }
   void check() const; ///< ValueError for what is out of range
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -63,14 +67,20 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(double, initial_accumulator_value) = 0;
   TORCH_ARG(double, eps) = 1e-10;
-  /// One accumulator a row, the mean of squares: [N] instead of [N, D] memory. Read at a parameter's first gradient.
+  /// One accumulator a row, the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by Philox of step and row, and the element:
+  /// the same on every device. Dense gradients' steps round to nearest.
+  TORCH_ARG(bool, stochastic_rounding) = false;
+  /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
+  TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
 
  public:
   template <typename Visitor>
   void visit(Visitor& v) {
     v("lr", lr_), v("lr_decay", lr_decay_), v("weight_decay", weight_decay_);
     v("initial_accumulator_value", initial_accumulator_value_), v("eps", eps_), v("row_wise", row_wise_);
+    v("stochastic_rounding", stochastic_rounding_), v("state_dtype", state_dtype_);
   }
   void check() const;
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -87,11 +97,19 @@ struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOp
   TORCH_ARG(double, eps) = 1e-8;
   /// Decoupled: param *= 1 - lr weight_decay at every step. lr weight_decay must be below 1 for row-sparse gradients.
   TORCH_ARG(double, weight_decay) = 0;
+  /// One second moment a row, of the mean of squares (partial row-wise Adam): [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
+  TORCH_ARG(bool, row_wise) = false;
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by Philox of step and row, and the element:
+  /// the same on every device. Dense gradients' steps round to nearest.
+  TORCH_ARG(bool, stochastic_rounding) = false;
+  /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
+  TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
 
  public:
   template <typename Visitor>
   void visit(Visitor& v) {
     v("lr", lr_), v("beta1", std::get<0>(betas_)), v("beta2", std::get<1>(betas_)), v("eps", eps_), v("weight_decay", weight_decay_);
+    v("row_wise", row_wise_), v("stochastic_rounding", stochastic_rounding_), v("state_dtype", state_dtype_);
   }
   void check() const;
   void serialize(torch::serialize::InputArchive& archive) override;

@@ -14,6 +14,8 @@ def _value_text(name, value):
         if "," in value or "=" in value:
             raise ValueError(f"expected {name} without ',' and '=', got {value!r}")
         return value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     if isinstance(value, torch.Tensor):
         raise TypeError(f"expected {name} as a number, got a tensor")
     if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # numpy's are no subclass
@@ -26,5 +28,5 @@ def _value_text(name, value):
 
 def option_text(**values):
     """ "lr=0.001,nesterov=true": what csrc/core/options.h reads, number by number exactly. Values are None, numbers (numpy's as well),
-    bools and strings without ',' and '='."""
+    bools, dtypes and strings without ',' and '='."""
     return ",".join([f"{name}={_value_text(name, value)}" for name, value in values.items()])

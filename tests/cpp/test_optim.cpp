@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 #include <xsoftmax/optim.h>
 
+#include <cmath>
 #include <limits>
 #include <sstream>
 
@@ -62,6 +63,25 @@ TEST(RowAdam, EqualsAdamWWhereEveryRowIsTouched) {
   torch::optim::AdamW theirs({parameter(table)}, torch::optim::AdamWOptions(0.01).weight_decay(0.2).betas({0.8, 0.95}));
   run_both(ours, theirs, 20, true);
   EXPECT_TRUE(torch::allclose(table_of(ours), table_of(theirs), 1e-5, 1e-6));
+}
+
+TEST(RowAdam, RowWiseIsItsDenseFormula) {
+  const auto float64 = torch::kFloat64;
+  const Tensor table = torch::randn({12, 5}, float64), mine = parameter(table);
+  Tensor expected = table.clone(), first = torch::zeros({12, 5}, float64), second = torch::zeros({12}, float64);
+  optim::RowAdam ours({mine}, optim::RowAdamOptions(0.01).row_wise(true).eps(0));
+  for (int t = 1; t <= 30; ++t) {
+    const Tensor ids = t == 1 ? torch::arange(12) : torch::randint(12, {3}, torch::kLong);
+    mine.mutable_grad() = sparse(ids, torch::randn({ids.size(0), 5}, float64), mine.sizes());
+    const Tensor g = mine.grad().to_dense();
+    ours.step();
+    first = 0.9 * first + 0.1 * g;
+    second = 0.999 * second + 0.001 * g.square().mean(1);
+    expected -= 0.01 / (1 - std::pow(0.9, t)) * first / (second / (1 - std::pow(0.999, t))).sqrt().unsqueeze(1);
+  }
+  EXPECT_FALSE(torch::allclose(mine, expected)); // it owes
+  ours.flush();
+  EXPECT_TRUE(torch::allclose(mine, expected, 1e-11, 1e-13));
 }
 
 template <typename Ours, typename Theirs>

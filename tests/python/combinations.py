@@ -70,7 +70,8 @@ SAMPLERS |= {
 OPTIMIZERS = {"sgd": (xs.optim.RowSGD, dict(lr=0.1, momentum=0.9, weight_decay=0.1)),
               "adam": (xs.optim.RowAdam, dict(lr=0.05, weight_decay=0.01)),
               "adagrad": (xs.optim.RowAdagrad, dict(lr=0.1)),
-              "adagrad-row": (xs.optim.RowAdagrad, dict(lr=0.1, row_wise=True))}
+              "adagrad-row": (xs.optim.RowAdagrad, dict(lr=0.1, row_wise=True)),
+              "adam-row": (xs.optim.RowAdam, dict(lr=0.05, row_wise=True))}
 ESTIMATORS = [*torch.ops.xsoftmax.estimator_names(), "complementary_sum"]
 WEIGHT = torch.linspace(0.5, 2.0, N)
 

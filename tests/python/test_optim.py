@@ -197,7 +197,7 @@ def test_empty_and_zero_gradients_touch_nothing(make):
 
 
 @pytest.mark.parametrize("make", [RowSGD, lambda p: RowSGD(p, momentum=0.9), RowAdagrad, lambda p: RowAdagrad(p, row_wise=True),
-                                  RowAdam])
+                                  RowAdam, lambda p: RowAdam(p, row_wise=True), lambda p: RowAdam(p, state_dtype=torch.bfloat16)])
 @pytest.mark.parametrize("impl", ["kernel", "reference"])
 def test_nan_gradients_propagate(make, impl):
     ops.set_impl(impl)
@@ -210,7 +210,10 @@ def test_nan_gradients_propagate(make, impl):
 OPTIMIZERS = {"sgd": lambda p: RowSGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
               "adagrad": lambda p: RowAdagrad(p, lr=0.1, lr_decay=0.1),
               "adagrad-row": lambda p: RowAdagrad(p, lr=0.1, row_wise=True),
-              "adam": lambda p: RowAdam(p, lr=0.1, weight_decay=0.01)}
+              "adam": lambda p: RowAdam(p, lr=0.1, weight_decay=0.01),
+              "adam-row": lambda p: RowAdam(p, lr=0.1, weight_decay=0.01, row_wise=True, stochastic_rounding=True),
+              "adagrad-bfloat16": lambda p: RowAdagrad(p, lr=0.1, state_dtype=torch.bfloat16),
+              "adam-row-bfloat16": lambda p: RowAdam(p, lr=0.1, row_wise=True, stochastic_rounding=True, state_dtype=torch.bfloat16)}
 
 
 class TiedModel(torch.nn.Module):

@@ -17,12 +17,17 @@ pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the C++ tests, whi
 
 CASES = {"sgd": (RowSGD, dict(lr=0.1)), "nesterov": (RowSGD, dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=1 / 3)),
          "adagrad": (RowAdagrad, dict(lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1)),
-         "adagrad-row": (RowAdagrad, dict(lr=0.1, row_wise=True)), "adam": (RowAdam, dict(lr=0.1, weight_decay=1 / 3))}
+         "adagrad-row": (RowAdagrad, dict(lr=0.1, row_wise=True)), "adam": (RowAdam, dict(lr=0.1, weight_decay=1 / 3)),
+         "adam-row": (RowAdam, dict(lr=0.1, weight_decay=1 / 3, row_wise=True)),
+         "momentum-bfloat16": (RowSGD, dict(lr=0.1, momentum=0.9, state_dtype=torch.bfloat16)),
+         "adagrad-bfloat16": (RowAdagrad, dict(lr=0.1, state_dtype=torch.bfloat16)),
+         "adam-row-bfloat16": (RowAdam, dict(lr=0.1, row_wise=True, stochastic_rounding=True, state_dtype=torch.bfloat16))}
+DTYPES = {"adam-row-bfloat16": torch.bfloat16}  # of the table
 
 
-def steps(count):
+def steps(count, dtype):
     rows = [torch.randint(30, (4,)) for _ in range(count)]
-    return rows, [torch.randn(4, 5) for _ in range(count)]
+    return rows, [torch.randn(4, 5, dtype=dtype) for _ in range(count)]
 
 
 def take(optimizer, table, rows, values):
@@ -46,7 +51,8 @@ def take_in_cpp(folder, make, options, table, state, rows, values):
 @pytest.mark.parametrize("name", CASES)
 def test_either_goes_on_from_the_other(name, first, tmp_path):
     make, options = CASES[name]
-    start, early, late = torch.randn(30, 5), steps(7), steps(6)
+    dtype = DTYPES.get(name, torch.float32)
+    start, early, late = torch.randn(30, 5, dtype=dtype), steps(7, dtype), steps(6, dtype)
     table = torch.nn.Parameter(start.clone())
     optimizer = make([table], **options)
     expected_early = {key: value.clone() for key, value in take(optimizer, table, *early).items()}

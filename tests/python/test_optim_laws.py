@@ -21,7 +21,9 @@ CASES = {"sgd": (RowSGD, dict(lr=0.05, weight_decay=0.3)), "momentum": (RowSGD, 
          "momentum-1": (RowSGD, dict(lr=0.05, momentum=1.0, weight_decay=0.1)),
          "adagrad": (RowAdagrad, dict(lr=0.1, lr_decay=0.01)), "adagrad-row": (RowAdagrad, dict(lr=0.1, row_wise=True)),
          "adam": (RowAdam, dict(lr=0.05)), "adam-decay": (RowAdam, dict(lr=0.05, weight_decay=0.1)),
-         "adam-strong-decay": (RowAdam, dict(lr=0.05, weight_decay=15.0)), "adam-beta1-0": (RowAdam, dict(lr=0.05, betas=(0.0, 0.9)))}
+         "adam-strong-decay": (RowAdam, dict(lr=0.05, weight_decay=15.0)), "adam-beta1-0": (RowAdam, dict(lr=0.05, betas=(0.0, 0.9))),
+         "adam-row": (RowAdam, dict(lr=0.05, row_wise=True)),
+         "adam-row-decay": (RowAdam, dict(lr=0.05, row_wise=True, weight_decay=0.1, betas=(0.8, 0.99)))}
 
 
 class DecoupledSGD(torch.optim.SGD):
@@ -39,7 +41,32 @@ class DecoupledSGD(torch.optim.SGD):
         super().step()
 
 
+class RowWise(torch.optim.Optimizer):
+    """One second moment a row, in dense PyTorch: Adagrad, or with betas Adam."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state, squares, lr = self.state[param], param.grad.square().mean(1), group["lr"]
+                if "betas" not in group:
+                    state["sum"] = state.get("sum", 0) + squares
+                    param -= lr * param.grad / (state["sum"].sqrt() + 1e-10)[:, None]
+                    continue
+                t, (beta1, beta2) = state.get("step", 0) + 1, group["betas"]
+                state["step"] = t
+                state["exp_avg"] = beta1 * state.get("exp_avg", 0) + (1 - beta1) * param.grad
+                state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", 0) + (1 - beta2) * squares
+                param *= 1 - lr * group["weight_decay"]
+                param -= lr / (1 - beta1 ** t) * state["exp_avg"] / ((state["exp_avg_sq"] / (1 - beta2 ** t)).sqrt() + group["eps"])[:, None]
+
+
 def dense_twin(ours, groups, options):
+    if options.get("row_wise"):
+        return RowWise(groups, **({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0} if ours is RowAdam else {}) | options)
     make = {RowSGD: DecoupledSGD, RowAdagrad: torch.optim.Adagrad, RowAdam: torch.optim.AdamW}[ours]
     return make(groups, **({"weight_decay": 0.0} if ours is RowAdam else {}) | options)
 
@@ -70,7 +97,7 @@ def follow(optimizer, schedule, between=lambda t: None, twin=None, steps=STEPS):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "adagrad-row"])
+@pytest.mark.parametrize("name", CASES)
 def test_dense_optimizer_is_equalled_under_schedules(name, schedule):
     make, options = CASES[name]
     (tables, groups), (twins, twin_groups) = two_groups(), two_groups()
@@ -83,9 +110,10 @@ def test_dense_optimizer_is_equalled_under_schedules(name, schedule):
         assert (table - twin).abs().max() < (1e-6 if make is RowAdam else 1e-12)
 
 
-def test_adam_without_eps_is_dense_adamw_to_rounding():
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_adam_without_eps_is_dense_adamw_to_rounding(row_wise):
     (tables, groups), (twins, twin_groups) = two_groups(), two_groups()
-    options = dict(lr=0.05, eps=0.0, weight_decay=0.1)
+    options = dict(lr=0.05, eps=0.0, weight_decay=0.1) | (dict(row_wise=True) if row_wise else {})
     ours = RowAdam(groups(0.05), **options)
     follow(ours, "cosine", twin=dense_twin(RowAdam, twin_groups(0.05), options))
     ours.flush()
@@ -143,7 +171,8 @@ def test_making_up_changes_nothing(name, schedule, impl):
 @pytest.mark.parametrize("make, first, then", [
     (RowSGD, dict(momentum=0.9), dict(momentum=0.5)), (RowSGD, dict(momentum=0.9), dict(nesterov=True)),
     (RowSGD, dict(momentum=0.0), dict(momentum=0.9)), (RowSGD, dict(momentum=0.9), dict(momentum=0.0)),
-    (RowAdam, dict(), dict(betas=(0.5, 0.9))), (RowAdam, dict(weight_decay=0.1), dict(eps=1e-9))], ids=str)
+    (RowAdam, dict(), dict(betas=(0.5, 0.9))), (RowAdam, dict(row_wise=True), dict(betas=(0.5, 0.9))),
+    (RowAdam, dict(weight_decay=0.1), dict(eps=1e-9))], ids=str)
 def test_options_of_a_group_change_between_steps(make, first, then):
     (tables, groups), (twins, twin_groups) = two_groups(), two_groups()
     options = {"lr": 0.05, **first}
@@ -255,7 +284,7 @@ def test_numbers_of_numpy_are_options():
 
 
 def test_option_text():
-    with pytest.raises(ValueError, match="row_adam_state: expected options among lr, beta1, beta2, eps, weight_decay, got 'rate'"):
+    with pytest.raises(ValueError, match="row_adam_state: expected options among lr, beta1, beta2, eps, weight_decay, row_wise, stochastic_rounding, state_dtype, got 'rate'"):
         ops.row_adam_state(torch.ones(2), True, "rate=1")
     for text in ("lr=x", "lr=", "lr=1e-3x", "lr", "lr=1,lr=1", "lr=1,,"):
         with pytest.raises(ValueError, match="row_adam_state: expected"):

@@ -56,6 +56,7 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     _op = _state_names = _option_names = None
+    _later_options = dict(stochastic_rounding=False, state_dtype=None)  # which older checkpoints and torch.optim's know nothing of
 
     def _call(self, suffix, *args):
         return getattr(torch.ops.xsoftmax, self._op + suffix)(*args)
@@ -201,6 +202,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 torch.ops.xsoftmax.register_debt(param, self._tensors(state), self._op)
 
     def __setstate__(self, state):
+        for group in state["param_groups"]:
+            for name, value in self._later_options.items():
+                group.setdefault(name, value)
         super().__setstate__(state)
         if not any(isinstance(value, _Hidden) for tensors in self.state.values() for value in tensors.values()):
             self._register_debts()  # of a copy

@@ -21,10 +21,17 @@ class RowAdagrad(RowOptimizer):
         weight_decay: added to the gradient, as in ``torch.optim.Adagrad``
         initial_accumulator_value: what ``sum`` starts from
         eps: added to the root
-        row_wise: one accumulator a row, the mean of squares: [N] instead of [N, D] memory. Read at a parameter's first gradient;
+        row_wise: one accumulator a row, the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient;
             parameters with dense gradients ignore it
+        stochastic_rounding: steps of rows of 16-bit tables round up or down by chance, right on average, so that steps too small for a
+            16-bit number move it all the same; by Philox of step and row, and the element, the same on every device and for any number of threads.
+            Parameters with dense gradients round to nearest
+        state_dtype: of state with an element for each of the table's: ``torch.bfloat16`` or ``torch.float32``; None: as float32, and float64 for float64
+            tables. In bfloat16 ``sum`` is kept always with stochastic rounding: to nearest, it would stop growing at 256 times what a step
+            adds. Read at a parameter's first gradient; parameters
+            with dense gradients ignore it
 
-    State of a table: ``step``, and ``sum`` [N, D], or [N] with row_wise, in float32 (float64 for float64).
+    State of a table: ``step``, and ``sum`` [N, D], or [N] with row_wise.
 
     Raises:
         ValueError: an option out of range, or a gradient that does not fit its parameter
@@ -34,9 +41,11 @@ class RowAdagrad(RowOptimizer):
     """
 
     _op, _state_names = "row_adagrad", ("step", "sum")
-    _option_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "row_wise")
+    _later_options = dict(RowOptimizer._later_options, row_wise=False)
+    _option_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "row_wise", "stochastic_rounding", "state_dtype")
 
     def __init__(self, params, lr=1e-2, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, *,
-                 row_wise=False):
+                 row_wise=False, stochastic_rounding=False, state_dtype=None):
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
-                                      initial_accumulator_value=initial_accumulator_value, eps=eps, row_wise=row_wise))
+                                      initial_accumulator_value=initial_accumulator_value, eps=eps, row_wise=row_wise,
+                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))

@@ -21,6 +21,11 @@ class RowAdam(RowOptimizer):
     ``torch.optim.SparseAdam`` differs: it leaves the moments of other rows alone. A rare row's second moment then never fades, and it
     learns more slowly than under dense Adam, by up to the root of the share of steps in which it has a gradient.
 
+    With row_wise (partial row-wise Adam) a row has one second moment, and all of the above holds with::
+
+        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (grad ** 2).mean(1)       # [N]
+        param      = param - lr / (1 - beta1 ** t) * exp_avg / ((exp_avg_sq / (1 - beta2 ** t)).sqrt() + eps)[:, None]
+
     Parameters with dense gradients are updated as by ``torch.optim.AdamW``.
 
     Args:
@@ -29,8 +34,17 @@ class RowAdam(RowOptimizer):
         betas: decay of the two moments a step, numbers in [0, 1); betas[0] ** 2 < betas[1]
         eps: added to the root
         weight_decay: decoupled; 0 by default, as in ``torch.optim.Adam``. lr * weight_decay must be below 1 for row-sparse gradients
+        row_wise: one second moment a row, of the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient;
+            parameters with dense gradients ignore it
+        stochastic_rounding: steps of rows of 16-bit tables, and what :meth:`flush` makes up, round up or down by chance, right on average, so that steps too small for a
+            16-bit number move it all the same; by Philox of step and row, and the element, the same on every device and for any number of threads.
+            Parameters with dense gradients round to nearest
+        state_dtype: of state with an element for each of the table's: ``torch.bfloat16`` or ``torch.float32``; None: as float32, and float64 for float64
+            tables. In bfloat16 moments are kept always with stochastic rounding: to nearest, a second moment of beta2 = 0.999 would not
+            see a gradient that changes it by less than a 256th. Read at a parameter's first gradient; parameters
+            with dense gradients ignore it
 
-    State of a table: ``step``, ``exp_avg`` and ``exp_avg_sq`` [N, D] in float32 (float64 for float64), ``last_step`` int32 [N], and
+    State of a table: ``step``, ``exp_avg`` [N, D], ``exp_avg_sq`` [N, D], or [N] with row_wise, ``last_step`` int32 [N], and
     ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).
 
     Raises:
@@ -41,12 +55,16 @@ class RowAdam(RowOptimizer):
     """
 
     _op, _state_names = "row_adam", ("step", "exp_avg", "exp_avg_sq", "last_step", "owed")
+    _later_options = dict(RowOptimizer._later_options, row_wise=False)
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, row_wise=False, stochastic_rounding=False,
+                 state_dtype=None):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, row_wise=row_wise,
+                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))
 
     def _options(self, group):
         if len(group["betas"]) != 2:
             raise ValueError(f"RowAdam: expected betas as two numbers, got {group['betas']}")
         beta1, beta2 = group["betas"]
-        return dict(lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"])
+        return dict(lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"], row_wise=group["row_wise"],
+                    stochastic_rounding=group["stochastic_rounding"], state_dtype=group["state_dtype"])

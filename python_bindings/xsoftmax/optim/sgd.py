@@ -26,11 +26,14 @@ class RowSGD(RowOptimizer):
         weight_decay: decoupled; lr * weight_decay must be below 1 for row-sparse gradients
         nesterov: look ahead along the buffer; needs a momentum and no dampening
         maximize: ascend
-        stochastic_rounding: steps of rows of 16-bit tables round up or down by chance, right on average, so that steps too small for a 16-bit number
-            move it all the same; by Philox of step, row and element, the same on every device. What :meth:`flush` makes up, and parameters with
-            dense gradients, round to nearest
+        stochastic_rounding: steps of rows of 16-bit tables, and what :meth:`flush` makes up, round up or down by chance, right on average, so that steps too small for a
+            16-bit number move it all the same; by Philox of step and row, and the element, the same on every device and for any number of threads.
+            Parameters with dense gradients round to nearest
+        state_dtype: of state with an element for each of the table's: ``torch.bfloat16`` or ``torch.float32``; None: as float32, and float64 for float64
+            tables. In bfloat16 the buffer is kept always with stochastic rounding: to nearest, it would stay behind the mean of gradients. Read at a parameter's first gradient; parameters
+            with dense gradients ignore it
 
-    State of a table: ``step``, ``momentum_buffer`` [N, D] in float32 (float64 for float64; empty without momentum), ``last_step`` int32 [N],
+    State of a table: ``step``, ``momentum_buffer`` [N, D] (empty without momentum), ``last_step`` int32 [N],
     and ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).
 
     Raises:
@@ -41,14 +44,9 @@ class RowSGD(RowOptimizer):
     """
 
     _op, _state_names = "row_sgd", ("step", "momentum_buffer", "last_step", "owed")
-    _option_names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "stochastic_rounding")
+    _option_names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "stochastic_rounding", "state_dtype")
 
     def __init__(self, params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, maximize=False,
-                 stochastic_rounding=False):
+                 stochastic_rounding=False, state_dtype=None):
         super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-                                      maximize=maximize, stochastic_rounding=stochastic_rounding))
-
-    def __setstate__(self, state):
-        for group in state["param_groups"]:
-            group.setdefault("stochastic_rounding", False)  # of a checkpoint that knows nothing of it
-        super().__setstate__(state)
+                                      maximize=maximize, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))
