@@ -6,6 +6,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
+  csrc/core/mapped_file.cpp
   csrc/core/matmul.cpp
   csrc/core/memory.cpp
   csrc/core/options.cpp
@@ -52,6 +53,7 @@ set(XSOFTMAX_SOURCES
   csrc/matcher/xr_linear.cpp
   csrc/matcher/xr_linear_file.cpp
   csrc/optim/clip_grad.cpp
+  csrc/optim/mapped_state.cpp
   csrc/optim/optimizers.cpp
   csrc/optim/owed_steps.cpp
   csrc/optim/reset_rows.cpp
@@ -114,6 +116,8 @@ set(XSOFTMAX_SOURCES
   csrc/scores/ragged_scores_cpu.cpp
   csrc/scores/row_gradient.cpp
   csrc/scores/transform_names.cpp
+  csrc/tables/mapped_table.cpp
+  csrc/tables/tables_module.cpp
   csrc/trees/beam_search.cpp
   csrc/trees/beam_search_cpu.cpp
   csrc/trees/edge_tables.cpp
