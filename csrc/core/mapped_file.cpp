@@ -28,6 +28,9 @@ using at::Tensor;
 constexpr uint64_t kPage = 4096, kMostBytes = uint64_t(1) << 62;
 constexpr std::array kStates{"begun", "dirty", "whole"}; // of one length: nothing else moves where it changes
 constexpr const char* kVersion = "1";
+constexpr int kRecentBits = 18;          // 1 GB of pages: memory holds them as a rule. One that is gone is read where it is used
+constexpr uint64_t kPagesAhead = 32;     // that one call reads: systems cut what is longer
+constexpr uint64_t kDirectBytes = 4 << 20;
 
 struct NamedType {
   const char* name;
@@ -235,6 +238,7 @@ void MappedFile::map(const char* op) {
   void* const memory = mmap(nullptr, bytes(), PROT_READ | PROT_WRITE, writable_ ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE, handle_, 0);
   TORCH_CHECK(memory != MAP_FAILED, op, ": cannot map the ", bytes(), " bytes of ", path_, ": ", reason());
   begin_ = static_cast<char*>(memory);
+  recent_ = std::make_unique<std::atomic<uint32_t>[]>(size_t(1) << kRecentBits); // page 0 is the header
   process_ = getpid();
   // Rows lie anywhere: reading the pages around one, or making huge pages of them, is reading what nobody asked for. Refused: it works, slower.
   (void)madvise(begin_, bytes(), MADV_RANDOM);
@@ -369,9 +373,30 @@ void MappedFile::set_state(FileState state) {
 }
 
 void MappedFile::write(uint64_t offset, const Tensor& values) {
-  TORCH_CHECK(write_all(handle_, static_cast<const char*>(values.const_data_ptr()), values.nbytes(), kPage + offset), "tables: cannot write ", path_, ": ", reason());
-  // On their way to the disk from now on, and no longer in the memory that the table in use is to have.
-  (void)sync_file_range(handle_, off64_t(kPage + offset), off64_t(values.nbytes()), SYNC_FILE_RANGE_WRITE);
+  const char* from = static_cast<const char*>(values.const_data_ptr());
+  uint64_t at = kPage + offset;
+  const uint64_t end = at + values.nbytes();
+  const auto copy = [&](uint64_t until) { // page after page by memory, which makes small ones
+    std::memcpy(begin_ + at, from, until - at);
+    from += until - at;
+    at = until;
+  };
+  copy(std::min(end, (at + kPage - 1) / kPage * kPage));
+  const int direct = ::open(path_.c_str(), O_WRONLY | O_DIRECT | O_CLOEXEC);
+  const std::unique_ptr<void, decltype(&std::free)> buffer(std::aligned_alloc(kPage, kDirectBytes), &std::free);
+  while (direct >= 0 && buffer && end - at >= kPage) {
+    const uint64_t bytes = std::min(kDirectBytes, (end - at) / kPage * kPage);
+    std::memcpy(buffer.get(), from, bytes);
+    if (!write_all(direct, static_cast<const char*>(buffer.get()), bytes, at)) {
+      break; // by memory, then: its space is reserved
+    }
+    from += bytes;
+    at += bytes;
+  }
+  if (direct >= 0) {
+    close(direct);
+  }
+  copy(end);
 }
 
 std::vector<std::shared_ptr<MappedFile>> MappedFile::beside() {
@@ -423,28 +448,58 @@ void MappedFile::finish() noexcept {
   }
 }
 
-void MappedFile::add_pages(std::vector<uint64_t>& pages, const char* begin, int64_t stride, int64_t count, c10::ArrayRef<c10::IntArrayRef> ids) const {
-  const uint64_t offset = uint64_t(begin - begin_);
-  for (const c10::IntArrayRef list : ids) {
-    for (const int64_t id : list) {
-      const uint64_t first = offset + uint64_t(id * stride), last = first + uint64_t(count) - 1;
-      for (uint64_t page = first / kPage; page <= last / kPage; ++page) {
-        pages.push_back(page);
+MappedFile::Rows MappedFile::rows_of(const Tensor& table) const {
+  int64_t elements = 1;
+  for (int64_t axis = 1; axis < table.dim(); ++axis) {
+    elements += (table.size(axis) - 1) * table.stride(axis);
+  }
+  return {static_cast<const char*>(table.const_data_ptr()), table.stride(0) * int64_t(table.itemsize()), elements * int64_t(table.itemsize())};
+}
+
+std::vector<MappedFile::Rows> MappedFile::rows_of(int64_t count) const {
+  std::vector<Rows> found;
+  const char* begin = begin_ + kPage;
+  for (const MappedTensor& tensor : header_.tensors) {
+    if (!tensor.sizes.empty() && tensor.sizes[0] == count) {
+      found.push_back({begin, int64_t(tensor.bytes()) / count, int64_t(tensor.bytes()) / count});
+    }
+    begin += tensor.bytes();
+  }
+  return found;
+}
+
+void MappedFile::read_ahead(c10::ArrayRef<Rows> tensors, c10::ArrayRef<c10::IntArrayRef> ids) {
+  std::vector<uint64_t> pages;
+  for (const Rows& rows : tensors) {
+    const uint64_t offset = uint64_t(rows.begin - begin_);
+    for (const c10::IntArrayRef list : ids) {
+      for (const int64_t id : list) {
+        const uint64_t first = offset + uint64_t(id * rows.stride), last = first + uint64_t(rows.bytes) - 1;
+        for (uint64_t page = first / kPage; page <= last / kPage; ++page) {
+          std::atomic<uint32_t>& place = recent_[(page * 0x9E3779B97F4A7C15u) >> (64 - kRecentBits)];
+          if (place.exchange(uint32_t(page), std::memory_order_relaxed) != uint32_t(page)) {
+            pages.push_back(page);
+          }
+        }
       }
     }
   }
-}
-
-void MappedFile::read_ahead(std::vector<uint64_t>& pages) const {
   std::sort(pages.begin(), pages.end());
-  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
   for (size_t i = 0; i < pages.size();) {
     size_t end = i + 1;
-    while (end < pages.size() && pages[end] == pages[end - 1] + 1) {
+    while (end < pages.size() && pages[end] - pages[end - 1] <= 1) {
       ++end;
     }
-    (void)madvise(begin_ + pages[i] * kPage, (end - i) * kPage, MADV_WILLNEED); // refused: read where it is used
+    (void)madvise(begin_ + pages[i] * kPage, (pages[end - 1] + 1 - pages[i]) * kPage, MADV_WILLNEED); // refused: read where it is used
     i = end;
+  }
+}
+
+void MappedFile::read_range(const Rows& rows, int64_t first, int64_t count) const {
+  const uint64_t offset = uint64_t(rows.begin - begin_);
+  const uint64_t last = (offset + uint64_t((first + count - 1) * rows.stride + rows.bytes) - 1) / kPage;
+  for (uint64_t page = (offset + uint64_t(first * rows.stride)) / kPage; page <= last; page += kPagesAhead) {
+    (void)madvise(begin_ + page * kPage, std::min(kPagesAhead, last + 1 - page) * kPage, MADV_WILLNEED);
   }
 }
 
@@ -452,25 +507,22 @@ void MappedFile::prefetch(const Tensor& table, c10::ArrayRef<c10::IntArrayRef> i
   if (table.dim() == 0 || table.numel() == 0) {
     return;
   }
-  const int64_t size = table.itemsize(), rows = table.size(0);
-  int64_t reach = size;
-  for (int64_t axis = 1; axis < table.dim(); ++axis) {
-    reach += (table.size(axis) - 1) * table.stride(axis) * size;
-  }
-  std::vector<uint64_t> pages;
-  add_pages(pages, static_cast<const char*>(table.const_data_ptr()), table.stride(0) * size, reach, ids);
-  read_ahead(pages);
+  read_ahead(rows_of(table), ids);
   for (const auto& other : beside()) {
-    pages.clear();
-    const char* begin = other->begin_ + kPage;
-    for (const MappedTensor& tensor : other->header_.tensors) {
-      if (!tensor.sizes.empty() && tensor.sizes[0] == rows) {
-        const int64_t row = int64_t(tensor.bytes()) / rows;
-        other->add_pages(pages, begin, row, row, ids);
-      }
-      begin += tensor.bytes();
+    other->read_ahead(other->rows_of(table.size(0)), ids);
+  }
+}
+
+void MappedFile::prefetch_range(const Tensor& table, int64_t first, int64_t count) {
+  count = table.dim() == 0 || table.numel() == 0 ? 0 : std::min(count, table.size(0) - first);
+  if (count <= 0) {
+    return;
+  }
+  read_range(rows_of(table), first, count);
+  for (const auto& other : beside()) {
+    for (const Rows& rows : other->rows_of(table.size(0))) {
+      other->read_range(rows, first, count);
     }
-    other->read_ahead(pages);
   }
 }
 

@@ -64,7 +64,8 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   /// They keep the file open.
   std::vector<at::Tensor> tensors();
 
-  /// Writes to the file without mapping what is written: a page that a program writes to costs a fault.
+  /// Writes past the memory that holds pages of files where the disk allows: what is made once would drive out what is in use, and pages that come in by large
+  /// writes are large, so that the first change of a row in one writes 2 MB.
   void write(uint64_t offset, const at::Tensor& values);
   /// Before something is written to the memory of a whole file, and of those beside it.
   void will_change();
@@ -76,8 +77,11 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   /// A file that is written together with this one: state of an optimizer.
   void put_beside(const std::shared_ptr<MappedFile>& other);
 
-  /// Starts to read the rows of a tensor that lies here, and of those beside it, all at once.
+  /// Starts to read the rows of a tensor that lies here, and of those beside it, all at once: pages that were not asked for lately. The disk works on many at a
+  /// time, and the rows of a batch that nobody has touched before are otherwise waited for one after the other.
   void prefetch(const at::Tensor& table, c10::ArrayRef<c10::IntArrayRef> ids);
+  /// The same for rows [first, first + count), for what goes over all of them.
+  void prefetch_range(const at::Tensor& table, int64_t first, int64_t count);
 
  private:
   MappedFile(std::string path, int handle, bool writable) : path_(std::move(path)), handle_(handle), writable_(writable) {}
@@ -88,9 +92,15 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void set_state(FileState state);
   uint64_t bytes() const;
   std::vector<std::shared_ptr<MappedFile>> beside();
-  /// Pages of `count` bytes from each of begin + id * stride.
-  void add_pages(std::vector<uint64_t>& pages, const char* begin, int64_t stride, int64_t count, c10::ArrayRef<c10::IntArrayRef> ids) const;
-  void read_ahead(std::vector<uint64_t>& pages) const;
+  struct Rows {
+    const char* begin;
+    int64_t stride, bytes; ///< from one to the next, and of each
+  };
+  Rows rows_of(const at::Tensor& table) const;
+  /// Those of the tensors that have as many rows.
+  std::vector<Rows> rows_of(int64_t count) const;
+  void read_ahead(c10::ArrayRef<Rows> tensors, c10::ArrayRef<c10::IntArrayRef> ids);
+  void read_range(const Rows& rows, int64_t first, int64_t count) const;
 
   std::string path_;
   int handle_;
@@ -101,13 +111,20 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   std::atomic<FileState> state_ = FileState::kBegun;
   std::mutex mutex_;
   std::vector<std::weak_ptr<MappedFile>> beside_;
+  std::unique_ptr<std::atomic<uint32_t>[]> recent_; ///< pages that were asked for, each at a place that its number decides
 };
 
-/// Starts to read rows of a table, where it lies in a file, so that those who gather them do not wait for one after the other. Ids in [0, N).
+/// Starts to read rows of a table, where it lies in a file, and what is kept beside them. Ids in [0, N).
 inline void prefetch_rows(const at::Tensor& table, c10::ArrayRef<c10::IntArrayRef> ids) {
   if (MappedFile* const file = MappedFile::of(table)) {
     file->prefetch(table, ids);
   }
 }
+inline void prefetch_range(const at::Tensor& table, int64_t first, int64_t count) {
+  if (MappedFile* const file = MappedFile::of(table)) {
+    file->prefetch_range(table, first, count);
+  }
+}
+inline c10::IntArrayRef ids_of(const at::Tensor& ids) { return {ids.const_data_ptr<int64_t>(), size_t(ids.numel())}; }
 
 } // namespace xsoftmax

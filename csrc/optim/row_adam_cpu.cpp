@@ -71,7 +71,7 @@ void row_adam_rows_cpu(const RowAdamUpdate& update, const Tensor& rows, const Te
     using T = decltype(zero);
     const AdamRows<T> task(update);
     update_rows<T>(
-        rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
+        update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
           return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row, const opmath<T>* g) mutable { task.update(row, g, by_step); };
         });
@@ -82,7 +82,7 @@ void row_adam_flush_cpu(const RowAdamUpdate& update) {
   dispatch_floating(update.param.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AdamRows<T> task(update);
-    update_all_rows(update.param.size(0), task.width(), [&] {
+    update_all_rows(update.param, task.width(), [&] {
       return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row) mutable { task.update(row, nullptr, by_step); };
     });
   });

@@ -106,7 +106,7 @@ void row_sgd_rows_cpu(const RowSGDUpdate& update, const Tensor& rows, const Tens
     using T = decltype(zero);
     const SgdRows<T> task(update);
     update_rows<T>(
-        rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
+        update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
           return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row, opmath<T>* g) mutable { task.update(row, g, by_step); };
         });
@@ -117,7 +117,7 @@ void row_sgd_flush_cpu(const RowSGDUpdate& update) {
   dispatch_floating(update.param.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const SgdRows<T> task(update);
-    update_all_rows(update.param.size(0), task.width(), [&] {
+    update_all_rows(update.param, task.width(), [&] {
       return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row) mutable { task.flush(row, by_step); };
     });
   });

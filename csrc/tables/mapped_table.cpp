@@ -79,7 +79,7 @@ void mapped_table_prefetch(const Tensor& table, const Tensor& rows) {
   if (MappedFile::of(table) != nullptr) {
     const Tensor ids = rows.contiguous();
     check::class_ids("mapped_table_prefetch", "rows", ids, table.size(0));
-    prefetch_rows(table, {at::IntArrayRef(ids.const_data_ptr<int64_t>(), size_t(ids.numel()))});
+    prefetch_rows(table, ids_of(ids));
   }
 }
 
