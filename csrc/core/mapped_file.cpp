@@ -268,12 +268,12 @@ std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string
   try {
     file->header_ = std::move(header);
     file->lock(op);
+    file->set_state(FileState::kBegun);
     file->map(op); // before anything is reserved: an address space that is too small is found first
     int refused = 0;
     while ((refused = posix_fallocate(handle, 0, off_t(total))) == EINTR) {
     }
     TORCH_CHECK(refused == 0, op, ": cannot reserve ", total, " bytes for ", path, ": ", std::strerror(refused));
-    file->set_state(FileState::kBegun);
   } catch (...) {
     unlink(path.c_str());
     throw;
@@ -289,7 +289,8 @@ void MappedFile::read_header(const char* op) {
   const ssize_t got = pread(handle_, page.data(), kPage, 0);
   TORCH_CHECK(got >= 0, op, ": cannot read ", path_, ": ", reason());
   const bool ours = got == ssize_t(kPage) && HeaderReader(page).read(header_) && header_text(header_) == page;
-  TORCH_CHECK_VALUE(ours, op, ": expected ", path_, " as a file that xs.tables made, got another one");
+  TORCH_CHECK_VALUE(ours || size == 0, op, ": expected ", path_, " as a file that xs.tables made, got another one");
+  TORCH_CHECK(ours && header_.state != FileState::kBegun, op, ": ", path_, " is not whole: its creation was not finished. Delete it, and make it anew");
   TORCH_CHECK_VALUE(size == bytes(), op, ": ", path_, " is damaged: expected ", bytes(), " bytes, got ", size);
   state_ = header_.state;
 }
@@ -310,7 +311,6 @@ std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& 
   }
   file->lock(op);
   file->read_header(op);
-  TORCH_CHECK(file->header_.state != FileState::kBegun, op, ": ", path, " is not whole: its creation was not finished. Delete it, and make it anew");
   TORCH_CHECK(file->header_.state != FileState::kDirty || recover, op, ": ", path, " is not whole: its process ended while it was written to. Go back to a copy, or "
               "open it with recover=True: each of its numbers is one that was written, but rows may be of different steps");
   file->recovered_ = recover;
