@@ -5,7 +5,7 @@
 
 step: sampled softmax of 700 queries of width 64, 512 draws, RowSGD. Targets are Zipf's (log-uniform over all classes). Beside it the same over a tenth of the
 classes in memory, by turns of 50 steps; a figure is a ratio of median turns. "by falling frequency": classes stand in that order and draws are log-uniform, as
-in a vocabulary. "in any order": classes are scattered over the table, and half of the draws are uniform: most pages of a step have never been read. Steps are
+in a vocabulary. "in any order": classes are scattered over the table, and draws are uniform: most pages of a step have never been read. Steps are
 counted from a table that nobody has read. "next targets": tables.prefetch of them before each step. The file is made anew, and goes with the benchmark.
 
 kill: a process makes a table, trains it with RowAdagrad, flushes and reads it by turns, and is killed at a random moment. Reopened, each file must say that it is

@@ -114,6 +114,13 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   std::unique_ptr<std::atomic<uint32_t>[]> recent_; ///< pages that were asked for, each at a place that its number decides
 };
 
+/// Before something is written to a table, or to what optimizers keep for it: where it lies in a file, that is no longer whole.
+inline void table_changes(const at::Tensor& table) {
+  if (MappedFile* const file = MappedFile::of(table)) {
+    file->will_change();
+  }
+}
+
 /// Starts to read rows of a table, where it lies in a file, and what is kept beside them. Ids in [0, N).
 inline void prefetch_rows(const at::Tensor& table, c10::ArrayRef<c10::IntArrayRef> ids) {
   if (MappedFile* const file = MappedFile::of(table)) {

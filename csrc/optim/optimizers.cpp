@@ -82,7 +82,7 @@ void load_mapped(const RowRule& rule, const Tensor& param, const std::string& te
     TORCH_CHECK_VALUE(loaded.sizes() == state[i].sizes() && loaded.scalar_type() == state[i].scalar_type(), rule.name, ": expected ", rule.state[i], " of shape ",
                       state[i].sizes(), " for a table in a file, got shape ", loaded.sizes());
   }
-  MappedFile::of(param)->will_change();
+  table_changes(param);
   for (size_t i = 0; i < state.size(); ++i) {
     tensors.at(rule.state[i]) = Tensor(state[i]).copy_(tensors.at(rule.state[i]));
   }

@@ -239,6 +239,7 @@ void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>&
   const auto steps = plan_step<Rule>(params, rows, values, state, options, counts);
   std::map<std::tuple<const void*, int, int, bool>, std::vector<StepOf<Rule>>> dense; // by group, device, dtype, whether fused
   for (StepOf<Rule> step : steps) {
+    table_changes(step.param);
     record_row_state(step.param, step.state, initial_of(*step.options));
     if (keeps_rows(step.state)) {
       call_rows<Rule>(step, texts.get(step.group));

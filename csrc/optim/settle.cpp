@@ -1,6 +1,5 @@
 #include "optim/settle.h"
 
-#include "core/mapped_file.h"
 #include "optim/owed_steps.h"
 #include "optim/row_adam.h"
 #include "optim/row_sgd.h"
@@ -232,14 +231,7 @@ void record_debt(const Tensor& param, at::TensorList state, FlushRows flush) { D
 
 void made_up(const Tensor& param, at::TensorList state) { Debts::all().made_up(param, state); }
 
-WriteToTables::WriteToTables(at::TensorList params) : params_(params) {
-  for (const Tensor& param : params_) {
-    if (MappedFile* const file = MappedFile::of(param)) {
-      file->will_change();
-    }
-  }
-  Debts::all().begin_write(params_);
-}
+WriteToTables::WriteToTables(at::TensorList params) : params_(params) { Debts::all().begin_write(params_); }
 WriteToTables::~WriteToTables() { Debts::all().end_write(params_); }
 
 void forget_debt(at::TensorList state) {

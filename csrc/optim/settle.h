@@ -31,8 +31,7 @@ void made_up(const at::Tensor& param, at::TensorList state);
 void forget_debt(at::TensorList state);
 
 /// While an optimizer's operator writes to its tables, whose versions it has raised (core/guards.cpp), also where it then refuses the call. What others
-/// have written before is found at its begin, when files that the tables lie in say that they are written to; at its end the versions are those that the next
-/// one begins with.
+/// have written before is found at its begin; at its end the versions are those that the next one begins with.
 class WriteToTables {
  public:
   explicit WriteToTables(at::TensorList params);

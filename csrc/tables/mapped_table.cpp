@@ -68,11 +68,7 @@ void mapped_table_flush_(const Tensor& table) {
   file.flush();
 }
 
-void mapped_table_changes(const Tensor& table) {
-  if (MappedFile* const file = MappedFile::of(table)) {
-    file->will_change();
-  }
-}
+void mapped_table_changes(const Tensor& table) { table_changes(table); }
 
 void mapped_table_prefetch(const Tensor& table, const Tensor& rows) {
   check_prefetch(table, rows);
