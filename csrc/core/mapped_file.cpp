@@ -27,7 +27,7 @@ using at::Tensor;
 
 constexpr uint64_t kPage = 4096, kMostBytes = uint64_t(1) << 62;
 constexpr std::array kStates{"begun", "dirty", "whole"}; // of one length: nothing else moves where it changes
-constexpr const char* kVersion = "1";
+constexpr const char* kVersion = "1"; // of the metadata
 constexpr int kRecentBits = 18;          // 1 GB of pages: memory holds them as a rule. One that is gone is read where it is used
 constexpr uint64_t kPagesAhead = 32;     // that one call reads: systems cut what is longer
 constexpr uint64_t kDirectBytes = 4 << 20;
@@ -129,7 +129,8 @@ class HeaderReader {
     uint64_t bytes = c10::elementSize(to.dtype);
     while (!skip("]")) {
       int64_t size = 0;
-      if ((!to.sizes.empty() && !skip(",")) || !number(size) || to.sizes.size() > 8 || __builtin_mul_overflow(bytes, uint64_t(size), &bytes) || bytes > kMostBytes) {
+      const bool read = (to.sizes.empty() || skip(",")) && number(size) && to.sizes.size() <= 8;
+      if (!read || __builtin_mul_overflow(bytes, uint64_t(size), &bytes) || bytes > kMostBytes) {
         return false;
       }
       to.sizes.push_back(size);
@@ -208,8 +209,8 @@ std::string random_name() {
 }
 
 void check_path(const char* op, const std::string& path) {
-  TORCH_CHECK_VALUE(!path.empty() && path.size() < 4096 && path.find('\0') == std::string::npos, op, ": expected path as the name of a file, got one of ", path.size(),
-                    " bytes");
+  TORCH_CHECK_VALUE(!path.empty() && path.size() < 4096 && path.find('\0') == std::string::npos, op, ": expected path as the name of a file, got one of ",
+                    path.size(), " bytes");
 }
 
 } // namespace
@@ -311,8 +312,8 @@ std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& 
   }
   file->lock(op);
   file->read_header(op);
-  TORCH_CHECK(file->header_.state != FileState::kDirty || recover, op, ": ", path, " is not whole: its process ended while it was written to. Go back to a copy, or "
-              "open it with recover=True: each of its numbers is one that was written, but rows may be of different steps");
+  TORCH_CHECK(file->header_.state != FileState::kDirty || recover, op, ": ", path, " is not whole: its process ended while it was written to. Go back to a "
+              "copy, or open it with recover=True: each of its numbers is one that was written, but rows may be of different steps");
   file->recovered_ = recover;
   file->map(op);
   if (writable) { // from here on: nobody knows who writes to memory

@@ -47,13 +47,14 @@ void mapped_table_fill_(const Tensor& table, int64_t first, const Tensor& rows) 
   constexpr const char* op = "mapped_table_fill_";
   MappedFile& file = file_of(op, table);
   const MappedTensor& whole = file.header().tensors[0];
-  TORCH_CHECK_VALUE(table.sizes() == at::IntArrayRef(whole.sizes) && table.is_contiguous(), op, ": expected all of a table, got a part of shape ", table.sizes());
+  TORCH_CHECK_VALUE(table.sizes() == at::IntArrayRef(whole.sizes) && table.is_contiguous(), op, ": expected all of a table, got a part of shape ",
+                    table.sizes());
   TORCH_CHECK_VALUE(file.writable(), op, ": expected a table that is open for writing, got ", file.path(), ", which is open for reading");
   check::dim(op, "rows", rows, table.dim());
   check::same_dtype(op, "rows", rows, "table", table);
   check::same_device(op, "rows", rows, "table", table);
-  TORCH_CHECK_VALUE(first >= 0 && first <= table.size(0) && rows.size(0) <= table.size(0) - first, op, ": expected rows in [0, ", table.size(0), "], got ", first,
-                    " + ", rows.size(0));
+  TORCH_CHECK_VALUE(first >= 0 && first <= table.size(0) && rows.size(0) <= table.size(0) - first, op, ": expected rows in [0, ", table.size(0), "], got ",
+                    first, " + ", rows.size(0));
   if (table.dim() == 2) {
     check::size(op, "rows", rows, 1, table.size(1), "the table");
   }

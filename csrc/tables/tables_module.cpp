@@ -25,7 +25,7 @@ auto call(const char* name, Function*, const Args&... args) {
   return c10::Dispatcher::singleton().findSchemaOrThrow((std::string("xsoftmax::") + name).c_str(), "").typed<Function>().call(args...);
 }
 
-// From the last block to the first: classes stand in the order of falling frequency as a rule, and the memory keeps what was written last.
+// From the last block to the first, as in Python: a seed makes the same file.
 void fill(const Tensor& table, const MappedOptions& options) {
   const int64_t rows = table.size(0), row_bytes = std::max<int64_t>(1, int64_t(table.nbytes()) / std::max<int64_t>(1, rows));
   const int64_t block = std::max<int64_t>(1, kBlockBytes / row_bytes);
@@ -77,7 +77,8 @@ Tensor mapped(const std::string& path, int64_t num_rows, std::optional<int64_t> 
 Tensor open(const std::string& path, bool writable, bool recover) { return mapped_table_open(path, writable, recover).requires_grad_(); }
 
 torch::nn::Linear linear(const Tensor& weight, const Tensor& bias) {
-  TORCH_CHECK_VALUE(weight.defined() && weight.dim() == 2, "tables.linear: expected weight of shape [N, D], got ", weight.defined() ? weight.sizes() : at::IntArrayRef());
+  TORCH_CHECK_VALUE(weight.defined() && weight.dim() == 2, "tables.linear: expected weight of shape [N, D], got ",
+                    weight.defined() ? weight.sizes() : at::IntArrayRef());
   TORCH_CHECK_VALUE(!bias.defined() || bias.sizes() == weight.sizes().slice(0, 1), "tables.linear: expected bias of shape [N], got ", bias.sizes());
   const at::NoGradGuard no_grad;
   torch::nn::Linear made(torch::nn::LinearOptions(1, 1).bias(bias.defined()));

@@ -50,9 +50,8 @@ def mapped(path: Union[str, os.PathLike], num_rows: int, width: Optional[int] = 
         path: of the file, in a folder that exists.
         num_rows, width: N and D.
         dtype: float32, float64, bfloat16 or float16.
-        init: fills a block [B, D] in place, as functions of ``torch.nn.init`` do; by default as nn.Linear. The blocks come from the last to the first, so that
-            what memory keeps is the first classes, which are the frequent ones as a rule. Random numbers are those of torch's generator: a seed gives the
-            same table. None: zeros, which cost no time.
+        init: fills a block [B, D] in place, as functions of ``torch.nn.init`` do; by default as nn.Linear. It is called for a block after the other, from the
+            last to the first. Random numbers are those of torch's generator: a seed gives the same table. None: zeros, which cost no time.
         progress: a bar by tqdm, where it is installed.
 
     Raises:
@@ -84,6 +83,7 @@ def mapped(path: Union[str, os.PathLike], num_rows: int, width: Optional[int] = 
 def _fill(table: Tensor, init: Callable[[Tensor], object], progress: bool) -> None:
     rows = len(table)
     block = max(1, _BLOCK // max(1, table.nbytes // max(1, rows)))
+    # From the last to the first, as the frequent classes are the first ones as a rule: where a file system cannot write past memory, it keeps what came last.
     with torch.no_grad(), _bar(table.nbytes, progress) as bar:
         for begin in reversed(range(0, rows, block)):
             values = torch.empty(min(block, rows - begin), *table.shape[1:], dtype=table.dtype)
