@@ -7,6 +7,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/impl.cpp
   csrc/core/init.cpp
   csrc/core/bf16_product.cpp
+  csrc/core/mapped_file.cpp
   csrc/core/memory.cpp
   csrc/core/options.cpp
   csrc/core/philox.cpp
@@ -53,6 +54,7 @@ set(XSOFTMAX_SOURCES
   csrc/matcher/xr_linear.cpp
   csrc/matcher/xr_linear_file.cpp
   csrc/optim/clip_grad.cpp
+  csrc/optim/mapped_state.cpp
   csrc/optim/optimizers.cpp
   csrc/optim/owed_steps.cpp
   csrc/optim/reset_rows.cpp
@@ -115,6 +117,8 @@ set(XSOFTMAX_SOURCES
   csrc/scores/ragged_scores_cpu.cpp
   csrc/scores/row_gradient.cpp
   csrc/scores/transform_names.cpp
+  csrc/tables/mapped_table.cpp
+  csrc/tables/tables_module.cpp
   csrc/trees/beam_search.cpp
   csrc/trees/beam_search_cpu.cpp
   csrc/trees/edge_tables.cpp

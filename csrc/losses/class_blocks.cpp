@@ -1,6 +1,7 @@
 #include "losses/class_blocks.h"
 
 #include "core/dtypes.h"
+#include "core/mapped_file.h"
 #include "core/optional.h"
 #include "core/products.h"
 
@@ -68,6 +69,8 @@ at::Tensor BlockScratch::view(at::Tensor& buffer, int64_t capacity, int64_t rows
 }
 
 at::Tensor BlockScratch::rows(const ClassBlock& block) {
+  const int64_t next = plan_.width * plan_.groups; // the group's next block is read while this one is worked on
+  prefetch_range(operands_.weight, block.begin < next ? block.begin : block.begin + next, block.size + (block.begin < next ? next : 0));
   const at::Tensor rows = operands_.weight.narrow(0, block.begin, block.size);
   if (rows.scalar_type() == operands_.dtype) {
     return rows;

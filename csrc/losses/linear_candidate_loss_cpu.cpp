@@ -1,6 +1,7 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/impl.h"
+#include "core/mapped_file.h"
 #include "core/memory.h"
 #include "core/optional.h"
 #include "core/products.h"
@@ -103,6 +104,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
     check::class_ids(op, "private ids", *candidates.private_ids, weight.size(0));
   }
   check::class_ids(op, "shared ids", shared, weight.size(0));
+  prefetch_rows(weight, {ids_of(row_ids), ids_of(shared)});
 
   const bool want_gradient = wanted[0] || wanted[1];
   const Tensor targets = target.contiguous(), query = input.contiguous(), table = with_unit_column_stride(weight);

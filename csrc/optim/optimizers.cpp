@@ -1,4 +1,6 @@
+#include "core/mapped_file.h"
 #include "core/options.h"
+#include "optim/mapped_state.h"
 #include "optim/row_states.h"
 #include "optim/settle.h"
 #include "optim/sparse_gradient.h"
@@ -7,6 +9,7 @@
 #include <xsoftmax/optim.h>
 
 #include <cmath>
+#include <map>
 #include <type_traits>
 
 namespace xsoftmax::optim {
@@ -68,6 +71,21 @@ std::vector<Tensor> tensors_of(const RowRule& rule, const torch::optim::Optimize
     }
   }
   return tensors;
+}
+
+// Into the file beside the table.
+void load_mapped(const RowRule& rule, const Tensor& param, const std::string& text, std::map<std::string, Tensor>& tensors) {
+  const torch::NoGradGuard no_grad;
+  const auto state = rule.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state").call(param, true, text);
+  for (size_t i = 0; i < state.size(); ++i) {
+    const Tensor& loaded = tensors.at(rule.state[i]);
+    TORCH_CHECK_VALUE(loaded.sizes() == state[i].sizes() && loaded.scalar_type() == state[i].scalar_type(), rule.name, ": expected ", rule.state[i], " of shape ",
+                      state[i].sizes(), " for a table in a file, got shape ", loaded.sizes());
+  }
+  table_changes(param);
+  for (size_t i = 0; i < state.size(); ++i) {
+    tensors.at(rule.state[i]) = Tensor(state[i]).copy_(tensors.at(rule.state[i]));
+  }
 }
 
 void at_least_zero(const char* name, const char* option, double value) {
@@ -274,8 +292,12 @@ void RowOptimizer::load(InputArchive& archive) {
     for (const Tensor& param : group.params()) {
       const auto found = state_.find(param.unsafeGetTensorImpl());
       if (found != state_.end()) {
-        for (auto& [name, tensor] : static_cast<RowParamState&>(*found->second).tensors) {
+        auto& tensors = static_cast<RowParamState&>(*found->second).tensors;
+        for (auto& [name, tensor] : tensors) {
           tensor = tensor.to(param.device()); // a checkpoint may come from another
+        }
+        if (lies_in_file(param) && tensors_of(rule_, *found->second)[0].scalar_type() == at::kLong) {
+          load_mapped(rule_, param, rule_.text(group.options()), tensors);
         }
         record_row_state(param, tensors_of(rule_, *found->second), rule_.initial(group.options()));
       }

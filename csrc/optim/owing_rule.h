@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/mapped_file.h"
 #include "optim/owed_steps.h"
 #include "optim/settle.h"
 
@@ -32,6 +33,7 @@ struct OwingRule {
     const int64_t step = step_of(state);
     OwedSteps owed(state.back(), step, Rule::ratio_of(OwedSteps::coefficients(state.back())));
     if (!owed.empty() || (rebase && step > 0)) {
+      table_changes(param);
       Rule::make_up_rows(param, state, owed, step, rebase, kernel);
     }
     owed.settle(step, next);

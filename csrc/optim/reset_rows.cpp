@@ -1,6 +1,7 @@
 #include "optim/reset_rows.h"
 
 #include "core/checks.h"
+#include "core/mapped_file.h"
 #include "optim/row_states.h"
 #include "optim/settle.h"
 
@@ -42,6 +43,7 @@ void reset_rows_(Tensor& table, const Tensor& rows, const Tensor& values) {
   }
   const WriteToTables write(table);
   const at::NoGradGuard no_grad;
+  table_changes(table);
   table.index_copy_(0, rows, values);
   for (const RowState& state : row_states_of(table)) {
     for (Tensor& tensor : state.of_rows(table)) {

@@ -1,6 +1,7 @@
 #include "optim/resize_tables.h"
 
 #include "core/checks.h"
+#include "core/mapped_file.h"
 #include "core/memory.h"
 #include "optim/owed_steps.h"
 #include "optim/row_states.h"
@@ -148,6 +149,8 @@ void check_resize(at::TensorList tables, at::TensorList rows, int64_t size) {
     TORCH_CHECK_VALUE(table.dim() >= 1, kName, ": expected tables with rows, got one of no dimension");
     TORCH_CHECK_VALUE(!table.unsafeGetTensorImpl()->has_symbolic_sizes_strides(), kName, ": expected tables whose sizes are known");
     check::in_memory(kName, "tables", table);
+    TORCH_CHECK(MappedFile::of(table) == nullptr, kName, ": expected tables in memory, got one that lies in the file ", MappedFile::of(table)->path(),
+                ", whose size is fixed: make another file, and copy the rows that stay");
     check::dim(kName, "rows", added, table.dim());
     check::same_dtype(kName, "rows", added, "the table", table);
     check::same_device(kName, "rows", added, "the table", table);

@@ -25,6 +25,7 @@ struct AdagradRule {
   static constexpr const char *kStep = "row_adagrad_step_", *kRows = "row_adagrad_rows_", *kState = "row_adagrad_state", *kFlush = "row_adagrad_flush_";
   static constexpr size_t kRowState = 2, kDenseState = 2;
   static constexpr std::array<size_t, 1> kHostState{kCount};
+  static constexpr std::array<const char*, kRowState> kNames{"step", "sum"};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
     if (!rows) {

@@ -26,7 +26,7 @@ void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const Tensor& rows, co
       }
     };
     update_rows<T>(
-        rows.contiguous(), values.contiguous(),
+        update.param, rows.contiguous(), values.contiguous(),
         [&](int64_t row) {
           table.prefetch(row);
           sums.prefetch(row);

@@ -34,6 +34,7 @@ struct AdamRule : OwingRule<AdamRule> {
   static constexpr const char *kStep = "row_adam_step_", *kRows = "row_adam_rows_", *kState = "row_adam_state", *kFlush = "row_adam_flush_";
   static constexpr size_t kRowState = 5, kDenseState = 3;
   static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
+  static constexpr std::array<const char*, kRowState> kNames{"step", "exp_avg", "exp_avg_sq", "last_step", "owed"};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
     if (!rows) {

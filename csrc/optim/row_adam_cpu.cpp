@@ -83,7 +83,7 @@ void row_adam_rows_cpu(const RowAdamUpdate& update, const Tensor& rows, const Te
     using T = decltype(zero);
     const AdamRows<T, decltype(zero_state)> task(update);
     update_rows<T>(
-        rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
+        update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
           return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row, const opmath<T>* g) mutable { task.update(row, g, by_step); };
         });
@@ -94,7 +94,7 @@ void row_adam_flush_cpu(const RowAdamUpdate& update) {
   dispatch_rows(update.param, update.exp_avg, [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     const AdamRows<T, decltype(zero_state)> task(update);
-    update_all_rows(update.param.size(0), task.width(), [&] {
+    update_all_rows(update.param, task.width(), [&] {
       return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row) mutable { task.update(row, nullptr, by_step); };
     });
   });

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/mapped_file.h"
 #include "core/memory.h"
 #include "optim/owing_rule.h"
 #include "optim/row_step.h"
@@ -32,6 +33,8 @@ bool has_buffer(const Tensor& param, TensorList state) { return state[kBuffer].s
 bool make_buffer(const Tensor& param, TensorList state) {
   const bool missing = !has_buffer(param, state);
   if (missing) {
+    TORCH_CHECK_VALUE(MappedFile::of(state[kLastStep]) == nullptr, "RowSGD: expected the momentum of a mapped table from its first step on: its state has no room for a "
+                      "buffer. Delete the file of the state to begin anew");
     state[kBuffer].set_(table_zeros(param.sizes(), state[kBuffer].options()));
   }
   return missing;
@@ -42,6 +45,7 @@ struct SgdRule : OwingRule<SgdRule> {
   static constexpr const char *kStep = "row_sgd_step_", *kRows = "row_sgd_rows_", *kState = "row_sgd_state", *kFlush = "row_sgd_flush_";
   static constexpr size_t kRowState = 4, kDenseState = 2;
   static constexpr std::array<size_t, 2> kHostState{kCount, kOwed};
+  static constexpr std::array<const char*, kRowState> kNames{"step", "momentum_buffer", "last_step", "owed"};
 
   static std::vector<Tensor> new_state(const Tensor& param, bool rows, const Options& options) {
     const auto dtype = param.options().dtype(rows ? element_state_dtype(kState, param, options.state_dtype()) : param.scalar_type());

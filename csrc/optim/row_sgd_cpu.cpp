@@ -97,7 +97,7 @@ void row_sgd_rows_cpu(const RowSGDUpdate& update, const Tensor& rows, const Tens
     using T = decltype(zero);
     const SgdRows<T, decltype(zero_state)> task(update);
     update_rows<T>(
-        rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
+        update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
           return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row, opmath<T>* g) mutable { task.update(row, g, by_step); };
         });
@@ -108,7 +108,7 @@ void row_sgd_flush_cpu(const RowSGDUpdate& update) {
   dispatch_rows(update.param, state_of(update), [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     const SgdRows<T, decltype(zero_state)> task(update);
-    update_all_rows(update.param.size(0), task.width(), [&] {
+    update_all_rows(update.param, task.width(), [&] {
       return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row) mutable { task.flush(row, by_step); };
     });
   });

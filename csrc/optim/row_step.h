@@ -2,8 +2,10 @@
 
 #include "core/checks.h"
 #include "core/impl.h"
+#include "core/mapped_file.h"
 #include "core/optional.h"
 #include "core/options.h"
+#include "optim/mapped_state.h"
 #include "optim/row_states.h"
 #include "optim/row_update.h"
 #include "optim/settle.h"
@@ -71,6 +73,7 @@ struct ParamStep {
 ///     check_step(options)                        what row steps ask of options beyond options.check()
 ///     fits_kernel(param, state)                  whether the kernels take tensors of these strides
 ///     kHostState                                 which state the two below read on the host
+///     kNames                                     of the state for rows
 ///     step_rows(step, kernel), flush(param, state, kernel)   for state of rows: by the CPU's kernels or in ATen calls
 ///     record(param, state, options)              what a step of rows leaves behind
 ///     step_dense(op, steps, fused)               of one group, device and dtype, by torch's fused kernel or one by one
@@ -209,6 +212,15 @@ void row_rows_meta(const at::Tensor& param, at::TensorList state, const at::Tens
   plan_rows<Rule>(param, state, rows, values, options);
 }
 
+/// With what the state of rows begins.
+template <typename Options>
+double initial_of(const Options& options) {
+  if constexpr (requires { options.initial_accumulator_value(); }) {
+    return options.initial_accumulator_value();
+  }
+  return 0;
+}
+
 /// row_adam_rows_ of the param's device. Versions were raised by the step.
 template <typename Rule>
 void call_rows(const StepOf<Rule>& step, std::string_view text) {
@@ -227,11 +239,8 @@ void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>&
   const auto steps = plan_step<Rule>(params, rows, values, state, options, counts);
   std::map<std::tuple<const void*, int, int, bool>, std::vector<StepOf<Rule>>> dense; // by group, device, dtype, whether fused
   for (StepOf<Rule> step : steps) {
-    double initial = 0;
-    if constexpr (requires { step.options->initial_accumulator_value(); }) {
-      initial = step.options->initial_accumulator_value();
-    }
-    record_row_state(step.param, step.state, initial);
+    table_changes(step.param);
+    record_row_state(step.param, step.state, initial_of(*step.options));
     if (keeps_rows(step.state)) {
       call_rows<Rule>(step, texts.get(step.group));
       Rule::record(step.param, step.state, *step.options);
@@ -252,11 +261,21 @@ std::vector<at::Tensor> row_state(const at::Tensor& param, bool rows, std::strin
   check_row_param(Rule::kState, param, rows);
   const auto options = parse_options<typename Rule::Options>(Rule::kState, text);
   options.check();
-  std::vector<at::Tensor> state{new_step(param, rows)};
-  for (at::Tensor& tensor : Rule::new_state(param, rows, options)) {
-    state.push_back(std::move(tensor));
+  const auto make = [&](const at::Tensor& like) {
+    std::vector<at::Tensor> state{new_step(like, rows)};
+    for (at::Tensor& tensor : Rule::new_state(like, rows, options)) {
+      state.push_back(std::move(tensor));
+    }
+    return state;
+  };
+  if (!rows || !lies_in_file(param)) {
+    return make(param);
   }
-  return state;
+  auto mapped = mapped_state(param, Rule::kRows, {Rule::kNames.begin(), Rule::kNames.end()}, make(param.detach().to(at::kMeta)), initial_of(options));
+  if (mapped.existed) {
+    Rule::record(param, mapped.tensors, options);
+  }
+  return mapped.tensors;
 }
 
 template <typename Rule>

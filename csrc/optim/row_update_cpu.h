@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/dtypes.h"
+#include "core/mapped_file.h"
 #include "core/row_groups.h"
 #include "optim/row_update.h"
 #include "optim/row_updates.h"
@@ -70,9 +71,9 @@ inline int64_t rows_per_task(int64_t width) {
 
 /// Calls update(row, sum) for each distinct row whose summed gradient is not all zero; `sum` [width] may be overwritten. Each task of the
 /// parallel loop makes an `update` of its own by make_update().
-/// prefetch(row) is called for each row some updates earlier. `values` [R, ...] contiguous.
+/// prefetch(row) is called for each row some updates earlier. `rows`, `values` [R, ...] contiguous.
 template <typename T, typename Prefetch, typename MakeUpdate>
-void update_rows(const at::Tensor& rows, const at::Tensor& values, const Prefetch& prefetch, const MakeUpdate& make_update) {
+void update_rows(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values, const Prefetch& prefetch, const MakeUpdate& make_update) {
   // Enough rows under way to hide memory latency; few enough that they are still in the second-level cache when their turn comes.
   constexpr int64_t kAhead = 4;
   const int64_t* id = rows.const_data_ptr<int64_t>();
@@ -80,6 +81,7 @@ void update_rows(const at::Tensor& rows, const at::Tensor& values, const Prefetc
   if (width == 0) {
     return;
   }
+  prefetch_rows(param, ids_of(rows));
   const RowGroups groups = group_rows(id, rows.numel());
   const auto row_of = [&](int64_t group) { return id[groups.order[groups.starts[group]]]; };
   const auto& kernels = row_updates().of(T{});
@@ -103,10 +105,14 @@ void update_rows(const at::Tensor& rows, const at::Tensor& values, const Prefetc
 
 /// Calls update(row) for each row of a table, each task by an `update` of its own as above.
 template <typename MakeUpdate>
-void update_all_rows(int64_t rows, int64_t width, const MakeUpdate& make_update) {
-  at::parallel_for(0, rows, rows_per_task(width), [&](int64_t first, int64_t last) {
+void update_all_rows(const at::Tensor& param, int64_t width, const MakeUpdate& make_update) {
+  constexpr int64_t kAhead = 4096;
+  at::parallel_for(0, param.size(0), rows_per_task(width), [&](int64_t first, int64_t last) {
     auto update = make_update();
     for (int64_t row = first; row < last; ++row) {
+      if ((row - first) % kAhead == 0) {
+        prefetch_range(param, row == first ? row : row + kAhead, row == first ? 2 * kAhead : kAhead);
+      }
       update(row);
     }
   });

@@ -1,4 +1,5 @@
 #include "core/dtypes.h"
+#include "core/mapped_file.h"
 #include "core/memory.h"
 #include "core/optional.h"
 #include "core/row_groups.h"
@@ -155,6 +156,7 @@ at::Tensor with_unit_column_stride(const at::Tensor& table) {
 }
 
 at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids) {
+  prefetch_rows(table, ids_of(ids));
   const at::Tensor source = with_unit_column_stride(table);
   const int64_t width = table.size(1);
   const at::Tensor rows = recycled_empty({ids.size(0), width}, table.options().dtype(opmath_dtype(table.scalar_type())));
@@ -171,6 +173,7 @@ at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids) {
 
 void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight,
                      const std::optional<at::Tensor>& bias, const PairLayout& pairs) {
+  prefetch_rows(weight, c10::IntArrayRef(pairs.ids, size_t(pairs.total())));
   const at::Tensor table = with_unit_column_stride(weight);
   const at::Tensor bias_row = given(bias) ? bias->contiguous() : at::Tensor();
   dispatch_floating(input.scalar_type(), [&](auto zero) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Everything: operators, estimators, samplers, losses, optimizers, ids that come and go, matchers.
+// Everything: operators, estimators, samplers, losses, optimizers, ids that come and go, matchers, tables in files.
 #include <xsoftmax/estimators.h>
 #include <xsoftmax/id_table.h>
 #include <xsoftmax/matcher.h>
@@ -9,4 +9,5 @@
 #include <xsoftmax/optim.h>
 #include <xsoftmax/samplers.h>
 #include <xsoftmax/search.h>
+#include <xsoftmax/tables.h>
 #include <xsoftmax/trees.h>

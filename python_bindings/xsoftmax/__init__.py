@@ -10,7 +10,7 @@ if torch.distributed.is_available():
     import torch.distributed.nn.functional  # noqa: F401
 
 from . import _library
-from . import datasets, functional, label_vectors, metrics, optim, samplers
+from . import datasets, functional, label_vectors, metrics, optim, samplers, tables
 from .cached_step import cached_step
 from .cane import CaneLoss
 from .clip_grad import clip_grad_norm_
@@ -70,6 +70,7 @@ __all__ = [
     "register_estimator",
     "replace_head",
     "samplers",
+    "tables",
     "to_faiss",
     "use_impl",
 ]

@@ -84,6 +84,9 @@ class TableModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         self.settle()  # steps that are owed to the old table must not move the new one
+        for table in self._tables():
+            if table is not None:
+                torch.ops.xsoftmax.mapped_table_changes(table)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         optional = tuple(prefix + name for name in self._optional_state)
         for keys in (missing_keys, unexpected_keys):

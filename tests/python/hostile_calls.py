@@ -162,6 +162,8 @@ def changes_of(value):
         return fixed(FLOATS)
     if isinstance(value, str):
         return fixed(STRINGS) | option_changes(value) | {"ends in NUL": lambda text: text + "\0"}
+    if isinstance(value, torch.dtype):
+        return fixed([*OTHERS, *DTYPES, "float32", -1, 63, 127, 128, 255, LARGEST])
     if isinstance(value, list):
         return fixed(OTHERS) | list_changes(value, changes_of)
     assert value is None, value

@@ -1,5 +1,8 @@
 """A valid call of each operator, for tests that go over all of them: a new operator gets a line here."""
 
+import tempfile
+from pathlib import Path
+
 import torch
 
 import xsoftmax as xs
@@ -79,6 +82,19 @@ def id_table_samples():
                 id_table_insert_=(ids, state, options), id_table_remove_=(ids[:5], state))
 
 
+FOLDER = tempfile.TemporaryDirectory()  # gone with the process
+
+
+def mapped_table_samples():
+    """A table in a file, and the name of a file that is not there."""
+    count = len(list(Path(FOLDER.name).iterdir()))
+    path = f"{FOLDER.name}/{count}"
+    table = ops.mapped_table_create(path, [N, D], torch.float32)
+    ops.mapped_table_flush_(table)
+    return dict(mapped_table_changes=(table,), mapped_table_create=(path + ".new", [N, D], torch.float32), mapped_table_fill_=(table, 3, torch.randn(5, D)),
+                mapped_table_flush_=(table,), mapped_table_open=(path, True, False), mapped_table_path=(table,), mapped_table_prefetch=(table, integers(N, 5)))
+
+
 def samples():
     """name -> arguments in order, made anew; a dict as the last one holds arguments by name."""
     torch.manual_seed(0)
@@ -112,7 +128,7 @@ def samples():
     ids, memory = integers(N, Q), [torch.randn(9, D), integers(N, 9), torch.tensor([5, 1])]
     static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
-    return optimizer_samples() | id_table_samples() | dict(
+    return optimizer_samples() | id_table_samples() | mapped_table_samples() | dict(
         advise_huge_pages=(weight,),
         adaptive_grow=("lsh", "Sampler", N + 2, torch.randn(2, D), None, [*lsh, step], LSH),
         adaptive_grow_=(torch.tensor(1), [lsh[1].clone(), lsh[3]], [torch.zeros(2, 2, dtype=torch.int32), torch.tensor(0)], N, N + 2),

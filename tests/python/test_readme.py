@@ -19,7 +19,7 @@ def test_program_runs(program, tmp_path):
 
 
 def test_there_are_programs():
-    assert len(PROGRAMS) == 11
+    assert len(PROGRAMS) == 12
 
 
 def test_the_kernels_of_the_cuda_page_are_those_of_the_library():

@@ -158,11 +158,15 @@ class RowOptimizer(torch.optim.Optimizer):
             from ..distributed._state import state_of_rank
             state_dict = state_of_rank(self, state_dict)
         self._check_shapes(state_dict)
+        before = self.state, self.param_groups
         replaced = [self._tensors(state) for state in self.state.values() if state]
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
         reveal = self.register_load_state_dict_post_hook(RowOptimizer._reveal_tensors, prepend=True)
         try:
             super().load_state_dict(state_dict)
+        except Exception:
+            self.state, self.param_groups = before
+            raise
         finally:
             hide.remove()
             reveal.remove()
@@ -184,14 +188,29 @@ class RowOptimizer(torch.optim.Optimizer):
     def _reveal_tensors(self):
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.state.items():
-            for name, value in state.items():
-                if isinstance(value, _Hidden):
-                    state[name] = value.tensor.to(param.device, copy=True)
+            hidden = {name: value.tensor for name, value in state.items() if isinstance(value, _Hidden)}
+            if hidden and torch.ops.xsoftmax.mapped_table_path(param) and hidden["step"].dtype == torch.int64:
+                state.update(self._load_mapped(param, self._text(groups[param]), hidden))
+            else:
+                state.update({name: tensor.to(param.device, copy=True) for name, tensor in hidden.items()})
             if state and any(state.get(name) is None for name in self._state_names[:2]):  # torch.optim.SGD counts no steps
                 complete = dict(zip(self._state_names, self._call("_state", param, False, self._text(groups[param]))))
                 complete["step"].fill_(1)
                 state.update({name: tensor for name, tensor in complete.items() if state.get(name) is None})
         self._register_debts()
+
+    def _load_mapped(self, param, text, loaded):
+        """The state in the file beside a table (:mod:`xsoftmax.tables`), with other values from now on."""
+        state = dict(zip(self._state_names, self._call("_state", param, True, text)))
+        for name, tensor in state.items():
+            if loaded[name].shape != tensor.shape or loaded[name].dtype != tensor.dtype:
+                raise ValueError(f"{self._name}: expected {name} of shape {list(tensor.shape)} and dtype {tensor.dtype} for a table in a file, got shape "
+                                 f"{list(loaded[name].shape)} and dtype {loaded[name].dtype}")
+        torch.ops.xsoftmax.mapped_table_changes(param)
+        with torch.no_grad():
+            for name, tensor in state.items():
+                tensor.copy_(loaded[name])
+        return state
 
     def _register_debts(self):
         groups = {param: group for group in self.param_groups for param in group["params"]}
