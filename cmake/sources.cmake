@@ -2,11 +2,11 @@
 set(XSOFTMAX_SOURCES
   csrc/clusters/kmeans.cpp
   csrc/clusters/nearest.cpp
+  csrc/core/bf16_product.cpp
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
-  csrc/core/bf16_product.cpp
   csrc/core/mapped_file.cpp
   csrc/core/memory.cpp
   csrc/core/options.cpp
