@@ -305,7 +305,7 @@ Tensor counted_queries(const Tensor& queries, const OptionalTensor& target) {
 }
 
 RecentClasses::RecentClasses(const char* op, const Tensor& recent, int64_t drawn, int64_t num_classes)
-    : count_(recent.item<int64_t>()), first_(num_classes - count_), drawn_(drawn) {
+    : count_(recent.is_cpu() ? *recent.const_data_ptr<int64_t>() : recent.item<int64_t>()), first_(num_classes - count_), drawn_(drawn) {
   TORCH_CHECK_VALUE(count_ == 0 || (count_ > 0 && count_ < drawn), op, ": expected recent in [0, ", drawn, "), the classes that are drawn, got ", count_);
 }
 
