@@ -11,6 +11,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <random>
 #include <string_view>
 
@@ -213,6 +214,13 @@ void check_path(const char* op, const std::string& path) {
                     path.size(), " bytes");
 }
 
+// State stands beside the file, whichever folder the program is in by then, and by whichever link the file was found.
+std::string whole_path(const std::string& path) {
+  std::error_code refused;
+  const auto found = std::filesystem::weakly_canonical(std::filesystem::absolute(path, refused), refused); // one that is not there stays as it is given
+  return refused ? path : found.string();
+}
+
 } // namespace
 
 uint64_t MappedFile::bytes() const {
@@ -246,8 +254,9 @@ void MappedFile::map(const char* op) {
   (void)madvise(begin_, bytes(), MADV_NOHUGEPAGE);
 }
 
-std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string& path, MappedHeader header) {
-  check_path(op, path);
+std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string& given_path, MappedHeader header) {
+  check_path(op, given_path);
+  const std::string path = whole_path(given_path);
   uint64_t total = kPage;
   for (const MappedTensor& tensor : header.tensors) {
     uint64_t size = c10::elementSize(tensor.dtype);
@@ -296,8 +305,9 @@ void MappedFile::read_header(const char* op) {
   state_ = header_.state;
 }
 
-std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& path, bool writable, bool recover) {
-  check_path(op, path);
+std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& given_path, bool writable, bool recover) {
+  check_path(op, given_path);
+  const std::string path = whole_path(given_path);
   const int handle = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
   TORCH_CHECK(handle >= 0, op, ": cannot open ", path, writable ? " for writing: " : ": ", reason());
   std::shared_ptr<MappedFile> file(new MappedFile(path, handle, writable));
@@ -417,7 +427,12 @@ void MappedFile::put_beside(const std::shared_ptr<MappedFile>& other) {
   beside_.push_back(other);
 }
 
+void MappedFile::check_process() const {
+  TORCH_CHECK(!writable_ || process_ == getpid(), "tables: ", path_, " was opened by the process that this one was forked from: only that one may write to it");
+}
+
 void MappedFile::will_change() {
+  check_process();
   for (const auto& other : beside()) {
     other->will_change();
   }
@@ -429,6 +444,9 @@ void MappedFile::will_change() {
 
 void MappedFile::flush() {
   TORCH_CHECK(writable_, "tables: ", path_, " is open for reading: what was written to its table is in memory alone");
+  check_process();
+  struct stat found;
+  TORCH_CHECK(fstat(handle_, &found) != 0 || found.st_nlink > 0, "tables: ", path_, " was deleted while it was open: its table is lost with this process");
   for (const auto& other : beside()) {
     other->flush();
   }

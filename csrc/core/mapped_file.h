@@ -91,6 +91,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void read_header(const char* op);
   void set_state(FileState state);
   uint64_t bytes() const;
+  void check_process() const; ///< which opened the file
   std::vector<std::shared_ptr<MappedFile>> beside();
   struct Rows {
     const char* begin;

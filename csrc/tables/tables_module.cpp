@@ -5,7 +5,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -33,7 +33,7 @@ void fill(const Tensor& table, const MappedOptions& options) {
   for (int64_t end = rows; end > 0 && options.init != nullptr;) {
     const int64_t begin = (end - 1) / block * block;
     sizes[0] = end - begin;
-    const Tensor values = at::empty(sizes, table.options());
+    const Tensor values = at::zeros(sizes, table.options());
     options.init(values);
     call("mapped_table_fill_", mapped_table_fill_, table, begin, values);
     end = begin;

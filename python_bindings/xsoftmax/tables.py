@@ -11,8 +11,10 @@ The file is one of the safetensors format with one tensor, ``weight``, which beg
 that died) or ``begun`` (its creation was not finished).
 """
 
+import atexit
 import contextlib
 import os
+import warnings
 from typing import Callable, Optional, Union
 
 import torch
@@ -21,9 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._checks import check_bool, check_count
+from .optim.settle import settle
 
 _BLOCK = 64 << 20  # bytes of rows that are made at a time
-_MAPPED = WeakTensorKeyDictionary()
+_MAPPED = WeakTensorKeyDictionary()  # table -> the process that opened it
 _hook = None
 
 
@@ -44,13 +47,14 @@ def mapped(path: Union[str, os.PathLike], num_rows: int, width: Optional[int] = 
     of their state, counters included. An optimizer of the same kind goes on where the file is, in a later process too; delete the file to begin anew.
 
     It is an ordinary parameter. Copies (``deepcopy``, ``.to(dtype)``, ``clone()``) are in memory, as those of any tensor; ``torch.save`` and ``state_dict()``
-    hold all of it; ``load_state_dict`` writes to the file; ``resize_classes`` is refused. One process can write to a file at a time.
+    hold all of it; ``load_state_dict`` writes to the file; ``resize_classes`` is refused. One process can write to a file at a time: the one that opened
+    it, not one that it forks. Dense gradients (``sparse_grad=False``, the exact loss) keep their state in memory.
 
     Args:
         path: of the file, in a folder that exists.
         num_rows, width: N and D.
         dtype: float32, float64, bfloat16 or float16.
-        init: fills a block [B, D] in place, as functions of ``torch.nn.init`` do; by default as nn.Linear. It is called for a block after the other, from the
+        init: fills a block [B, D] of zeros in place, as functions of ``torch.nn.init`` do; by default as nn.Linear. It is called for a block after the other, from the
             last to the first. Random numbers are those of torch's generator: a seed gives the same table. None: zeros, which cost no time.
         progress: a bar by tqdm, where it is installed.
 
@@ -86,7 +90,7 @@ def _fill(table: Tensor, init: Callable[[Tensor], object], progress: bool) -> No
     # From the last to the first, as the frequent classes are the first ones as a rule: where a file system cannot write past memory, it keeps what came last.
     with torch.no_grad(), _bar(table.nbytes, progress) as bar:
         for begin in reversed(range(0, rows, block)):
-            values = torch.empty(min(block, rows - begin), *table.shape[1:], dtype=table.dtype)
+            values = torch.zeros(min(block, rows - begin), *table.shape[1:], dtype=table.dtype)
             init(values)
             torch.ops.xsoftmax.mapped_table_fill_(table, begin, values)
             bar(values.nbytes)
@@ -146,9 +150,10 @@ def prefetch(weight: Tensor, rows: Tensor) -> None:
 def _parameter(table: Tensor) -> nn.Parameter:
     global _hook
     weight = nn.Parameter(table)
-    _MAPPED[weight] = True
+    _MAPPED[weight] = os.getpid()
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_before_step)
+        atexit.register(_before_exit)
     return weight
 
 
@@ -158,5 +163,19 @@ def _before_step(optimizer, args, kwargs) -> None:
     if tables:
         params = {param for group in optimizer.param_groups for param in group["params"]}
         for table in tables:
-            if table in params:
-                torch.ops.xsoftmax.mapped_table_changes(table)
+            if table not in params:
+                continue
+            if not torch.ops.xsoftmax.mapped_table_path(table):
+                del _MAPPED[table]
+                warnings.warn("tables: a table that lay in a file has been moved to other memory (share_memory_, torch.multiprocessing, .to()): what is trained "
+                              "from here on does not reach the file", stacklevel=2)
+                continue
+            torch.ops.xsoftmax.mapped_table_changes(table)
+
+
+def _before_exit() -> None:
+    """Files are marked as whole when the process ends: nothing may be owed then, since the next process does not know of it before its first step."""
+    process = os.getpid()
+    for table in list(_MAPPED.keys()):
+        if _MAPPED[table] == process:
+            settle(table)

@@ -461,3 +461,87 @@ def test_prefetch(path):
         xs.tables.prefetch(weight, torch.tensor([1.0]))
     train(weight, xs.optim.RowAdam([weight]), 1)
     xs.tables.prefetch(weight, torch.arange(N))  # the state beside it as well
+
+
+def test_a_relative_path_and_another_folder(tmp_path, monkeypatch):
+    """State stands beside the table, whichever folder the program is in by then, and by whichever link the table was opened."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    weight = xs.tables.mapped("table", N, D, init=None)
+    monkeypatch.chdir(tmp_path / "b")
+    optimizer = OPTIMIZERS["RowAdagrad"]([weight])
+    train(weight, optimizer, 2)
+    assert sorted(os.listdir(tmp_path / "a")) == ["table", "table.row_adagrad"] and os.listdir(tmp_path / "b") == []
+    del weight, optimizer
+    (tmp_path / "b" / "link").symlink_to(tmp_path / "a" / "table")
+    weight = xs.tables.open("link")
+    optimizer = OPTIMIZERS["RowAdagrad"]([weight])
+    train(weight, optimizer, 1)
+    assert optimizer.state[weight]["step"] == 3
+
+
+def test_a_program_ends_with_nothing_owed(path):
+    """Without a flush: the rows are those of the optimizer's flush."""
+    program = """if True:
+        import sys, torch, xsoftmax as xs
+        weight = xs.tables.mapped(sys.argv[1], 50, 8, init=None)
+        other = torch.nn.Parameter(torch.zeros(50, 8))
+        optimizer, twin = (xs.optim.RowAdam([table], lr=.1) for table in (weight, other))
+        for row in range(5):
+            for table in (weight, other):
+                table.grad = torch.sparse_coo_tensor(torch.tensor([[row]]), torch.ones(1, 8), (50, 8))
+            optimizer.step()
+            twin.step()
+        twin.flush()
+        torch.save(other.detach(), sys.argv[1] + ".twin")
+    """
+    subprocess.run([sys.executable, "-c", program, path], check=True)
+    assert state_of(path) == "whole"
+    assert torch.equal(xs.tables.open(path, writable=False).detach(), torch.load(path + ".twin"))
+
+
+def test_a_forked_process_does_not_write(path):
+    weight = made(path)
+    optimizer = OPTIMIZERS["RowSGD"]([weight])
+    train(weight, optimizer, 1)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # no training here: torch's threads do not survive a fork
+        said = []
+        weight.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, D), (N, D))
+        for act in (optimizer.step, lambda: xs.tables.flush(weight)):
+            try:
+                act()
+                said.append("no error")
+            except RuntimeError as error:
+                said.append(str(error).splitlines()[0])
+        os.write(write, "\n".join(said).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(read, 10_000).decode().splitlines()
+    os.close(read), os.close(write)
+    assert len(said) == 2 and all("only that one may write to it" in line for line in said), said
+    assert state_of(path) == "dirty"
+    xs.tables.flush(weight)
+    assert state_of(path) == "whole"
+
+
+def test_moved_and_deleted(path):
+    """What is trained no longer reaches the file: a warning, or an error of flush."""
+    weight = made(path)
+    os.unlink(path)
+    with pytest.raises(RuntimeError, match="was deleted while it was open"):
+        xs.tables.flush(weight)
+    weight.data = weight.data.clone()
+    optimizer = OPTIMIZERS["RowSGD"]([weight])
+    with pytest.warns(UserWarning, match="does not reach the file"):
+        train(weight, optimizer, 1)
+
+
+def test_rows_that_init_leaves_out(path):
+    def half(rows):
+        rows[: len(rows) // 2].fill_(2.0)
+
+    weight = made(path, init=half)
+    assert weight[: N // 2].eq(2).all() and weight[N // 2:].eq(0).all()
