@@ -118,7 +118,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
     if (bias_row.defined()) {
       out.copy_(bias_row.index_select(0, shared));
     }
-    multiply(out, query.to(dtype), shared_rows.t(), {.add = bias_row.defined(), .bfloat16 = low});
+    multiply(out, low ? query : query.to(dtype), shared_rows.t(), {.add = bias_row.defined(), .bfloat16 = low});
   }
   const LossOperands operands(estimation);
   dispatch_floating(input.scalar_type(), [&](auto zero) {

@@ -84,7 +84,8 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
     if (given(bias)) {
       out.copy_(bias->index_select(0, ids.shared));
     }
-    multiply(out, query.to(dtype), rows.t(), {.add = given(bias), .bfloat16 = multiplies_bfloat16(weight)});
+    const bool low = multiplies_bfloat16(weight);
+    multiply(out, low ? query : query.to(dtype), rows.t(), {.add = given(bias), .bfloat16 = low});
   }
   return scores;
 }
