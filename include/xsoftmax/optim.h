@@ -40,7 +40,7 @@ struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOpti
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(bool, nesterov) = false;
   TORCH_ARG(bool, maximize) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by Philox of step and row, and the element:
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and element:
   /// the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
   /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
@@ -69,7 +69,7 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
   TORCH_ARG(double, eps) = 1e-10;
   /// One accumulator a row, the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by Philox of step and row, and the element:
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and element:
   /// the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
   /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
@@ -99,7 +99,7 @@ struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOp
   TORCH_ARG(double, weight_decay) = 0;
   /// One second moment a row, of the mean of squares (partial row-wise Adam): [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by Philox of step and row, and the element:
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and element:
   /// the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
   /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.

@@ -24,12 +24,12 @@ class RowAdagrad(RowOptimizer):
         row_wise: one accumulator a row, the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient;
             parameters with dense gradients ignore it
         stochastic_rounding: steps of rows of 16-bit tables round up or down by chance, right on average, so that steps too small for a
-            16-bit number move it all the same; by Philox of step and row, and the element, the same on every device and for any number of threads.
+            16-bit number move it all the same; the chances follow from step, row and element alone.
             Parameters with dense gradients round to nearest
         state_dtype: of state with an element for each of the table's: ``torch.bfloat16`` or ``torch.float32``; None: as float32, and float64 for float64
             tables. In bfloat16 ``sum`` is kept always with stochastic rounding: to nearest, it would stop growing at 256 times what a step
-            adds. Read at a parameter's first gradient; parameters
-            with dense gradients ignore it
+            adds. Read at a parameter's first gradient; parameters with dense gradients
+            ignore it
 
     State of a table: ``step``, and ``sum`` [N, D], or [N] with row_wise.
 

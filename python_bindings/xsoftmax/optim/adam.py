@@ -36,13 +36,13 @@ class RowAdam(RowOptimizer):
         weight_decay: decoupled; 0 by default, as in ``torch.optim.Adam``. lr * weight_decay must be below 1 for row-sparse gradients
         row_wise: one second moment a row, of the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient;
             parameters with dense gradients ignore it
-        stochastic_rounding: steps of rows of 16-bit tables, and what :meth:`flush` makes up, round up or down by chance, right on average, so that steps too small for a
-            16-bit number move it all the same; by Philox of step and row, and the element, the same on every device and for any number of threads.
+        stochastic_rounding: steps of rows of 16-bit tables, and what :meth:`flush` makes up, round up or down by chance, right on average, so that
+            steps too small for a 16-bit number move it all the same; the chances follow from step, row and element alone.
             Parameters with dense gradients round to nearest
         state_dtype: of state with an element for each of the table's: ``torch.bfloat16`` or ``torch.float32``; None: as float32, and float64 for float64
             tables. In bfloat16 moments are kept always with stochastic rounding: to nearest, a second moment of beta2 = 0.999 would not
-            see a gradient that changes it by less than a 256th. Read at a parameter's first gradient; parameters
-            with dense gradients ignore it
+            see a gradient that changes it by less than a 256th. Read at a parameter's first gradient; parameters with dense gradients
+            ignore it
 
     State of a table: ``step``, ``exp_avg`` [N, D], ``exp_avg_sq`` [N, D], or [N] with row_wise, ``last_step`` int32 [N], and
     ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).

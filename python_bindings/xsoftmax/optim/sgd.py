@@ -26,12 +26,12 @@ class RowSGD(RowOptimizer):
         weight_decay: decoupled; lr * weight_decay must be below 1 for row-sparse gradients
         nesterov: look ahead along the buffer; needs a momentum and no dampening
         maximize: ascend
-        stochastic_rounding: steps of rows of 16-bit tables, and what :meth:`flush` makes up, round up or down by chance, right on average, so that steps too small for a
-            16-bit number move it all the same; by Philox of step and row, and the element, the same on every device and for any number of threads.
+        stochastic_rounding: steps of rows of 16-bit tables, and what :meth:`flush` makes up, round up or down by chance, right on average, so that
+            steps too small for a 16-bit number move it all the same; the chances follow from step, row and element alone.
             Parameters with dense gradients round to nearest
         state_dtype: of state with an element for each of the table's: ``torch.bfloat16`` or ``torch.float32``; None: as float32, and float64 for float64
-            tables. In bfloat16 the buffer is kept always with stochastic rounding: to nearest, it would stay behind the mean of gradients. Read at a parameter's first gradient; parameters
-            with dense gradients ignore it
+            tables. In bfloat16 the buffer is kept always with stochastic rounding: to nearest, it would stay behind the mean of gradients. Read at a
+            parameter's first gradient; parameters with dense gradients ignore it
 
     State of a table: ``step``, ``momentum_buffer`` [N, D] (empty without momentum), ``last_step`` int32 [N],
     and ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).
