@@ -104,3 +104,12 @@ def test_an_optimizer_whose_state_cannot_follow_says_so(name, classes):
         optimizer.step(closure)
     assert all(torch.equal(param, value) for param, value in zip(loss.parameters(), before))
     OTHERS[name](list(loss.parameters())).step(closure)
+
+
+@pytest.mark.parametrize("other", [xs.optim.RowAdam, xs.optim.RowSGD, torch.optim.SparseAdam])
+def test_state_of_another_kind_of_optimizer(other):
+    table = torch.nn.Parameter(torch.zeros(4, 2))
+    optimizer = xs.optim.RowAdagrad([table], lr=0.5)
+    with pytest.raises(ValueError, match="RowAdagrad: expected the state dict of such an optimizer.*got one without .*lr_decay"):
+        optimizer.load_state_dict(other([table], lr=0.25).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5

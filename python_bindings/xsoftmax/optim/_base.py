@@ -151,7 +151,8 @@ class RowOptimizer(torch.optim.Optimizer):
         dense state. Of a table that is split over ranks: DTensors of any placement, whole tables, or this rank's rows.
 
         Raises:
-            ValueError: state of a parameter of another shape, such as one from before a resize_classes; nothing is loaded then
+            ValueError: state of a parameter of another shape, such as one from before a resize_classes, or of another kind of optimizer; nothing is
+                loaded then
         """
         state_dict = _with_numbers(state_dict)
         if _is_split(self):
@@ -174,6 +175,11 @@ class RowOptimizer(torch.optim.Optimizer):
             torch.ops.xsoftmax.forget_debt(tensors)
 
     def _check_shapes(self, state_dict):
+        for group in state_dict["param_groups"]:
+            missing = [name for name in self.defaults if name not in group and name not in self._later_options]
+            if missing:
+                raise ValueError(f"{self._name}: expected the state dict of such an optimizer, with the options {', '.join(self.defaults)}, got one without "
+                                 f"{', '.join(missing)}")
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, params) if len(numbers) == len(params) else ():  # else torch.optim says so
