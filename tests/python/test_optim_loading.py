@@ -113,3 +113,10 @@ def test_state_of_another_kind_of_optimizer(other):
     with pytest.raises(ValueError, match="RowAdagrad: expected the state dict of such an optimizer.*got one without .*lr_decay"):
         optimizer.load_state_dict(other([table], lr=0.25).state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_state_loads_after_a_load():
+    optimizer = xs.optim.RowAdagrad([torch.nn.Parameter(torch.zeros(4, 2))], lr=0.5)
+    for lr in (0.25, 0.125):  # torch.optim adds an option to `defaults` in a load
+        optimizer.load_state_dict(xs.optim.RowAdagrad([torch.nn.Parameter(torch.zeros(4, 2))], lr=lr).state_dict())
+        assert optimizer.param_groups[0]["lr"] == lr

@@ -52,7 +52,7 @@ class RowOptimizer(torch.optim.Optimizer):
     """Base of RowSGD, RowAdagrad and RowAdam: parameters, options and the tensors of state. The step is an operator (csrc/optim/row_step.h).
 
     A subclass gives ``_op`` (its operators are ``_op + "_state"``, ``"_step_"``, ``"_flush_"``), ``_state_names`` (of the state tensors, in
-    the operators' order; dense state has the first of them alone) and ``_option_names``.
+    the operators' order; dense state has the first of them alone) and ``_option_names`` (as in a group of parameters).
     """
 
     _op = _state_names = _option_names = None
@@ -176,10 +176,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _check_shapes(self, state_dict):
         for group in state_dict["param_groups"]:
-            missing = [name for name in self.defaults if name not in group and name not in self._later_options]
+            missing = [name for name in self._option_names if name not in group and name not in self._later_options]
             if missing:
-                raise ValueError(f"{self._name}: expected the state dict of such an optimizer, with the options {', '.join(self.defaults)}, got one without "
-                                 f"{', '.join(missing)}")
+                raise ValueError(f"{self._name}: expected the state dict of such an optimizer, with the options {', '.join(self._option_names)}, "
+                                 f"got one without {', '.join(missing)}")
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, params) if len(numbers) == len(params) else ():  # else torch.optim says so

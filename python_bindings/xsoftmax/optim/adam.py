@@ -56,6 +56,7 @@ class RowAdam(RowOptimizer):
 
     _op, _state_names = "row_adam", ("step", "exp_avg", "exp_avg_sq", "last_step", "owed")
     _later_options = dict(RowOptimizer._later_options, row_wise=False)
+    _option_names = ("lr", "betas", "eps", "weight_decay", "row_wise", "stochastic_rounding", "state_dtype")
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, row_wise=False, stochastic_rounding=False,
                  state_dtype=None):
@@ -63,8 +64,8 @@ class RowAdam(RowOptimizer):
                                       stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))
 
     def _options(self, group):
-        if len(group["betas"]) != 2:
-            raise ValueError(f"RowAdam: expected betas as two numbers, got {group['betas']}")
-        beta1, beta2 = group["betas"]
-        return dict(lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"], row_wise=group["row_wise"],
-                    stochastic_rounding=group["stochastic_rounding"], state_dtype=group["state_dtype"])
+        options = super()._options(group)
+        betas = options.pop("betas")
+        if len(betas) != 2:
+            raise ValueError(f"RowAdam: expected betas as two numbers, got {betas}")
+        return dict(options, beta1=betas[0], beta2=betas[1])
