@@ -6,6 +6,7 @@
 #   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
+#   make lint        format and style of C++ and Python, types, spelling; make format mends the first two
 #   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
 #   make cuda-page   fills the tables of docs/cuda.md from what cuda-emulate and cuda-check built
@@ -25,7 +26,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page clean gtest python-headers
+.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -127,6 +128,24 @@ cuda-emulate: $(INSTALLED) | python-headers
 cuda-page:
 	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/cuda.md bytes
 	.ci/cuda_resources build/cuda | .ci/fill_page docs/cuda.md registers
+
+# ------------------------------------------------------------------------------------------------------------------------------ lint
+
+# The tools have an environment of their own: what a user's .venv holds is not theirs to change. mypy reads the torch of .venv.
+LINT_READY := $(STAMPS)/lint
+LINT_PATH = PATH="$(abspath build/lint-venv)/bin:$$PATH"
+
+$(LINT_READY): .ci/lint-requirements.txt | $(READY)
+	python -m venv --clear build/lint-venv
+	build/lint-venv/bin/python -m pip install -q -r $<
+	touch $@
+
+lint: $(LINT_READY)
+	$(LINT_PATH) .ci/lint "$(abspath $(VENV))/bin/python"
+
+format: $(LINT_READY)
+	git ls-files -- '*.h' '*.cpp' '*.cu' '*.cuh' | $(LINT_PATH) xargs clang-format -i
+	$(LINT_PATH) ruff check --quiet --fix-only .
 
 # ---------------------------------------------------------------------------------------------------------------------- demo, bench
 

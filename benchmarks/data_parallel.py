@@ -5,10 +5,11 @@
     python benchmarks/data_parallel.py --classes 1000000 --kinds split,dense,partial_fc,partial_fc_sgd
     python benchmarks/data_parallel.py --classes 1000000 10000000 --kinds split --width 64       # how a step grows with the number of classes
 
-"split" is exchange="auto" of shard_classes; "queries" and "rows" are its exchanges. A step is an encoder of one layer, the sampled loss (512 classes shared by the batch), backward with the exchange, and the optimizer: RowAdam, and
-fused Adam beside a dense gradient. Partial FC trains on a tenth of its classes a step, without the margin and the norms of face recognition; its optimizer is
-fused Adam, or with _sgd the fused SGD with momentum of its authors' recipe. Ranks are processes of one thread on this machine, over gloo. All kinds and
-numbers of classes take turns: their tables are in memory at once. Times are medians, ratios are medians of the ratios of turns.
+"split" is exchange="auto" of shard_classes; "queries" and "rows" are its exchanges. A step is an encoder of one layer, the sampled loss (512 classes shared by
+the batch), backward with the exchange, and the optimizer: RowAdam, and fused Adam beside a dense gradient. Partial FC trains on a tenth of its classes a step,
+without the margin and the norms of face recognition; its optimizer is fused Adam, or with _sgd the fused SGD with momentum of its authors' recipe. Ranks are
+processes of one thread on this machine, over gloo. All kinds and numbers of classes take turns: their tables are in memory at once. Times are medians, ratios
+are medians of the ratios of turns.
 """
 
 import argparse

@@ -67,7 +67,8 @@ def figures(name: str, found: dict[str, dict]) -> list[dict]:
 
 
 def row(name: str, side: str, one: dict) -> dict:
-    return {"set": name, "library": side, "train": f"{one['seconds']['train']:.2f} s", "tree": f"{one['seconds']['tree']:.2f} s" if "tree" in one["seconds"] else "",
+    return {"set": name, "library": side, "train": f"{one['seconds']['train']:.2f} s",
+            "tree": f"{one['seconds']['tree']:.2f} s" if "tree" in one["seconds"] else "",
             "batch": f"{1e6 * one['batch']:.1f} us", "single": f"{1e6 * one['single']:.0f} us", "size": f"{one['bytes'] / 1e6:.1f} MB",
             "P@1/3/5": "/".join(f"{one[f'P@{k}']:.2f}" for k in (1, 3, 5))}
 

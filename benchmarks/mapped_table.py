@@ -8,8 +8,8 @@ classes in memory, by turns of 50 steps; a figure is a ratio of median turns. "b
 in a vocabulary. "in any order": classes are scattered over the table, and draws are uniform: most pages of a step have never been read. Steps are
 counted from a table that nobody has read. "next targets": tables.prefetch of them before each step. The file is made anew, and goes with the benchmark.
 
-kill: a process makes a table, trains it with RowAdagrad, flushes and reads it by turns, and is killed at a random moment. Reopened, each file must say that it is
-not whole, or table and state must be, bit for bit, what so many steps make of them.
+kill: a process makes a table, trains it with RowAdagrad, flushes and reads it by turns, and is killed at a random moment. Reopened, each file must say that it
+is not whole, or table and state must be, bit for bit, what so many steps make of them.
 """
 
 import os

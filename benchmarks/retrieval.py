@@ -1,6 +1,7 @@
 """The best ten of a million trained items: certified search beside scoring all, and recall against time beside faiss.
 
-    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000] [--gowalla train.txt | --random] [--picture docs/retrieval.png] [--threads 1] [--json]
+    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000] [--gowalla train.txt | --random] [--picture docs/retrieval.png]
+                                   [--threads 1] [--json]
 
 Needs faiss-cpu, and matplotlib for the picture, in the environment. --out keeps the trained vectors (retrieval_data.py) and the faiss indices. --gowalla:
 trains on recorded users instead, a file with a line for each: the user, then its items. --random: rows and queries that point anywhere, the worst case of a

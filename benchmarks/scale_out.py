@@ -3,8 +3,8 @@
     python benchmarks/scale_out.py [--ranks 8 64 256 1024] [--links 10 25 100 400] [--classes 10000000 100000000 1000000000] [--json]
 
 Measured, on one process: forward and backward of the sampled loss for the queries of a rank, RowAdam on the rows that have a gradient, and the draws. Where
-queries travel every rank draws for those of all ranks, where rows do for its queries. Computed: the bytes that a rank receives, and with them its time. Assumed:
-
+queries travel every rank draws for those of all ranks, where rows do for its queries. Computed: the bytes that a rank receives, and with them its time.
+Assumed:
 - The encoder, whose cost has nothing to do with classes, is left out, and so are its gradients.
 - A rank has as many scores to compute in either exchange: its queries against all their candidates, or those of all ranks against its share of them. Draws
   and targets are spread evenly over ranks, and all of them are different.
@@ -95,7 +95,8 @@ def simulate(args: argparse.Namespace) -> list[dict]:
             compute = {"queries": local + (ranks - 1) * draws, "rows": local}
             received = {exchange: exchange_bytes(exchange, ranks, rows, args) for exchange in EXCHANGES}
             for gigabits in args.links:
-                times = {exchange: step_seconds(compute[exchange], network_seconds(exchange, ranks, received[exchange], gigabits, args.latency)) for exchange in EXCHANGES}
+                times = {exchange: step_seconds(compute[exchange], network_seconds(exchange, ranks, received[exchange], gigabits, args.latency))
+                         for exchange in EXCHANGES}
                 result.append({"draws": kind, "ranks": ranks, "gigabits": gigabits, "compute_seconds": compute, "received_bytes": received,
                                "step_seconds": times, "wins": min(EXCHANGES, key=lambda exchange: times[exchange][1])})
     return result

@@ -7,9 +7,9 @@ import torch
 if torch.distributed.is_available():
     # Its defaults take hold of the process group that they find when it is first imported, as many modules of torch do with theirs.
     # A group that outlives destroy_process_group() has threads, which abort a process that ends while they let go of a tensor.
-    import torch.distributed.nn.functional  # noqa: F401
+    import torch.distributed.nn.functional
 
-from . import _library
+from . import _library  # noqa: F401 (loads the operators)
 from . import datasets, functional, label_vectors, metrics, optim, samplers, tables
 from .cached_step import cached_step
 from .cane import CaneLoss

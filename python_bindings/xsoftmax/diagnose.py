@@ -1,7 +1,6 @@
 """How far a sampled loss is from the exact one."""
 
 import dataclasses
-import math
 from typing import Optional
 
 import torch

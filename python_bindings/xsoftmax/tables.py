@@ -54,8 +54,8 @@ def mapped(path: Union[str, os.PathLike], num_rows: int, width: Optional[int] = 
         path: of the file, in a folder that exists.
         num_rows, width: N and D.
         dtype: float32, float64, bfloat16 or float16.
-        init: fills a block [B, D] of zeros in place, as functions of ``torch.nn.init`` do; by default as nn.Linear. It is called for a block after the other, from the
-            last to the first. Random numbers are those of torch's generator: a seed gives the same table. None: zeros, which cost no time.
+        init: fills a block [B, D] of zeros in place, as functions of ``torch.nn.init`` do; by default as nn.Linear. It is called for a block after the other,
+            from the last to the first. Random numbers are those of torch's generator: a seed gives the same table. None: zeros, which cost no time.
         progress: a bar by tqdm, where it is installed.
 
     Raises:
@@ -114,15 +114,16 @@ def open(path: Union[str, os.PathLike], *, writable: bool = True, recover: bool 
 
     Args:
         path: of the file.
-        writable: from here on the file says that it is being written to, until it is flushed or closed: with the last of its tensors, or at the end of the process.
-            False: a private copy is mapped, which several processes can do at a time; what is written to it stays in memory.
+        writable: from here on the file says that it is being written to, until it is flushed or closed: with the last of its tensors, or at the end of the
+            process. False: a private copy is mapped, which several processes can do at a time; what is written to it stays in memory.
         recover: opens a file whose process died while it was written to as well. Each number is one that was written, but rows may be of different steps.
 
     Raises:
         RuntimeError: a file that is missing, in use or not whole
         ValueError: a file of another kind, or of another length than it says
     """
-    weight = torch.ops.xsoftmax.mapped_table_open(os.fspath(path), check_bool("tables.open", "writable", writable), check_bool("tables.open", "recover", recover))
+    weight = torch.ops.xsoftmax.mapped_table_open(os.fspath(path), check_bool("tables.open", "writable", writable),
+                                                  check_bool("tables.open", "recover", recover))
     return _parameter(weight)
 
 
@@ -167,8 +168,8 @@ def _before_step(optimizer, args, kwargs) -> None:
                 continue
             if not torch.ops.xsoftmax.mapped_table_path(table):
                 del _MAPPED[table]
-                warnings.warn("tables: a table that lay in a file has been moved to other memory (share_memory_, torch.multiprocessing, .to()): what is trained "
-                              "from here on does not reach the file", stacklevel=2)
+                warnings.warn("tables: a table that lay in a file has been moved to other memory (share_memory_, torch.multiprocessing, .to()): what is "
+                              "trained from here on does not reach the file", stacklevel=2)
                 continue
             torch.ops.xsoftmax.mapped_table_changes(table)
 

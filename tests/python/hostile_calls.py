@@ -261,8 +261,8 @@ def attempt(target, mode, key, change):
 
 
 def plain(tensor):
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.device.type == "cpu" and 0 < tensor.numel() < 2**20 \
-        and not (tensor.is_quantized or tensor.is_nested or (tensor.is_neg() and tensor.dtype == torch.bool))
+    return (type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+            and 0 < tensor.numel() < 2**20 and not (tensor.is_quantized or tensor.is_nested or (tensor.is_neg() and tensor.dtype == torch.bool)))
 
 
 def all_cases():

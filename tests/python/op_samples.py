@@ -121,12 +121,12 @@ def samples():
     edge_grad = ops.hierarchical_softmax_forward(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True])[2]
     inside = ops.sort_sets(ops.candidate_set(private, N), N)
     outside = f"num_classes={N},num_samples={S},tries=2"
-    stream = "num_ids={},half_life=10".format(N)
+    stream = f"num_ids={N},half_life=10"
     streaming = ops.streaming_counts("Counts", stream)
     ops.streaming_update_(shared, None, *streaming, stream)
-    tower_options = "num_items={},estimator=ranking,temperature=0.5,similarity=cosine,memory=9,dim={},memory_warmup=0,reduction=mean".format(N, D)
+    tower_options = f"num_items={N},estimator=ranking,temperature=0.5,similarity=cosine,memory=9,dim={D},memory_warmup=0,reduction=mean"
     ids, memory = integers(N, Q), [torch.randn(9, D), integers(N, 9), torch.tensor([5, 1])]
-    static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
+    static = f"law=table,low=0,num_classes={N},num_samples={S},shared=true,distinct=true"
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
     return optimizer_samples() | id_table_samples() | mapped_table_samples() | dict(
         advise_huge_pages=(weight,),

@@ -30,8 +30,8 @@ def scripted(loss):
     return torch.jit.load(buffer)
 
 
-@pytest.mark.parametrize("make", [lambda l: xs.SampledSoftmaxLoss.from_linear(l, sampler="uniform", num_samples=8, head_classes=2),
-                                  lambda l: xs.LinearCrossEntropyLoss.from_linear(l, weight=torch.ones(N, dtype=torch.float64))])
+@pytest.mark.parametrize("make", [lambda linear: xs.SampledSoftmaxLoss.from_linear(linear, sampler="uniform", num_samples=8, head_classes=2),
+                                  lambda linear: xs.LinearCrossEntropyLoss.from_linear(linear, weight=torch.ones(N, dtype=torch.float64))])
 def test_from_linear(make):
     linear = nn.Linear(D, N, dtype=torch.float64)
     made = []

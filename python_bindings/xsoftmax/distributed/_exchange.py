@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._group import Ragged, all_gather
+from ._group import Ragged
 
 
 class ClassShards:

@@ -1,6 +1,6 @@
 """Class tables split over ranks."""
 
-from typing import Callable, List, Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 import torch.distributed as dist

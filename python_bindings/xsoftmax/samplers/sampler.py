@@ -138,7 +138,6 @@ class Sampler(KeepsTables):
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         """What a loss calls before it draws in train(): a sampler that follows the class table ``weight [N, D]``, ``bias [N]`` brings itself up
         to date here when its time has come."""
-        pass
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:

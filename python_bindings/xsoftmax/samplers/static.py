@@ -189,7 +189,8 @@ class UnigramSampler(StaticSampler):
     def __init__(self, counts: Union[Tensor, StreamingCounts], num_samples: int, *, power: float = 0.75, shared: Optional[bool] = None,
                  distinct: Optional[bool] = None, exclude: Exclude = None, refresh_every: int = 1000, uniform_share: float = 0.01):
         if not isinstance(counts, StreamingCounts):
-            return self._draw_from("table", counts, float(power), 0, num_samples, shared, distinct, exclude)
+            self._draw_from("table", counts, float(power), 0, num_samples, shared, distinct, exclude)
+            return
         if counts.num_ids is None:
             raise ValueError("UnigramSampler: expected counts of dense ids, got those of open ids")
         self._draw_from("table", torch.ones(counts.num_ids, device=counts.count.device), None, 0, num_samples, shared, distinct, exclude)
