@@ -61,7 +61,7 @@ def test_files():
     sources = {f"xsoftmax/{path.relative_to(ROOT / 'python_bindings/xsoftmax')}" for path in (ROOT / "python_bindings/xsoftmax").rglob("*.py")}
     headers = {str(Path("xsoftmax/include") / path.relative_to(ROOT / "include")) for path in (ROOT / "include").rglob("*.h")}
     found = {name for name in names if not name.endswith("/") and ".dist-info/" not in name}
-    cmake = {f"xsoftmax/share/cmake/xsoftmax/{name}" for name in ("torch_minor.txt", "xsoftmaxConfig.cmake", "xsoftmaxConfigVersion.cmake",
+    cmake = {f"xsoftmax/share/cmake/xsoftmax/{name}" for name in ("cudart.cmake", "torch_minor.txt", "xsoftmaxConfig.cmake", "xsoftmaxConfigVersion.cmake",
                                                                   "xsoftmaxTargets.cmake", "xsoftmaxTargets-release.cmake")}
     assert found == sources | headers | cmake | {"xsoftmax/py.typed", "xsoftmax/lib/libxsoftmax.so"}
     if (ROOT / "LICENSE").is_file():
