@@ -5,7 +5,7 @@
 #   make test        Python tests, C++ tests, and a C++ project on the installed package (12 minutes on two cores, set-up and build included)
 #   make wheel       dist/xsoftmax-*.whl for all Pythons, of the torch in .venv; make sdist: the sources in one file
 #   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist: a wheel built from the sdist (minutes)
-#   make aarch64     the library and its C++ tests for 64-bit ARM, compiled and run on this machine; needs a wheel of torch for ARM (0.4 GB)
+#   make aarch64     compiles and links the library for 64-bit ARM, on any machine; fetches torch's wheel for it (0.4 GB)
 #   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
@@ -14,8 +14,8 @@
 #   make cuda-page   fills the tables of docs/cuda.md from what cuda-emulate and cuda-check built
 #   make clean       removes all that make made
 #
-# Variables: WHEEL (make demo: a wheel to install, nothing is compiled), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test processes at once), PYTEST_ARGS, and
-# those of .ci/cuda_check.
+# Variables: WHEEL (make demo: a wheel to install instead of a build), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS
+# (compilers and test processes at once), PYTEST_ARGS, and those of .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -28,7 +28,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build wheel wheel-tools test-wheel sdist test-sdist aarch64 test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page clean gtest python-headers
+.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page clean gtest python-headers
+.PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -107,6 +108,10 @@ test-sdist: sdist wheel-tools
 	mkdir -p build/sdist
 	tar -xzf dist/xsoftmax-*.tar.gz -C build/sdist --strip-components=1
 	make -C build/sdist test-wheel VENV="$(abspath $(VENV))" READY="$(abspath $(READY))"
+
+aarch64: $(READY)
+	command -v aarch64-linux-gnu-g++ >/dev/null || { $(APT) update && $(APT) install -y g++-aarch64-linux-gnu; }
+	.ci/aarch64_check
 
 # ---------------------------------------------------------------------------------------------------------------------------- tests
 
