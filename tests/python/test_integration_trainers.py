@@ -100,6 +100,10 @@ def lightning_module(head):
             self.values.append(value.detach())
             return value
 
+        def on_train_epoch_end(self):
+            if head == "sampled":
+                self.optimizers(use_pl_optimizer=False).flush()  # as a checkpoint does: values are read that rows would owe
+
         def on_before_zero_grad(self, optimizer):
             grads = [parameter.grad.to_dense() for parameter in self.parameters() if parameter.grad is not None]
             if grads:

@@ -1,4 +1,5 @@
-"""Glue to packages that train models, each imported with its first use: :mod:`transformers`, :mod:`lightning`, :mod:`accelerate`, :mod:`torchmetrics`.
+"""Glue to packages that train models, each imported with its first use: :mod:`transformers`, :mod:`lightning`, :mod:`accelerate`, :mod:`recbole`,
+:mod:`torchmetrics`.
 
 The package needs none of them. Versions that the tests run with stand in the extra `integrations`.
 """
@@ -6,7 +7,7 @@ The package needs none of them. Versions that the tests run with stand in the ex
 import importlib
 from types import ModuleType
 
-__all__ = ["accelerate", "lightning", "torchmetrics", "transformers"]
+__all__ = ["accelerate", "lightning", "recbole", "torchmetrics", "transformers"]
 
 
 def __getattr__(name: str) -> ModuleType:
