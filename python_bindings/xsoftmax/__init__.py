@@ -22,7 +22,7 @@ from .hierarchical_matcher import HierarchicalMatcher
 from .id_table import IdTable
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
-from .replace import replace_head
+from .replace import replace_head, restore_head
 from .retrieval import SearchIndex, SearchResult, to_faiss
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .two_tower import TwoTowerLoss
@@ -30,9 +30,9 @@ from .xr_linear import XRLinear
 
 
 def __getattr__(name):
-    # With the first use: torch.distributed takes long to import, and not every build of torch has it.
-    if name == "distributed":
-        return importlib.import_module(".distributed", __name__)
+    # With the first use: torch.distributed takes long to import, and not every build of torch has it; integrations are of packages that may be absent.
+    if name in ("distributed", "integrations"):
+        return importlib.import_module("." + name, __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -69,6 +69,7 @@ __all__ = [
     "proposal_log_prob",
     "register_estimator",
     "replace_head",
+    "restore_head",
     "samplers",
     "tables",
     "to_faiss",

@@ -6,6 +6,7 @@ from typing import Dict, List, Optional
 import torch
 from torch import Tensor, nn
 
+from . import _first_step
 from ._checks import check_bool, check_class_weights, check_count, check_reduction
 from ._memory import advise_huge_pages
 from ._options import option_text
@@ -31,6 +32,7 @@ class TableModule(nn.Module):
         self.sparse_grad = check_bool(name, "sparse_grad", sparse_grad)
         self.register_buffer("weight", weight)
         self.register_state_dict_pre_hook(_settle_before)
+        _first_step.watch(self)
 
     def _init_options(self, **others) -> None:
         """`others`: attributes beside those of every loss. From here on the text of options follows what is assigned."""
@@ -81,6 +83,10 @@ class TableModule(nn.Module):
         # A copy is another table, which owes nothing and is not replicated: by copy.deepcopy, torch.save or pickle.
         self.settle()
         return {name: value for name, value in self.__dict__.items() if name != "_exchanges"}
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        _first_step.watch(self)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         self.settle()  # steps that are owed to the old table must not move the new one

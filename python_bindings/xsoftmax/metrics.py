@@ -42,24 +42,19 @@ def precision_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
 
     A missing prediction (-1) is a wrong one.
     """
-    hits, _, _ = _hits("precision_at_k", predictions, truth, k)
-    return (hits.sum(1) / k).mean().item()
+    return _precisions(predictions, truth, k).mean().item()
 
 
 def recall_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
     """The share of the right classes that are among the first k predictions, `sum_{i <= k} hit_i / T`, the mean over queries; see
     :mod:`xsoftmax.metrics`."""
-    hits, sizes, _ = _hits("recall_at_k", predictions, truth, k)
-    return (hits.sum(1) / sizes).mean().item()
+    return _recalls(predictions, truth, k).mean().item()
 
 
 def ndcg_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
     """How high the right classes stand, 1 where they are all on top:
     `sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)`, the mean over queries; see :mod:`xsoftmax.metrics`."""
-    hits, sizes, _ = _hits("ndcg_at_k", predictions, truth, k)
-    discount = 1.0 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
-    ideal = discount.cumsum(0)[sizes.clamp(max=k) - 1]
-    return (hits @ discount / ideal).mean().item()
+    return _ndcgs(predictions, truth, k).mean().item()
 
 
 def psp_at_k(predictions: Predictions, truth: Truth, k: int, propensity: Tensor) -> float:
@@ -69,16 +64,39 @@ def psp_at_k(predictions: Predictions, truth: Truth, k: int, propensity: Tensor)
     Args:
         propensity: [N], in (0, 1], of each class: :func:`propensity`.
     """
-    hits, _, right = _hits("psp_at_k", predictions, truth, k)
-    gains = 1 / _propensity(propensity, int(max(right.ids.max(), right.predicted.max())) + 1)
+    found, best = _psp_sums(predictions, truth, k, propensity)
+    return (found / best).item()
+
+
+# The figure of each query for which anything is right. needs_any=False: there may be none.
+
+def _precisions(predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tensor:
+    hits, _, _ = _hits("precision_at_k", predictions, truth, k, needs_any)
+    return hits.sum(1) / k
+
+
+def _recalls(predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tensor:
+    hits, sizes, _ = _hits("recall_at_k", predictions, truth, k, needs_any)
+    return hits.sum(1) / sizes
+
+
+def _ndcgs(predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tensor:
+    hits, sizes, _ = _hits("ndcg_at_k", predictions, truth, k, needs_any)
+    discount = 1.0 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
+    ideal = discount.cumsum(0)[sizes.clamp(max=k) - 1]
+    return hits @ discount / ideal
+
+
+def _psp_sums(predictions: Predictions, truth: Truth, k: int, propensity: Tensor, needs_any: bool = True) -> Tuple[Tensor, Tensor]:
+    hits, _, right = _hits("psp_at_k", predictions, truth, k, needs_any)
+    gains = 1 / _propensity(propensity, 1 + max(int(ids.max()) if ids.numel() > 0 else 0 for ids in (right.ids, right.predicted)))
     found = (hits * gains[right.predicted.clamp_min(0)]).sum()
     of_right = gains[right.ids]
     order = torch.argsort(of_right, descending=True, stable=True)
     order = order[torch.argsort(right.queries[order], stable=True)]  # by query, the largest gain first
     queries, sorted_gains = right.queries[order], of_right[order]
     first = torch.searchsorted(queries, queries)
-    best = sorted_gains[torch.arange(len(queries), device=queries.device) - first < k].sum()
-    return (found / best).item()
+    return found, sorted_gains[torch.arange(len(queries), device=queries.device) - first < k].sum()
 
 
 def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: float = 0.55, b: float = 1.5) -> Tensor:
@@ -125,7 +143,7 @@ class _Right(NamedTuple):
     predicted: Tensor
 
 
-def _hits(name: str, predictions: Predictions, truth: Truth, k: int) -> Tuple[Tensor, Tensor, _Right]:
+def _hits(name: str, predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tuple[Tensor, Tensor, _Right]:
     """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), how many classes are (int64
     [Q]), and what these are."""
     k = check_count(name, "k", k, 1)
@@ -163,7 +181,7 @@ def _hits(name: str, predictions: Predictions, truth: Truth, k: int) -> Tuple[Te
     rows = torch.arange(len(predictions), device=predictions.device).unsqueeze(1)
     keys = torch.where(predictions >= 0, rows * span + predictions, -1)
     found = sizes > 0
-    if not found.any():
+    if needs_any and not found.any():
         raise ValueError(f"{name}: expected a query for which a class is right, got none of {len(predictions)}")
     return torch.isin(keys[found], right).double(), sizes[found], _Right(right // span, right % span, predictions[found])
 

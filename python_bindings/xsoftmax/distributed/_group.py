@@ -37,10 +37,16 @@ def facts_of(tables) -> Dict[str, Any]:
     return facts
 
 
+def tables_of(model: nn.Module) -> List[TableModule]:
+    """The class tables in `model`, and those of losses that :mod:`xsoftmax.integrations` gave it beside its modules."""
+    heads = [module._xsoftmax_head for module in model.modules() if "_xsoftmax_head" in module.__dict__]
+    return [module for module in model.modules() if isinstance(module, TableModule)] + [head.loss for head in heads]
+
+
 def leave_out(model: nn.Module) -> None:
     """Has ``DistributedDataParallel(model)`` leave the class tables in `model` to :func:`replicate` and :func:`shard_classes`, which call this for the
     model that they are given."""
-    parts = {id(part) for table in model.modules() if isinstance(table, TableModule) for part in [*table.parameters(), *table.buffers()]}
+    parts = {id(part) for table in tables_of(model) for part in [*table.parameters(), *table.buffers()]}
     # By all names: the rows of a table may be those of an embedding, too.
     names = {name for parts_of in (model.named_parameters, model.named_buffers) for name, part in parts_of(remove_duplicate=False) if id(part) in parts}
     model._ddp_params_and_buffers_to_ignore = sorted({*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names})

@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from .. import _first_step
 from .._options import option_text
 
 
@@ -173,6 +174,7 @@ class RowOptimizer(torch.optim.Optimizer):
             reveal.remove()
         for tensors in replaced:
             torch.ops.xsoftmax.forget_debt(tensors)
+        _first_step.look_again(self)
 
     def _check_shapes(self, state_dict):
         for group in state_dict["param_groups"]:
