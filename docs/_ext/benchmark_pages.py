@@ -4,8 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-from sphinx.errors import ExtensionError
-
 import pages
 
 DOCS = Path(__file__).parent.parent
@@ -23,7 +21,7 @@ def read(path: Path) -> dict:
     missing = [name for name in FIELDS if record.get(name) in (None, "", [])]
     missing += [f"machine.{name}" for name in MACHINE if not (record.get("machine") or {}).get(name)]
     if missing:
-        raise ExtensionError(f"docs/benchmarks/{path.name}: expected a record of benchmarks/records.py, got one without {', '.join(missing)}")
+        raise ValueError(f"docs/benchmarks/{path.name}: expected a record of benchmarks/records.py, got one without {', '.join(missing)}")
     return record
 
 
@@ -60,21 +58,19 @@ def section(record: dict) -> str:
 
 
 def generate(app=None, folder: Path = DOCS / "benchmarks") -> list[Path]:
-    """Writes the pages and the list of them, and removes those without a record."""
+    """Writes the pages, and removes those without a record."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.json")):
         found.setdefault(path.name.split(".")[0], []).append(path)
-    written, lines = [], []
+    written = []
     for name, paths in found.items():
         records = [read(path) for path in paths]
         texts = [GENERATED.format(", ".join(path.name for path in paths)), f"# {records[0]['question']}\n", f"{records[0]['about']}\n",
                  *map(section, records)]
         pages.write(folder / f"{name}.md", "\n".join(texts))
         written.append(folder / f"{name}.md")
-        lines.append(f"- [{records[0]['question']}]({name}.md) {records[0]['machine']['cpu']}, {records[0]['date']}")
     for path in set(folder.glob("*.md")) - {folder / "index.md", *written}:
         path.unlink()
-    pages.write(folder / "list.txt", "\n".join(lines) + "\n")
     return written
 
 
