@@ -8,11 +8,13 @@
 #   make aarch64     compiles and links the library for 64-bit ARM, on any machine; fetches torch's wheel for it (0.4 GB)
 #   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
-#   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
+#   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/experiments)
 #   make lint        format and style of C++ and Python, types, spelling; make format mends the first two
 #   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
 #   make cuda-page   fills the tables of docs/cuda.md from what cuda-emulate and cuda-check built
+#   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths
+#   make docs-links  the site's links to elsewhere, which takes the network
 #   make clean       removes all that make made
 #
 # Variables: WHEEL (make demo: a wheel to install instead of a build), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS
@@ -30,7 +32,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
 .PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
-.PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64
+.PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -205,6 +207,30 @@ demo: $(INSTALLED)
 
 bench: $(INSTALLED)
 	for script in training_step output_layer midx trees; do echo "== $$script"; python "benchmarks/$$script.py"; done
+
+# ----------------------------------------------------------------------------------------------------------------------------- docs
+
+# Tools of the site in an environment of their own, which also sees torch and the package in $(VENV).
+DOCS_VENV := build/docs-venv
+DOCS_READY := $(STAMPS)/docs-venv
+SITE := build/docs/html
+
+$(DOCS_READY): docs/requirements.txt $(READY)
+	python -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q -r docs/requirements.txt
+	python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >"$$($(DOCS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/xsoftmax.pth"
+	touch $@
+
+doxygen:
+	command -v doxygen >/dev/null || { $(APT) update && $(APT) install -y doxygen; }
+
+docs: $(INSTALLED) $(DOCS_READY) | doxygen
+	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees docs $(SITE)
+	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
+
+docs-links: $(INSTALLED) $(DOCS_READY) | doxygen
+	$(DOCS_VENV)/bin/python -m sphinx -q -b linkcheck -d build/docs/doctrees docs build/docs/links
 
 clean:
 	rm -rf build $(VENV) out

@@ -19,7 +19,7 @@ class Diagnosis:
     kl: float
     """KL(q || p), nats, the mean over queries."""
     renyi: float
-    """log sum_i p_i^2 / q_i, the mean over queries: the log of the Renyi divergence of order 2 of p from q, which bounds the bias of the
+    """log sum_i p_i^2 / q_i, the mean over queries. It is the log of the Renyi divergence of order 2 of p from q, which bounds the bias of the
     gradient (MIDX paper, Theorem 6). Infinite where a class of p > 0 is never proposed."""
     gradient_bias: float
     """Norm of (mean sampled gradient - exact gradient) over that of the exact one, for `input`; less what is left of the noise."""

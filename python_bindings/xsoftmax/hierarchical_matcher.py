@@ -184,7 +184,7 @@ class HierarchicalMatcher(TableModule):
 
         ``scale`` and ``offset`` are those of the least loss on (at most) 4,096 of the examples, which are also part of the sums: scores are more
         certain than they should be. A node without examples has w_c = 0; without bias, m and the offset are 0. Where most labels have a handful
-        of examples this can be better than what training finds (``docs/results.md``).
+        of examples this can be better than what training finds (``docs/experiments/many_labels.md``).
 
         The layers above are left as they are, and go stale where the encoder is trained after them: go back to them then (`layer`).
 

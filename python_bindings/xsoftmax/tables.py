@@ -25,6 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ._checks import check_bool, check_count
 from .optim.settle import settle
 
+__all__ = ["flush", "linear", "mapped", "open", "prefetch"]
+
 _BLOCK = 64 << 20  # bytes of rows that are made at a time
 _MAPPED = WeakTensorKeyDictionary()  # table -> the process that opened it
 _hook = None

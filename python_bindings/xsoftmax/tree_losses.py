@@ -50,7 +50,7 @@ class BeamTreeLoss(TreeLoss):
         tree: of the classes; 10 children a node is a good size.
         num_candidates: Nc >= 1.
         beam: the width of the search, in `topk` and `predict`, too: the best Nc of what it finds are the candidates. None: Nc, as in the paper.
-            Twice or four times that finds more of the best classes, where the tree fits them loosely (docs/results.md, Omniglot).
+            Twice or four times that finds more of the best classes, where the tree fits them loosely (docs/experiments/classifiers.md, Omniglot).
         num_noises: Nn >= 0, noises a query.
         noise_sampler: as in :class:`CaneLoss`, of a sampler that follows no class table.
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
