@@ -20,6 +20,7 @@ from .ensemble import combine_predictions
 from .estimators import CandidateBatch, register_estimator
 from .hierarchical_matcher import HierarchicalMatcher
 from .id_table import IdTable
+from ._long_work import progress
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
 from .replace import replace_head, restore_head
@@ -66,6 +67,7 @@ __all__ = [
     "label_vectors",
     "metrics",
     "optim",
+    "progress",
     "proposal_log_prob",
     "register_estimator",
     "replace_head",

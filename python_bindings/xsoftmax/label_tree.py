@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import _long_work
 from ._checks import check_count
+from ._files import replaced
 from ._memory import moved_table
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
@@ -158,7 +160,7 @@ class LabelTree(nn.Module):
         if not isinstance(vectors, Tensor):
             raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside max_leaf_size, a scipy CSR matrix, "
                             f"got {type(vectors).__name__}")
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_from_vectors(_seed(generator), vectors, option_text(**options)))
+        return LabelTree._of(_long_work.run("tree", torch.ops.xsoftmax.label_tree_from_vectors, _seed(generator), vectors, option_text(**options)))
 
     @staticmethod
     def _of_clusters(rows: Tuple[Tensor, Tensor, Tensor], features: int, options: Dict[str, Union[int, bool]], generator: Optional[torch.Generator],
@@ -167,10 +169,10 @@ class LabelTree(nn.Module):
         arity, iterations, leaf_size, spherical = options.values()
         seed, ops = ranks.first(_seed(generator)), torch.ops.xsoftmax
         if ranks.size == 1:
-            return LabelTree._of(ops.label_tree_clusters(seed, *rows, features, arity, leaf_size, iterations, spherical))
+            return LabelTree._of(_long_work.run("tree", ops.label_tree_clusters, seed, *rows, features, arity, leaf_size, iterations, spherical))
         order, cuts, text = torch.arange(len(rows[0]) - 1, dtype=torch.int32), torch.tensor(0), option_text(**options)
         while cuts >= 0:
-            share, cuts = ranks.do(lambda: ops.label_tree_cuts(seed, rows, features, order, int(cuts), ranks.rank, ranks.size, text))
+            share, cuts = ranks.do(lambda: _long_work.run("tree", ops.label_tree_cuts, seed, rows, features, order, int(cuts), ranks.rank, ranks.size, text))
             order = ranks.sum(share)
         return LabelTree._of(ops.label_tree_of_clusters(order, arity, leaf_size))
 
@@ -202,8 +204,9 @@ class LabelTree(nn.Module):
 
     @torch.jit.unused
     def save(self, path: Union[str, PathLike]) -> None:
-        """For :meth:`load`, by torch.save."""
-        torch.save(self.state_dict(), path)
+        """For :meth:`load`, by torch.save: the file is whole, or as it was."""
+        with replaced(path) as draft:
+            torch.save(self.state_dict(), draft)
 
     @staticmethod
     def load(path: Union[str, PathLike]) -> "LabelTree":

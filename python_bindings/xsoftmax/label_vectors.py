@@ -15,6 +15,7 @@ from typing import Union
 import numpy as np
 import torch
 
+from . import _long_work
 from ._checks import check_count
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 
@@ -31,7 +32,7 @@ def pifa(X, Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
     X, Y = _features("pifa", "X", X), _labels("pifa", Y)
     if X.shape[0] != Y.shape[0]:
         raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
-    sums = torch.ops.xsoftmax.sparse_row_sums(*sparse_tensors(X), X.shape[1], *index_tensors(Y.tocsc()))
+    sums = _long_work.run("label vectors", torch.ops.xsoftmax.sparse_row_sums, *sparse_tensors(X), X.shape[1], *index_tensors(Y.tocsc()))
     return csr_matrix(*sums, (Y.shape[1], X.shape[1]))
 
 

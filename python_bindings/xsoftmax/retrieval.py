@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from . import _long_work
 from ._checks import check_count
 from ._table import flat_queries
 from .samplers import MidxSampler
@@ -31,7 +32,8 @@ class SearchIndex:
     def __init__(self, weight: Tensor, bias: Optional[Tensor], codewords: Optional[Tuple[Tensor, Tensor]] = None, num_codewords: int = 0) -> None:
         first, second = (None, None) if codewords is None else codewords
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.tensors: List[Tensor] = torch.ops.xsoftmax.midx_search_index(self.weight, self.bias, first, second, num_codewords, torch.tensor(0))
+        self.tensors: List[Tensor] = _long_work.run("search index", torch.ops.xsoftmax.midx_search_index, self.weight, self.bias, first, second, num_codewords,
+                                                     torch.tensor(0))
         self.num_cells = len(self.tensors[2]) - 1
         self._queries = self.weight.new_empty(0, self.weight.shape[1])
         self._budgets: Dict[Tuple[int, float], int] = {}
@@ -46,7 +48,8 @@ class SearchIndex:
         if (k, recall) not in self._budgets:
             if len(self._queries) < _CALIBRATING:
                 return None
-            self._budgets[k, recall] = int(torch.ops.xsoftmax.search_budget(self._queries, self.weight, self.bias, self.tensors, k, recall))
+            self._budgets[k, recall] = int(_long_work.run("recall", torch.ops.xsoftmax.search_budget, self._queries, self.weight, self.bias, self.tensors, k,
+                                                           recall))
         return self._budgets[k, recall]
 
     def search(self, queries: Tensor, k: int, recall: Optional[float], max_cells: Optional[int]) -> SearchResult:

@@ -3,8 +3,6 @@
 import json
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import label_vectors
+from . import _long_work, label_vectors
 from ._checks import check_count
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
@@ -25,6 +23,7 @@ Progress = Callable[[int, int, int, int], None]
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
 _NEGATIVES = ("tfn", "man", "user")
+_FEW = 256  # queries, which take no time that anybody would interrupt
 
 
 class XRLinear:
@@ -164,8 +163,8 @@ class XRLinear:
                     matched = time.perf_counter()
                     first, last = ranks.deal(len(parents[0]) - 1, lambda: _work(rows, layers.first_child[depth], *parents))
                     share = f"{options},first_parent={first},last_parent={last}"
-                    made = watch.run(depth, lambda progress: torch.ops.xsoftmax.linear_layer_train(
-                        rows, X.shape[1], layers.first_child[depth], parents, right, costs, begin[depth], share, progress))
+                    made = watch.run(depth, torch.ops.xsoftmax.linear_layer_train, rows, X.shape[1], layers.first_child[depth], parents, right, costs,
+                                     begin[depth], share)
                     return made, right, len(parents[1]), matched
 
                 (*made, figures), lists, of_parents, matched = ranks.do(train_share)
@@ -234,7 +233,8 @@ class XRLinear:
         if only is not None:
             only = _chosen(only, self.num_labels)
         topk, beam = check_count("XRLinear.predict", "topk", topk, None), check_count("XRLinear.predict", "beam", beam, None)
-        return self.model.predict(*parts, block, width, topk, beam, transform or "", combiner or "", only)
+        arguments = *parts, block, width, topk, beam, transform or "", combiner or "", only
+        return self.model.predict(*arguments) if len(parts[0]) <= _FEW else _long_work.run("predict", self.model.predict, *arguments)
 
     def save(self, path: Union[str, PathLike]) -> None:
         """For :meth:`load`: a folder, which takes the place of an older model as a whole or not at all."""
@@ -319,7 +319,7 @@ class _Layers:
 
 
 class _Watch:
-    """Runs an op that counts its progress while someone looks on, and stops it when the user interrupts."""
+    """Trains layers while someone looks on."""
 
     def __init__(self, progress: Union[bool, Progress], layers: int):
         self.progress, self.layers, self.bar = progress, layers, None
@@ -343,22 +343,9 @@ class _Watch:
         elif callable(self.progress):
             self.progress(layer, self.layers, done, total)
 
-    def run(self, layer: int, op: Callable[[Tensor], Tuple[Tensor, ...]]) -> Tuple[Tensor, ...]:
-        counts = torch.zeros(3, dtype=torch.int64)
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(op, counts)
-            try:
-                while True:
-                    try:
-                        found = running.result(timeout=0.1)
-                        break
-                    except FutureTimeout:
-                        self.show(layer, int(counts[0]), int(counts[1]))
-            except BaseException:
-                counts[2] = 1
-                raise
-        self.show(layer, int(counts[1]), int(counts[1]))
-        return found
+    def run(self, layer: int, op: Callable[..., Tuple[Tensor, ...]], *args: Any) -> Tuple[Tensor, ...]:
+        quiet = self.bar is None and not callable(self.progress)
+        return _long_work.run(f"layer {layer + 1}", op, *args, show=None if quiet else lambda done, total: self.show(layer, done, total))
 
 
 def _examples(name: str, X: Matrix) -> Matrix:
@@ -421,7 +408,8 @@ def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, be
 
     def search() -> Tuple[Tensor, Tensor, Tensor]:
         model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes), parts)
-        return model.predict(*sparse_tensors(X if ranks.size == 1 else X[first:last]), None, 0, beam, beam, "", "", None)
+        rows = sparse_tensors(X if ranks.size == 1 else X[first:last])
+        return _long_work.run("beams", model.predict, *rows, None, 0, beam, beam, "", "", None)
 
     offsets, found, _ = ranks.do(search)
     offsets, found = _offsets(ranks.gather(offsets.diff())), ranks.gather(found)

@@ -5,6 +5,7 @@ from typing import Callable, Dict, List, Optional
 import torch
 from torch import Tensor, nn
 
+from .. import _long_work
 from .._checks import check_count
 from .._memory import device_of_values
 from .._options import option_text
@@ -90,7 +91,18 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
-        torch.ops.xsoftmax.adaptive_step_(self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
+        if torch.jit.is_scripting():
+            torch.ops.xsoftmax.adaptive_step_(self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
+        else:
+            self._interruptible_step(weight, bias, generator)
+
+    @torch.jit.unused
+    def _interruptible_step(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator]) -> None:
+        _long_work.run("refresh", torch.ops.xsoftmax.adaptive_step_, self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
+
+    @torch.jit.unused
+    def _interruptible_refresh(self, weight: Tensor, bias: Optional[Tensor]) -> List[float]:
+        return _long_work.run("refresh", torch.ops.xsoftmax.adaptive_refresh_, self.family, weight, bias, self.step, self._index()[:-1], self.options).tolist()
 
     @torch.jit.unused
     def refresh_due(self) -> bool:
@@ -103,7 +115,10 @@ class AdaptiveSampler(Sampler):
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
         """Follows the class table at once: ``weight [N, D]`` and, where the sampler has one, ``bias [N]``. Returns the statistics that the
         class names."""
-        values: List[float] = torch.ops.xsoftmax.adaptive_refresh_(self.family, weight, bias, self.step, self._index()[:-1], self.options).tolist()
+        if torch.jit.is_scripting():
+            values: List[float] = torch.ops.xsoftmax.adaptive_refresh_(self.family, weight, bias, self.step, self._index()[:-1], self.options).tolist()
+        else:
+            values = self._interruptible_refresh(weight, bias)
         named: Dict[str, float] = {}
         for name, value in zip(self.statistics, values):
             named[name] = value
