@@ -11,6 +11,7 @@ if torch.distributed.is_available():
 
 from . import _library  # noqa: F401 (loads the operators)
 from . import datasets, functional, label_vectors, metrics, optim, samplers, tables
+from .advise import Advice, Choice, advise
 from .cached_step import cached_step
 from .cane import CaneLoss
 from .clip_grad import clip_grad_norm_
@@ -40,9 +41,11 @@ def __getattr__(name):
 __version__ = "0.2.0"
 
 __all__ = [
+    "Advice",
     "BeamTreeLoss",
     "CandidateBatch",
     "CaneLoss",
+    "Choice",
     "Diagnosis",
     "HierarchicalMatcher",
     "HierarchicalSoftmaxLoss",
@@ -55,6 +58,7 @@ __all__ = [
     "SearchResult",
     "TwoTowerLoss",
     "XRLinear",
+    "advise",
     "cached_step",
     "clip_grad_norm_",
     "cmake_prefix_path",

@@ -145,9 +145,33 @@ def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Ten
 def _gradients(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, draws: int, generator: Optional[torch.Generator]):
     leaf = queries.clone().requires_grad_()
     with torch.enable_grad():
-        exact = torch.autograd.grad(loss.exact(leaf, target).sum(), leaf)[0].double()
-        sampled = torch.stack([torch.autograd.grad(loss.estimate(leaf, target, generator).sum(), leaf)[0].double() for _ in range(draws)])
-    mean, norm = sampled.mean(0), exact.norm()
-    variance = (sampled - mean).square().sum() / (draws - 1)
-    bias = ((mean - exact).square().sum() - variance / draws).clamp_min(0).sqrt()  # what noise alone would leave is taken off
-    return (bias / norm).item(), (variance.sqrt() / norm).item()
+        error = GradientError(torch.autograd.grad(loss.exact(leaf, target).sum(), leaf)[0])
+        for _ in range(draws):
+            error.add(torch.autograd.grad(loss.estimate(leaf, target, generator).sum(), leaf)[0])
+    return error.bias(), error.noise()
+
+
+class GradientError:
+    """How far sampled gradients are from the exact one, in its norm. They are added one by one, and none is kept."""
+
+    def __init__(self, exact: Tensor):
+        self.exact = exact.double()
+        self.count, self._mean, self._squares = 0, torch.zeros_like(self.exact), 0.0
+
+    def add(self, sampled: Tensor) -> None:
+        self.count += 1
+        apart = sampled.double() - self._mean
+        self._mean += apart / self.count
+        self._squares += (apart * (sampled - self._mean)).sum().item()  # Welford: what they are from their mean, squared and summed
+
+    def noise(self) -> float:
+        """Root mean square distance of one from their mean."""
+        return math.sqrt(self._variance()) / self.exact.norm().item()
+
+    def bias(self) -> float:
+        """Distance of their mean, less what noise alone would leave of it."""
+        left = (self._mean - self.exact).square().sum().item() - self._variance() / self.count
+        return math.sqrt(max(left, 0.0)) / self.exact.norm().item()
+
+    def _variance(self) -> float:
+        return max(self._squares, 0.0) / (self.count - 1)
