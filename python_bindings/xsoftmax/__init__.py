@@ -1,6 +1,7 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,11 +30,14 @@ from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear
 
 
-def __getattr__(name):
-    # With the first use: torch.distributed takes long to import, and not every build of torch has it.
-    if name == "distributed":
-        return importlib.import_module(".distributed", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from . import distributed as distributed
+else:
+    def __getattr__(name):
+        # With the first use: torch.distributed takes long to import, and not every build of torch has it.
+        if name == "distributed":
+            return importlib.import_module(".distributed", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.2.0"

@@ -1,13 +1,13 @@
 """Puts a loss of this package in the place of a model's output layer."""
 
-from typing import Type
+from typing import Any, Type
 
 from torch import nn
 
-from .losses import LinearLoss
+from .losses import Loss
 
 
-def replace_head(model: nn.Module, name: str, loss_class: Type[LinearLoss], **kwargs) -> LinearLoss:
+def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: Any) -> Loss:
     """Takes the Linear called `name` out of `model` and gives it back as a loss that shares its parameters.
 
     An `nn.Identity` stays in its place, so that `model(x)` is now the hidden state that the loss takes::
@@ -27,7 +27,7 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[LinearLoss], **kw
     Errors: AttributeError where the model has no such layer, TypeError where it is no nn.Linear.
     """
     try:
-        linear = model.get_submodule(name)
+        linear: Any = model.get_submodule(name)
     except AttributeError as error:
         layers = [key for key, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise AttributeError(f"replace_head: {type(model).__name__} has no layer {name!r}; its Linear layers: {layers}") from error
