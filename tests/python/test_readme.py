@@ -7,8 +7,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = [program for page in ("README.md", "docs/guide.md")
-            for program in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
+
+
+def programs_of(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+PROGRAMS = [program for page in ("README.md", "docs/guide.md") for program in programs_of(page)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
