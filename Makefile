@@ -44,6 +44,7 @@ endif
 STAMPS := build/stamps
 READY := $(STAMPS)/venv
 INSTALLED := $(STAMPS)/installed
+LINT_READY := $(STAMPS)/lint
 SOURCES := $(shell find CMakeLists.txt cmake csrc include python_bindings setup.py pyproject.toml -type f -not -name '*.pyc')
 CPP_TESTS := $(shell find tests/cpp -type f)
 TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
@@ -75,7 +76,7 @@ $(INSTALLED): $(READY) $(SOURCES)
 test: test-python test-cpp test-consumer
 
 # The tests of a file share what they set up, so a file stays in one process.
-test-python: $(INSTALLED) exchange | python-headers
+test-python: $(INSTALLED) exchange $(LINT_READY) | python-headers
 	python -m pytest tests/python -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # What Python tests compare with, or load.
@@ -132,7 +133,6 @@ cuda-page:
 # ------------------------------------------------------------------------------------------------------------------------------ lint
 
 # The tools have an environment of their own: what a user's .venv holds is not theirs to change. mypy reads the torch of .venv.
-LINT_READY := $(STAMPS)/lint
 LINT_PATH = PATH="$(abspath build/lint-venv)/bin:$$PATH"
 
 $(LINT_READY): .ci/lint-requirements.txt | $(READY)
