@@ -50,6 +50,7 @@ endif
 STAMPS := build/stamps
 READY := $(STAMPS)/venv
 INSTALLED := $(STAMPS)/$(if $(WHEEL),wheel,installed)
+LINT_READY := $(STAMPS)/lint
 SOURCES := $(shell find CMakeLists.txt cmake csrc include python_bindings setup.py pyproject.toml -type f -not -name '*.pyc')
 BUILD_TOOLS := "setuptools>=77" wheel ninja cmake numpy
 CPP_TESTS := $(shell find tests/cpp -type f)
@@ -121,7 +122,7 @@ aarch64: $(READY)
 test: test-python test-cpp test-consumer
 
 # The tests of a file share what they set up, so a file stays in one process.
-test-python: $(INSTALLED) exchange | python-headers
+test-python: $(INSTALLED) exchange $(LINT_READY) | python-headers
 	python -m pytest tests/python -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # What Python tests compare with, or load.
@@ -178,7 +179,6 @@ cuda-page:
 # ------------------------------------------------------------------------------------------------------------------------------ lint
 
 # The tools have an environment of their own: what a user's .venv holds is not theirs to change. mypy reads the torch of .venv.
-LINT_READY := $(STAMPS)/lint
 LINT_PATH = PATH="$(abspath build/lint-venv)/bin:$$PATH"
 
 $(LINT_READY): .ci/lint-requirements.txt | $(READY)

@@ -1,6 +1,7 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,11 +32,15 @@ from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear
 
 
-def __getattr__(name):
-    # With the first use: torch.distributed takes long to import, and not every build of torch has it; integrations are of packages that may be absent.
-    if name in ("distributed", "integrations"):
-        return importlib.import_module("." + name, __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from . import distributed as distributed
+    from . import integrations as integrations
+else:
+    def __getattr__(name):
+        # With the first use: torch.distributed takes long to import, and not every build of torch has it; integrations are of packages that may be absent.
+        if name in ("distributed", "integrations"):
+            return importlib.import_module("." + name, __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.2.0"

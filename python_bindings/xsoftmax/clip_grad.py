@@ -1,13 +1,15 @@
 """Gradient clipping for models with dense and row-sparse gradients."""
 
 import math
+from typing import Any, Iterable, List, Union
 
 import torch
+from torch import Tensor
 
 from .optim._base import sparse_rows
 
 
-def _norms(params, norm_type, who):
+def _norms(params: List[Any], norm_type: float, who: str) -> List[Tensor]:
     split = [param for param in params if hasattr(param, "_class_shards")]
     alone = [param for param in params if not hasattr(param, "_class_shards")]
     dense = [param.grad for param in alone if param.grad.layout == torch.strided]
@@ -16,18 +18,18 @@ def _norms(params, norm_type, who):
     return norms + [param._class_shards.norm(_norm(param, norm_type, who), norm_type) for param in split]
 
 
-def _norm(param, norm_type, who):
+def _norm(param: Any, norm_type: float, who: str) -> Tensor:
     if param.grad.layout == torch.strided:
         return torch.linalg.vector_norm(param.grad, norm_type)
     return torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type)
 
 
-def _whole(norm):
+def _whole(norm: Tensor) -> Tensor:
     """Of gradients that are split over ranks, as by fully_shard: the norm of all of them."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def _scale_rows(param, coefficient):
+def _scale_rows(param: Any, coefficient: Tensor) -> None:
     grad = param.grad
     values = grad._values()
     coefficient = coefficient.to(values.device, values.dtype)
@@ -40,7 +42,7 @@ def _scale_rows(param, coefficient):
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
+def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """Scales the gradients of `parameters` in place so that their norm, all together, is at most `max_norm`; returns what it was.
 
     Equivalent, without ever building a dense gradient, to::
@@ -70,7 +72,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     if not norm_type > 0:
         raise ValueError(f"{who}: expected norm_type above 0, got {norm_type}")
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    params = [param for param in parameters if param.grad is not None]
+    params: List[Any] = [param for param in parameters if param.grad is not None]
     norms = _norms(params, norm_type, who)
     if not norms:
         return torch.tensor(0.0)

@@ -1,13 +1,14 @@
 """How far a sampled loss is from the exact one."""
 
 import dataclasses
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ._checks import check_count
-from .losses import SampledSoftmaxLoss, flat_queries
+from ._table import flat_queries
+from .losses import SampledSoftmaxLoss
 
 _CHUNK = 1 << 22  # (query, class) pairs at once
 
@@ -122,7 +123,7 @@ def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float,
     return torch.cat(kl).mean().item(), torch.cat(renyi).mean().item(), torch.cat(log_z)
 
 
-def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Tensor, draws: int, generator: Optional[torch.Generator]):
+def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Tensor, draws: int, generator: Optional[torch.Generator]) -> Any:
     sizes, errors, hits, count = [], [], [], 0
     for _ in range(draws):
         sets = sorted(loss.propose(queries, target, generator), key=lambda part: part.ids.dim() == 1)
@@ -142,7 +143,7 @@ def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Ten
             torch.cat(hits).mean().item())
 
 
-def _gradients(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, draws: int, generator: Optional[torch.Generator]):
+def _gradients(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, draws: int, generator: Optional[torch.Generator]) -> Any:
     leaf = queries.clone().requires_grad_()
     with torch.enable_grad():
         error = GradientError(torch.autograd.grad(loss.exact(leaf, target).sum(), leaf)[0])

@@ -21,7 +21,7 @@ and with p_i the propensity of the i-th prediction, how likely it is to be said 
 """
 
 import math
-from typing import NamedTuple, Sequence, Tuple, Union
+from typing import Any, NamedTuple, Sequence, Tuple, TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -31,8 +31,11 @@ from ._checks import check_count
 
 from .ensemble import ranks
 
-Predictions = Union[Tensor, "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
-Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
+if TYPE_CHECKING:
+    import scipy.sparse
+
+Predictions = Union[Tensor, "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
+Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 
 __all__ = ["coverage", "ndcg_at_k", "precision_at_k", "propensity", "psp_at_k", "recall_at_k"]
 
@@ -143,7 +146,7 @@ class _Right(NamedTuple):
     predicted: Tensor
 
 
-def _hits(name: str, predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tuple[Tensor, Tensor, _Right]:
+def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bool = True) -> Tuple[Tensor, Tensor, _Right]:
     """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), how many classes are (int64
     [Q]), and what these are."""
     k = check_count(name, "k", k, 1)
@@ -186,7 +189,7 @@ def _hits(name: str, predictions: Predictions, truth: Truth, k: int, needs_any: 
     return torch.isin(keys[found], right).double(), sizes[found], _Right(right // span, right % span, predictions[found])
 
 
-def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:  # noqa: F821
+def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:
     """The classes of the k best scores of each row, -1 behind them."""
     rank, counts = ranks(scores), np.diff(scores.indptr)
     row, kept = np.repeat(np.arange(len(counts)), counts), rank < k
@@ -205,7 +208,7 @@ def _propensity(propensity: Tensor, least: int) -> Tensor:
     return propensity.double()
 
 
-def _pairs(name: str, truth: Truth, num_queries: int) -> Tuple[Tensor, Tensor]:
+def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
     """The right classes as pairs: queries int64 [P], class ids int64 [P]."""
     if isinstance(truth, Tensor):
         if truth.dim() != 1:

@@ -1,13 +1,11 @@
 """Puts a loss of this package in the place of a model's output layer, and takes it out again."""
 
 import sys
-from typing import Any, List, Optional, Tuple, Type, TypeVar
+from typing import Any, List, Optional, Tuple, Type
 
 from torch import nn
 
-from .losses import LinearLoss
-
-Loss = TypeVar("Loss", bound=LinearLoss)
+from .losses import Loss
 
 
 class MovedHead(nn.Identity):
@@ -45,7 +43,7 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: 
     Errors: AttributeError where the model has no such layer, TypeError where it is no nn.Linear.
     """
     try:
-        linear = model.get_submodule(name)
+        linear: Any = model.get_submodule(name)
     except AttributeError as error:
         layers = [key for key, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise AttributeError(f"replace_head: {type(model).__name__} has no layer {name!r}; its Linear layers: {layers}") from error

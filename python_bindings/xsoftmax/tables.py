@@ -15,7 +15,7 @@ import atexit
 import contextlib
 import os
 import warnings
-from typing import Callable, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def as_linear(rows: Tensor) -> None:
     nn.init.uniform_(rows, -bound, bound)
 
 
-def mapped(path: Union[str, os.PathLike], num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torch.float32, *,
+def mapped(path: Union[str, "os.PathLike[str]"], num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torch.float32, *,
            init: Optional[Callable[[Tensor], object]] = as_linear, progress: bool = True) -> nn.Parameter:
     """A parameter ``[num_rows, width]``, or ``[num_rows]`` without a width, whose memory is a file.
 
@@ -99,7 +99,7 @@ def _fill(table: Tensor, init: Callable[[Tensor], object], progress: bool) -> No
 
 
 @contextlib.contextmanager
-def _bar(total: int, progress: bool):
+def _bar(total: int, progress: bool) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
@@ -111,7 +111,7 @@ def _bar(total: int, progress: bool):
         yield bar.update
 
 
-def open(path: Union[str, os.PathLike], *, writable: bool = True, recover: bool = False) -> nn.Parameter:
+def open(path: Union[str, "os.PathLike[str]"], *, writable: bool = True, recover: bool = False) -> nn.Parameter:
     """The parameter of a file that :func:`mapped` made.
 
     Args:
@@ -133,7 +133,7 @@ def linear(weight: Tensor, bias: Optional[Tensor] = None) -> nn.Linear:
     """An nn.Linear of existing parameters ``[N, D]`` and ``[N]``, for ``from_linear`` of a loss."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = weight
-    made.bias = bias
+    made.bias = bias  # type: ignore[assignment]
     return made
 
 
@@ -160,7 +160,7 @@ def _parameter(table: Tensor) -> nn.Parameter:
     return weight
 
 
-def _before_step(optimizer, args, kwargs) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Optimizers of torch.optim do not say what they write to."""
     tables = list(_MAPPED.keys())
     if tables:

@@ -5,7 +5,7 @@ import time
 import warnings
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -18,7 +18,10 @@ from ._ranks import Alone, digest, ranks_of
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 from .label_tree import LabelTree
 
-Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
+if TYPE_CHECKING:
+    import scipy.sparse
+
+Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 Progress = Callable[[int, int, int, int], None]
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
@@ -40,7 +43,7 @@ class XRLinear:
     a saved model.
     """
 
-    def __init__(self, model: torch.ScriptObject, stats: Sequence[Dict[str, float]] = (), notes: Optional[Dict[str, Any]] = None):
+    def __init__(self, model: Any, stats: Sequence[Dict[str, float]] = (), notes: Optional[Dict[str, Any]] = None):
         self.model, self.stats, self.notes = model, list(stats), dict(notes or {})
         self.num_features, self.num_labels, self.depth = model.features(), model.num_labels(), model.depth()
         self.bias, self.transform = model.bias(), model.transform()
@@ -145,13 +148,13 @@ class XRLinear:
 
         parts: List[List[Tensor]] = []
         stats = []
-        lists = None
+        lists: Any = None
         with _Watch(progress if ranks.rank == 0 or callable(progress) else False, len(schemes)) as watch:
             for depth, scheme in enumerate(schemes):
                 started = time.perf_counter()
                 mined = [_mined(parts, X, bias, transform, beam, ranks)] if depth > 0 and "man" in scheme else []
 
-                def train_share():
+                def train_share() -> Any:
                     if depth == 0:
                         parents = torch.tensor([0, X.shape[0]]), torch.arange(X.shape[0], dtype=torch.int32)
                     else:
@@ -168,7 +171,7 @@ class XRLinear:
                     return made, right, len(parents[1]), matched
 
                 (*made, figures), lists, of_parents, matched = ranks.do(train_share)
-                made = _joined(*made, dtype, ranks)
+                made = _joined(*made, dtype, ranks)  # type: ignore[call-arg]
                 parts.append([layers.first_child[depth], *made])
                 swept, unconverged, before = ranks.sum(figures).tolist()
                 stats.append({"nodes": len(lists[0]) - 1, "rows": of_parents, "weights": len(made[-1]), "weights before the threshold": int(before),
@@ -212,7 +215,7 @@ class XRLinear:
         return (torch.zeros(len(counts), k).masked_scatter_(there, scores),
                 torch.full((len(counts), k), -1, dtype=torch.int64).masked_scatter_(there, labels))
 
-    def _predict(self, X, topk, beam, dense, only, transform, combiner) -> Tuple[Tensor, Tensor, Tensor]:
+    def _predict(self, X: Any, topk: int, beam: int, dense: Any, only: Any, transform: Any, combiner: Any) -> Tuple[Tensor, Tensor, Tensor]:
         if getattr(X, "format", None) is not None:
             X = X if X.format == "csr" else X.tocsr()
             width = X.shape[1]
@@ -236,13 +239,13 @@ class XRLinear:
         arguments = *parts, block, width, topk, beam, transform or "", combiner or "", only
         return self.model.predict(*arguments) if len(parts[0]) <= _FEW else _long_work.run("predict", self.model.predict, *arguments)
 
-    def save(self, path: Union[str, PathLike]) -> None:
+    def save(self, path: Union[str, "PathLike[str]"]) -> None:
         """For :meth:`load`: a folder, which takes the place of an older model as a whole or not at all."""
         self.model.save(fspath(path), json.dumps({"xsoftmax": "XRLinear", "features": self.num_features, "labels": self.num_labels,
                                                   "layers": self.stats, "notes": self.notes}, indent=1))
 
     @staticmethod
-    def load(path: Union[str, PathLike]) -> "XRLinear":
+    def load(path: Union[str, "PathLike[str]"]) -> "XRLinear":
         """What :meth:`save` wrote, checked. The weights stay in the file, mapped into memory: processes that load it share them.
 
         Raises:
@@ -331,7 +334,7 @@ class _Watch:
             self.bar = tqdm(total=100 * self.layers, unit="%", disable=None, bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}")
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: Any) -> None:
         if self.bar is not None:
             self.bar.close()
 

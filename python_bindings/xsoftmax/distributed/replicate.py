@@ -2,11 +2,12 @@
 
 import contextlib
 import weakref
-from typing import Iterator, List
+from typing import Any, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._table import TableModule
 from ..optim._base import sparse_rows
@@ -23,7 +24,7 @@ class _Exchange:
         parameter.register_post_accumulate_grad_hook(self)
 
     @torch.no_grad()
-    def __call__(self, parameter: Tensor) -> None:
+    def __call__(self, parameter: Any) -> None:
         if not self.enabled:
             return
         size, grad = dist.get_world_size(self.group), parameter.grad
@@ -51,7 +52,7 @@ def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessG
             table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))
 
 
-def replicate(model: nn.Module, mesh=None) -> nn.Module:
+def replicate(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
     """Trains the class tables in `model` by data parallelism: every rank has them whole, and their row-sparse gradients are averaged over ranks.
 
     DistributedDataParallel and ``fully_shard`` know no row-sparse gradients of tables; their dense ones cost O(N). Here the rows that have a
