@@ -157,6 +157,7 @@ test-consumer: $(INSTALLED)
 	build/consumer/consumer
 	build/consumer/consumer_by_name
 	build/consumer/consumer_readme
+	build/consumer/consumer_documented
 
 cuda-check: $(INSTALLED)
 	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so

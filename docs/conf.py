@@ -46,6 +46,7 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False
 napoleon_attr_annotations = True
@@ -127,7 +128,11 @@ def full_name(role: re.Match) -> str:
 
 
 def public_bases(app, name, obj, options, bases) -> None:
-    bases[:] = [base for base in bases if not getattr(base, "__module__", "").startswith("xsoftmax") or base.__name__ in PUBLIC]
+    """A base that is no public name is replaced by the nearest of its bases that is."""
+    def is_shown(base: type) -> bool:
+        return not base.__module__.startswith("xsoftmax") or base.__name__ in PUBLIC
+
+    bases[:] = [next(filter(is_shown, base.__mro__)) if isinstance(base, type) else base for base in bases]
 
 
 class NoEmptyGlob(logging.Filter):

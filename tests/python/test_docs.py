@@ -37,7 +37,7 @@ def test_programs_of_a_page_run(path, tmp_path):
 
 # What the blocks of distributed.md take as given: a model, its batches, and a group of one process.
 GIVEN = """
-import torch, xsoftmax as xs
+import scipy.sparse, torch, xsoftmax as xs
 class Model(torch.nn.Module):
     def __init__(self, loss):
         super().__init__()
@@ -45,6 +45,7 @@ class Model(torch.nn.Module):
         self.encoder = torch.nn.Linear(8, self.loss.in_features)
     def forward(self, input, target):
         return self.loss(self.encoder(input), target)
+X, Y = (scipy.sparse.random(60, 30, 0.2, format="csr", dtype="float32") for _ in range(2))
 steps, loader = 2, [(torch.randn(4, 8), torch.randint(9000, (4,)))] * 2
 """
 BEFORE = {
