@@ -10,8 +10,7 @@ from .optim._base import sparse_rows
 def _norms(params, norm_type, who):
     split = [param for param in params if hasattr(param, "_class_shards")]
     alone = [param for param in params if not hasattr(param, "_class_shards")]
-    dense = [param.grad for param in alone if param.grad.layout == torch.strided]
-    norms = [_whole(torch.nn.utils.get_total_norm(dense, norm_type))] if dense else []
+    norms = [_whole(torch.nn.utils.get_total_norm([param.grad for param in part], norm_type)) for part in _by_mesh(alone)]
     norms += [_norm(param, norm_type, who) for param in alone if param.grad.layout != torch.strided]
     return norms + [param._class_shards.norm(_norm(param, norm_type, who), norm_type) for param in split]
 
@@ -20,6 +19,15 @@ def _norm(param, norm_type, who):
     if param.grad.layout == torch.strided:
         return torch.linalg.vector_norm(param.grad, norm_type)
     return torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type)
+
+
+def _by_mesh(params):
+    """Those with dense gradients: DTensors of one mesh together, and the others, since no operator takes both."""
+    parts = {}
+    for param in params:
+        if param.grad.layout == torch.strided:
+            parts.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    return list(parts.values())
 
 
 def _whole(norm):
@@ -78,7 +86,8 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"{who}: expected gradients with a finite norm, got a norm of {total.item()} (norm_type {norm_type})")
-    torch.nn.utils.clip_grads_with_norm_([param for param in params if param.grad.layout == torch.strided], max_norm, total)
+    for part in _by_mesh(params):
+        torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for param in params:
         if param.grad.layout != torch.strided:
