@@ -1,7 +1,7 @@
 """Gradient clipping for models with dense and row-sparse gradients."""
 
 import math
-from typing import Any, Iterable, List, Union
+from typing import Any, Dict, Iterable, List, Union
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from .optim._base import sparse_rows
 def _norms(params: List[Any], norm_type: float, who: str) -> List[Tensor]:
     split = [param for param in params if hasattr(param, "_class_shards")]
     alone = [param for param in params if not hasattr(param, "_class_shards")]
-    dense = [param.grad for param in alone if param.grad.layout == torch.strided]
-    norms = [_whole(torch.nn.utils.get_total_norm(dense, norm_type))] if dense else []
+    norms = [_whole(torch.nn.utils.get_total_norm([param.grad for param in part], norm_type)) for part in _by_mesh(alone)]
     norms += [_norm(param, norm_type, who) for param in alone if param.grad.layout != torch.strided]
     return norms + [param._class_shards.norm(_norm(param, norm_type, who), norm_type) for param in split]
 
@@ -22,6 +21,15 @@ def _norm(param: Any, norm_type: float, who: str) -> Tensor:
     if param.grad.layout == torch.strided:
         return torch.linalg.vector_norm(param.grad, norm_type)
     return torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type)
+
+
+def _by_mesh(params: List[Any]) -> List[List[Any]]:
+    """Those with dense gradients: DTensors of one mesh together, and the others, since no operator takes both."""
+    parts: Dict[Any, List[Any]] = {}
+    for param in params:
+        if param.grad.layout == torch.strided:
+            parts.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    return list(parts.values())
 
 
 def _whole(norm: Tensor) -> Tensor:
@@ -80,7 +88,8 @@ def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"{who}: expected gradients with a finite norm, got a norm of {total.item()} (norm_type {norm_type})")
-    torch.nn.utils.clip_grads_with_norm_([param for param in params if param.grad.layout == torch.strided], max_norm, total)
+    for part in _by_mesh(params):
+        torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for param in params:
         if param.grad.layout != torch.strided:

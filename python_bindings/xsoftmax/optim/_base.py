@@ -22,6 +22,21 @@ def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
     return grad._indices()[0], grad._values()
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a DTensor, as fully_shard makes parameters: a dense step is that of each element."""
+    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
+
+
+def _spread(param: Any, tensor: Tensor) -> Any:
+    """State of this rank's part as a DTensor like the parameter; a number stays one."""
+    if type(param) in _PLAIN or not hasattr(param, "to_local") or tensor.dim() == 0:
+        return tensor
+    return type(param).from_local(tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
 def _is_of_no_step(group: Dict[str, Any], param: Any) -> bool:
     """Whether a table with row-sparse gradients is shown a dense one of zeros at a learning rate of zero: so torch.distributed.checkpoint.state_dict
     has an optimizer make the state that it will load."""
@@ -80,7 +95,7 @@ class RowOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{self._name}: {error}") from None
 
     def _tensors(self, state: Dict[str, Any]) -> List[Tensor]:
-        return [state[name] for name in self._state_names if name in state]
+        return [_local(state[name]) for name in self._state_names if name in state]
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -106,12 +121,13 @@ class RowOptimizer(torch.optim.Optimizer):
             group_params = [param for param in group["params"] if param.grad is not None]
             for param in group_params:
                 is_sparse = param.grad.layout != torch.strided
-                row_ids, row_values = sparse_rows(self._name, param, param.grad) if is_sparse else (None, param.grad)
+                row_ids, row_values = sparse_rows(self._name, param, param.grad) if is_sparse else (None, _local(param.grad))
                 state = self.state.get(param)
                 if not state:
                     keeps_rows = is_sparse or _is_of_no_step(group, param)
-                    state = fresh[param] = dict(zip(self._state_names, self._call("_state", param, keeps_rows, text)))
-                params.append(param)
+                    made = self._call("_state", _local(param), keeps_rows, text)
+                    state = fresh[param] = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
+                params.append(_local(param))
                 rows.append(row_ids)
                 values.append(row_values)
                 tensors += self._tensors(state)
@@ -132,7 +148,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         for param, state in self.state.items():
             if state:
-                self._call("_flush_", param, self._tensors(state))
+                self._call("_flush_", _local(param), self._tensors(state))
 
     def __del__(self) -> None:
         # What is owed would go with the state: a function that trains and returns the model leaves nothing else behind.
@@ -201,12 +217,13 @@ class RowOptimizer(torch.optim.Optimizer):
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.state.items():
             hidden = {name: value.tensor for name, value in state.items() if isinstance(value, _Hidden)}
-            if hidden and torch.ops.xsoftmax.mapped_table_path(param) and hidden["step"].dtype == torch.int64:
+            if hidden and torch.ops.xsoftmax.mapped_table_path(_local(param)) and hidden["step"].dtype == torch.int64:
                 state.update(self._load_mapped(param, self._text(groups[param]), hidden))
             else:
                 state.update({name: tensor.to(param.device, copy=True) for name, tensor in hidden.items()})
             if state and any(state.get(name) is None for name in self._state_names[:2]):  # torch.optim.SGD counts no steps
-                complete = dict(zip(self._state_names, self._call("_state", param, False, self._text(groups[param]))))
+                made = self._call("_state", _local(param), False, self._text(groups[param]))
+                complete = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
                 complete["step"].fill_(1)
                 state.update({name: tensor for name, tensor in complete.items() if state.get(name) is None})
         self._register_debts()
@@ -228,7 +245,7 @@ class RowOptimizer(torch.optim.Optimizer):
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.state.items():
             if tensors := self._tensors(state):
-                torch.ops.xsoftmax.register_row_state(param, tensors, groups[param].get("initial_accumulator_value", 0.0))
+                torch.ops.xsoftmax.register_row_state(_local(param), tensors, groups[param].get("initial_accumulator_value", 0.0))
             if "owed" in state:
                 torch.ops.xsoftmax.register_debt(param, self._tensors(state), self._op)
 
