@@ -1,6 +1,7 @@
 """How far a sampled loss is from the exact one."""
 
 import dataclasses
+import math
 from typing import Any, Optional
 
 import torch

@@ -5,7 +5,7 @@ from typing import Any, List, Optional, Tuple, Type
 
 from torch import nn
 
-from .losses import Loss
+from .losses import LinearLoss, Loss
 
 
 class MovedHead(nn.Identity):
