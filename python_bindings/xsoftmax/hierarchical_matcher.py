@@ -16,7 +16,7 @@ from .label_tree import LabelTree
 _TRANSFORMS = {"squared_hinge": "log-l3-hinge", "logistic": "log-sigmoid"}
 
 
-@torch.library.register_fake("xsoftmax::shortlist")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("xsoftmax::shortlist")
 def _fake_shortlist(parents: Tensor, targets: Tensor, first_child: Tensor, parent: Tensor, most: Optional[int] = None) -> Any:
     size: Any
     if most is not None and parents.device.type == "cuda":

@@ -184,7 +184,7 @@ class IdTable(Module):
             raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")  # type: ignore[attr-defined]
 
     @torch.jit.unused
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable
     @torch.no_grad()
     def _reset(self, rows: Tensor) -> None:
         optimizers = [table for table, _ in self._attached if isinstance(table, torch.optim.Optimizer)]

@@ -17,7 +17,7 @@ from .xr_linear import XRLinear
 __all__ = ["XRLinearClassifier"]
 
 
-class XRLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # without types of scikit-learn
+class XRLinearClassifier(ClassifierMixin, BaseEstimator):
     """:class:`xsoftmax.XRLinear` as scikit-learn has classifiers: ``fit(X, y)``, ``predict(X)``, in pipelines and searches.
 
     y is an indicator matrix [n, L], sparse or dense (several labels a row), or a class for each row [n]. ``predict`` gives the same: an
