@@ -227,6 +227,7 @@ doxygen:
 	command -v doxygen >/dev/null || { $(APT) update && $(APT) install -y doxygen; }
 
 docs: $(INSTALLED) $(DOCS_READY) | doxygen
+	rm -rf $(SITE)
 	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees docs $(SITE)
 	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
 

@@ -1,6 +1,7 @@
 """docs/benchmarks: a page for each question, from the records that `benchmarks/SCRIPT.py --json docs/benchmarks/NAME[.MACHINE].json` wrote."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def table(one: dict) -> str:
 
 def section(record: dict) -> str:
     machine = record["machine"]
-    parts = [f"## {machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"]
+    name = re.sub(r"\((R|TM)\)| Processor| CPU\b", "", machine["cpu"])
+    parts = [f"## {name}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"]
     if record["loaded"]:
         parts.append(":::{warning}\nOther programs kept "
                      f"{record.get('other_programs_cores', 0):.1f} of {machine['cores']} cores busy while this ran: times are longer than they need be.\n:::")

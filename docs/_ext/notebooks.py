@@ -8,16 +8,25 @@ from myst_nb.core.read import is_myst_markdown_notebook, read_myst_markdown_note
 
 
 def offer(app, docname: str, source: list[str]) -> None:
-    if not is_myst_markdown_notebook(source[0]):
+    if is_myst_markdown_notebook(source[0]):
+        link = f'<p class="notebook"><a download href="{Path(docname).name}.ipynb">Download this page as a notebook</a></p>'
+        if not re.search(r"(?m)^  language: ", source[0]):  # what cells are coloured by where none has been run
+            source[0] = re.sub(r"(?m)^kernelspec:$", "kernelspec:\n  language: python", source[0], count=1)
+        source[0] = re.sub(r"(?m)^(# .+)$", lambda title: f"{title[1]}\n\n{link}", source[0], count=1)
+
+
+def write(app, exception) -> None:
+    if exception or app.builder.format != "html":
         return
-    target = Path(app.outdir) / f"{docname}.ipynb"
-    if app.builder.format == "html":
-        target.parent.mkdir(parents=True, exist_ok=True)
-        nbformat.write(read_myst_markdown_notebook(source[0], add_source_map=False), str(target))
-    link = f'<p class="notebook"><a download href="{target.name}">Download this page as a notebook</a></p>'
-    source[0] = re.sub(r"(?m)^(# .+)$", lambda title: f"{title[1]}\n\n{link}", source[0], count=1)
+    for docname in app.env.found_docs:
+        page = Path(app.env.doc2path(docname))
+        if page.suffix == ".md" and is_myst_markdown_notebook(page.read_text()):
+            target = Path(app.outdir) / f"{docname}.ipynb"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            nbformat.write(read_myst_markdown_notebook(page.read_text(), add_source_map=False), str(target))
 
 
 def setup(app) -> dict:
     app.connect("source-read", offer)
-    return {"parallel_read_safe": True}
+    app.connect("build-finished", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
