@@ -104,7 +104,8 @@ def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int]
     return made
 
 
-def search(loss, input: Tensor, k: int, index: Optional[str], recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
+def search(loss, input: Tensor, k: int, index: Optional[str], recall: Optional[float], max_cells: Optional[int],
+           exclude: Optional[Tensor] = None) -> SearchResult:
     """See :meth:`xsoftmax.LinearLoss.search`."""
     name, k = loss._name, loss._best(k)
     if index != "midx":
@@ -120,9 +121,10 @@ def search(loss, input: Tensor, k: int, index: Optional[str], recall: Optional[f
     table, made = _indices.get(loss, (None, None))
     if table != (_version(loss.linear.weight), _version(loss.linear.bias)):
         made = build_index(loss)
-    found = made.search(queries, k, recall, max_cells)
+    found = made.search(queries, loss._with_excluded(k, input, exclude), recall, max_cells)
+    scores, ids = loss._without_excluded(found.scores, found.ids, k, input, exclude)
     shape = list(input.shape[:-1])
-    return SearchResult(found.scores.reshape(shape + [k]), found.ids.reshape(shape + [k]), found.cells_read.reshape(shape), found.certified.reshape(shape))
+    return SearchResult(scores, ids, found.cells_read.reshape(shape), found.certified.reshape(shape))
 
 
 def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors: int = 32, ef_construction: int = 100):
