@@ -27,6 +27,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/cane_module.cpp
   csrc/losses/class_blocks.cpp
   csrc/losses/estimators.cpp
+  csrc/losses/exclude_topk.cpp
   csrc/losses/linear_candidate_loss.cpp
   csrc/losses/linear_candidate_loss_cpu.cpp
   csrc/losses/linear_cross_entropy.cpp

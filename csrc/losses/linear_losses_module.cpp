@@ -3,6 +3,7 @@
 #include "core/optional.h"
 #include "losses/candidate_set.h"
 #include "losses/estimators.h"
+#include "losses/exclude_topk.h"
 #include "losses/linear_positives_loss.h"
 #include "losses/reduction.h"
 #include "optim/resize_tables.h"
@@ -153,12 +154,12 @@ Tensor LinearLossImpl::log_prob(const Tensor& input) {
   return at::log_softmax(linear->forward(input), -1);
 }
 
-std::tuple<Tensor, Tensor> LinearLossImpl::topk(const Tensor& input, int64_t k) const {
+std::tuple<Tensor, Tensor> LinearLossImpl::topk(const Tensor& input, int64_t k, const Tensor& exclude) const {
   check_table(input);
   settle();
-  auto [values, ids] = linear_topk(as_rows(input), linear->weight, optional(linear->bias), k);
-  const auto shape = with_last(input, k);
-  return {values.reshape(shape), ids.reshape(shape)};
+  const int64_t classes = linear->weight.size(0);
+  const auto found = linear_topk(as_rows(input), linear->weight, optional(linear->bias), with_excluded(k, exclude, classes));
+  return without_excluded(name_, input, found, exclude, classes, k);
 }
 
 Tensor LinearLossImpl::predict(const Tensor& input) const { return std::get<1>(topk(input, 1)).squeeze(-1); }

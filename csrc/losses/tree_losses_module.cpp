@@ -1,4 +1,5 @@
 #include "losses/candidate_set.h"
+#include "losses/exclude_topk.h"
 #include "losses/modules.h"
 #include "losses/tree_losses.h"
 #include "trees/beam_search.h"
@@ -77,12 +78,12 @@ Tensor HierarchicalSoftmaxLossImpl::loss(const Tensor& input, const Tensor& targ
                                    step_);
 }
 
-std::tuple<Tensor, Tensor> HierarchicalSoftmaxLossImpl::topk(const Tensor& input, int64_t k) const {
+std::tuple<Tensor, Tensor> HierarchicalSoftmaxLossImpl::topk(const Tensor& input, int64_t k, const Tensor& exclude) const {
   check_k(k);
   settle();
-  const auto [values, classes] = hierarchical_topk(as_rows(input), edges->weight, bias(), tree->first_child, tree->node_class, k);
-  const auto shape = with_last(input, k);
-  return {values.reshape(shape), classes.reshape(shape)};
+  const int64_t classes = tree->num_classes(), wanted = with_excluded(k, exclude, classes);
+  const auto found = hierarchical_topk(as_rows(input), edges->weight, bias(), tree->first_child, tree->node_class, wanted);
+  return without_excluded(name_, input, found, exclude, classes, k);
 }
 
 Tensor HierarchicalSoftmaxLossImpl::log_prob(const Tensor& input) {
@@ -178,14 +179,14 @@ std::tuple<Tensor, Tensor> BeamTreeLossImpl::class_table() const {
 
 Tensor BeamTreeLossImpl::log_prob(const Tensor& input) { return at::log_softmax(scores(input), -1); }
 
-std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k, std::optional<int64_t> given_width) const {
+std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k, std::optional<int64_t> given_width, const Tensor& exclude) const {
   check_k(k);
-  const int64_t width = given_width.value_or(std::max(k, beam_.beam));
+  int64_t width = given_width.value_or(std::max(k, beam_.beam));
   TORCH_CHECK_VALUE(width >= k, name_, ": expected width of at least k=", k, ", got ", width);
+  width = std::max(width, with_excluded(k, exclude, tree->num_classes()));
   settle();
-  const auto [values, classes] = beam_search(as_rows(input), edges->weight, bias(), tree->first_child, tree->node_class, width);
-  const auto shape = with_last(input, k);
-  return {values.narrow(1, 0, k).reshape(shape), classes.narrow(1, 0, k).reshape(shape)};
+  const auto found = beam_search(as_rows(input), edges->weight, bias(), tree->first_child, tree->node_class, width);
+  return without_excluded(name_, input, found, exclude, tree->num_classes(), k);
 }
 
 void BeamTreeLossImpl::balance() {

@@ -85,8 +85,9 @@ class LinearLossImpl : public TableLossImpl {
   torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target) const;
   /// log_softmax(linear(input)): [*, N].
   torch::Tensor log_prob(const torch::Tensor& input);
-  /// (log-probabilities, ids), both [*, k], best first.
-  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const;
+  /// (log-probabilities, ids), both [*, k], best first. exclude: ids [*, E] that a query does not want, -1 for none; probabilities stay those among all
+  /// classes; -inf and -1 behind the last of fewer than k.
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, const torch::Tensor& exclude = {}) const;
   /// The best class: [*, D] -> [*].
   torch::Tensor predict(const torch::Tensor& input) const;
 

@@ -44,8 +44,9 @@ class TreeLossImpl : public TableLossImpl {
 
   /// The best class: [*, D] -> [*].
   torch::Tensor predict(const torch::Tensor& input) const { return std::get<1>(topk(input, 1)).squeeze(-1); }
-  /// (scores or log-probabilities, ids), both [*, k], best first; -inf and -1 behind the last of fewer.
-  virtual std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const = 0;
+  /// (scores or log-probabilities, ids), both [*, k], best first; -inf and -1 behind the last of fewer. exclude: ids [*, E] that a query does not want, -1 for
+  /// none.
+  virtual std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, const torch::Tensor& exclude = {}) const = 0;
   /// log-probabilities of all classes: [*, N].
   virtual torch::Tensor log_prob(const torch::Tensor& input) = 0;
   void load(torch::serialize::InputArchive& archive) override;
@@ -69,7 +70,7 @@ class HierarchicalSoftmaxLossImpl : public TreeLossImpl {
   torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target);
   /// The loss itself, which is exact.
   torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target) const;
-  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override;
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, const torch::Tensor& exclude = {}) const override;
   torch::Tensor log_prob(const torch::Tensor& input) override;
 
  private:
@@ -101,9 +102,11 @@ class BeamTreeLossImpl : public TreeLossImpl {
   /// The same scores as a plain table: weight [N, D], and bias [N] or undefined.
   std::tuple<torch::Tensor, torch::Tensor> class_table() const;
   torch::Tensor log_prob(const torch::Tensor& input) override;
-  /// What a beam of the larger of k and BeamTreeOptions::beam finds, or one of `width`; scores, not normalised.
-  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k) const override { return topk(input, k, {}); }
-  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, std::optional<int64_t> width) const;
+  /// What a beam of the larger of k and BeamTreeOptions::beam finds, or one of `width`, wider by what is excluded; scores, not normalised.
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, const torch::Tensor& exclude = {}) const override {
+    return topk(input, k, std::nullopt, exclude);
+  }
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, std::optional<int64_t> width, const torch::Tensor& exclude = {}) const;
   /// What a step takes as candidates: [*, D] -> int64 [*, num_candidates], -1 where there are fewer.
   torch::Tensor candidates(const torch::Tensor& input, std::optional<at::Generator> generator = std::nullopt) const;
   /// Moves what the children of a node have in common to the edge above it. No score changes; the beam finds more. A loss that waits for its

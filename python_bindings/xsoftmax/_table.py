@@ -109,6 +109,8 @@ class TableModule(Module):
         if not torch.jit.is_scripting():
             if not isinstance(target, Tensor):
                 raise TypeError(f"{self._name}: expected target as a tensor, got {type(target).__name__}")
+            if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+                refuse_transforms(self._name)
         return target
 
     def _best(self, k: int) -> int:
@@ -120,6 +122,26 @@ class TableModule(Module):
             raise ValueError(f"{self._name}: expected k in [0, {self.num_classes}], got {k}")
         return k
 
+    def _with_excluded(self, k: int, input: Tensor, exclude: Optional[Tensor]) -> int:
+        """How many of the best to ask for: as many more as may be excluded."""
+        if exclude is None:
+            return k
+        if not torch.jit.is_scripting():
+            if not isinstance(exclude, Tensor):
+                raise TypeError(f"{self._name}: expected exclude as a tensor of ids, got {type(exclude).__name__}")
+        if exclude.dim() != input.dim() or exclude.shape[:-1] != input.shape[:-1]:
+            raise ValueError(f"{self._name}: expected exclude of shape [*, E], input's but for its last dimension, got {list(exclude.shape)}")
+        return min(k + exclude.shape[-1], self.num_classes)
+
+    def _without_excluded(self, values: Tensor, ids: Tensor, k: int, input: Tensor, exclude: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+        """Of what was found [Q, K] the best k that are not excluded, [*, k]."""
+        if exclude is None:
+            values, ids = values[:, :k], ids[:, :k]
+        else:
+            values, ids = torch.ops.xsoftmax.exclude_topk(values, ids, exclude.reshape(ids.shape[0], exclude.shape[-1]), self.num_classes, k)
+        shape = list(input.shape[:-1]) + [k]
+        return values.reshape(shape), ids.reshape(shape)
+
     def _table_queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         """The same, for what reads the whole table."""
         queries = self._queries(input, target)
@@ -129,6 +151,7 @@ class TableModule(Module):
     def _check_step(self) -> None:
         if not torch.jit.is_scripting():
             if self.sparse_grad and not torch.compiler.is_compiling():
+                refuse_parametrized(self)
                 refuse_data_parallel(self._name, self._tables())
                 if "_exchanges" in self.__dict__:
                     check_replicated(self._name, self._tables(), self._exchanges)
@@ -137,6 +160,20 @@ class TableModule(Module):
         text = f"in_features={self.in_features}, num_classes={self.num_classes}"
         text += f", reduction={self.reduction!r}" if self.reduction != "mean" else ""
         return text + (f", ignore_index={self.ignore_index}" if self.ignore_index != -100 else "")
+
+
+def refuse_transforms(owner: str) -> None:
+    """Losses are operators with a backward pass in C++, which torch.func does not look into."""
+    raise RuntimeError(f"{owner}: expected a call outside of torch.func's transforms (grad, vjp, jvp, vmap), got one inside. For gradients use "
+                       "torch.autograd.grad on torch.func.functional_call(loss, parameters, (input, target)); for a loss of each example, reduction=\"none\"")
+
+
+def refuse_parametrized(module: nn.Module) -> None:
+    """torch's backward passes of most functions know no sparse gradients, and the table is made anew, all of it, in each step."""
+    for name, child in module._modules.items():
+        if isinstance(child, nn.Linear) and "parametrizations" in child._modules:
+            raise ValueError(f"{module._name}: expected a table without parametrization beside sparse_grad=True, got {name} with one "
+                             f"({', '.join(child.parametrizations)}): make the loss with sparse_grad=False")
 
 
 def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:

@@ -1,6 +1,7 @@
 """``xsoftmax train|predict|evaluate``: extreme multi-label classification of files."""
 
 import argparse
+import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 import numpy as np
 import torch
 
+from . import __version__ as version
 from . import metrics
+from ._files import replaced
 from .datasets import read_examples, read_sparse
 from .ensemble import METHODS, combine_predictions
 from .label_tree import LabelTree
@@ -42,6 +45,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="xsoftmax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"xsoftmax {version}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], Any], about: str) -> argparse.ArgumentParser:
@@ -50,12 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     def data(sub: argparse.ArgumentParser, about: str) -> None:
-        sub.add_argument("data", help=f"{about}: text with a header \"examples features labels\", or .npz of scipy.sparse with --labels")
+        sub.add_argument("data", help=f"{about}: text with a header \"examples features labels\", plain or .gz (-: standard input), or .npz of scipy.sparse with --labels")
         sub.add_argument("--labels", help="the labels of a .npz, as another")
 
     train = command("train", run_train, "trains a hierarchical linear model; under torchrun by all its processes together")
     data(train, "examples")
     train.add_argument("model", help="the folder to write")
+    train.add_argument("--force", action="store_true", help="replace a model that is there")
     train.add_argument("--normalize", action="store_true", help="scale rows to length 1, in prediction, too")
     train.add_argument("--arity", type=int, default=16, help="of the tree of labels")
     train.add_argument("--max-leaf-size", type=int, default=100, help="labels below one node")
@@ -93,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     for sub in (train, predict, evaluate):
         sub.add_argument("--threads", type=int, help="(default: all cores)")
+        sub.add_argument("--json", action="store_true", help="print a line of JSON instead of text for people")
     return parser
 
 
@@ -119,6 +125,8 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
     if first:  # who writes
         check_parent(Path(args.model))
         torch.ops.xsoftmax.xr_linear_check_target(args.model)
+        if Path(args.model).exists() and not args.force:
+            raise FileExistsError(f"there is a model in {args.model} already: --force replaces it")
     X, Y = read_examples(args.data, args.labels)
     X = unit_rows(X) if args.normalize else X
     generator = torch.Generator().manual_seed(args.seed)
@@ -126,12 +134,16 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
     tree = LabelTree.from_vectors(vectors, args.arity, generator=generator, max_leaf_size=args.max_leaf_size, group=group)
     model = XRLinear.train(X, Y, tree=tree, negatives=args.negatives, beam=args.beam, loss=args.loss, positive_cost=args.positive_cost,
                            negative_cost=args.negative_cost, tolerance=args.tolerance, sweeps=args.sweeps, bias=args.bias, threshold=args.threshold,
-                           max_weights=args.max_weights, generator=generator, progress=not args.quiet, group=group)
+                           max_weights=args.max_weights, generator=generator, progress=not (args.quiet or args.json), group=group)
     if not first:
         return
     model.notes["normalize"] = args.normalize
     model.save(args.model)
-    print(model)
+    if args.json:
+        print(json.dumps({"model": args.model, "features": model.num_features, "labels": model.num_labels, "depth": model.depth,
+                          "weights": model.model.num_weights(), "layers": model.stats}))
+    else:
+        print(model)
     lengths = np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())
     if len(lengths) and not 0.9 < np.median(lengths) < 1.1:
         print(f"the rows of {args.data} are of length {np.median(lengths):.3g} (median): the defaults suit rows of length 1, see --normalize",
@@ -156,12 +168,17 @@ def run_predict(args: argparse.Namespace) -> None:
         model = XRLinear.load(path)
         found.append(model.predict(unit_rows(X) if model.notes.get("normalize") else X, args.topk, args.beam, transform=args.transform,
                                    combiner=args.combiner))
-    sp.save_npz(args.predictions, found[0] if len(found) == 1 else combine_predictions(found, args.ensemble, args.topk))
-    print(f"{args.predictions}: {X.shape[0]} examples, up to {args.topk} labels each")
+    scores = found[0] if len(found) == 1 else combine_predictions(found, args.ensemble, args.topk)
+    with replaced(args.predictions) as draft, open(draft, "wb") as file:
+        sp.save_npz(file, scores)
+    if args.json:
+        print(json.dumps({"predictions": args.predictions, "examples": X.shape[0], "topk": args.topk, "scores": scores.nnz}))
+    else:
+        print(f"{args.predictions}: {X.shape[0]} examples, up to {args.topk} labels each")
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
-    if not Path(args.data).is_file():
+    if args.data != "-" and not Path(args.data).is_file():
         raise FileNotFoundError(f"there is no file {args.data}")
     truth = read_sparse(args.labels) if args.labels else read_examples(args.data)[1]
     predictions = read_sparse(args.predictions)
@@ -175,9 +192,13 @@ def run_evaluate(args: argparse.Namespace) -> None:
         known.eliminate_zeros()
         propensity = metrics.propensity(torch.from_numpy(known.getnnz(0)), known.shape[0], args.a, args.b)
         columns["PSP"] = lambda *which: metrics.psp_at_k(*which, propensity)  # type: ignore[call-arg]
+    figures = {k: {name: figure(predictions, truth, k) for name, figure in columns.items()} for k in args.k}
+    if args.json:
+        print(json.dumps({name: {str(k): of_k[name] for k, of_k in figures.items()} for name in columns}))
+        return
     print("   k" + "".join(f"{name:>11}" for name in columns))
-    for k in args.k:
-        print(f"{k:4}" + "".join(f"{100 * figure(predictions, truth, k):11.2f}" for figure in columns.values()))
+    for k, of_k in figures.items():
+        print(f"{k:4}" + "".join(f"{100 * value:11.2f}" for value in of_k.values()))
 
 
 if __name__ == "__main__":

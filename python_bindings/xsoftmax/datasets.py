@@ -1,8 +1,14 @@
 """Files of examples for extreme multi-label classification."""
 
+import contextlib
+import gzip
+import shutil
+import sys
+import tempfile
+import zlib
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Optional, Tuple, TYPE_CHECKING, Union
+from typing import Iterator, Optional, Tuple, TYPE_CHECKING, Union
 
 import torch
 
@@ -21,8 +27,8 @@ def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["s
 
     Args:
         path: a text file in the format of the extreme classification repository: a header ``examples features labels``, then a line for each
-            example, its labels joined by commas, a space and ``feature:value`` pairs, all ids from 0, features rising. Or, where it ends in
-            ``.npz``, X as scipy.sparse.save_npz writes it.
+            example, its labels joined by commas, a space and ``feature:value`` pairs, all ids from 0, features rising; compressed by gzip where it ends
+            in ``.gz``. Or, where it ends in ``.npz``, X as scipy.sparse.save_npz writes it. ``-``: such text from standard input, compressed or not.
         labels: Y, beside an X in ``.npz``.
 
     Raises:
@@ -39,11 +45,34 @@ def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["s
         return X, Y
     if labels is not None:
         raise ValueError(f"read_examples: expected labels beside a .npz file alone, got {labels} beside {path}")
-    if not Path(path).is_file():
+    if fspath(path) != "-" and not Path(path).is_file():
         raise FileNotFoundError(f"read_examples: there is no file {path}")
-    offsets, features, values, label_offsets, ids, num_features, num_labels = torch.ops.xsoftmax.read_examples(fspath(path))
+    with _plain_text(path) as plain:
+        try:
+            offsets, features, values, label_offsets, ids, num_features, num_labels = torch.ops.xsoftmax.read_examples(plain)
+        except ValueError as error:  # it names the file
+            raise ValueError(str(error).replace(plain, fspath(path))) from None
     n = len(offsets) - 1
     return csr_matrix(offsets, features, values, (n, num_features)), csr_matrix(label_offsets, ids, torch.ones(len(ids)), (n, num_labels))
+
+
+@contextlib.contextmanager
+def _plain_text(path: PathName) -> Iterator[str]:
+    """The name of a file with the text, which may be a temporary one."""
+    name = fspath(path)
+    if name != "-" and not name.endswith(".gz"):
+        yield name
+        return
+    with contextlib.ExitStack() as stack:
+        source = sys.stdin.buffer if name == "-" else stack.enter_context(open(name, "rb"))
+        compressed = name != "-" or source.peek(2)[:2] == b"\x1f\x8b"
+        plain = stack.enter_context(tempfile.NamedTemporaryFile(prefix="xsoftmax-", suffix=".txt"))
+        try:
+            shutil.copyfileobj(gzip.GzipFile(fileobj=source) if compressed else source, plain, 1 << 20)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"read_examples: expected {name} as text compressed by gzip, got another file ({error})") from error
+        plain.flush()
+        yield plain.name
 
 
 def read_sparse(path: PathName) -> "scipy.sparse.csr_matrix":

@@ -266,29 +266,35 @@ class HierarchicalMatcher(TableModule):
         return scale / unit.item(), offset
 
     @torch.jit.export
-    def topk(self, input: Tensor, k: int, beam: Optional[int] = None) -> tuple[Tensor, Tensor]:
+    def topk(self, input: Tensor, k: int, beam: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """The best k labels that a beam (None: the larger of k and ``beam``) finds: (scores, labels), both [*, k], best first; 0 and -1 behind the
         last of fewer than k. A score is the product of ``e^{-max(0, 1 - z)^3}``, logistic ``1 / (1 + e^-z)``, z = w . input + b, along the path.
+        exclude: [*, E], int64: the labels that each query does not want, -1 for none; the beam is then of at least k + E.
 
         Raises:
             ValueError: a layer is still to be trained.
         """
-        if int(self.layer.item()) != self.tree.depth:
-            raise ValueError(f"HierarchicalMatcher: expected all of {self.tree.depth} layers trained, got layer {int(self.layer.item())} at work; "
-                             "see next_layer")
+        known = True
+        if not torch.jit.is_scripting():
+            known = not torch.compiler.is_exporting()  # an exported program cannot read it
+        if known:
+            if int(self.layer.item()) != self.tree.depth:
+                raise ValueError(f"HierarchicalMatcher: expected all of {self.tree.depth} layers trained, got layer {int(self.layer.item())} at work; "
+                                 "see next_layer")
         k = self._best(k)
         width = max(k, self.beam) if beam is None else beam
         if width < k:
             raise ValueError(f"HierarchicalMatcher: expected a beam of at least k={k}, got {width}")
         scores, labels = torch.ops.xsoftmax.beam_search(self._table_queries(input, None), self.edges.weight, self.edges.bias,
-                                                        self.tree.first_child, self.tree.node_class, max(width, 1), self.transform)
-        shape = list(input.shape[:-1]) + [k]
-        return scores[:, :k].exp().reshape(shape), labels[:, :k].reshape(shape)
+                                                        self.tree.first_child, self.tree.node_class,
+                                                        max(width, 1, self._with_excluded(k, input, exclude)), self.transform)
+        scores, labels = self._without_excluded(scores, labels, k, input, exclude)
+        return scores.exp(), labels
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
         """The best label: [*, D] -> [*]."""
-        return self.topk(input, 1, None)[1].squeeze(-1)
+        return self.topk(input, 1, None, None)[1].squeeze(-1)
 
     @staticmethod
     def targets(Y: Any) -> Tensor:

@@ -142,25 +142,27 @@ class LinearLoss(TableModule):
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, index: Optional[str] = None, recall: Optional[float] = None,
-             max_cells: Optional[int] = None) -> tuple[Tensor, Tensor]:
+             max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """`self.log_prob(input).topk(k)`: (log-probabilities, class ids), both [*, k], best first, without [*, N] in memory;
         log-probabilities in float32 for 16-bit tables.
 
-        With index="midx", see :meth:`search`, whose scores and ids it gives: not log-probabilities, since their normaliser takes all classes."""
+        With index="midx", see :meth:`search`, whose scores and ids it gives: not log-probabilities, since their normaliser takes all classes.
+
+        exclude: [*, E], int64: the ids that each query does not want, such as items already seen, in any order; -1 for none. The best k of all others come
+        back, exactly; log-probabilities stay those among all classes. -inf and -1 behind the last of fewer than k."""
         k = self._best(k)
         if index is not None or recall is not None or max_cells is not None:
             if torch.jit.is_scripting():
                 raise ValueError(f"{self._name}: expected topk without index in TorchScript: torch.ops.xsoftmax.search_topk takes a SearchIndex's tensors")
             else:
-                found = retrieval.search(self, input, k, index, recall, max_cells)
+                found = retrieval.search(self, input, k, index, recall, max_cells, exclude)
                 return found.scores, found.ids
         values, indices = torch.ops.xsoftmax.linear_topk(
-            self._table_queries(input, None), self.linear.weight, self.linear.bias, k)
-        shape = list(input.shape[:-1]) + [k]
-        return values.reshape(shape), indices.reshape(shape)
+            self._table_queries(input, None), self.linear.weight, self.linear.bias, self._with_excluded(k, input, exclude))
+        return self._without_excluded(values, indices, k, input, exclude)
 
     def search(self, input: Tensor, k: int, *, index: str = "midx", recall: Optional[float] = None,
-               max_cells: Optional[int] = None) -> retrieval.SearchResult:
+               max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> retrieval.SearchResult:
         """`self.linear(input).topk(k)` without most of the classes: (scores, ids, cells_read, certified); equal scores: the lower id first.
 
         Classes stand in cells, a copy of the table in 8 bits bounds the scores of a cell and of its classes, and classes that may be among the best are
@@ -177,7 +179,7 @@ class LinearLoss(TableModule):
                 search_index was given, or the first of the calls, which until then are certified.
             max_cells: reads so many cells, or as many as hold k classes; a query may be certified all the same.
         """
-        return retrieval.search(self, input, k, index, recall, max_cells)
+        return retrieval.search(self, input, k, index, recall, max_cells, exclude)
 
     def search_index(self, queries: Optional[Tensor] = None, *, codewords: Optional[int] = None) -> retrieval.SearchIndex:
         """Makes the index of :meth:`search` from the table as it is now, and keeps it: 0.3 of the memory of a float32 table of width 64.
@@ -192,7 +194,7 @@ class LinearLoss(TableModule):
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
         """`self.log_prob(input).argmax(-1)`: the best class of each query, [*, D] -> [*]."""
-        return self.topk(input, 1, None, None, None)[1].squeeze(-1)
+        return self.topk(input, 1, None, None, None, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", label_smoothing={self.label_smoothing}" if self.label_smoothing != 0.0 else "")

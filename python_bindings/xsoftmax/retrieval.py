@@ -107,7 +107,8 @@ def build_index(loss: "LinearLoss", queries: Optional[Tensor] = None, codewords:
     return made
 
 
-def search(loss: "LinearLoss", input: Tensor, k: int, index: Optional[str], recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
+def search(loss: "LinearLoss", input: Tensor, k: int, index: Optional[str], recall: Optional[float], max_cells: Optional[int],
+           exclude: Optional[Tensor] = None) -> SearchResult:
     """See :meth:`xsoftmax.LinearLoss.search`."""
     name, k = loss._name, loss._best(k)
     if index != "midx":
@@ -123,9 +124,10 @@ def search(loss: "LinearLoss", input: Tensor, k: int, index: Optional[str], reca
     table, made = _indices.get(loss, (None, None))
     if table != (_version(loss.linear.weight), _version(loss.linear.bias)):
         made = build_index(loss)
-    found = made.search(queries, k, recall, max_cells)
+    found = made.search(queries, loss._with_excluded(k, input, exclude), recall, max_cells)
+    scores, ids = loss._without_excluded(found.scores, found.ids, k, input, exclude)
     shape = list(input.shape[:-1])
-    return SearchResult(found.scores.reshape(shape + [k]), found.ids.reshape(shape + [k]), found.cells_read.reshape(shape), found.certified.reshape(shape))
+    return SearchResult(scores, ids, found.cells_read.reshape(shape), found.certified.reshape(shape))
 
 
 def to_faiss(loss: "LinearLoss", kind: str = "flat", *, lists: Optional[int] = None, neighbors: int = 32, ef_construction: int = 100) -> Any:

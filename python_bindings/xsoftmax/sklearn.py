@@ -68,6 +68,33 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         return self.model_.predict(validate_data(self, X, accept_sparse="csr", dtype=np.float32, reset=False), self.topk, self.beam)
 
+    def decision_function(self, X: Any) -> Any:
+        """The logarithm of the score of every class, [n, L]; of two classes where a row has one, [n]: that of the second less that of the first. All classes are
+        scored, dense: :meth:`predict` looks at what its beam finds."""
+        scores = self._log_scores(X)
+        return scores[:, 1] - scores[:, 0] if self._is_binary() else scores
+
+    def predict_proba(self, X: Any) -> Any:
+        """[n, L], as :meth:`decision_function`: where a row may have several labels the score of each, else scores that add up to 1. With ``loss="logistic"`` a
+        score is a product of conditional probabilities; those of other losses are not calibrated."""
+        scores = self._log_scores(X)
+        if self.multilabel_:
+            return np.clip(np.exp(scores), np.finfo(np.float64).tiny, 1 - np.finfo(np.float64).eps)  # open ends, as scikit-learn asks
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        return weights / weights.sum(1, keepdims=True)
+
+    def _is_binary(self) -> bool:
+        return not self.multilabel_ and len(self.classes_) == 2
+
+    def _log_scores(self, X: Any) -> Any:
+        check_is_fitted(self)
+        X = validate_data(self, X, accept_sparse="csr", dtype=np.float32, reset=False)
+        classes = len(self.classes_)
+        found = self.model_.predict(X, classes, classes, transform=f"log-{self.model_.transform}")
+        scores = np.empty(found.shape)
+        scores[np.repeat(np.arange(found.shape[0]), np.diff(found.indptr)), found.indices] = found.data
+        return scores
+
     def predict(self, X: Any) -> Any:
         scores = self.predict_scores(X)
         if not self.multilabel_:

@@ -203,22 +203,23 @@ class BeamTreeLoss(TreeLoss):
         return torch.log_softmax(self.scores(input), -1)
 
     @torch.jit.export
-    def topk(self, input: Tensor, k: int, width: Optional[int] = None) -> tuple[Tensor, Tensor]:
+    def topk(self, input: Tensor, k: int, width: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """The best k classes that a beam of `width` (None: the larger of k and `beam`) finds: (scores, class ids), both [*, k], best first; -inf
-        and -1 behind the last of fewer than k. The scores are not normalised: that would take all classes."""
+        and -1 behind the last of fewer than k. The scores are not normalised: that would take all classes.
+
+        exclude: [*, E], int64: the ids that each query does not want, -1 for none. The beam is then of at least k + E."""
         k = self._best(k)
         width = max(k, self.beam) if width is None else width
         if width < k:
             raise ValueError(f"{self._name}: expected width of at least k={k}, got {width}")
         scores, classes = torch.ops.xsoftmax.beam_search(self._table_queries(input, None), self.edges.weight, self.edges.bias,
-                                                         self.tree.first_child, self.tree.node_class, width)
-        shape = list(input.shape[:-1]) + [k]
-        return scores[:, :k].reshape(shape), classes[:, :k].reshape(shape)
+                                                         self.tree.first_child, self.tree.node_class, max(width, self._with_excluded(k, input, exclude)))
+        return self._without_excluded(scores, classes, k, input, exclude)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
         """The best class that the beam finds: [*, D] -> [*]."""
-        return self.topk(input, 1, None)[1].squeeze(-1)
+        return self.topk(input, 1, None, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
         text = super().extra_repr() + f", num_candidates={self.num_candidates}, num_noises={self.num_noises}"
@@ -272,16 +273,15 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
-    def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, input: Tensor, k: int, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """`self.log_prob(input).topk(k)`, by a best-first search that scores few of the classes: (log-probabilities, class ids), both [*, k],
-        best first."""
+        best first. exclude: as of :meth:`LinearLoss.topk`."""
         k = self._best(k)
         values, classes = torch.ops.xsoftmax.hierarchical_topk(self._table_queries(input, None), self.edges.weight, self.edges.bias,
-                                                               self.tree.first_child, self.tree.node_class, k)
-        shape = list(input.shape[:-1]) + [k]
-        return values.reshape(shape), classes.reshape(shape)
+                                                               self.tree.first_child, self.tree.node_class, self._with_excluded(k, input, exclude))
+        return self._without_excluded(values, classes, k, input, exclude)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
         """The most probable class: [*, D] -> [*]."""
-        return self.topk(input, 1)[1].squeeze(-1)
+        return self.topk(input, 1, None)[1].squeeze(-1)

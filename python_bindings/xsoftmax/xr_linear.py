@@ -207,13 +207,19 @@ class XRLinear:
 
     def topk(self, X: Union[Matrix, Tensor, np.ndarray], k: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
              only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None,
-             combiner: Optional[str] = None) -> Tuple[Tensor, Tensor]:
-        """:meth:`predict` as tensors: (scores float32 [n, k], labels int64 [n, k]), 0 and -1 where the beam has found fewer."""
-        offsets, labels, scores = self._predict(X, k, beam, dense, only, transform, combiner)
+             combiner: Optional[str] = None, exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+        """:meth:`predict` as tensors: (scores float32 [n, k], labels int64 [n, k]), 0 and -1 where the beam has found fewer. exclude: [n, E], int64: the labels
+        that each row does not want, -1 for none; the beam should have room for them."""
+        wanted = k if exclude is None else k + exclude.shape[-1]
+        offsets, labels, scores = self._predict(X, wanted, beam, dense, only, transform, combiner)
         counts = offsets.diff()
-        there = torch.arange(k) < counts.unsqueeze(1)
-        return (torch.zeros(len(counts), k).masked_scatter_(there, scores),
-                torch.full((len(counts), k), -1, dtype=torch.int64).masked_scatter_(there, labels))
+        there = torch.arange(wanted) < counts.unsqueeze(1)
+        values = torch.zeros(len(counts), wanted).masked_scatter_(there, scores)
+        ids = torch.full((len(counts), wanted), -1, dtype=torch.int64).masked_scatter_(there, labels)
+        if exclude is None:
+            return values, ids
+        values, ids = torch.ops.xsoftmax.exclude_topk(values, ids, exclude, self.num_labels, k)
+        return values.masked_fill_(ids < 0, 0.0), ids
 
     def _predict(self, X: Any, topk: int, beam: int, dense: Any, only: Any, transform: Any, combiner: Any) -> Tuple[Tensor, Tensor, Tensor]:
         if getattr(X, "format", None) is not None:

@@ -167,6 +167,7 @@ def samples():
         estimator_takes_a_draw=("nce",),
         follow_options=("Sampler", "power=0.5,uniform_share=0.1,refresh_every=2"),
         end_long_work=(),
+        exclude_topk=(scores[:, :4].contiguous(), integers(N, Q, 4), integers(N, Q, 3), N, 2),
         get_impl=(),
         given_set=(private, private_count, input, shared[:2], N, "Loss"),
         first_occurrences=(private,),

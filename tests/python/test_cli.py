@@ -1,5 +1,9 @@
 """The command line, end to end on files."""
 
+import gzip
+import io
+import json
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -48,6 +52,58 @@ def test_train_predict_evaluate(files, capsys):
     assert float(table[1].split()[1]) > 80
     assert read_sparse(path / "both.npz").shape == (100, 30)
     assert main(["evaluate", f"{path}/test.x.npz", "--labels", f"{path}/test.y.npz", f"{path}/both.npz", "--train", f"{path}/train.y.npz"]) == 0
+
+
+def test_compressed_files_and_standard_input(files, capsys, monkeypatch):
+    path = files[0]
+    text = (path / "train.txt").read_bytes()
+    (path / "train.txt.gz").write_bytes(gzip.compress(text))
+    train = ["--arity", "4", "--max-leaf-size", "6", "--quiet"]
+    assert main(["train", f"{path}/train.txt", f"{path}/plain", *train]) == 0
+    assert main(["train", f"{path}/train.txt.gz", f"{path}/compressed", *train]) == 0
+    for name, data in (("piped", text), ("piped compressed", gzip.compress(text))):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
+        assert main(["train", "-", f"{path}/{name}", *train]) == 0
+    for name in ("compressed", "piped", "piped compressed"):
+        assert all(torch.equal(a, b) for a, b in zip(weights(path, "plain"), weights(path, name), strict=True))
+    (path / "bad.txt.gz").write_bytes(gzip.compress(text)[:-30])
+    (path / "wrong.txt.gz").write_bytes(gzip.compress(b"1 2 3\nnothing\n"))
+    capsys.readouterr()
+    for name, words in (("bad", "compressed by gzip"), ("wrong", "wrong.txt.gz")):
+        assert main(["train", f"{path}/{name}.txt.gz", f"{path}/m", *train]) == 1
+        assert words in capsys.readouterr().err
+
+
+def weights(path, name):
+    model = xs.XRLinear.load(path / name)
+    return [part for layer in model._parts() for part in layer]
+
+
+def test_a_model_is_replaced_only_where_that_is_wanted(files, capsys):
+    path = files[0]
+    train = ["train", f"{path}/train.txt", f"{path}/model", "--quiet", "--max-leaf-size", "6"]
+    assert main(train) == 0
+    before = weights(path, "model")
+    assert main([*train, "--bias", "0"]) == 1
+    assert "--force replaces it" in capsys.readouterr().err
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(path, "model"), strict=True))
+    assert main([*train, "--bias", "0", "--force"]) == 0
+    assert xs.XRLinear.load(path / "model").bias == 0
+
+
+def test_json_and_version(files, capsys):
+    path = files[0]
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"xsoftmax {xs.__version__}\n"
+    assert main(["train", f"{path}/train.txt", f"{path}/m", "--max-leaf-size", "6", "--normalize", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["labels"] == 30
+    assert main(["predict", f"{path}/test.txt", f"{path}/found.npz", f"{path}/m", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 100
+    assert main(["evaluate", f"{path}/test.txt", f"{path}/found.npz", "-k", "1", "3", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    truth = sp.load_npz(path / "test.y.npz")
+    assert figures["precision"] == {str(k): xs.metrics.precision_at_k(read_sparse(path / "found.npz"), truth, k) for k in (1, 3)}
 
 
 @pytest.mark.parametrize("command, message", [

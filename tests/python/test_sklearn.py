@@ -49,6 +49,31 @@ def test_several_labels_a_row():
     assert ((scores >= 0.5).astype(int) != found).nnz == 0
 
 
+@pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
+@pytest.mark.parametrize("classes", [2, 30])
+def test_probabilities_of_one_class_a_row(loss, classes):
+    X, y = problem(classes)
+    model = XRLinearClassifier(arity=4, max_leaf_size=5, loss=loss, beam=30, threshold=0.01).fit(X[:300], y[:300])
+    proba, decision = model.predict_proba(X[300:]), model.decision_function(X[300:])
+    np.testing.assert_allclose(proba.sum(1), 1)
+    want = model.model_.predict(sp.csr_matrix(X[300:], dtype=np.float32), classes, classes).toarray()
+    np.testing.assert_allclose(proba, want / want.sum(1, keepdims=True), atol=1e-5)
+    if classes == 2:
+        assert decision.shape == (100,) and np.array_equal(model.predict(X[300:]), (decision > 0).astype(int))
+    else:
+        assert decision.shape == (100, 30) and np.array_equal(model.predict(X[300:]), decision.argmax(1))
+    assert np.array_equal(model.predict(X[300:]), model.classes_[proba.argmax(1)])
+
+
+def test_probabilities_of_several_labels_a_row():
+    X, y = problem()
+    Y = np.eye(30, dtype=int)[y]
+    model = XRLinearClassifier(arity=4, max_leaf_size=5, topk=30, beam=30).fit(X, Y)
+    np.testing.assert_allclose(model.predict_proba(X), model.predict_scores(X).toarray(), atol=1e-6)
+    np.testing.assert_allclose(np.exp(model.decision_function(X)), model.predict_proba(X), atol=1e-12)
+    assert np.array_equal(model.predict(X), (model.predict_proba(X) >= 0.5).astype(int))
+
+
 def test_search_and_clone():
     X, y = problem()
     search = GridSearchCV(XRLinearClassifier(arity=4, max_leaf_size=5), {"positive_cost": [0.5, 2.0]}, cv=2).fit(X, y)

@@ -144,24 +144,27 @@ class ShardedLoss(LinearLoss):
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, index: Optional[str] = None, recall: Optional[float] = None,
-             max_cells: Optional[int] = None) -> Tuple[Tensor, Tensor]:
+             max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         if index is not None or recall is not None or max_cells is not None:
             raise ValueError(f"{self._name}: expected topk without index of a class table that is split over ranks, got {index!r}")
         self.settle()
         shards, k = self._shards, self._best(k)
+        # All ranks ask for as many, the most that one of them wants.
+        most = torch.tensor(self._with_excluded(k, input, exclude), device=input.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=shards.group)
+        wanted = int(most)
         queries, batch = self._batch(input, None)
         everyone = batch.gather(queries)
         log_z = self._log_normalizers(everyone)
-        known = min(k, shards.end - shards.begin)
-        values = log_z.new_full([batch.total, k], -torch.inf)
-        classes = torch.zeros(batch.total, k, dtype=torch.int64, device=values.device)
+        known = min(wanted, shards.end - shards.begin)
+        values = log_z.new_full([batch.total, wanted], -torch.inf)
+        classes = torch.zeros(batch.total, wanted, dtype=torch.int64, device=values.device)
         if known > 0:
             best, rows = torch.ops.xsoftmax.linear_topk(everyone, self.linear.weight, self.linear.bias, known)
             values[:, :known], classes[:, :known] = best + log_z.unsqueeze(1), rows + shards.begin
         values, classes = (batch.scatter(part).transpose(0, 1).flatten(1) for part in (values, classes))
-        best, places = values.topk(k)
-        shape = [*input.shape[:-1], k]
-        return (best - batch.scatter(log_z).logsumexp(0).unsqueeze(1)).reshape(shape), classes.gather(1, places).reshape(shape)
+        best, places = values.topk(wanted)
+        return self._without_excluded(best - batch.scatter(log_z).logsumexp(0).unsqueeze(1), classes.gather(1, places), k, input, exclude)
 
     # ------------------------------------------------------------------------------------------------------------- sampled loss
 
