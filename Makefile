@@ -3,6 +3,7 @@
 #
 #   make build       the package, installed into .venv
 #   make test        Python tests, C++ tests, and a C++ project on the installed package (12 minutes on two cores, set-up and build included)
+#   make tutorials   the notebooks of docs/tutorials, from top to bottom (5 minutes)
 #   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
@@ -25,7 +26,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page clean gtest python-headers
+.PHONY: build test test-python exchange test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-page clean gtest python-headers
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -86,6 +87,10 @@ exchange: $(INSTALLED) | gtest
 python-headers: $(READY)
 	test -f "$$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
 	  || { $(APT) update && $(APT) install -y python3-dev; }
+
+# Longer than a test may be: `make test` leaves them out.
+tutorials: $(INSTALLED)
+	python -m pytest tests/tutorials -s -q $(PYTEST_ARGS)
 
 gtest:
 	test -f /usr/include/gtest/gtest.h || { $(APT) update && $(APT) install -y libgtest-dev; }
