@@ -138,7 +138,7 @@ def measure_optimizer() -> dict:
 
 def measure_precision() -> dict:
     """Bytes of a class, of width 256: its row of the table, and what the optimizer keeps for it after a step."""
-    rows, width, classes = [], 256, 1000
+    rows, width, classes = [], 256, 100_000
     optimizers = {"RowAdam": (xs.optim.RowAdam, {}), "RowAdam, row_wise": (xs.optim.RowAdam, {"row_wise": True}),
                   "RowAdagrad, row_wise": (xs.optim.RowAdagrad, {"row_wise": True}), "RowSGD": (xs.optim.RowSGD, {})}
     for name, (optimizer, options) in optimizers.items():
