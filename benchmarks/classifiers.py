@@ -27,7 +27,7 @@ from torch import Tensor
 
 import xsoftmax as xs
 from extreme_data import read_delicious
-from timing import machine, print_table
+from records import add_json, report, table
 
 BATCH = 100
 WIDE = 40
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--vw-lr", type=float, nargs="+", default=[0.1, 0.5, 2.0])
     parser.add_argument("--vw-epochs", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     problem = gaussians(args.gaussians) if args.gaussians else delicious(args.delicious) if args.delicious else from_file(args.features)
@@ -264,16 +264,14 @@ def main() -> None:
         rows.append({"method": name, "learning rate": f"{lr:g}"} | found[lr])
     if any("curve" in row for row in rows):
         plot(rows, args.out / "accuracy.png", problem.name)
-    if args.json:
-        print(json.dumps({"machine": machine(), "problem": problem.name, "rows": rows}, indent=1))
-        return
     sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}" for split, verb in (("train", "train"), ("valid", "validate"), ("test", "test")))
-    print(f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}\n")
-    for row in rows:
-        row |= {"accuracy": f"{100 * row['test']:.2f} %", "top-5": f"{100 * row['top5']:.2f} %" if "top5" in row else "",
+    texts = [row | {"accuracy": f"{100 * row['test']:.2f} %", "top-5": f"{100 * row['top5']:.2f} %" if "top5" in row else "",
                 "coverage": f"{100 * row['coverage']:.2f} %" if "coverage" in row else "",
-                "training": f"{row['train_seconds']:.1f} s", "test": f"{row['test_seconds']:.2f} s"}
-    print_table(rows, ["method", "learning rate", "accuracy", "top-5", "coverage", "training", "test"])
+                "training": f"{row['train_seconds']:.1f} s", "test": f"{row['test_seconds']:.2f} s"} for row in rows]
+    title = f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}"
+    report(args, __doc__, question="How good are classifiers whose cost does not grow with the number of classes?",
+           against="the softmax over all classes; NCE and BlackOut; trees of Vowpal Wabbit",
+           tables=[table(texts, title, ["method", "learning rate", "accuracy", "top-5", "coverage", "training", "test"])], problem=problem.name, rows=rows)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Bench:
         rate = bytes_ / seconds
         self.row(figure, 100 * rate / self.peak(), "% of peak", aim, f"{1e6 * seconds:.4g} us, {rate / 1e9:.4g} GB/s")
 
-    @functools.lru_cache
+    @functools.lru_cache  # noqa: B019 (there is one)
     def peak(self) -> float:
         name = torch.cuda.get_device_name() if self.cuda else ""
         return next((rate for part, rate in PEAK.items() if part in name), None) or self.copy_rate()
@@ -256,7 +256,8 @@ def captured_step(bench: Bench, num_samples: int, shared: bool, eager: Dict[str,
         return bench.graphed(training_step(lambda: loss(input, target), input, loss.parameters(), xs.optim.RowAdam(loss.parameters())))
     if bench.cuda:
         name = "xsoftmax, as a CUDA graph"
-        bench.ratio(f"the same step, {name} / naive with SparseAdam", {**bench.steps(attempt(bench, name, make)), **{key: value for key, value in eager.items() if key == "naive"}},
+        bench.ratio(f"the same step, {name} / naive with SparseAdam", {**bench.steps(attempt(bench, name, make)),
+                                                                       **{key: value for key, value in eager.items() if key == "naive"}},
                     name, "naive")
 
 
@@ -525,7 +526,8 @@ def run_tests(bench: Bench, file: str, seconds: float) -> None:
     took = f"{time.perf_counter() - begin:.0f} s"
     if status is None:
         passed = sum(" PASSED" in line for line in lines)
-        bench.row(f"tests of the device, {file}", None, "", "0", f"stopped after {took}, {passed} had passed, the last was: {lines[-1] if lines else 'none'}"[:300])
+        bench.row(f"tests of the device, {file}", None, "", "0", f"stopped after {took}, {passed} had passed, "
+                  f"the last was: {lines[-1] if lines else 'none'}"[:300])
     else:
         end = lines[-1] if lines else errors[-300:]
         ran = " passed" in end or " failed" in end or " error" in end

@@ -1,20 +1,20 @@
 """What a training step costs on several ranks with a class table: whole on every rank (xs.distributed.replicate) or split over them
 (xs.distributed.shard_classes), against a dense gradient reduced by DistributedDataParallel, and against Partial FC v2.
 
-    python benchmarks/data_parallel.py [--classes 100000 1000000] [--kinds whole,split,dense] [--ranks 2] [--queries 256] [--width 128] [--json]
+    python benchmarks/data_parallel.py [--classes 100000 1000000] [--kinds whole,split,dense] [--ranks 2] [--queries 256] [--width 128] [--json [FILE]]
     python benchmarks/data_parallel.py --classes 1000000 --kinds split,dense,partial_fc,partial_fc_sgd
     python benchmarks/data_parallel.py --classes 1000000 10000000 --kinds split --width 64       # how a step grows with the number of classes
 
-"split" is exchange="auto" of shard_classes; "queries" and "rows" are its exchanges. A step is an encoder of one layer, the sampled loss (512 classes shared by the batch), backward with the exchange, and the optimizer: RowAdam, and
-fused Adam beside a dense gradient. Partial FC trains on a tenth of its classes a step, without the margin and the norms of face recognition; its optimizer is
-fused Adam, or with _sgd the fused SGD with momentum of its authors' recipe. Ranks are processes of one thread on this machine, over gloo. All kinds and
-numbers of classes take turns: their tables are in memory at once. Times are medians, ratios are medians of the ratios of turns.
+"split" is exchange="auto" of shard_classes; "queries" and "rows" are its exchanges. A step is an encoder of one layer, the sampled loss (512 classes shared by
+the batch), backward with the exchange, and the optimizer: RowAdam, and fused Adam beside a dense gradient. Partial FC trains on a tenth of its classes a step,
+without the margin and the norms of face recognition; its optimizer is fused Adam, or with _sgd the fused SGD with momentum of its authors' recipe. Ranks are
+processes of one thread on this machine, over gloo. All kinds and numbers of classes take turns: their tables are in memory at once. Times are medians, ratios
+are medians of the ratios of turns.
 """
 
 import argparse
 import functools
 import gc
-import json
 import statistics
 import tempfile
 from typing import Callable
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import xsoftmax as xs
-from timing import machine, print_figures, print_machine, print_table, turns
+from records import add_json, figures_table, report, table
+from timing import turns
 
 
 class Model(nn.Module):
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=256, help="of a rank")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     args.kinds = args.kinds.split(",")
     if not set(args.kinds) <= set(KINDS):
@@ -192,14 +193,11 @@ def main() -> None:
         mp.start_processes(work, (args, f"{folder}/group", results), nprocs=args.ranks, start_method="spawn")
     seconds = results.get()
     rows = [{"classes": classes, **{kind: statistics.median(seconds[kind, classes]) for kind in args.kinds}} for classes in args.classes]
-    if args.json:
-        print(json.dumps({"machine": machine(), "ranks": args.ranks, "seconds": rows, "figures": ratios(seconds, args)}, indent=2))
-        return
-    print_machine()
-    print_table([{"classes": f"{row['classes']:,}", **{f"{kind}, ms": f"{1e3 * row[kind]:.1f}" for kind in args.kinds}} for row in rows],
-                ["classes", *(f"{kind}, ms" for kind in args.kinds)])
-    print()
-    print_figures(ratios(seconds, args))
+    figures = ratios(seconds, args)
+    times = table([{"classes": f"{row['classes']:,}", **{f"{kind}, ms": f"{1e3 * row[kind]:.1f}" for kind in args.kinds}} for row in rows])
+    report(args, __doc__, question="What does a training step cost on several ranks?",
+           against="a dense gradient under DistributedDataParallel with fused Adam; the method of Partial FC v2 in PyTorch",
+           tables=[times, figures_table(figures)] if figures else [times], ranks=args.ranks, seconds=rows, figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """XR-Linear beside libpecos and omikuji: training, trees, latency, size and precision on the same sets.
 
     python benchmarks/extreme_labels.py --out out/extreme --pecos-python PYTHON [--omikuji-python PYTHON] [--threads 2] [--repeats 3] \
-        [--delicious delicious.arff] [--gowalla FOLDER] [--novels novels.tar.xz] [--generated] [--json]
+        [--delicious delicious.arff] [--gowalla FOLDER] [--novels novels.tar.xz] [--generated] [--json [FILE]]
 
 Each run is a process of its own (extreme_side.py), the libraries in turn; medians over --repeats, within them the median of single queries and the
 best of five batches. Training: label vectors (PIFA), tree and layers; libpecos's default options for both (16 children, 100 labels a leaf, 20
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import extreme_data
-from timing import machine, print_figures, print_machine, print_table
+from records import add_json, figures_table, report, table
 
 SIDE = Path(__file__).parent / "extreme_side.py"
 
@@ -67,7 +67,8 @@ def figures(name: str, found: dict[str, dict]) -> list[dict]:
 
 
 def row(name: str, side: str, one: dict) -> dict:
-    return {"set": name, "library": side, "train": f"{one['seconds']['train']:.2f} s", "tree": f"{one['seconds']['tree']:.2f} s" if "tree" in one["seconds"] else "",
+    return {"set": name, "library": side, "train": f"{one['seconds']['train']:.2f} s",
+            "tree": f"{one['seconds']['tree']:.2f} s" if "tree" in one["seconds"] else "",
             "batch": f"{1e6 * one['batch']:.1f} us", "single": f"{1e6 * one['single']:.0f} us", "size": f"{one['bytes'] / 1e6:.1f} MB",
             "P@1/3/5": "/".join(f"{one[f'P@{k}']:.2f}" for k in (1, 3, 5))}
 
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--generated", nargs="*", help=f"sets out of {sorted(extreme_data.SHAPES)}; nothing: all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     sets = {name: getattr(args, name) for name in ("delicious", "gowalla", "novels") if getattr(args, name)}
     sets |= dict.fromkeys(args.generated or extreme_data.SHAPES) if args.generated is not None else {}
@@ -97,14 +98,10 @@ def main() -> None:
                                                     for found in results.values() for k in (1, 3, 5))]
     if below:
         found_figures.append({"figure": "all sets: libpecos's P@1, P@3, P@5 - ours, mean", "value": statistics.mean(below)})
-    if args.json:
-        print(json.dumps({"machine": machine(), "results": results, "figures": found_figures}, indent=1))
-        return
-    print_machine()
-    print_table([row(name, side, one) for name, result in results.items() for side, one in result.items() if "P@1" in one],
-                ["set", "library", "train", "tree", "batch", "single", "size", "P@1/3/5"])
-    print()
-    print_figures(found_figures)
+    rows = [row(name, side, one) for name, result in results.items() for side, one in result.items() if "P@1" in one]
+    report(args, __doc__, question="How fast and how exact are linear models of very many labels?", against="libpecos and omikuji, with their default options",
+           tables=[table(rows, columns=["set", "library", "train", "tree", "batch", "single", "size", "P@1/3/5"]), figures_table(found_figures)],
+           results=results, figures=found_figures)
 
 
 if __name__ == "__main__":

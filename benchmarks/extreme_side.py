@@ -173,7 +173,8 @@ def main() -> None:
             start = time.perf_counter()
             found = side.predict(X_test)
             batches.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds, "single": statistics.median(singles[20:]), "batch": min(batches) / X_test.shape[0], "bytes": size} | precision(found, Y_test)))
+    print(json.dumps({"seconds": seconds, "single": statistics.median(singles[20:]), "batch": min(batches) / X_test.shape[0], "bytes": size}
+                     | precision(found, Y_test)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """IdTable: look-ups and insertions beside torchrec's managed collision module and simpler ways, and a training step beside one whose ids are rows already.
 
-    python benchmarks/id_table.py [--rival-python PYTHON] [--ids 10000000] [--threads 1] [--rounds 3] [--only table,step] [--json]
+    python benchmarks/id_table.py [--rival-python PYTHON] [--ids 10000000] [--threads 1] [--rounds 3] [--only table,step] [--json [FILE]]
 
 --rival-python: an interpreter with torchrec. Each run over a table is a process of its own (id_table_side.py), the libraries in turn; medians over --rounds.
 torchrec gives out rows at intervals: here every 2^20 ids, and, where it is cheapest, once for all.
@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 import xsoftmax as xs
-from timing import interleave, run_benches
+from records import run_benches
+from timing import interleave
 
 SIDE = Path(__file__).parent / "id_table_side.py"
 CAPACITY, WIDTH, BATCH, STEPS = 1_000_000, 64, 4096, 100
@@ -36,6 +37,7 @@ def run(python: str, side: str, args: argparse.Namespace, *options: str) -> dict
 
 
 def bench_table(args: argparse.Namespace) -> list[dict]:
+    """Look-ups and insertions"""
     sides = {name: (sys.executable, name) for name in ("xsoftmax", "searchsorted", "dict")}
     if args.rival_python:
         sides |= {"torchrec": (args.rival_python, "torchrec"), "torchrec, once": (args.rival_python, "torchrec", "--interval", str(args.ids))}
@@ -81,6 +83,7 @@ class Step:
 
 
 def bench_step(args: argparse.Namespace) -> list[dict]:
+    """A training step"""
     figures = []
     for new in args.new:
         steps = {"IdTable": Step(new, False), "static ids": Step(new, True)}
@@ -98,4 +101,5 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    run_benches(__doc__, {"table": bench_table, "step": bench_step}, options)
+    run_benches(__doc__, {"table": bench_table, "step": bench_step}, question="What do rows for raw ids cost?",
+                against="torchrec's MCHManagedCollisionModule; a sorted tensor under torch.searchsorted; a dictionary of Python", extra=options)

@@ -1,6 +1,6 @@
 """Kills ranks in training, and looks whether it goes on as if nothing had happened.
 
-    python benchmarks/kill_ranks.py [--kills 20] [--ranks 2] [--classes 20000] [--json]
+    python benchmarks/kill_ranks.py [--kills 20] [--ranks 2] [--classes 20000] [--json [FILE]]
 
 torchrun trains a split class table and an encoder, and saves every five steps. This program kills a rank (SIGKILL), drawn at random, at a random
 time within a step or within a save, `--kills` times each. torchrun starts all ranks again, which load the last checkpoint. A kill counts where the rank
@@ -11,7 +11,6 @@ the generators are compared, bit for bit, with a run that nobody disturbed. Noth
 import argparse
 import datetime
 import gc
-import json
 import os
 import random
 import select
@@ -25,6 +24,7 @@ from typing import Dict, List, Optional
 import torch
 
 import xsoftmax as xs
+from records import add_json, report, table
 
 QUERIES, WIDTH, SAVE_EVERY = 64, 32, 5
 
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=20_000)
     parser.add_argument("--steps", type=int, help="of training; 30 for each pair of kills if not given")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a rank
     args = parser.parse_args()
     if args.folder is not None:
@@ -212,14 +212,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         calm, killed = Run(os.path.join(folder, "calm"), args, [], args.seed), Run(os.path.join(folder, "killed"), args, plan, args.seed)
         losses = all(calm.losses(rank) == killed.losses(rank) and len(calm.losses(rank)) == args.steps for rank in range(args.ranks))
-        report = {"ranks": args.ranks, "classes": args.classes, "steps": args.steps, "killed in a step": killed.kills["step"],
+        found = {"ranks": args.ranks, "classes": args.classes, "steps": args.steps, "killed in a step": killed.kills["step"],
                   "killed in a save": killed.kills["save"], "killed between": killed.missed, "starts": len(killed.starts),
                   "losses the same": losses, "state the same": same(calm.state(), killed.state())}
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print("\n".join(f"{name}: {value}" for name, value in report.items()))
-    if not (losses and report["state the same"] and len(killed.starts) == 1 + len(plan) + killed.missed):
+    report(args, __doc__, question="What becomes of a run whose ranks are killed?", against="the same run, which nobody disturbs",
+           tables=[table([{"figure": name, "value": value} for name, value in found.items()])], **found)
+    if not (losses and found["state the same"] and len(killed.starts) == 1 + len(plan) + killed.missed):
         raise SystemExit("kill_ranks: the run that was disturbed is not that which was not")
 
 

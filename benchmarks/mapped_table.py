@@ -8,8 +8,8 @@ classes in memory, by turns of 50 steps; a figure is a ratio of median turns. "b
 in a vocabulary. "in any order": classes are scattered over the table, and draws are uniform: most pages of a step have never been read. Steps are
 counted from a table that nobody has read. "next targets": tables.prefetch of them before each step. The file is made anew, and goes with the benchmark.
 
-kill: a process makes a table, trains it with RowAdagrad, flushes and reads it by turns, and is killed at a random moment. Reopened, each file must say that it is
-not whole, or table and state must be, bit for bit, what so many steps make of them.
+kill: a process makes a table, trains it with RowAdagrad, flushes and reads it by turns, and is killed at a random moment. Reopened, each file must say that it
+is not whole, or table and state must be, bit for bit, what so many steps make of them.
 """
 
 import os
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import xsoftmax as xs
-from timing import run_benches
+from records import run_benches
 
 D, QUERIES, DRAWS, TURN = 64, 700, 512, 50
 KILLED_CLASSES, STEPS_A_FLUSH = 20_000, 5
@@ -75,6 +75,7 @@ class Training:
 
 
 def bench_step(args) -> list[dict]:
+    """A step over a table in a file / over one in memory"""
     figures = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = os.path.join(folder, "classes.safetensors")
@@ -178,6 +179,7 @@ def reopened(path: str) -> str:
 
 
 def bench_kill(args) -> list[dict]:
+    """Files of processes that were killed"""
     found: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for number in range(args.kills):
@@ -203,4 +205,5 @@ def options(parser) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--until-killed"]:
         run_until_killed(sys.argv[2])
-    run_benches(__doc__, {"step": bench_step, "kill": bench_kill}, options)
+    run_benches(__doc__, {"step": bench_step, "kill": bench_kill}, question="What does a table cost that is larger than memory?",
+                against="the same loss over a tenth of the classes in memory", extra=options)

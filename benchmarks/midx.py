@@ -1,6 +1,6 @@
 """MIDX beside uniform sampling in plain PyTorch, beside MIDX as its authors lay it out, and its index beside faiss.
 
-    python benchmarks/midx.py [--threads 2] [--repeats 21] [--only step,structure,scale,refresh] [--faiss-python PYTHON] [--json]
+    python benchmarks/midx.py [--threads 2] [--repeats 21] [--only step,structure,scale,refresh] [--faiss-python PYTHON] [--json [FILE]]
 
 Draws are made inside the timed region, by both sides. The naive rivals: uniform draws, the table as nn.Embedding(sparse=True), one look-up
 and one matrix product (shared) or a batched one (private), masked cross entropy. The authors' layout: the second codeword's weights as
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import xsoftmax as xs
 from output_layer import NaiveSampled, figure, make_batch, make_table
-from timing import interleave, run_benches
+from records import run_benches
+from timing import interleave
 
 QUERIES, WIDTH, CLASSES, CODEWORDS = 700, 256, 1_000_000, 64
 
@@ -83,6 +84,7 @@ class Steps:
 
 
 def bench_step(args) -> list[dict]:
+    """A training step"""
     steps = Steps()
     medians = interleave({"xsoftmax": steps.ours(midx_loss(64, head=64)), "private 64": steps.uniform(64, shared=False),
                           "shared 512": steps.uniform(512, shared=True)}, args.repeats)
@@ -95,6 +97,7 @@ def bench_step(args) -> list[dict]:
 
 
 def bench_structure(args) -> list[dict]:
+    """Beside the authors' layout"""
     steps, loss = Steps(), midx_loss(20)
     authors = AuthorsLayout(steps.naive.embedding.weight.detach(), loss.sampler)
 
@@ -107,6 +110,7 @@ def bench_structure(args) -> list[dict]:
 
 
 def bench_scale(args) -> list[dict]:
+    """From ten thousand to ten million classes"""
     runs = {}
     for classes in (10_000_000, 10_000):
         sampler, input = xs.samplers.MidxSampler(classes, 64, 100, codewords=CODEWORDS), torch.randn(256, 64)
@@ -139,6 +143,7 @@ print(json.dumps({"seconds": sorted(times)[len(times) // 2], "distortion": float
 
 
 def bench_refresh(args) -> list[dict]:
+    """Making the index anew"""
     width, rows = 128, 20_000
     table = make_table(CLASSES, width)
     sampler = xs.samplers.MidxSampler(CLASSES, width, codewords=CODEWORDS, iterations=10)
@@ -171,4 +176,5 @@ def add_faiss(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    run_benches(__doc__, BENCHES, add_faiss)
+    run_benches(__doc__, BENCHES, question="What do draws by the model's own scores (MIDX) cost?",
+                against="PyTorch with uniform draws; the layout of MIDX's authors in PyTorch; the residual quantizer of faiss-cpu", extra=add_faiss)

@@ -1,6 +1,6 @@
 """What an output layer costs: xsoftmax beside what a good PyTorch user writes, in one run on the same work.
 
-    python benchmarks/output_layer.py [--threads 2] [--repeats 21] [--only shared,private,...] [--json]
+    python benchmarks/output_layer.py [--threads 2] [--repeats 21] [--only shared,private,...] [--json [FILE]]
 
 The naive rival for sampled losses: the table as nn.Embedding(sparse=True), one look-up and one matrix product for shared draws, a batched
 product for private ones, masked cross entropy, torch.optim.SparseAdam. The rival for the exact loss: F.linear + F.cross_entropy. "medium" is
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from timing import PeakMemory, interleave, run_benches
+from records import run_benches
+from timing import PeakMemory, interleave
 
 MB = 1024 * 1024
 
@@ -105,6 +106,7 @@ class SampledPair:
 
 
 def bench_shared(args) -> list[dict]:
+    """512 draws that the batch shares"""
     samples = 512
     pair = SampledPair(700, 256, 1_000_000, samples, shared=True)
     figures = []
@@ -148,6 +150,7 @@ def bench_shared(args) -> list[dict]:
 
 
 def bench_private(args) -> list[dict]:
+    """20 draws for each query"""
     pair = SampledPair(700, 256, 1_000_000, 20, shared=False)
     medians = interleave({"naive": pair.naive_step, "xsoftmax": pair.our_step}, args.repeats)
     return [figure("20 private, N 1M, D 256: forward + backward / naive", medians)]
@@ -204,6 +207,7 @@ def exact_runs(input: Tensor, table: Tensor, target: Tensor):
 
 
 def bench_exact(args) -> list[dict]:
+    """The exact loss"""
     figures = []
     for queries, width, classes in ((700, 256, 116_000), (700, 200, 10_000)):
         input, target = make_batch(queries, width, classes)
@@ -232,4 +236,5 @@ BENCHES = {"shared": bench_shared, "private": bench_private, "scale": bench_scal
 
 
 if __name__ == "__main__":
-    run_benches(__doc__, BENCHES)
+    run_benches(__doc__, BENCHES, question="What does the output layer cost beside plain PyTorch?",
+                against="PyTorch: F.linear + F.cross_entropy; nn.Embedding(sparse=True), batched products and SparseAdam")

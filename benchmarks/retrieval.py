@@ -1,6 +1,7 @@
 """The best ten of a million trained items: certified search beside scoring all, and recall against time beside faiss.
 
-    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000] [--gowalla train.txt | --random] [--picture docs/retrieval.png] [--threads 1] [--json]
+    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000] [--gowalla train.txt | --random] [--picture docs/retrieval.png]
+                                   [--threads 1] [--json [FILE]]
 
 Needs faiss-cpu, and matplotlib for the picture, in the environment. --out keeps the trained vectors (retrieval_data.py) and the faiss indices. --gowalla:
 trains on recorded users instead, a file with a line for each: the user, then its items. --random: rows and queries that point anywhere, the worst case of a
@@ -12,7 +13,6 @@ the ten of largest score.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -21,7 +21,8 @@ import torch
 
 import retrieval_data
 import xsoftmax as xs
-from timing import interleave, machine, print_figures, print_machine, print_table
+from records import add_json, figures_table, report, table
+from timing import interleave
 
 K, BATCH, SINGLE = 10, 256, 32
 CELLS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     faiss.omp_set_num_threads(args.threads)
@@ -185,14 +186,10 @@ def main() -> None:
     if args.picture:
         threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
         draw(results, f"The best {K} of {len(weight):,} {'random' if args.random else 'trained'} items of width {weight.shape[1]}, {threads}", args.picture)
-    if args.json:
-        print(json.dumps({"machine": machine() | {"faiss": faiss.__version__}, "results": results, "figures": found}, indent=1))
-        return
-    print_machine()
-    print_table([{"search": name, "recall@10": f"{one['recall']:.4f}", "single": f"{1e6 * one['single']:.0f} us", "batch": f"{1e6 * one['batch']:.1f} us"}
-                 for name, one in results.items()], ["search", "recall@10", "single", "batch"])
-    print()
-    print_figures(found)
+    rows = [{"search": name, "recall@10": f"{one['recall']:.4f}", "single": f"{1e6 * one['single']:.0f} us", "batch": f"{1e6 * one['batch']:.1f} us"}
+            for name, one in results.items()]
+    report(args, __doc__, question="How fast are the best classes of many found?", against=f"faiss-cpu {faiss.__version__}; scoring all classes",
+           tables=[table(rows), figures_table(found)], results=results, figures=found)
 
 
 if __name__ == "__main__":

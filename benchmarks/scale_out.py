@@ -1,10 +1,10 @@
 """What a training step with a split class table would cost on many machines: a simulation, from a step that is measured here and the bytes of each exchange.
 
-    python benchmarks/scale_out.py [--ranks 8 64 256 1024] [--links 10 25 100 400] [--classes 10000000 100000000 1000000000] [--json]
+    python benchmarks/scale_out.py [--ranks 8 64 256 1024] [--links 10 25 100 400] [--classes 10000000 100000000 1000000000] [--json [FILE]]
 
 Measured, on one process: forward and backward of the sampled loss for the queries of a rank, RowAdam on the rows that have a gradient, and the draws. Where
-queries travel every rank draws for those of all ranks, where rows do for its queries. Computed: the bytes that a rank receives, and with them its time. Assumed:
-
+queries travel every rank draws for those of all ranks, where rows do for its queries. Computed: the bytes that a rank receives, and with them its time.
+Assumed:
 - The encoder, whose cost has nothing to do with classes, is left out, and so are its gradients.
 - A rank has as many scores to compute in either exchange: its queries against all their candidates, or those of all ranks against its share of them. Draws
   and targets are spread evenly over ranks, and all of them are different.
@@ -15,13 +15,13 @@ queries travel every rank draws for those of all ranks, where rows do for its qu
 """
 
 import argparse
-import json
 import math
 
 import torch
 
 import xsoftmax as xs
-from timing import interleave, machine, print_machine, print_table
+from records import add_json, report, table
+from timing import interleave
 
 EXCHANGES = ("queries", "rows")
 # The collectives of a step. Both: sizes of batches, targets, state of the generator, the value of the loss.
@@ -95,7 +95,8 @@ def simulate(args: argparse.Namespace) -> list[dict]:
             compute = {"queries": local + (ranks - 1) * draws, "rows": local}
             received = {exchange: exchange_bytes(exchange, ranks, rows, args) for exchange in EXCHANGES}
             for gigabits in args.links:
-                times = {exchange: step_seconds(compute[exchange], network_seconds(exchange, ranks, received[exchange], gigabits, args.latency)) for exchange in EXCHANGES}
+                times = {exchange: step_seconds(compute[exchange], network_seconds(exchange, ranks, received[exchange], gigabits, args.latency))
+                         for exchange in EXCHANGES}
                 result.append({"draws": kind, "ranks": ranks, "gigabits": gigabits, "compute_seconds": compute, "received_bytes": received,
                                "step_seconds": times, "wins": min(EXCHANGES, key=lambda exchange: times[exchange][1])})
     return result
@@ -105,20 +106,18 @@ def memory(args: argparse.Namespace) -> list[dict]:
     return [{"classes": classes, "ranks": ranks, "bytes": memory_bytes(classes, ranks, args.width)} for classes in args.classes for ranks in args.ranks]
 
 
-def print_simulation(steps: list[dict], tables: list[dict], args: argparse.Namespace) -> None:
-    print(f"{args.queries} queries a rank, width {args.width}, float32; {args.shared:,} draws that all queries share, or {args.private} of each; "
-          f"{1e6 * args.latency:.3g} us a message. A step with full overlap to one with none:\n")
+def tables_of(steps: list[dict], tables: list[dict], args: argparse.Namespace) -> list[dict]:
+    title = (f"{args.queries} queries a rank, width {args.width}, float32; {args.shared:,} draws that all queries share, or {args.private} of each; "
+          f"{1e6 * args.latency:.3g} us a message. A step with full overlap to one with none:")
     texts = [{"draws": step["draws"], "ranks": f"{step['ranks']:,}", "link, Gb/s": f"{step['gigabits']:g}",
               **{f"{exchange} compute, ms": f"{1e3 * step['compute_seconds'][exchange]:.1f}" for exchange in EXCHANGES},
               **{f"{exchange}, MB": f"{step['received_bytes'][exchange] / 1e6:.2f}" for exchange in EXCHANGES},
               **{f"{exchange}, ms": " to ".join(f"{1e3 * seconds:.1f}" for seconds in step["step_seconds"][exchange]) for exchange in EXCHANGES},
               "wins": step["wins"]} for step in steps]
-    print_table(texts, list(texts[0]))
-    print("\nTable and RowAdam state of a rank:\n")
     rows: dict[int, dict] = {}
-    for table in tables:
-        rows.setdefault(table["classes"], {"classes": f"{table['classes']:,}"})[f"{table['ranks']:,} ranks"] = f"{table['bytes'] / 1e9:.2f} GB"
-    print_table(list(rows.values()), list(next(iter(rows.values()))))
+    for one in tables:
+        rows.setdefault(one["classes"], {"classes": f"{one['classes']:,}"})[f"{one['ranks']:,} ranks"] = f"{one['bytes'] / 1e9:.2f} GB"
+    return [table(texts, title), table(list(rows.values()), "Table and RowAdam state of a rank:")]
 
 
 def main() -> None:
@@ -134,7 +133,7 @@ def main() -> None:
     parser.add_argument("--local-classes", type=int, default=1_000_000, help="of the step that is measured (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     for name in ("ranks", "links", "classes"):
         if min(getattr(args, name)) <= 0:
@@ -144,11 +143,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     steps, tables = simulate(args), memory(args)
-    if args.json:
-        print(json.dumps({"machine": machine(), "arguments": vars(args), "steps": steps, "memory": tables}, indent=2))
-        return
-    print_machine()
-    print_simulation(steps, tables, args)
+    report(args, __doc__, question="Which exchange of a split table pays, on how many ranks?", against="the two exchanges, one with the other, computed",
+           tables=tables_of(steps, tables, args), arguments=vars(args), steps=steps, memory=tables)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ the 1,000 most frequent ids are compared with their frequencies in it.
 import torch
 
 import xsoftmax as xs
-from timing import interleave, run_benches
+from records import run_benches
+from timing import interleave
 
 Counts = xs.samplers.StreamingCounts
 IDS, BATCH, LOOKED_AT = 10_000_000, 4096, 1000
 
 
 def bench_cost(args) -> list[dict]:
+    """An update and a look-up of 4,096 ids"""
     made = {"10,000 dense ids": Counts(10_000, half_life=1e6), "10^7 dense ids": Counts(IDS, half_life=1e6), "10^7 dense ids for ever": Counts(IDS)}
     made |= {f"open ids, hashes={hashes}": Counts(None, half_life=1e6, hashes=hashes) for hashes in (1, 2, 4)}
     batches = [(torch.rand(BATCH) ** 3 * IDS).long() for _ in range(50)]
@@ -31,6 +33,7 @@ def bench_cost(args) -> list[dict]:
 
 
 def bench_collisions(args) -> list[dict]:
+    """What ids that share a bucket do to each other"""
     figures = []
     for number in (100_000, 1_000_000, IDS):
         law = 1 / torch.arange(1, number + 1, dtype=torch.float64)
@@ -48,5 +51,5 @@ def bench_collisions(args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    run_benches(__doc__, {"cost": bench_cost, "collisions": bench_collisions},
-                lambda parser: parser.add_argument("--batches", type=int, default=40, help="of 2^20 ids, for collisions"))
+    run_benches(__doc__, {"cost": bench_cost, "collisions": bench_collisions}, question="What does counting a stream of ids cost, and how exact is it?",
+                against="exact counts of the same stream", extra=lambda parser: parser.add_argument("--batches", type=int, default=40, help="of 2^20 ids, for collisions"))

@@ -12,7 +12,8 @@ from typing import Callable
 
 import torch
 
-from timing import interleave, machine, print_table
+from records import add_json, report, table
+from timing import interleave, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the package `examples`
@@ -159,10 +160,8 @@ class Study:
 
     def show(self, rows: list[dict], columns: list[str]) -> None:
         """Those columns that a row has."""
-        if self.args.json:
-            print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
-        else:
-            print_table(rows, [column for column in columns if any(column in row for row in rows)])
+        report(self.args, self.args.about, question="How near does an estimate come to the exact loss?", against="the exact loss",
+               tables=[table(rows, columns=[column for column in columns if any(column in row for row in rows)])], rows=rows)
 
 
 def plot(ratio: dict[str, float], seconds: dict[str, float], args: argparse.Namespace, label: str) -> None:
@@ -208,7 +207,7 @@ def make_parser(description: str, example: str, epochs: int, search_epochs: int)
     parser.add_argument("--time", action="store_true", help="measure the time of a step as well, the methods taking turns")
     parser.add_argument("--time-threads", type=int, default=2, help="for that (default: %(default)s)")
     parser.add_argument("--read-only", action="store_true", help="start nothing: show what is there")
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     return parser
 
 
@@ -217,7 +216,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
-    args.options = argv[end + 1 :]
+    args.options, args.about = argv[end + 1 :], parser.description
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 

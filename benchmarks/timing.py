@@ -1,9 +1,7 @@
 """Side-by-side timing: the candidates of a comparison take turns in one process, so that a drift of the machine hits all alike."""
 
-import argparse
 import ctypes
 import gc
-import json
 import platform
 import statistics
 import time
@@ -89,36 +87,7 @@ def print_machine() -> None:
     print(", ".join(f"{key} {value}" for key, value in machine().items()) + "\n")
 
 
-def print_figures(figures: list[dict]) -> None:
-    """Figures with `figure`, `value`, and `medians` where there are any."""
-    rows = [{"figure": f["figure"], "value": f"{f['value']:.3g}", "medians": f.get("medians", "")} for f in figures]
-    print_table(rows, ["figure", "value", *(["medians"] if any(row["medians"] for row in rows) else [])])
-
-
-def report(figures: list[dict], as_json: bool) -> None:
-    """JSON with all details for machines, a table for people."""
-    if as_json:
-        print(json.dumps({"machine": machine(), "figures": figures}, indent=2))
-    else:
-        print_machine()
-        print_figures(figures)
-
-
-def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace], list[dict]]],
-                extra: Callable[[argparse.ArgumentParser], None] = lambda parser: None) -> None:
-    """The program of a file of benchmarks: those that --only names, one after another, then all figures. extra: adds options of its own."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--only", default=",".join(benches), help="comma-separated: %(default)s")
-    extra(parser)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    figures = []
-    for name in args.only.split(","):
-        if name not in benches:
-            parser.error(f"--only: expected names out of {', '.join(benches)}, got {name!r}")
-        figures += benches[name](args)
-    report(figures, args.json)
+def figure_rows(figures: list[dict]) -> list[dict]:
+    """Figures with `figure`, `value`, and `medians` where there are any, as texts."""
+    has_medians = any(f.get("medians") for f in figures)
+    return [{"figure": f["figure"], "value": f"{f['value']:.3g}"} | ({"medians": f.get("medians", "")} if has_medians else {}) for f in figures]

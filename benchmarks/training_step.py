@@ -1,20 +1,20 @@
 """What a training step costs where nn.Linear + nn.CrossEntropyLoss stood: time and memory, for tables of rising size.
 
-    python benchmarks/training_step.py [--classes 10000 100000 1000000] [--queries 700] [--width 256] [--threads 2] [--json]
+    python benchmarks/training_step.py [--classes 10000 100000 1000000] [--queries 700] [--width 256] [--threads 2] [--json [FILE]]
 
 A step is forward, backward and optimizer: Adam over the whole table for the exact losses, RowAdam for the sampled one (512 classes shared by
 the batch). Memory is the peak of a step beyond table and optimizer state: logits, their gradient, the gradient of the table.
 """
 
 import argparse
-import json
 import os
 
 import torch
 from torch import Tensor, nn
 
 import xsoftmax as xs
-from timing import PeakMemory, interleave, machine, print_machine, print_table
+from records import add_json, report, table
+from timing import PeakMemory, interleave
 
 
 class Plain(nn.Module):
@@ -68,15 +68,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     figures = [measure(layer, args.queries, args.width, classes, args.repeats) for classes in args.classes for layer in LAYERS]
-    if args.json:
-        print(json.dumps({"machine": machine(), "figures": figures}, indent=2))
-        return
-    print_machine()
     rows = []
     for layer in LAYERS:
         row = {"a training step": layer}
@@ -85,7 +81,8 @@ def main() -> None:
                 row[f"{figure['classes']:,} classes"] = "does not fit" if figure["seconds"] is None else (
                     f"{figure['seconds'] * 1e3:,.1f} ms, {figure['bytes'] / 2**20:,.0f} MB")
         rows.append(row)
-    print_table(rows, list(rows[0]))
+    report(args, __doc__, question="What does a training step cost?", against="nn.Linear + nn.CrossEntropyLoss with a fused torch.optim.Adam",
+           tables=[table(rows)], figures=figures)
 
 
 if __name__ == "__main__":

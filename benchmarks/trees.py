@@ -1,6 +1,6 @@
 """Losses over a tree of classes, and CANE over a plain table, beside what they replace.
 
-    python benchmarks/trees.py [--threads 2] [--repeats 21] [--only step,predict,hierarchical,cane,matcher] [--json]
+    python benchmarks/trees.py [--threads 2] [--repeats 21] [--only step,predict,hierarchical,cane,matcher] [--json [FILE]]
 
 Steps are forward, backward and, where the figure says so, RowAdam, on random queries; draws are made inside the timed region. The targets of
 the beam tree are among its candidates, so that the noises count: its dearest case; a step's share of balancing its edges is added. The naive
@@ -14,7 +14,8 @@ import torch
 
 import xsoftmax as xs
 from output_layer import NaiveSampled, figure, make_batch, make_table
-from timing import interleave, run_benches
+from records import run_benches
+from timing import interleave
 
 QUERIES, WIDTH, CLASSES = 256, 256, 1_000_000
 
@@ -40,6 +41,7 @@ def beam_tree(classes: int, candidates: int = 5) -> xs.BeamTreeLoss:
 
 
 def bench_step(args) -> list[dict]:
+    """A training step of the beam tree"""
     nce = xs.SampledSoftmaxLoss(WIDTH, CLASSES, sampler="uniform", num_samples=10, shared=False, estimator="nce")
     trees = {"beam tree": beam_tree(CLASSES), "beam tree, 10,000 classes": beam_tree(10_000)}
     medians = interleave({name: step(loss) for name, loss in trees.items()} | {"NCE": step(nce)}, args.repeats)
@@ -50,6 +52,7 @@ def bench_step(args) -> list[dict]:
 
 
 def bench_predict(args) -> list[dict]:
+    """The best five of a million classes"""
     loss, table = beam_tree(CLASSES), make_table(CLASSES, WIDTH)
     input = torch.randn(QUERIES, WIDTH)
     with torch.no_grad():
@@ -59,6 +62,7 @@ def bench_predict(args) -> list[dict]:
 
 
 def bench_hierarchical(args) -> list[dict]:
+    """A hierarchical softmax"""
     runs = {"hierarchical": step(xs.HierarchicalSoftmaxLoss(WIDTH, xs.LabelTree.random(CLASSES, 10)), False),
             "exact": step(xs.LinearCrossEntropyLoss(WIDTH, CLASSES), False)}
     medians = interleave(runs, max(3, args.repeats // 4), warmup=1)
@@ -66,6 +70,7 @@ def bench_hierarchical(args) -> list[dict]:
 
 
 def bench_cane(args) -> list[dict]:
+    """CANE over a plain table"""
     naive = NaiveSampled(make_table(CLASSES, WIDTH))
     input, target = make_batch(QUERIES, WIDTH, CLASSES)
     log_count = torch.tensor(math.log(61 / CLASSES))
@@ -100,6 +105,7 @@ def matcher_step(classes: int, encoder: torch.nn.Module | None) -> Callable[[], 
 
 
 def bench_matcher(args) -> list[dict]:
+    """The layer of a neural matcher"""
     layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True), 2, enable_nested_tensor=False)
     figures = []
     for name, encoder in (("under a Transformer of 2 layers", layers), ("alone", None)):
@@ -111,4 +117,5 @@ def bench_matcher(args) -> list[dict]:
 BENCHES = {"step": bench_step, "predict": bench_predict, "hierarchical": bench_hierarchical, "cane": bench_cane, "matcher": bench_matcher}
 
 if __name__ == "__main__":
-    run_benches(__doc__, BENCHES)
+    run_benches(__doc__, BENCHES, question="What do trees of classes cost, in training and in prediction?",
+                against="NCE with 10 noises in this library; a matrix product and topk in PyTorch; the exact loss; sampled softmax in PyTorch")

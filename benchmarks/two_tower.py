@@ -1,7 +1,7 @@
 """A step of two towers, queries against the items of the batch: xs.TwoTowerLoss beside the same by hand in PyTorch (a matrix product, the log
 frequencies, a mask, cross entropy).
 
-    python benchmarks/two_tower.py [--queries 4096] [--width 64] [--items 100000] [--threads 2] [--repeats 21] [--json]
+    python benchmarks/two_tower.py [--queries 4096] [--width 64] [--items 100000] [--threads 2] [--repeats 21] [--json [FILE]]
 
 A step is the loss of vectors that are given and their gradients; the towers themselves cost both sides the same and are left out. The hand-made loss keeps an
 exact count of each item and counts the batch, as ours does. Steps take turns; times are medians, ratios medians of the ratios of turns. Memory is what a step
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import xsoftmax as xs
-from timing import PeakMemory, report, turns
+from records import add_json, figures_table, report
+from timing import PeakMemory, turns
 
 
 class ByHand:
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     seconds = turns({kind: make_step(kind, args) for kind in KINDS}, args.repeats)
@@ -89,7 +90,8 @@ def main() -> None:
                 "medians": ", ".join(f"{kind} {1e3 * statistics.median(values):.3g} ms" for kind, values in seconds.items())},
                {"figure": f"{shape}, a step / by hand: peak memory", "value": memory["xsoftmax"] / memory["by hand"],
                 "medians": ", ".join(f"{kind} {value / 2**20:.3g} MB" for kind, value in memory.items())}]
-    report(figures, args.json)
+    report(args, __doc__, question="What does a step of two towers cost?", against="the same by hand in PyTorch", tables=[figures_table(figures)],
+           figures=figures)
 
 
 if __name__ == "__main__":

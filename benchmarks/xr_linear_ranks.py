@@ -1,6 +1,6 @@
 """XR-Linear trained by the ranks of a process group together (XRLinear.train(group=...)) against one of them alone.
 
-    python benchmarks/xr_linear_ranks.py --gowalla FOLDER [--ranks 2] [--negatives tfn tfn+man] [--repeats 7] [--json]
+    python benchmarks/xr_linear_ranks.py --gowalla FOLDER [--ranks 2] [--negatives tfn tfn+man] [--repeats 7] [--json [FILE]]
 
 Label vectors (PIFA), tree and layers, from the training part of the split of extreme_labels.py. Ranks are processes of one thread on this machine,
 over gloo. One alone and all together take turns; medians. CPU: the CPU seconds of the busiest rank, which other work on the machine changes less than the
@@ -8,7 +8,6 @@ time. Every rank's model is compared with that of one, bit for bit.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ import torch.multiprocessing as mp
 
 import extreme_data
 import xsoftmax as xs
-from timing import machine, print_machine, print_table
+from records import add_json, report, table
 
 
 def examples(folder: Path):
@@ -79,21 +78,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--negatives", nargs="+", default=["tfn", "tfn+man"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(work, (args, f"{folder}/group", results), nprocs=args.ranks, start_method="spawn")
     rows = [results.get() for _ in args.negatives]
-    if args.json:
-        print(json.dumps({"machine": machine(), "figures": rows}, indent=1))
-        return
-    print_machine()
     columns = ["alone", "together", "together / alone", "alone, CPU", "together, CPU", "together / alone, CPU"]
-    print_table([{"negatives": row["negatives"], "ranks": row["ranks"],
-                  **{name: f"{row[name]:.3f}" if "/" in name else f"{row[name]:.2f} s" for name in columns}} for row in rows],
-                ["negatives", "ranks", *columns])
+    texts = [{"negatives": row["negatives"], "ranks": row["ranks"],
+              **{name: f"{row[name]:.3f}" if "/" in name else f"{row[name]:.2f} s" for name in columns}} for row in rows]
+    report(args, __doc__, question="How much faster do two ranks train an extreme multi-label model?", against="one process of one thread",
+           tables=[table(texts)], figures=rows)
 
 
 if __name__ == "__main__":

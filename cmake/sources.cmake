@@ -7,6 +7,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/cpu_dispatch.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
+  csrc/core/long_work.cpp
   csrc/core/mapped_file.cpp
   csrc/core/memory.cpp
   csrc/core/options.cpp

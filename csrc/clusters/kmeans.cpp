@@ -4,6 +4,7 @@
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/impl.h"
+#include "core/long_work.h"
 #include "core/optional.h"
 #include "core/row_groups.h"
 #include "core/uniform_draws.h"
@@ -84,6 +85,7 @@ Tensor plus_plus_seeds(const Tensor& seed, const Tensor& rows, int64_t clusters)
   const Tensor seeds = at::empty({clusters, rows.size(1)}, x.options());
   Tensor distance;
   for (int64_t k = 0; k < clusters; ++k) {
+    long_work::check(LongWork::current());
     Tensor place = any[k];
     if (k > 0) {
       const Tensor sum = running_sums(distance.to(at::kDouble)), total = sum[n - 1];
@@ -163,6 +165,7 @@ Tensor cluster_sums(const Tensor& rows, const Tensor& index, int64_t clusters) {
 std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations,
                                             const OptionalTensor& init) {
   check_kmeans(seed, rows, clusters, iterations, init);
+  LongWork work(kOp, iterations + 1);
   const Tensor x = rows.to(at::kFloat).contiguous();
   const Tensor inertia = at::zeros({iterations + 1}, x.options().dtype(at::kDouble));
   if (x.size(0) == 0) {
@@ -176,6 +179,8 @@ std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& ro
   for (int64_t i = 0;; ++i) {
     const auto [index, distance] = nearest(x, centroids);
     inertia[i].copy_(distance.to(at::kDouble).mean());
+    work.add(1);
+    work.check();
     if (i == iterations) {
       return {centroids, inertia};
     }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "core/long_work.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -12,7 +14,7 @@ namespace xsoftmax {
 constexpr int64_t kProductElements = 1 << 17; // of a block of rows, with all codewords: half a megabyte
 
 /// Calls task(begin, block) with blocks of `rows` in float32, on several threads. A function of the shape alone cuts them, and each
-/// product runs on one thread, so that rounding does not depend on how many there are.
+/// product runs on one thread, so that rounding does not depend on how many there are. Throws where long work that it is part of is stopped.
 template <typename Task>
 void for_row_blocks(const at::Tensor& rows, int64_t columns, const Task& task) {
   const int64_t block = std::clamp<int64_t>(kProductElements / std::max<int64_t>(1, columns), 128, 1024);
@@ -30,12 +32,15 @@ void for_row_blocks(const at::Tensor& rows, int64_t columns, const Task& task) {
     });
     return;
   }
+  LongWork* const work = LongWork::current();
   at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    for (int64_t i = first; i < last; ++i) {
+    for (int64_t i = first; i < last && !long_work::stopped(work); ++i) {
       run(i);
+      long_work::add(work, 0);
     }
   });
+  long_work::check(work);
 }
 
 /// The nearest of `codewords` [K, D] for each of `rows` [n, D], both float32 on CPU: index int64 [n], squared distance float32 [n]. The

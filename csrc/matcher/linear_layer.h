@@ -62,7 +62,7 @@ struct LinearLayerOptions {
   }
 };
 
-/// linear_layer_train(rows, features, first_child, parents, labels, label_costs, initial, options, progress) -> (chunk, feature, more,
+/// linear_layer_train(rows, features, first_child, parents, labels, label_costs, initial, options) -> (chunk, feature, more,
 /// child, value, stats float64 [3]): the classifiers of each child over the rows of its parent, as sibling_solver.h has them. CPU.
 ///
 ///   rows         offsets, columns and values of n examples, as above
@@ -73,18 +73,17 @@ struct LinearLayerOptions {
 ///   label_costs  float32, as many as label_rows, at least 0: multiplies positive_cost there; None: 1
 ///   initial      the six parts of a layer with this first_child, where to begin (sibling_solver.h); []: at 0
 ///   options      LinearLayerOptions as text
-///   progress     int64 [3] or None: what is done, and of how much, in rows times labels, is written there while the op runs. If somebody
-///                sets the third number, the op stops early with a RuntimeError
 ///   stats        sweeps, labels that did not converge, weights before any was dropped
 ///
 /// Of the parents first_parent .. last_parent - 1 alone: `chunk` has so many and one, and begins at 0. The other results are what the whole
 /// layer has there, bit for bit, so that parts put one after the other are the layer.
 ///
+/// Long work (core/long_work.h), measured in rows times labels.
+///
 /// Errors: ValueError for sizes, offsets, lists that do not rise, numbers that are not finite, options, and rows whose squares with that of
 /// bias add up to more than 1e18; IndexError for columns and rows out of range; TypeError for dtypes and devices.
 using LinearLayer = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const at::Tensor& first_child, at::TensorList parents,
-                               at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options,
-                               const OptionalTensor& progress);
+                               at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options);
 
 } // namespace xsoftmax

@@ -74,16 +74,6 @@ std::vector<Tensor> contiguous_parts(const char* arg, at::TensorList tensors, si
   return parts;
 }
 
-int64_t* progress_numbers(const OptionalTensor& progress) {
-  if (!given(progress)) {
-    return nullptr;
-  }
-  check::dim(kOp, "progress", *progress, 1);
-  check::int64(kOp, "progress", *progress);
-  check::size(kOp, "progress", *progress, 0, 3, "done, total, stop");
-  return progress->mutable_data_ptr<int64_t>();
-}
-
 LinearLayerInput::LinearLayerInput(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents,
                                    at::TensorList labels, const OptionalTensor& label_costs)
     : rows_(contiguous_parts("rows", rows, 3, "offsets, columns and values")),

@@ -44,9 +44,6 @@ void check_lengths(const SparseRowsView& examples, float bias);
 /// `tensors`, contiguous, of which `size` are expected: `names`.
 std::vector<at::Tensor> contiguous_parts(const char* arg, at::TensorList tensors, size_t size, const char* names);
 
-/// done, total and stop, or null.
-int64_t* progress_numbers(const OptionalTensor& progress);
-
 /// The tensors of a call that have passed their checks, and what they hold.
 class LinearLayerInput {
  public:

@@ -1,6 +1,7 @@
 #include "matcher/linear_layer.h"
 
 #include "core/checks.h"
+#include "core/long_work.h"
 #include "core/philox.h"
 #include "core/sparse_rows.h"
 #include "matcher/linear_layer_input.h"
@@ -48,28 +49,6 @@ struct InitialLayer {
     return view.wide ? int64_t(static_cast<const int32_t*>(view.child)[e]) : int64_t(static_cast<const uint8_t*>(view.child)[e]);
   }
   float value(int64_t e) const { return view.half ? float(static_cast<const at::Half*>(view.value)[e]) : static_cast<const float*>(view.value)[e]; }
-};
-
-/// Written while the op runs, by whoever finishes something.
-class Progress {
- public:
-  Progress(int64_t* numbers, int64_t total) : numbers_(numbers) {
-    if (numbers_ != nullptr) {
-      std::atomic_ref<int64_t>{numbers_[0]} = 0;
-      std::atomic_ref<int64_t>{numbers_[1]} = total;
-    }
-  }
-
-  void add(int64_t done) const {
-    if (numbers_ != nullptr) {
-      std::atomic_ref<int64_t>{numbers_[0]} += done;
-    }
-  }
-  bool stopped() const { return numbers_ != nullptr && std::atomic_ref<int64_t>{numbers_[2]} != 0; }
-  const int64_t* stop() const { return numbers_ == nullptr ? nullptr : numbers_ + 2; }
-
- private:
-  int64_t* numbers_;
 };
 
 /// A weight that is kept: `column` is one of the parent's columns, `child` counts from its first.
@@ -178,8 +157,8 @@ class ParentRows {
 /// What one thread needs to train groups of siblings.
 class GroupTrainer {
  public:
-  GroupTrainer(const LinearTraining& training, const RowLists& labels, const float* costs, const InitialLayer* initial, const int64_t* stop)
-      : training_(training), labels_(labels), costs_(costs), initial_(initial), stop_(stop) {}
+  GroupTrainer(const LinearTraining& training, const RowLists& labels, const float* costs, const InitialLayer* initial, const LongWork& work)
+      : training_(training), labels_(labels), costs_(costs), initial_(initial), work_(work) {}
 
   /// The labels first .. first + count - 1, which are the children from `child` on of a parent; their weights, column after column.
   void train(const ParentRows& rows, int64_t parent, int64_t first, int64_t child, int64_t count, std::vector<Weight>& weights, Stats& stats) {
@@ -211,7 +190,8 @@ class GroupTrainer {
     const SiblingSolverTable& solver = sibling_solver();
     weight_.assign(columns * lanes, 0.0f);
     problem.warm = initial_ != nullptr && begin_from(rows, parent, child, count);
-    problem.stop = stop_;
+    problem.stopped = [](const void* work) { return static_cast<const LongWork*>(work)->stopped(); };
+    problem.work = &work_;
     state_.resize(n * lanes);
     order_.resize(n);
     SiblingStats made;
@@ -279,7 +259,7 @@ class GroupTrainer {
   const RowLists& labels_;
   const float* costs_;
   const InitialLayer* initial_;
-  const int64_t* stop_;
+  const LongWork& work_;
   std::vector<uint16_t> positive_;
   std::vector<float> cost_, weight_, state_, size_;
   std::vector<int32_t> order_;
@@ -325,9 +305,9 @@ struct Task {
 class LayerTrainer {
  public:
   LayerTrainer(const SparseRowsView& examples, const int64_t* first_child, const RowLists& parents, const RowLists& labels, const float* costs,
-               const LinearTraining& training, const InitialLayer* initial, int64_t* progress)
+               const LinearTraining& training, const InitialLayer* initial)
       : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training),
-        initial_(initial), progress_(progress, total_work()), group_(trained()), chunks_(trained()), left_(trained()) {}
+        initial_(initial), work_(kOp, total_work()), group_(trained()), chunks_(trained()), left_(trained()) {}
 
   std::vector<Chunk> train(Stats& stats) {
     const int64_t threads = at::get_num_threads();
@@ -347,16 +327,16 @@ class LayerTrainer {
     std::mutex adding;
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
       ParentRows rows(examples_);
-      GroupTrainer trainer(training_, labels_, costs_, initial_, progress_.stop());
+      GroupTrainer trainer(training_, labels_, costs_, initial_, work_);
       Stats thread_stats;
       int64_t gathered_parent = -1;
-      for (size_t t = next++; t < tasks.size() && !progress_.stopped(); t = next++) {
+      for (size_t t = next++; t < tasks.size() && !work_.stopped(); t = next++) {
         run(tasks[t], rows, gathered_parent, trainer, thread_stats);
       }
       const std::lock_guard lock(adding);
       stats += thread_stats;
     });
-    TORCH_CHECK(!progress_.stopped(), kOp, ": stopped");
+    work_.check();
     return std::move(chunks_);
   }
 
@@ -384,7 +364,7 @@ class LayerTrainer {
       const int64_t child = g * kSiblingLanes;
       const int64_t count = std::min(kSiblingLanes, children(p) - child);
       trainer.train(rows, p, first_child_[p] + child, child, count, group_[place(p)][g], stats);
-      progress_.add(parents_.size(p) * count);
+      work_.add(parents_.size(p) * count);
     }
     const int64_t done = task.last_group - task.first_group;
     if (left_[place(p)].fetch_sub(done) == done) { // the last of its groups
@@ -399,7 +379,7 @@ class LayerTrainer {
   const float* costs_;
   const LinearTraining& training_;
   const InitialLayer* initial_;
-  Progress progress_;
+  LongWork work_;
   std::vector<std::vector<std::vector<Weight>>> group_;
   std::vector<Chunk> chunks_;
   std::vector<std::atomic<int64_t>> left_;
@@ -436,8 +416,7 @@ LinearLayer lay_out(const std::vector<Chunk>& chunks, const Stats& stats) {
 } // namespace
 
 LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents,
-                               at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options,
-                               const OptionalTensor& progress) {
+                               at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options) {
   const LinearLayerInput input(rows, features, first_child, parents, labels, label_costs);
   const LinearTraining training = linear_training(options, input.parents().count);
   check_lengths(input.examples(), training.bias);
@@ -454,14 +433,14 @@ LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tens
   Stats stats;
   const RowLists of_parents = input.parents(), of_labels = input.labels();
   LayerTrainer trainer(input.examples(), input.first_child().data(), of_parents, of_labels, input.costs(), training,
-                       begin.has_value() ? &*begin : nullptr, progress_numbers(progress));
+                       begin.has_value() ? &*begin : nullptr);
   const std::vector<Chunk> chunks = trainer.train(stats);
   return input.most_children() > kMostNarrowChildren ? lay_out<int32_t>(chunks, stats) : lay_out<uint8_t>(chunks, stats);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("linear_layer_train(Tensor[] rows, int features, Tensor first_child, Tensor[] parents, Tensor[] labels, Tensor? label_costs, "
-        "Tensor[] initial, str options=\"\", Tensor(a!)? progress=None) -> "
+        "Tensor[] initial, str options=\"\") -> "
         "(Tensor chunk, Tensor feature, Tensor more, Tensor child, Tensor value, Tensor stats)");
 }
 

@@ -46,7 +46,8 @@ struct SiblingProblem {
   int64_t sweeps;           ///< at most
   uint64_t seed;
   bool warm;                ///< `weights` holds what to begin from
-  const int64_t* stop;      ///< where it is not 0, no other sweep begins; null: no matter
+  bool (*stopped)(const void* work); ///< asked before each sweep: none begins where it is so
+  const void* work;
 };
 
 struct SiblingStats {

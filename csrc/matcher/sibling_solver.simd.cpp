@@ -210,7 +210,7 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
   F above = F{} + kInfinity, below = F{} - kInfinity; // of the gradient, beyond which a row at a bound is left out
   Mask<kLanes> work = lanes_of<kLanes>((1u << p.labels) - 1);
   stats->sweeps = 0;
-  while (stats->sweeps < p.sweeps && any(work) && (p.stop == nullptr || __atomic_load_n(p.stop, __ATOMIC_RELAXED) == 0)) {
+  while (stats->sweeps < p.sweeps && any(work) && !p.stopped(p.work)) {
     ++stats->sweeps;
     F largest = F{} - kInfinity, smallest = F{} + kInfinity;
     shuffle(order, active, random);

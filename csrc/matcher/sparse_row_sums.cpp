@@ -1,5 +1,6 @@
 #include "matcher/sparse_row_sums.h"
 
+#include "core/long_work.h"
 #include "core/sparse_rows.h"
 
 #include <ATen/Parallel.h>
@@ -95,16 +96,19 @@ SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const T
   int64_t* end = ends.mutable_data_ptr<int64_t>();
   end[0] = 0;
   std::vector<Sums> sums(blocks);
+  LongWork work(kOp, blocks);
   std::atomic<int64_t> next = 0;
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
     Adder adder(view);
-    for (int64_t b = next++; b < blocks; b = next++) {
+    for (int64_t b = next++; b < blocks && !work.stopped(); b = next++) {
       for (int64_t i = b * kListsAtOnce; i < std::min((b + 1) * kListsAtOnce, count); ++i) {
         adder.add(row + list[i], list[i + 1] - list[i], sums[b]);
         end[i + 1] = int64_t(sums[b].column.size()); // within the block, as yet
       }
+      work.add(1);
     }
   });
+  work.check();
   std::vector<int64_t> begin(blocks + 1, 0);
   for (int64_t b = 0; b < blocks; ++b) {
     begin[b + 1] = begin[b] + int64_t(sums[b].column.size());

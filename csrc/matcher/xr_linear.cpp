@@ -1,6 +1,7 @@
 #include "xsoftmax/matcher.h"
 
 #include "core/checks.h"
+#include "core/long_work.h"
 #include "core/optional.h"
 #include "core/sparse_rows.h"
 #include "matcher/linear_layer.h"
@@ -150,12 +151,15 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   if (n <= 1) { // no thread is worth waking
     search(0, n);
   } else {
+    LongWork work("xr_linear_predict", n);
     const int64_t block = std::min(kBlock, std::max<int64_t>(1, n / (4 * at::get_num_threads())));
     at::parallel_for(0, (n + block - 1) / block, 1, [&](int64_t first, int64_t last) {
-      for (int64_t b = first; b < last; ++b) {
+      for (int64_t b = first; b < last && !work.stopped(); ++b) {
         search(b * block, std::min((b + 1) * block, n));
+        work.add(std::min(block, n - b * block));
       }
     });
+    work.check();
   }
   // Closed up, and in the names of the labels.
   const int64_t* label = labels_.const_data_ptr<int64_t>();

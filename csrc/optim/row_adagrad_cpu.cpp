@@ -17,12 +17,14 @@ void row_adagrad_rows_cpu(const RowAdagradUpdate& update, const Tensor& rows, co
     const RowView<M> row_sums = one_sum ? row_view<M>(update.sum) : RowView<M>{};
     const RowView<S> sums = one_sum ? RowView<S>{} : row_view<S>(update.sum);
     const StepRounding of_step = step_rounding(update.step, update.stochastic_rounding);
-    const auto kernel = [&](int64_t row, M* g) {
+    const auto kernel = [&](int64_t row, const M* g, int64_t ahead) {
+      row_sums.prefetch(ahead);
+      const RowsAhead<T, S> rows{table.ahead(ahead), {sums.ahead(ahead)}};
       const RowRounding random = rounding_of<T, S>(of_step, row);
       if (one_sum) {
-        kernels.adagrad_row(table[row], row_sums[row], g, step, random, table.width);
+        kernels.adagrad_row(table[row], row_sums[row], g, step, random, table.width, rows);
       } else {
-        kernels.adagrad(table[row], sums[row], g, step, random, table.width);
+        kernels.adagrad(table[row], sums[row], g, step, random, table.width, rows);
       }
     };
     update_rows<T>(

@@ -44,8 +44,10 @@ class AdamRows {
                                     std::pow(update_.beta1, count), std::pow(update_.beta2, count), std::pow(update_.beta2, double(s)));
   }
 
-  // g: none in a flush.
-  void update(int64_t row, const M* g, ByStep<AdamStep<M>>& by_step) const {
+  // g: none in a flush. ahead: as in update_rows.
+  void update(int64_t row, const M* g, ByStep<AdamStep<M>>& by_step, int64_t ahead = -1) const {
+    last_step_.prefetch(ahead);
+    row_moment_.prefetch(ahead);
     const int32_t s = *last_step_[row];
     if (g == nullptr && s >= update_.step) {
       return;
@@ -59,10 +61,11 @@ class AdamRows {
     }
     const auto& kernels = row_updates().of(T{}, S{});
     const RowRounding random = rounding_of<T, S>(random_, row);
+    const RowsAhead<T, S> rows{param_.ahead(ahead), {exp_avg_.ahead(ahead), exp_avg_sq_.ahead(ahead)}};
     if (exp_avg_sq_.data != nullptr) {
-      kernels.adam(param_[row], exp_avg_[row], exp_avg_sq_[row], g, step, random, param_.width);
+      kernels.adam(param_[row], exp_avg_[row], exp_avg_sq_[row], g, step, random, param_.width, rows);
     } else {
-      kernels.adam_row(param_[row], exp_avg_[row], row_moment_[row], g, step, random, param_.width);
+      kernels.adam_row(param_[row], exp_avg_[row], row_moment_[row], g, step, random, param_.width, rows);
     }
   }
 
@@ -85,7 +88,9 @@ void row_adam_rows_cpu(const RowAdamUpdate& update, const Tensor& rows, const Te
     update_rows<T>(
         update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
-          return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row, const opmath<T>* g) mutable { task.update(row, g, by_step); };
+          return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row, const opmath<T>* g, int64_t ahead) mutable {
+            task.update(row, g, by_step, ahead);
+          };
         });
   });
 }

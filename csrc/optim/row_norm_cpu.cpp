@@ -34,8 +34,11 @@ double norm_of_groups(const Tensor& rows, const Tensor& values, double p) {
     std::vector<opmath<T>> sum(width);
     for (int64_t g = first; g < last; ++g) {
       const auto members = groups[g];
-      kernels.sum_rows(sum.data(), const_data<T>(values), members.data(), int64_t(members.size()), width);
-      powers[g] = double(kernels.power_sum(sum.data(), p, width));
+      const opmath<T>* of_row = kernels.sum_rows(sum.data(), const_data<T>(values), members.data(), int64_t(members.size()), width);
+      if (of_row == nullptr) { // whose powers are not 0 for all p
+        std::fill(sum.begin(), sum.end(), opmath<T>(0));
+      }
+      powers[g] = double(kernels.power_sum(of_row == nullptr ? sum.data() : of_row, p, width));
     }
   });
   return combine(powers, p);

@@ -41,24 +41,34 @@ class SgdRows {
     return row_sgd_coefficients<M>(numbers, debt, update_.decay, update_.take, std::pow(update_.momentum, count));
   }
 
-  void update(int64_t row, M* g, ByStep<MomentumStep<M>>& by_step) const {
+  // What a task keeps from row to row.
+  struct Task {
+    ByStep<MomentumStep<M>> by_step;
+    std::vector<M> negated;
+  };
+
+  void update(int64_t row, const M* g, Task& of_task, int64_t ahead) const {
+    last_step_.prefetch(ahead);
+    const RowsAhead<T, S> rows{param_.ahead(ahead), {buffer_.ahead(ahead)}};
     const auto& kernels = row_updates().of(T{}, S{});
     const RowRounding random = rounding_of<T, S>(random_, row);
     const M lr = M(update_.maximize ? -update_.lr : update_.lr);
     if (last_step_.data == nullptr) {
-      kernels.sgd(param_[row], g, M(1), lr, random, param_.width);
+      kernels.sgd(param_[row], g, M(1), lr, random, param_.width, rows);
       return;
     }
-    const auto& step = by_step.of(*last_step_[row], [this](int64_t s) { return coefficients(s); });
+    const auto& step = of_task.by_step.of(*last_step_[row], [this](int64_t s) { return coefficients(s); });
     *last_step_[row] = int32_t(update_.step);
     if (buffer_.data == nullptr) {
-      kernels.sgd(param_[row], g, step.decay, lr, random, param_.width);
+      kernels.sgd(param_[row], g, step.decay, lr, random, param_.width, rows);
       return;
     }
     if (update_.maximize) {
-      std::transform(g, g + param_.width, g, std::negate<M>());
+      of_task.negated.resize(param_.width);
+      std::transform(g, g + param_.width, of_task.negated.begin(), std::negate<M>());
+      g = of_task.negated.data();
     }
-    kernels.momentum(param_[row], buffer_[row], g, step, random, param_.width);
+    kernels.momentum(param_[row], buffer_[row], g, step, random, param_.width, rows);
   }
 
   void flush(int64_t row, ByStep<MomentumStep<M>>& by_step) const {
@@ -95,11 +105,14 @@ const Tensor& state_of(const RowSGDUpdate& update) { return given(update.momentu
 void row_sgd_rows_cpu(const RowSGDUpdate& update, const Tensor& rows, const Tensor& values) {
   dispatch_rows(update.param, state_of(update), [&](auto zero, auto zero_state) {
     using T = decltype(zero);
-    const SgdRows<T, decltype(zero_state)> task(update);
+    using Rows = SgdRows<T, decltype(zero_state)>;
+    const Rows task(update);
     update_rows<T>(
         update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
-          return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row, opmath<T>* g) mutable { task.update(row, g, by_step); };
+          return [&, of_task = typename Rows::Task()](int64_t row, const opmath<T>* g, int64_t ahead) mutable {
+            task.update(row, g, of_task, ahead);
+          };
         });
   });
 }

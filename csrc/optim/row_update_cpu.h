@@ -47,9 +47,11 @@ struct RowView {
   int64_t width = 0;
 
   T* operator[](int64_t row) const { return data + row * stride; }
+  /// The row for RowsAhead, none where row < 0.
+  const T* ahead(int64_t row) const { return data == nullptr || row < 0 ? nullptr : (*this)[row]; }
   // Rows lie anywhere in a table that no cache holds, and will be written.
   void prefetch(int64_t row) const {
-    if (data == nullptr) {
+    if (data == nullptr || row < 0) {
       return;
     }
     const char* bytes = reinterpret_cast<const char*>((*this)[row]);
@@ -69,18 +71,18 @@ inline int64_t rows_per_task(int64_t width) {
   return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, width));
 }
 
-/// Calls update(row, sum) for each distinct row whose summed gradient is not all zero; `sum` [width] may be overwritten. Each task of the
-/// parallel loop makes an `update` of its own by make_update().
-/// prefetch(row) is called for each row some updates earlier. `rows`, `values` [R, ...] contiguous.
+/// Calls update(row, sum, ahead) for each distinct row whose summed gradient [width] is not all zero, `ahead` being a row whose turn comes soon and
+/// whose memory the update asks for meanwhile, or -1. Each task of the parallel loop makes an `update` of its own by make_update().
+/// prefetch(row) is called for rows that no update was told of. `rows`, `values` [R, ...] contiguous.
 template <typename T, typename Prefetch, typename MakeUpdate>
 void update_rows(const at::Tensor& param, const at::Tensor& rows, const at::Tensor& values, const Prefetch& prefetch, const MakeUpdate& make_update) {
-  // Enough rows under way to hide memory latency; few enough that they are still in the second-level cache when their turn comes.
-  constexpr int64_t kAhead = 4;
   const int64_t* id = rows.const_data_ptr<int64_t>();
   const int64_t width = values.dim() == 2 ? values.size(1) : 1;
   if (width == 0) {
     return;
   }
+  // Enough rows under way to hide memory latency; few enough that they are still in the second-level cache when their turn comes.
+  const int64_t count_ahead = std::clamp<int64_t>(1024 / width, 4, 16);
   prefetch_rows(param, ids_of(rows));
   const RowGroups groups = group_rows(id, rows.numel());
   const auto row_of = [&](int64_t group) { return id[groups.order[groups.starts[group]]]; };
@@ -88,16 +90,16 @@ void update_rows(const at::Tensor& param, const at::Tensor& rows, const at::Tens
   at::parallel_for(0, groups.size(), rows_per_task(width), [&](int64_t first, int64_t last) {
     auto update = make_update();
     std::vector<opmath<T>> sum(width);
-    for (int64_t g = first; g < std::min(first + kAhead, last); ++g) {
+    for (int64_t g = first; g < std::min(first + count_ahead, last); ++g) {
       prefetch(row_of(g));
     }
     for (int64_t g = first; g < last; ++g) {
-      if (g + kAhead < last) {
-        prefetch(row_of(g + kAhead));
-      }
+      const int64_t ahead = g + count_ahead < last ? row_of(g + count_ahead) : -1;
       const auto members = groups[g];
-      if (kernels.sum_rows(sum.data(), const_data<T>(values), members.data(), int64_t(members.size()), width)) {
-        update(row_of(g), sum.data());
+      if (const opmath<T>* of_row = kernels.sum_rows(sum.data(), const_data<T>(values), members.data(), int64_t(members.size()), width)) {
+        update(row_of(g), of_row, ahead);
+      } else {
+        prefetch(ahead);
       }
     }
   });

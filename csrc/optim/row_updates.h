@@ -42,26 +42,36 @@ struct AdamStep {
   M owed_eps;
 };
 
+/// Rows of the parameter and of its state that are updated soon. A loop asks for their memory between its elements: a request for all of it at once would
+/// hold up what follows.
+template <typename T, typename S>
+struct RowsAhead {
+  const T* param = nullptr; ///< nullptr: none
+  const S* state[2] = {nullptr, nullptr};
+};
+
 /// The loops over one row of `width` elements that the row-wise optimizers are made of. Each reads a row of the parameter and of
 /// its state once and writes it once. S is the type of state with an element for each of the parameter's: M, or Bf16, which rounds by chance.
 template <typename T, typename S = opmath<T>>
 struct RowUpdates {
   using M = opmath<T>;
-  /// sum[d] = sum_j values[position[j] * width + d], j < n. Whether any sum differs from 0, as a NaN does.
-  bool (*sum_rows)(M* sum, const T* values, const int64_t* position, int64_t n, int64_t width);
+  using Ahead = RowsAhead<T, S>;
+  /// sum_j values[position[j] * width + d], j < n, for all d: in `sum`, or where it stands if it is one row of type M. Null where all sums are 0, which a
+  /// NaN is not.
+  const M* (*sum_rows)(M* sum, const T* values, const int64_t* position, int64_t n, int64_t width);
   /// w = decay w - lr g
-  void (*sgd)(T* w, const M* g, M decay, M lr, const RowRounding& random, int64_t width);
+  void (*sgd)(T* w, const M* g, M decay, M lr, const RowRounding& random, int64_t width, const Ahead& ahead);
   /// buffer' = keep buffer + take g;  w = decay w - drift buffer - lr (nesterov ? g + momentum buffer' : buffer')
-  void (*momentum)(T* w, S* buffer, const M* g, const MomentumStep<M>& step, const RowRounding& random, int64_t width);
+  void (*momentum)(T* w, S* buffer, const M* g, const MomentumStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
   /// g' = g + weight_decay w;  sum += g'^2;  w -= lr g' / (sqrt(sum) + eps)
-  void (*adagrad)(T* w, S* sum, const M* g, const AdagradStep<M>& step, const RowRounding& random, int64_t width);
-  /// The same with one sum a row, of the mean of g'^2. Overwrites g with g'.
-  void (*adagrad_row)(T* w, M* sum, M* g, const AdagradStep<M>& step, const RowRounding& random, int64_t width);
+  void (*adagrad)(T* w, S* sum, const M* g, const AdagradStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
+  /// The same with one sum a row, of the mean of g'^2.
+  void (*adagrad_row)(T* w, M* sum, const M* g, const AdagradStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
   /// w = decay w - owed m / (sqrt(v) + owed_eps);  m = keep1 m + take1 g;  v = keep2 v + take2 g^2;
   /// w -= step_size m / (scale sqrt(v) + eps). 0 / 0 is 0. Without g, nothing behind keep2 v.
-  void (*adam)(T* w, S* m, S* v, const M* g, const AdamStep<M>& step, const RowRounding& random, int64_t width);
+  void (*adam)(T* w, S* m, S* v, const M* g, const AdamStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
   /// The same with one v a row, of the mean of g^2.
-  void (*adam_row)(T* w, S* m, M* v, const M* g, const AdamStep<M>& step, const RowRounding& random, int64_t width);
+  void (*adam_row)(T* w, S* m, M* v, const M* g, const AdamStep<M>& step, const RowRounding& random, int64_t width, const Ahead& ahead);
   /// w = decay w - drift buffer;  buffer *= keep
   void (*drift)(T* w, S* buffer, M decay, M drift, M keep, const RowRounding& random, int64_t width);
   /// w *= decay

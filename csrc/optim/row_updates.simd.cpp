@@ -6,9 +6,24 @@
 namespace xsoftmax::XS_ISA {
 namespace {
 
+// Whether any element is not 0: as a rule, the first is not.
+template <typename M>
+bool any(const M* x, int64_t width) {
+  int64_t d = 0;
+  while (d < width && x[d] == 0) {
+    ++d;
+  }
+  return d < width;
+}
+
 template <typename T>
-bool sum_rows(opmath<T>* __restrict sum, const T* values, const int64_t* position, int64_t n, int64_t width) {
+const opmath<T>* sum_rows(opmath<T>* __restrict sum, const T* values, const int64_t* position, int64_t n, int64_t width) {
   const T* __restrict first = values + position[0] * width;
+  if constexpr (std::is_same_v<T, opmath<T>>) {
+    if (n == 1) {
+      return any(first, width) ? first : nullptr;
+    }
+  }
   for (int64_t d = 0; d < width; ++d) {
     sum[d] = load(first[d]);
   }
@@ -18,11 +33,7 @@ bool sum_rows(opmath<T>* __restrict sum, const T* values, const int64_t* positio
       sum[d] += load(row[d]);
     }
   }
-  bool any = false;
-  for (int64_t d = 0; d < width; ++d) {
-    any |= sum[d] != 0;
-  }
-  return any;
+  return any(sum, width) ? sum : nullptr;
 }
 
 /// Where loops begin that round by chance: an element, and what it adds to the key of its row.
@@ -30,7 +41,37 @@ struct Place {
   int64_t d;
   uint32_t element;
 };
-constexpr Place kBegin{0, 0};
+constexpr Place place(int64_t d) { return {d, kElement * uint32_t(d)}; }
+constexpr Place kBegin = place(0);
+
+template <typename T>
+inline void prefetch_part(const T* row, int64_t begin, int64_t end) {
+  constexpr int64_t kLine = 64 / int64_t(sizeof(T));
+  for (int64_t d = begin; row != nullptr && d < end; d += kLine) {
+    __builtin_prefetch(row + d, 1);
+  }
+}
+
+/// Calls loop(begin, end) for the parts of a row, and asks for a part of the rows ahead before each. Parts have a constant size where they can: then their
+/// loops need no remainder.
+template <typename T, typename S, typename Loop>
+inline void in_parts(const RowsAhead<T, S>& ahead, int64_t width, const Loop& loop) {
+  constexpr int64_t kPart = 64; // elements: whole lines, and whole vectors of any type
+  int64_t begin = 0;
+  const auto prefetch = [&](int64_t end) {
+    prefetch_part(ahead.param, begin, end);
+    prefetch_part(ahead.state[0], begin, end);
+    prefetch_part(ahead.state[1], begin, end);
+  };
+  for (; begin + kPart <= width; begin += kPart) {
+    prefetch(begin + kPart);
+    loop(begin, begin + kPart);
+  }
+  if (begin < width) {
+    prefetch(width);
+    loop(begin, width);
+  }
+}
 
 /// Stores x: in 16 bits rounded by chance (kRandom), by the 16 bits of `random`, or to nearest.
 template <bool kRandom, typename T>
@@ -57,26 +98,31 @@ inline void by_rounding(const RowRounding& random, const Loop& loop) {
   loop(std::false_type());
 }
 
-template <typename T>
-void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath<T> lr, const RowRounding& random, int64_t width) {
-  by_rounding<T>(random, [=, r = random](auto by_chance) {
-    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-      put<by_chance>(w + d, decay * load(w[d]) - lr * g[d], table_bits(r, e));
-    }
+template <typename T, typename S>
+void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath<T> lr, const RowRounding& random, int64_t width,
+         const RowsAhead<T, S>& ahead) {
+  by_rounding<T>(random, [=, r = random, &ahead](auto by_chance) {
+    in_parts(ahead, width, [=](int64_t begin, int64_t end) {
+      for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+        put<by_chance>(w + d, decay * load(w[d]) - lr * g[d], table_bits(r, e));
+      }
+    });
   });
 }
 
 // The lambdas copy their step: stores to the row cannot change it.
 template <typename T, typename S>
 void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict g, const MomentumStep<opmath<T>>& step,
-              const RowRounding& random, int64_t width) {
-  by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
+              const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
+  by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
     const auto loop = [&](auto nesterov) {
-      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-        opmath<T> next = load(buffer[d]);
-        put<by_chance>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov), table_bits(r, e));
-        put<true>(buffer + d, next, state_bits(r, e));
-      }
+      in_parts(ahead, width, [=](int64_t begin, int64_t end) {
+        for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+          opmath<T> next = load(buffer[d]);
+          put<by_chance>(w + d, momentum_element(load(w[d]), next, g[d], s, nesterov), table_bits(r, e));
+          put<true>(buffer + d, next, state_bits(r, e));
+        }
+      });
     };
     s.nesterov ? loop(std::true_type()) : loop(std::false_type());
   });
@@ -84,29 +130,39 @@ void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict
 
 template <typename T, typename S>
 void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step, const RowRounding& random,
-             int64_t width) {
-  by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
-    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-      opmath<T> next = load(sum[d]);
-      put<by_chance>(w + d, adagrad_element(load(w[d]), next, g[d], s), table_bits(r, e));
-      put<true>(sum + d, next, state_bits(r, e));
-    }
+             int64_t width, const RowsAhead<T, S>& ahead) {
+  by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
+    in_parts(ahead, width, [=](int64_t begin, int64_t end) {
+      for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+        opmath<T> next = load(sum[d]);
+        put<by_chance>(w + d, adagrad_element(load(w[d]), next, g[d], s), table_bits(r, e));
+        put<true>(sum + d, next, state_bits(r, e));
+      }
+    });
   });
 }
 
-template <typename T>
-void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step,
-                 const RowRounding& random, int64_t width) {
-  const AdagradStep<opmath<T>> s = step;
-  opmath<T> squares = 0;
+template <typename T, typename S>
+void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step,
+                 const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
+  using M = opmath<T>;
+  const AdagradStep<M> s = step;
+  M squares = 0;
 #pragma omp simd reduction(+ : squares)
   for (int64_t d = 0; d < width; ++d) {
-    const opmath<T> gradient = g[d] + s.weight_decay * load(w[d]);
-    g[d] = gradient;
+    const M gradient = g[d] + s.weight_decay * load(w[d]);
     squares += gradient * gradient;
   }
-  *sum += squares / opmath<T>(width);
-  sgd(w, g, opmath<T>(1), adagrad_row_rate(*sum, s), random, width);
+  *sum += squares / M(width);
+  const M rate = adagrad_row_rate(*sum, s);
+  by_rounding<T>(random, [=, r = random, &ahead](auto by_chance) {
+    in_parts(ahead, width, [=](int64_t begin, int64_t end) {
+      for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+        const M old = load(w[d]), gradient = g[d] + s.weight_decay * old;
+        put<by_chance>(w + d, old - rate * gradient, table_bits(r, e));
+      }
+    });
+  });
 }
 
 template <typename T, typename S>
@@ -134,9 +190,9 @@ void decay(T* __restrict w, opmath<T> decay, const RowRounding& random, int64_t 
 
 template <typename T, typename S>
 void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step,
-          const RowRounding& random, int64_t width) {
+          const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
   using M = opmath<T>;
-  by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
+  by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
     if (g == nullptr) {
       for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
         put<by_chance>(w + d, adam_owed_element<M>(load(w[d]), load(m[d]), load(v[d]), s), table_bits(r, e));
@@ -150,16 +206,18 @@ void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __
       return;
     }
     const auto loop = [&](auto owes) {
-      for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-        M x = load(w[d]), first = load(m[d]), second = load(v[d]);
-        if constexpr (owes) {
-          x = adam_owed_element(x, first, second, s);
+      in_parts(ahead, width, [=](int64_t begin, int64_t end) {
+        for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+          M x = load(w[d]), first = load(m[d]), second = load(v[d]);
+          if constexpr (owes) {
+            x = adam_owed_element(x, first, second, s);
+          }
+          x = adam_element(x, first, second, g[d], s, owes ? M(1) : s.decay, s.keep1, s.keep2);
+          put<by_chance>(w + d, x, table_bits(r, e));
+          put<true>(m + d, first, state_bits(r, e));
+          put<true>(v + d, second, second_state_bits(r, e));
         }
-        x = adam_element(x, first, second, g[d], s, owes ? M(1) : s.decay, s.keep1, s.keep2);
-        put<by_chance>(w + d, x, table_bits(r, e));
-        put<true>(m + d, first, state_bits(r, e));
-        put<true>(v + d, second, second_state_bits(r, e));
-      }
+      });
     };
     s.owed != 0 ? loop(std::true_type()) : loop(std::false_type());
   });
@@ -167,7 +225,7 @@ void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __
 
 template <typename T, typename S>
 void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v, const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step,
-              const RowRounding& random, int64_t width) {
+              const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
   using M = opmath<T>;
   const M owed = adam_row_owed(*v, step), old = *v;
   if (g == nullptr) {
@@ -182,12 +240,14 @@ void adam_row(T* __restrict w, S* __restrict m, opmath<T>* __restrict v, const o
   }
   *v = step.keep2 * old + step.take2 * (squares / M(width));
   const M rate = adam_row_rate(*v, step);
-  by_rounding<T>(random, [=, s = step, r = random](auto by_chance) {
-    for (auto [d, e] = kBegin; d < width; ++d, e += kElement) {
-      M first = load(m[d]);
-      put<by_chance>(w + d, adam_row_element<M>(load(w[d]), first, g[d], s, owed, rate), table_bits(r, e));
-      put<true>(m + d, first, state_bits(r, e));
-    }
+  by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
+    in_parts(ahead, width, [=](int64_t begin, int64_t end) {
+      for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
+        M first = load(m[d]);
+        put<by_chance>(w + d, adam_row_element<M>(load(w[d]), first, g[d], s, owed, rate), table_bits(r, e));
+        put<true>(m + d, first, state_bits(r, e));
+      }
+    });
   });
 }
 
@@ -223,7 +283,7 @@ M power_sum(const M* __restrict x, double p, int64_t width) {
 
 template <typename T, typename S = opmath<T>>
 constexpr RowUpdates<T, S> updates() {
-  return {sum_rows<T>, sgd<T>, momentum<T, S>, adagrad<T, S>, adagrad_row<T>, adam<T, S>, adam_row<T, S>, drift<T, S>, decay<T>, power_sum<opmath<T>>};
+  return {sum_rows<T>, sgd<T, S>, momentum<T, S>, adagrad<T, S>, adagrad_row<T, S>, adam<T, S>, adam_row<T, S>, drift<T, S>, decay<T>, power_sum<opmath<T>>};
 }
 
 } // namespace

@@ -1,4 +1,5 @@
 #include "core/checks.h"
+#include "core/long_work.h"
 #include "core/optional.h"
 #include "retrieval/search_index.h"
 #include "samplers/midx_index.h"
@@ -70,6 +71,7 @@ std::vector<Tensor> build(const Tensor& weight, const OptionalTensor& bias, cons
                           int64_t codewords, const Tensor& seed) {
   const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
+  const LongWork work(kOp);
   TORCH_CHECK_TYPE(weight.device().is_cpu(), kOp, ": expected weight on CPU, got ", weight.device());
   const auto [first, second] = given(codewords1) ? std::pair(*codewords1, *codewords2) : trained(weight, k, seed);
   return search_index(weight, bias, std::get<0>(midx_encode(weight, first, second)), k * k);

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/long_work.h"
 #include "core/memory.h"
 #include "retrieval/cell_scan.h"
 #include "scores/row_kernels.h"
@@ -134,15 +135,18 @@ class IndexBuilder {
     float* reach = data<float>(index_[5]);
     std::fill_n(reach, index_[5].size(1), -std::numeric_limits<float>::infinity());
     std::atomic<int64_t> bad = classes_;
+    LongWork work(kOp, cells_);
     at::parallel_for(0, cells_, std::max<int64_t>(1, cells_ * kRowsPerTask / std::max<int64_t>(1, classes_)), [&](int64_t begin, int64_t end) {
       Rows<T> rows(weight_, bias_, beta);
-      for (int64_t c = begin; c < end; ++c) {
+      for (int64_t c = begin; c < end && !work.stopped(); ++c) {
         const int64_t wrong = code_cell(rows, c);
         int64_t known = bad;
         while (wrong < known && !bad.compare_exchange_weak(known, wrong)) {
         }
+        work.add(1);
       }
     });
+    work.check();
     TORCH_CHECK_VALUE(bad == classes_, kOp, ": expected finite rows and biases, below 2^100, got others for class ", bad.load());
   }
 

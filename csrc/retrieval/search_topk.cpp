@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/long_work.h"
 #include "core/options.h"
 #include "xsoftmax/search.h"
 
@@ -64,8 +65,10 @@ Tensor find_budget(const Tensor& input, const Tensor& weight, const OptionalTens
   if (best.numel() == 0) {
     return result(cells);
   }
+  const LongWork work(op);
   const auto next = [](int64_t budget) { return budget == 1 ? 2 : std::has_single_bit(uint64_t(budget)) ? budget / 2 * 3 : budget / 3 * 4; };
   for (int64_t budget = 1; budget < cells; budget = next(budget)) {
+    work.check();
     const Tensor found = std::get<1>(search_topk(queries, weight, bias, index, k, "max_cells=" + std::to_string(budget)));
     const Tensor share = found.unsqueeze(2).eq(best.unsqueeze(1)).any(2).to(at::kDouble).mean(1);
     const double error = share.size(0) > 1 ? share.std().item<double>() / std::sqrt(double(share.size(0))) : 0;

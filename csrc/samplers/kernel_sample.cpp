@@ -1,6 +1,7 @@
 #include "samplers/kernel_sample.h"
 
 #include "core/checks.h"
+#include "core/long_work.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
@@ -131,7 +132,9 @@ std::vector<Tensor> of_zeros(const Tensor& is_drawn, const Tensor& directions, i
 }
 
 // Writes `sums` by `rows`.
-void sum_up(const KernelIndex& index) {
+// made(classes) is called after each part of them.
+template <typename Made>
+void sum_up(const KernelIndex& index, const Made& made) {
   const int64_t leaves = index.leaves();
   const Tensor of_leaves = index.sums.narrow(0, leaves, leaves);
   // By products and sums over leaves side by side: additions in a fixed order on any device.
@@ -141,6 +144,7 @@ void sum_up(const KernelIndex& index) {
     const int64_t count = std::min(block, leaves - first);
     const Tensor rows = rows_of_leaves(index, first, count);
     of_leaves.narrow(0, first, count).copy_(index.sphere() ? pair_sums(rows) : rows.sum(1));
+    made(index.classes() * count / leaves);
   }
   for (int64_t first = leaves / 2; first >= 1; first /= 2) {
     index.sums.narrow(0, first, first).copy_(index.sums.narrow(0, 2 * first, 2 * first).view({first, 2, -1}).sum(1));
@@ -166,7 +170,7 @@ std::vector<Tensor> KernelFamily::resized(const Tensor& is_drawn, const Optional
     const KernelIndex fresh("kernel_resize", laid_out(tables, index.step), options);
     fresh.rows.narrow(0, 0, kept).copy_(index.rows.narrow(0, 0, kept));
     fresh.rows.narrow(0, kept, added).copy_(kernel_rows(*rows, of_rows, fresh));
-    sum_up(fresh);
+    sum_up(fresh, [](int64_t) {});
   }
   return tables;
 }
@@ -192,14 +196,26 @@ Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const Kern
   const auto& [weight, bias] = table;
   check_finite_rows(op, weight);
   check_finite_bias(op, bias);
-  constexpr int64_t kRows = 1 << 16; // bounds the copies in memory
-  for (int64_t begin = 0; begin < index.classes(); begin += kRows) {
-    const int64_t size = std::min(kRows, index.classes() - begin);
-    const Tensor ids = index.order.narrow(0, begin, size);
-    const OptionalTensor bias_of_rows = given(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
-    index.rows.narrow(0, begin, size).copy_(kernel_rows(weight.index_select(0, ids), bias_of_rows, index));
+  constexpr int64_t kRows = 1 << 13; // bounds the copies in memory
+  LongWork work(op, 2 * index.classes());
+  const auto made = [&](int64_t classes) {
+    work.add(classes);
+    work.check();
+  };
+  try {
+    for (int64_t begin = 0; begin < index.classes(); begin += kRows) {
+      const int64_t size = std::min(kRows, index.classes() - begin);
+      const Tensor ids = index.order.narrow(0, begin, size);
+      const OptionalTensor bias_of_rows = given(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
+      index.rows.narrow(0, begin, size).copy_(kernel_rows(weight.index_select(0, ids), bias_of_rows, index));
+      made(size);
+    }
+    sum_up(index, made);
+  } catch (...) { // a second copy of all rows, for the case that somebody stops this, would be too much: nodes are as before the first refresh
+    index.sums.zero_();
+    index.step.zero_();
+    throw;
   }
-  sum_up(index);
   return at::empty({0}, weight.options().dtype(at::kDouble));
 }
 

@@ -1,9 +1,11 @@
 #include "samplers/lsh_sample.h"
 
 #include "core/checks.h"
+#include "core/long_work.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/randn.h>
@@ -71,6 +73,7 @@ void lay_out(const Tensor& code, const Tensor& order, const Tensor& start) {
   const int64_t num_classes = code.size(0), num_drawn = order.size(0);
   const Tensor edges = at::arange(start.size(1), code.options());
   for (int64_t t = 0; t < code.size(1); ++t) {
+    long_work::check(LongWork::current());
     const auto [sorted, places] = at::sort(code.select(1, t), /*stable=*/true, 0, false); // those that are never drawn come first
     order.select(1, t).copy_(places.narrow(0, num_classes - num_drawn, num_drawn));
     start.select(0, t).copy_(at::searchsorted(sorted.narrow(0, num_classes - num_drawn, num_drawn), edges));
@@ -119,14 +122,22 @@ Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshInde
     TORCH_CHECK_VALUE(drawn == num_drawn, op, ": expected order with a place for each of ", drawn, " classes that are drawn, got ", num_drawn);
   }
   const int64_t tables = index.code.size(1);
-  constexpr int64_t kRows = 1 << 16; // bounds the products in memory
+  constexpr int64_t kRows = 1 << 13; // bounds the products in memory
+  LongWork work(op, weight.size(0));
+  const Tensor codes = at::empty_like(index.code); // until all are there
   for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {
     const int64_t n = std::min(kRows, weight.size(0) - begin);
     const OptionalTensor part = given(bias) ? OptionalTensor(bias->narrow(0, begin, n)) : std::nullopt;
-    const Tensor codes = lsh_codes(weight.narrow(0, begin, n), part, index.planes, tables), old = index.code.narrow(0, begin, n);
-    old.copy_(at::where(old.lt(0), old, codes.to(at::kInt)));
+    const Tensor found = lsh_codes(weight.narrow(0, begin, n), part, index.planes, tables), old = index.code.narrow(0, begin, n);
+    codes.narrow(0, begin, n).copy_(at::where(old.lt(0), old, found.to(at::kInt)));
+    work.add(n);
+    work.check();
   }
-  lay_out(index.code, index.order, index.start);
+  const Tensor order = at::empty_like(index.order), start = at::empty_like(index.start);
+  lay_out(codes, order, start);
+  index.code.copy_(codes);
+  index.order.copy_(order);
+  index.start.copy_(start);
   return (index.start.diff().max().to(at::kDouble) / double(num_drawn)).view({1});
 }
 

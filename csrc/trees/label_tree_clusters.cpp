@@ -1,6 +1,7 @@
 #include "trees/label_tree_clusters.h"
 
 #include "core/checks.h"
+#include "core/long_work.h"
 #include "core/options.h"
 #include "core/philox.h"
 #include "core/sparse_rows.h"
@@ -79,8 +80,8 @@ constexpr int64_t kSumBlocks = 8; // parts of a sum over many rows, added in ord
 /// Cuts a part in two. Threads share the work, unless it runs on one of several already.
 class Bisection {
  public:
-  Bisection(const SparseRowsView& vectors, const Cutting& cutting)
-      : vectors_(vectors), seed_(cutting.seed), iterations_(cutting.iterations), spherical_(cutting.spherical), total_(vectors.features, 0.0),
+  Bisection(const SparseRowsView& vectors, const Cutting& cutting, LongWork& work)
+      : vectors_(vectors), work_(work), seed_(cutting.seed), iterations_(cutting.iterations), spherical_(cutting.spherical), total_(vectors.features, 0.0),
         sum_(vectors.features, 0.0), direction_(vectors.features, 0.0f), seen_(vectors.features, false) {}
 
   /// rows [size], rising: the first `left` go to the first half on return, both halves rising.
@@ -91,7 +92,7 @@ class Bisection {
     side_.assign(size, 1);
     score_.resize(size);
     order_.resize(size);
-    for (int64_t i = 0; i < size; ++i) {
+    for (int64_t i = 0; i < size && !stopped_at(i); ++i) {
       for (int64_t t = vectors_.offset[rows[i]]; t < vectors_.offset[rows[i] + 1]; ++t) {
         if (!seen_[vectors_.column[t]]) {
           seen_[vectors_.column[t]] = true;
@@ -110,7 +111,7 @@ class Bisection {
     const int64_t other = (one + 1 + int64_t(multiply_shift(block.high(), uint64_t(size - 1)))) % size;
     add_direction(rows[one], 1.0);
     add_direction(rows[other], -1.0);
-    for (int64_t iteration = 0; iteration < iterations_; ++iteration) {
+    for (int64_t iteration = 0; iteration < iterations_ && !work_.stopped(); ++iteration) {
       if (iteration > 0) {
         make_direction(left, size);
       }
@@ -130,6 +131,7 @@ class Bisection {
     }
     touched_.clear();
     move(rows, size);
+    work_.add(size);
   }
 
  private:
@@ -138,8 +140,11 @@ class Bisection {
     int32_t sign; // whether it joins the first half or leaves it
   };
 
+  // What a stopped cut leaves is of no use to anybody.
+  bool stopped_at(int64_t i) const { return i % 1024 == 0 && work_.stopped(); }
+
   void add_rows(int64_t begin, int64_t end, double* sum) const {
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t i = begin; i < end && !stopped_at(i); ++i) {
       const double sign = changes_[i].sign;
       for (int64_t t = vectors_.offset[changes_[i].row]; t < vectors_.offset[changes_[i].row + 1]; ++t) {
         sum[vectors_.column[t]] += sign * vectors_.value[t];
@@ -202,7 +207,7 @@ class Bisection {
 
   void score(const int32_t* rows, int64_t size) {
     at::parallel_for(0, size, 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
+      for (int64_t i = begin; i < end && !stopped_at(i); ++i) {
         float even = 0, odd = 0;
         int64_t t = vectors_.offset[rows[i]];
         const int64_t last = vectors_.offset[rows[i] + 1];
@@ -247,6 +252,7 @@ class Bisection {
   }
 
   const SparseRowsView& vectors_;
+  LongWork& work_;
   uint64_t seed_;
   int64_t iterations_;
   bool spherical_;
@@ -291,7 +297,8 @@ std::vector<Segment> segments_after(int64_t cuts, const std::vector<Node>& nodes
 }
 
 /// Lays the classes of some segments, a run in `order` each, out under the nodes: by all cuts below them that have fewer than `most_cuts` above.
-void lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, const Cutting& cutting, std::span<const Segment> segments,
+/// Throws where it is stopped.
+void lay_out(const char* op, const SparseRowsView& vectors, const std::vector<Node>& nodes, const Cutting& cutting, std::span<const Segment> segments,
              int64_t most_cuts, int32_t* order) {
   const auto size = [&](const Segment& segment) { return nodes[segment.high - 1].end - nodes[segment.low].begin; };
   const auto smaller = [&](const Segment& a, const Segment& b) { return size(a) < size(b); };
@@ -310,14 +317,29 @@ void lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, cons
     open.pop_back();
     return segment;
   };
-  const auto cut = [&](Bisection& bisection, const Segment& segment) {
-    const int64_t begin = nodes[segment.low].begin, middle = nodes[(segment.low + segment.high) / 2].begin;
-    bisection.cut(order + begin, size(segment), middle - begin, uint64_t(begin));
-  };
   const auto go_on_below = [&](const Segment& segment) {
     const int64_t middle = (segment.low + segment.high) / 2;
     descend({segment.low, middle, segment.cuts + 1});
     descend({middle, segment.high, segment.cuts + 1});
+  };
+
+  for (const Segment& segment : segments) { // all cuts, for how much there is to do
+    descend(segment);
+  }
+  int64_t total = 0;
+  while (!open.empty()) {
+    const Segment segment = open.back();
+    open.pop_back();
+    total += size(segment);
+    go_on_below(segment);
+  }
+  LongWork work(op, total);
+  const auto cut = [&](Bisection& bisection, const Segment& segment) {
+    if (work.stopped()) {
+      return;
+    }
+    const int64_t begin = nodes[segment.low].begin, middle = nodes[(segment.low + segment.high) / 2].begin;
+    bisection.cut(order + begin, size(segment), middle - begin, uint64_t(begin));
   };
 
   // While there are fewer parts than threads, these share the work of one; then each takes parts as they come.
@@ -326,7 +348,7 @@ void lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, cons
   }
   const int64_t threads = at::get_num_threads();
   {
-    Bisection bisection(vectors, cutting);
+    Bisection bisection(vectors, cutting, work);
     while (!open.empty() && int64_t(open.size()) < threads) {
       const Segment segment = take();
       cut(bisection, segment);
@@ -337,7 +359,7 @@ void lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, cons
   std::condition_variable changed;
   int64_t working = 0;
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    Bisection bisection(vectors, cutting);
+    Bisection bisection(vectors, cutting, work);
     std::unique_lock lock(mutex);
     while (true) {
       changed.wait(lock, [&] { return !open.empty() || working == 0; });
@@ -361,6 +383,7 @@ void lay_out(const SparseRowsView& vectors, const std::vector<Node>& nodes, cons
       changed.notify_all();
     }
   });
+  work.check();
 }
 
 /// The tree of classes in that order.
@@ -480,7 +503,7 @@ LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, co
   const std::vector<Node> nodes = checked_shape(op, "vectors", vectors.count, arity, max_leaf_size);
   std::vector<int32_t> order(vectors.count);
   std::iota(order.begin(), order.end(), int32_t(0));
-  lay_out(vectors, nodes, cutting, segments_after(0, nodes), kAllCuts, order.data());
+  lay_out(op, vectors, nodes, cutting, segments_after(0, nodes), kAllCuts, order.data());
   return tree_of(nodes, order);
 }
 
@@ -506,7 +529,7 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
     check_rows(op, rows, {ids + nodes[segment.low].begin, ids + nodes[segment.high - 1].end});
   }
   const bool to_the_end = deal.even || int64_t(segments.size()) / kSegmentsOfPart >= parts;
-  lay_out(rows, nodes, cutting, deal.mine, to_the_end ? kAllCuts : cuts + 1, ids);
+  lay_out(op, rows, nodes, cutting, deal.mine, to_the_end ? kAllCuts : cuts + 1, ids);
   const Tensor share = part == 0 ? made.clone() : at::zeros_like(made); // the first has what no cut is left for
   const auto places = [&](const Tensor& of, const Segment& segment) {
     return of.slice(0, nodes[segment.low].begin, nodes[segment.high - 1].end);

@@ -1,6 +1,7 @@
 #include "trees/label_tree.h"
 
 #include "core/checks.h"
+#include "core/long_work.h"
 #include "core/philox.h"
 #include "clusters/kmeans.h"
 #include "scores/gather_dot.h"
@@ -204,6 +205,7 @@ Tensor label_tree_kmeans_order(const Tensor& seed, const Tensor& rows, int64_t a
       (part.end - part.begin > kSmall ? large : small).push_back(part);
     }
   };
+  LongWork progress(kOp, n); // of rows that have found their place
   sort_in(n > arity ? std::vector<Part>{{0, n, 0}} : std::vector<Part>{});
   while (!large.empty()) { // on all threads, one part after another
     const Part part = large.back();
@@ -214,20 +216,25 @@ Tensor label_tree_kmeans_order(const Tensor& seed, const Tensor& rows, int64_t a
     const Tensor cluster = (at::mm(member_rows, centroids.t()) - 0.5 * centroids.square().sum(1)).argmax(1);
     std::vector<Part> parts;
     push_parts(parts, part, order, cluster.const_data_ptr<int64_t>(), arity);
+    const int64_t left = std::accumulate(parts.begin(), parts.end(), int64_t(0), [](int64_t sum, const Part& p) { return sum + p.end - p.begin; });
+    progress.add(part.end - part.begin - left);
+    progress.check();
     sort_in(std::move(parts));
   }
   at::parallel_for(0, int64_t(small.size()), 1, [&](int64_t first, int64_t last) {
     SmallKmeans kmeans_of(data, width, arity, iterations);
     for (int64_t i = first; i < last; ++i) {
       std::vector<Part> parts{small[i]};
-      while (!parts.empty()) {
+      while (!parts.empty() && !progress.stopped()) {
         const Part part = parts.back();
         parts.pop_back();
         const auto& cluster = kmeans_of.run(seed_of(key, part), order + part.begin, part.end - part.begin);
         push_parts(parts, part, order, cluster.data(), arity);
       }
+      progress.add(small[i].end - small[i].begin);
     }
   });
+  progress.check();
   return result;
 }
 

@@ -240,7 +240,7 @@ class Interrupt:
     """Turns the first Ctrl-C into a flag, read between steps, where everything can be saved; the second ends the program. All ranks look at the
     same times, and see what one of them has met."""
 
-    def __init__(self, ranks: Ranks = Ranks()):
+    def __init__(self, ranks: Ranks = Ranks()):  # noqa: B008 (nothing of it changes)
         self.ranks = ranks
         self.met = self.seen = False
 

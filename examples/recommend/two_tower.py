@@ -139,7 +139,7 @@ def compare(args: argparse.Namespace) -> int:
         write_text(args.output / "runs.json", json.dumps({"arguments": arguments, "searched": searched, "runs": runs}, indent=2) + "\n")
         return to[-1]
 
-    rates = {name: args.lr[0] for name in args.loss}
+    rates = dict.fromkeys(args.loss, args.lr[0])
     if len(args.lr) > 1:
         other = max(args.seeds) + 1
         rates = {name: max([run(searched, name, lr, other) for lr in args.lr], key=lambda one: one[BEST])["lr"] for name in args.loss}

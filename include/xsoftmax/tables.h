@@ -27,7 +27,8 @@ struct MappedOptions {
 /// A parameter [num_rows, width], or [num_rows] where there is no width, whose memory is the file `path`: made where there is none, opened where there is one,
 /// which must be of this shape and dtype. See xsoftmax.tables in Python, whose files are the same.
 ///
-///     const auto weight = xsoftmax::tables::mapped("classes.safetensors", 120'000'000, 64, {.init = [](torch::Tensor rows) { torch::nn::init::normal_(rows, 0, .02); }});
+///     const auto weight = xsoftmax::tables::mapped("classes.safetensors", 120'000'000, 64,
+///         {.init = [](torch::Tensor rows) { torch::nn::init::normal_(rows, 0, .02); }});
 ///     xsoftmax::nn::SampledSoftmaxLoss loss(64, 120'000'000, sampler.ptr(), {.linear = xsoftmax::tables::linear(weight)});
 torch::Tensor mapped(const std::string& path, int64_t num_rows, std::optional<int64_t> width = std::nullopt, const MappedOptions& options = {});
 

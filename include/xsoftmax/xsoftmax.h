@@ -3,6 +3,7 @@
 // Everything: operators, estimators, samplers, losses, optimizers, ids that come and go, matchers, tables in files.
 #include <xsoftmax/estimators.h>
 #include <xsoftmax/id_table.h>
+#include <xsoftmax/long_work.h>
 #include <xsoftmax/matcher.h>
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>

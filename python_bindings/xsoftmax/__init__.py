@@ -1,15 +1,16 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 import torch
 
 if torch.distributed.is_available():
     # Its defaults take hold of the process group that they find when it is first imported, as many modules of torch do with theirs.
     # A group that outlives destroy_process_group() has threads, which abort a process that ends while they let go of a tensor.
-    import torch.distributed.nn.functional  # noqa: F401
+    import torch.distributed.nn.functional
 
-from . import _library
+from . import _library  # noqa: F401 (loads the operators)
 from . import datasets, functional, label_vectors, metrics, optim, samplers, tables
 from .advise import Advice, Choice, advise
 from .cached_step import cached_step
@@ -21,20 +22,25 @@ from .ensemble import combine_predictions
 from .estimators import CandidateBatch, register_estimator
 from .hierarchical_matcher import HierarchicalMatcher
 from .id_table import IdTable
+from ._long_work import progress
 from .label_tree import LabelTree
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
-from .replace import replace_head
+from .replace import replace_head, restore_head
 from .retrieval import SearchIndex, SearchResult, to_faiss
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear
 
 
-def __getattr__(name):
-    # With the first use: torch.distributed takes long to import, and not every build of torch has it.
-    if name == "distributed":
-        return importlib.import_module(".distributed", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from . import distributed as distributed
+    from . import integrations as integrations
+else:
+    def __getattr__(name):
+        # With the first use: torch.distributed takes long to import, and not every build of torch has it; integrations are of packages that may be absent.
+        if name in ("distributed", "integrations"):
+            return importlib.import_module("." + name, __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.2.0"
@@ -70,9 +76,11 @@ __all__ = [
     "label_vectors",
     "metrics",
     "optim",
+    "progress",
     "proposal_log_prob",
     "register_estimator",
     "replace_head",
+    "restore_head",
     "samplers",
     "tables",
     "to_faiss",

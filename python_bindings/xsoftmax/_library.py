@@ -1,4 +1,4 @@
-"""Loads the native library, or says what was tried and why it failed."""
+"""Loads the native library, or says why it cannot."""
 
 import os
 from pathlib import Path
@@ -16,28 +16,22 @@ def _built_for(library: Path) -> str:
 
 
 def _load() -> Path:
-    override = os.environ.get("XSOFTMAX_LIBRARY")
-    candidates = [Path(override)] if override else [_FOLDER / "lib" / _NAME]
-    tried = []
-    for library in candidates:
-        if not library.is_file():
-            tried.append(f"{library}: no such file")
-            continue
-        wanted, running = _built_for(library), ".".join(torch.__version__.split(".")[:2])
-        if wanted and wanted != running:
-            tried.append(f"{library}: built for torch {wanted}, but torch {torch.__version__} is running")
-            continue
-        try:
-            torch.ops.load_library(str(library))
-            torch.ops.xsoftmax.cpu_capability()  # an XSOFTMAX_CPU that this CPU cannot follow is an error here, not in the first step,
-            torch.ops.xsoftmax.cpu_products()  # and so is XSOFTMAX_PRODUCTS
-            return library
-        except OSError as error:
-            tried.append(f"{library}: {error}")
-    raise ImportError(
-        "xsoftmax: the native library could not be loaded. Tried:\n  " + "\n  ".join(tried) +
-        "\nBuild it against the torch of this environment: pip install --no-build-isolation . "
-        "(in a checkout, XSOFTMAX_LIBRARY may name the library that CMake built)")
+    library = Path(os.environ.get("XSOFTMAX_LIBRARY") or _FOLDER / "lib" / _NAME)
+    remedy = ("Build it against the torch of this environment: pip install --no-build-isolation . "
+              "(in a checkout, XSOFTMAX_LIBRARY may name the library that CMake built)")
+    wanted, running = _built_for(library), ".".join(torch.__version__.split(".")[:2])
+    if not library.is_file():
+        raise ImportError(f"xsoftmax: cannot load {library}: no such file. {remedy}")
+    if wanted and wanted != running:
+        raise ImportError(f"xsoftmax: {library} was built for torch {wanted}, but torch {torch.__version__} is running: pip install 'torch=={wanted}.*', "
+                          f"or a build of xsoftmax for torch {running} (from its source: pip install --no-build-isolation .)")
+    try:
+        torch.ops.load_library(str(library))
+        torch.ops.xsoftmax.cpu_capability()  # an XSOFTMAX_CPU that this CPU cannot follow is an error here, not in the first step,
+        torch.ops.xsoftmax.cpu_products()  # and so is XSOFTMAX_PRODUCTS
+    except OSError as error:
+        raise ImportError(f"xsoftmax: cannot load {library}: {error}. {remedy}") from error
+    return library
 
 
 path = _load()

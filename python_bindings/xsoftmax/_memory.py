@@ -1,9 +1,10 @@
 """Memory for class tables and what stands beside them."""
 
-from typing import Union
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 
 def advise_huge_pages(tensor: Tensor) -> None:
@@ -11,20 +12,20 @@ def advise_huge_pages(tensor: Tensor) -> None:
     torch.ops.xsoftmax.advise_huge_pages(tensor)
 
 
-def table_empty(*size: int, dtype: torch.dtype, device=None) -> Tensor:
+def table_empty(*size: int, dtype: torch.dtype, device: Device = None) -> Tensor:
     """`torch.empty` on such pages."""
     table = torch.empty(*size, dtype=dtype, device=device)
     advise_huge_pages(table)
     return table
 
 
-def device_of_values(device: Union[torch.device, str, None]) -> torch.device:
+def device_of_values(device: Device) -> torch.device:
     """That device, or the default one; the CPU in the place of meta, on which only class tables are left unmade."""
     found = torch.get_default_device() if device is None else torch.device(device)
     return torch.device("cpu") if found.type == "meta" else found
 
 
-def moved_table(owner: str, table: Tensor, moved: Tensor) -> Tensor:
+def moved_table(owner: str, table: Tensor, moved: Any) -> Tensor:
     """What a buffer that no state dict restores becomes where ``Module._apply`` made ``moved`` of ``table``: the same values and
     dtype on the new device, also under ``half()`` and ``to_empty()``."""
     if table.is_meta and not moved.is_meta:

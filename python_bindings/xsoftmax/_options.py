@@ -1,11 +1,12 @@
 """The text in which operators take their options."""
 
 import operator
+from typing import Any
 
 import torch
 
 
-def _value_text(name, value):
+def _value_text(name: str, value: Any) -> str:
     if type(value) is float:
         return repr(value)
     if value is None:
@@ -26,7 +27,7 @@ def _value_text(name, value):
         return repr(float(value))
 
 
-def option_text(**values):
+def option_text(**values: Any) -> str:
     """ "lr=0.001,nesterov=true": what csrc/core/options.h reads, number by number exactly. Values are None, numbers (numpy's as well),
     bools, dtypes and strings without ',' and '='."""
     return ",".join([f"{name}={_value_text(name, value)}" for name, value in values.items()])

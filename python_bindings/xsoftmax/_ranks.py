@@ -38,7 +38,7 @@ class Alone:
         return 0, count
 
 
-def ranks_of(owner: str, group) -> Alone:
+def ranks_of(owner: str, group: Any) -> Alone:
     """group: None, a process group or a DeviceMesh of one dimension."""
     if group is None:
         return Alone()
@@ -51,5 +51,5 @@ def digest(*tensors: Tensor) -> str:
     """What tells apart tensors of other values, nearly surely."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()))
+        found.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array is a buffer
     return found.hexdigest()[:16]

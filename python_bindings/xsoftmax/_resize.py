@@ -1,6 +1,6 @@
 """Classes that come and go: what becomes of a table, its optimizers and its samplers where a loss gets another number of classes."""
 
-from typing import Callable, Iterable, List, Optional
+from typing import Any, Callable, Dict, Iterable, List, Optional, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from ._table import fresh_rows
 from .optim._base import RowOptimizer
 from .optim.settle import settle
 
+if TYPE_CHECKING:
+    from .losses import LinearLoss
+
 # Whose state of a parameter is 0 before the parameter's first gradient, but for the sum of Adagrad.
 KNOWN_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SparseAdam,
                     torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adagrad)
@@ -21,7 +24,7 @@ _RESIZED = WeakTensorKeyDictionary()
 _hook = None
 
 
-def resize_classes(loss, num_classes: int, weight: Optional[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def resize_classes(loss: "LinearLoss", num_classes: int, weight: Optional[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """See :meth:`LinearLoss.resize_classes`. All that may fail comes before the first change."""
     owner, linear = loss._name, loss.linear
     num_classes = check_count(owner, "num_classes", num_classes, 1)
@@ -50,7 +53,7 @@ def resize_classes(loss, num_classes: int, weight: Optional[Tensor], optimizers:
     _watch(tables)
 
 
-def _tables(owner: str, loss) -> List[nn.Parameter]:
+def _tables(owner: str, loss: "LinearLoss") -> List[Any]:
     """The parameters of a table that this process has by itself."""
     linear = loss.linear
     tables = [linear._parameters.get("weight")] + [linear.bias] * (getattr(linear, "bias", None) is not None) if isinstance(linear, nn.Linear) else [None]
@@ -79,7 +82,7 @@ def _class_weights(owner: str, before: Optional[Tensor], num_classes: int, given
     return given.to(before)
 
 
-def _sampler_plans(loss, made, known: int, num_classes: int) -> List[Callable[[], None]]:
+def _sampler_plans(loss: "LinearLoss", made: Any, known: int, num_classes: int) -> List[Callable[[], None]]:
     """What resizes samplers: in the time that new classes take where that is all, and with all biases of the table where it is not."""
     samplers = loss._samplers()
     followed = not loss.linear.weight.is_meta and any(sampler.follows_table for sampler in samplers)
@@ -117,11 +120,11 @@ def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Paramet
                 raise TypeError(f"{owner}: expected optimizers among {names}, whose state has the parameter's shape, got a {type(optimizer).__name__} with "
                                 f"{name} of shape {list(value.shape)}")
             initial = groups[table].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
-            plans.append(lambda state=optimizer.state[table], name=name, value=value, initial=initial: _resize_state(state, name, value, initial, num_classes))
+            plans.append(lambda state=optimizer.state[table], name=name, value=value, initial=initial: _resize_state(state, name, value, initial, num_classes))  # type: ignore[misc]
     return plans
 
 
-def _resize_state(state, name: str, value: Tensor, initial: float, num_classes: int) -> None:
+def _resize_state(state: Dict[str, Any], name: str, value: Tensor, initial: float, num_classes: int) -> None:
     if value.layout == torch.sparse_coo:  # the momentum of SGD after sparse gradients
         value = value.coalesce()
         stays = value.indices()[0] < num_classes
@@ -140,7 +143,7 @@ def _watch(tables: List[nn.Parameter]) -> None:
         _hook = register_optimizer_step_pre_hook(_check_step)
 
 
-def _check_step(optimizer, args, kwargs) -> None:
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     known = isinstance(optimizer, KNOWN_OPTIMIZERS)
     if not known and not isinstance(optimizer, OTHER_OPTIMIZERS):
         return
@@ -152,14 +155,14 @@ def _check_step(optimizer, args, kwargs) -> None:
                                    f"{list(table.shape)}: {way}")
 
 
-def _state_of(optimizer, table: nn.Parameter) -> dict:
+def _state_of(optimizer: torch.optim.Optimizer, table: nn.Parameter) -> Dict[str, Any]:
     if not isinstance(optimizer, torch.optim.LBFGS):
         return optimizer.state.get(table, {})
     params = optimizer.param_groups[0]["params"]  # the first of which has the state of all, laid end to end
     return optimizer.state.get(params[0], {}) if any(param is table for param in params) else {}
 
 
-def _fits(optimizer, table: nn.Parameter, name: str, value: Tensor) -> bool:
+def _fits(optimizer: torch.optim.Optimizer, table: nn.Parameter, name: str, value: Tensor) -> bool:
     if isinstance(optimizer, torch.optim.LBFGS):
         return value.dim() != 1 or len(value) == sum(param.numel() for param in optimizer.param_groups[0]["params"])
     if isinstance(optimizer, torch.optim.Adafactor):

@@ -2,14 +2,17 @@
 
 import copy
 from functools import lru_cache
-from typing import Tuple
+from typing import Any, Tuple, TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    import scipy.sparse
 
-def checked(owner: str, argument: str, matrix):
+
+def checked(owner: str, argument: str, matrix: Any) -> "scipy.sparse.csr_matrix":
     """A scipy sparse matrix as CSR whose indices are sound: operators and scipy's own routines read memory by them."""
     import scipy.sparse as sp
 
@@ -30,17 +33,17 @@ def checked(owner: str, argument: str, matrix):
     return rows
 
 
-def index_tensors(matrix) -> Tuple[Tensor, Tensor]:
+def index_tensors(matrix: "scipy.sparse.csr_matrix") -> Tuple[Tensor, Tensor]:
     """Of CSR or CSC: where each row or column begins (int64), and the indices (int32)."""
     return torch.from_numpy(matrix.indptr.astype(np.int64, copy=False)), torch.from_numpy(matrix.indices.astype(np.int32, copy=False))
 
 
-def sparse_tensors(matrix) -> Tuple[Tensor, Tensor, Tensor]:
+def sparse_tensors(matrix: "scipy.sparse.csr_matrix") -> Tuple[Tensor, Tensor, Tensor]:
     """Those and the values (float32)."""
     return (*index_tensors(matrix), torch.from_numpy(matrix.data.astype(np.float32, copy=False)))
 
 
-def csr_matrix(offsets: Tensor, columns: Tensor, values: Tensor, shape: Tuple[int, int]) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def csr_matrix(offsets: Tensor, columns: Tensor, values: Tensor, shape: Tuple[int, int]) -> "scipy.sparse.csr_matrix":
     import scipy.sparse as sp
 
     if shape[0] != 1:
@@ -52,7 +55,7 @@ def csr_matrix(offsets: Tensor, columns: Tensor, values: Tensor, shape: Tuple[in
 
 
 @lru_cache(maxsize=16)
-def _empty_row(columns: int) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def _empty_row(columns: int) -> "scipy.sparse.csr_matrix":
     import scipy.sparse as sp
 
     return sp.csr_matrix((1, columns), dtype=np.float32)

@@ -1,24 +1,27 @@
 """What modules share that train a table of rows: one for each class, or for each edge of a tree."""
 
 import warnings
-from typing import Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
+from . import _first_step
 from ._checks import check_bool, check_class_weights, check_count, check_reduction
 from ._memory import advise_huge_pages
 from ._options import option_text
+from ._typing import Module
 from .optim.settle import settle
 
 
-class TableModule(nn.Module):
+class TableModule(Module):
     """Base of modules over a table, an nn.Linear whose rows a row optimizer may owe steps to. Whatever reads all of it settles it first: `eval()`,
     `state_dict`, moves to another device or dtype, and the methods that say so."""
 
     # Attributes that are part of the text of options, which follows them; prefixes of names that a state dict may lack, or have too many of.
-    _option_names = ("reduction", "ignore_index", "sparse_grad")
-    _optional_state = ()
+    _option_names: Tuple[str, ...] = ("reduction", "ignore_index", "sparse_grad")
+    _optional_state: Tuple[str, ...] = ()
 
     def _init_table(self, in_features: int, num_classes: int, *, reduction: str, weight: Optional[Tensor] = None, ignore_index: int = -100,
                     sparse_grad: bool = True) -> None:
@@ -31,8 +34,9 @@ class TableModule(nn.Module):
         self.sparse_grad = check_bool(name, "sparse_grad", sparse_grad)
         self.register_buffer("weight", weight)
         self.register_state_dict_pre_hook(_settle_before)
+        _first_step.watch(self)
 
-    def _init_options(self, **others) -> None:
+    def _init_options(self, **others: Any) -> None:
         """`others`: attributes beside those of every loss. From here on the text of options follows what is assigned."""
         for name, value in others.items():
             setattr(self, name, value)
@@ -41,7 +45,7 @@ class TableModule(nn.Module):
     def _option_text(self) -> str:
         return option_text(**{name: getattr(self, name) for name in self._option_names})
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name == "reduction":
             check_reduction(self._name, value)
         super().__setattr__(name, value)
@@ -66,23 +70,28 @@ class TableModule(nn.Module):
         """For row optimizers whose first gradient does not say so (RowOptimizer.step)."""
         for table in self._tables():
             if table is not None:
-                table._row_gradients = self._row_gradients()
+                table._row_gradients = self._row_gradients()  # type: ignore[attr-defined]
 
     def train(self, mode: bool = True) -> "TableModule":
         if not mode:
             self.settle()
         return super().train(mode)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.settle()  # what is owed is known by the memory of the table
         return super()._apply(fn, recurse)
 
-    def __getstate__(self):
+    def __getstate__(self) -> Dict[str, Any]:
         # A copy is another table, which owes nothing and is not replicated: by copy.deepcopy, torch.save or pickle.
         self.settle()
         return {name: value for name, value in self.__dict__.items() if name != "_exchanges"}
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _first_step.watch(self)
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
         self.settle()  # steps that are owed to the old table must not move the new one
         for table in self._tables():
             if table is not None:
@@ -139,7 +148,7 @@ def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
                            "table with sparse_grad=False")
 
 
-def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges) -> None:
+def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges: Any) -> None:
     """fully_shard puts parameters of its own in the place of those that it is not told to leave out."""
     if any(table is not None and all(table is not exchange.parameter() for exchange in exchanges) for table in tables):
         raise RuntimeError(f"{owner}: expected the parameters that were replicated, got others: call "
@@ -164,17 +173,17 @@ def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[T
     return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 
 
-def _settle_before(module: TableModule, *_) -> None:
+def _settle_before(module: TableModule, *_: Any) -> None:
     module.settle()
     module._mark_tables()
 
 
-def _settle_linear(linear: nn.Linear, *_) -> None:
+def _settle_linear(linear: nn.Linear, *_: Any) -> None:
     settle(linear.weight)
     settle(linear.bias)
 
 
-def make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -> nn.Linear:
+def make_linear(in_features: int, num_classes: int, bias: bool, device: Device, dtype: Optional[torch.dtype]) -> nn.Linear:
     """nn.Linear on memory of our choice."""
     check_bool("nn.Linear", "bias", bias)
     device = torch.get_default_device() if device is None else torch.device(device)
@@ -190,9 +199,9 @@ def make_linear(in_features: int, num_classes: int, bias: bool, device, dtype) -
     return linear
 
 
-def fresh_rows(module: nn.Module, count: int) -> Dict[str, Tensor]:
+def fresh_rows(module: nn.Module, count: int) -> Dict[str, Any]:
     """The parameters of an nn.Linear, nn.Embedding or nn.EmbeddingBag as ``reset_parameters()`` makes them, with ``count`` rows."""
-    stand_in = module.__class__.__new__(module.__class__)
+    stand_in: Any = module.__class__.__new__(module.__class__)
     rows = {name: None if table is None else table.new_empty(count, *table.shape[1:]) for name, table in module._parameters.items()}
     stand_in.__dict__ = {**module.__dict__, "_parameters": rows, "padding_idx": None}  # a number in the whole table
     stand_in.reset_parameters()

@@ -21,7 +21,7 @@ def _chunks(inputs: Any, size: int, chunk: int) -> Iterator[Tuple[slice, Any]]:
         yield part, tree_map(lambda leaf: leaf[part] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, inputs)
 
 
-def _call(tower: Callable, inputs: Any) -> Tensor:
+def _call(tower: Callable[..., Tensor], inputs: Any) -> Tensor:
     if isinstance(inputs, dict):
         return tower(**inputs)
     return tower(*inputs) if isinstance(inputs, (tuple, list)) else tower(inputs)
@@ -40,8 +40,8 @@ class _RandomState:
             torch.cuda.set_rng_state_all(self.cuda)
 
 
-def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable, Any]], *args, chunk_size: int,
-                backward: Callable[[Tensor], None] = Tensor.backward, **kwargs) -> Tensor:
+def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[..., Tensor], Any]], *args: Any, chunk_size: int,
+                backward: Callable[[Tensor], None] = Tensor.backward, **kwargs: Any) -> Tensor:
     """The gradients of ``loss(*[tower(inputs) for tower, inputs in towers], *args, **kwargs)``, with the activations of one chunk of one tower in memory.
 
     Each tower runs over its chunks without gradient; the loss of all their vectors gives the gradient of each vector; then each chunk runs again, and its
@@ -93,7 +93,7 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable, An
         for (part, chunk), state in zip(_chunks(inputs, size, chunk_size), before):
             state.restore()
             alone = part.stop < size and hasattr(tower, "no_sync")
-            with tower.no_sync() if alone else contextlib.nullcontext():
+            with tower.no_sync() if alone else contextlib.nullcontext():  # type: ignore[attr-defined]
                 made = _call(tower, chunk)
                 if made.requires_grad:
                     made.backward(of_vectors.grad[part].to(made.dtype))

@@ -4,6 +4,7 @@ from typing import Dict, List, Optional, Union
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from ._checks import check_bool, check_count
 from ._memory import device_of_values
@@ -59,8 +60,8 @@ class CaneLoss(CandidateLoss):
 
     def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Tensor, Sampler, None] = None, num_noises: int = 1,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", bias: bool = False,
-                 weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", sparse_grad: bool = True, device=None,
-                 dtype=None) -> None:
+                 weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", sparse_grad: bool = True,
+                 device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, positives=positives,
                          device=device, dtype=dtype)
         name = self._name

@@ -4,7 +4,7 @@ import argparse
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="xsoftmax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, run, about: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], Any], about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         sub.set_defaults(run=run)
         return sub
@@ -167,14 +167,14 @@ def run_evaluate(args: argparse.Namespace) -> None:
     predictions = read_sparse(args.predictions)
     if predictions.shape != truth.shape:
         raise ValueError(f"expected predictions of shape {list(truth.shape)}, as the examples have, got {list(predictions.shape)}")
-    columns = {"precision": metrics.precision_at_k, "recall": metrics.recall_at_k, "nDCG": metrics.ndcg_at_k}
+    columns: Dict[str, Callable[..., float]] = {"precision": metrics.precision_at_k, "recall": metrics.recall_at_k, "nDCG": metrics.ndcg_at_k}
     if args.train:
         known = read_sparse(args.train) if args.train.endswith(".npz") else read_examples(args.train)[1]
         if known.shape[1] != truth.shape[1]:
             raise ValueError(f"expected --train with {truth.shape[1]} labels, as the examples have, got {known.shape[1]}")
         known.eliminate_zeros()
         propensity = metrics.propensity(torch.from_numpy(known.getnnz(0)), known.shape[0], args.a, args.b)
-        columns["PSP"] = lambda *which: metrics.psp_at_k(*which, propensity)
+        columns["PSP"] = lambda *which: metrics.psp_at_k(*which, propensity)  # type: ignore[call-arg]
     print("   k" + "".join(f"{name:>11}" for name in columns))
     for k in args.k:
         print(f"{k:4}" + "".join(f"{100 * figure(predictions, truth, k):11.2f}" for figure in columns.values()))

@@ -1,33 +1,43 @@
 """Gradient clipping for models with dense and row-sparse gradients."""
 
 import math
+from typing import Any, Dict, Iterable, List, Union
 
 import torch
+from torch import Tensor
 
 from .optim._base import sparse_rows
 
 
-def _norms(params, norm_type, who):
+def _norms(params: List[Any], norm_type: float, who: str) -> List[Tensor]:
     split = [param for param in params if hasattr(param, "_class_shards")]
     alone = [param for param in params if not hasattr(param, "_class_shards")]
-    dense = [param.grad for param in alone if param.grad.layout == torch.strided]
-    norms = [_whole(torch.nn.utils.get_total_norm(dense, norm_type))] if dense else []
+    norms = [_whole(torch.nn.utils.get_total_norm([param.grad for param in part], norm_type)) for part in _by_mesh(alone)]
     norms += [_norm(param, norm_type, who) for param in alone if param.grad.layout != torch.strided]
     return norms + [param._class_shards.norm(_norm(param, norm_type, who), norm_type) for param in split]
 
 
-def _norm(param, norm_type, who):
+def _norm(param: Any, norm_type: float, who: str) -> Tensor:
     if param.grad.layout == torch.strided:
         return torch.linalg.vector_norm(param.grad, norm_type)
     return torch.ops.xsoftmax.row_norm(*sparse_rows(who, param, param.grad), norm_type)
 
 
-def _whole(norm):
+def _by_mesh(params: List[Any]) -> List[List[Any]]:
+    """Those with dense gradients: DTensors of one mesh together, and the others, since no operator takes both."""
+    parts: Dict[Any, List[Any]] = {}
+    for param in params:
+        if param.grad.layout == torch.strided:
+            parts.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    return list(parts.values())
+
+
+def _whole(norm: Tensor) -> Tensor:
     """Of gradients that are split over ranks, as by fully_shard: the norm of all of them."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def _scale_rows(param, coefficient):
+def _scale_rows(param: Any, coefficient: Tensor) -> None:
     grad = param.grad
     values = grad._values()
     coefficient = coefficient.to(values.device, values.dtype)
@@ -40,7 +50,7 @@ def _scale_rows(param, coefficient):
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
+def clip_grad_norm_(parameters: Union[Tensor, Iterable[Tensor]], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """Scales the gradients of `parameters` in place so that their norm, all together, is at most `max_norm`; returns what it was.
 
     Equivalent, without ever building a dense gradient, to::
@@ -70,7 +80,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     if not norm_type > 0:
         raise ValueError(f"{who}: expected norm_type above 0, got {norm_type}")
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    params = [param for param in parameters if param.grad is not None]
+    params: List[Any] = [param for param in parameters if param.grad is not None]
     norms = _norms(params, norm_type, who)
     if not norms:
         return torch.tensor(0.0)
@@ -78,7 +88,8 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"{who}: expected gradients with a finite norm, got a norm of {total.item()} (norm_type {norm_type})")
-    torch.nn.utils.clip_grads_with_norm_([param for param in params if param.grad.layout == torch.strided], max_norm, total)
+    for part in _by_mesh(params):
+        torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for param in params:
         if param.grad.layout != torch.strided:

@@ -2,18 +2,21 @@
 
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Optional, Tuple, Union
+from typing import Optional, Tuple, TYPE_CHECKING, Union
 
 import torch
 
 from ._sparse import checked, csr_matrix
 
+if TYPE_CHECKING:
+    import scipy.sparse
+
 __all__ = ["read_examples", "read_sparse"]
 
-PathName = Union[str, PathLike]
+PathName = Union[str, "PathLike[str]"]
 
 
-def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["scipy.sparse.csr_matrix", "scipy.sparse.csr_matrix"]:  # noqa: F821
+def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["scipy.sparse.csr_matrix", "scipy.sparse.csr_matrix"]:
     """Examples and their labels as CSR matrices (X float32 [n, D], Y float32 [n, L] of ones).
 
     Args:
@@ -43,7 +46,7 @@ def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["s
     return csr_matrix(offsets, features, values, (n, num_features)), csr_matrix(label_offsets, ids, torch.ones(len(ids)), (n, num_labels))
 
 
-def read_sparse(path: PathName) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def read_sparse(path: PathName) -> "scipy.sparse.csr_matrix":
     """What scipy.sparse.save_npz wrote, as CSR.
 
     Raises:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ._checks import check_count
-from .losses import SampledSoftmaxLoss, flat_queries
+from ._table import flat_queries
+from .losses import SampledSoftmaxLoss
 
 _CHUNK = 1 << 22  # (query, class) pairs at once
 
@@ -20,7 +21,7 @@ class Diagnosis:
     kl: float
     """KL(q || p), nats, the mean over queries."""
     renyi: float
-    """log sum_i p_i^2 / q_i, the mean over queries: the log of the Renyi divergence of order 2 of p from q, which bounds the bias of the
+    """log sum_i p_i^2 / q_i, the mean over queries. It is the log of the Renyi divergence of order 2 of p from q, which bounds the bias of the
     gradient (MIDX paper, Theorem 6). Infinite where a class of p > 0 is never proposed."""
     gradient_bias: float
     """Norm of (mean sampled gradient - exact gradient) over that of the exact one, for `input`; less what is left of the noise."""
@@ -123,7 +124,7 @@ def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float,
     return torch.cat(kl).mean().item(), torch.cat(renyi).mean().item(), torch.cat(log_z)
 
 
-def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Tensor, draws: int, generator: Optional[torch.Generator]):
+def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Tensor, draws: int, generator: Optional[torch.Generator]) -> Any:
     sizes, errors, hits, count = [], [], [], 0
     for _ in range(draws):
         sets = sorted(loss.propose(queries, target, generator), key=lambda part: part.ids.dim() == 1)
@@ -143,7 +144,7 @@ def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Ten
             torch.cat(hits).mean().item())
 
 
-def _gradients(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, draws: int, generator: Optional[torch.Generator]):
+def _gradients(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, draws: int, generator: Optional[torch.Generator]) -> Any:
     leaf = queries.clone().requires_grad_()
     with torch.enable_grad():
         error = GradientError(torch.autograd.grad(loss.exact(leaf, target).sum(), leaf)[0])

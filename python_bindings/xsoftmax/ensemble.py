@@ -1,18 +1,21 @@
 """Predictions of several models as one."""
 
-from typing import Optional, Sequence
+from typing import Any, List, Optional, Sequence, Tuple, TYPE_CHECKING
 
 import numpy as np
 
 from ._checks import check_count
+
+if TYPE_CHECKING:
+    import scipy.sparse
 
 __all__ = ["combine_predictions"]
 
 METHODS = ("average", "rank", "softmax", "round_robin")
 
 
-def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method: str = "average", topk: int = 10,  # noqa: F821
-                        weights: Optional[Sequence[float]] = None) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method: str = "average", topk: int = 10,
+                        weights: Optional[Sequence[float]] = None) -> "scipy.sparse.csr_matrix":
     """The ``topk`` best labels of each row by several predictions [n, L], such as :meth:`XRLinear.predict` gives; entries stand best first,
     equal ones by label (PECOS paper, section 2.5).
 
@@ -37,7 +40,7 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
         raise ValueError(f"combine_predictions: expected weights for {len(predictions)} predictions and a mean, got {len(weights)} and {method!r}")
     shares = np.ones(len(predictions)) if weights is None else np.asarray(weights, float)
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
-        raise ValueError(f"combine_predictions: expected weights of at least 0 that are not all 0, got {list(weights)}")
+        raise ValueError(f"combine_predictions: expected weights of at least 0 that are not all 0, got {list(weights or ())}")
 
     votes = _round_robin(predictions) if method == "round_robin" else _weighed(predictions, method, shares / shares.sum())
     rows = np.concatenate([_rows(part) for part in predictions])
@@ -45,14 +48,14 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
     return _best(rows, labels, np.concatenate(votes).astype(np.float64), np.maximum if method == "round_robin" else np.add, topk, shape)
 
 
-def _round_robin(predictions) -> list:
+def _round_robin(predictions: Sequence["scipy.sparse.csr_matrix"]) -> List[np.ndarray]:
     """Of each model, for each entry: earlier turns score more."""
     longest = _longest(predictions)
     turns = longest * len(predictions)
     return [1 - (ranks(part) * len(predictions) + model) / turns[_rows(part)] for model, part in enumerate(predictions)]
 
 
-def _weighed(predictions, method: str, shares: np.ndarray) -> list:
+def _weighed(predictions: Sequence["scipy.sparse.csr_matrix"], method: str, shares: np.ndarray) -> List[np.ndarray]:
     """Of each model, for each entry: its part of the mean."""
     longest, votes = _longest(predictions), []
     for model, (part, share) in enumerate(zip(predictions, shares)):
@@ -69,7 +72,8 @@ def _weighed(predictions, method: str, shares: np.ndarray) -> list:
     return votes
 
 
-def _best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, together, topk: int, shape) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def _best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, together: Any, topk: int,
+          shape: Tuple[int, int]) -> "scipy.sparse.csr_matrix":
     """The ``topk`` best labels of each row; ``together``: what makes one number of the votes for one label."""
     import scipy.sparse as sp
 
@@ -86,17 +90,17 @@ def _best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, together, top
     return sp.csr_matrix((scores[kept].astype(np.float32), labels[kept], np.r_[0, np.cumsum(counts)]), shape=shape)
 
 
-def _rows(part) -> np.ndarray:
+def _rows(part: "scipy.sparse.csr_matrix") -> np.ndarray:
     """Of each entry its row."""
     return np.repeat(np.arange(part.shape[0]), np.diff(part.indptr))
 
 
-def _longest(predictions) -> np.ndarray:
+def _longest(predictions: Sequence["scipy.sparse.csr_matrix"]) -> np.ndarray:
     """Of each row how many labels a model names at most, at least 1."""
     return np.maximum(np.max([np.diff(part.indptr) for part in predictions], axis=0), 1)
 
 
-def ranks(predictions: "scipy.sparse.csr_matrix") -> np.ndarray:  # noqa: F821
+def ranks(predictions: "scipy.sparse.csr_matrix") -> np.ndarray:
     """Of each entry its rank in its row by score, from 0; equal scores in the order in which they stand."""
     row = _rows(predictions)
     order = np.lexsort((-predictions.data, row))
@@ -105,7 +109,7 @@ def ranks(predictions: "scipy.sparse.csr_matrix") -> np.ndarray:  # noqa: F821
     return rank
 
 
-def _softmax(part, row: np.ndarray) -> np.ndarray:
+def _softmax(part: "scipy.sparse.csr_matrix", row: np.ndarray) -> np.ndarray:
     best = np.full(part.shape[0], -np.inf)
     np.maximum.at(best, row, part.data)
     raised = np.exp(part.data - best[row])
@@ -113,7 +117,7 @@ def _softmax(part, row: np.ndarray) -> np.ndarray:
     return raised / total[row]
 
 
-def _checked(at: int, part):
+def _checked(at: int, part: Any) -> "scipy.sparse.csr_matrix":
     if getattr(part, "format", None) is None:
         raise TypeError(f"combine_predictions: expected predictions as scipy sparse matrices, got {type(part).__name__} at [{at}]")
     part = part.tocsr()

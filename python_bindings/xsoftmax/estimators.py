@@ -1,9 +1,9 @@
 """Estimators written in Python, beside those of the library."""
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._options import option_text
 from .samplers import CandidateSet, columns_of
@@ -78,7 +78,7 @@ def has_noise(name: str) -> bool:
     return _REGISTERED[name][1].get("has_noise", False) if name in _REGISTERED else torch.ops.xsoftmax.estimator_has_noise(name)
 
 
-def registered_loss(module: nn.Module, input: Tensor, target: Tensor, sets: List[CandidateSet]) -> Optional[Tensor]:
+def registered_loss(module: Any, input: Tensor, target: Tensor, sets: List[CandidateSet]) -> Optional[Tensor]:
     """The loss of a module whose estimator is written in Python; None where it is not."""
     if module.estimator not in _REGISTERED:
         return None

@@ -10,6 +10,8 @@ from ._options import option_text
 from ._table import flat_queries
 from .samplers import CandidateSet, columns_of
 
+__all__ = ["linear_cross_entropy", "sampled_softmax_loss", "tower_loss"]
+
 
 def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias: Optional[Tensor] = None, class_weight: Optional[Tensor] = None,
                          reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:

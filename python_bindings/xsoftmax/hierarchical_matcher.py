@@ -1,10 +1,11 @@
 """A hierarchical matcher under an encoder: extreme multi-label classification of what a network has read."""
 
-from typing import List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ._checks import check_count
 from ._memory import device_of_values
@@ -16,7 +17,8 @@ _TRANSFORMS = {"squared_hinge": "log-l3-hinge", "logistic": "log-sigmoid"}
 
 
 @torch.library.register_fake("xsoftmax::shortlist")
-def _fake_shortlist(parents, targets, first_child, parent, most=None):
+def _fake_shortlist(parents: Tensor, targets: Tensor, first_child: Tensor, parent: Tensor, most: Optional[int] = None) -> Any:
+    size: Any
     if most is not None and parents.device.type == "cuda":
         size = parents.shape[0] * (parents.shape[1] + targets.shape[1]) * most
     else:
@@ -53,7 +55,7 @@ class HierarchicalMatcher(TableModule):
     """
 
     def __init__(self, in_features: int, tree: LabelTree, *, loss: str = "squared_hinge", beam: int = 10, bias: bool = True,
-                 reduction: str = "mean", sparse_grad: bool = True, device=None, dtype=None) -> None:
+                 reduction: str = "mean", sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
             raise TypeError(f"HierarchicalMatcher: expected tree to be a LabelTree, got {type(tree).__name__}")
@@ -68,8 +70,8 @@ class HierarchicalMatcher(TableModule):
         self.edges = make_linear(self.in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("layer", torch.ones((), dtype=torch.int64, device="cpu"))
 
-    def _apply(self, fn, recurse=True):
-        layer = self.layer
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        layer = self.layer  # type: ignore[has-type]
         super()._apply(fn, recurse)
         self.layer = layer  # which every step reads: it stays on the host
         return self
@@ -138,7 +140,8 @@ class HierarchicalMatcher(TableModule):
             node = torch.where(node >= end, self.tree.parent[node.clamp_min(0)], node)
         return torch.where((target >= 0) & (node >= begin), node, -1)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
         layer = state_dict.get(prefix + "layer")
         if isinstance(layer, Tensor) and layer.numel() == 1 and not layer.is_meta:
             depth = self._depth_of(state_dict.get(prefix + "tree.parent"))
@@ -184,7 +187,7 @@ class HierarchicalMatcher(TableModule):
 
         ``scale`` and ``offset`` are those of the least loss on (at most) 4,096 of the examples, which are also part of the sums: scores are more
         certain than they should be. A node without examples has w_c = 0; without bias, m and the offset are 0. Where most labels have a handful
-        of examples this can be better than what training finds (``docs/results.md``).
+        of examples this can be better than what training finds (``docs/experiments/many_labels.md``).
 
         The layers above are left as they are, and go stale where the encoder is trained after them: go back to them then (`layer`).
 
@@ -288,7 +291,7 @@ class HierarchicalMatcher(TableModule):
         return self.topk(input, 1, None)[1].squeeze(-1)
 
     @staticmethod
-    def targets(Y) -> Tensor:
+    def targets(Y: Any) -> Tensor:
         """The non-zeros of a scipy sparse matrix [n, L] as forward() takes them: int64 [n, T], -1 where a row has fewer than T."""
         Y = checked("HierarchicalMatcher.targets", "Y", Y).copy()
         Y.eliminate_zeros()

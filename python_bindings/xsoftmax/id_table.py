@@ -1,6 +1,6 @@
 """Raw ids to rows of a table, where ids come and go."""
 
-from typing import Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from ._checks import check_count
 from ._options import option_text
 from ._resize import KNOWN_OPTIMIZERS
 from ._table import fresh_rows
+from ._typing import Module
 from .losses import LinearLoss
 from .optim import reset_rows
 from .optim._base import RowOptimizer
@@ -16,9 +17,10 @@ from .samplers import Sampler
 from .samplers.streaming import StreamingCounts
 
 STATE = ("slots", "row_ids", "seen", "victims", "counters")
+Attached = Union[Tensor, nn.Module, torch.optim.Optimizer]
 
 
-class IdTable(nn.Module):
+class IdTable(Module):
     """Raw ids, any int64, to rows [0, capacity) of a class table or an embedding. Ids may come and go for ever; the tables keep their size.
 
     In train() a call counts its ids and gives rows to new ones; in eval() it looks up alone. Row 0 is shared by all ids without a row: those that have not been
@@ -70,7 +72,7 @@ class IdTable(nn.Module):
             state = torch.ops.xsoftmax.id_table(self.capacity, self.options)
         for name, tensor in zip(STATE, state):
             self.register_buffer(name, tensor)
-        self._attached = []  # (table, init) each
+        self._attached = []  # type: ignore[var-annotated]  # (table, init) each
 
     def _state(self) -> List[Tensor]:
         return [self.slots, self.row_ids, self.seen, self.victims, self.counters]
@@ -127,7 +129,7 @@ class IdTable(nn.Module):
         return True  # a module, also while it is empty
 
     @torch.jit.unused
-    def attach(self, *tables, init: Optional[Callable[[Tensor], object]] = None) -> "IdTable":
+    def attach(self, *tables: Attached, init: Optional[Callable[[Tensor], object]] = None) -> "IdTable":
         """What starts anew in a row that goes from an id to another: the rows of tables, what optimizers keep for them, and counts of them.
 
         Args:
@@ -160,7 +162,7 @@ class IdTable(nn.Module):
         return self
 
     @torch.jit.unused
-    def _check_attached(self, table) -> None:
+    def _check_attached(self, table: Attached) -> None:
         if isinstance(table, torch.optim.Optimizer):
             if not isinstance(table, (RowOptimizer, *KNOWN_OPTIMIZERS)):
                 raise TypeError(f"IdTable: expected optimizers among {', '.join(known.__name__ for known in KNOWN_OPTIMIZERS)}, whose state is known, got a "
@@ -179,7 +181,7 @@ class IdTable(nn.Module):
             raise ValueError("IdTable: expected tables and counts of this process alone, got some that ranks replicate or split: their ids would have other "
                              "rows on each")
         if getattr(table, "padding_idx", None):
-            raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")
+            raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")  # type: ignore[attr-defined]
 
     @torch.jit.unused
     @torch.compiler.disable
@@ -192,7 +194,7 @@ class IdTable(nn.Module):
                 for module in table.modules():
                     if isinstance(module, (Sampler, StreamingCounts)):
                         module.forget(rows.to(next((buffer.device for buffer in module.buffers()), rows.device)))
-            fresh = None if init is not None else _fresh(table, len(rows))
+            fresh: Any = None if init is not None else _fresh(table, len(rows))
             for i, parameter in enumerate(_tables_of(table)):
                 if any(parameter is other for other in done):
                     continue
@@ -207,13 +209,14 @@ class IdTable(nn.Module):
                 for optimizer in optimizers:
                     _reset_state(optimizer, parameter, there)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return self  # its tensors are integers, and stay on the host, which looks up there
 
-    def __getstate__(self):
+    def __getstate__(self) -> Dict[str, Any]:
         return {**self.__dict__, "_attached": []}
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
         given = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
         if given:
             try:
@@ -232,11 +235,11 @@ class IdTable(nn.Module):
         return f"{self.capacity}, eviction={None if eviction == 'none' else eviction!r}, admission={admission}"
 
 
-def _module_of(table) -> Optional[nn.Module]:
+def _module_of(table: Attached) -> Optional[nn.Module]:
     return table.linear if isinstance(table, LinearLoss) else table if isinstance(table, (nn.Linear, nn.Embedding, nn.EmbeddingBag)) else None
 
 
-def _tables_of(table) -> List[Tensor]:
+def _tables_of(table: Attached) -> List[Tensor]:
     """Parameters with a row for each id."""
     module = _module_of(table)
     if module is None:
@@ -244,7 +247,7 @@ def _tables_of(table) -> List[Tensor]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
-def _fresh(table, count: int) -> List[Tensor]:
+def _fresh(table: Attached, count: int) -> List[Tensor]:
     module = _module_of(table)
     return [] if module is None else [rows for rows in fresh_rows(module, count).values() if rows is not None]
 
@@ -258,4 +261,4 @@ def _reset_state(optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tens
         if isinstance(value, Tensor) and value.layout == torch.sparse_coo:  # the momentum of SGD after sparse gradients
             value._values()[torch.isin(value._indices()[0], rows)] = 0
         elif isinstance(value, Tensor) and value.shape == parameter.shape:
-            value.index_fill_(0, rows, group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0)
+            value.index_fill_(0, rows, group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0)  # type: ignore[union-attr]

@@ -1,22 +1,28 @@
 """Trees whose leaves are the classes."""
 
 from os import PathLike
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from . import _long_work
 from ._checks import check_count
+from ._files import replaced
 from ._memory import moved_table
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
 from ._sparse import checked, sparse_tensors
+from ._typing import Module
+
+if TYPE_CHECKING:
+    import scipy.sparse
 
 Nested = Sequence[Union[int, "Nested"]]
 
 
-class LabelTree(nn.Module):
+class LabelTree(Module):
     """A tree whose leaves are the classes 0 .. N - 1, as tensors: the tree of a beam tree, a hierarchical softmax, a hierarchical matcher.
 
     Nodes are numbered breadth-first: node 0 is the root, and the children of a node stand together. A node other than the root stands for
@@ -52,17 +58,18 @@ class LabelTree(nn.Module):
         """The tree as operators take it."""
         return [self.first_child, self.parent, self.node_class, self.class_node]
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # to_empty() drops the values of all tensors; those of a tree are none that training could restore.
-        tables = dict(self._buffers)
+        tables: Dict[str, Any] = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, table in tables.items():
             self._buffers[name] = moved_table("LabelTree", table, self._buffers[name])
         return self
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
-        tables = {name: state_dict.get(prefix + name) for name in self._buffers}
-        whole = all(isinstance(table, Tensor) and table.shape == self._buffers[name].shape and table.dtype == torch.int64 and not table.is_meta
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
+        tables: Dict[str, Any] = {name: state_dict.get(prefix + name) for name in self._buffers}
+        whole = all(isinstance(table, Tensor) and table.shape == getattr(self, name).shape and table.dtype == torch.int64 and not table.is_meta
                     for name, table in tables.items())
         if whole:
             problem = _problem(list(tables.values()))
@@ -89,7 +96,9 @@ class LabelTree(nn.Module):
     @staticmethod
     def from_nested(nested: Nested) -> "LabelTree":
         """Of lists in lists, whose numbers are the classes: ``from_nested([[0, 3], [1, [2, 4]]])``. A list stands in one place."""
-        parents, classes, open_, seen = [], [], [(nested, -1)], set()
+        parents: List[int] = []
+        classes: List[int] = []
+        open_, seen = [(nested, -1)], set()
         for part, parent in open_:  # which grows
             node = len(parents)
             parents.append(parent)
@@ -115,7 +124,7 @@ class LabelTree(nn.Module):
         node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (CANE paper, appendix C)."""
         if isinstance(order, (int, np.integer)) and not isinstance(order, bool):
             order = torch.arange(check_count("LabelTree.balanced", "the number of classes", order, 1))
-        order = _int64("balanced", "order", order)
+        order = _int64("balanced", "order", order)  # type: ignore[arg-type]
         return LabelTree._of(torch.ops.xsoftmax.label_tree_balanced(order, check_count("LabelTree.balanced", "arity", arity, None)))
 
     @staticmethod
@@ -124,7 +133,7 @@ class LabelTree(nn.Module):
         return LabelTree.balanced(torch.randperm(check_count("LabelTree.random", "num_classes", num_classes, 1), generator=generator), arity)
 
     @staticmethod
-    def from_vectors(vectors: Union[Tensor, "scipy.sparse.csr_matrix"], arity: int = 10, iterations: int = 10,  # noqa: F821
+    def from_vectors(vectors: Union[Tensor, "scipy.sparse.csr_matrix"], arity: int = 10, iterations: int = 10,
                      generator: Optional[torch.Generator] = None, *, max_leaf_size: Optional[int] = None, spherical: bool = True,
                      group: Union["torch.distributed.ProcessGroup", "torch.distributed.DeviceMesh", None] = None) -> "LabelTree":
         """:meth:`balanced`, with near classes near each other: recursive K-means with ``arity`` clusters, whose leaves are then laid from
@@ -158,7 +167,7 @@ class LabelTree(nn.Module):
         if not isinstance(vectors, Tensor):
             raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside max_leaf_size, a scipy CSR matrix, "
                             f"got {type(vectors).__name__}")
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_from_vectors(_seed(generator), vectors, option_text(**options)))
+        return LabelTree._of(_long_work.run("tree", torch.ops.xsoftmax.label_tree_from_vectors, _seed(generator), vectors, option_text(**options)))
 
     @staticmethod
     def _of_clusters(rows: Tuple[Tensor, Tensor, Tensor], features: int, options: Dict[str, Union[int, bool]], generator: Optional[torch.Generator],
@@ -167,10 +176,10 @@ class LabelTree(nn.Module):
         arity, iterations, leaf_size, spherical = options.values()
         seed, ops = ranks.first(_seed(generator)), torch.ops.xsoftmax
         if ranks.size == 1:
-            return LabelTree._of(ops.label_tree_clusters(seed, *rows, features, arity, leaf_size, iterations, spherical))
+            return LabelTree._of(_long_work.run("tree", ops.label_tree_clusters, seed, *rows, features, arity, leaf_size, iterations, spherical))
         order, cuts, text = torch.arange(len(rows[0]) - 1, dtype=torch.int32), torch.tensor(0), option_text(**options)
         while cuts >= 0:
-            share, cuts = ranks.do(lambda: ops.label_tree_cuts(seed, rows, features, order, int(cuts), ranks.rank, ranks.size, text))
+            share, cuts = ranks.do(lambda: _long_work.run("tree", ops.label_tree_cuts, seed, rows, features, order, int(cuts), ranks.rank, ranks.size, text))
             order = ranks.sum(share)
         return LabelTree._of(ops.label_tree_of_clusters(order, arity, leaf_size))
 
@@ -201,12 +210,13 @@ class LabelTree(nn.Module):
         return LabelTree(*(table.clone() for table in self.tables()))
 
     @torch.jit.unused
-    def save(self, path: Union[str, PathLike]) -> None:
-        """For :meth:`load`, by torch.save."""
-        torch.save(self.state_dict(), path)
+    def save(self, path: Union[str, "PathLike[str]"]) -> None:
+        """For :meth:`load`, by torch.save: the file is whole, or as it was."""
+        with replaced(path) as draft:
+            torch.save(self.state_dict(), draft)
 
     @staticmethod
-    def load(path: Union[str, PathLike]) -> "LabelTree":
+    def load(path: Union[str, "PathLike[str]"]) -> "LabelTree":
         """What :meth:`save` wrote, checked."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -231,7 +241,7 @@ class LabelTree(nn.Module):
         return f"num_classes={self.num_classes}, num_nodes={self.num_nodes}, depth={self.depth}, arity={self.arity}"
 
     @torch.jit.unused
-    def plot(self, names: Optional[Sequence[str]] = None, ax=None):
+    def plot(self, names: Optional[Sequence[str]] = None, ax: Any = None) -> Any:
         """Draws a tree of at most 500 nodes with matplotlib, and returns the axes.
 
         Args:

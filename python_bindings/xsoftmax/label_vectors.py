@@ -10,32 +10,38 @@ Where X [n, D] are the examples and Y [n, L] says which labels each has, both sc
 `normalize` is :func:`unit_rows`; rows of labels without an example stay 0. All are float32; the first three are CSR, the last is dense.
 """
 
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
 
+from . import _long_work
 from ._checks import check_count
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
+
+if TYPE_CHECKING:
+    import scipy.sparse
+
+Matrix = Union["scipy.sparse.spmatrix", "scipy.sparse.sparray"]
 
 __all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]
 
 
-def pii(Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def pii(Y: Matrix) -> "scipy.sparse.csr_matrix":
     """``normalize(Y.T)`` [L, n]; see :mod:`xsoftmax.label_vectors`."""
     return unit_rows(_labels("pii", Y).T.tocsr())
 
 
-def pifa(X, Y) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def pifa(X: Matrix, Y: Matrix) -> "scipy.sparse.csr_matrix":
     """``normalize(Y.T @ X)`` [L, D]; see :mod:`xsoftmax.label_vectors`. Rows of X should be of length 1."""
     X, Y = _features("pifa", "X", X), _labels("pifa", Y)
     if X.shape[0] != Y.shape[0]:
         raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
-    sums = torch.ops.xsoftmax.sparse_row_sums(*sparse_tensors(X), X.shape[1], *index_tensors(Y.tocsc()))
-    return csr_matrix(*sums, (Y.shape[1], X.shape[1]))
+    sums = _long_work.run("label vectors", torch.ops.xsoftmax.sparse_row_sums, *sparse_tensors(X), X.shape[1], *index_tensors(Y.tocsc()))
+    return csr_matrix(sums[0], sums[1], sums[2], (Y.shape[1], X.shape[1]))
 
 
-def pifa_lf(X, Y, Z, weight: float = 0.5, concatenate: bool = True) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5, concatenate: bool = True) -> "scipy.sparse.csr_matrix":
     """:func:`pifa` beside features of the labels themselves; see :mod:`xsoftmax.label_vectors`.
 
     Args:
@@ -58,7 +64,7 @@ def pifa_lf(X, Y, Z, weight: float = 0.5, concatenate: bool = True) -> "scipy.sp
     return unit_rows((parts[0] + parts[1]).tocsr())
 
 
-def spectral(Y, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarray:
+def spectral(Y: Matrix, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarray:
     """Of labels as nodes of a graph beside the examples [L, dim]: the co-clustering of Dhillon (KDD 2001), by scipy's sparse SVD; see
     :mod:`xsoftmax.label_vectors`.
 
@@ -81,11 +87,11 @@ def spectral(Y, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarray:
     return np.ascontiguousarray(vectors / np.where(lengths > 0, lengths, 1), dtype=np.float32)
 
 
-def _features(name: str, argument: str, matrix):
+def _features(name: str, argument: str, matrix: Matrix) -> "scipy.sparse.csr_matrix":
     return checked(name, argument, matrix).astype(np.float32, copy=False)
 
 
-def _labels(name: str, Y):
+def _labels(name: str, Y: Matrix) -> "scipy.sparse.csr_matrix":
     labels = _features(name, "Y", Y)
     labels = labels.copy() if labels is Y else labels
     labels.sum_duplicates()
@@ -94,7 +100,7 @@ def _labels(name: str, Y):
     return labels
 
 
-def unit_rows(X) -> "scipy.sparse.csr_matrix":  # noqa: F821
+def unit_rows(X: Matrix) -> "scipy.sparse.csr_matrix":
     """Each row of X, scipy sparse, divided by its length; rows of zeros stay. CSR, float32, columns sorted."""
     rows = _features("unit_rows", "X", X).copy()
     rows.sum_duplicates()

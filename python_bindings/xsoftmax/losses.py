@@ -2,10 +2,11 @@
 
 import math
 import numbers
-from typing import Dict, Iterable, List, Optional, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Type, TypeVar, Union
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from . import retrieval
 from ._checks import check_bool, check_count
@@ -15,6 +16,8 @@ from ._table import TableModule, flat_queries, make_linear
 from .estimators import check_estimator, has_noise, registered_loss
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
 from .samplers.complement import noise_outside
+
+Loss = TypeVar("Loss", bound="LinearLoss")
 
 
 class LinearLoss(TableModule):
@@ -28,8 +31,8 @@ class LinearLoss(TableModule):
     _optional_state = ("sampler.", "noise.", "candidate_sampler.", "log_z")
 
     def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Optional[Tensor] = None,
-                 reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", device=None,
-                 dtype=None) -> None:
+                 reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", device: Device = None,
+                 dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         self.positives = positives
         self._init_table(in_features, num_classes, reduction=reduction, weight=weight, ignore_index=ignore_index)
@@ -41,7 +44,7 @@ class LinearLoss(TableModule):
         self.linear = make_linear(self.in_features, self.num_classes, bias, device, dtype)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, **kwargs) -> "LinearLoss":
+    def from_linear(cls: Type[Loss], linear: nn.Linear, **kwargs: Any) -> Loss:
         """The loss over the classes of an existing Linear, whose parameters it shares: `loss.linear is linear`.
 
         Args:
@@ -302,7 +305,7 @@ class SampledSoftmaxLoss(CandidateLoss):
                  shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
                  log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
                  ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", head_classes: Union[int, Tensor] = 0,
-                 sparse_grad: bool = True, device=None, dtype=None) -> None:
+                 sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          label_smoothing=label_smoothing, positives=positives, device=device, dtype=dtype)
         name = self._name
@@ -361,7 +364,7 @@ class SampledSoftmaxLoss(CandidateLoss):
     def _fixed_ids(self) -> Dict[str, Tensor]:
         return {"head_classes": self.head}
 
-    def _init_log_z(self, log_z: Union[float, str], device) -> None:
+    def _init_log_z(self, log_z: Union[float, str], device: Device) -> None:
         learned = isinstance(log_z, str) and log_z == "learned"
         if not learned and (isinstance(log_z, bool) or not isinstance(log_z, numbers.Real) or not math.isfinite(log_z)):
             raise ValueError(f"SampledSoftmaxLoss: expected log_z as a finite number or \"learned\", got {log_z!r}")
@@ -370,7 +373,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         self.fixed_log_z = 0.0 if learned else float(log_z)
         self.register_parameter("log_z", nn.Parameter(torch.zeros((), device=device)) if learned else None)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         head = self.head
         super()._apply(fn, recurse)
         self.head = moved_table(self._name, head, self.head)
@@ -469,7 +472,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         return text
 
 
-def different_ids(owner: str, argument: str, ids: Union[int, Tensor], num_classes: int, device) -> Tensor:
+def different_ids(owner: str, argument: str, ids: Union[int, Tensor], num_classes: int, device: Device) -> Tensor:
     """A set of classes, the first so many or those of a 1-D int64 tensor: sorted, int64; checked."""
     if not isinstance(ids, Tensor):
         count = check_count(owner, argument, ids, 0)

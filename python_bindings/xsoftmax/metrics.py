@@ -21,7 +21,7 @@ and with p_i the propensity of the i-th prediction, how likely it is to be said 
 """
 
 import math
-from typing import NamedTuple, Sequence, Tuple, Union
+from typing import Any, NamedTuple, Sequence, Tuple, TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -31,8 +31,11 @@ from ._checks import check_count
 
 from .ensemble import ranks
 
-Predictions = Union[Tensor, "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
-Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
+if TYPE_CHECKING:
+    import scipy.sparse
+
+Predictions = Union[Tensor, "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
+Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 
 __all__ = ["coverage", "ndcg_at_k", "precision_at_k", "propensity", "psp_at_k", "recall_at_k"]
 
@@ -42,24 +45,19 @@ def precision_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
 
     A missing prediction (-1) is a wrong one.
     """
-    hits, _, _ = _hits("precision_at_k", predictions, truth, k)
-    return (hits.sum(1) / k).mean().item()
+    return _precisions(predictions, truth, k).mean().item()
 
 
 def recall_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
     """The share of the right classes that are among the first k predictions, `sum_{i <= k} hit_i / T`, the mean over queries; see
     :mod:`xsoftmax.metrics`."""
-    hits, sizes, _ = _hits("recall_at_k", predictions, truth, k)
-    return (hits.sum(1) / sizes).mean().item()
+    return _recalls(predictions, truth, k).mean().item()
 
 
 def ndcg_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
     """How high the right classes stand, 1 where they are all on top:
     `sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)`, the mean over queries; see :mod:`xsoftmax.metrics`."""
-    hits, sizes, _ = _hits("ndcg_at_k", predictions, truth, k)
-    discount = 1.0 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
-    ideal = discount.cumsum(0)[sizes.clamp(max=k) - 1]
-    return (hits @ discount / ideal).mean().item()
+    return _ndcgs(predictions, truth, k).mean().item()
 
 
 def psp_at_k(predictions: Predictions, truth: Truth, k: int, propensity: Tensor) -> float:
@@ -69,16 +67,39 @@ def psp_at_k(predictions: Predictions, truth: Truth, k: int, propensity: Tensor)
     Args:
         propensity: [N], in (0, 1], of each class: :func:`propensity`.
     """
-    hits, _, right = _hits("psp_at_k", predictions, truth, k)
-    gains = 1 / _propensity(propensity, int(max(right.ids.max(), right.predicted.max())) + 1)
+    found, best = _psp_sums(predictions, truth, k, propensity)
+    return (found / best).item()
+
+
+# The figure of each query for which anything is right. needs_any=False: there may be none.
+
+def _precisions(predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tensor:
+    hits, _, _ = _hits("precision_at_k", predictions, truth, k, needs_any)
+    return hits.sum(1) / k
+
+
+def _recalls(predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tensor:
+    hits, sizes, _ = _hits("recall_at_k", predictions, truth, k, needs_any)
+    return hits.sum(1) / sizes
+
+
+def _ndcgs(predictions: Predictions, truth: Truth, k: int, needs_any: bool = True) -> Tensor:
+    hits, sizes, _ = _hits("ndcg_at_k", predictions, truth, k, needs_any)
+    discount = 1.0 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
+    ideal = discount.cumsum(0)[sizes.clamp(max=k) - 1]
+    return hits @ discount / ideal
+
+
+def _psp_sums(predictions: Predictions, truth: Truth, k: int, propensity: Tensor, needs_any: bool = True) -> Tuple[Tensor, Tensor]:
+    hits, _, right = _hits("psp_at_k", predictions, truth, k, needs_any)
+    gains = 1 / _propensity(propensity, 1 + max(int(ids.max()) if ids.numel() > 0 else 0 for ids in (right.ids, right.predicted)))
     found = (hits * gains[right.predicted.clamp_min(0)]).sum()
     of_right = gains[right.ids]
     order = torch.argsort(of_right, descending=True, stable=True)
     order = order[torch.argsort(right.queries[order], stable=True)]  # by query, the largest gain first
     queries, sorted_gains = right.queries[order], of_right[order]
     first = torch.searchsorted(queries, queries)
-    best = sorted_gains[torch.arange(len(queries), device=queries.device) - first < k].sum()
-    return (found / best).item()
+    return found, sorted_gains[torch.arange(len(queries), device=queries.device) - first < k].sum()
 
 
 def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: float = 0.55, b: float = 1.5) -> Tensor:
@@ -125,7 +146,7 @@ class _Right(NamedTuple):
     predicted: Tensor
 
 
-def _hits(name: str, predictions: Predictions, truth: Truth, k: int) -> Tuple[Tensor, Tensor, _Right]:
+def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bool = True) -> Tuple[Tensor, Tensor, _Right]:
     """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), how many classes are (int64
     [Q]), and what these are."""
     k = check_count(name, "k", k, 1)
@@ -163,12 +184,12 @@ def _hits(name: str, predictions: Predictions, truth: Truth, k: int) -> Tuple[Te
     rows = torch.arange(len(predictions), device=predictions.device).unsqueeze(1)
     keys = torch.where(predictions >= 0, rows * span + predictions, -1)
     found = sizes > 0
-    if not found.any():
+    if needs_any and not found.any():
         raise ValueError(f"{name}: expected a query for which a class is right, got none of {len(predictions)}")
     return torch.isin(keys[found], right).double(), sizes[found], _Right(right // span, right % span, predictions[found])
 
 
-def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:  # noqa: F821
+def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:
     """The classes of the k best scores of each row, -1 behind them."""
     rank, counts = ranks(scores), np.diff(scores.indptr)
     row, kept = np.repeat(np.arange(len(counts)), counts), rank < k
@@ -187,7 +208,7 @@ def _propensity(propensity: Tensor, least: int) -> Tensor:
     return propensity.double()
 
 
-def _pairs(name: str, truth: Truth, num_queries: int) -> Tuple[Tensor, Tensor]:
+def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
     """The right classes as pairs: queries int64 [P], class ids int64 [P]."""
     if isinstance(truth, Tensor):
         if truth.dim() != 1:

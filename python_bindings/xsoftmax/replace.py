@@ -1,22 +1,38 @@
-"""Puts a loss of this package in the place of a model's output layer."""
+"""Puts a loss of this package in the place of a model's output layer, and takes it out again."""
 
-from typing import Type
+import sys
+from typing import Any, List, Optional, Tuple, Type
 
 from torch import nn
 
-from .losses import LinearLoss
+from .losses import LinearLoss, Loss
 
 
-def replace_head(model: nn.Module, name: str, loss_class: Type[LinearLoss], **kwargs) -> LinearLoss:
+class MovedHead(nn.Identity):
+    """Stands where :func:`replace_head` took an nn.Linear out. It hands on the hidden state, which the loss takes, and raises where the Linear's
+    parameters or sizes are asked for: there are no logits here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias", "in_features", "out_features"):
+            raise AttributeError(f"MovedHead has no {name!r}: xs.replace_head took the nn.Linear out of here, and the model gives hidden states, no logits. "
+                                 "It is `loss.linear` of the loss that came back; xs.restore_head(model, loss) puts it here again")
+        return super().__getattr__(name)
+
+
+def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: Any) -> Loss:
     """Takes the Linear called `name` out of `model` and gives it back as a loss that shares its parameters.
 
-    An `nn.Identity` stays in its place, so that `model(x)` is now the hidden state that the loss takes::
+    An nn.Identity stays in its place, so that `model(x)` is now the hidden state that the loss takes::
 
         loss = xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=512)
         loss(model(tokens), target).backward()
 
     Load a checkpoint of the old model before this: its keys change. The parameters leave `model.parameters()` (unless they are tied to
-    others there), so the optimizer needs `loss.parameters()` too.
+    others there), so the optimizer needs `loss.parameters()` too. :func:`restore_head` undoes it.
+
+    A model of Hugging Face Transformers keeps its Linear, its parameters and its keys: there
+    :func:`xsoftmax.integrations.transformers.replace_head` is called. With `labels` the model then gives the loss of this class, without
+    them the logits, so that `generate` and `save_pretrained` do what they did.
 
     Args:
         model: changed in place.
@@ -27,10 +43,59 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[LinearLoss], **kw
     Errors: AttributeError where the model has no such layer, TypeError where it is no nn.Linear.
     """
     try:
-        linear = model.get_submodule(name)
+        linear: Any = model.get_submodule(name)
     except AttributeError as error:
         layers = [key for key, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise AttributeError(f"replace_head: {type(model).__name__} has no layer {name!r}; its Linear layers: {layers}") from error
+    pretrained = _pretrained(model, name)
+    if pretrained is not None:
+        from .integrations import transformers
+
+        return transformers.replace_head(pretrained[0], loss_class, name=pretrained[1], **kwargs)
     loss = loss_class.from_linear(linear, **kwargs)  # before the model is touched: an error leaves it whole
-    model.set_submodule(name, nn.Identity())
+    model.set_submodule(name, MovedHead())
     return loss
+
+
+def restore_head(model: nn.Module, loss: LinearLoss, name: Optional[str] = None) -> nn.Linear:
+    """Puts the Linear of a loss back where :func:`replace_head` took it from: `model(x)` gives logits again, and its keys are those of the old model.
+
+    Rows are brought up to date first. The loss goes on sharing the parameters.
+
+    Args:
+        model: changed in place.
+        loss: what replace_head gave.
+        name: as in replace_head; None: the one place where a head was taken out.
+
+    Returns:
+        `loss.linear`.
+
+    Errors: ValueError where no head of that name was taken out, or several were and no name says which; TypeError where the loss has no Linear.
+    """
+    if not isinstance(loss, LinearLoss):
+        raise TypeError(f"restore_head: expected a loss with a Linear, as replace_head gives it, got {type(loss).__name__}")
+    for module in model.modules():
+        if getattr(module, "_xsoftmax_head", None) is not None:
+            from .integrations import transformers
+
+            return transformers.restore_head(module, loss)
+    places: List[str] = [key for key, module in model.named_modules() if isinstance(module, MovedHead)]
+    if name is None and len(places) != 1 or name is not None and name not in places:
+        wanted = "one place where replace_head took a head out" if name is None else f"a head that was taken out of {name!r}"
+        raise ValueError(f"restore_head: expected {wanted}, got {places} in {type(model).__name__}")
+    loss.settle()
+    model.set_submodule(places[0] if name is None else name, loss.linear)
+    return loss.linear
+
+
+def _pretrained(model: nn.Module, name: str) -> Optional[Tuple[nn.Module, str]]:
+    """The innermost model of Transformers that `name` is in, and the name there."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return None
+    parts, found = name.split("."), None
+    for depth in range(len(parts)):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(module, transformers.PreTrainedModel):
+            found = module, ".".join(parts[depth:])
+    return found

@@ -1,15 +1,19 @@
 """The best classes of very many: search by an index of the class table, and the table for faiss."""
 
 import weakref
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from . import _long_work
 from ._checks import check_count
 from ._table import flat_queries
 from .samplers import MidxSampler
+
+if TYPE_CHECKING:
+    from .losses import LinearLoss
 
 _CELL_SIZE = 32        # of a sampler's cells, at least: smaller ones cost more than they save
 _CALIBRATING = 256     # queries that say how many cells a recall takes
@@ -31,7 +35,8 @@ class SearchIndex:
     def __init__(self, weight: Tensor, bias: Optional[Tensor], codewords: Optional[Tuple[Tensor, Tensor]] = None, num_codewords: int = 0) -> None:
         first, second = (None, None) if codewords is None else codewords
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.tensors: List[Tensor] = torch.ops.xsoftmax.midx_search_index(self.weight, self.bias, first, second, num_codewords, torch.tensor(0))
+        self.tensors: List[Tensor] = _long_work.run("search index", torch.ops.xsoftmax.midx_search_index, self.weight, self.bias, first, second, num_codewords,
+                                                     torch.tensor(0))
         self.num_cells = len(self.tensors[2]) - 1
         self._queries = self.weight.new_empty(0, self.weight.shape[1])
         self._budgets: Dict[Tuple[int, float], int] = {}
@@ -46,7 +51,8 @@ class SearchIndex:
         if (k, recall) not in self._budgets:
             if len(self._queries) < _CALIBRATING:
                 return None
-            self._budgets[k, recall] = int(torch.ops.xsoftmax.search_budget(self._queries, self.weight, self.bias, self.tensors, k, recall))
+            self._budgets[k, recall] = int(_long_work.run("recall", torch.ops.xsoftmax.search_budget, self._queries, self.weight, self.bias, self.tensors, k,
+                                                           recall))
         return self._budgets[k, recall]
 
     def search(self, queries: Tensor, k: int, recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
@@ -59,21 +65,21 @@ class SearchIndex:
         return SearchResult(*torch.ops.xsoftmax.search_topk(queries, self.weight, self.bias, self.tensors, k, options))
 
 
-def _version(tensor: Optional[Tensor]) -> tuple:
+def _version(tensor: Optional[Tensor]) -> Tuple[Any, ...]:
     return () if tensor is None else (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, 0 if tensor.is_inference() else tensor._version)
 
 
-_indices: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # of losses, beside their state
+_indices: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()  # of losses, beside their state
 _hook = None
 
 
-def _count_fused_step(optimizer, args, kwargs) -> None:
+def _count_fused_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Fused optimizers of torch write to parameters, and so to all views of them, without counting it in the version that says here whether an index is
     stale; the others count."""
     torch.autograd.graph.increment_version([parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]])
 
 
-def _sampler_codewords(loss) -> Optional[Tuple[Tensor, Tensor]]:
+def _sampler_codewords(loss: "LinearLoss") -> Optional[Tuple[Tensor, Tensor]]:
     """The codewords of its MIDX sampler, where that knows the table and has cells of a useful size."""
     for module in loss.modules():
         if isinstance(module, MidxSampler) and int(module.step) > 0 and loss.num_classes >= _CELL_SIZE * len(module.codewords1) ** 2:
@@ -81,7 +87,7 @@ def _sampler_codewords(loss) -> Optional[Tuple[Tensor, Tensor]]:
     return None
 
 
-def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int] = None) -> SearchIndex:
+def build_index(loss: "LinearLoss", queries: Optional[Tensor] = None, codewords: Optional[int] = None) -> SearchIndex:
     """An index of the present table, which the loss keeps; see :meth:`xsoftmax.LinearLoss.search_index`."""
     global _hook
     if codewords is not None:
@@ -101,7 +107,7 @@ def build_index(loss, queries: Optional[Tensor] = None, codewords: Optional[int]
     return made
 
 
-def search(loss, input: Tensor, k: int, index: Optional[str], recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
+def search(loss: "LinearLoss", input: Tensor, k: int, index: Optional[str], recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
     """See :meth:`xsoftmax.LinearLoss.search`."""
     name, k = loss._name, loss._best(k)
     if index != "midx":
@@ -122,7 +128,7 @@ def search(loss, input: Tensor, k: int, index: Optional[str], recall: Optional[f
     return SearchResult(found.scores.reshape(shape + [k]), found.ids.reshape(shape + [k]), found.cells_read.reshape(shape), found.certified.reshape(shape))
 
 
-def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors: int = 32, ef_construction: int = 100):
+def to_faiss(loss: "LinearLoss", kind: str = "flat", *, lists: Optional[int] = None, neighbors: int = 32, ef_construction: int = 100) -> Any:
     """The class table of a loss as a `faiss <https://github.com/facebookresearch/faiss>`_ index for inner products, on CPU, in float32.
 
     Args:
@@ -151,7 +157,7 @@ def to_faiss(loss, kind: str = "flat", *, lists: Optional[int] = None, neighbors
     except ImportError as error:
         raise ImportError("to_faiss: expected faiss to be installed: pip install faiss-cpu") from error
     loss.settle()
-    rows = linear.weight.detach().float().cpu()
+    rows: Any = linear.weight.detach().float().cpu()
     if linear.bias is not None:
         rows = torch.cat([rows, linear.bias.detach().float().cpu().unsqueeze(1)], 1)
     rows = rows.contiguous().numpy()

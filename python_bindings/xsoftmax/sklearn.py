@@ -1,6 +1,6 @@
 """A scikit-learn estimator. Needs scikit-learn 1.6."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import scipy.sparse as sp
@@ -30,13 +30,13 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
     def __init__(self, *, arity: int = 16, max_leaf_size: int = 100, negatives: str = "tfn", loss: str = "squared_hinge",
                  positive_cost: float = 1.0, negative_cost: float = 1.0, tolerance: float = 0.1, sweeps: int = 100, bias: float = 1.0,
                  threshold: float = 0.1, max_weights: Optional[int] = None, beam: int = 10, topk: int = 10, min_score: float = 0.5,
-                 random_state=0):
+                 random_state: Any = 0) -> None:
         self.arity, self.max_leaf_size, self.negatives, self.loss = arity, max_leaf_size, negatives, loss
         self.positive_cost, self.negative_cost, self.tolerance, self.sweeps = positive_cost, negative_cost, tolerance, sweeps
         self.bias, self.threshold, self.max_weights = bias, threshold, max_weights
         self.beam, self.topk, self.min_score, self.random_state = beam, topk, min_score, random_state
 
-    def fit(self, X, y) -> "XRLinearClassifier":
+    def fit(self, X: Any, y: Any) -> "XRLinearClassifier":
         X = validate_data(self, X, accept_sparse="csr", dtype=np.float32)
         if y is None:
             raise ValueError("XRLinearClassifier.fit: requires y to be passed, but the target y is None")
@@ -63,12 +63,12 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
                                      threshold=self.threshold, max_weights=self.max_weights, generator=generator)
         return self
 
-    def predict_scores(self, X) -> sp.csr_matrix:
+    def predict_scores(self, X: Any) -> sp.csr_matrix:
         """The scores of the best labels; the entries of a row stand best first."""
         check_is_fitted(self)
         return self.model_.predict(validate_data(self, X, accept_sparse="csr", dtype=np.float32, reset=False), self.topk, self.beam)
 
-    def predict(self, X):
+    def predict(self, X: Any) -> Any:
         scores = self.predict_scores(X)
         if not self.multilabel_:
             return self.classes_[scores.indices[scores.indptr[:-1]]]
@@ -77,7 +77,7 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         found = sp.csr_matrix((np.ones(int(ends[-1]), np.int64), scores.indices[kept], ends), shape=scores.shape)
         return found if self.sparse_output_ else found.toarray()
 
-    def __sklearn_tags__(self):
+    def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         tags.classifier_tags.multi_label = True

@@ -15,7 +15,7 @@ import atexit
 import contextlib
 import os
 import warnings
-from typing import Callable, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._checks import check_bool, check_count
 from .optim.settle import settle
+
+__all__ = ["flush", "linear", "mapped", "open", "prefetch"]
 
 _BLOCK = 64 << 20  # bytes of rows that are made at a time
 _MAPPED = WeakTensorKeyDictionary()  # table -> the process that opened it
@@ -36,7 +38,7 @@ def as_linear(rows: Tensor) -> None:
     nn.init.uniform_(rows, -bound, bound)
 
 
-def mapped(path: Union[str, os.PathLike], num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torch.float32, *,
+def mapped(path: Union[str, "os.PathLike[str]"], num_rows: int, width: Optional[int] = None, dtype: torch.dtype = torch.float32, *,
            init: Optional[Callable[[Tensor], object]] = as_linear, progress: bool = True) -> nn.Parameter:
     """A parameter ``[num_rows, width]``, or ``[num_rows]`` without a width, whose memory is a file.
 
@@ -54,8 +56,8 @@ def mapped(path: Union[str, os.PathLike], num_rows: int, width: Optional[int] = 
         path: of the file, in a folder that exists.
         num_rows, width: N and D.
         dtype: float32, float64, bfloat16 or float16.
-        init: fills a block [B, D] of zeros in place, as functions of ``torch.nn.init`` do; by default as nn.Linear. It is called for a block after the other, from the
-            last to the first. Random numbers are those of torch's generator: a seed gives the same table. None: zeros, which cost no time.
+        init: fills a block [B, D] of zeros in place, as functions of ``torch.nn.init`` do; by default as nn.Linear. It is called for a block after the other,
+            from the last to the first. Random numbers are those of torch's generator: a seed gives the same table. None: zeros, which cost no time.
         progress: a bar by tqdm, where it is installed.
 
     Raises:
@@ -97,7 +99,7 @@ def _fill(table: Tensor, init: Callable[[Tensor], object], progress: bool) -> No
 
 
 @contextlib.contextmanager
-def _bar(total: int, progress: bool):
+def _bar(total: int, progress: bool) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
@@ -109,20 +111,21 @@ def _bar(total: int, progress: bool):
         yield bar.update
 
 
-def open(path: Union[str, os.PathLike], *, writable: bool = True, recover: bool = False) -> nn.Parameter:
+def open(path: Union[str, "os.PathLike[str]"], *, writable: bool = True, recover: bool = False) -> nn.Parameter:
     """The parameter of a file that :func:`mapped` made.
 
     Args:
         path: of the file.
-        writable: from here on the file says that it is being written to, until it is flushed or closed: with the last of its tensors, or at the end of the process.
-            False: a private copy is mapped, which several processes can do at a time; what is written to it stays in memory.
+        writable: from here on the file says that it is being written to, until it is flushed or closed: with the last of its tensors, or at the end of the
+            process. False: a private copy is mapped, which several processes can do at a time; what is written to it stays in memory.
         recover: opens a file whose process died while it was written to as well. Each number is one that was written, but rows may be of different steps.
 
     Raises:
         RuntimeError: a file that is missing, in use or not whole
         ValueError: a file of another kind, or of another length than it says
     """
-    weight = torch.ops.xsoftmax.mapped_table_open(os.fspath(path), check_bool("tables.open", "writable", writable), check_bool("tables.open", "recover", recover))
+    weight = torch.ops.xsoftmax.mapped_table_open(os.fspath(path), check_bool("tables.open", "writable", writable),
+                                                  check_bool("tables.open", "recover", recover))
     return _parameter(weight)
 
 
@@ -130,7 +133,7 @@ def linear(weight: Tensor, bias: Optional[Tensor] = None) -> nn.Linear:
     """An nn.Linear of existing parameters ``[N, D]`` and ``[N]``, for ``from_linear`` of a loss."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = weight
-    made.bias = bias
+    made.bias = bias  # type: ignore[assignment]
     return made
 
 
@@ -157,7 +160,7 @@ def _parameter(table: Tensor) -> nn.Parameter:
     return weight
 
 
-def _before_step(optimizer, args, kwargs) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Optimizers of torch.optim do not say what they write to."""
     tables = list(_MAPPED.keys())
     if tables:
@@ -167,8 +170,8 @@ def _before_step(optimizer, args, kwargs) -> None:
                 continue
             if not torch.ops.xsoftmax.mapped_table_path(table):
                 del _MAPPED[table]
-                warnings.warn("tables: a table that lay in a file has been moved to other memory (share_memory_, torch.multiprocessing, .to()): what is trained "
-                              "from here on does not reach the file", stacklevel=2)
+                warnings.warn("tables: a table that lay in a file has been moved to other memory (share_memory_, torch.multiprocessing, .to()): what is "
+                              "trained from here on does not reach the file", stacklevel=2)
                 continue
             torch.ops.xsoftmax.mapped_table_changes(table)
 

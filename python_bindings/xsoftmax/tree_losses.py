@@ -1,9 +1,10 @@
 """Losses over a tree of classes, with a row of parameters on each edge."""
 
-from typing import List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ._checks import check_count
 from ._memory import device_of_values
@@ -23,7 +24,7 @@ class TreeLoss(TableModule):
     _optional_state = ("steps", "noise.")
 
     def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
-                 ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
+                 ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
             raise TypeError(f"{type(self).__name__}: expected tree to be a LabelTree, got {type(tree).__name__}")
@@ -50,7 +51,7 @@ class BeamTreeLoss(TreeLoss):
         tree: of the classes; 10 children a node is a good size.
         num_candidates: Nc >= 1.
         beam: the width of the search, in `topk` and `predict`, too: the best Nc of what it finds are the candidates. None: Nc, as in the paper.
-            Twice or four times that finds more of the best classes, where the tree fits them loosely (docs/results.md, Omniglot).
+            Twice or four times that finds more of the best classes, where the tree fits them loosely (docs/experiments/classifiers.md, Omniglot).
         num_noises: Nn >= 0, noises a query.
         noise_sampler: as in :class:`CaneLoss`, of a sampler that follows no class table.
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
@@ -75,7 +76,7 @@ class BeamTreeLoss(TreeLoss):
     def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int, beam: Optional[int] = None,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
                  balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
-                 ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
+                 ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          sparse_grad=sparse_grad, device=device, dtype=dtype)
         name = self._name
@@ -105,8 +106,8 @@ class BeamTreeLoss(TreeLoss):
             with torch.no_grad():
                 self.edges.weight.mul_(tree.depth**-0.5)  # so that a class scores as it would with a row of its own
 
-    def _apply(self, fn, recurse=True):
-        steps = self.steps
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        steps = self.steps  # type: ignore[has-type]
         super()._apply(fn, recurse)
         self.steps = steps  # which every step reads: it stays on the host
         return self
@@ -128,7 +129,8 @@ class BeamTreeLoss(TreeLoss):
             input, weight, bias, target, tree, self.tree.layer_sizes, [ids, noise.ids], [log_count, noise.log_count],
             target_log_count, [True, False], self.weight, self._options)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         parent, leaf = (state_dict.get(f"{prefix}tree.{name}") for name in ("parent", "class_node"))
         if self.routed and parent is not None and leaf is not None and parent.shape == self.tree.parent.shape:
@@ -242,7 +244,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     """
 
     def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
-                 ignore_index: int = -100, sparse_grad: bool = True, device=None, dtype=None) -> None:
+                 ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, sparse_grad=sparse_grad,
                          device=device, dtype=dtype)
         self._init_options()

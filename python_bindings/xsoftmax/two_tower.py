@@ -1,18 +1,20 @@
 """Losses over vectors that a network has just made: an item tower in the place of a class table."""
 
 import numbers
-from typing import List, Optional, Tuple, Union
+from typing import Any, Callable, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ._checks import check_bool, check_count
 from ._memory import device_of_values, moved_table
 from ._options import option_text
+from ._typing import Module
 from .samplers import StreamingCounts
 
 
-class TwoTowerLoss(nn.Module):
+class TwoTowerLoss(Module):
     r"""Retrieval by two towers: each query against its item, with the items of the batch as candidates.
 
     With s the similarity of a query and an item over the temperature, y the query's item, C the different items among the candidates, and c_j how often
@@ -59,7 +61,7 @@ class TwoTowerLoss(nn.Module):
 
     def __init__(self, num_items: Optional[int] = None, *, estimator: str = "sampled_softmax", temperature: Union[float, Tensor] = 1.0,
                  similarity: str = "dot", counts: Union[StreamingCounts, bool, None] = None, remove_accidental_hits: bool = True, memory: int = 0,
-                 dim: Optional[int] = None, memory_warmup: int = 0, reduction: str = "mean", device=None) -> None:
+                 dim: Optional[int] = None, memory_warmup: int = 0, reduction: str = "mean", device: Device = None) -> None:
         super().__init__()
         name = self._name = type(self).__name__
         if isinstance(temperature, Tensor):
@@ -137,7 +139,7 @@ class TwoTowerLoss(nn.Module):
     def extra_repr(self) -> str:
         return self._options.replace(",", ", ")
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.temperature
         super()._apply(fn, recurse)
         if not isinstance(before, nn.Parameter):

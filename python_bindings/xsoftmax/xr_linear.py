@@ -3,28 +3,30 @@
 import json
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import label_vectors
+from . import _long_work, label_vectors
 from ._checks import check_count
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 from .label_tree import LabelTree
 
-Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]  # noqa: F821
+if TYPE_CHECKING:
+    import scipy.sparse
+
+Matrix = Union["scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 Progress = Callable[[int, int, int, int], None]
 
 _LOSSES = ("hinge", "logistic", "squared_hinge")
 _NEGATIVES = ("tfn", "man", "user")
+_FEW = 256  # queries, which take no time that anybody would interrupt
 
 
 class XRLinear:
@@ -41,7 +43,7 @@ class XRLinear:
     a saved model.
     """
 
-    def __init__(self, model: torch.ScriptObject, stats: Sequence[Dict[str, float]] = (), notes: Optional[Dict[str, Any]] = None):
+    def __init__(self, model: Any, stats: Sequence[Dict[str, float]] = (), notes: Optional[Dict[str, Any]] = None):
         self.model, self.stats, self.notes = model, list(stats), dict(notes or {})
         self.num_features, self.num_labels, self.depth = model.features(), model.num_labels(), model.depth()
         self.bias, self.transform = model.bias(), model.transform()
@@ -146,13 +148,13 @@ class XRLinear:
 
         parts: List[List[Tensor]] = []
         stats = []
-        lists = None
+        lists: Any = None
         with _Watch(progress if ranks.rank == 0 or callable(progress) else False, len(schemes)) as watch:
             for depth, scheme in enumerate(schemes):
                 started = time.perf_counter()
                 mined = [_mined(parts, X, bias, transform, beam, ranks)] if depth > 0 and "man" in scheme else []
 
-                def train_share():
+                def train_share() -> Any:
                     if depth == 0:
                         parents = torch.tensor([0, X.shape[0]]), torch.arange(X.shape[0], dtype=torch.int32)
                     else:
@@ -164,12 +166,12 @@ class XRLinear:
                     matched = time.perf_counter()
                     first, last = ranks.deal(len(parents[0]) - 1, lambda: _work(rows, layers.first_child[depth], *parents))
                     share = f"{options},first_parent={first},last_parent={last}"
-                    made = watch.run(depth, lambda progress: torch.ops.xsoftmax.linear_layer_train(
-                        rows, X.shape[1], layers.first_child[depth], parents, right, costs, begin[depth], share, progress))
+                    made = watch.run(depth, torch.ops.xsoftmax.linear_layer_train, rows, X.shape[1], layers.first_child[depth], parents, right, costs,
+                                     begin[depth], share)
                     return made, right, len(parents[1]), matched
 
                 (*made, figures), lists, of_parents, matched = ranks.do(train_share)
-                made = _joined(*made, dtype, ranks)
+                made = _joined(*made, dtype, ranks)  # type: ignore[call-arg]
                 parts.append([layers.first_child[depth], *made])
                 swept, unconverged, before = ranks.sum(figures).tolist()
                 stats.append({"nodes": len(lists[0]) - 1, "rows": of_parents, "weights": len(made[-1]), "weights before the threshold": int(before),
@@ -213,7 +215,7 @@ class XRLinear:
         return (torch.zeros(len(counts), k).masked_scatter_(there, scores),
                 torch.full((len(counts), k), -1, dtype=torch.int64).masked_scatter_(there, labels))
 
-    def _predict(self, X, topk, beam, dense, only, transform, combiner) -> Tuple[Tensor, Tensor, Tensor]:
+    def _predict(self, X: Any, topk: int, beam: int, dense: Any, only: Any, transform: Any, combiner: Any) -> Tuple[Tensor, Tensor, Tensor]:
         if getattr(X, "format", None) is not None:
             X = X if X.format == "csr" else X.tocsr()
             width = X.shape[1]
@@ -234,15 +236,16 @@ class XRLinear:
         if only is not None:
             only = _chosen(only, self.num_labels)
         topk, beam = check_count("XRLinear.predict", "topk", topk, None), check_count("XRLinear.predict", "beam", beam, None)
-        return self.model.predict(*parts, block, width, topk, beam, transform or "", combiner or "", only)
+        arguments = *parts, block, width, topk, beam, transform or "", combiner or "", only
+        return self.model.predict(*arguments) if len(parts[0]) <= _FEW else _long_work.run("predict", self.model.predict, *arguments)
 
-    def save(self, path: Union[str, PathLike]) -> None:
+    def save(self, path: Union[str, "PathLike[str]"]) -> None:
         """For :meth:`load`: a folder, which takes the place of an older model as a whole or not at all."""
         self.model.save(fspath(path), json.dumps({"xsoftmax": "XRLinear", "features": self.num_features, "labels": self.num_labels,
                                                   "layers": self.stats, "notes": self.notes}, indent=1))
 
     @staticmethod
-    def load(path: Union[str, PathLike]) -> "XRLinear":
+    def load(path: Union[str, "PathLike[str]"]) -> "XRLinear":
         """What :meth:`save` wrote, checked. The weights stay in the file, mapped into memory: processes that load it share them.
 
         Raises:
@@ -319,7 +322,7 @@ class _Layers:
 
 
 class _Watch:
-    """Runs an op that counts its progress while someone looks on, and stops it when the user interrupts."""
+    """Trains layers while someone looks on."""
 
     def __init__(self, progress: Union[bool, Progress], layers: int):
         self.progress, self.layers, self.bar = progress, layers, None
@@ -331,7 +334,7 @@ class _Watch:
             self.bar = tqdm(total=100 * self.layers, unit="%", disable=None, bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}")
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: Any) -> None:
         if self.bar is not None:
             self.bar.close()
 
@@ -343,22 +346,9 @@ class _Watch:
         elif callable(self.progress):
             self.progress(layer, self.layers, done, total)
 
-    def run(self, layer: int, op: Callable[[Tensor], Tuple[Tensor, ...]]) -> Tuple[Tensor, ...]:
-        counts = torch.zeros(3, dtype=torch.int64)
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(op, counts)
-            try:
-                while True:
-                    try:
-                        found = running.result(timeout=0.1)
-                        break
-                    except FutureTimeout:
-                        self.show(layer, int(counts[0]), int(counts[1]))
-            except BaseException:
-                counts[2] = 1
-                raise
-        self.show(layer, int(counts[1]), int(counts[1]))
-        return found
+    def run(self, layer: int, op: Callable[..., Tuple[Tensor, ...]], *args: Any) -> Tuple[Tensor, ...]:
+        quiet = self.bar is None and not callable(self.progress)
+        return _long_work.run(f"layer {layer + 1}", op, *args, show=None if quiet else lambda done, total: self.show(layer, done, total))
 
 
 def _examples(name: str, X: Matrix) -> Matrix:
@@ -421,7 +411,8 @@ def _mined(parts: List[List[Tensor]], X: Matrix, bias: float, transform: str, be
 
     def search() -> Tuple[Tensor, Tensor, Tensor]:
         model = torch.classes.xsoftmax.XRLinear(X.shape[1], bias, transform, torch.arange(nodes), parts)
-        return model.predict(*sparse_tensors(X if ranks.size == 1 else X[first:last]), None, 0, beam, beam, "", "", None)
+        rows = sparse_tensors(X if ranks.size == 1 else X[first:last])
+        return _long_work.run("beams", model.predict, *rows, None, 0, beam, beam, "", "", None)
 
     offsets, found, _ = ranks.do(search)
     offsets, found = _offsets(ranks.gather(offsets.diff())), ranks.gather(found)

@@ -136,7 +136,8 @@ def test_unknown_orders_are_refused():
 
 
 @pytest.mark.skipif(not (SANITIZED / "libexamples.so").exists(), reason="make cuda-emulate builds it")
-@pytest.mark.parametrize("name, report", [("turn", ""), ("turn_by_intrinsics", ""), ("shared_write_too_far", "use-after-poison"), ("shared_read_too_far", "use-after-poison"),
+@pytest.mark.parametrize("name, report", [("turn", ""), ("turn_by_intrinsics", ""), ("shared_write_too_far", "use-after-poison"),
+                                          ("shared_read_too_far", "use-after-poison"),
                                           ("global_write_too_far", "heap-buffer-overflow")])
 def test_sanitizers_find_an_index_too_far(name, report):
     program = f"import torch; torch.ops.load_library({str(SANITIZED / 'libexamples.so')!r}); x = torch.zeros(256); torch.ops.emulator_examples.run({name!r}, x)"
@@ -151,11 +152,13 @@ def test_operators_are_found_that_do_what_no_device_should():
     program = f"""
 import torch, xsoftmax
 library = torch.library.Library("xsoftmax", "FRAGMENT")
-for name, function in (("reads", lambda x: x * x.item()), ("waits_for_a_value", lambda x: x * x.sum().item()), ("waits_for_a_size", lambda x: x[x > 0]), ("goes_on", lambda x: x * x.sum() + torch.ones_like(x, dtype=int).cumsum(0)),
+for name, function in (("reads", lambda x: x * x.item()), ("waits_for_a_value", lambda x: x * x.sum().item()), ("waits_for_a_size", lambda x: x[x > 0]),
+                       ("goes_on", lambda x: x * x.sum() + torch.ones_like(x, dtype=int).cumsum(0)),
                        ("adds", lambda x: x.cumsum(0)), ("reduces", lambda x: x.scatter_reduce(0, x.long(), x, "sum")),
                        ("puts", lambda x: x.clone().put_(x.long(), x, accumulate=True)), ("repeats", lambda x: x.repeat_interleave(x.long())),
                        ("goes_on_too", lambda x: x.scatter_reduce(0, x.long(), x, "amax").put_(x.long(), x).repeat_interleave(x.long(), output_size=3)),
-                       ("asks_another", lambda x: torch.ops.xsoftmax.goes_to_the_cpu(x)), ("goes_to_the_cpu", lambda x: torch.ops.xsoftmax.goes_to_the_cpu(x.cpu()))):
+                       ("asks_another", lambda x: torch.ops.xsoftmax.goes_to_the_cpu(x)),
+                       ("goes_to_the_cpu", lambda x: torch.ops.xsoftmax.goes_to_the_cpu(x.cpu()))):
     library.define(name + "(Tensor x) -> Tensor")
     library.impl(name, function, "CompositeExplicitAutograd")
 library.impl("goes_to_the_cpu", lambda x: x * x.sum().item(), "CPU")

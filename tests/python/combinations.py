@@ -241,7 +241,8 @@ def _trees():
                 turns = _turns(row, column)
                 options = dict(bias=(row + column) % 3 == 0, reduction=turns["reduction"], **extra)
                 if loss == "BeamTreeLoss":
-                    options |= dict(num_noises=2, noise_reduction=("mean_of_logs", "log_of_mean")[(row + column) % 2], balance_every=(0, 2)[(row // 2 + column) % 2])
+                    options |= dict(num_noises=2, noise_reduction=("mean_of_logs", "log_of_mean")[(row + column) % 2],
+                                    balance_every=(0, 2)[(row // 2 + column) % 2])
                 if shape == "beam" and turns["first"]:
                     options["beam"] = 5
                 if turns["third"]:

@@ -121,12 +121,12 @@ def samples():
     edge_grad = ops.hierarchical_softmax_forward(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True])[2]
     inside = ops.sort_sets(ops.candidate_set(private, N), N)
     outside = f"num_classes={N},num_samples={S},tries=2"
-    stream = "num_ids={},half_life=10".format(N)
+    stream = f"num_ids={N},half_life=10"
     streaming = ops.streaming_counts("Counts", stream)
     ops.streaming_update_(shared, None, *streaming, stream)
-    tower_options = "num_items={},estimator=ranking,temperature=0.5,similarity=cosine,memory=9,dim={},memory_warmup=0,reduction=mean".format(N, D)
+    tower_options = f"num_items={N},estimator=ranking,temperature=0.5,similarity=cosine,memory=9,dim={D},memory_warmup=0,reduction=mean"
     ids, memory = integers(N, Q), [torch.randn(9, D), integers(N, 9), torch.tensor([5, 1])]
-    static = "law=table,low=0,num_classes={},num_samples={},shared=true,distinct=true".format(N, S)
+    static = f"law=table,low=0,num_classes={N},num_samples={S},shared=true,distinct=true"
     tables, static_options = ops.static_tables("Sampler", weights, 0.5, shared, static)
     return optimizer_samples() | id_table_samples() | mapped_table_samples() | dict(
         advise_huge_pages=(weight,),
@@ -166,6 +166,7 @@ def samples():
         estimator_smooths=("nce",),
         estimator_takes_a_draw=("nce",),
         follow_options=("Sampler", "power=0.5,uniform_share=0.1,refresh_every=2"),
+        end_long_work=(),
         get_impl=(),
         given_set=(private, private_count, input, shared[:2], N, "Loss"),
         first_occurrences=(private,),
@@ -284,6 +285,7 @@ def samples():
                          torch.tensor(0.5), list(streaming), memory, [True, True], stream, tower_options),
         two_tower_state=("Loss", tower_options, N),
         two_tower_update_=(ids, input, list(streaming), memory, stream),
+        watch_long_work=(torch.zeros(3, dtype=torch.int64), False),
         weighted_tower_loss=(*towers, ones, estimator),
         uniform_sample=(seed, 2, N, Q, S, True),
         xr_linear_check_target=("model",),

@@ -37,7 +37,8 @@ def test_gradients_are_those_of_one_step(chunk, inputs):
     value.backward()
     want = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    of_items = {"tensor": (lambda i: model.item_vectors(i, 2), ids), "tuple": (model.item_vectors, (ids, 2)), "dict": (model.item_vectors, dict(ids=ids, times=2))}
+    of_items = {"tensor": (lambda i: model.item_vectors(i, 2), ids), "tuple": (model.item_vectors, (ids, 2)),
+                "dict": (model.item_vectors, dict(ids=ids, times=2))}
     got = xs.cached_step(losses[1], [(model.query, features), of_items[inputs]], item_id, chunk_size=chunk)
     torch.testing.assert_close(got, value.detach(), rtol=1e-12, atol=0)
     assert not got.requires_grad

@@ -100,7 +100,7 @@ def test_a_captured_step_is_kept(program, monkeypatch):
         def __init__(self, *arguments):
             pass
         __enter__ = wait_stream = lambda self, *arguments: None
-        __exit__ = lambda self, *arguments: False
+        __exit__ = lambda self, *arguments: False  # noqa: E731
     for name, stand_in in dict(Stream=Nothing, current_stream=Nothing, stream=Nothing, CUDAGraph=Graph, graph=Nothing).items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
 

@@ -1,5 +1,6 @@
 """Every loss x sampler x estimator, each of which meets every optimizer, and the matcher, on tensors that are said to be on a GPU: no device is mixed with
-another, and no step reads a value on the host between operators. Within them only shapes are computed here; test_cuda_device.py looks there, on the emulator."""
+another, and no step reads a value on the host between operators. Within them only shapes are computed here; test_cuda_device.py looks there, on the
+emulator."""
 
 import json
 import os

@@ -145,7 +145,8 @@ def test_all_classes_given_are_the_exact_loss():
     for y in (target, several):
         torch.testing.assert_close(loss(input, y, negatives=torch.arange(N)), loss.exact(input, y))
     shape = (2, Q // 2)
-    torch.testing.assert_close(loss(input.view(*shape, D), target.view(shape), negatives=torch.arange(N).expand(*shape, N)), loss.exact(input, target).view(shape))
+    torch.testing.assert_close(loss(input.view(*shape, D), target.view(shape), negatives=torch.arange(N).expand(*shape, N)),
+                               loss.exact(input, target).view(shape))
 
 
 def test_scripted_and_compiled():

@@ -249,7 +249,8 @@ TREE = TREES["balanced"]
 BAD = [
     (lambda: HierarchicalSoftmaxLoss(5, 10), TypeError, "HierarchicalSoftmaxLoss: expected tree to be a LabelTree, got int"),
     (lambda: HierarchicalSoftmaxLoss(5.0, TREE), TypeError, "HierarchicalSoftmaxLoss: expected in_features of type int, got float"),
-    (lambda: HierarchicalSoftmaxLoss(5, TREE, reduction="max"), ValueError, "HierarchicalSoftmaxLoss: expected reduction to be \"mean\", \"sum\" or \"none\", got 'max'"),
+    (lambda: HierarchicalSoftmaxLoss(5, TREE, reduction="max"), ValueError,
+     "HierarchicalSoftmaxLoss: expected reduction to be \"mean\", \"sum\" or \"none\", got 'max'"),
     (lambda: HierarchicalSoftmaxLoss(5, TREE, weight=torch.ones(3)), ValueError, r"expected weight of shape \(200,\), got \(3,\)"),
     (lambda: make(TREE)(torch.zeros(2, 5).double(), torch.tensor([3, 200])), IndexError, r"expected target in \[0, 200\).*got 200 at \[1\]"),
     (lambda: make(TREE)(torch.zeros(2, 4).double(), torch.tensor([3, 1])), ValueError, r"expected input of shape \[\*, 5\], got \[2, 4\]"),

@@ -42,7 +42,8 @@ def test_missing_library_names_the_path_and_the_remedy(tmp_path):
 
 def test_library_of_another_torch_names_both_versions(built_for_another_torch):
     message = import_error({"XSOFTMAX_LIBRARY": str(built_for_another_torch)})
-    assert f"built for torch 1.13, but torch {torch.__version__} is running" in message
+    last = message.splitlines()[-1]  # all of it in one line, with what to do
+    assert last.startswith("ImportError: ") and f"built for torch 1.13, but torch {torch.__version__} is running: pip install 'torch==1.13.*'" in last
 
 
 def test_file_that_is_no_library_shows_the_loaders_message(tmp_path):

@@ -245,8 +245,8 @@ def test_what_a_killed_process_leaves(path):
 
 def test_the_end_of_a_process(path):
     """An exit, with an error as well, leaves whole files behind: nobody has to close them."""
-    code = f"import torch, xsoftmax as xs; weight = xs.tables.mapped({path!r}, {N}, {D}, progress=False); optimizer = xs.optim.RowSGD([weight])\n" \
-           f"weight.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, {D}), weight.shape); optimizer.step(); raise SystemExit(3)"
+    code = (f"import torch, xsoftmax as xs; weight = xs.tables.mapped({path!r}, {N}, {D}, progress=False); optimizer = xs.optim.RowSGD([weight])\n"
+            f"weight.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, {D}), weight.shape); optimizer.step(); raise SystemExit(3)")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 3
     assert state_of(path) == state_of(path + ".row_sgd") == "whole"
 

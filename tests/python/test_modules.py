@@ -30,8 +30,8 @@ def scripted(loss):
     return torch.jit.load(buffer)
 
 
-@pytest.mark.parametrize("make", [lambda l: xs.SampledSoftmaxLoss.from_linear(l, sampler="uniform", num_samples=8, head_classes=2),
-                                  lambda l: xs.LinearCrossEntropyLoss.from_linear(l, weight=torch.ones(N, dtype=torch.float64))])
+@pytest.mark.parametrize("make", [lambda linear: xs.SampledSoftmaxLoss.from_linear(linear, sampler="uniform", num_samples=8, head_classes=2),
+                                  lambda linear: xs.LinearCrossEntropyLoss.from_linear(linear, weight=torch.ones(N, dtype=torch.float64))])
 def test_from_linear(make):
     linear = nn.Linear(D, N, dtype=torch.float64)
     made = []
@@ -65,11 +65,51 @@ def test_replace_head():
     want = F.cross_entropy(model(input), target)
     decoder = model.decoder
     loss = xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=4)
-    assert loss.linear is decoder and type(model.decoder) is nn.Identity
+    assert loss.linear is decoder and isinstance(model.decoder, nn.Identity)
     torch.testing.assert_close(loss.eval()(model(input), target), want)
     nested = model.body[1]["head"]
     assert xs.replace_head(model, "body.1.head", xs.LinearCrossEntropyLoss).linear is nested
-    assert type(model.body[1]["head"]) is nn.Identity
+    assert isinstance(model.body[1]["head"], nn.Identity)
+
+
+def test_restore_head():
+    model, (input, target) = Model(), batch(5)
+    keys, want, decoder = list(model.state_dict()), model(input), model.decoder
+    loss = xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=4)
+    other = xs.replace_head(model, "body.1.head", xs.LinearCrossEntropyLoss)
+    with pytest.raises(ValueError, match=r"restore_head: expected one place where.*got \['body.1.head', 'decoder'\] in Model"):
+        xs.restore_head(model, loss)
+    with pytest.raises(ValueError, match="restore_head: expected a head that was taken out of 'body.0'"):
+        xs.restore_head(model, loss, "body.0")
+    with pytest.raises(TypeError, match="restore_head: expected a loss with a Linear, as replace_head gives it, got Linear"):
+        xs.restore_head(model, decoder)
+    assert xs.restore_head(model, loss, "decoder") is model.decoder is decoder
+    assert xs.restore_head(model, other) is model.body[1]["head"]
+    assert list(model.state_dict()) == keys and torch.equal(model(input), want)
+
+
+def test_restore_head_makes_up_what_rows_owe():
+    model = Model()
+    loss = xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=4)
+    optimizer = xs.optim.RowAdam(loss.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss(*batch(2)).backward()
+        optimizer.step()
+    xs.restore_head(model, loss)
+    restored = model.decoder.weight.detach().clone()
+    optimizer.flush()
+    assert torch.equal(model.decoder.weight, restored)
+
+
+def test_a_moved_head_raises_where_the_linear_is_asked_for():
+    model = Model()
+    xs.replace_head(model, "decoder", xs.LinearCrossEntropyLoss)
+    for name in ("weight", "bias", "in_features", "out_features"):
+        with pytest.raises(AttributeError, match=f"MovedHead has no '{name}': xs.replace_head took the nn.Linear out.*xs.restore_head"):
+            getattr(model.decoder, name)
+    for twin in (copy.deepcopy(model.decoder), torch.jit.script(model.decoder), roundtrip(model.decoder)):
+        assert torch.equal(twin(torch.ones(2, D)), torch.ones(2, D))
 
 
 @pytest.mark.parametrize("name, kwargs, error, message", [

@@ -84,7 +84,8 @@ def test_nothing_of_the_group_is_left(sequences, tmp_path, table):
     """
     arguments = ["--data", sequences, "--loss", "sampled", "exact", "--epochs", "1", *SMALL, "--table", table, "--output", tmp_path]
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=Path(__file__).parents[2], env=os.environ | alone, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=Path(__file__).parents[2], env=os.environ | alone, capture_output=True,
+                          text=True,
                           timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -190,7 +191,7 @@ def test_batches_cover_every_target_once(unordered):
         assert len(pairs) == sum(len(row) - 1 for row in rows)
         if not unordered:
             assert sorted(pairs) == [(item, item + 1) for row in rows for item in row[:-1]]
-        assert len(set(target for _, target in pairs)) == len(pairs)
+        assert len({target for _, target in pairs}) == len(pairs)
         epochs.append(pairs)
     assert epochs[0] != epochs[1]
     again = data.Batches(data.Sequences.of(rows), batch_size=3, longest=4, unordered=unordered, seed=1, device=torch.device("cpu"))

@@ -73,7 +73,8 @@ def state_after(make, options, count, gradient, name, impl="kernel"):
 @pytest.mark.parametrize("make, options, name, next_of", [
     (RowAdagrad, {}, "sum", lambda s: s + 1), (RowSGD, dict(momentum=0.99), "momentum_buffer", lambda s: 0.99 * s + 1),
     (RowAdam, dict(betas=(0.99, 0.999)), "exp_avg", lambda s: 0.99 * s + 0.01), (RowAdam, {}, "exp_avg_sq", lambda s: 0.999 * s + 0.001),
-    (RowAdam, dict(row_wise=True, betas=(0.99, 0.999)), "exp_avg", lambda s: 0.99 * s + 0.01)], ids=["adagrad", "momentum", "adam-first", "adam-second", "adam-row"])
+    (RowAdam, dict(row_wise=True, betas=(0.99, 0.999)), "exp_avg", lambda s: 0.99 * s + 0.01)],
+    ids=["adagrad", "momentum", "adam-first", "adam-second", "adam-row"])
 def test_state_in_bfloat16_goes_on_where_nearest_stands_still(make, options, name, next_of):
     """Gradients of 1: a sum of Adagrad rounded to nearest stays at 256, moments stay behind what they are a mean of."""
     count, nearest, exact = 600, torch.zeros((), dtype=torch.bfloat16), 0.0
@@ -171,7 +172,7 @@ def test_bytes_a_class(name, dtype, state_dtype, expected):
     """Every figure of the guide: the table's row and what is kept for it, and 4 bytes beside them where rows may owe steps."""
     table = torch.nn.Parameter(torch.zeros(5000, 256, dtype=dtype))
     make, _, options = name.partition("(")
-    options = eval(f"dict({options.rstrip(')')})")  # noqa: S307 (the guide's)
+    options = eval(f"dict({options.rstrip(')')})")  # the guide's
     optimizer = getattr(xs.optim, make)([table], state_dtype=state_dtype, **options)
     table.grad = sparse(torch.tensor([1]), torch.ones(1, 256, dtype=dtype), 5000)
     optimizer.step()

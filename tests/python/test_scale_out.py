@@ -12,7 +12,7 @@ import xsoftmax as xs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-import scale_out
+import scale_out  # noqa: E402
 
 
 def test_bytes_at_known_values():

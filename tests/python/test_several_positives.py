@@ -133,7 +133,8 @@ def of_rows(scores_of, sets, rows, estimator, removes):
         order = sorted(range(len(sets)), key=lambda k: (not sets[k].distinct))
         row = torch.cat([score.reshape(1), *(scores_of(seen[k][2]) for k in order)])
         ids = [torch.tensor([seen[k][2]], dtype=torch.int64) for k in order]
-        of_target = [None if seen[k][4] is None or column is None and estimator in CORRECTS else (seen[k][4][column or 0] + seen[k][5]).reshape(1) for k in order]
+        of_target = [None if seen[k][4] is None or column is None and estimator in CORRECTS else (seen[k][4][column or 0] + seen[k][5]).reshape(1)
+                     for k in order]
         if column is None and estimator in CORRECTS:
             of_target = [torch.full((1,), -math.inf) for _ in order]  # the score is corrected
         losses.append(torch.ops.xsoftmax.candidate_loss(row[None], torch.tensor([y]), ids, [seen[k][3][None] for k in order], of_target,

@@ -39,7 +39,8 @@ OPTIONS = {
     "importance": dict(estimator="importance"), "one_vs_each": dict(estimator="one_vs_each"), "blackout": dict(estimator="blackout"),
 }
 CASES = [(sampler, "bias, head" if i % 2 else "plain") for i, sampler in enumerate(SAMPLERS) if sampler != "complement" and "midx" not in sampler] + \
-    [(sampler, options) for sampler in ("uniform", "unigram private") for options in OPTIONS if sampler != "uniform" or "cane" not in options] + [("in_batch", "none"), ("union", "nce"), ("complement", "plain")]
+    [(sampler, options) for sampler in ("uniform", "unigram private") for options in OPTIONS if sampler != "uniform" or "cane" not in options] \
+    + [("in_batch", "none"), ("union", "nce"), ("complement", "plain")]
 
 
 def loss_of(sampler, options, seed=0):

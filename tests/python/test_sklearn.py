@@ -7,13 +7,13 @@ import scipy.sparse as sp
 pytest.importorskip("sklearn")
 
 from sklearn.base import clone  # noqa: E402: there may be none
-from sklearn.exceptions import NotFittedError  # noqa: E402
-from sklearn.model_selection import GridSearchCV  # noqa: E402
-from sklearn.pipeline import make_pipeline  # noqa: E402
-from sklearn.preprocessing import Normalizer  # noqa: E402
-from sklearn.utils.estimator_checks import parametrize_with_checks  # noqa: E402
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import Normalizer
+from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from xsoftmax.sklearn import XRLinearClassifier  # noqa: E402
+from xsoftmax.sklearn import XRLinearClassifier
 
 
 def problem(classes=30, rows=400):

@@ -130,7 +130,7 @@ def test_memory_is_of_past_batches():
         assert step == 0 or len({i for i, _ in memory}) < len(memory)
         check_same(got, naive(query, item, ids, None, None, frequencies(*seen), memory=memory), [query, item])
         assert step == 0 or not torch.equal(before, loss.memory)
-        ring = {place: pair for place, pair in ((k % places, past[k]) for k in range(len(past)))}
+        ring = {k % places: past[k] for k in range(len(past))}
         assert loss.memory_id.tolist()[:len(ring)] == [ring[k][0] for k in range(len(ring))]
         torch.testing.assert_close(loss.memory[:len(ring)], torch.stack([ring[k][1] for k in range(len(ring))]))
     assert loss.memory_state.tolist() == [5 * Q, 5]
@@ -193,7 +193,8 @@ def test_without_correction():
     loss = xs.TwoTowerLoss(counts=False)
     first = ops.first_occurrences(ids)
     s = (query @ item.T)[:, first].masked_fill(ids[first] == ids[:, None], -math.inf)
-    check_same(loss(query, item, ids), F.cross_entropy(torch.cat([(query * item).sum(1, keepdim=True), s], 1), torch.zeros(Q, dtype=torch.int64)), [query, item])
+    check_same(loss(query, item, ids), F.cross_entropy(torch.cat([(query * item).sum(1, keepdim=True), s], 1), torch.zeros(Q, dtype=torch.int64)),
+               [query, item])
 
 
 def test_open_ids():

@@ -65,7 +65,7 @@ def test_pairs_hold_what_is_known_before(unordered):
     rows = [[1, 2, 3, 4, 5], [6], [7, 8], [9, 10, 11]]
     found = {}
     for known, lengths, target in Pairs(data.Sequences.of(rows), unordered, 3).batches(7, torch.Generator().manual_seed(0)):
-        found |= {y: part for y, part in zip(target.tolist(), [part.tolist() for part in known.split(lengths.tolist())])}
+        found |= dict(zip(target.tolist(), [part.tolist() for part in known.split(lengths.tolist())]))
     if unordered:
         assert found.keys() == {1, 2, 3, 4, 5, 7, 8, 9, 10, 11}
         for target, known in found.items():

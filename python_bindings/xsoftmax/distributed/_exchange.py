@@ -1,19 +1,20 @@
 """What ranks send each other where a class table is split over them, as functions that autograd follows."""
 
 import contextlib
-from typing import Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from ._group import Ragged, all_gather
+from ._group import Ragged
 
 
 class ClassShards:
     """Which classes a rank has: a contiguous chunk of ceil(N / W), as ``Shard(0)`` of DTensor cuts a table. The last ranks may have fewer."""
 
-    def __init__(self, num_classes: int, mesh) -> None:
+    def __init__(self, num_classes: int, mesh: DeviceMesh) -> None:
         self.num_classes, self.mesh, self.group = num_classes, mesh, mesh.get_group()
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.chunk = -(-num_classes // self.size)
@@ -45,12 +46,12 @@ class GatherQueries(torch.autograd.Function):
     """The queries of all ranks. Backward: each rank's share of their gradients, summed."""
 
     @staticmethod
-    def forward(ctx, queries: Tensor, batch: Ragged) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, batch: Ragged) -> Tensor:
         ctx.batch = batch
         return batch.gather(queries)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         # An exchange and a local sum: gloo's reduce-scatter is an all-reduce for each rank.
         return ctx.batch.scatter(grad).sum(0), None
 
@@ -60,7 +61,7 @@ class ScoresOfAll(torch.autograd.Function):
     Backward: the gradient of this rank's queries, as that of :class:`GatherQueries`, travels while that of the table is made."""
 
     @staticmethod
-    def forward(ctx, queries: Tensor, weight: Tensor, bias: Optional[Tensor], everyone: Tensor, counts: Tensor, private: Tensor, shared: Optional[Tensor],
+    def forward(ctx: Any, queries: Tensor, weight: Tensor, bias: Optional[Tensor], everyone: Tensor, counts: Tensor, private: Tensor, shared: Optional[Tensor],
                 batch: Ragged, sparse_grad: bool) -> Tensor:
         ctx.save_for_backward(everyone.to(weight.dtype), weight, counts, private, shared)  # as autocast has it
         ctx.batch, ctx.dtype, ctx.sparse_grad = batch, queries.dtype, sparse_grad
@@ -69,12 +70,12 @@ class ScoresOfAll(torch.autograd.Function):
         return torch.ops.xsoftmax.candidate_scores(everyone, weight, bias, private, shared, sparse_grad)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         everyone, weight, counts, private, shared = ctx.saved_tensors
         of_queries, *of_table = ctx.needs_input_grad[:3]
         finish, result = None, [None] * 9
 
-        def gradients(*wanted: bool):
+        def gradients(*wanted: bool) -> Any:
             if len(weight) == 0:
                 return torch.zeros_like(everyone), private.new_empty(0), weight.new_empty(weight.shape), weight.new_empty(0)
             return torch.ops.xsoftmax.candidate_scores_backward(grad, everyone, weight, private, shared, wanted, None)
@@ -86,7 +87,7 @@ class ScoresOfAll(torch.autograd.Function):
             _, rows, *values = gradients(False, *of_table)
             for i, wanted in enumerate(of_table):
                 if wanted:
-                    result[1 + i] = row_gradient(rows, values[i], len(weight), ctx.sparse_grad)
+                    result[1 + i] = row_gradient(rows, values[i], len(weight), ctx.sparse_grad)  # type: ignore[call-overload]
         if finish is not None:
             result[0] = finish().sum(0)
         return tuple(result)
@@ -96,12 +97,12 @@ class ScatterShares(torch.autograd.Function):
     """What each rank knows of all queries, [queries, ...], as all ranks know it of this rank's: [ranks, its queries, ...]."""
 
     @staticmethod
-    def forward(ctx, shares: Tensor, batch: Ragged) -> Tensor:
+    def forward(ctx: Any, shares: Tensor, batch: Ragged) -> Tensor:
         ctx.batch = batch
         return batch.scatter(shares)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.batch.scattered_back(grad), None
 
 
@@ -109,13 +110,13 @@ class SumOverRanks(torch.autograd.Function):
     """A sum whose gradient every rank has already, since all of them go on alike."""
 
     @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = part.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
 
 
@@ -123,12 +124,12 @@ class ScaleGradient(torch.autograd.Function):
     """x, whose gradient is multiplied."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad * ctx.factor, None
 
 
@@ -168,12 +169,12 @@ class FetchRows(torch.autograd.Function):
     dense, from all ranks."""
 
     @staticmethod
-    def forward(ctx, table: Tensor, requests: Requests, sparse_grad: bool) -> Tensor:
+    def forward(ctx: Any, table: Tensor, requests: Requests, sparse_grad: bool) -> Tensor:
         ctx.requests, ctx.shape, ctx.sparse_grad = requests, table.shape, sparse_grad
         return requests.answer(table.index_select(0, requests.numbers))
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return row_gradient(ctx.requests.numbers, ctx.requests.give_back(grad), ctx.shape[0], ctx.sparse_grad), None, None
 
 
@@ -189,12 +190,12 @@ def row_requests(classes: Tensor, shards: ClassShards) -> Requests:
     return Requests(classes - owners * shards.chunk, owners, shards.group)
 
 
-def same_generator(generator: Optional[torch.Generator], device, group: dist.ProcessGroup) -> torch.Generator:
+def same_generator(generator: Optional[torch.Generator], device: torch.device, group: dist.ProcessGroup) -> torch.Generator:
     """The first rank's generator; on others one that goes on as it does."""
     return start_same_generator(generator, device, group)()
 
 
-def start_same_generator(generator: Optional[torch.Generator], device, group: dist.ProcessGroup) -> Callable[[], torch.Generator]:
+def start_same_generator(generator: Optional[torch.Generator], device: torch.device, group: dist.ProcessGroup) -> Callable[[], torch.Generator]:
     """What waits for it."""
     if generator is None:
         generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]

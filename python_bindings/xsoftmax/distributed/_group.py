@@ -1,10 +1,12 @@
 """Process groups, and what must be the same on all their ranks."""
 
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.types import Device
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._table import TableModule
 from ..samplers import Sampler
@@ -13,7 +15,7 @@ from ..samplers import Sampler
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def group_of(owner: str, mesh) -> dist.ProcessGroup:
+def group_of(owner: str, mesh: Optional[DeviceMesh]) -> Any:
     """The group of a 1-D DeviceMesh, or of all ranks for None."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{owner}: expected torch.distributed to be initialized (torch.distributed.init_process_group), got no process group")
@@ -26,9 +28,9 @@ def group_of(owner: str, mesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def facts_of(tables) -> Dict[str, Any]:
+def facts_of(tables: Iterable[nn.Module]) -> Dict[str, Any]:
     """What ranks must agree on."""
-    facts = {}
+    facts: Dict[str, Any] = {}
     for place, table in enumerate(tables):
         of_table = {"type": type(table).__name__, "options": getattr(table, "_options", None)}
         of_table |= {name: f"{list(tensor.shape)} in {tensor.dtype}" for name, tensor in [*table.named_parameters(), *table.named_buffers()]}
@@ -37,10 +39,16 @@ def facts_of(tables) -> Dict[str, Any]:
     return facts
 
 
-def leave_out(model: nn.Module) -> None:
+def tables_of(model: nn.Module) -> List[TableModule]:
+    """The class tables in `model`, and those of losses that :mod:`xsoftmax.integrations` gave it beside its modules."""
+    heads = [module._xsoftmax_head for module in model.modules() if "_xsoftmax_head" in module.__dict__]
+    return [module for module in model.modules() if isinstance(module, TableModule)] + [head.loss for head in heads]
+
+
+def leave_out(model: Any) -> None:
     """Has ``DistributedDataParallel(model)`` leave the class tables in `model` to :func:`replicate` and :func:`shard_classes`, which call this for the
     model that they are given."""
-    parts = {id(part) for table in model.modules() if isinstance(table, TableModule) for part in [*table.parameters(), *table.buffers()]}
+    parts = {id(part) for table in tables_of(model) for part in [*table.parameters(), *table.buffers()]}
     # By all names: the rows of a table may be those of an embedding, too.
     names = {name for parts_of in (model.named_parameters, model.named_buffers) for name, part in parts_of(remove_duplicate=False) if id(part) in parts}
     model._ddp_params_and_buffers_to_ignore = sorted({*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names})
@@ -48,7 +56,7 @@ def leave_out(model: nn.Module) -> None:
 
 def check_alike(owner: str, facts: Dict[str, Any], group: dist.ProcessGroup) -> None:
     """Raises on all ranks where a fact differs between them."""
-    of_ranks: List[Optional[Dict[str, Any]]] = [None] * dist.get_world_size(group)
+    of_ranks: List[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, facts, group=group)
     for rank, others in enumerate(of_ranks):
         for name in {**of_ranks[0], **others}:
@@ -77,7 +85,7 @@ def broadcast(tensors: List[Tensor], group: dist.ProcessGroup) -> None:
 
 def _backends(group: dist.ProcessGroup) -> List[Tuple[str, str]]:
     """(device type, backend)."""
-    return [tuple(pair.split(":")) for pair in dist.get_backend_config(group).split(",")]
+    return [(pair.split(":")[0], pair.split(":")[1]) for pair in dist.get_backend_config(group).split(",")]
 
 
 def has_backend(group: dist.ProcessGroup, device: str) -> bool:
@@ -87,7 +95,7 @@ def has_backend(group: dist.ProcessGroup, device: str) -> bool:
 class Ragged:
     """A batch of every rank, of different sizes, one after the other."""
 
-    def __init__(self, count: int, device, group: dist.ProcessGroup) -> None:
+    def __init__(self, count: int, device: Device, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         counts = torch.empty(self.size, dtype=torch.int64, device=device)
         all_gather(counts, torch.full([1], count, device=device), group=group)

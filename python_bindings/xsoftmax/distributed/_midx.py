@@ -1,6 +1,6 @@
 """MIDX where the class table is split over ranks."""
 
-from typing import Callable, Dict, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ def split_sampler(sampler: Sampler, shards: ClassShards, may_ask: bool) -> Sampl
         for i, part in enumerate(sampler.parts):
             sampler.parts[i] = split_sampler(part, shards, may_ask)
         return sampler
-    return ShardedMidxSampler(sampler, shards, may_ask) if sampler.follows_table else sampler
+    return ShardedMidxSampler(sampler, shards, may_ask) if sampler.follows_table else sampler  # type: ignore[arg-type]
 
 
 def ask_owners(sampler: Sampler, asks: bool) -> None:
@@ -74,7 +74,7 @@ class ShardedMidxSampler(Sampler):
         self._lay_out()
         self._register_state_dict_hook(_as_dtensors)
 
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
         if f"{prefix}cell" not in state_dict:  # of another sampler: the next step begins a new index
             self.step.zero_()
             return
@@ -85,8 +85,8 @@ class ShardedMidxSampler(Sampler):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._lay_out()
 
-    def _apply(self, fn, recurse=True):
-        step = self.step
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        step = self.step  # type: ignore[has-type]
         super()._apply(fn, recurse)
         self.step = step  # which every step of training reads: it stays on the host
         return self
@@ -181,10 +181,10 @@ class ShardedMidxSampler(Sampler):
         slots, log_count, target_log_count = torch.ops.xsoftmax.adaptive_sample("midx", self._seed(queries, generator), queries, shown, self._index(),
                                                                                 self.options)
         all_count = counts is None or slots.dim() == 1
-        touched = torch.ones_like(slots, dtype=torch.bool) if all_count else counts.expand_as(slots)
+        touched = torch.ones_like(slots, dtype=torch.bool) if all_count else counts.expand_as(slots)  # type: ignore[union-attr]
         ids = self._classes(slots, touched if notes else None)
         if target is not None:
-            target_log_count = torch.where(cells >= 0, target_log_count, -torch.inf)
+            target_log_count = torch.where(cells >= 0, target_log_count, -torch.inf)  # type: ignore[arg-type, operator]
         return one_set((ids, log_count, target_log_count), target, self.distinct)
 
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class ShardedMidxSampler(Sampler):
             self._follow(weight, generator, step)
         except ValueError:
             if generator is not None:
-                generator.set_state(state)
+                generator.set_state(state)  # type: ignore[arg-type]
             raise
         self.step += 1
 
@@ -258,7 +258,7 @@ class ShardedMidxSampler(Sampler):
         return f"num_classes={self.num_classes}, dim={self.dim}, " + self._text.replace(",", ", ")
 
 
-def _as_dtensors(sampler: ShardedMidxSampler, state: dict, prefix: str, local_metadata) -> None:
+def _as_dtensors(sampler: ShardedMidxSampler, state: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any]) -> None:
     for name in ("cell", "touched"):
         key = prefix + name
         if name == "cell" or sampler.update_every > 0:

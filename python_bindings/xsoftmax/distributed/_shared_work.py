@@ -13,7 +13,7 @@ from ._group import Ragged, all_gather, broadcast, check_alike, group_of, has_ba
 class Together(Alone):
     """The ranks of a group: all call the same methods in the same order."""
 
-    def __init__(self, owner: str, group) -> None:
+    def __init__(self, owner: str, group: Any) -> None:
         if not isinstance(group, (dist.ProcessGroup, dist.device_mesh.DeviceMesh)):
             raise TypeError(f"{owner}: expected group to be a process group, a DeviceMesh or None, got {type(group).__name__}")
         self.owner, self.group = owner, group if isinstance(group, dist.ProcessGroup) else group_of(owner, group)
@@ -34,7 +34,7 @@ class Together(Alone):
         failed = torch.empty(self.size, dtype=torch.int64)
         all_gather(failed, torch.tensor([error is not None], dtype=torch.int64), group=self.group)
         if not failed.any():
-            return result
+            return result  # type: ignore[return-value]
         texts: List[Optional[str]] = [None] * self.size
         dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=self.group)
         if error is not None:

@@ -38,7 +38,7 @@ def state_of_rank(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) 
     return _with_state(optimizer, state_dict, _of_rank)
 
 
-def _with_state(optimizer, state_dict: Dict[str, Any], convert: Callable) -> Dict[str, Any]:
+def _with_state(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any], convert: Callable[..., Any]) -> Dict[str, Any]:
     state = dict(state_dict["state"])
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
         for param, key in zip(group["params"], saved["params"]):
@@ -52,7 +52,7 @@ def _is_number(group: Dict[str, Any], name: str, value: Any) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0 or (name == "momentum_buffer" and not group["momentum"])
 
 
-def _whole(owner: str, optimizer, group: Dict[str, Any], param: Tensor, state: Dict[str, Any]) -> Dict[str, Any]:
+def _whole(owner: str, optimizer: torch.optim.Optimizer, group: Dict[str, Any], param: Any, state: Dict[str, Any]) -> Dict[str, Any]:
     whole, shards = {}, param._class_shards
     for name, value in state.items():
         if name == "owed":
@@ -67,7 +67,7 @@ def _whole(owner: str, optimizer, group: Dict[str, Any], param: Tensor, state: D
     return whole
 
 
-def _of_rank(owner: str, optimizer, group: Dict[str, Any], param: Tensor, state: Dict[str, Any]) -> Dict[str, Any]:
+def _of_rank(owner: str, optimizer: torch.optim.Optimizer, group: Dict[str, Any], param: Any, state: Dict[str, Any]) -> Dict[str, Any]:
     local = {}
     for name, value in state.items():
         if name == "owed":
@@ -80,7 +80,7 @@ def _of_rank(owner: str, optimizer, group: Dict[str, Any], param: Tensor, state:
     return local
 
 
-def _flushed(optimizer, group: Dict[str, Any], param: Tensor, num_rows: int, owed: Tensor) -> Tensor:
+def _flushed(optimizer: Any, group: Dict[str, Any], param: Tensor, num_rows: int, owed: Tensor) -> Tensor:
     """"owed" of another number of rows: its size follows from them."""
     rows = torch.empty([num_rows, *param.shape[1:]], dtype=param.dtype, device="meta")
     other = owed.new_zeros(optimizer._call("_state", rows, True, optimizer._text(group))[-1].shape)

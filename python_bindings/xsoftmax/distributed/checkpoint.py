@@ -48,7 +48,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
     _check_names(owner, state)
     path, hidden = _path(folder, step), os.path.join(folder, f"{_HIDDEN}{step:010d}")
 
-    def begin():
+    def begin() -> Any:
         os.makedirs(folder, exist_ok=True)
         if os.path.exists(path):
             raise FileExistsError(f"{owner}: expected a step that is not saved yet, got {step}, which is in {path}")
@@ -56,7 +56,7 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
             if name.startswith(_HIDDEN):  # of a job that was killed
                 shutil.rmtree(os.path.join(folder, name))
 
-    def end():
+    def end() -> Any:
         _sync(hidden)
         os.rename(hidden, path)
         _sync(folder)
@@ -96,7 +96,7 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
     owner = "load_checkpoint"
     _check_names(owner, state)
 
-    def find():
+    def find() -> Any:
         steps = _steps(folder)
         if step is not None and step not in steps:
             raise FileNotFoundError(f"{owner}: expected one of the steps {steps} in {folder}, got {step}")
@@ -164,14 +164,14 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _by_first_rank(function: Callable) -> Any:
+def _by_first_rank(function: Callable[[], Any]) -> Any:
     """What it returns or raises on the first rank, on all of them."""
     answer = [None, None]
     if _rank() == 0:
         try:
             answer[0] = function()
         except Exception as error:
-            answer[1] = error
+            answer[1] = error  # type: ignore[call-overload]
     if dist.is_initialized():
         dist.broadcast_object_list(answer)
     if answer[1] is not None:

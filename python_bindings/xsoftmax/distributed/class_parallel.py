@@ -1,11 +1,13 @@
 """Class tables split over ranks."""
 
-from typing import Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.types import Device
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._memory import device_of_values, table_empty
 from .._options import option_text
@@ -35,7 +37,7 @@ class ShardedLoss(LinearLoss):
             rows = shards.local(table.detach())
             rows = rows.clone() if is_made else table_empty(*rows.shape, dtype=rows.dtype, device=shards.mesh.device_type)
             local = nn.Parameter(rows, requires_grad=table.requires_grad)
-            local._class_shards = shards  # for clip_grad_norm_
+            local._class_shards = shards  # type: ignore[attr-defined]  # for clip_grad_norm_
             setattr(linear, name, local)
         linear.out_features = shards.end - shards.begin
         if not is_made:
@@ -45,7 +47,7 @@ class ShardedLoss(LinearLoss):
         self._register_state_dict_hook(_as_dtensors)
         self._mark_tables()
 
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, table in self.linear.named_parameters():
             key = f"{prefix}linear.{name}"
             if key in state_dict:
@@ -181,7 +183,7 @@ class ShardedLoss(LinearLoss):
         if is_step:
             self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
         if by_queries:
-            loss = self._loss_by_queries(self._scaled(queries), target, batch, everyone, shown, generator)
+            loss = self._loss_by_queries(self._scaled(queries), target, batch, everyone, shown, generator)  # type: ignore[arg-type]
         else:
             loss = self._loss_by_rows(self._scaled(queries), target, batch, seen if everyone is None else everyone(), shown, generator)
         return self._reduced(loss, target, counts)
@@ -195,7 +197,7 @@ class ShardedLoss(LinearLoss):
         are_fewer = batch.total < shared + self.head.numel() + (private + 1) * batch.total / batch.size
         return torch.ops.xsoftmax.estimator_is_joined(self.estimator) and (are_fewer or self._draws_by_all_queries())
 
-    def _log_z(self, device) -> Optional[Tensor]:
+    def _log_z(self, device: Device) -> Optional[Tensor]:
         if self.log_z is not None:
             return SumGradient.apply(self.log_z, self._shards.group)
         return None if self.fixed_log_z == 0.0 else torch.full([], self.fixed_log_z, device=device)
@@ -256,12 +258,12 @@ class SumGradient(torch.autograd.Function):
     """A parameter that all ranks have, each of which has a share of its gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -277,7 +279,7 @@ class ShardedSampledSoftmaxLoss(ShardedLoss, SampledSoftmaxLoss):
         self.sampler = split_sampler(self.sampler, shards, exchange != "queries")
 
 
-def _as_dtensors(module: ShardedLoss, state: dict, prefix: str, local_metadata) -> None:
+def _as_dtensors(module: ShardedLoss, state: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any]) -> None:
     for name, _ in module.linear.named_parameters():
         key = f"{prefix}linear.{name}"
         state[key] = rows_of_all(state[key], module._shards)
@@ -286,7 +288,7 @@ def _as_dtensors(module: ShardedLoss, state: dict, prefix: str, local_metadata) 
 _SHARDED = {LinearCrossEntropyLoss: ShardedCrossEntropyLoss, SampledSoftmaxLoss: ShardedSampledSoftmaxLoss}
 
 
-def shard_classes(model: nn.Module, mesh=None, *, exchange: str = "auto") -> nn.Module:
+def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *, exchange: str = "auto") -> nn.Module:
     """Splits the class tables of losses over the ranks of a mesh, in place: rank r keeps classes ``[r ceil(N / W), (r + 1) ceil(N / W))``.
 
     From then on all ranks call a loss together, each with its batch of any size, as under data parallelism, and the loss is what one process would
@@ -379,5 +381,5 @@ class ClassParallel(ParallelStyle):
         super().__init__()
         self.exchange = exchange
 
-    def _apply(self, module: nn.Module, device_mesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: Optional[DeviceMesh]) -> nn.Module:
         return shard_classes(module, device_mesh, exchange=self.exchange)

@@ -1,7 +1,9 @@
 """Counts of a stream of which each rank sees a part."""
 
 import torch.distributed as dist
+from typing import Optional
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..samplers import StreamingCounts
 from ._group import broadcast, check_alike, group_of
@@ -10,10 +12,10 @@ from ._group import broadcast, check_alike, group_of
 def count_over(model: nn.Module, group: dist.ProcessGroup) -> None:
     for module in model.modules():
         if isinstance(module, StreamingCounts):
-            module._group = group
+            module._group = group  # type: ignore[assignment]
 
 
-def share_counts(model: nn.Module, mesh=None) -> nn.Module:
+def share_counts(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
     """Has each :class:`xsoftmax.samplers.StreamingCounts` in `model` count the ids of all ranks: ``update(ids)``, and each step of a sampler with such counts,
     then gathers the ids of all ranks, ``8 (W - 1)`` bytes an id, so that counts are those of one process that sees all batches, on all ranks alike.
 

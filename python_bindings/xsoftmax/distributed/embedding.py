@@ -1,13 +1,14 @@
 """An embedding whose rows are those of a split class table."""
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from .._typing import Module
 from ._exchange import FetchRows, ScaleGradient, row_requests, unique_of
 from .class_parallel import ShardedLoss
 
 
-class TiedEmbedding(nn.Module):
+class TiedEmbedding(Module):
     """The embedding of an encoder whose rows are those of a loss that :func:`shard_classes` split, as ``loss.linear.weight = embedding.weight`` ties the
     two in one process. All ranks call it together, each with its ids; the rows are fetched from the ranks that have them, and their gradients go back.
     A rank receives ``2 (W - 1) / W U D e`` bytes a step, U different ids of a rank. It has no parameters: those of the loss are its own.

@@ -2,15 +2,16 @@
 
 import contextlib
 import weakref
-from typing import Iterator, List
+from typing import Any, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._table import TableModule
 from ..optim._base import sparse_rows
-from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out
+from ._group import Ragged, broadcast, check_alike, facts_of, group_of, leave_out, tables_of
 from .counts import count_over
 
 
@@ -23,7 +24,7 @@ class _Exchange:
         parameter.register_post_accumulate_grad_hook(self)
 
     @torch.no_grad()
-    def __call__(self, parameter: Tensor) -> None:
+    def __call__(self, parameter: Any) -> None:
         if not self.enabled:
             return
         size, grad = dist.get_world_size(self.group), parameter.grad
@@ -35,10 +36,6 @@ class _Exchange:
         rows, values = sparse_rows(self.name, parameter, grad.coalesce())
         of_ranks = Ragged(len(rows), rows.device, self.group)
         parameter.grad = torch.sparse_coo_tensor(of_ranks.gather(rows)[None], of_ranks.gather(values).div_(size), grad.shape, check_invariants=False)
-
-
-def _tables(model: nn.Module) -> List[TableModule]:
-    return [module for module in model.modules() if isinstance(module, TableModule)]
 
 
 def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessGroup) -> None:
@@ -55,7 +52,7 @@ def replicate_tables(owner: str, tables: List[TableModule], group: dist.ProcessG
             table._exchanges.append(_Exchange(f"{table._name}.{name}", parameter, group))
 
 
-def replicate(model: nn.Module, mesh=None) -> nn.Module:
+def replicate(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
     """Trains the class tables in `model` by data parallelism: every rank has them whole, and their row-sparse gradients are averaged over ranks.
 
     DistributedDataParallel and ``fully_shard`` know no row-sparse gradients of tables; their dense ones cost O(N). Here the rows that have a
@@ -89,7 +86,7 @@ def replicate(model: nn.Module, mesh=None) -> nn.Module:
     group = group_of(owner, mesh)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{owner}: expected model to be a module, got {type(model).__name__}")
-    tables = _tables(model)
+    tables = tables_of(model)
     if not tables:
         raise ValueError(f"{owner}: expected a model with a class table (a loss or a matcher of this library), got a {type(model).__name__} without one")
     check_alike(owner, facts_of(tables), group)
@@ -102,7 +99,7 @@ def replicate(model: nn.Module, mesh=None) -> nn.Module:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Gradients of replicated tables stay each rank's inside, as in ``DistributedDataParallel.no_sync()``, and are averaged, with what has
     accumulated, by the first backward pass outside."""
-    exchanges = [exchange for table in _tables(model) for exchange in getattr(table, "_exchanges", [])]
+    exchanges = [exchange for table in tables_of(model) for exchange in getattr(table, "_exchanges", [])]
     before = [exchange.enabled for exchange in exchanges]
     for exchange in exchanges:
         exchange.enabled = False

@@ -1,10 +1,11 @@
 """Two towers whose candidates are the items of all ranks."""
 
-from typing import List, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..two_tower import TwoTowerLoss
 from ._exchange import GatherQueries
@@ -18,7 +19,8 @@ def _gathered(vectors: Tensor, ids: Tensor, group: dist.ProcessGroup) -> List[Te
 
 def step_of_ranks(loss: TwoTowerLoss, query: Tensor, item: Tensor, item_id: Tensor, negatives: List[Tensor], weight: Optional[Tensor]) -> Tensor:
     """The step of a loss whose candidates, or whose counts alone, are of all ranks."""
-    counts, group = loss.counts, loss._group
+    counts: Any = loss.counts
+    group = loss._group
     torch.ops.xsoftmax.check_two_tower(query, item, item_id, negatives, weight, loss._memories(), counts is not None, loss._options)
     if group is None:  # counts alone
         counting = loss.training and counts.training
@@ -38,7 +40,7 @@ def step_of_ranks(loss: TwoTowerLoss, query: Tensor, item: Tensor, item_id: Tens
     return of_queries * (dist.get_world_size(group) / total)
 
 
-def share_candidates(model: nn.Module, mesh=None) -> nn.Module:
+def share_candidates(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.Module:
     """From then on the candidates of the TwoTowerLosses in `model` are the items of all ranks, and those of their negatives and memories.
 
     Each rank calls the loss with its part of the batch, as under data parallelism. It receives the item vectors and ids of the others, ``(W - 1) b (D e + 8)``
@@ -72,7 +74,7 @@ def share_candidates(model: nn.Module, mesh=None) -> nn.Module:
         raise ValueError(f"{owner}: expected a model with a TwoTowerLoss, got a {type(model).__name__} without one")
     if any(loss._shared for loss in losses):
         raise RuntimeError(f"{owner}: expected a model whose candidates are not shared yet, got one whose are")
-    facts = {}
+    facts: Dict[str, Any] = {}
     for place, loss in enumerate(losses):
         facts |= {f"{name} of two towers {place}": fact for name, fact in (
             ("type", type(loss).__name__), ("options", loss._options), ("counts", repr(loss.counts)))}

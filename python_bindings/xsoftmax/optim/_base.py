@@ -2,13 +2,16 @@
 
 import contextlib
 import sys
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
+from torch import Tensor
 
+from .. import _first_step
 from .._options import option_text
 
 
-def sparse_rows(who, param, grad):
+def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
     """(rows [R], values [R, ...]) of a sparse COO gradient, uncoalesced or not."""
     if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
         layout = f"{grad.sparse_dim()} sparse dimensions" if grad.layout == torch.sparse_coo else f"layout {grad.layout}"
@@ -19,30 +22,45 @@ def sparse_rows(who, param, grad):
     return grad._indices()[0], grad._values()
 
 
-def _is_of_no_step(group, param):
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a DTensor, as fully_shard makes parameters: a dense step is that of each element."""
+    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
+
+
+def _spread(param: Any, tensor: Tensor) -> Any:
+    """State of this rank's part as a DTensor like the parameter; a number stays one."""
+    if type(param) in _PLAIN or not hasattr(param, "to_local") or tensor.dim() == 0:
+        return tensor
+    return type(param).from_local(tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def _is_of_no_step(group: Dict[str, Any], param: Any) -> bool:
     """Whether a table with row-sparse gradients is shown a dense one of zeros at a learning rate of zero: so torch.distributed.checkpoint.state_dict
     has an optimizer make the state that it will load."""
     return getattr(param, "_row_gradients", False) and group["lr"] == 0 and not param.grad.any()
 
 
-def _is_split(optimizer):
+def _is_split(optimizer: torch.optim.Optimizer) -> bool:
     return any(hasattr(param, "_class_shards") for group in optimizer.param_groups for param in group["params"])
 
 
 class _Hidden:
     """Hides a tensor from torch.optim's cast of loaded state to the parameter's dtype."""
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
-def _with_numbers(state_dict):
+def _with_numbers(state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """State under the numbers of parameters: torch.distributed.checkpoint.format_utils writes them as text, and leaves out what is empty."""
     numbers = {str(number): number for group in state_dict["param_groups"] for number in group["params"]}
     return {**state_dict, "state": {numbers.get(key, key): state for key, state in state_dict.get("state", {}).items()}}
 
 
-def _hide_tensors(optimizer, state_dict):
+def _hide_tensors(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     hidden = {key: {name: _Hidden(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
               if isinstance(state, dict) else state for key, state in state_dict["state"].items()}
     return {**state_dict, "state": hidden}
@@ -55,29 +73,31 @@ class RowOptimizer(torch.optim.Optimizer):
     the operators' order; dense state has the first of them alone) and ``_option_names`` (as in a group of parameters).
     """
 
-    _op = _state_names = _option_names = None
-    _later_options = dict(stochastic_rounding=False, state_dtype=None)  # which older checkpoints and torch.optim's know nothing of
+    _op: str
+    _state_names: Tuple[str, ...]
+    _option_names: Tuple[str, ...]
+    _later_options: Dict[str, Any] = dict(stochastic_rounding=False, state_dtype=None)  # which older checkpoints and torch.optim's know nothing of
 
-    def _call(self, suffix, *args):
+    def _call(self, suffix: str, *args: Any) -> Any:
         return getattr(torch.ops.xsoftmax, self._op + suffix)(*args)
 
     @property
-    def _name(self):
+    def _name(self) -> str:
         return type(self).__name__
 
-    def _options(self, group):
+    def _options(self, group: Dict[str, Any]) -> Dict[str, Any]:
         return {name: group[name] for name in self._option_names}
 
-    def _text(self, group):
+    def _text(self, group: Dict[str, Any]) -> str:
         try:
             return option_text(**self._options(group))
         except TypeError as error:
             raise TypeError(f"{self._name}: {error}") from None
 
-    def _tensors(self, state):
-        return [state[name] for name in self._state_names if name in state]
+    def _tensors(self, state: Dict[str, Any]) -> List[Tensor]:
+        return [_local(state[name]) for name in self._state_names if name in state]
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -88,7 +108,7 @@ class RowOptimizer(torch.optim.Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:  # type: ignore[override]  # torch's are overloads
         """One step for all parameters that have a gradient. A step that is refused changes nothing. `closure`: as in torch.optim; its
         loss is returned."""
         loss = None
@@ -101,12 +121,13 @@ class RowOptimizer(torch.optim.Optimizer):
             group_params = [param for param in group["params"] if param.grad is not None]
             for param in group_params:
                 is_sparse = param.grad.layout != torch.strided
-                row_ids, row_values = sparse_rows(self._name, param, param.grad) if is_sparse else (None, param.grad)
+                row_ids, row_values = sparse_rows(self._name, param, param.grad) if is_sparse else (None, _local(param.grad))
                 state = self.state.get(param)
                 if not state:
                     keeps_rows = is_sparse or _is_of_no_step(group, param)
-                    state = fresh[param] = dict(zip(self._state_names, self._call("_state", param, keeps_rows, text)))
-                params.append(param)
+                    made = self._call("_state", _local(param), keeps_rows, text)
+                    state = fresh[param] = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
+                params.append(_local(param))
                 rows.append(row_ids)
                 values.append(row_values)
                 tensors += self._tensors(state)
@@ -118,7 +139,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def flush(self):
+    def flush(self) -> None:
         """Brings every row of every table up to date: applies what rows without a gradient still owe.
 
         Touches all N rows. Reading a table through the library (``eval()``, ``topk``, ``state_dict()`` and the like) does it by itself; call it
@@ -127,15 +148,15 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         for param, state in self.state.items():
             if state:
-                self._call("_flush_", param, self._tensors(state))
+                self._call("_flush_", _local(param), self._tensors(state))
 
-    def __del__(self):
+    def __del__(self) -> None:
         # What is owed would go with the state: a function that trains and returns the model leaves nothing else behind.
         if not sys.is_finalizing() and hasattr(self, "state"):
             with contextlib.suppress(Exception):  # of a table that has moved elsewhere
                 self.flush()
 
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         """As torch.optim's, after :meth:`flush`. State of a table that is split over ranks (:mod:`xsoftmax.distributed`) is that of the whole table:
         DTensors where it has a row for each class, and as one process would have it else."""
         self.flush()
@@ -145,7 +166,7 @@ class RowOptimizer(torch.optim.Optimizer):
             state_dict = whole_state(self, state_dict)
         return state_dict
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
         16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer of the same name load as
         dense state. Of a table that is split over ranks: DTensors of any placement, whole tables, or this rank's rows.
@@ -162,7 +183,7 @@ class RowOptimizer(torch.optim.Optimizer):
         before = self.state, self.param_groups
         replaced = [self._tensors(state) for state in self.state.values() if state]
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
-        reveal = self.register_load_state_dict_post_hook(RowOptimizer._reveal_tensors, prepend=True)
+        reveal = self.register_load_state_dict_post_hook(RowOptimizer._reveal_tensors, prepend=True)  # type: ignore[arg-type]
         try:
             super().load_state_dict(state_dict)
         except Exception:
@@ -173,8 +194,9 @@ class RowOptimizer(torch.optim.Optimizer):
             reveal.remove()
         for tensors in replaced:
             torch.ops.xsoftmax.forget_debt(tensors)
+        _first_step.look_again(self)
 
-    def _check_shapes(self, state_dict):
+    def _check_shapes(self, state_dict: Dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
             missing = [name for name in self._option_names if name not in group and name not in self._later_options]
             if missing:
@@ -191,21 +213,22 @@ class RowOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{self._name}: expected {name} of parameter {number} with the shape {list(param.shape)} of the parameter or a number for "
                                      f"each of its rows, got {list(value.shape)}: a table loads the state of as many rows as it has (resize_classes)")
 
-    def _reveal_tensors(self):
+    def _reveal_tensors(self) -> None:
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.state.items():
             hidden = {name: value.tensor for name, value in state.items() if isinstance(value, _Hidden)}
-            if hidden and torch.ops.xsoftmax.mapped_table_path(param) and hidden["step"].dtype == torch.int64:
+            if hidden and torch.ops.xsoftmax.mapped_table_path(_local(param)) and hidden["step"].dtype == torch.int64:
                 state.update(self._load_mapped(param, self._text(groups[param]), hidden))
             else:
                 state.update({name: tensor.to(param.device, copy=True) for name, tensor in hidden.items()})
             if state and any(state.get(name) is None for name in self._state_names[:2]):  # torch.optim.SGD counts no steps
-                complete = dict(zip(self._state_names, self._call("_state", param, False, self._text(groups[param]))))
+                made = self._call("_state", _local(param), False, self._text(groups[param]))
+                complete = {name: _spread(param, tensor) for name, tensor in zip(self._state_names, made)}
                 complete["step"].fill_(1)
                 state.update({name: tensor for name, tensor in complete.items() if state.get(name) is None})
         self._register_debts()
 
-    def _load_mapped(self, param, text, loaded):
+    def _load_mapped(self, param: Tensor, text: str, loaded: Dict[str, Tensor]) -> Dict[str, Tensor]:
         """The state in the file beside a table (:mod:`xsoftmax.tables`), with other values from now on."""
         state = dict(zip(self._state_names, self._call("_state", param, True, text)))
         for name, tensor in state.items():
@@ -218,15 +241,15 @@ class RowOptimizer(torch.optim.Optimizer):
                 tensor.copy_(loaded[name])
         return state
 
-    def _register_debts(self):
+    def _register_debts(self) -> None:
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.state.items():
             if tensors := self._tensors(state):
-                torch.ops.xsoftmax.register_row_state(param, tensors, groups[param].get("initial_accumulator_value", 0.0))
+                torch.ops.xsoftmax.register_row_state(_local(param), tensors, groups[param].get("initial_accumulator_value", 0.0))
             if "owed" in state:
                 torch.ops.xsoftmax.register_debt(param, self._tensors(state), self._op)
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: Dict[str, Any]) -> None:
         for group in state["param_groups"]:
             for name, value in self._later_options.items():
                 group.setdefault(name, value)

@@ -1,3 +1,8 @@
+from typing import Optional
+
+import torch
+from torch.optim.optimizer import ParamsT
+
 from ._base import RowOptimizer
 
 
@@ -44,8 +49,8 @@ class RowAdagrad(RowOptimizer):
     _later_options = dict(RowOptimizer._later_options, row_wise=False)
     _option_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "row_wise", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params, lr=1e-2, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, *,
-                 row_wise=False, stochastic_rounding=False, state_dtype=None):
+    def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
+                 eps: float = 1e-10, *, row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
                                       initial_accumulator_value=initial_accumulator_value, eps=eps, row_wise=row_wise,
                                       stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))

@@ -1,3 +1,8 @@
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+from torch.optim.optimizer import ParamsT
+
 from ._base import RowOptimizer
 
 
@@ -58,12 +63,12 @@ class RowAdam(RowOptimizer):
     _later_options = dict(RowOptimizer._later_options, row_wise=False)
     _option_names = ("lr", "betas", "eps", "weight_decay", "row_wise", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, row_wise=False, stochastic_rounding=False,
-                 state_dtype=None):
+    def __init__(self, params: ParamsT, lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, *,
+                 row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, row_wise=row_wise,
                                       stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))
 
-    def _options(self, group):
+    def _options(self, group: Dict[str, Any]) -> Dict[str, Any]:
         options = super()._options(group)
         betas = options.pop("betas")
         if len(betas) != 2:

@@ -1,3 +1,8 @@
+from typing import Optional
+
+import torch
+from torch.optim.optimizer import ParamsT
+
 from ._base import RowOptimizer
 
 
@@ -46,7 +51,7 @@ class RowSGD(RowOptimizer):
     _op, _state_names = "row_sgd", ("step", "momentum_buffer", "last_step", "owed")
     _option_names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "stochastic_rounding", "state_dtype")
 
-    def __init__(self, params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, maximize=False,
-                 stochastic_rounding=False, state_dtype=None):
+    def __init__(self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
+                 maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
                                       maximize=maximize, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))

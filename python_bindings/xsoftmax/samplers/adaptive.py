@@ -1,10 +1,11 @@
 """What the samplers that follow the class table share."""
 
-from typing import Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import _long_work
 from .._checks import check_count
 from .._memory import device_of_values
 from .._options import option_text
@@ -37,15 +38,15 @@ class AdaptiveSampler(Sampler):
     # What a family calls its operators (csrc/samplers/adaptive.h), its tables as they take them, those that are parameters, the one of
     # [num_classes] that is negative for an excluded class, and the statistics of a refresh.
     _family = ""
-    _tables = ("recent", "step")
-    _learnt = ()
+    _tables: Tuple[str, ...] = ("recent", "step")
+    _learnt: Tuple[str, ...] = ()
     _places = ""
-    _statistics = []
+    _statistics: List[str] = []
 
     family: str
     statistics: List[str]
 
-    def _begin(self, num_classes: int, dim: int, num_samples: int, shared: Optional[bool], exclude: Exclude, **options) -> None:
+    def _begin(self, num_classes: int, dim: int, num_samples: int, shared: Optional[bool], exclude: Exclude, **options: Any) -> None:
         """What a constructor calls; `options`: those of the operators beside these."""
         owner = type(self).__name__
         num_classes = check_count(owner, "num_classes", num_classes, 1)
@@ -90,7 +91,18 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
-        torch.ops.xsoftmax.adaptive_step_(self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
+        if torch.jit.is_scripting():
+            torch.ops.xsoftmax.adaptive_step_(self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
+        else:
+            self._interruptible_step(weight, bias, generator)
+
+    @torch.jit.unused
+    def _interruptible_step(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator]) -> None:
+        _long_work.run("refresh", torch.ops.xsoftmax.adaptive_step_, self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
+
+    @torch.jit.unused
+    def _interruptible_refresh(self, weight: Tensor, bias: Optional[Tensor]) -> List[float]:
+        return _long_work.run("refresh", torch.ops.xsoftmax.adaptive_refresh_, self.family, weight, bias, self.step, self._index()[:-1], self.options).tolist()
 
     @torch.jit.unused
     def refresh_due(self) -> bool:
@@ -103,7 +115,10 @@ class AdaptiveSampler(Sampler):
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
         """Follows the class table at once: ``weight [N, D]`` and, where the sampler has one, ``bias [N]``. Returns the statistics that the
         class names."""
-        values: List[float] = torch.ops.xsoftmax.adaptive_refresh_(self.family, weight, bias, self.step, self._index()[:-1], self.options).tolist()
+        if torch.jit.is_scripting():
+            values: List[float] = torch.ops.xsoftmax.adaptive_refresh_(self.family, weight, bias, self.step, self._index()[:-1], self.options).tolist()
+        else:
+            values = self._interruptible_refresh(weight, bias)
         named: Dict[str, float] = {}
         for name, value in zip(self.statistics, values):
             named[name] = value
@@ -151,17 +166,18 @@ class AdaptiveSampler(Sampler):
         excluded = self._excluded()
         return self._like(torch.cat([excluded, ids.to(excluded.device)]))
 
-    def _apply(self, fn, recurse=True):
-        recent, step = self.recent, self.step
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        recent, step = self.recent, self.step  # type: ignore[has-type]
         super()._apply(fn, recurse)
         self.recent, self.step = recent, step  # which every step of training reads: they stay on the host
         return self
 
     @classmethod
-    def for_table(cls, num_classes: int, *num_samples: int, dim: int, bias: bool, **options) -> "AdaptiveSampler":
-        return cls(num_classes, dim, *num_samples, bias=bias, **options)
+    def for_table(cls, num_classes: int, *num_samples: int, dim: int, bias: bool, **options: Any) -> "AdaptiveSampler":
+        return cls(num_classes, dim, *num_samples, bias=bias, **options)  # type: ignore[call-arg]  # the constructor is that of a subclass
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
         tables = {name: getattr(self, name) for name in self._tables}
         if not all(prefix + name in state_dict and state_dict[prefix + name].shape == table.shape for name, table in tables.items()):
             self.step.zero_()

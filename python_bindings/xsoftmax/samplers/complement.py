@@ -42,7 +42,7 @@ class ComplementSampler(Sampler):
             if num_classes not in (None, sampler.num_classes):
                 raise ValueError(f"ComplementSampler: expected num_classes of the sampler, {sampler.num_classes}, got {num_classes}")
             num_classes, tries = sampler.num_classes, sampler.num_samples // num_samples
-        super().__init__(num_classes, num_samples, shared=False)
+        super().__init__(num_classes, num_samples, shared=False)  # type: ignore[arg-type]  # whose check names it
         if sampler is not None:
             sampler._claim("ComplementSampler")
         self.sampler = sampler
@@ -148,7 +148,7 @@ def noise_outside(owner: str, noise: Union[Sampler, str], num_noises: int, num_c
         noise = make_sampler(noise, num_classes, 4 * num_noises, dim=dim, bias=bias, shared=False)
     if not isinstance(noise, Sampler) and noise != "uniform":
         raise TypeError(f"{owner}: expected noise_sampler to be a Sampler or a name, got {type(noise).__name__}")
-    if noise == "uniform" or num_noises == 0:
+    if not isinstance(noise, Sampler) or num_noises == 0:
         return ComplementSampler(None, num_noises, num_classes=num_classes)
     if noise.num_classes != num_classes:
         raise ValueError(f"{owner}: expected a noise_sampler of {num_classes} classes, got one of {noise.num_classes}")

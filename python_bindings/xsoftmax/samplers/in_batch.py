@@ -1,6 +1,6 @@
 """The batch's own targets as candidates."""
 
-from typing import Callable, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class InBatchSampler(Sampler):
         return torch.ops.xsoftmax.in_batch_log_count(ids, count, total, last, seen, self.drawn, self.options)
 
     @classmethod
-    def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options) -> "InBatchSampler":
+    def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options: Any) -> "InBatchSampler":
         if num_samples is not None:
             raise ValueError(f"make_sampler: expected no num_samples for \"in_batch\", whose draws are the batch's targets, got {num_samples}")
         return cls(num_classes, **options)

@@ -1,6 +1,6 @@
 """MIDX: classes drawn by a quantised copy of the class table."""
 
-from typing import List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class MidxSampler(AdaptiveSampler):
     """
 
     _family = "midx"
-    _tables = ("codewords1", "codewords2", "cell", "order", "start", "mass", "log_weight", "prefix", "heaviest", "touched", "recent", "step")
+    _tables: Tuple[str, ...] = ("codewords1", "codewords2", "cell", "order", "start", "mass", "log_weight", "prefix", "heaviest", "touched", "recent", "step")
     _places = "cell"
     _statistics = ["distortion", "mean_square", "inertia1", "inertia2", "cells"]
     _form = "plain"
@@ -64,7 +64,7 @@ class MidxSampler(AdaptiveSampler):
         return [self.codewords1.detach(), self.codewords2.detach(), self.cell, self.order, self.start, self.mass, self.log_weight, self.prefix,
                 self.heaviest, self.touched, self.recent, self.step]
 
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
         if prefix + "cell" in state_dict and prefix + "order" not in state_dict:
             # As ranks that have split the classes save it (xs.distributed): what follows from the cells is left out.
             cell, weights = state_dict[prefix + "cell"], state_dict.get(prefix + "log_weight", self.log_weight)

@@ -1,6 +1,6 @@
 """Forms of MIDX to study it by: exact, with the spread inside cells, with codebooks that are learnt."""
 
-from typing import List, Optional
+from typing import Any, List, Optional
 
 import torch
 from torch import Tensor
@@ -59,12 +59,12 @@ class LearnableMidxSampler(MidxSampler):
     _learnt = ("codewords1", "codewords2")
     _form = "learnable"
 
-    def __init__(self, num_classes: int, dim: int, num_samples: int = 20, *, learn_rows: int = 1024, **others):
+    def __init__(self, num_classes: int, dim: int, num_samples: int = 20, *, learn_rows: int = 1024, **others: Any):
         super().__init__(num_classes, dim, num_samples, **others)
         self.learn_rows = check_count(type(self).__name__, "learn_rows", learn_rows, 1)
 
     def _like(self, excluded: Tensor) -> "LearnableMidxSampler":
-        other = super()._like(excluded)
+        other: Any = super()._like(excluded)
         other.learn_rows = self.learn_rows
         return other
 

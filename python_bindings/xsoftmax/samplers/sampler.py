@@ -1,12 +1,13 @@
 """What every sampler is: a module that proposes classes and says how often it would."""
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, Type
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._checks import check_count
 from .._memory import moved_table
+from .._typing import Module
 
 
 class CandidateSet(NamedTuple):
@@ -53,10 +54,10 @@ OF_BATCH = -1
 """The number of draws of a sampler that takes what the batch holds."""
 
 
-class KeepsTables(nn.Module):
+class KeepsTables(Module):
     """Base of modules whose buffers are tables: what a loss is cast to changes no value of them, and a state dict without them leaves them as they are."""
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # model.half() casts every floating tensor, to_empty() drops its values. These stay: only their device moves.
         tables = {name: table for name, table in self._buffers.items() if table is not None}
         learnt = {name: table.detach() for name, table in self._parameters.items() if table is not None}
@@ -64,12 +65,13 @@ class KeepsTables(nn.Module):
         for name, table in tables.items():
             self._buffers[name] = moved_table(type(self).__name__, table, self._buffers[name])
         for name, table in learnt.items():
-            parameter = self._parameters[name]
+            parameter: Any = self._parameters[name]
             parameter.data = moved_table(type(self).__name__, table, parameter.detach())
             parameter.grad = None if parameter.grad is None else parameter.grad.to(table.dtype)
         return self
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         # The index of another sampler, or none: a checkpoint's class table loads into any loss.
         unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix)]
@@ -138,7 +140,6 @@ class Sampler(KeepsTables):
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
         """What a loss calls before it draws in train(): a sampler that follows the class table ``weight [N, D]``, ``bias [N]`` brings itself up
         to date here when its time has come."""
-        pass
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
@@ -197,7 +198,7 @@ class Sampler(KeepsTables):
         self._owner = owner
 
     @classmethod
-    def for_table(cls, num_classes: int, num_samples: int, *, dim: int, bias: bool, **options) -> "Sampler":
+    def for_table(cls, num_classes: int, num_samples: int, *, dim: int, bias: bool, **options: Any) -> "Sampler":
         """One for a class table of width ``dim``, with or without a bias: what a loss calls where a sampler is named by a string. ``options``:
         the constructor's."""
         return cls(num_classes, num_samples, **options)
@@ -218,7 +219,7 @@ def register(name: str) -> Callable[[Type[Sampler]], Type[Sampler]]:
     return add
 
 
-def make_sampler(name: str, num_classes: int, num_samples: Optional[int] = None, *, dim: int = 0, bias: bool = False, **options) -> Sampler:
+def make_sampler(name: str, num_classes: int, num_samples: Optional[int] = None, *, dim: int = 0, bias: bool = False, **options: Any) -> Sampler:
     """A sampler by name: "uniform", "log_uniform", "unigram" (needs ``counts=``), "in_batch", "midx", "midx_exact",
     "midx_spread", "midx_learnable", "lsh", "sphere", "rff", or one that :func:`register` was given.
 

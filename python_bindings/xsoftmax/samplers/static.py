@@ -1,6 +1,6 @@
 """Samplers whose distribution does not depend on the query: weight tables, uniform, log-uniform, unigram, fixed classes."""
 
-from typing import Callable, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
 from torch import Tensor
@@ -108,8 +108,8 @@ class StaticSampler(Sampler):
 
         return resize
 
-    def _apply(self, fn, recurse=True):
-        tail = self.tail
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        tail = self.tail  # type: ignore[has-type]
         super()._apply(fn, recurse)
         self.tail = tail  # which every draw reads: it stays on the host
         return self
@@ -121,10 +121,10 @@ class StaticSampler(Sampler):
         return other
 
     @classmethod
-    def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options) -> "StaticSampler":
+    def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options: Any) -> "StaticSampler":
         if num_samples is None:
             raise ValueError(f"make_sampler: expected num_samples for a {cls.__name__}, got None")
-        return cls(num_classes, num_samples, **options)
+        return cls(num_classes, num_samples, **options)  # type: ignore[arg-type]  # the constructor is that of a subclass
 
     def extra_repr(self) -> str:
         return self.options.replace(",", ", ")
@@ -189,7 +189,8 @@ class UnigramSampler(StaticSampler):
     def __init__(self, counts: Union[Tensor, StreamingCounts], num_samples: int, *, power: float = 0.75, shared: Optional[bool] = None,
                  distinct: Optional[bool] = None, exclude: Exclude = None, refresh_every: int = 1000, uniform_share: float = 0.01):
         if not isinstance(counts, StreamingCounts):
-            return self._draw_from("table", counts, float(power), 0, num_samples, shared, distinct, exclude)
+            self._draw_from("table", counts, float(power), 0, num_samples, shared, distinct, exclude)
+            return
         if counts.num_ids is None:
             raise ValueError("UnigramSampler: expected counts of dense ids, got those of open ids")
         self._draw_from("table", torch.ones(counts.num_ids, device=counts.count.device), None, 0, num_samples, shared, distinct, exclude)
@@ -205,7 +206,7 @@ class UnigramSampler(StaticSampler):
 
     def _make(self, weights: Optional[Tensor], power: Optional[float], classes: Optional[Tensor], options: str) -> None:
         super()._make(weights, power, classes, options)
-        self.streaming = None
+        self.streaming = None  # type: ignore[assignment]
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
@@ -235,18 +236,19 @@ class UnigramSampler(StaticSampler):
         def resize() -> None:
             resize_tables()
             if self.streaming is not None:
-                self.excluded = self.excluded[self.excluded < num_classes]
+                self.excluded = self.excluded[self.excluded < num_classes]  # type: ignore[has-type]
                 self.streaming.resize(num_classes)
 
         return resize
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         if self.streaming is not None:
-            self.step = self.step.cpu()  # which every step of training reads: it stays on the host
+            self.step = self.step.cpu()  # type: ignore[has-type]  # which every step of training reads: it stays on the host
         return self
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
         if self.streaming is not None:
             tables = {name: getattr(self, name) for name in (*TABLES, "step") if getattr(self, name).numel() > 0}
             fits = all(prefix + name in state_dict and state_dict[prefix + name].shape == table.shape for name, table in tables.items())
@@ -262,11 +264,11 @@ class UnigramSampler(StaticSampler):
 
     @classmethod
     def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool,
-                  counts: Union[Tensor, StreamingCounts, None] = None, **options) -> "UnigramSampler":
+                  counts: Union[Tensor, StreamingCounts, None] = None, **options: Any) -> Any:
         size = counts.num_ids if isinstance(counts, StreamingCounts) else None if counts is None else len(counts)
         if size != num_classes:
             raise ValueError(f"make_sampler: expected counts of {num_classes} classes for \"unigram\", got {'none' if size is None else size}")
-        return super().for_table(counts, num_samples, dim=dim, bias=bias, **options)
+        return super().for_table(counts, num_samples, dim=dim, bias=bias, **options)  # type: ignore[arg-type]  # counts stand first
 
 
 class FixedSampler(StaticSampler):

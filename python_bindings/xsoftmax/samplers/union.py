@@ -1,6 +1,6 @@
 """Several samplers as one."""
 
-from typing import Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ class UnionSampler(Sampler):
     Args:
         *parts: samplers of one number of classes, each of which belongs to this union from here on; unions may be among them.
     """
+
+    if TYPE_CHECKING:
+        parts: Any
 
     def __init__(self, *parts: Sampler):
         if not parts:
@@ -100,11 +103,11 @@ class UnionSampler(Sampler):
         return self._plan_all([part.plan_growth(num_classes, rows, bias) for part in self.parts], num_classes)
 
     @torch.jit.unused
-    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
+    def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Any:
         return self._plan_all([part.plan_resize(num_classes, rows, bias) for part in self.parts], num_classes)
 
     @torch.jit.unused
-    def _plan_all(self, plans: List[Optional[Callable[[], None]]], num_classes: int) -> Optional[Callable[[], None]]:
+    def _plan_all(self, plans: List[Any], num_classes: int) -> Optional[Callable[[], None]]:
         def resize() -> None:
             for plan in plans:
                 plan()

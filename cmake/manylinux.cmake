@@ -1,0 +1,18 @@
+include(CheckCXXSourceCompiles)
+
+# xsoftmax_use_old_symbols(TARGET): the library then asks of the system no more than torch's own wheels do, manylinux_2_28: glibc 2.28 and the
+# libstdc++ of GCC 8. A build on a newer system binds to the newest version of each function. Here it gets the version that the old system has, or,
+# where that has none, a function of ours (cmake/old_symbols.cpp). On the old system itself there is nothing to do.
+function(xsoftmax_use_old_symbols target)
+  check_cxx_source_compiles("#include <features.h>\n#if !__GLIBC_PREREQ(2, 29)\n#error\n#endif\nint main() {}" XSOFTMAX_GLIBC_IS_NEW)
+  if(NOT XSOFTMAX_GLIBC_IS_NEW)
+    return()
+  endif()
+  target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/old_symbols.cpp)
+  set_source_files_properties(${PROJECT_SOURCE_DIR}/cmake/old_symbols.cpp PROPERTIES
+    SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS -fvisibility=hidden)
+  foreach(name exp exp2 log log2 pow pthread_mutex_trylock stat fstat
+      _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE _ZSt8to_charsPcS_d _ZSt10from_charsPKcS0_RdSt12chars_format)
+    target_link_options(${target} PRIVATE "-Wl,--wrap=${name}")
+  endforeach()
+endfunction()

@@ -1,0 +1,16 @@
+"""Glue to packages that train models, each imported with its first use: :mod:`transformers`, :mod:`lightning`, :mod:`accelerate`, :mod:`recbole`,
+:mod:`torchmetrics`.
+
+The package needs none of them. Versions that the tests run with stand in the extra `integrations`.
+"""
+
+import importlib
+from types import ModuleType
+
+__all__ = ["accelerate", "lightning", "recbole", "torchmetrics", "transformers"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in __all__:
+        return importlib.import_module("." + name, __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

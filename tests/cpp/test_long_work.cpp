@@ -1,0 +1,57 @@
+// Work that takes long, from C++: who looks on, who stops it, and what is left then.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <xsoftmax/xsoftmax.h>
+
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace {
+
+using xsoftmax::LabelTree;
+
+const xsoftmax::TreeFromVectors kForever{.arity = 10, .iterations = 1'000'000};
+
+/// Sets the handler of this thread for the length of a test.
+struct Watching {
+  explicit Watching(xsoftmax::ProgressHandler handler) : before(xsoftmax::set_progress_handler(std::move(handler))) {}
+  ~Watching() { xsoftmax::set_progress_handler(std::move(before)); }
+  xsoftmax::ProgressHandler before;
+};
+
+TEST(LongWork, TellsHowFarItIs) {
+  int64_t calls = 0, last = 0;
+  const Watching watching([&](const std::string& work, int64_t done, int64_t total) {
+    EXPECT_EQ(work, "label_tree_kmeans_order");
+    EXPECT_EQ(total, 100'000);
+    EXPECT_GE(done, last);
+    last = done;
+    ++calls;
+  });
+  LabelTree::from_vectors(torch::randn({100'000, 16}), {.arity = 10});
+  EXPECT_GE(calls, 1);
+}
+
+TEST(LongWork, AHandlerThatThrowsStopsIt) {
+  const Watching watching([](const std::string&, int64_t, int64_t) { throw std::runtime_error("enough"); });
+  EXPECT_THROW(LabelTree::from_vectors(torch::randn({20'000, 16}), kForever), std::runtime_error);
+}
+
+TEST(LongWork, InterruptStopsItFromAnotherThread) {
+  xsoftmax::interrupt(); // of nothing: what begins later is not concerned
+  EXPECT_NO_THROW(LabelTree::from_vectors(torch::randn({100, 16}), {.arity = 10}));
+  std::chrono::steady_clock::time_point asked;
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    asked = std::chrono::steady_clock::now();
+    xsoftmax::interrupt();
+  });
+  EXPECT_THROW(LabelTree::from_vectors(torch::randn({20'000, 16}), kForever), xsoftmax::Interrupted);
+  EXPECT_LT(std::chrono::steady_clock::now() - asked, std::chrono::seconds(1));
+  other.join();
+}
+
+} // namespace

@@ -1,0 +1,190 @@
+"""The documentation: its programs run, every public name is in the reference, links between files lead somewhere, figures come from records."""
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import xsoftmax as xs
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# What is generated, and tutorials, which are notebooks with tests of their own.
+PAGES = [path for path in sorted(DOCS.rglob("*.md")) if not {"tutorials", "generated", "benchmarks"} & set(path.relative_to(DOCS).parts)
+         and path.name not in ("operators.md", "command_line.md")]
+
+
+def programs(path):
+    """Blocks of Python, which go on from one another."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if programs(path) and path.name != "distributed.md"], ids=lambda path: str(path.relative_to(DOCS)))
+def test_programs_of_a_page_run(path, tmp_path):
+    names = {"__name__": "page"}
+    for number, program in enumerate(programs(path)):
+        exec(compile(program.replace("/tmp/", f"{tmp_path}/"), f"<{path.name}, block {number}>", "exec"), names)
+    assert "value" not in names or torch.as_tensor(names["value"]).isfinite()
+
+
+# What the blocks of distributed.md take as given: a model, its batches, and a group of one process.
+GIVEN = """
+import scipy.sparse, torch, xsoftmax as xs
+class Model(torch.nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = xs.SampledSoftmaxLoss(8, 9000, sampler="log_uniform", num_samples=16) if loss is ... else loss
+        self.encoder = torch.nn.Linear(8, self.loss.in_features)
+    def forward(self, input, target):
+        return self.loss(self.encoder(input), target)
+X, Y = (scipy.sparse.random(60, 30, 0.2, format="csr", dtype="float32") for _ in range(2))
+steps, loader = 2, [(torch.randn(4, 8), torch.randint(9000, (4,)))] * 2
+"""
+BEFORE = {
+    "init_process_group": "\nif torch.distributed.is_initialized(): torch.distributed.destroy_process_group()\n",
+    "fully_shard": "\nimport torch.distributed.fsdp; model = Model(...); mesh = torch.distributed.device_mesh.init_device_mesh('cpu', (1,))\n",
+}
+
+
+def test_programs_of_several_machines_run(tmp_path):
+    blocks = programs(DOCS / "distributed.md")
+    text = GIVEN
+    for block in blocks:
+        text += "".join(setup for word, setup in BEFORE.items() if word in block)
+        text += re.sub(r"\b1(00)?_000_000\b", "9_000", block).replace("num_samples=8192", "num_samples=64")
+    environment = dict(os.environ, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
+    program = tmp_path / "page.py"
+    program.write_text(text + "\ntorch.distributed.destroy_process_group()\nprint('end of the page', len(loader), flush=True)\nimport os; os._exit(0)\n")
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert "end of the page" in done.stdout, done.stderr
+    assert len(blocks) >= 4
+
+
+def test_there_are_programs():
+    assert sum(len(programs(path)) for path in PAGES) >= 25
+
+
+# ---- names
+
+def entries():
+    """Full names that the Python reference lists."""
+    found = []
+    for path in (DOCS / "reference").glob("*.rst"):
+        found += re.findall(r"^   (xsoftmax\.[\w.]+)$|^\.\. py:data:: (xsoftmax\.[\w.]+)$", path.read_text(), re.MULTILINE)
+    return [one or other for one, other in found]
+
+
+def public_modules():
+    yield xs
+    for info in pkgutil.walk_packages(xs.__path__, "xsoftmax."):
+        if not any(part.startswith("_") for part in info.name.split(".")) and "cli" not in info.name:
+            module = importlib.import_module(info.name)
+            if hasattr(module, "__all__"):
+                yield module
+
+
+def resolve(name):
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_every_public_name_has_an_entry():
+    listed = entries()
+    documented = [resolve(name) for name in listed]  # a name that is not there any more raises
+    missing = []
+    for module in public_modules():
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if type(thing) is type(xs):  # a module: its names have entries
+                continue
+            if f"{module.__name__}.{name}" not in listed and not any(thing is other for other in documented):
+                missing.append(f"{module.__name__}.{name}")
+    assert not missing, f"list these in a page of docs/reference/*.rst: {', '.join(missing)}"
+    assert len(listed) == len(set(listed))
+
+
+def test_every_public_name_has_a_docstring():
+    assert not [name for name in entries() if callable(resolve(name)) and not (resolve(name).__doc__ or "").strip()]
+
+
+def test_every_header_has_a_place():
+    text = "\n".join(path.read_text() for path in (DOCS / "reference/cpp").glob("*.md"))
+    shown = re.findall(r"```\{doxygenfile\} (\S+)", text)
+    assert sorted(shown) == sorted({path.name for path in (ROOT / "include/xsoftmax").glob("*.h")} - {"xsoftmax.h"})
+
+
+# ---- links and words
+
+def test_links_between_files_lead_somewhere():
+    bad = []
+    for path in [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("README.md")]:
+        text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            target = link.partition("#")[0]
+            generated = re.search(r"reference/(operators|command_line)\.md$|^(operators|command_line)\.md$|^\.\./operators\.md$", target)
+            if target and "://" not in target and not generated and not (path.parent / target).exists():
+                bad.append(f"{path.relative_to(ROOT)}: {link}")
+    assert not bad
+
+
+# ---- figures
+
+@pytest.fixture
+def records(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    return importlib.import_module("records"), importlib.import_module("benchmark_pages")
+
+
+def write(records, path):
+    rows = [{"layer": "exact", "time": "2 ms"}, {"layer": "sampled | fast", "time": "1 ms"}]
+    records.report(argparse.Namespace(json=str(path)), "What it costs.\n\n    python x.py\n\nHow it is\nmeasured.\n", question="What does it cost?",
+                   against="PyTorch", tables=[records.table(rows, "A step")], figures=[1.5])
+
+
+def test_a_record_becomes_a_page(records, tmp_path):
+    write(records[0], tmp_path / "step.json")
+    (tmp_path / "gone.md").write_text("a page whose record is gone")
+    assert [path.name for path in records[1].generate(folder=tmp_path)] == ["step.md"]
+    page = (tmp_path / "step.md").read_text()
+    found = json.loads((tmp_path / "step.json").read_text())
+    for text in ("# What does it cost?", "How it is measured.", "| exact | 2 ms |", r"| sampled \| fast | 1 ms |", found["machine"]["cpu"], found["date"],
+                 found["machine"]["torch"], "PyTorch", found["command"]):
+        assert text in page
+    assert "x.py" not in page and not (tmp_path / "gone.md").exists() and found["figures"] == [1.5]
+    assert found["loaded"] == (found["other_programs_cores"] > 0.1)
+
+
+@pytest.mark.parametrize("field", ["question", "against", "command", "date", "commit", "machine", "loaded", "tables", "machine.cpu", "machine.threads",
+                                   "machine.torch"])
+def test_a_page_is_refused_without_what_a_figure_needs(records, tmp_path, field):
+    write(records[0], tmp_path / "step.json")
+    found = json.loads((tmp_path / "step.json").read_text())
+    found["commit"] = found["commit"] or "0123456789ab"
+    holder = found["machine"] if "." in field else found
+    del holder[field.rpartition(".")[2]]
+    (tmp_path / "step.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=f"step.json: expected a record of benchmarks/records.py, got one without {field}"):
+        records[1].generate(folder=tmp_path)
+    assert not (tmp_path / "step.md").exists()
+
+
+def test_committed_records_are_whole(records):
+    for path in (DOCS / "benchmarks").glob("*.json"):
+        records[1].read(path)
+
+
+@pytest.mark.parametrize("given, typed", [(["--threads", "1", "--json", "out/x.json"], "python benchmarks/step.py --threads 1"),
+                                          (["--json", "--only", "kill"], "python benchmarks/step.py --only kill"),
+                                          (["--json=x.json", "--gowalla", "/data/gowalla"], "python benchmarks/step.py --gowalla gowalla")])
+def test_a_record_says_its_command(records, monkeypatch, given, typed):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/step.py", *given])
+    assert records[0].command() == typed

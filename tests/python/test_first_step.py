@@ -1,0 +1,156 @@
+"""What an optimizer is told in its first step: an error where it cannot take row-sparse gradients, a warning where they turned dense."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import xsoftmax as xs
+
+N, D = 40, 6
+
+
+def step(loss, optimizer, encoder=None, **kwargs):
+    optimizer.zero_grad()
+    hidden = torch.randn(4, D) if encoder is None else encoder(torch.randint(N, (4,)))
+    value = loss(hidden, torch.randint(N, (4,)))
+    value.backward()
+    optimizer.step(**kwargs)
+
+
+def sampled(**kwargs):
+    return xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=8, **kwargs)
+
+
+@pytest.mark.parametrize("kind, options, ours", [
+    ("AdamW", {}, "RowAdam"), ("AdamW", dict(foreach=True), "RowAdam"), ("AdamW", dict(fused=True), "RowAdam"), ("Adam", {}, "RowAdam"),
+    ("NAdam", {}, "RowAdam"), ("RAdam", {}, "RowAdam"), ("Adamax", {}, "RowAdam"), ("RMSprop", {}, "RowAdam"), ("Adadelta", {}, "RowAdam"),
+    ("ASGD", {}, "RowAdam"), ("Rprop", {}, "RowAdam"), ("Adafactor", {}, "RowAdam"), ("SGD", dict(weight_decay=0.1), "RowSGD"),
+    ("SGD", dict(fused=True), "RowSGD"), ("Adagrad", dict(weight_decay=0.1), "RowAdagrad"), ("Adagrad", dict(fused=True), "RowAdagrad")])
+def test_an_optimizer_without_row_sparse_gradients_is_refused_at_its_first_step(kind, options, ours):
+    loss, encoder = sampled(), torch.nn.Embedding(N, D)
+    optimizer = getattr(torch.optim, kind)([*encoder.parameters(), *loss.parameters()], lr=0.1, **options)
+    before = copy.deepcopy([encoder.state_dict(), loss.state_dict()])
+    with pytest.raises(RuntimeError, match=rf"^{kind}.*: expected dense gradients, got a row-sparse one of a parameter of shape \[40, 6\]: "
+                                           rf"use xs.optim.{ours}, .*sparse_grad=False"):
+        step(loss, optimizer, encoder)
+    for now, then in zip([encoder.state_dict(), loss.state_dict()], before):
+        assert all(torch.equal(now[key], then[key]) for key in then)
+    assert all(state.get("step", 0) == 0 for state in optimizer.state.values())
+    loss.sparse_grad = False
+    step(loss, optimizer, encoder)
+
+
+class Ours(torch.optim.AdamW):
+    """An optimizer that derives from torch's."""
+
+
+def test_a_subclass_is_refused_and_others_are_left_to_say_so_themselves():
+    loss = sampled()
+    with pytest.raises(RuntimeError, match="^Ours: expected dense gradients"):
+        step(loss, Ours(loss.parameters()))
+
+    class Stranger(torch.optim.Optimizer):
+        steps = 0
+
+        def __init__(self, params):
+            super().__init__(params, dict(lr=0.1))
+
+        def step(self):
+            self.steps += 1
+    stranger = Stranger(loss.parameters())
+    step(loss, stranger)
+    assert stranger.steps == 1
+
+
+@pytest.mark.parametrize("make", [
+    lambda params: xs.optim.RowAdam(params), lambda params: xs.optim.RowSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda params: xs.optim.RowAdagrad(params, lr=0.1, weight_decay=0.1), lambda params: torch.optim.SGD(params, lr=0.1),
+    lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), lambda params: torch.optim.Adagrad(params), lambda params: torch.optim.SparseAdam(params)])
+def test_who_takes_row_sparse_gradients_hears_nothing(make):
+    loss = sampled()
+    optimizer = make(list(loss.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Sparse")
+        step(loss, optimizer)
+        step(loss, optimizer)
+
+
+def test_only_the_first_step_is_looked_at(monkeypatch):
+    loss, calls = sampled(), []
+    optimizer = xs.optim.RowAdam(loss.parameters())
+    real = xs._first_step.row_sparse_tables
+    monkeypatch.setattr(xs._first_step, "row_sparse_tables", lambda: calls.append(1) or real())
+    for _ in range(3):
+        step(loss, optimizer)
+    assert len(calls) == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(loss, optimizer)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("make", [xs.optim.RowAdam, torch.optim.AdamW])
+def test_a_tied_embedding_with_dense_gradients_is_warned_of_once(make):
+    for sparse in (False, True):
+        embedding, loss = torch.nn.Embedding(N, D, sparse=sparse), sampled()
+        loss.linear.weight = embedding.weight
+        if sparse and make is torch.optim.AdamW:
+            continue
+        optimizer = make(loss.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                step(loss, optimizer, embedding)
+        messages = [str(each.message) for each in caught if "row-sparse" in str(each.message)]
+        assert len(messages) == (0 if sparse else 1)
+    copied = copy.deepcopy(torch.nn.ModuleList([embedding, loss]))
+    copied[0].sparse = False
+    with pytest.warns(UserWarning, match=r"SampledSoftmaxLoss: expected a row-sparse gradient of its table of shape \[40, 6\].*sparse=True"):
+        step(copied[1], make(copied[1].parameters()), copied[0])
+
+
+def test_losses_with_dense_gradients_hear_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Sparse")
+        for loss in (xs.LinearCrossEntropyLoss(D, N), sampled(sparse_grad=False)):
+            step(loss, torch.optim.AdamW(loss.parameters()))
+            step(loss, xs.optim.RowAdam(loss.parameters()))
+
+
+def test_state_of_a_dense_optimizer_is_warned_of_once():
+    loss = sampled(sparse_grad=False)
+    dense = torch.optim.AdamW(loss.parameters())
+    step(loss, dense)
+    loss.sparse_grad = True
+    optimizer = xs.optim.RowAdam(loss.parameters())
+    optimizer.load_state_dict(dense.state_dict())
+    with pytest.warns(UserWarning, match=r"RowAdam: the state of a parameter of shape \[40, 6\] is that of dense gradients"):
+        step(loss, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Sparse")
+        step(loss, optimizer)
+
+
+def test_distributed_checkpoints_make_state_without_a_word():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    loss = sampled()
+    optimizer = xs.optim.RowAdam(loss.parameters())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*row-sparse.*")
+        get_optimizer_state_dict(loss, optimizer)
+    with pytest.warns(UserWarning, match="expected a row-sparse gradient"):
+        loss.linear.weight.grad = torch.ones(N, D)
+        optimizer.step()
+
+
+def test_compiled_steps():
+    loss = sampled(sparse_grad=False)
+    optimizer = torch.optim.AdamW(loss.parameters())
+    loss(torch.randn(3, D), torch.randint(N, (3,))).backward()
+    before = loss.linear.weight.detach().clone()
+    torch.compile(optimizer.step, backend="eager")()
+    assert not torch.equal(before, loss.linear.weight)

@@ -1,0 +1,56 @@
+"""Metrics of TorchMetrics that add up over batches, against xs.metrics on all queries at once."""
+
+import pytest
+import torch
+
+import xsoftmax as xs
+
+torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install xsoftmax[integrations]")
+
+N, Q, K = 12, 9, 4
+
+
+def batches():
+    random = torch.Generator().manual_seed(0)
+    predictions = torch.rand(Q, N, generator=random).argsort(1)[:, :6]
+    truth = [torch.randperm(N, generator=random)[:count].tolist() for count in (1, 3, 0, 2, 5, 1, 0, 0, 4)]
+    return predictions, truth
+
+
+def metrics():
+    propensity = torch.linspace(0.1, 1, N)
+    classes = xs.integrations.torchmetrics
+    return {"precision_at_k": classes.PrecisionAtK(K), "recall_at_k": classes.RecallAtK(K), "ndcg_at_k": classes.NdcgAtK(K),
+            "psp_at_k": classes.PspAtK(K, propensity)}, {"psp_at_k": (propensity,)}
+
+
+def test_batches_add_up():
+    """Batches of different sizes, one of them with nothing right."""
+    predictions, truth = batches()
+    each, more = metrics()
+    collection = torchmetrics.MetricCollection(each)
+    for part in (slice(0, 2), slice(2, 6), slice(6, 8), slice(8, 9)):
+        collection.update(predictions[part], truth[part])
+    for name, value in collection.compute().items():
+        assert value.item() == pytest.approx(getattr(xs.metrics, name)(predictions, truth, K, *more.get(name, ())), rel=1e-12)
+    collection.reset()
+    collection.update(predictions[6:8], truth[6:8])
+    assert all(value.isnan() for value in collection.compute().values())
+
+
+def test_a_call_gives_the_figure_of_its_batch_and_states_merge_as_those_of_ranks():
+    predictions, truth = batches()
+    for name, metric in metrics()[0].items():
+        more = metrics()[1].get(name, ())
+        assert metric(predictions[:2], truth[:2]).item() == pytest.approx(getattr(xs.metrics, name)(predictions[:2], truth[:2], K, *more))
+        other = metrics()[0][name]
+        other.update(predictions[2:], truth[2:])
+        metric.merge_state(other)
+        assert metric.compute().item() == pytest.approx(getattr(xs.metrics, name)(predictions, truth, K, *more))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="PrecisionAtK: expected k"):
+        xs.integrations.torchmetrics.PrecisionAtK(0)
+    with pytest.raises(TypeError, match="precision_at_k: expected predictions of dtype int64"):
+        xs.integrations.torchmetrics.PrecisionAtK(1).update(torch.ones(2, 3), [[1], [2]])

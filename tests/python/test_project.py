@@ -1,0 +1,69 @@
+"""What the repository says of itself: licence, version, citation, how to contribute."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from test_readme import ROOT, programs_of
+
+import xsoftmax
+
+
+def read(name):
+    return (ROOT / name).read_text()
+
+
+def test_the_licence_is_in_the_package():
+    """A wheel without it may not be passed on."""
+    installed = metadata.distribution("xsoftmax")
+    assert installed.metadata["License-Expression"] == "BSD-3-Clause"
+    texts = [file.read_text() for file in installed.files if file.match("*.dist-info/licenses/LICENSE")]
+    assert texts == [read("LICENSE")] and "The xsoftmax authors" in texts[0]
+
+
+def test_one_version():
+    """A program that asks Python, pip, CMake, the citation or the changelog gets the same answer."""
+    version = xsoftmax.__version__
+    assert metadata.version("xsoftmax") == version
+    assert f'PACKAGE_VERSION "{version}"' in read_cmake("xsoftmaxConfigVersion.cmake")
+    assert re.search(r'^version: "(.*)"$', read("CITATION.cff"), re.M).group(1) == version
+    of_changelog = re.search(r"^## \[Unreleased\]\n\n.*?\b(\d+\.\d+\.\d+)\b|^## \[(\d+\.\d+\.\d+)\]", read("CHANGELOG.md"), re.M | re.S)
+    assert version in of_changelog.groups()
+
+
+def read_cmake(name):
+    return next(Path(xsoftmax.cmake_prefix_path).rglob(name)).read_text()
+
+
+def test_methods_are_cited():
+    """Each paper names what implements it; names of the package are there."""
+    notes = re.findall(r'^    notes: "(.*)"$', read("CITATION.cff"), re.M)
+    assert len(notes) == len(re.findall(r"^  - type: ", read("CITATION.cff"), re.M)) > 15
+    for name in {name for note in notes for name in re.findall(r"\b[A-Z]\w+(?:Loss|Sampler|Linear|Matcher|Counts)\b", note)}:
+        assert hasattr(xsoftmax, name) or hasattr(xsoftmax.samplers, name), name
+    known = estimators()
+    for name in {name for note in notes for name in re.findall(r"[Ee]stimator (\w+)", note)}:
+        assert name in known, name
+
+
+def estimators():
+    return {*torch.ops.xsoftmax.estimator_names(), "complementary_sum"}
+
+
+@pytest.mark.parametrize("program", programs_of("CONTRIBUTING.md"), ids=["sampler", "estimator"])
+def test_programs_of_contributing(program):
+    names = {}
+    exec(compile(program, "CONTRIBUTING.md", "exec"), names)
+    assert torch.isfinite(names["value"]), "the loss that the walk builds"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_files_that_pages_name_are_there(page):
+    """A reader who follows a name finds a file."""
+    text = read(page)
+    links = {link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")}
+    named = set(re.findall(r"`((?:csrc|include|tests|docs|examples|benchmarks|cmake|python_bindings|\.ci)/[\w./-]+\.\w+)`", text))
+    missing = [name for name in links | named if name and not (ROOT / name).exists()]
+    assert missing == []
