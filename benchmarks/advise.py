@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import xsoftmax as xs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from examples.language_model.data import load_corpus  # noqa: E402
+from examples.language_model.data import load_corpus
 
 CONTEXT, WIDTH, BATCH = 4, 64, 1024
 

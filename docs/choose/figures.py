@@ -65,7 +65,8 @@ def milliseconds(runs: dict, repeats: int) -> dict:
 def measure_loss() -> dict:
     rows = []
     for classes in CLASSES:
-        losses = {"nn.Linear + nn.CrossEntropyLoss": (Plain(WIDTH, classes), torch.optim.Adam), "LinearCrossEntropyLoss": (xs.LinearCrossEntropyLoss(WIDTH, classes), None),
+        losses = {"nn.Linear + nn.CrossEntropyLoss": (Plain(WIDTH, classes), torch.optim.Adam),
+                  "LinearCrossEntropyLoss": (xs.LinearCrossEntropyLoss(WIDTH, classes), None),
                   "SampledSoftmaxLoss": (xs.SampledSoftmaxLoss(WIDTH, classes, sampler="uniform", num_samples=min(512, classes // 2)), None)}
         rows.append({"classes": classes, **milliseconds({name: step_of(*parts) for name, parts in losses.items()}, 3 if classes > 100_000 else 7)})
     return {"rows": rows}
@@ -101,7 +102,8 @@ def measure_estimator() -> dict:
     for estimator in ("sampled_softmax", "ranking", "cane", "nce", "one_vs_each", "negative_sampling"):
         for draws in (20, 100):
             sampler = xs.samplers.UnigramSampler(counts, draws, shared=False)
-            other = xs.SampledSoftmaxLoss(language.WIDTH, len(counts), bias=True, sampler=sampler, estimator=estimator, head_classes=20 if estimator == "cane" else 0)
+            other = xs.SampledSoftmaxLoss(language.WIDTH, len(counts), bias=True, sampler=sampler, estimator=estimator,
+                                          head_classes=20 if estimator == "cane" else 0)
             other.load_state_dict({name: value.clone() for name, value in loss.state_dict().items()}, strict=False)
             encoder_ = copy.deepcopy(encoder)
             language.train(encoder_, other, corpus.train, 2, steps=200)
@@ -144,7 +146,8 @@ def measure_precision() -> dict:
     for name, (optimizer, options) in optimizers.items():
         for dtype in (torch.float32, torch.bfloat16):
             loss = xs.SampledSoftmaxLoss(width, classes, sampler="uniform", num_samples=64, dtype=dtype)
-            made = optimizer(loss.parameters(), lr=0.1, **options, **({} if dtype == torch.float32 else {"stochastic_rounding": True, "state_dtype": torch.bfloat16}))
+            rounded = {} if dtype == torch.float32 else {"stochastic_rounding": True, "state_dtype": torch.bfloat16}
+            made = optimizer(loss.parameters(), lr=0.1, **options, **rounded)
             loss(torch.randn(8, width, dtype=dtype), torch.randint(classes, (8,))).backward()
             made.step()
             table = loss.linear.weight
@@ -187,7 +190,8 @@ def draw_draws(data: dict, figure) -> None:
     axes = figure.subplots()
     for name, label in (("uniform", "uniform"), ("unigram", "unigram"), ("head", "half of them a head of frequent words")):
         part = sorted((row for row in data["rows"] if row["loss"].startswith(name)), key=lambda row: int(row["loss"].split()[-1]))
-        axes.plot([int(row["loss"].split()[-1]) * (2 if name == "head" else 1) for row in part], [(row["bias"] ** 2 + row["noise"] ** 2) ** 0.5 for row in part], label=label)
+        scored = [int(row["loss"].split()[-1]) * (2 if name == "head" else 1) for row in part]
+        axes.plot(scored, [(row["bias"] ** 2 + row["noise"] ** 2) ** 0.5 for row in part], label=label)
     axes.set(xscale="log", yscale="log", xlabel="classes scored in a step", ylabel="distance from the exact gradient")
     axes.legend()
 

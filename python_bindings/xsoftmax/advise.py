@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ._checks import check_count
 from .diagnose import GradientError
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
-from .samplers import InBatchSampler, Sampler, UnigramSampler, UnionSampler, make_sampler
+from .samplers import InBatchSampler, Sampler, UnionSampler, make_sampler
 from .two_tower import TwoTowerLoss
 
 _ROUNDS = 48  # steps of each candidate: the noise is then known to 10 %
@@ -34,16 +34,16 @@ class Choice:
     code: str
     """The line that makes this loss, with the user's ``counts`` and class weights as ``counts`` and ``weight``. A comment for "as it is"."""
     ms: float
-    """A step: forward and backward pass of the loss, gradient of the table included, and its share of a refresh. Without the optimizer."""
+    """Time of a step of the loss, forward and backward pass, gradient of the table included, and its share of a refresh. Without the optimizer."""
     bias: float
-    """Distance of the mean gradient from the exact one, over its norm: root mean square of that of input (``gradient_bias`` of
+    """Distance of the mean gradient from the exact one, over its norm, the root mean square of that of input (``gradient_bias`` of
     :class:`Diagnosis`) and that of the table."""
     noise: float
     """Root mean square distance of one gradient from their mean, alike (``gradient_noise``)."""
     error: float
     """What the rows are ranked by (:func:`advise`)."""
     draws: int
-    """How many steps were measured. 0: the time was extrapolated from a part of the batch."""
+    """How many steps were measured, 0 where the time was extrapolated from a part of the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,16 +225,15 @@ class _Plan:
 
     def make(self, owner: LinearLoss, linear: nn.Linear, counts: Optional[Tensor], falling: bool) -> SampledSoftmaxLoss:
         def alone(kind: str, size: Optional[int]) -> Sampler:
-            if kind == "unigram":
-                return UnigramSampler(counts, size)
-            return make_sampler(kind, owner.num_classes, size, dim=owner.in_features, bias=linear.bias is not None)
+            options = {"counts": counts} if kind == "unigram" else {}
+            return make_sampler(kind, owner.num_classes, size, dim=owner.in_features, bias=linear.bias is not None, **options)
 
         made = list(itertools.starmap(alone, self.parts))
         sampler = made[0] if len(made) == 1 else UnionSampler(*made)
-        if isinstance(sampler, InBatchSampler):  # as after an epoch
+        if isinstance(sampler, InBatchSampler) and counts is not None:  # as after an epoch
             sampler.counts.copy_((counts.double() / counts.double().sum() * 2**40).long())
             sampler.total.copy_(sampler.counts.sum())
-        head = 0 if not self.head else self.head if falling else counts.topk(self.head).indices
+        head = self.head if falling or counts is None or not self.head else counts.topk(self.head).indices
         return SampledSoftmaxLoss.from_linear(linear, sampler=sampler, head_classes=head, estimator=self.estimator, reduction="sum", weight=owner.weight,
                                               ignore_index=owner.ignore_index, label_smoothing=owner.label_smoothing, positives=owner.positives,
                                               sparse_grad=owner.sparse_grad)
@@ -341,7 +340,10 @@ class _Bench:
         mixed = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(0)).to(places.device)]
 
         def part_of(size: int) -> Tuple[Tensor, Tensor]:
-            return self.whole if size == len(self.whole[0]) else tuple(each[mixed[:size].sort().values] for each in self.whole)
+            if size == len(self.whole[0]):
+                return self.whole
+            some = mixed[:size].sort().values
+            return self.whole[0][some], self.whole[1][some]
 
         self.part = part_of(min(_FIRST, len(mixed)))
         self.references, spent = self._step(exact, *self.part, self.trains_exact)
