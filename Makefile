@@ -3,6 +3,7 @@
 #
 #   make build       the package, installed into .venv
 #   make test        Python tests, C++ tests, and a C++ project on the installed package (12 minutes on two cores, set-up and build included)
+#   make tutorials   the notebooks of docs/tutorials, from top to bottom (5 minutes)
 #   make wheel       dist/xsoftmax-*.whl for all Pythons, of the torch in .venv; make sdist: the sources in one file
 #   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist: a wheel built from the sdist (minutes)
 #   make aarch64     compiles and links the library for 64-bit ARM, on any machine; fetches torch's wheel for it (0.4 GB)
@@ -31,7 +32,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange test-cpp test-consumer sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
+.PHONY: build test test-python exchange test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
@@ -134,6 +135,10 @@ exchange: $(INSTALLED) | gtest
 python-headers: $(READY)
 	test -f "$$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
 	  || { $(APT) update && $(APT) install -y python3-dev; }
+
+# Longer than a test may be: `make test` leaves them out.
+tutorials: $(INSTALLED)
+	python -m pytest tests/tutorials -s -q $(PYTEST_ARGS)
 
 gtest:
 	test -f /usr/include/gtest/gtest.h || { $(APT) update && $(APT) install -y libgtest-dev; }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ._checks import check_count
 from .diagnose import GradientError
 from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
-from .samplers import InBatchSampler, Sampler, UnigramSampler, UnionSampler, make_sampler
+from .samplers import InBatchSampler, Sampler, UnionSampler, make_sampler
 from .two_tower import TwoTowerLoss
 
 _ROUNDS = 48  # steps of each candidate: the noise is then known to 10 %
@@ -34,16 +34,16 @@ class Choice:
     code: str
     """The line that makes this loss, with the user's ``counts`` and class weights as ``counts`` and ``weight``. A comment for "as it is"."""
     ms: float
-    """A step: forward and backward pass of the loss, gradient of the table included, and its share of a refresh. Without the optimizer."""
+    """Time of a step of the loss, forward and backward pass, gradient of the table included, and its share of a refresh. Without the optimizer."""
     bias: float
-    """Distance of the mean gradient from the exact one, over its norm: root mean square of that of input (``gradient_bias`` of
+    """Distance of the mean gradient from the exact one, over its norm, the root mean square of that of input (``gradient_bias`` of
     :class:`Diagnosis`) and that of the table."""
     noise: float
     """Root mean square distance of one gradient from their mean, alike (``gradient_noise``)."""
     error: float
     """What the rows are ranked by (:func:`advise`)."""
     draws: int
-    """How many steps were measured. 0: the time was extrapolated from a part of the batch."""
+    """How many steps were measured, 0 where the time was extrapolated from a part of the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,16 +225,15 @@ class _Plan:
 
     def make(self, owner: LinearLoss, linear: nn.Linear, counts: Optional[Tensor], falling: bool) -> SampledSoftmaxLoss:
         def alone(kind: str, size: Optional[int]) -> Sampler:
-            if kind == "unigram":
-                return UnigramSampler(counts, size)
-            return make_sampler(kind, owner.num_classes, size, dim=owner.in_features, bias=linear.bias is not None)
+            options = {"counts": counts} if kind == "unigram" else {}
+            return make_sampler(kind, owner.num_classes, size, dim=owner.in_features, bias=linear.bias is not None, **options)
 
         made = list(itertools.starmap(alone, self.parts))
         sampler = made[0] if len(made) == 1 else UnionSampler(*made)
-        if isinstance(sampler, InBatchSampler):  # as after an epoch
+        if isinstance(sampler, InBatchSampler) and counts is not None:  # as after an epoch
             sampler.counts.copy_((counts.double() / counts.double().sum() * 2**40).long())
             sampler.total.copy_(sampler.counts.sum())
-        head = 0 if not self.head else self.head if falling else counts.topk(self.head).indices
+        head = self.head if falling or counts is None or not self.head else counts.topk(self.head).indices
         return SampledSoftmaxLoss.from_linear(linear, sampler=sampler, head_classes=head, estimator=self.estimator, reduction="sum", weight=owner.weight,
                                               ignore_index=owner.ignore_index, label_smoothing=owner.label_smoothing, positives=owner.positives,
                                               sparse_grad=owner.sparse_grad)
@@ -339,21 +338,34 @@ class _Bench:
         exact = LinearCrossEntropyLoss.from_linear(self.linear, reduction="sum", weight=owner.weight, ignore_index=owner.ignore_index,
                                                    label_smoothing=owner.label_smoothing, positives=owner.positives)
         mixed = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(0)).to(places.device)]
-        few, more = min(_FIRST, len(mixed)), min(4 * _FIRST, len(mixed))
-        first, second = (self._step(exact, *(part[mixed[:size]] for part in self.whole), self.trains_exact)[1] for size in (few, more))
-        rate = max(second - first, 0.25 * second) / more
-        size = min(len(mixed), max(more, int((0.15 * self.seconds - first) / rate)))
-        self.part = self.whole if size == len(self.whole[0]) else tuple(each[mixed[:size].sort().values] for each in self.whole)
+
+        def part_of(size: int) -> Tuple[Tensor, Tensor]:
+            if size == len(self.whole[0]):
+                return self.whole
+            some = mixed[:size].sort().values
+            return self.whole[0][some], self.whole[1][some]
+
+        self.part = part_of(min(_FIRST, len(mixed)))
         self.references, spent = self._step(exact, *self.part, self.trains_exact)
+        self.exact_steps, rate = 0, spent / len(self.part[0])
+        for allowed in (0.25, 0.15):  # a step on 4 times as many queries, then one on as many as fit
+            size = min(len(mixed), 4 * _FIRST if allowed == 0.25 else len(self.part[0]) + int(max(0.15 * self.seconds - spent, 0.0) / rate))
+            if size <= len(self.part[0]) or spent + rate * (size - len(self.part[0])) > allowed * self.seconds:
+                continue
+            before, fewer, self.part = spent, len(self.part[0]), part_of(size)
+            self.references, spent = self._step(exact, *self.part, self.trains_exact)
+            # At least a quarter: the first step is the slowest, since memory is new to it.
+            rate = max(spent - before, 0.25 * spent) / (size - fewer)
         if not self.references[0].double().norm() > 0:
             raise ValueError("advise: expected a batch with an exact gradient other than 0, got one that has none")
-        self.exact_steps, times = 0, [spent]
-        rate = max(spent - second, 0.0) / (size - more) if size > more else rate
-        others = len(self.whole[0]) - size
-        if others == 0 or spent + rate * others < 0.05 * self.seconds:
+        others = len(self.whole[0]) - len(self.part[0])
+        if others and len(self.part[0]) <= _FIRST:  # nothing to extrapolate from
+            self.notes.append(f"exact: a step takes longer than that: only one on {len(self.part[0])} queries was measured, for want of time")
+            rate = 0.0
+        self.exact_ms = 1e3 * (spent + rate * others)
+        if spent + rate * others < 0.05 * self.seconds:
             times = [self._step(exact, *self.whole, self.trains_exact)[1] for _ in range(min(5, max(2, int(0.05 * self.seconds / spent))))]
-            self.exact_steps, others = len(times), 0
-        self.exact_ms = 1e3 * (statistics.median(times) + rate * others)
+            self.exact_steps, self.exact_ms = len(times), 1e3 * statistics.median(times)
 
     def _step(self, loss: LinearLoss, input: Tensor, target: Tensor, table: bool = True) -> Tuple[List[Tensor], float]:
         """The gradient of input and, with table, a projection of that of the table; the seconds of the step."""
@@ -381,31 +393,36 @@ class _Bench:
         own._modules = {**owner._modules, "linear": self.linear, "sampler": copy.deepcopy(owner.sampler)}
         own.reduction = "sum"
         new = any(getattr(part, "follows_table", False) and getattr(part, "step", None) == 0 for part in own.sampler.modules())
-        self._enter("as it is", "# the loss as it is", own, refresh=new)
+        if not new or self._fits("as it is"):
+            self._enter("as it is", "# the loss as it is", own, refresh=new)
 
     def add(self, plan: _Plan) -> None:
         name = plan.name()
-        if self.left() < 0.1 * self.seconds:
+        if self.left() < 0.35 * self.seconds:
             self.notes.append(f"{name}: not measured, for want of time")
             return
-        if any(_adaptive(kind) for kind, _ in plan.parts) and self._refresh_seconds() > 0.25 * self.left():
-            self.notes.append(f"{name}: not measured, since its index alone would take about {self._refresh_seconds():.1f} s")
+        if any(_adaptive(kind) for kind, _ in plan.parts) and not self._fits(name):
             return
         self._enter(name, plan.code(self.owner, self.falling), plan.make(self.owner, self.linear, self.counts, self.falling), refresh=True)
 
+    def _fits(self, name: str) -> bool:
+        """Whether there is time for an index."""
+        seconds = self._refresh_seconds()
+        if seconds <= 0.25 * self.left():
+            return True
+        self.notes.append(f"{name}: not measured, since its index alone would take about {seconds:.1f} s")
+        return False
+
     def _refresh_seconds(self) -> float:
-        """Of a sampler that follows the table: by the fastest so far, or by what one over a sixteenth of the table takes."""
+        """Of a sampler that follows the table: by the fastest so far, or by what a MIDX refresh would take, passes over rows against 64 codewords."""
         known = [run.refresh_seconds for run in self.runs if run.refresh_seconds > 0]
         if known:
             return min(known)
-        rows = self.owner.num_classes // 16
-        if rows < 10_000:
-            return 0.0
-        bias = self.linear.bias
-        sampler = make_sampler("midx", rows, dim=self.owner.in_features, bias=bias is not None)
+        rows = self.linear.weight.detach()[:256 * 64].float()
         start = time.perf_counter()
-        sampler.refresh(self.linear.weight.detach()[:rows], None if bias is None else bias.detach()[:rows])
-        return 16 * (time.perf_counter() - start)
+        (rows @ rows[:64].t()).argmax(1)
+        _synchronize(rows)
+        return (time.perf_counter() - start) * 2 * (10 + self.owner.num_classes / len(rows))
 
     def _enter(self, name: str, code: str, loss: SampledSoftmaxLoss, refresh: bool) -> None:
         start = time.perf_counter()

@@ -1,0 +1,40 @@
+"""Tutorials run from top to bottom, in less than three minutes each. `make tutorials` runs this, and `make test` does not."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path for path in (ROOT / "docs/tutorials").glob("*.md") if path.name != "index.md")
+CELL = re.compile(r"^```\{code-cell\} ipython3\n(?::\w.*\n)*(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tutorial_runs(page, tmp_path):
+    cells = CELL.findall(page.read_text())
+    assert len(cells) == page.read_text().count("```{code-cell}") and len(cells) >= 3
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text("\n\n".join(f"# cell {number}\n{cell}" for number, cell in enumerate(cells, 1)))
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, env=dict(os.environ, MPLBACKEND="Agg"), capture_output=True, text=True, timeout=900)
+    print(f"{time.perf_counter() - start:.0f} s\n{done.stdout}")  # shown by pytest -s
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert time.perf_counter() - start < 180
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tutorial_is_a_notebook_that_leads_on(page):
+    text = page.read_text()
+    assert text.startswith("---\njupytext:\n  text_representation:\n    extension: .md\n    format_name: myst\n")
+    assert "/work/" not in text and "## Where to go next" in text
+
+
+def test_there_are_tutorials():
+    assert {page.stem for page in PAGES} >= {"language_model", "recommender", "two_towers", "text_labels", "image_classes", "cpp_program",
+                                             "several_machines", "serving"}
