@@ -7,19 +7,97 @@
 namespace xsoftmax::XS_ISA {
 namespace {
 
-// Rows come from anywhere in a table that no cache holds. Reading some ahead keeps cache misses under way: as many as make 4 KB, and
-// a few in any case.
-template <typename T>
-inline int64_t rows_ahead(int64_t width) {
-  const int64_t rows = 4096 / (1 + width * int64_t(sizeof(T)));
-  return rows < 4 ? 4 : rows > 16 ? 16 : rows;
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+// A register of sums, and what is widened to one.
+typedef float Floats __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+typedef double Doubles __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+typedef uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+
+static inline Floats load_lanes(const float* x) { return *reinterpret_cast<const Floats*>(x); }
+static inline Doubles load_lanes(const double* x) { return *reinterpret_cast<const Doubles*>(x); }
+static inline Floats load_lanes(const Bf16* x) {
+  return reinterpret_cast<Floats>(__builtin_convertvector(*reinterpret_cast<const HalfWords*>(x), Words) << 16);
+}
+static inline Floats load_lanes(const F16* x) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+#elif defined(__F16C__)
+  return reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+#else
+  float lanes[kVectorBytes / 4];
+  for (int l = 0; l < kVectorBytes / 4; ++l) {
+    lanes[l] = load(x[l]);
+  }
+  return load_lanes(lanes);
+#endif
 }
 
+template <typename T> using Lanes = decltype(load_lanes(static_cast<const T*>(nullptr)));
+template <typename T> constexpr int64_t kLanes = kVectorBytes / int64_t(sizeof(opmath<T>));
+
+// The sum of all lanes, half by half.
+template <typename Vector>
+static inline auto total(Vector x) {
+  using Lane = __typeof__(+x[0]);
+  if constexpr (sizeof(x) == 2 * sizeof(Lane)) {
+    return x[0] + x[1];
+  } else {
+    typedef Lane Half __attribute__((vector_size(sizeof(x) / 2)));
+    Half low, high;
+    __builtin_memcpy(&low, &x, sizeof(low));
+    __builtin_memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof(low), sizeof(high));
+    return total<Half>(low + high);
+  }
+}
+
+// Rows come from anywhere in a table that no cache holds. Reading the next ones ahead keeps cache misses under way, as many as make 8 KB.
 template <typename T>
-inline void prefetch_row(const T* row, int64_t width) {
+inline int64_t rows_ahead(int64_t width) {
+  const int64_t rows = 8192 / (1 + width * int64_t(sizeof(T)));
+  return rows < 8 ? 8 : rows > 32 ? 32 : rows;
+}
+
+// Where a row begins: by then the CPU foresees what is behind. Asking for all of a long row is slower, as lines that are asked for take the places of
+// those that are read. Into the second-level cache, which has more places. Always inline: GCC takes a function that only prefetches for one without
+// effect, and leaves its calls out.
+template <typename T>
+__attribute__((always_inline)) inline void prefetch_row(const T* row, int64_t width) {
+  constexpr int64_t kBeginning = 256;
   const char* bytes = reinterpret_cast<const char*>(row);
-  for (int64_t b = 0; b < width * int64_t(sizeof(T)); b += 64) {
-    __builtin_prefetch(bytes + b);
+  const int64_t size = width * int64_t(sizeof(T));
+  for (int64_t b = 0; b < (size < kBeginning ? size : kBeginning); b += 64) {
+    __builtin_prefetch(bytes + b, 0, 1);
+  }
+}
+
+// out[i] = <x, row[i]> of rows whose sums do not wait for each other.
+template <int kRows, typename T>
+inline void dot_of_rows(opmath<T>* out, const T* x, const T* const (&row)[kRows], int64_t width) {
+  Lanes<T> sum[kRows] = {};
+  int64_t d = 0;
+  for (; d + kLanes<T> <= width; d += kLanes<T>) {
+    const Lanes<T> value = load_lanes(x + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      sum[i] += value * load_lanes(row[i] + d);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) {
+    out[i] = total(sum[i]);
+  }
+  for (; d < width; ++d) {
+    for (int i = 0; i < kRows; ++i) {
+      out[i] += load(x[d]) * load(row[i][d]);
+    }
   }
 }
 
@@ -27,53 +105,87 @@ template <typename T>
 void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t readable,
               int64_t width) {
   const int64_t ahead = rows_ahead<T>(width);
-  for (int64_t j = 0; j < n; ++j) {
+  const auto row = [=](int64_t j) { return table + index[j] * stride; };
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) {
+    for (int64_t next = j + ahead; next < j + ahead + 4 && next < readable; ++next) {
+      prefetch_row(row(next), width);
+    }
+    dot_of_rows<4, T>(out + j, x, {row(j), row(j + 1), row(j + 2), row(j + 3)}, width);
+  }
+  for (; j < n; ++j) {
     if (j + ahead < readable) {
-      prefetch_row(table + index[j + ahead] * stride, width);
+      prefetch_row(row(j + ahead), width);
     }
-    const T* __restrict row = table + index[j] * stride;
-    opmath<T> sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t d = 0; d < width; ++d) {
-      sum += load(x[d]) * load(row[d]);
+    dot_of_rows<1, T>(out + j, x, {row(j)}, width);
+  }
+}
+
+// Columns of a sum, kVectors vectors at a time and then half as many: they stay in registers while the rows pass. Returns the first column left.
+template <bool kFresh, int kVectors, typename T>
+inline int64_t add_columns(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
+                           int64_t first, int64_t width) {
+  constexpr int64_t kColumns = kVectors * kLanes<T>;
+  for (; first + kColumns <= width; first += kColumns) {
+    Lanes<T> part[kVectors] = {};
+    for (int v = 0; !kFresh && v < kVectors; ++v) {
+      part[v] = load_lanes(sum + first + v * kLanes<T>);
     }
-    out[j] = sum;
+    for (int64_t j = 0; j < n; ++j) {
+      const opmath<T> c = coefficient[j];
+      if (c != 0) {
+        const T* row = table + index[j] * stride + first;
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          part[v] += c * load_lanes(row + v * kLanes<T>);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      *reinterpret_cast<Lanes<T>*>(sum + first + v * kLanes<T>) = part[v];
+    }
+  }
+  if constexpr (kVectors > 1) {
+    return add_columns<kFresh, kVectors / 2>(sum, table, stride, index, coefficient, n, first, width);
+  }
+  return first;
+}
+
+// sum[d] += ..., or = where kFresh.
+template <bool kFresh, typename T>
+inline void accumulate(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
+                       int64_t width) {
+  const int64_t first = add_columns<kFresh, 8>(sum, table, stride, index, coefficient, n, 0, width);
+  for (int64_t d = first; d < width; ++d) {
+    opmath<T> part = kFresh ? opmath<T>(0) : sum[d];
+    for (int64_t j = 0; j < n; ++j) {
+      part += coefficient[j] == 0 ? opmath<T>(0) : coefficient[j] * load(table[index[j] * stride + d]);
+    }
+    sum[d] = part;
+  }
+}
+
+constexpr int64_t kRowsPassed = 32; // at once: they stay in cache from one block of columns to the next
+
+template <typename T>
+void add_rows(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
+              int64_t width) {
+  int64_t asked = 0;
+  for (int64_t j = 0; j < n; j += kRowsPassed) {
+    for (; asked < n && asked < j + 2 * kRowsPassed; ++asked) {
+      prefetch_row(table + index[asked] * stride, width);
+    }
+    accumulate<false>(sum, table, stride, index + j, coefficient + j, n - j < kRowsPassed ? n - j : kRowsPassed, width);
   }
 }
 
 template <typename T>
-void add_rows(opmath<T>* __restrict sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient,
-              int64_t n, int64_t width) {
-  const int64_t ahead = rows_ahead<T>(width);
-  for (int64_t j = 0; j < n && j < ahead; ++j) {
-    prefetch_row(table + index[j] * stride, width);
-  }
-  for (int64_t j = 0; j < n; ++j) {
-    if (j + ahead < n) {
-      prefetch_row(table + index[j + ahead] * stride, width);
-    }
-    const opmath<T> c = coefficient[j];
-    if (c == 0) {
-      continue;
-    }
-    const T* __restrict row = table + index[j] * stride;
-    for (int64_t d = 0; d < width; ++d) {
-      sum[d] += c * load(row[d]);
-    }
-  }
-}
-
-template <typename T>
-void sum_rows(opmath<T>* __restrict sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient,
-              int64_t n, int64_t width) {
-  const opmath<T> c = n > 0 ? coefficient[0] : opmath<T>(0);
-  const T* __restrict row = c == 0 ? nullptr : table + index[0] * stride;
-  for (int64_t d = 0; d < width; ++d) {
-    sum[d] = c == 0 ? opmath<T>(0) : c * load(row[d]);
-  }
-  if (n > 1) {
-    add_rows(sum, table, stride, index + 1, coefficient + 1, n - 1, width);
-  }
+void sum_rows(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
+              int64_t width) {
+  const int64_t first = n < kRowsPassed ? n : kRowsPassed;
+  accumulate<true>(sum, table, stride, index, coefficient, first, width);
+  add_rows(sum, table, stride, index + first, coefficient + first, n - first, width);
 }
 
 #if defined(__AVX512F__)
