@@ -11,6 +11,7 @@
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -29,23 +30,23 @@ constexpr const char* kOp = "sampled_softmax_loss"; // the op that users call
 
 CandidateLossState forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
-                               std::array<bool, 2> wanted) {
-  return linear_candidate_loss_forward_reference({input, weight, bias, target, candidates, distinct, options}, wanted);
+                               std::array<bool, 2> wanted, const OptionalTensor& share) {
+  return linear_candidate_loss_forward_reference({input, weight, bias, target, candidates, distinct, options, share}, wanted);
 }
 
 CandidateLossState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
-                                std::array<bool, 2> wanted) {
+                                std::array<bool, 2> wanted, const OptionalTensor& share) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::linear_candidate_loss_forward", "")
                              .typed<decltype(forward_any)>();
-  return op.call(input, weight, bias, target, candidates, distinct, options, wanted);
+  return op.call(input, weight, bias, target, candidates, distinct, options, wanted, share);
 }
 
 CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
-                                std::array<bool, 2> wanted) {
-  const LinearLossArguments checked(input, weight, bias, target, candidates, distinct, options);
+                                std::array<bool, 2> wanted, const OptionalTensor& share) {
+  const LinearLossArguments checked(input, weight, bias, target, candidates, distinct, options, share);
   const auto dtype = input.options().dtype(opmath_dtype(input.scalar_type()));
   const auto queries = [&](bool is_wanted) { return is_wanted ? input.sym_size(0) : c10::SymInt(0); };
   const c10::SymInt width = 1 + checked.candidates.private_width();
@@ -54,34 +55,43 @@ CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const
           at::empty_symint({input.sym_size(0), width}, target.options())};
 }
 
+Tensor put_together(const Tensor& loss, const OptionalTensor& share) { return given(share) ? (loss * share->to(loss.scalar_type())).sum() : loss; }
+
 Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
-  return std::get<0>(call_forward(input, weight, bias, target, candidates, distinct, options, {false, false}));
+                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
+  return put_together(std::get<0>(call_forward(input, weight, bias, target, candidates, distinct, options, {false, false}, share)), share);
 }
 
 Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_candidate_loss", "").typed<decltype(loss_only)>();
-  return op.call(input, weight, bias, target, candidates, distinct, options);
+  return op.call(input, weight, bias, target, candidates, distinct, options, share);
+}
+
+// Whether it is known that gradients times `grad` are the gradients: of a loss that nothing comes after, as a rule. A derivative of theirs must find what
+// they depend on.
+bool is_one(const Tensor& grad) {
+  return grad.dim() == 0 && grad.is_cpu() && !at::GradMode::is_enabled() && !at::isTensorSubclassLike(grad) && grad.item<double>() == 1;
 }
 
 class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+                        const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
+                        const OptionalTensor& share) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_input = input.requires_grad();
     const bool want_table = weight.requires_grad() || (given(bias) && bias->requires_grad());
     auto [loss, grad_input, grad_scores, row_ids] =
-        call_forward(input, weight, bias, target, candidates, distinct, options, {want_input, want_table});
+        call_forward(input, weight, bias, target, candidates, distinct, options, {want_input, want_table}, share);
     const Candidates columns(kOp, candidates, distinct);
     const auto parsed = parse_options<SampledSoftmaxOptions>(kOp, options);
     ctx->save_for_backward({input, weight, grad_input, grad_scores, row_ids, columns.shared_ids.value_or(Tensor()), target});
     ctx->saved_data["ignore_index"] = parsed.ignore_index;
     ctx->saved_data["sparse_grad"] = parsed.sparse_grad;
     ctx->saved_data["has_bias"] = given(bias);
-    return loss;
+    return put_together(loss, share);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
@@ -90,57 +100,67 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const bool want_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
     const bool want_table = ctx->needs_input_grad(1) || want_bias;
     torch::autograd::variable_list result(3);
-    // A mean over no query at all sends infinity.
-    const Tensor grad = grads[0].masked_fill(saved[6].eq(ctx->saved_data["ignore_index"].toInt()), 0);
+    OptionalTensor grad; // [Q]: what the gradients are times; none: one
+    if (!is_one(grads[0])) {
+      // A mean over no query at all sends infinity.
+      grad = grads[0].expand_symint({saved[6].sym_size(0)}).masked_fill(saved[6].eq(ctx->saved_data["ignore_index"].toInt()), 0);
+    }
     if (want_table) {
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
       const auto gradients = candidate_scores_backward(grad_scores, input, weight, saved[4], optional(saved[5]), wanted, grad);
       result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
     }
     if (ctx->needs_input_grad(0)) {
-      result[0] = scale_gradient(grad_input, grad.unsqueeze(1), input).to(input.scalar_type());
+      result[0] = (given(grad) ? scale_gradient(grad_input, grad->unsqueeze(1), input) : grad_input).to(input.scalar_type());
     }
-    result.resize(7);
+    result.resize(8);
     return result;
   }
 };
 
 Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                     const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+                     const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return call_loss(input, weight, bias, target, candidates, distinct, options);
+    return call_loss(input, weight, bias, target, candidates, distinct, options, share);
   }
-  return LinearCandidateLoss::apply(input, weight, bias, target, candidates, distinct, options);
+  return LinearCandidateLoss::apply(input, weight, bias, target, candidates, distinct, options, share);
 }
 
 // A cast of the table would touch all of its N rows, so the queries take the table's dtype.
 Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                     const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+                     const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
-  return call_loss(input.to(weight.scalar_type()), weight, same, target, candidates, distinct, options);
+  return call_loss(input.to(weight.scalar_type()), weight, same, target, candidates, distinct, options, share);
 }
 
 } // namespace
 
 LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                         const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options)
+                                         const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
+                                         const OptionalTensor& share)
     : input(input), weight(weight), bias(bias), target(target), candidates(kOp, candidates, distinct),
-      options(parse_options<SampledSoftmaxOptions>(kOp, options)) {
+      options(parse_options<SampledSoftmaxOptions>(kOp, options)), share(share) {
   check::linear(kOp, input, weight, bias);
   check_candidates(kOp, "input", input, target, this->candidates, this->options);
+  if (given(share)) {
+    check::dim(kOp, "share", *share, 1);
+    check::floating(kOp, "share", *share);
+    check::size(kOp, "share", *share, 0, input.sym_size(0), "the rows of input");
+    check::same_device(kOp, "share", *share, "input", input);
+  }
 }
 
 Tensor linear_candidate_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                             const Candidates& candidates, const SampledSoftmaxOptions& options) {
-  return call_loss(input, weight, bias, target, candidates.tensors(), candidates.distinct(), print_options(options));
+                             const Candidates& candidates, const SampledSoftmaxOptions& options, const OptionalTensor& share) {
+  return call_loss(input, weight, bias, target, candidates.tensors(), candidates.distinct(), print_options(options), share);
 }
 
 Tensor targets_that_count(const Tensor& target, int64_t ignore_index) { return at::where(target.eq(ignore_index), 0, target); }
 
 CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted) {
-  const auto& [input, weight, bias, target, candidates, options] = arguments;
+  const auto& [input, weight, bias, target, candidates, options, share] = arguments;
   const OptionalTensor& shared_ids = candidates.shared_ids;
   const Tensor ids = targets_that_count(target, options.ignore_index), counts = target.ne(options.ignore_index);
   const Tensor row_ids = given(candidates.private_ids) ? at::cat({ids.unsqueeze(1), *candidates.private_ids}, 1) : ids.unsqueeze(1);
@@ -148,7 +168,8 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
   const Tensor loss = at::where(counts, estimator_loss(scores, ids, candidates, options), 0.0);
   Tensor grad_input = scores.new_empty({0, input.size(1)}), grad_scores = scores.new_empty({0, scores.size(1)});
   if (wanted[0] || wanted[1]) {
-    const Tensor gradient = estimator_loss_backward(counts.to(scores.scalar_type()), scores, ids, candidates, options);
+    const Tensor wide = counts.to(scores.scalar_type());
+    const Tensor gradient = estimator_loss_backward(given(share) ? at::where(counts, share->to(wide.scalar_type()), 0.0) : wide, scores, ids, candidates, options);
     if (wanted[0]) {
       grad_input = std::get<0>(candidate_scores_backward(gradient, input, weight, row_ids, shared_ids, {true, false, false}))
                        .to(scores.scalar_type());
@@ -160,8 +181,8 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   const std::string arguments = std::string("Tensor input, Tensor weight, Tensor? bias, Tensor target, ") + kCandidatesSchema;
-  m.def(("linear_candidate_loss(" + arguments + ") -> Tensor").c_str());
-  m.def(("linear_candidate_loss_forward(" + arguments + ", bool[2] wanted) -> "
+  m.def(("linear_candidate_loss(" + arguments + ", Tensor? share=None) -> Tensor").c_str());
+  m.def(("linear_candidate_loss_forward(" + arguments + ", bool[2] wanted, Tensor? share=None) -> "
          "(Tensor loss, Tensor grad_input, Tensor grad_scores, Tensor row_ids)").c_str());
 }
 

@@ -16,6 +16,9 @@ namespace xsoftmax {
 //
 // The forward pass makes the gradients of each query's own loss while the rows that it gathered are still in cache; the backward pass
 // scales them. So the table is read once, and the scores turn into their gradient in place. options: SampledSoftmaxOptions.
+//
+// share [Q], where it is given: what loss[q] counts. The result is (share * loss).sum() then, and the gradients that the forward pass makes are those of
+// share[q] * loss[q]: as a rule the backward pass finds nothing to scale. share has no gradient.
 
 /// What the op takes.
 struct LinearLossArguments {
@@ -25,22 +28,23 @@ struct LinearLossArguments {
   const at::Tensor& target; ///< [Q]
   Candidates candidates;
   SampledSoftmaxOptions options;
+  const OptionalTensor& share; ///< [Q]
 
   /// Parsed and checked.
   LinearLossArguments(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
-                      const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options);
+                      const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share);
 };
 
-/// loss [Q]; the gradient of loss[q] for input[q], [Q, D], and for scores[q], [Q, 1 + P + S], all in the dtype of the loss; row_ids
+/// loss [Q]; the gradient of loss[q], times share[q], for input[q], [Q, D], and for scores[q], [Q, 1 + P + S], all in the dtype of the loss; row_ids
 /// [Q, 1 + P]. Gradients that are not wanted have size 0.
 using CandidateLossState = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The targets with 0 where they are ignored, [Q].
 at::Tensor targets_that_count(const at::Tensor& target, int64_t ignore_index);
 
-/// loss [Q], with autograd, by the dispatcher.
+/// loss [Q], or with shares their sum, with autograd, by the dispatcher.
 at::Tensor linear_candidate_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
-                                 const Candidates& candidates, const SampledSoftmaxOptions& options);
+                                 const Candidates& candidates, const SampledSoftmaxOptions& options, const OptionalTensor& share = std::nullopt);
 
 /// The composite: any device, and the oracle of the tests. wanted: gradient of input, of scores.
 CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArguments& arguments, std::array<bool, 2> wanted);

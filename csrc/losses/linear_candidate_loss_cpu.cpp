@@ -79,9 +79,9 @@ void run_queries(const QueryPass<T>& pass) {
 
 CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                                      const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
-                                                     std::array<bool, 2> wanted) {
+                                                     std::array<bool, 2> wanted, const OptionalTensor& share) {
   constexpr const char* op = "sampled_softmax_loss"; // the op that users call
-  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options);
+  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options, share);
   if (use_reference()) {
     return linear_candidate_loss_forward_reference(arguments, wanted);
   }
@@ -113,7 +113,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   const bool low = multiplies_bfloat16(weight);
   Tensor shared_rows;
   if (shared.size(0) > 0) {
-    shared_rows = gather_rows_cpu(table, shared);
+    shared_rows = gather_rows_cpu(table, shared, low);
     Tensor out = scores.narrow(1, row_width, shared.size(0));
     if (bias_row.defined()) {
       out.copy_(bias_row.index_select(0, shared));
@@ -121,12 +121,14 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
     multiply(out, low ? query : query.to(dtype), shared_rows.t(), {.add = bias_row.defined(), .bfloat16 = low});
   }
   const LossOperands operands(estimation);
+  const Tensor of_query = LossOperands::plain(share, dtype);
   dispatch_floating(input.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
     LossRows<A> rows = operands.rows<A>(estimation);
     rows.loss = data<A>(loss);
     rows.grad_scores = want_gradient ? data<A>(scores) : nullptr;
+    rows.grad_loss = of_query.defined() ? const_data<A>(of_query) : nullptr;
     run_queries(QueryPass<T>{const_data<T>(query), const_data<T>(table), bias_row.defined() ? const_data<T>(bias_row) : nullptr, features,
                              table.stride(0), row_ids.const_data_ptr<int64_t>(), queries, row_width,
                              targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores), wanted[0] ? data<A>(grad_input) : nullptr, rows,

@@ -255,9 +255,9 @@ void launch(QueryPass<T> pass, const Tensor& like) {
 
 CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                                       const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view options,
-                                                      std::array<bool, 2> wanted) {
+                                                      std::array<bool, 2> wanted, const OptionalTensor& share) {
   constexpr const char* op = "sampled_softmax_loss"; // the op that users call
-  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options);
+  const LinearLossArguments arguments(input, weight, bias, target, columns, distinct, options, share);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
     return linear_candidate_loss_forward_reference(arguments, wanted);
@@ -289,6 +289,7 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
     }
   }
   const LossOperands operands(estimation);
+  const Tensor of_query = LossOperands::plain(share, scores.scalar_type());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "linear_candidate_loss_cuda", [&] {
     using A = at::opmath_type<scalar_t>;
     const auto pointer = [](const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<scalar_t>() : nullptr; };
@@ -312,6 +313,7 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
     pass.rows = operands.rows<A>(estimation);
     pass.rows.loss = loss.mutable_data_ptr<A>();
     pass.rows.grad_scores = want_gradient ? pass.scores : nullptr;
+    pass.rows.grad_loss = of_query.defined() ? of_query.const_data_ptr<A>() : nullptr;
     pass.estimator = *estimation.estimator.row_loss;
     launch(pass, scores);
   });

@@ -8,6 +8,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -74,12 +75,43 @@ Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTens
   }
 }
 
+namespace {
+
+// Of a tensor whose values can be read: how many of them are something else.
+int64_t count_others(const Tensor& target, int64_t value) {
+  const Tensor flat = target.contiguous();
+  const int64_t* const data = flat.const_data_ptr<int64_t>();
+  return flat.numel() - std::count(data, data + flat.numel(), value);
+}
+
+bool can_read(const Tensor& tensor) { return tensor.is_cpu() && !at::isTensorSubclassLike(tensor); }
+
+} // namespace
+
+OptionalTensor equal_shares(const Tensor& target, const ReductionOptions& options, at::ScalarType dtype) {
+  const int64_t code = reduction_code("reduced_loss", options.reduction);
+  const auto floats = target.options().dtype(dtype);
+  if (code == at::Reduction::None || target.sym_size(0).maybe_as_int() == 0) { // a mean over nothing is not 0
+    return std::nullopt;
+  }
+  if (code == at::Reduction::Sum) {
+    return at::full_symint({target.sym_size(0)}, 1.0, floats);
+  }
+  if (can_read(target)) {
+    return at::full_symint({target.sym_size(0)}, 1.0 / double(count_others(target, options.ignore_index)), floats);
+  }
+  return target.ne(options.ignore_index).sum().to(dtype).reciprocal().expand_symint({target.sym_size(0)});
+}
+
 std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target, const Tensor& weight, int64_t ignore_index) {
   constexpr const char* op = "sampled_softmax_loss"; // what users call
   check_batch(op, input, given_target, weight, ignore_index);
   // What the loss would refuse when a sampler has already counted the batch. Autocast makes all dtypes one but for double.
   if (!at::autocast::is_autocast_enabled(input.device().type()) || input.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble) {
     check::same_dtype(op, "weight", weight, "input", input);
+  }
+  if (given_target.dim() < input.dim() && can_read(given_target) && count_others(given_target, ignore_index) == given_target.numel()) {
+    return {input.detach().reshape_symint({given_target.sym_numel(), input.sym_size(-1)}).contiguous(), given_target.reshape({-1}).clone()};
   }
   Tensor counted;
   if (Tensor target = given_target; has_several(input, target, ignore_index)) {
@@ -91,7 +123,7 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
   }
   const Tensor counts = (counted.dim() == 2 ? counted.select(1, 0) : counted).ge(0).unsqueeze(1);
   const Tensor queries = input.detach().reshape_symint({counts.sym_size(0), input.sym_size(-1)});
-  if (counts.is_cpu() && !at::isTensorSubclassLike(counts) && counts.all().item<bool>()) { // values can be read
+  if (can_read(counts) && counts.all().item<bool>()) {
     return {queries.contiguous(), counted};
   }
   return {at::where(counts, queries, at::zeros({}, queries.options())), counted};

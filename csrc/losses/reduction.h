@@ -16,6 +16,10 @@ namespace xsoftmax {
 
 at::Tensor reduced_loss(const at::Tensor& loss, const at::Tensor& target, const OptionalTensor& class_weight, const ReductionOptions& options);
 
+/// What each loss counts in reduced_loss without class weights, [Q] of `dtype`, for target [Q]: all the same, since the loss of an ignored query is 0. None for "none" and
+/// where there is no query.
+OptionalTensor equal_shares(const at::Tensor& target, const ReductionOptions& options, at::ScalarType dtype);
+
 /// "none", "mean" or "sum", as at::Reduction.
 int64_t reduction_code(const char* op, const std::string& reduction);
 

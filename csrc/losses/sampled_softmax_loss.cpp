@@ -1,4 +1,5 @@
 #include "core/checks.h"
+#include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/options.h"
 #include "losses/candidate_loss.h"
@@ -74,9 +75,14 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   }
   const Tensor flat = target.reshape({-1}), queries = input.reshape_symint({flat.sym_size(0), input.sym_size(-1)});
   const Candidates candidates = lay_out(sets, flat.sym_size(0), estimator.traits);
-  const Tensor loss = given(log_z) || !estimator.has_kernels()
-      ? loss_by_scores(queries, weight, bias, flat, candidates, log_z, options, estimator)
-      : linear_candidate_loss(queries, weight, bias, flat, candidates, options);
+  const bool by_scores = given(log_z) || !estimator.has_kernels();
+  if (!by_scores && !given(class_weight) && input.is_cpu()) { // on a device, whether there is nothing left to scale would not be known
+    if (const OptionalTensor share = equal_shares(flat, options, opmath_dtype(weight.scalar_type())); given(share)) {
+      return linear_candidate_loss(queries, weight, bias, flat, candidates, options, share);
+    }
+  }
+  const Tensor loss = by_scores ? loss_by_scores(queries, weight, bias, flat, candidates, log_z, options, estimator)
+                                : linear_candidate_loss(queries, weight, bias, flat, candidates, options);
   return reduced_loss(loss, target, class_weight, options);
 }
 

@@ -9,6 +9,7 @@
 #include "samplers/streaming_counts.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/div.h>
@@ -23,6 +24,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -166,8 +168,16 @@ Tensor log_counts(const StaticOptions& options, const Tensor& log_scale, const T
   }
   if (options.law == "table") {
     static const auto log_prob = find_op<Tensor(const Tensor&, const Tensor&)>("xsoftmax::table_log_prob");
-    Tensor log_count = log_prob.call(tables[kProbability], ids).add_(log_scale);
-    return (options.distinct ? log_count.clamp_max_(0.0) : log_count).to(at::kFloat);
+    Tensor log_count = log_prob.call(tables[kProbability], ids);
+    const double most = options.distinct ? 0.0 : kInfinity;
+    if (log_count.is_cpu() && log_scale.is_cpu() && !at::isTensorSubclassLike(log_count) && !at::isTensorSubclassLike(log_scale)) { // in one pass
+      const Tensor counts = at::empty(log_count.sizes(), log_count.options().dtype(at::kFloat));
+      const double* const from = log_count.const_data_ptr<double>();
+      std::transform(from, from + log_count.numel(), counts.mutable_data_ptr<float>(),
+                     [most, scale = log_scale.const_data_ptr<double>()[0]](double x) { return float(std::min(x + scale, most)); });
+      return counts;
+    }
+    return log_count.add_(log_scale).clamp_max_(most).to(at::kFloat);
   }
   Tensor log_count;
   if (options.law == "uniform") {

@@ -80,11 +80,11 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
   }
   if (shared > 0) {
     Tensor out = scores.narrow(1, width, shared);
-    const Tensor rows = gather_rows_cpu(weight, ids.shared);
+    const bool low = multiplies_bfloat16(weight);
+    const Tensor rows = gather_rows_cpu(weight, ids.shared, low);
     if (given(bias)) {
       out.copy_(bias->index_select(0, ids.shared));
     }
-    const bool low = multiplies_bfloat16(weight);
     multiply(out, low ? query : query.to(dtype), rows.t(), {.add = given(bias), .bfloat16 = low});
   }
   return scores;
@@ -108,7 +108,7 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   Tensor grad_input = input.new_empty({0, input.size(1)});
   if (want_input) {
     grad_input = at::empty({input.size(0), input.size(1)}, scores_grad.options());
-    multiply(grad_input, shared_grad, gather_rows_cpu(weight, ids.shared), {.bfloat16 = low});
+    multiply(grad_input, shared_grad, gather_rows_cpu(weight, ids.shared, low), {.bfloat16 = low});
     add_pair_input_grad_cpu(grad_input, scores_grad, stride, weight, ids.pairs);
     grad_input = (factor.defined() ? grad_input.mul_(factor.unsqueeze(1)) : grad_input).to(input.scalar_type());
   }
@@ -118,7 +118,7 @@ RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& inp
   // The scale goes to the smaller side of each product.
   Tensor shared_values, shared_bias;
   if (want_weight && ids.shared.size(0) > 0) {
-    const Tensor wide = query.to(grad.scalar_type());
+    const Tensor wide = low && !factor.defined() ? query : query.to(grad.scalar_type());
     shared_values = recycled_empty({ids.shared.size(0), input.size(1)}, scores_grad.options());
     multiply(shared_values, shared_grad.t(), factor.defined() ? scaled_queries(wide, factor) : wide, {.bfloat16 = low});
   }

@@ -28,8 +28,8 @@ struct PairLayout {
 /// The rows of a table may be apart (a slice of columns), their elements not.
 at::Tensor with_unit_column_stride(const at::Tensor& table);
 
-/// table[ids] in opmath dtype, [S, D]; ids [S] contiguous.
-at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids);
+/// table[ids] in opmath dtype, or rounded to bfloat16 (of a float32 or bfloat16 table), [S, D]; ids [S] contiguous.
+at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids, bool as_bfloat16 = false);
 
 /// out[q * out_stride + j] = <input[q], weight[id]> + bias[id] for the j-th pair of q; out_stride < 0: at the pair's position.
 /// `input` [Q, D] contiguous, `out` in opmath dtype.

@@ -123,8 +123,13 @@ struct RowGradient {
         if constexpr (kInPlace) {
           sum = values + row * width;
         }
-        kernels.sum_rows(sum, input, width, query.data(), coefficient.data(), int64_t(pair_count), width);
-        for (size_t i = pair_count; i < members.size(); ++i) {
+        size_t added = pair_count;
+        if (pair_count > 0) {
+          kernels.sum_rows(sum, input, width, query.data(), coefficient.data(), int64_t(pair_count), width);
+        } else {
+          std::copy_n(shared_values + (members[added++] - total) * width, width, sum);
+        }
+        for (size_t i = added; i < members.size(); ++i) {
           const opmath<T>* shared_row = shared_values + (members[i] - total) * width;
           for (int64_t d = 0; d < width; ++d) {
             sum[d] += shared_row[d];
@@ -155,10 +160,24 @@ at::Tensor with_unit_column_stride(const at::Tensor& table) {
   return table.dim() == 2 && (table.stride(1) == 1 || table.size(1) <= 1) ? table : table.contiguous();
 }
 
-at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids) {
+at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids, bool as_bfloat16) {
   prefetch_rows(table, ids_of(ids));
   const at::Tensor source = with_unit_column_stride(table);
   const int64_t width = table.size(1);
+  if (as_bfloat16) {
+    const at::Tensor rows = recycled_empty({ids.size(0), width}, table.options().dtype(at::kBFloat16));
+    const bool is_low = table.scalar_type() == at::kBFloat16;
+    at::parallel_for(0, ids.size(0), kPairsPerTask, [&](int64_t first, int64_t last) {
+      const int64_t* const id = ids.const_data_ptr<int64_t>();
+      Bf16* const out = data<Bf16>(rows);
+      if (is_low) {
+        row_kernels().bf16.copy_rows(out + first * width, const_data<Bf16>(source), source.stride(0), id + first, last - first, width);
+      } else {
+        row_kernels().bf16.round_rows(out + first * width, const_data<float>(source), source.stride(0), id + first, last - first, width);
+      }
+    });
+    return rows;
+  }
   const at::Tensor rows = recycled_empty({ids.size(0), width}, table.options().dtype(opmath_dtype(table.scalar_type())));
   dispatch_floating(table.scalar_type(), [&](auto zero) {
     using T = decltype(zero);

@@ -31,6 +31,10 @@ struct RowKernels {
   void (*widen_row)(opmath<T>* out, const T* x, int64_t width);
   /// out[j * width + d] = table[index[j] * stride + d], widened, j < n
   void (*widen_rows)(opmath<T>* out, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width);
+  /// The same, of a table of wide numbers, rounded to T
+  void (*round_rows)(T* out, const opmath<T>* table, int64_t stride, const int64_t* index, int64_t n, int64_t width);
+  /// The same as they are
+  void (*copy_rows)(T* out, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width);
 };
 
 struct RowKernelTable {

@@ -242,20 +242,40 @@ void widen_row(opmath<T>* __restrict out, const T* __restrict x, int64_t width) 
   }
 }
 
-template <typename T>
-void widen_rows(opmath<T>* out, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width) {
+// Calls row(out, table) for the rows of a list.
+template <typename Out, typename T, typename Row>
+inline void gather_rows(Out* out, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width, const Row& row) {
   const int64_t ahead = rows_ahead<T>(width);
   for (int64_t j = 0; j < n; ++j) {
     if (j + ahead < n) {
       prefetch_row(table + index[j + ahead] * stride, width);
     }
-    widen_row(out + j * width, table + index[j] * stride, width);
+    row(out + j * width, table + index[j] * stride);
   }
 }
 
 template <typename T>
+void widen_rows(opmath<T>* out, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width) {
+  gather_rows(out, table, stride, index, n, width, [width](opmath<T>* to, const T* from) { widen_row(to, from, width); });
+}
+
+template <typename T>
+void round_rows(T* out, const opmath<T>* table, int64_t stride, const int64_t* index, int64_t n, int64_t width) {
+  gather_rows(out, table, stride, index, n, width, [width](T* to, const opmath<T>* from) { round_row(to, from, width); });
+}
+
+template <typename T>
+void copy_rows(T* out, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t width) {
+  gather_rows(out, table, stride, index, n, width, [width](T* __restrict to, const T* __restrict from) {
+    for (int64_t d = 0; d < width; ++d) {
+      to[d] = from[d];
+    }
+  });
+}
+
+template <typename T>
 constexpr RowKernels<T> kernels() {
-  RowKernels<T> table{dot_rows<T>, add_rows<T>, sum_rows<T>, nullptr, round_row<T>, widen_row<T>, widen_rows<T>};
+  RowKernels<T> table{dot_rows<T>, add_rows<T>, sum_rows<T>, nullptr, round_row<T>, widen_row<T>, widen_rows<T>, round_rows<T>, copy_rows<T>};
   if constexpr (__is_same(T, opmath<T>)) {
     table.stream_rows = stream_rows<T>;
   }

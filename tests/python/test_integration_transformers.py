@@ -216,6 +216,16 @@ def test_copies_have_losses_of_their_own(tmp_path):
         model.train()
 
 
+def test_samplers_move_with_the_model():
+    model = gpt2()
+    loss = xs.integrations.transformers.replace_head(model, **SAMPLED, head_classes=3)
+    assert {buffer.device.type for buffer in loss.buffers()} == {"cpu"}
+    model.to("meta")
+    value = model(**{key: tensor.to("meta") for key, tensor in tokens().items()}).loss
+    assert value.device.type == "meta" and {tensor.device.type for tensor in [*loss.buffers(), loss.head]} == {"meta"}
+    assert loss.linear is model.lm_head
+
+
 def test_a_head_inside_of_a_module_of_ones_own():
     class Wrapper(torch.nn.Module):
         def __init__(self):

@@ -60,7 +60,7 @@ class _Head:
 
     def __init__(self, loss: LinearLoss, name: str, shift: bool) -> None:
         self.loss, self.name, self.shift = loss, name, shift
-        self.is_checked = False
+        self.is_checked, self.device = False, loss.linear.weight.device
         self.made_sparse = False
         self.handles = [loss.linear.register_forward_pre_hook(_settle_linear), loss.linear.register_state_dict_pre_hook(_settle_linear),
                         loss.linear.register_load_state_dict_pre_hook(_settle_linear)]
@@ -71,6 +71,9 @@ class _Head:
         as_dict = kwargs.pop("return_dict", None)
         if loss.training != model.training:
             loss.train(model.training)
+        if loss.linear.weight.device != self.device:  # the model has moved, and with it the Linear alone
+            self.device = loss.linear.weight.device
+            loss.to(self.device)
         if model.config.is_encoder_decoder and kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None:
             kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]
         hidden, outputs = self._hidden(model, forward, kwargs)

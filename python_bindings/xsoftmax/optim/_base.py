@@ -1,6 +1,7 @@
 """What the row-wise optimizers share: their operators, and checkpoints that resume bit for bit."""
 
 import contextlib
+import operator
 import sys
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -19,7 +20,7 @@ def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
     if param.dim() > 2:
         raise RuntimeError(f"{who}: expected a parameter with 1 or 2 dimensions for a sparse gradient, got shape "
                            f"{tuple(param.shape)}")
-    return grad._indices()[0], grad._values()
+    return grad._indices().select(0, 0), grad._values()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -45,6 +46,10 @@ def _is_of_no_step(group: Dict[str, Any], param: Any) -> bool:
 
 def _is_split(optimizer: torch.optim.Optimizer) -> bool:
     return any(hasattr(param, "_class_shards") for group in optimizer.param_groups for param in group["params"])
+
+
+def _is_fixed(value: Any) -> bool:
+    return all(map(_is_fixed, value)) if type(value) is tuple else value is None or type(value) in (bool, int, float, str, torch.dtype)
 
 
 class _Hidden:
@@ -89,10 +94,20 @@ class RowOptimizer(torch.optim.Optimizer):
         return {name: group[name] for name in self._option_names}
 
     def _text(self, group: Dict[str, Any]) -> str:
+        # Texts are made anew where an option is another object: a step would else spend a tenth of its time on them. Those that can change in place are
+        # not remembered.
+        values = [group[name] for name in self._option_names]
+        texts = self.__dict__.setdefault("_texts", {})
+        known, text = texts.get(id(group), ((), None))
+        if text is not None and len(known) == len(values) and all(map(operator.is_, known, values)):
+            return str(text)
         try:
-            return option_text(**self._options(group))
+            text = option_text(**self._options(group))
         except TypeError as error:
             raise TypeError(f"{self._name}: {error}") from None
+        if all(_is_fixed(value) for value in values):
+            texts[id(group)] = values, text
+        return text
 
     def _tensors(self, state: Dict[str, Any]) -> List[Tensor]:
         return [_local(state[name]) for name in self._state_names if name in state]
