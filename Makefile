@@ -239,12 +239,12 @@ $(DOCS_READY): docs/requirements.txt $(READY)
 doxygen:
 	command -v doxygen >/dev/null || { $(APT) update && $(APT) install -y doxygen; }
 
-docs: $(INSTALLED) $(DOCS_READY) | doxygen
+docs: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
 	rm -rf $(SITE)
 	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees docs $(SITE)
 	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
 
-docs-links: $(INSTALLED) $(DOCS_READY) | doxygen
+docs-links: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
 	$(DOCS_VENV)/bin/python -m sphinx -q -b linkcheck -d build/docs/doctrees docs build/docs/links
 
 clean:

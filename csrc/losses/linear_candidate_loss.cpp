@@ -70,9 +70,10 @@ Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor
 }
 
 // Whether it is known that gradients times `grad` are the gradients: of a loss that nothing comes after, as a rule. A derivative of theirs must find what
-// they depend on.
-bool is_one(const Tensor& grad) {
-  return grad.dim() == 0 && grad.is_cpu() && !at::GradMode::is_enabled() && !at::isTensorSubclassLike(grad) && grad.item<double>() == 1;
+// they depend on. Ignored queries may hold a NaN, which a factor of zero makes up for.
+bool has_nothing_to_scale(const Tensor& grad, const Tensor& target, int64_t ignore_index) {
+  return grad.dim() == 0 && grad.is_cpu() && !at::GradMode::is_enabled() && !at::isTensorSubclassLike(grad) && !at::isTensorSubclassLike(target) &&
+      grad.item<double>() == 1 && !target.eq(ignore_index).any().item<bool>();
 }
 
 class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss> {
@@ -101,9 +102,10 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
     const bool want_table = ctx->needs_input_grad(1) || want_bias;
     torch::autograd::variable_list result(3);
     OptionalTensor grad; // [Q]: what the gradients are times; none: one
-    if (!is_one(grads[0])) {
+    const int64_t ignore_index = ctx->saved_data["ignore_index"].toInt();
+    if (!has_nothing_to_scale(grads[0], saved[6], ignore_index)) {
       // A mean over no query at all sends infinity.
-      grad = grads[0].expand_symint({saved[6].sym_size(0)}).masked_fill(saved[6].eq(ctx->saved_data["ignore_index"].toInt()), 0);
+      grad = grads[0].expand_symint({saved[6].sym_size(0)}).masked_fill(saved[6].eq(ignore_index), 0);
     }
     if (want_table) {
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};

@@ -107,7 +107,8 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
   constexpr const char* op = "sampled_softmax_loss"; // what users call
   check_batch(op, input, given_target, weight, ignore_index);
   // What the loss would refuse when a sampler has already counted the batch. Autocast makes all dtypes one but for double.
-  if (!at::autocast::is_autocast_enabled(input.device().type()) || input.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble) {
+  const auto device = input.device().type();
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device) || input.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble) {
     check::same_dtype(op, "weight", weight, "input", input);
   }
   if (given_target.dim() < input.dim() && can_read(given_target) && count_others(given_target, ignore_index) == given_target.numel()) {

@@ -202,18 +202,23 @@ Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const Kern
     work.add(classes);
     work.check();
   };
+  bool is_changed = false;
   try {
     for (int64_t begin = 0; begin < index.classes(); begin += kRows) {
       const int64_t size = std::min(kRows, index.classes() - begin);
       const Tensor ids = index.order.narrow(0, begin, size);
       const OptionalTensor bias_of_rows = given(bias) ? OptionalTensor(bias->index_select(0, ids)) : std::nullopt;
-      index.rows.narrow(0, begin, size).copy_(kernel_rows(weight.index_select(0, ids), bias_of_rows, index));
+      const Tensor rows = kernel_rows(weight.index_select(0, ids), bias_of_rows, index);
+      is_changed = true;
+      index.rows.narrow(0, begin, size).copy_(rows);
       made(size);
     }
     sum_up(index, made);
   } catch (...) { // a second copy of all rows, for the case that somebody stops this, would be too much: nodes are as before the first refresh
-    index.sums.zero_();
-    index.step.zero_();
+    if (is_changed) {
+      index.sums.zero_();
+      index.step.zero_();
+    }
     throw;
   }
   return at::empty({0}, weight.options().dtype(at::kDouble));

@@ -59,6 +59,8 @@ def bar(name: str) -> Iterator[Show]:
 
 def _watched(op: Callable[..., Any], args: tuple, show: Optional[Show]) -> Any:
     numbers = torch.zeros(3, dtype=torch.int64, device="cpu")
+    if type(numbers) is not torch.Tensor:  # under FakeTensorMode and the like nothing takes long
+        return op(*args)
     watch = None if show is None else _Watch(numbers, show)
     # Other threads never see KeyboardInterrupt; the main one raises it where Python's own handler would.
     sigint = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler

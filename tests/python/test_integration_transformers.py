@@ -219,10 +219,11 @@ def test_copies_have_losses_of_their_own(tmp_path):
 def test_samplers_move_with_the_model():
     model = gpt2()
     loss = xs.integrations.transformers.replace_head(model, **SAMPLED, head_classes=3)
-    assert {buffer.device.type for buffer in loss.buffers()} == {"cpu"}
+    moved = {name: buffer.device.type for name, buffer in copy.deepcopy(loss).to("meta").named_buffers()}
+    assert {buffer.device.type for buffer in loss.buffers()} == {"cpu"} and "meta" in moved.values()
     model.to("meta")
     value = model(**{key: tensor.to("meta") for key, tensor in tokens().items()}).loss
-    assert value.device.type == "meta" and {tensor.device.type for tensor in [*loss.buffers(), loss.head]} == {"meta"}
+    assert value.device.type == "meta" and {name: buffer.device.type for name, buffer in loss.named_buffers()} == moved
     assert loss.linear is model.lm_head
 
 

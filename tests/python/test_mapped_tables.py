@@ -74,7 +74,8 @@ def test_what_is_made(path):
 
 def test_other_programs_read_it(path):
     safetensors = pytest.importorskip("safetensors.torch")
-    assert torch.equal(safetensors.load_file(path)["weight"], made(path))
+    table = made(path)
+    assert torch.equal(safetensors.load_file(path)["weight"], table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

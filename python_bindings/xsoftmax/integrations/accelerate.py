@@ -8,6 +8,8 @@ import torch
 from ..clip_grad import clip_grad_norm_
 from ._clipping import has_rows, refuse_clip_by_value
 
+__all__ = ["Accelerator"]
+
 
 class Accelerator(accelerate.Accelerator):
     """An `accelerate.Accelerator` whose clipping takes row-sparse gradients: :func:`xsoftmax.clip_grad_norm_`. Everything else is that of Accelerate.

@@ -13,6 +13,8 @@ try:
 except ImportError:
     from pytorch_lightning import Callback  # the same under its older name
 
+__all__ = ["RowGradients"]
+
 
 class RowGradients(Callback):
     """Gives a Lightning Trainer what row-sparse gradients need: `Trainer(callbacks=[xs.integrations.lightning.RowGradients()], gradient_clip_val=1.0)`.
