@@ -52,4 +52,5 @@ def bench_collisions(args) -> list[dict]:
 
 if __name__ == "__main__":
     run_benches(__doc__, {"cost": bench_cost, "collisions": bench_collisions}, question="What does counting a stream of ids cost, and how exact is it?",
-                against="exact counts of the same stream", extra=lambda parser: parser.add_argument("--batches", type=int, default=40, help="of 2^20 ids, for collisions"))
+                against="exact counts of the same stream",
+                extra=lambda parser: parser.add_argument("--batches", type=int, default=40, help="of 2^20 ids, for collisions"))

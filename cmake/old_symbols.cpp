@@ -46,8 +46,8 @@ class PlainLocale {
 extern "C" {
 
 // The first versions set errno as well as the new ones do: the results are the same.
-#define XS_OLD_FUNCTION(name, ...)              \
-  double old_##name(__VA_ARGS__);               \
+#define XS_OLD_FUNCTION(name, ...) \
+  double old_##name(__VA_ARGS__);  \
   XS_OLD(old_##name, #name, XS_FIRST_GLIBC);
 XS_OLD_FUNCTION(exp, double)
 XS_OLD_FUNCTION(exp2, double)

@@ -1,8 +1,8 @@
 """Checks the pages of a built site: `python docs/check_site.py build/docs/html [--screenshots FOLDER]`.
 
 Spelling of what is written by hand (codespell, and docs/spelling.txt with words that it takes for misspelt). Links within the site, down to their anchors. Then
-every page in a headless Chromium, on a phone (390 px wide) and on a desk, light and dark: nothing may make a page wider than the screen, text must stand out from
-what is behind it, nothing may be asked of another host, no script may fail. Where there is no browser it says so, and leaves those out.
+every page in a headless Chromium, on a phone (390 px wide) and on a desk, light and dark: nothing may make a page wider than the screen, text must stand out
+from what is behind it, nothing may be asked of another host, no script may fail. Where there is no browser it says so, and leaves those out.
 """
 
 import argparse
@@ -63,7 +63,8 @@ class Page(HTMLParser):
 def spelling() -> list[str]:
     generated = subprocess.run(["git", "ls-files", "--others", "--ignored", "--exclude-standard", "docs"], cwd=ROOT, capture_output=True, text=True).stdout
     pages = [path for path in [ROOT / "README.md", *DOCS.rglob("*.md"), *DOCS.rglob("*.rst")] if str(path.relative_to(ROOT)) not in generated.split()]
-    done = subprocess.run([sys.executable, "-m", "codespell_lib", "--ignore-words", str(DOCS / "spelling.txt"), *map(str, pages)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "codespell_lib", "--ignore-words", str(DOCS / "spelling.txt"), *map(str, pages)]
+    done = subprocess.run(command, capture_output=True, text=True)
     return [f"spelling: {line.removeprefix(str(ROOT) + '/')}" for line in done.stdout.splitlines()] + done.stderr.splitlines()
 
 

@@ -51,12 +51,14 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False
 napoleon_attr_annotations = True
 # Full names of what the reference lists, by their last part.
-PUBLIC = {name.rpartition(".")[2]: name for path in (DOCS / "reference").glob("*.rst") for name in re.findall(r"^   (xsoftmax\.[\w.]+)$", path.read_text(), re.MULTILINE)}
+PUBLIC = {name.rpartition(".")[2]: name for path in (DOCS / "reference").glob("*.rst")
+          for name in re.findall(r"^   (xsoftmax\.[\w.]+)$", path.read_text(), re.MULTILINE)}
 default_role = "code"  # docstrings write `code` as Markdown does
 # What other projects document.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|scipy|sp|sklearn|faiss|nn|os)(\..*)?"),
-    ("py:.*", r"(Tensor|Module|Parameter|Optimizer|Generator|Path|PathLike|csr_matrix|ClassifierMixin|BaseEstimator|ParallelStyle|DeviceMesh|device|dtype|Nested|Dropout|BatchNorm)"),
+    ("py:.*", r"(Tensor|Module|Parameter|Optimizer|Generator|Path|PathLike|csr_matrix|ClassifierMixin|BaseEstimator)"),
+    ("py:.*", r"(ParallelStyle|DeviceMesh|device|dtype|Nested|Dropout|BatchNorm)"),
     ("py:class", r"xsoftmax\.(_|distributed\.class_parallel\.).*"),  # bases that are no public names
     ("cpp:.*", r".*"),  # of ATen, c10, torch and the standard library, and parts of the library's types that Doxygen does not resolve
 ]

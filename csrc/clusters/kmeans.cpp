@@ -51,8 +51,7 @@ void check_kmeans(const Tensor& seed, const Tensor& rows, int64_t clusters, int6
   }
 }
 
-std::tuple<Tensor, Tensor> kmeans_meta(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations,
-                                       const OptionalTensor& init) {
+std::tuple<Tensor, Tensor> kmeans_meta(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations, const OptionalTensor& init) {
   check_kmeans(seed, rows, clusters, iterations, init);
   const auto options = rows.options().requires_grad(false);
   return {at::empty_symint({clusters, rows.sym_size(1)}, options.dtype(at::kFloat)), at::empty({iterations + 1}, options.dtype(at::kDouble))};
@@ -135,8 +134,7 @@ Tensor with_restarts(const Tensor& centroids, const Tensor& count, const Tensor&
   if (on_host(rows)) {
     const Tensor empty = is_empty.nonzero().squeeze(1);
     const int64_t restarts = std::min(empty.size(0), rows.size(0));
-    return restarts == 0 ? centroids
-                         : centroids.index_copy(0, empty.narrow(0, 0, restarts), rows.index_select(0, std::get<1>(distance.topk(restarts))));
+    return restarts == 0 ? centroids : centroids.index_copy(0, empty.narrow(0, 0, restarts), rows.index_select(0, std::get<1>(distance.topk(restarts))));
   }
   const int64_t most = std::min(centroids.size(0), rows.size(0));
   const Tensor turn = is_empty.cumsum(0) - 1, far = rows.index_select(0, std::get<1>(distance.topk(most)));
@@ -162,8 +160,7 @@ Tensor cluster_sums(const Tensor& rows, const Tensor& index, int64_t clusters) {
   return sums;
 }
 
-std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations,
-                                            const OptionalTensor& init) {
+std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations, const OptionalTensor& init) {
   check_kmeans(seed, rows, clusters, iterations, init);
   LongWork work(kOp, iterations + 1);
   const Tensor x = rows.to(at::kFloat).contiguous();
@@ -174,8 +171,7 @@ std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& ro
   if (x.is_cpu()) { // elsewhere centroids are no numbers either
     TORCH_CHECK_VALUE(x.isfinite().all().item<bool>(), kOp, ": expected rows that are finite, got an infinity or NaN");
   }
-  Tensor centroids = given(init) ? init->to(at::kFloat, false, true).contiguous()
-                                 : plus_plus_seeds(seed, x, clusters);
+  Tensor centroids = given(init) ? init->to(at::kFloat, false, true).contiguous() : plus_plus_seeds(seed, x, clusters);
   for (int64_t i = 0;; ++i) {
     const auto [index, distance] = nearest(x, centroids);
     inertia[i].copy_(distance.to(at::kDouble).mean());
@@ -191,8 +187,7 @@ std::tuple<Tensor, Tensor> kmeans_composite(const Tensor& seed, const Tensor& ro
 
 } // namespace
 
-std::tuple<Tensor, Tensor> kmeans(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations,
-                                  const OptionalTensor& init) {
+std::tuple<Tensor, Tensor> kmeans(const Tensor& seed, const Tensor& rows, int64_t clusters, int64_t iterations, const OptionalTensor& init) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::kmeans", "").typed<decltype(kmeans_composite)>();
   return op.call(seed, rows, clusters, iterations, init);
 }

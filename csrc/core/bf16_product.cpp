@@ -35,7 +35,8 @@ void with_elements(const Tensor& operand, Function&& function) {
 const uint32_t* left_rows(const Tensor& left, int64_t first, int64_t rows, std::vector<uint32_t>& buffer, std::vector<uint32_t>& crossed, int64_t& stride) {
   const int64_t terms = left.size(1), pairs = pairs_of(terms);
   const bool along = left.stride(1) == 1 || terms == 1;
-  if (along && left.scalar_type() == at::kBFloat16 && terms % 2 == 0 && left.stride(0) % 2 == 0 && reinterpret_cast<uintptr_t>(left.const_data_ptr()) % 4 == 0) {
+  if (along && left.scalar_type() == at::kBFloat16 && terms % 2 == 0 && left.stride(0) % 2 == 0 &&
+      reinterpret_cast<uintptr_t>(left.const_data_ptr()) % 4 == 0) {
     stride = left.stride(0) / 2;
     return reinterpret_cast<const uint32_t*>(const_data<Bf16>(left) + first * left.stride(0));
   }

@@ -34,8 +34,7 @@ void strided(const char* op, const char* arg, const at::Tensor& tensor) {
 }
 
 void dim(const char* op, const char* arg, const at::Tensor& tensor, int64_t dim) {
-  TORCH_CHECK_VALUE(tensor.dim() == dim, op, ": expected ", arg, " with ", dim, " dimension", dim == 1 ? "" : "s", ", got shape ",
-                    tensor.sym_sizes());
+  TORCH_CHECK_VALUE(tensor.dim() == dim, op, ": expected ", arg, " with ", dim, " dimension", dim == 1 ? "" : "s", ", got shape ", tensor.sym_sizes());
   in_memory(op, arg, tensor);
 }
 
@@ -45,13 +44,12 @@ void in_memory(const char* op, const char* arg, const at::Tensor& tensor) {
   }
   const double elements = double(tensor.storage().nbytes()) / double(tensor.element_size());
   TORCH_CHECK_VALUE(tensor.unsafeGetTensorImpl()->is_python_dispatch() || elements * 16 >= double(tensor.numel()), op, ": expected ", arg,
-                    " with memory for its elements, got a view of ", tensor.numel(), " elements (shape ", tensor.sizes(), ") on memory of ",
-                    int64_t(elements));
+                    " with memory for its elements, got a view of ", tensor.numel(), " elements (shape ", tensor.sizes(), ") on memory of ", int64_t(elements));
 }
 
 void size(const char* op, const char* arg, const at::Tensor& tensor, int64_t axis, const c10::SymInt& size, const char* why) {
-  TORCH_CHECK_VALUE(tensor.sym_size(axis) == size, op, ": expected ", arg, " with size ", size, " (", why, ") in dimension ", axis,
-                    ", got shape ", tensor.sym_sizes());
+  TORCH_CHECK_VALUE(tensor.sym_size(axis) == size, op, ": expected ", arg, " with size ", size, " (", why, ") in dimension ", axis, ", got shape ",
+                    tensor.sym_sizes());
 }
 
 const char* name(at::ScalarType dtype) {
@@ -78,23 +76,20 @@ void dtype(const char* op, const char* arg, const at::Tensor& tensor, at::Scalar
 
 void floating(const char* op, const char* arg, const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": expected ",
-                   arg, " of dtype float32, float64, bfloat16 or float16, got ", name(dtype));
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": expected ", arg,
+                   " of dtype float32, float64, bfloat16 or float16, got ", name(dtype));
   in_memory(op, arg, tensor);
 }
 
 void same_dtype(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", arg, " of ", other, "'s dtype ",
-                   name(reference.scalar_type()), ", got ", name(tensor.scalar_type()));
+  TORCH_CHECK_TYPE(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", arg, " of ", other, "'s dtype ", name(reference.scalar_type()), ", got ",
+                   name(tensor.scalar_type()));
 }
 
-void int64(const char* op, const char* arg, const at::Tensor& tensor) {
-  dtype(op, arg, tensor, at::kLong);
-}
+void int64(const char* op, const char* arg, const at::Tensor& tensor) { dtype(op, arg, tensor, at::kLong); }
 
 void same_device(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
-  TORCH_CHECK_TYPE(tensor.device() == reference.device(), op, ": expected ", arg, " on ", other, "'s device ", reference.device(),
-                   ", got ", tensor.device());
+  TORCH_CHECK_TYPE(tensor.device() == reference.device(), op, ": expected ", arg, " on ", other, "'s device ", reference.device(), ", got ", tensor.device());
 }
 
 void linear(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
@@ -121,7 +116,10 @@ void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t n
     // One unsigned comparison catches negative ids as well.
     if (uint64_t(id[i]) >= uint64_t(num_classes) && !(ignore_index.has_value() && id[i] == *ignore_index)) [[unlikely]] {
       TORCH_CHECK_INDEX(false, op, ": expected ", arg, " in [0, ", num_classes, ")",
-                        !ignore_index.has_value() ? "" : *ignore_index == -1 ? " or -1" : " or ignore_index", ", got ", id[i], " at ", position(flat, i));
+                        !ignore_index.has_value() ? ""
+                            : *ignore_index == -1 ? " or -1"
+                                                  : " or ignore_index",
+                        ", got ", id[i], " at ", position(flat, i));
     }
   }
 }
@@ -136,11 +134,9 @@ void offsets(const char* op, const char* arg, const at::Tensor& offsets, int64_t
     falls |= offset[i] < offset[i - 1];
   }
   for (int64_t i = 1; falls && i < count; ++i) {
-    TORCH_CHECK_VALUE(offset[i] >= offset[i - 1], op, ": expected ", arg, " that never fall, got ", offset[i], " after ",
-                      offset[i - 1], " at [", i, "]");
+    TORCH_CHECK_VALUE(offset[i] >= offset[i - 1], op, ": expected ", arg, " that never fall, got ", offset[i], " after ", offset[i - 1], " at [", i, "]");
   }
-  TORCH_CHECK_VALUE(offset[count - 1] == total, op, ": expected ", arg, " that end at ", total, " (the number of ids), got ",
-                    offset[count - 1]);
+  TORCH_CHECK_VALUE(offset[count - 1] == total, op, ": expected ", arg, " that end at ", total, " (the number of ids), got ", offset[count - 1]);
 }
 
 } // namespace xsoftmax::check

@@ -30,8 +30,7 @@ void same_device(const char* op, const char* arg, const at::Tensor& tensor, cons
 /// `input` [Q, D] and `weight` [N, D] (+ `bias` [N]) of one floating dtype on one device.
 void linear(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 /// Every id lies in [0, num_classes). Where `ignore_index` is given, that value passes as well. CPU tensors only.
-void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t num_classes,
-               std::optional<int64_t> ignore_index = std::nullopt);
+void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t num_classes, std::optional<int64_t> ignore_index = std::nullopt);
 /// `offsets` [Q + 1] starts at 0, never falls and ends at `total`. CPU tensors only.
 void offsets(const char* op, const char* arg, const at::Tensor& offsets, int64_t total);
 

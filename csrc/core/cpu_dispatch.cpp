@@ -11,8 +11,7 @@ namespace {
 CpuIsa widest_isa() {
 #ifdef XS_X86
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return CpuIsa::Avx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
@@ -30,8 +29,7 @@ CpuIsa choose_isa() {
   }
   for (const CpuIsa isa : {CpuIsa::Default, CpuIsa::Avx2, CpuIsa::Avx512}) {
     if (std::string_view(wanted) == cpu_isa_name(isa)) {
-      TORCH_CHECK(isa <= widest, "XSOFTMAX_CPU: expected an instruction set that this CPU has (at most ", cpu_isa_name(widest),
-                  "), got ", wanted);
+      TORCH_CHECK(isa <= widest, "XSOFTMAX_CPU: expected an instruction set that this CPU has (at most ", cpu_isa_name(widest), "), got ", wanted);
       return isa;
     }
   }

@@ -20,16 +20,16 @@ const char* cpu_isa_name(CpuIsa isa);
 } // namespace xsoftmax
 
 #ifdef XS_X86
-#define XS_DECLARE_ISA_TABLE(Table, name)                              \
-  namespace isa_default { extern const Table name; }                   \
-  namespace isa_avx2 { extern const Table name; }                      \
-  namespace isa_avx512 { extern const Table name; }                    \
-  inline const Table& name() {                                         \
-    switch (cpu_isa()) {                                               \
-      case CpuIsa::Avx512: return isa_avx512::name;                    \
-      case CpuIsa::Avx2: return isa_avx2::name;                        \
-      default: return isa_default::name;                               \
-    }                                                                  \
+#define XS_DECLARE_ISA_TABLE(Table, name)            \
+  namespace isa_default { extern const Table name; } \
+  namespace isa_avx2 { extern const Table name; }    \
+  namespace isa_avx512 { extern const Table name; }  \
+  inline const Table& name() {                       \
+    switch (cpu_isa()) {                             \
+      case CpuIsa::Avx512: return isa_avx512::name;  \
+      case CpuIsa::Avx2: return isa_avx2::name;      \
+      default: return isa_default::name;             \
+    }                                                \
   }
 #else
 #define XS_DECLARE_ISA_TABLE(Table, name)            \

@@ -18,9 +18,7 @@ constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr int kThreads = 256; ///< a block, unless a kernel says otherwise
 
 /// Blocks for `items` work items, `per_block` in each. Kernels stride over the grid, so the cap bounds nothing but the launch.
-inline unsigned grid_size(int64_t items, int64_t per_block) {
-  return unsigned(std::clamp<int64_t>((items + per_block - 1) / per_block, 1, int64_t(1) << 30));
-}
+inline unsigned grid_size(int64_t items, int64_t per_block) { return unsigned(std::clamp<int64_t>((items + per_block - 1) / per_block, 1, int64_t(1) << 30)); }
 
 #ifdef __CUDACC__
 __device__ inline int64_t global_thread() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }

@@ -32,8 +32,7 @@ struct SortedIds {
     const at::Tensor given = unsorted.contiguous(), taken = at::empty(given.sizes(), given.options().dtype(narrow ? at::kInt : at::kLong));
     if (const int64_t count = given.numel(); count > 0) {
       const auto launch = [&](auto* out) {
-        take_ids_kernel<<<grid_size(count, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out, given.const_data_ptr<int64_t>(), count,
-                                                                                                      last);
+        take_ids_kernel<<<grid_size(count, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out, given.const_data_ptr<int64_t>(), count, last);
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       };
       narrow ? launch(taken.mutable_data_ptr<int32_t>()) : launch(taken.mutable_data_ptr<int64_t>());

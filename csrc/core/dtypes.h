@@ -9,14 +9,16 @@
 namespace xsoftmax {
 
 /// The dtype in which sums over tensors of `dtype` are held: float32 for the 16-bit types, else itself.
-inline at::ScalarType opmath_dtype(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
-}
+inline at::ScalarType opmath_dtype(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype; }
 
 template <typename T>
-T* data(const at::Tensor& tensor) { return static_cast<T*>(tensor.mutable_data_ptr()); }
+T* data(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
 template <typename T>
-const T* const_data(const at::Tensor& tensor) { return static_cast<const T*>(tensor.const_data_ptr()); }
+const T* const_data(const at::Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
 
 /// Calls function(T{}) with the storage type of a dtype that check::floating has passed: float, double, Bf16 or F16.
 template <typename Function>

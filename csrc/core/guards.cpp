@@ -58,9 +58,7 @@ std::string name_of(const c10::OperatorHandle& op) {
 bool dense(const Tensor& tensor) { return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested(); }
 
 void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
-    check::strided(name_of(op).c_str(), argument.name().c_str(), tensor);
-  });
+  for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) { check::strided(name_of(op).c_str(), argument.name().c_str(), tensor); });
   TORCH_CHECK_TYPE(false, name_of(op), ": expected dense tensors, got one of another kind");
 }
 
@@ -118,8 +116,8 @@ struct Extent {
 /// Adds that of a tensor that is plain memory.
 void add_extent(std::vector<Extent>& extents, const c10::Argument& argument, const Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (!dense(tensor) || impl->is_python_dispatch() || !tensor.has_storage() || impl->has_symbolic_sizes_strides() || tensor.numel() == 0 ||
-      tensor.is_meta() || tensor.unsafeGetTensorImpl()->storage().data() == nullptr) {
+  if (!dense(tensor) || impl->is_python_dispatch() || !tensor.has_storage() || impl->has_symbolic_sizes_strides() || tensor.numel() == 0 || tensor.is_meta() ||
+      tensor.unsafeGetTensorImpl()->storage().data() == nullptr) {
     return;
   }
   const char* begin = static_cast<const char*>(impl->storage().data()) + tensor.storage_offset() * int64_t(tensor.element_size());
@@ -153,8 +151,8 @@ void check_shared_memory(const c10::OperatorHandle& op, torch::jit::Stack& stack
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
     TORCH_CHECK_VALUE(!written(argument) || !dense(tensor) || apart(tensor), name_of(op), ": expected ", argument.name(),
-                      ", which is written to, with memory for each element, got one whose elements share memory (shape ",
-                      tensor.sym_sizes(), ", strides ", tensor.sym_strides(), ")");
+                      ", which is written to, with memory for each element, got one whose elements share memory (shape ", tensor.sym_sizes(), ", strides ",
+                      tensor.sym_strides(), ")");
   });
   check_shared_memory(op, *stack);
   for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
@@ -183,10 +181,10 @@ class Guards {
         }
       }
     }
-    for (const DispatchKey key : {DispatchKey::SparseCPU, DispatchKey::SparseCUDA, DispatchKey::SparseMeta, DispatchKey::SparseCsrCPU,
-                                  DispatchKey::SparseCsrCUDA, DispatchKey::SparseCsrMeta, DispatchKey::QuantizedCPU, DispatchKey::QuantizedCUDA,
-                                  DispatchKey::QuantizedMeta, DispatchKey::NestedTensorCPU, DispatchKey::NestedTensorCUDA,
-                                  DispatchKey::NestedTensorMeta, DispatchKey::MkldnnCPU}) {
+    for (const DispatchKey key :
+         {DispatchKey::SparseCPU, DispatchKey::SparseCUDA, DispatchKey::SparseMeta, DispatchKey::SparseCsrCPU, DispatchKey::SparseCsrCUDA,
+          DispatchKey::SparseCsrMeta, DispatchKey::QuantizedCPU, DispatchKey::QuantizedCUDA, DispatchKey::QuantizedMeta, DispatchKey::NestedTensorCPU,
+          DispatchKey::NestedTensorCUDA, DispatchKey::NestedTensorMeta, DispatchKey::MkldnnCPU}) {
       add<&refuse_layout>(key, all);
     }
     add<&refuse_layout>(DispatchKey::AutogradOther, composite); // which their kernels leave open beside those

@@ -18,7 +18,8 @@
 //     });
 //     work.check();                                                      // before anything is written that the caller keeps
 //
-// A function that long work calls, and others as well, takes LongWork::current() on the calling thread, which may be null, and the functions in long_work below.
+// A function that long work calls, and others as well, takes LongWork::current() on the calling thread, which may be null, and the functions in long_work
+// below.
 //
 // Who stops it: xsoftmax::interrupt(), a progress handler that throws, and who watches the thread, as Python does:
 //

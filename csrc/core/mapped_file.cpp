@@ -37,8 +37,8 @@ struct NamedType {
   const char* name;
   at::ScalarType dtype;
 };
-constexpr std::array kTypes{NamedType{"F64", at::kDouble}, NamedType{"F32", at::kFloat}, NamedType{"F16", at::kHalf},
-                            NamedType{"BF16", at::kBFloat16}, NamedType{"I64", at::kLong}, NamedType{"I32", at::kInt}};
+constexpr std::array kTypes{NamedType{"F64", at::kDouble},    NamedType{"F32", at::kFloat}, NamedType{"F16", at::kHalf},
+                            NamedType{"BF16", at::kBFloat16}, NamedType{"I64", at::kLong},  NamedType{"I32", at::kInt}};
 
 std::string reason() { return std::strerror(errno); }
 
@@ -180,9 +180,7 @@ class OpenFiles {
 };
 
 /// What keeps a file open.
-struct Hold {
-  std::shared_ptr<MappedFile> file;
-};
+struct Hold { std::shared_ptr<MappedFile> file; };
 void let_go(void* hold) { delete static_cast<Hold*>(hold); }
 
 /// All of it, or why not.
@@ -322,7 +320,8 @@ std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& 
   }
   file->lock(op);
   file->read_header(op);
-  TORCH_CHECK(file->header_.state != FileState::kDirty || recover, op, ": ", path, " is not whole: its process ended while it was written to. Go back to a "
+  TORCH_CHECK(file->header_.state != FileState::kDirty || recover, op, ": ", path,
+              " is not whole: its process ended while it was written to. Go back to a "
               "copy, or open it with recover=True: each of its numbers is one that was written, but rows may be of different steps");
   file->recovered_ = recover;
   file->map(op);

@@ -106,6 +106,8 @@ at::Tensor table_zeros(at::IntArrayRef sizes, const at::TensorOptions& options) 
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("advise_huge_pages(Tensor tensor) -> ()"); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("advise_huge_pages", advise_huge_pages); }
-TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("advise_huge_pages", [](const at::Tensor&) {}); }
+TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) {
+  m.impl("advise_huge_pages", [](const at::Tensor&) {});
+}
 
 } // namespace xsoftmax

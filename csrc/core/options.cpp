@@ -59,13 +59,9 @@ void OptionReader::read(c10::ScalarType& field) const {
   field = found->second;
 }
 
-void OptionReader::refuse(const char* expected) const {
-  TORCH_CHECK_VALUE(false, op_, ": expected option ", key_, " as ", expected, ", got '", value_, "'");
-}
+void OptionReader::refuse(const char* expected) const { TORCH_CHECK_VALUE(false, op_, ": expected option ", key_, " as ", expected, ", got '", value_, "'"); }
 
-void OptionPrinter::add(const char* name, std::string_view value) {
-  text.append(text.empty() ? "" : ",").append(name).append("=").append(value);
-}
+void OptionPrinter::add(const char* name, std::string_view value) { text.append(text.empty() ? "" : ",").append(name).append("=").append(value); }
 
 void OptionPrinter::operator()(const char* name, bool field) { add(name, field ? "true" : "false"); }
 void OptionPrinter::operator()(const char* name, int64_t field) { add(name, number_text(field)); }
@@ -99,8 +95,6 @@ void unknown_option(const char* op, std::string_view key, const std::string& kno
   TORCH_CHECK_VALUE(false, op, ": expected options among ", known, ", got '", key, "'");
 }
 
-void repeated_option(const char* op, std::string_view key) {
-  TORCH_CHECK_VALUE(false, op, ": expected every option once, got '", key, "' twice");
-}
+void repeated_option(const char* op, std::string_view key) { TORCH_CHECK_VALUE(false, op, ": expected every option once, got '", key, "' twice"); }
 
 } // namespace xsoftmax::detail

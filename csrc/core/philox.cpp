@@ -14,8 +14,7 @@ static_assert(same(philox4x32({{0xffffffffu, 0xffffffffu, 0xffffffffu, 0xfffffff
 static_assert(same(philox4x32({{0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}}, 0xa4093822u, 0x299f31d0u),
                    {{0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}}));
 // Counter and key words as philox() lays them out.
-static_assert(same(philox(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u),
-                   {{0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}}));
+static_assert(same(philox(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u), {{0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}}));
 
 } // namespace
 } // namespace xsoftmax

@@ -39,8 +39,7 @@ XS_HOST_DEVICE constexpr PhiloxBlock philox4x32(PhiloxBlock counter, uint32_t ke
 
 /// The block of one draw: counter (draw, query), low words first; key = seed.
 XS_HOST_DEVICE constexpr PhiloxBlock philox(uint64_t seed, uint64_t query, uint64_t draw) {
-  return philox4x32({{uint32_t(draw), uint32_t(draw >> 32), uint32_t(query), uint32_t(query >> 32)}}, uint32_t(seed),
-                    uint32_t(seed >> 32));
+  return philox4x32({{uint32_t(draw), uint32_t(draw >> 32), uint32_t(query), uint32_t(query >> 32)}}, uint32_t(seed), uint32_t(seed >> 32));
 }
 
 /// The upper 64 bits of a * b: for random `a`, an integer in [0, b) whose bias is at most b / 2^64.

@@ -40,9 +40,7 @@ bool bfloat16_products_pay() {
   return pay && at::globalContext().userEnabledMkldnn();
 }
 
-at::ScalarType cpu_product_dtype(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 && bfloat16_products_pay() ? dtype : opmath_dtype(dtype);
-}
+at::ScalarType cpu_product_dtype(at::ScalarType dtype) { return dtype == at::kBFloat16 && bfloat16_products_pay() ? dtype : opmath_dtype(dtype); }
 
 bool multiplies_bfloat16(const Tensor& table) {
   const auto dtype = table.scalar_type();

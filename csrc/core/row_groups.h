@@ -13,9 +13,7 @@ struct RowGroups {
   std::vector<int64_t> starts; ///< [groups + 1]
 
   int64_t size() const { return int64_t(starts.size()) - 1; }
-  std::span<const int64_t> operator[](int64_t group) const {
-    return {order.data() + starts[group], size_t(starts[group + 1] - starts[group])};
-  }
+  std::span<const int64_t> operator[](int64_t group) const { return {order.data() + starts[group], size_t(starts[group + 1] - starts[group])}; }
 };
 
 /// ids are not negative.

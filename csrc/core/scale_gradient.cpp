@@ -19,8 +19,7 @@ at::Tensor product(const at::Tensor& gradient, const at::Tensor& factor, const a
 } // namespace
 
 at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& factor, const at::Tensor& source) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::scale_gradient", "").typed<decltype(product)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::scale_gradient", "").typed<decltype(product)>();
   return op.call(gradient, factor, source);
 }
 

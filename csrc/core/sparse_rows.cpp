@@ -28,8 +28,8 @@ void lists(const char* op, const char* offsets_arg, const Tensor& list_offsets, 
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t t = offset[i]; t < offset[i + 1]; ++t) {
         TORCH_CHECK_INDEX(number[t] >= 0 && number[t] < limit, op, ": expected ", arg, " in [0, ", limit, "), got ", number[t], " at [", t, "]");
-        TORCH_CHECK_VALUE(!rising || t == offset[i] || number[t] > number[t - 1], op, ": expected ", arg, " that rise in each list, got ", number[t],
-                          " after ", number[t - 1], " at [", t, "]");
+        TORCH_CHECK_VALUE(!rising || t == offset[i] || number[t] > number[t - 1], op, ": expected ", arg, " that rise in each list, got ", number[t], " after ",
+                          number[t - 1], " at [", t, "]");
       }
     }
   });
@@ -47,8 +47,7 @@ void finite_values(const char* op, const char* arg, const Tensor& values, int64_
 SparseRowsView sparse_rows(const char* op, const Tensor& row_offsets, const Tensor& columns, const Tensor& values, int64_t features, bool rising) {
   lists(op, "offsets", row_offsets, "columns", columns, features, rising);
   finite_values(op, "values", values, columns.size(0));
-  return {row_offsets.size(0) - 1, features, row_offsets.const_data_ptr<int64_t>(), columns.const_data_ptr<int32_t>(),
-          values.const_data_ptr<float>()};
+  return {row_offsets.size(0) - 1, features, row_offsets.const_data_ptr<int64_t>(), columns.const_data_ptr<int32_t>(), values.const_data_ptr<float>()};
 }
 
 } // namespace xsoftmax::check

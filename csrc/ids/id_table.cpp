@@ -113,9 +113,14 @@ IdTableView id_table_view(const char* op, at::TensorList state, bool writes) {
   }
   // Memory that copies share until one is written to stays shared by a look-up.
   const auto data = [&](IdTableState i) { return writes ? state[i].mutable_data_ptr() : const_cast<void*>(state[i].const_data_ptr()); };
-  const IdTableView view{static_cast<IdSlot*>(data(kSlots)),     static_cast<int64_t*>(data(kRowIds)),  static_cast<SeenRow*>(data(kSeen)),
-                         static_cast<int64_t*>(data(kVictims)),  static_cast<int64_t*>(data(kCounters)), state[kSlots].size(0),
-                         state[kRowIds].size(0),                 state[kVictims].size(0)};
+  const IdTableView view{static_cast<IdSlot*>(data(kSlots)),
+                         static_cast<int64_t*>(data(kRowIds)),
+                         static_cast<SeenRow*>(data(kSeen)),
+                         static_cast<int64_t*>(data(kVictims)),
+                         static_cast<int64_t*>(data(kCounters)),
+                         state[kSlots].size(0),
+                         state[kRowIds].size(0),
+                         state[kVictims].size(0)};
   const auto within = [&](IdTableCounter counter, const char* name, int64_t least, int64_t most) {
     TORCH_CHECK_VALUE(view.counters[counter] >= least && view.counters[counter] <= most, op, ": expected counters[", int64_t(counter), "] (", name, ") in [",
                       least, ", ", most, "], got ", view.counters[counter]);

@@ -53,9 +53,7 @@ bool find_rows(const IdTableView& table, const int64_t* ids, int64_t n, int64_t*
   return fits;
 }
 
-void check_fits(const char* op, bool fits, int64_t capacity) {
-  TORCH_CHECK_INDEX(fits, op, ": expected slots with rows in [0, ", capacity, "), got others");
-}
+void check_fits(const char* op, bool fits, int64_t capacity) { TORCH_CHECK_INDEX(fits, op, ": expected slots with rows in [0, ", capacity, "), got others"); }
 
 /// Adds to the counts of rows. Sums of integers: the order of threads is no matter.
 void count_rows(const IdTableView& table, const int64_t* rows, int64_t n, int64_t step) {

@@ -27,53 +27,46 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void check_scores(const Tensor& scores) {
   check::dim(kOp, "scores", scores, 2);
-  TORCH_CHECK_TYPE(scores.scalar_type() == at::kFloat || scores.scalar_type() == at::kDouble, kOp,
-                   ": expected scores of dtype float32 or float64, got ", check::name(scores.scalar_type()));
+  TORCH_CHECK_TYPE(scores.scalar_type() == at::kFloat || scores.scalar_type() == at::kDouble, kOp, ": expected scores of dtype float32 or float64, got ",
+                   check::name(scores.scalar_type()));
 }
 
 void check_estimator_loss(const EstimatorArguments& arguments) {
   const auto& [scores, target, candidates, options, estimator] = arguments;
   check_scores(scores);
   check_candidates(kOp, "scores", scores, target, candidates, options);
-  check::size(kOp, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1,
-              "the target, then the private, then the shared candidates");
+  check::size(kOp, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1, "the target, then the private, then the shared candidates");
 }
 
-Tensor estimator_loss_any(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
-                          std::string_view options) {
+Tensor estimator_loss_any(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
   return estimator_loss_reference({kOp, scores, target, candidates, distinct, options});
 }
 
-Tensor estimator_loss_backward_any(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates,
-                                   at::IntArrayRef distinct, std::string_view options) {
+Tensor estimator_loss_backward_any(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                                   std::string_view options) {
   return estimator_loss_backward_reference(grad, {kOp, scores, target, candidates, distinct, options});
 }
 
-Tensor estimator_loss_meta(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
-                           std::string_view options) {
+Tensor estimator_loss_meta(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
   const EstimatorArguments checked(kOp, scores, target, candidates, distinct, options);
   return at::empty_symint({scores.sym_size(0)}, scores.options());
 }
 
-Tensor estimator_loss_backward_meta(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates,
-                                    at::IntArrayRef distinct, std::string_view options) {
+Tensor estimator_loss_backward_meta(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                                    std::string_view options) {
   const EstimatorArguments checked(kOp, scores, target, candidates, distinct, options);
   check_estimator_loss_backward(grad, scores);
   return at::empty_symint(scores.sym_sizes(), scores.options());
 }
 
-Tensor call_loss(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
-                 std::string_view options) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::estimator_loss", "").typed<decltype(estimator_loss_any)>();
+Tensor call_loss(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::estimator_loss", "").typed<decltype(estimator_loss_any)>();
   return op.call(scores, target, candidates, distinct, options);
 }
 
-Tensor call_backward(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates,
-                     at::IntArrayRef distinct, std::string_view options) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::estimator_loss_backward", "")
-                             .typed<decltype(estimator_loss_backward_any)>();
+Tensor call_backward(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                     std::string_view options) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::estimator_loss_backward", "").typed<decltype(estimator_loss_backward_any)>();
   return op.call(grad, scores, target, candidates, distinct, options);
 }
 
@@ -100,8 +93,7 @@ class EstimatorLoss : public torch::autograd::Function<EstimatorLoss> {
       for (size_t i = 2; i < saved.size(); ++i) {
         candidates.push_back(optional(saved[i]));
       }
-      result[0] = call_backward(grads[0], saved[0], saved[1], candidates, ctx->saved_data["distinct"].toIntVector(),
-                                ctx->saved_data["options"].toStringRef());
+      result[0] = call_backward(grads[0], saved[0], saved[1], candidates, ctx->saved_data["distinct"].toIntVector(), ctx->saved_data["options"].toStringRef());
     }
     return result;
   }
@@ -120,10 +112,9 @@ Tensor estimator_loss_autocast(const Tensor& scores, const Tensor& target, const
   return call_loss(at::autocast::cached_cast(at::kFloat, scores, device), target, candidates, distinct, options);
 }
 
-Tensor candidate_loss_op(const Tensor& scores, const Tensor& target, at::TensorList ids, at::TensorList log_count,
-                         const OptionalTensors& target_log_count, const c10::List<bool>& distinct, std::string_view options) {
-  return candidate_loss(scores, target, make_proposal(kOp, ids, log_count, target_log_count, distinct),
-                        parse_options<EstimatorOptions>(kOp, options));
+Tensor candidate_loss_op(const Tensor& scores, const Tensor& target, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count,
+                         const c10::List<bool>& distinct, std::string_view options) {
+  return candidate_loss(scores, target, make_proposal(kOp, ids, log_count, target_log_count, distinct), parse_options<EstimatorOptions>(kOp, options));
 }
 
 // What an estimator written in Python needs.
@@ -139,15 +130,16 @@ struct BatchOptions : EstimatorTraits {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> candidate_batch(
-    const Tensor& scores, const Tensor& target, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count,
-    const c10::List<bool>& distinct, std::string_view options) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> candidate_batch(const Tensor& scores, const Tensor& target, at::TensorList ids,
+                                                                                           at::TensorList log_count, const OptionalTensors& target_log_count,
+                                                                                           const c10::List<bool>& distinct, std::string_view options) {
   constexpr const char* op = "candidate_batch";
   const auto parsed = parse_options<BatchOptions>(op, options);
   check_scores(scores);
   const Proposal sets = make_proposal(op, ids, log_count, target_log_count, distinct);
   const Candidates candidates = lay_out(sets, scores.sym_size(0), parsed);
-  TORCH_CHECK_VALUE(!parsed.needs_target_count || given(candidates.target_log_count), op, ": expected target_log_count of the sets that are "
+  TORCH_CHECK_VALUE(!parsed.needs_target_count || given(candidates.target_log_count), op,
+                    ": expected target_log_count of the sets that are "
                     "drawn, got none");
   const auto batch = make_batch(scores, target, candidates, parsed, parsed.remove_accidental_hits, parsed.label_smoothing);
   const Tensor count = batch.target_log_count.defined() ? batch.target_log_count : scores.new_empty({0});
@@ -156,8 +148,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> candi
 
 } // namespace
 
-EstimatorArguments::EstimatorArguments(const char* op, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates,
-                                       at::IntArrayRef distinct, std::string_view options)
+EstimatorArguments::EstimatorArguments(const char* op, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                                       std::string_view options)
     : scores(scores), target(target), candidates(op, candidates, distinct), options(parse_options<EstimatorOptions>(op, options)),
       estimator(find_estimator(op, this->options.estimator)) {
   check_estimator_loss(*this);
@@ -167,13 +159,13 @@ Tensor estimator_loss(const Tensor& scores, const Tensor& target, const Candidat
   return call_loss(scores, target, candidates.tensors(), candidates.distinct(), print_options(options));
 }
 
-Tensor estimator_loss_backward(const Tensor& grad, const Tensor& scores, const Tensor& target, const Candidates& candidates,
-                               const EstimatorOptions& options) {
+Tensor estimator_loss_backward(const Tensor& grad, const Tensor& scores, const Tensor& target, const Candidates& candidates, const EstimatorOptions& options) {
   return call_backward(grad, scores, target, candidates.tensors(), candidates.distinct(), print_options(options));
 }
 
 Tensor candidate_loss(const Tensor& scores, const Tensor& target, const Proposal& sets, const EstimatorOptions& options) {
-  TORCH_CHECK_VALUE(in_column_order(sets), kOp, ": expected sets in the order of the columns of scores, the private before the shared ones, "
+  TORCH_CHECK_VALUE(in_column_order(sets), kOp,
+                    ": expected sets in the order of the columns of scores, the private before the shared ones, "
                     "of both the distinct ones first");
   check::dim(kOp, "scores", scores, 2); // their dtype is checked behind autocast
   const Estimator& estimator = find_estimator(kOp, options.estimator);
@@ -184,16 +176,15 @@ Tensor candidate_loss(const Tensor& scores, const Tensor& target, const Proposal
   return estimator_loss_reference({scores, target, candidates, options, estimator});
 }
 
-CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Candidates& candidates, const EstimatorTraits& traits,
-                          bool remove_accidental_hits, double label_smoothing) {
+CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Candidates& candidates, const EstimatorTraits& traits, bool remove_accidental_hits,
+                          double label_smoothing) {
   const auto& [private_ids, shared_ids, private_log_count, shared_log_count, count_of_target, distinct_private, distinct_shared] = candidates;
   const Tensor score = scores.narrow(1, 1, scores.size(1) - 1);
   const int64_t queries = scores.size(0), private_width = given(private_ids) ? private_ids->size(1) : 0;
   const int64_t shared_width = score.size(1) - private_width;
   const auto long_options = target.options();
   const Tensor no_ids = at::zeros({queries, 0}, long_options), no_count = at::zeros({queries, 0}, scores.options());
-  const Tensor ids = at::cat({given(private_ids) ? *private_ids : no_ids,
-                              given(shared_ids) ? shared_ids->expand({queries, shared_width}) : no_ids}, 1);
+  const Tensor ids = at::cat({given(private_ids) ? *private_ids : no_ids, given(shared_ids) ? shared_ids->expand({queries, shared_width}) : no_ids}, 1);
   const auto log_count = [&](const OptionalTensor& count, int64_t columns) {
     return given(count) ? count->to(scores.scalar_type()).expand({queries, columns}) : no_count;
   };
@@ -231,8 +222,7 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
 Tensor estimator_loss_reference(const EstimatorArguments& arguments) {
   const auto& [scores, target, candidates, options, estimator] = arguments;
   check_estimator_loss(arguments);
-  const CandidateBatch batch =
-      make_batch(scores, target, candidates, estimator.traits, options.remove_accidental_hits, options.label_smoothing);
+  const CandidateBatch batch = make_batch(scores, target, candidates, estimator.traits, options.remove_accidental_hits, options.label_smoothing);
   const Tensor loss = estimator.loss(batch);
   TORCH_CHECK_VALUE(loss.sizes() == batch.target.sizes(), kOp, ": expected estimator \"", estimator.name, "\" to give a loss for each query, ",
                     batch.target.sizes(), ", got ", loss.sizes());
@@ -251,8 +241,7 @@ Tensor estimator_loss_backward_reference(const Tensor& grad, const EstimatorArgu
   const auto& [scores, target, candidates, options, estimator] = arguments;
   check_estimator_loss_backward(grad, scores);
   TORCH_CHECK_VALUE(estimator.gradient != nullptr, kOp, ": expected an estimator with a gradient, got \"", estimator.name, "\"");
-  const auto gradient =
-      estimator.gradient(make_batch(scores, target, candidates, estimator.traits, options.remove_accidental_hits, options.label_smoothing));
+  const auto gradient = estimator.gradient(make_batch(scores, target, candidates, estimator.traits, options.remove_accidental_hits, options.label_smoothing));
   const Tensor column = grad.unsqueeze(1);
   return at::where(column.eq(0), 0.0, at::cat({gradient.target.unsqueeze(1), gradient.score}, 1) * column);
 }
@@ -260,8 +249,11 @@ Tensor estimator_loss_backward_reference(const Tensor& grad, const EstimatorArgu
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   const std::string sets = std::string("(Tensor scores, Tensor target, ") + kProposalSchema + ", str options=\"\") -> ";
   m.def(("candidate_loss" + sets + "Tensor").c_str(), candidate_loss_op);
-  m.def(("candidate_batch" + sets + "(Tensor target_score, Tensor score, Tensor log_weight, Tensor adjusted, Tensor drawn, Tensor draws, "
-         "Tensor covered, Tensor target_count)").c_str(), candidate_batch);
+  m.def(("candidate_batch" + sets +
+         "(Tensor target_score, Tensor score, Tensor log_weight, Tensor adjusted, Tensor drawn, Tensor draws, "
+         "Tensor covered, Tensor target_count)")
+            .c_str(),
+        candidate_batch);
   const std::string columns = std::string("Tensor scores, Tensor target, ") + kCandidatesSchema + ") -> Tensor";
   m.def(("estimator_loss(" + columns).c_str());
   m.def(("estimator_loss_backward(Tensor grad, " + columns).c_str());

@@ -18,10 +18,9 @@ struct EstimatorArguments {
   EstimatorOptions options;
   const Estimator& estimator;
 
-  EstimatorArguments(const char* op, const at::Tensor& scores, const at::Tensor& target, const OptionalTensors& candidates,
-                     at::IntArrayRef distinct, std::string_view options);
-  EstimatorArguments(const at::Tensor& scores, const at::Tensor& target, Candidates candidates, EstimatorOptions options,
-                     const Estimator& estimator)
+  EstimatorArguments(const char* op, const at::Tensor& scores, const at::Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                     std::string_view options);
+  EstimatorArguments(const at::Tensor& scores, const at::Tensor& target, Candidates candidates, EstimatorOptions options, const Estimator& estimator)
       : scores(scores), target(target), candidates(std::move(candidates)), options(std::move(options)), estimator(estimator) {}
 };
 

@@ -46,8 +46,7 @@ Tensor loss_backward_cpu(const Tensor& grad, const EstimatorArguments& arguments
   return grad_scores;
 }
 
-Tensor estimator_loss_cpu(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
-                          std::string_view options) {
+Tensor estimator_loss_cpu(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
   const EstimatorArguments arguments("candidate_loss", scores, target, candidates, distinct, options);
   if (use_reference() || !arguments.estimator.has_kernels()) {
     return estimator_loss_reference(arguments);
@@ -55,8 +54,8 @@ Tensor estimator_loss_cpu(const Tensor& scores, const Tensor& target, const Opti
   return scores.scalar_type() == at::kDouble ? loss_cpu<double>(arguments) : loss_cpu<float>(arguments);
 }
 
-Tensor estimator_loss_backward_cpu(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates,
-                                   at::IntArrayRef distinct, std::string_view options) {
+Tensor estimator_loss_backward_cpu(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                                   std::string_view options) {
   const EstimatorArguments arguments("candidate_loss", scores, target, candidates, distinct, options);
   check_estimator_loss_backward(grad, scores);
   if (use_reference() || !arguments.estimator.has_kernels()) {

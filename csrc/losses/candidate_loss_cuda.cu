@@ -81,8 +81,7 @@ Tensor loss_backward_cuda(const Tensor& grad, const EstimatorArguments& argument
   return grad_scores;
 }
 
-Tensor estimator_loss_cuda(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
-                           std::string_view options) {
+Tensor estimator_loss_cuda(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
   const EstimatorArguments arguments("candidate_loss", scores, target, candidates, distinct, options);
   const c10::cuda::CUDAGuard guard(scores.device());
   if (use_reference() || !arguments.estimator.has_kernels()) {
@@ -91,8 +90,8 @@ Tensor estimator_loss_cuda(const Tensor& scores, const Tensor& target, const Opt
   return scores.scalar_type() == at::kDouble ? loss_cuda<double>(arguments) : loss_cuda<float>(arguments);
 }
 
-Tensor estimator_loss_backward_cuda(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates,
-                                    at::IntArrayRef distinct, std::string_view options) {
+Tensor estimator_loss_backward_cuda(const Tensor& grad, const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                                    std::string_view options) {
   const EstimatorArguments arguments("candidate_loss", scores, target, candidates, distinct, options);
   check_estimator_loss_backward(grad, scores);
   const c10::cuda::CUDAGuard guard(scores.device());

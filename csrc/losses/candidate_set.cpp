@@ -62,8 +62,8 @@ void check_given(const std::string& owner, const Tensor& negatives, const Option
   check::same_device(op, "negatives", negatives, "input", input);
   if (given(log_count)) {
     check::floating(op, "negative_log_count", *log_count);
-    TORCH_CHECK_VALUE(log_count->sym_sizes() == negatives.sym_sizes(), op, ": expected negative_log_count of the shape of negatives, ",
-                      negatives.sym_sizes(), ", got ", log_count->sym_sizes());
+    TORCH_CHECK_VALUE(log_count->sym_sizes() == negatives.sym_sizes(), op, ": expected negative_log_count of the shape of negatives, ", negatives.sym_sizes(),
+                      ", got ", log_count->sym_sizes());
     check::same_device(op, "negative_log_count", *log_count, "negatives", negatives);
   }
   if (negatives.is_cpu() && !at::isTensorSubclassLike(negatives)) { // values can be read
@@ -73,8 +73,8 @@ void check_given(const std::string& owner, const Tensor& negatives, const Option
 
 } // namespace
 
-std::tuple<Tensor, Tensor> given_set(const Tensor& negatives, const OptionalTensor& log_count, const Tensor& input, const Tensor& head,
-                                     int64_t num_classes, std::string_view owner) {
+std::tuple<Tensor, Tensor> given_set(const Tensor& negatives, const OptionalTensor& log_count, const Tensor& input, const Tensor& head, int64_t num_classes,
+                                     std::string_view owner) {
   check_given(std::string(owner), negatives, log_count, input, num_classes);
   const auto rows = [](const Tensor& of_negatives) { return of_negatives.dim() == 1 ? of_negatives : of_negatives.flatten(0, -2); };
   const Tensor ids = rows(negatives);
@@ -153,8 +153,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("candidate_set(Tensor ids, int num_classes) -> Tensor");
   m.def("drawn_candidates(Tensor[] ids, bool[] distinct, SymInt num_queries, int num_classes) -> Tensor", drawn_candidates);
   m.def("present_set(Tensor ids) -> (Tensor ids, Tensor log_count)", present_set);
-  m.def("given_set(Tensor negatives, Tensor? log_count, Tensor input, Tensor head, int num_classes, str owner) -> (Tensor ids, Tensor log_count)",
-        given_set);
+  m.def("given_set(Tensor negatives, Tensor? log_count, Tensor input, Tensor head, int num_classes, str owner) -> (Tensor ids, Tensor log_count)", given_set);
   m.def("present_log_count(Tensor present, Tensor log_count, Tensor ids) -> Tensor", present_log_count);
   m.def("different_ids(Tensor ids, int num_classes, str owner, str argument) -> Tensor");
 }

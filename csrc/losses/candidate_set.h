@@ -25,8 +25,8 @@ std::tuple<at::Tensor, at::Tensor> present_set(const at::Tensor& ids);
 // that a caller gives as a candidate set; -1 stands for none. Without log_count they are always there: a repeat, or a class of the head, which is
 // there already, takes no part (+inf), others have an expected count of 1. With log_count, the shape of negatives, they stand as they are. Errors name
 // owner: TypeError for dtypes, ValueError for shapes, IndexError for a class out of range.
-std::tuple<at::Tensor, at::Tensor> given_set(const at::Tensor& negatives, const OptionalTensor& log_count, const at::Tensor& input,
-                                             const at::Tensor& head, int64_t num_classes, std::string_view owner);
+std::tuple<at::Tensor, at::Tensor> given_set(const at::Tensor& negatives, const OptionalTensor& log_count, const at::Tensor& input, const at::Tensor& head,
+                                             int64_t num_classes, std::string_view owner);
 
 // present_log_count(present, log_count, ids [M] or [Q, M]) -> [M], or [Q, M] where one of them is of queries: what a set of classes that are always
 // there, [C] or [Q, C], says of any ids: 0 for one of its classes, -inf for others and for -1. float32. A log_count of +inf: that one is not there.

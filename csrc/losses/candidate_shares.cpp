@@ -39,8 +39,10 @@ Tensor log_sum(const Tensor& x, int64_t dim) {
 struct Columns {
   Columns(const char* op, const EstimatorOptions& options, bool has_distinct, bool has_drawn)
       : estimator(find_estimator(op, options.estimator)), traits(estimator.traits), distinct(has_distinct), drawn(has_drawn) {
-    TORCH_CHECK_VALUE(estimator.joined.has_value(), op, ": expected an estimator whose candidates enter as one sum (\"sampled_softmax\", \"ranking\", "
-                      "\"nce\", \"negative_sampling\" or \"importance\"), got \"", options.estimator, "\"");
+    TORCH_CHECK_VALUE(estimator.joined.has_value(), op,
+                      ": expected an estimator whose candidates enter as one sum (\"sampled_softmax\", \"ranking\", "
+                      "\"nce\", \"negative_sampling\" or \"importance\"), got \"",
+                      options.estimator, "\"");
     renormalizes = traits.renormalizes && options.remove_accidental_hits && drawn;
     counts_target = traits.needs_target_count || renormalizes;
     smooths = options.label_smoothing != 0;
@@ -76,7 +78,8 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
   check::dim(op, "target", target, 1);
   check::int64(op, "target", target);
   check::size(op, "target", target, 0, scores.sym_size(0), "the rows of scores");
-  TORCH_CHECK_VALUE(in_column_order(sets), op, ": expected sets in the order of the columns of scores, the private before the shared ones, "
+  TORCH_CHECK_VALUE(in_column_order(sets), op,
+                    ": expected sets in the order of the columns of scores, the private before the shared ones, "
                     "of both the distinct ones first");
   c10::List<bool> distinct;
   for (const CandidateSet& set : sets) {
@@ -86,8 +89,7 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
   EstimatorTraits traits = columns.traits;
   traits.takes_a_draw = traits.corrects_target = false;
   const Candidates candidates = lay_out(sets, scores.sym_size(0), traits);
-  check::size(op, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1,
-              "the target, then the private, then the shared candidates");
+  check::size(op, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1, "the target, then the private, then the shared candidates");
   traits.renormalizes = false; // by the draws of all places
   const CandidateBatch batch = make_batch(scores, target, candidates, traits, options.remove_accidental_hits, 0.0);
   const Tensor here = target.ge(0);
@@ -96,8 +98,8 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
   const auto add_constant = [&](const Tensor& values) { shares.push_back(values.to(scores.scalar_type())); };
   if (columns.counts_target) {
     // Draws of several distributions have no one of them to renormalise: an infinite count says so.
-    const Tensor count = given(candidates.target_log_count) ? candidates.target_log_count->to(scores.scalar_type())
-                                                            : at::full(here.sizes(), kInfinity, scores.options());
+    const Tensor count =
+        given(candidates.target_log_count) ? candidates.target_log_count->to(scores.scalar_type()) : at::full(here.sizes(), kInfinity, scores.options());
     add_constant(at::where(here, count, 0.0));
   }
   for (const bool of_draws : {false, true}) {
@@ -175,15 +177,13 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         [](const Tensor& scores, const Tensor& target, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count,
            const c10::List<bool>& distinct, std::string_view options) {
           constexpr const char* op = "candidate_shares";
-          return candidate_shares(scores, target, make_proposal(op, ids, log_count, target_log_count, distinct),
-                                  parse_options<EstimatorOptions>(op, options));
+          return candidate_shares(scores, target, make_proposal(op, ids, log_count, target_log_count, distinct), parse_options<EstimatorOptions>(op, options));
         });
   m.def("loss_of_shares(Tensor shares, bool[] distinct, str options=\"\") -> Tensor",
         [](const Tensor& shares, const c10::List<bool>& distinct, std::string_view options) {
           return loss_of_shares(shares, distinct, parse_options<EstimatorOptions>("loss_of_shares", options));
         });
-  m.def("estimator_is_joined(str estimator) -> bool",
-        [](std::string_view name) { return find_estimator("estimator_is_joined", name).joined.has_value(); });
+  m.def("estimator_is_joined(str estimator) -> bool", [](std::string_view name) { return find_estimator("estimator_is_joined", name).joined.has_value(); });
   m.def("estimator_takes_a_draw(str estimator) -> bool",
         [](std::string_view name) { return find_estimator("estimator_takes_a_draw", name).traits.takes_a_draw; });
 }

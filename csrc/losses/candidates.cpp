@@ -68,11 +68,10 @@ void check_set(const char* op, const CandidateSet& set) {
 
 } // namespace
 
-Proposal make_proposal(const char* op, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count,
-                       const c10::List<bool>& distinct) {
+Proposal make_proposal(const char* op, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& distinct) {
   TORCH_CHECK_VALUE(ids.size() == log_count.size() && ids.size() == target_log_count.size() && ids.size() == distinct.size(), op,
-                    ": expected ids, log_count, target_log_count and distinct with an entry for each set, got ", ids.size(), ", ",
-                    log_count.size(), ", ", target_log_count.size(), " and ", distinct.size());
+                    ": expected ids, log_count, target_log_count and distinct with an entry for each set, got ", ids.size(), ", ", log_count.size(), ", ",
+                    target_log_count.size(), " and ", distinct.size());
   Proposal sets;
   for (size_t i = 0; i < ids.size(); ++i) {
     const std::optional<Tensor> of_target = target_log_count.get(i);
@@ -122,13 +121,13 @@ Candidates lay_out(const Proposal& sets, const c10::SymInt& queries, const Estim
   return candidates;
 }
 
-OptionalTensors Candidates::tensors() const {
-  return OptionalTensors({private_ids, shared_ids, private_log_count, shared_log_count, target_log_count});
-}
+OptionalTensors Candidates::tensors() const { return OptionalTensors({private_ids, shared_ids, private_log_count, shared_log_count, target_log_count}); }
 
 Candidates::Candidates(const char* op, const OptionalTensors& tensors, at::IntArrayRef distinct) {
-  TORCH_CHECK_VALUE(tensors.size() == 5, op, ": expected candidates as 5 tensors, private and shared ids, their log counts, and those of the "
-                    "targets, got ", tensors.size());
+  TORCH_CHECK_VALUE(tensors.size() == 5, op,
+                    ": expected candidates as 5 tensors, private and shared ids, their log counts, and those of the "
+                    "targets, got ",
+                    tensors.size());
   TORCH_CHECK_VALUE(distinct.size() == 2, op, ": expected distinct as 2 numbers of columns, private and shared ones, got ", distinct.size());
   private_ids = tensors.get(0);
   shared_ids = tensors.get(1);
@@ -149,8 +148,8 @@ void check_candidates(const char* op, const char* rows_name, const Tensor& rows,
   check::dim(op, "target", target, 1);
   check::int64(op, "target", target);
   one_a_query("target", target);
-  const auto check_columns = [&](const char* name, const OptionalTensor& ids, const char* count_name, const OptionalTensor& log_count,
-                                 int64_t dim, int64_t distinct, const c10::SymInt& width) {
+  const auto check_columns = [&](const char* name, const OptionalTensor& ids, const char* count_name, const OptionalTensor& log_count, int64_t dim,
+                                 int64_t distinct, const c10::SymInt& width) {
     TORCH_CHECK_VALUE(given(ids) == given(log_count), op, ": expected ", name, " and ", count_name, ", or neither, got one");
     TORCH_CHECK_VALUE(distinct >= 0 && width >= distinct, op, ": expected distinct columns of ", name, " in [0, ", width, "], got ", distinct);
     if (!given(ids)) {
@@ -171,8 +170,7 @@ void check_candidates(const char* op, const char* rows_name, const Tensor& rows,
   };
   check_columns("private_ids", candidates.private_ids, "private_log_count", candidates.private_log_count, 2, candidates.distinct_private,
                 candidates.private_width());
-  check_columns("shared_ids", candidates.shared_ids, "shared_log_count", candidates.shared_log_count, 1, candidates.distinct_shared,
-                candidates.shared_width());
+  check_columns("shared_ids", candidates.shared_ids, "shared_log_count", candidates.shared_log_count, 1, candidates.distinct_shared, candidates.shared_width());
   const Estimator& estimator = find_estimator(op, options.estimator);
   const OptionalTensor& count = candidates.target_log_count;
   if (given(count)) {
@@ -182,10 +180,9 @@ void check_candidates(const char* op, const char* rows_name, const Tensor& rows,
   }
   TORCH_CHECK_VALUE(!estimator.traits.needs_target_count || given(count), op, ": expected target_log_count of the sets that are drawn, for estimator \"",
                     estimator.name, "\", got none");
-  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], got ",
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], got ", options.label_smoothing);
+  TORCH_CHECK_VALUE(estimator.traits.smooths || options.label_smoothing == 0, op, ": expected label_smoothing=0 for estimator \"", estimator.name, "\", got ",
                     options.label_smoothing);
-  TORCH_CHECK_VALUE(estimator.traits.smooths || options.label_smoothing == 0, op, ": expected label_smoothing=0 for estimator \"", estimator.name,
-                    "\", got ", options.label_smoothing);
 }
 
 } // namespace xsoftmax

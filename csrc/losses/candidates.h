@@ -19,8 +19,7 @@ using OptionalTensors = c10::List<std::optional<at::Tensor>>;
 
 /// A proposal as operators take it: four lists with an entry for each set.
 constexpr const char* kProposalSchema = "Tensor[] ids, Tensor[] log_count, Tensor?[] target_log_count, bool[] distinct";
-Proposal make_proposal(const char* op, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count,
-                       const c10::List<bool>& distinct);
+Proposal make_proposal(const char* op, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& distinct);
 
 /// The candidates of a batch as kernels take them: the private ones of each query, then those that all share; of both the distinct sets first.
 struct Candidates {

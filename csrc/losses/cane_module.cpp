@@ -19,11 +19,7 @@ namespace xsoftmax::nn {
 
 using at::Tensor;
 
-namespace {
-
-constexpr const char* kName = "CaneLoss";
-
-} // namespace
+namespace { constexpr const char* kName = "CaneLoss"; } // namespace
 
 std::string cane_estimator(const char* name, const std::string& noise_reduction) {
   TORCH_CHECK_VALUE(noise_reduction == "mean_of_logs" || noise_reduction == "log_of_mean", name,
@@ -31,8 +27,8 @@ std::string cane_estimator(const char* name, const std::string& noise_reduction)
   return noise_reduction == "mean_of_logs" ? "cane" : "cane_log_of_mean";
 }
 
-samplers::ComplementSampler noise_outside(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler, int64_t num_noises,
-                                          int64_t num_classes, int64_t dim, const Tensor& candidates) {
+samplers::ComplementSampler noise_outside(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler, int64_t num_noises, int64_t num_classes,
+                                          int64_t dim, const Tensor& candidates) {
   TORCH_CHECK_VALUE(num_noises >= 0, name, ": expected num_noises of at least 0, got ", num_noises);
   if (sampler == nullptr || num_noises == 0) {
     return samplers::ComplementSampler(num_classes, num_noises);
@@ -46,8 +42,10 @@ samplers::ComplementSampler noise_outside(const char* name, const std::shared_pt
   const Tensor count = noise->log_count(at::zeros({1, dim}), at::arange(num_classes, at::kLong)).reshape({-1});
   Tensor never = count.isneginf().nonzero().squeeze(1).to(at::kCPU);
   never = never.masked_select(at::isin(never, inside).logical_not());
-  TORCH_CHECK_VALUE(never.numel() == 0, name, ": expected a noise_sampler that draws every class outside the candidates, got one that never "
-                    "draws ", never.numel(), " of them, such as ", never.numel() > 0 ? never[0].item<int64_t>() : -1);
+  TORCH_CHECK_VALUE(never.numel() == 0, name,
+                    ": expected a noise_sampler that draws every class outside the candidates, got one that never "
+                    "draws ",
+                    never.numel(), " of them, such as ", never.numel() > 0 ? never[0].item<int64_t>() : -1);
   return samplers::ComplementSampler(noise, num_noises);
 }
 
@@ -58,15 +56,14 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
   step_.estimator = cane_estimator(kName, cane.noise_reduction);
   step_.sparse_grad = cane.sparse_grad;
   if (candidate_sampler != nullptr) {
-    TORCH_CHECK_VALUE(candidate_sampler->num_classes() == num_classes && candidate_sampler->num_samples() >= 1, kName,
-                      ": expected a candidate_sampler of ", num_classes, " classes that draws one at least, got one of ",
-                      candidate_sampler->num_classes(), " that draws ", candidate_sampler->num_samples());
+    TORCH_CHECK_VALUE(candidate_sampler->num_classes() == num_classes && candidate_sampler->num_samples() >= 1, kName, ": expected a candidate_sampler of ",
+                      num_classes, " classes that draws one at least, got one of ", candidate_sampler->num_classes(), " that draws ",
+                      candidate_sampler->num_samples());
     for (const auto& part : candidate_sampler->modules()) {
       TORCH_CHECK_VALUE(std::dynamic_pointer_cast<samplers::StreamingCountsImpl>(part) == nullptr, kName,
                         ": expected candidates that do not look at the target, got a ", candidate_sampler->name(), " that counts targets");
     }
-    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler, kName,
-                      ": expected two samplers for candidates and noise, got one for both: build a second one");
+    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler, kName, ": expected two samplers for candidates and noise, got one for both: build a second one");
     if (candidate_sampler->claimed()) { // before the noise is
       candidate_sampler->claim(kName);
     }
@@ -116,8 +113,7 @@ Tensor CaneLossImpl::find_candidates(const Tensor& queries, const Tensor& target
   return drawn_candidates(ids, distinct, queries.size(0), num_classes_);
 }
 
-Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const std::optional<Tensor>& candidates,
-                             std::optional<at::Generator> generator) {
+Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const std::optional<Tensor>& candidates, std::optional<at::Generator> generator) {
   if (!is_training()) {
     return exact(input, target);
   }

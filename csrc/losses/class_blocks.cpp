@@ -53,8 +53,7 @@ BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_
 }
 
 LinearOperands::LinearOperands(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias)
-    : weight(weight), dtype(cpu_product_dtype(input.scalar_type())),
-      rounds(dtype == at::kFloat && multiplies_bfloat16(weight)) {
+    : weight(weight), dtype(cpu_product_dtype(input.scalar_type())), rounds(dtype == at::kFloat && multiplies_bfloat16(weight)) {
   this->input = input.to(dtype).contiguous();
   if (given(bias)) {
     this->bias = bias->to(opmath_dtype(input.scalar_type())).contiguous();

@@ -88,9 +88,7 @@ XS_ROW bool holds(const Lanes& lanes, const int64_t* ids, const T* log_count, in
 }
 
 // Two ranges of columns.
-struct Ranges {
-  int64_t begin[2], end[2];
-};
+struct Ranges { int64_t begin[2], end[2]; };
 
 // One query: what an estimator works on. log_weight = -log count (+ the renormalisation); it and score are made only on request.
 // adjusted = score + log_weight, -inf where the candidate hits the target.
@@ -113,25 +111,22 @@ struct Row {
   /// Whether the target is one of the distinct sets.
   template <typename Lanes>
   XS_ROW bool covered(const Lanes& lanes) const {
-    return holds(lanes, private_ids, private_log_count, distinct_private, target_id) ||
-        holds(lanes, shared_ids, shared_log_count, distinct_shared, target_id);
+    return holds(lanes, private_ids, private_log_count, distinct_private, target_id) || holds(lanes, shared_ids, shared_log_count, distinct_shared, target_id);
   }
   /// The first independent draw that takes part; `width` where there is none.
   template <typename Lanes>
   XS_ROW int64_t first_draw(const Lanes& lanes) const {
-    const int64_t of_query = lanes.find(distinct_private, private_width, [this](int64_t j) {
-      return private_log_count == nullptr || private_log_count[j] != kInfinity<T>;
-    });
-    return of_query < private_width ? of_query : lanes.find(private_width + distinct_shared, width, [this](int64_t j) {
-      return shared_log_count == nullptr || shared_log_count[j - private_width] != kInfinity<T>;
-    });
+    const int64_t of_query =
+        lanes.find(distinct_private, private_width, [this](int64_t j) { return private_log_count == nullptr || private_log_count[j] != kInfinity<T>; });
+    return of_query < private_width ? of_query
+                                    : lanes.find(
+                                          private_width + distinct_shared, width,
+                                          [this](int64_t j) { return shared_log_count == nullptr || shared_log_count[j - private_width] != kInfinity<T>; });
   }
 };
 
 // How many candidates take no part: hits that are removed, and those of infinite count. Of one lane.
-struct Missing {
-  int64_t hits = 0, absent = 0;
-};
+struct Missing { int64_t hits = 0, absent = 0; };
 
 // out[j] = score[j] - log_count[j], or -inf where a candidate takes no part.
 template <typename Lanes, typename T>
@@ -170,14 +165,14 @@ template <typename Lanes, typename T>
 XS_ROW Missing adjust_columns(const Lanes& lanes, T* out, const T* score, const T* log_count, const int64_t* ids, int64_t target, const LossRows<T>& rows,
                               int64_t distinct, int64_t n) {
   adjust(lanes, out, score, log_count, ids, target, rows.remove_distinct_hits, rows.weigh, distinct);
-  return adjust(lanes, out + distinct, score + distinct, log_count ? log_count + distinct : nullptr, ids + distinct, target, rows.remove_drawn_hits,
-                rows.weigh, n - distinct);
+  return adjust(lanes, out + distinct, score + distinct, log_count ? log_count + distinct : nullptr, ids + distinct, target, rows.remove_drawn_hits, rows.weigh,
+                n - distinct);
 }
 
 // Not adjusted - score: beside a large score, that difference has lost its digits.
 template <typename Lanes, typename T>
-XS_ROW void set_log_weight(const Lanes& lanes, T* __restrict out, const T* __restrict adjusted, const T* __restrict log_count, T factor,
-                           int64_t distinct, int64_t n) {
+XS_ROW void set_log_weight(const Lanes& lanes, T* __restrict out, const T* __restrict adjusted, const T* __restrict log_count, T factor, int64_t distinct,
+                           int64_t n) {
   for (int64_t j = lanes.first(0); j < n; j += Lanes::kStep) {
     const T weight = (log_count ? -log_count[j] : T(0)) + (j < distinct ? T(0) : factor);
     out[j] = adjusted[j] == -kInfinity<T> ? -kInfinity<T> : weight;
@@ -214,9 +209,21 @@ XS_ROW Row<T> prepare(const Lanes& lanes, const LossRows<T>& rows, int64_t q, T*
   const bool corrected = rows.correct_target && rows.target_log_count[q] != -kInfinity<T>;
   const T correction = corrected ? rows.target_log_count[q] : T(0);
   T *log_weight = buffer + (p + s), *score_copy = log_weight + (p + s);
-  const Row<T> row{scores[0] - correction, score_copy, log_weight, buffer, p + s, rows.distinct_private, p, rows.distinct_shared,
-                   rows.private_ids + q * p, rows.shared_ids, private_log_count, shared_log_count, target,
-                   rows.target_log_count ? rows.target_log_count[q] : T(0), draws};
+  const Row<T> row{scores[0] - correction,
+                   score_copy,
+                   log_weight,
+                   buffer,
+                   p + s,
+                   rows.distinct_private,
+                   p,
+                   rows.distinct_shared,
+                   rows.private_ids + q * p,
+                   rows.shared_ids,
+                   private_log_count,
+                   shared_log_count,
+                   target,
+                   rows.target_log_count ? rows.target_log_count[q] : T(0),
+                   draws};
   if (rows.take_a_draw && draws > 0 && !row.covered(lanes)) {
     const int64_t first = row.first_draw(lanes);
     if (lanes.first(first) == first) { // whose column it is

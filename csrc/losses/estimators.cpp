@@ -27,9 +27,7 @@ using at::Tensor;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Share of each class in the estimated mean of all scores: weight 1 for the target, e^log_weight for a candidate, over their sum.
-struct MeanShares {
-  Tensor target, score;
-};
+struct MeanShares { Tensor target, score; };
 
 MeanShares mean_shares(const CandidateBatch& batch) {
   const Tensor weight = batch.log_weight.exp();
@@ -195,26 +193,51 @@ EstimatorGradient cane_gradient(const CandidateBatch& batch) {
 // apart by their p / c exactly where a class stands once for the target and once for each draw that gave it. A distinct set holds it once.
 // Beside a head the set must hold as many other classes whether the target is in the head or not: else it tells them apart by its size.
 const Estimator kEstimators[] = {
-    {"sampled_softmax", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true, .smooths = true},
-     softmax_loss, softmax_gradient, RowLoss::Softmax, Joined::LogSumExp, softmax_of_sum},
+    {"sampled_softmax",
+     {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true, .smooths = true},
+     softmax_loss,
+     softmax_gradient,
+     RowLoss::Softmax,
+     Joined::LogSumExp,
+     softmax_of_sum},
     {"ranking",
      {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .takes_a_draw = true, .smooths = true},
-     softmax_loss, softmax_gradient, RowLoss::Softmax, Joined::LogSumExp, softmax_of_sum},
-    {"nce", {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true}, logistic_loss, logistic_gradient,
-     RowLoss::Logistic, Joined::Softplus, logistic_of_sum},
-    {"negative_sampling", {.drops_distinct_hits = true, .drops_drawn_hits = true}, logistic_loss, logistic_gradient, RowLoss::Logistic,
-     Joined::Softplus, logistic_of_sum},
-    {"one_vs_each", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true}, one_vs_each_loss,
-     one_vs_each_gradient, RowLoss::OneVsEach},
+     softmax_loss,
+     softmax_gradient,
+     RowLoss::Softmax,
+     Joined::LogSumExp,
+     softmax_of_sum},
+    {"nce",
+     {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true},
+     logistic_loss,
+     logistic_gradient,
+     RowLoss::Logistic,
+     Joined::Softplus,
+     logistic_of_sum},
+    {"negative_sampling",
+     {.drops_distinct_hits = true, .drops_drawn_hits = true},
+     logistic_loss,
+     logistic_gradient,
+     RowLoss::Logistic,
+     Joined::Softplus,
+     logistic_of_sum},
+    {"one_vs_each",
+     {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
+     one_vs_each_loss,
+     one_vs_each_gradient,
+     RowLoss::OneVsEach},
     {"blackout",
      {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
-     blackout_loss, blackout_gradient, RowLoss::BlackOut},
-    {"importance", {.weighs = true}, importance_loss, importance_gradient, RowLoss::Importance, Joined::LogSumExp,
-     importance_of_sum},
-    {"cane", {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true}, cane_loss<true>, cane_gradient<true>,
-     RowLoss::Cane},
-    {"cane_log_of_mean", {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true}, cane_loss<false>,
-     cane_gradient<false>, RowLoss::CaneLogOfMean},
+     blackout_loss,
+     blackout_gradient,
+     RowLoss::BlackOut},
+    {"importance", {.weighs = true}, importance_loss, importance_gradient, RowLoss::Importance, Joined::LogSumExp, importance_of_sum},
+    {"cane", {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true}, cane_loss<true>, cane_gradient<true>, RowLoss::Cane},
+    {"cane_log_of_mean",
+     {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true},
+     cane_loss<false>,
+     cane_gradient<false>,
+     RowLoss::CaneLogOfMean},
 };
 
 struct Registry {
@@ -267,10 +290,8 @@ void register_estimator(const std::string& name, const EstimatorTraits& traits, 
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("estimator_names() -> str[]", estimator_names);
-  m.def("estimator_smooths(str estimator) -> bool",
-        [](std::string_view name) { return find_estimator("estimator_smooths", name).traits.smooths; });
-  m.def("estimator_has_noise(str estimator) -> bool",
-        [](std::string_view name) { return find_estimator("estimator_has_noise", name).traits.has_noise; });
+  m.def("estimator_smooths(str estimator) -> bool", [](std::string_view name) { return find_estimator("estimator_smooths", name).traits.smooths; });
+  m.def("estimator_has_noise(str estimator) -> bool", [](std::string_view name) { return find_estimator("estimator_has_noise", name).traits.has_noise; });
 }
 
 } // namespace xsoftmax

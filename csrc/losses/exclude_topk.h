@@ -13,7 +13,8 @@ namespace xsoftmax {
 // So of the best k + E classes come the best k without those excluded, exactly: of k + E at most E are excluded. Has no gradient.
 //
 // Errors: ValueError for shapes and k not in [0, K]; TypeError for dtypes and devices; on CPU IndexError for ids out of range.
-std::tuple<at::Tensor, at::Tensor> exclude_topk(const at::Tensor& values, const at::Tensor& ids, const at::Tensor& exclude, c10::SymInt num_classes, c10::SymInt k);
+std::tuple<at::Tensor, at::Tensor> exclude_topk(const at::Tensor& values, const at::Tensor& ids, const at::Tensor& exclude, c10::SymInt num_classes,
+                                                c10::SymInt k);
 
 /// How many of the best to ask for, of num_classes. exclude: [*, E] or undefined.
 int64_t with_excluded(int64_t k, const at::Tensor& exclude, int64_t num_classes);

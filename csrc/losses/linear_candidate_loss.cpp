@@ -28,24 +28,19 @@ using at::Tensor;
 
 constexpr const char* kOp = "sampled_softmax_loss"; // the op that users call
 
-CandidateLossState forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                               const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
-                               std::array<bool, 2> wanted, const OptionalTensor& share) {
+CandidateLossState forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
+                               at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share) {
   return linear_candidate_loss_forward_reference({input, weight, bias, target, candidates, distinct, options, share}, wanted);
 }
 
-CandidateLossState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
-                                std::array<bool, 2> wanted, const OptionalTensor& share) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::linear_candidate_loss_forward", "")
-                             .typed<decltype(forward_any)>();
+CandidateLossState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
+                                at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_candidate_loss_forward", "").typed<decltype(forward_any)>();
   return op.call(input, weight, bias, target, candidates, distinct, options, wanted, share);
 }
 
-CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
-                                std::array<bool, 2> wanted, const OptionalTensor& share) {
+CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
+                                at::IntArrayRef distinct, std::string_view options, std::array<bool, 2> wanted, const OptionalTensor& share) {
   const LinearLossArguments checked(input, weight, bias, target, candidates, distinct, options, share);
   const auto dtype = input.options().dtype(opmath_dtype(input.scalar_type()));
   const auto queries = [&](bool is_wanted) { return is_wanted ? input.sym_size(0) : c10::SymInt(0); };
@@ -57,15 +52,14 @@ CandidateLossState forward_meta(const Tensor& input, const Tensor& weight, const
 
 Tensor put_together(const Tensor& loss, const OptionalTensor& share) { return given(share) ? (loss * share->to(loss.scalar_type())).sum() : loss; }
 
-Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
+Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
+                 at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
   return put_together(std::get<0>(call_forward(input, weight, bias, target, candidates, distinct, options, {false, false}, share)), share);
 }
 
-Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                 const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_candidate_loss", "").typed<decltype(loss_only)>();
+Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
+                 at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_candidate_loss", "").typed<decltype(loss_only)>();
   return op.call(input, weight, bias, target, candidates, distinct, options, share);
 }
 
@@ -78,14 +72,12 @@ bool has_nothing_to_scale(const Tensor& grad, const Tensor& target, int64_t igno
 
 class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
-                        const OptionalTensor& share) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                        const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_input = input.requires_grad();
     const bool want_table = weight.requires_grad() || (given(bias) && bias->requires_grad());
-    auto [loss, grad_input, grad_scores, row_ids] =
-        call_forward(input, weight, bias, target, candidates, distinct, options, {want_input, want_table}, share);
+    auto [loss, grad_input, grad_scores, row_ids] = call_forward(input, weight, bias, target, candidates, distinct, options, {want_input, want_table}, share);
     const Candidates columns(kOp, candidates, distinct);
     const auto parsed = parse_options<SampledSoftmaxOptions>(kOp, options);
     ctx->save_for_backward({input, weight, grad_input, grad_scores, row_ids, columns.shared_ids.value_or(Tensor()), target});
@@ -120,8 +112,8 @@ class LinearCandidateLoss : public torch::autograd::Function<LinearCandidateLoss
   }
 };
 
-Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                     const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
+Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
+                     at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
   if (!at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_loss(input, weight, bias, target, candidates, distinct, options, share);
@@ -130,8 +122,8 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
 }
 
 // A cast of the table would touch all of its N rows, so the queries take the table's dtype.
-Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                     const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
+Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensors& candidates,
+                     at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return call_loss(input.to(weight.scalar_type()), weight, same, target, candidates, distinct, options, share);
@@ -140,8 +132,7 @@ Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTe
 } // namespace
 
 LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                         const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options,
-                                         const OptionalTensor& share)
+                                         const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options, const OptionalTensor& share)
     : input(input), weight(weight), bias(bias), target(target), candidates(kOp, candidates, distinct),
       options(parse_options<SampledSoftmaxOptions>(kOp, options)), share(share) {
   check::linear(kOp, input, weight, bias);
@@ -154,8 +145,8 @@ LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weig
   }
 }
 
-Tensor linear_candidate_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                             const Candidates& candidates, const SampledSoftmaxOptions& options, const OptionalTensor& share) {
+Tensor linear_candidate_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Candidates& candidates,
+                             const SampledSoftmaxOptions& options, const OptionalTensor& share) {
   return call_loss(input, weight, bias, target, candidates.tensors(), candidates.distinct(), print_options(options), share);
 }
 
@@ -171,10 +162,10 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
   Tensor grad_input = scores.new_empty({0, input.size(1)}), grad_scores = scores.new_empty({0, scores.size(1)});
   if (wanted[0] || wanted[1]) {
     const Tensor wide = counts.to(scores.scalar_type());
-    const Tensor gradient = estimator_loss_backward(given(share) ? at::where(counts, share->to(wide.scalar_type()), 0.0) : wide, scores, ids, candidates, options);
+    const Tensor gradient =
+        estimator_loss_backward(given(share) ? at::where(counts, share->to(wide.scalar_type()), 0.0) : wide, scores, ids, candidates, options);
     if (wanted[0]) {
-      grad_input = std::get<0>(candidate_scores_backward(gradient, input, weight, row_ids, shared_ids, {true, false, false}))
-                       .to(scores.scalar_type());
+      grad_input = std::get<0>(candidate_scores_backward(gradient, input, weight, row_ids, shared_ids, {true, false, false})).to(scores.scalar_type());
     }
     grad_scores = wanted[1] ? gradient : grad_scores;
   }
@@ -184,8 +175,10 @@ CandidateLossState linear_candidate_loss_forward_reference(const LinearLossArgum
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   const std::string arguments = std::string("Tensor input, Tensor weight, Tensor? bias, Tensor target, ") + kCandidatesSchema;
   m.def(("linear_candidate_loss(" + arguments + ", Tensor? share=None) -> Tensor").c_str());
-  m.def(("linear_candidate_loss_forward(" + arguments + ", bool[2] wanted, Tensor? share=None) -> "
-         "(Tensor loss, Tensor grad_input, Tensor grad_scores, Tensor row_ids)").c_str());
+  m.def(("linear_candidate_loss_forward(" + arguments +
+         ", bool[2] wanted, Tensor? share=None) -> "
+         "(Tensor loss, Tensor grad_input, Tensor grad_scores, Tensor row_ids)")
+            .c_str());
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -97,8 +97,7 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
   // The gradient of the scores takes their place.
   const Tensor scores = recycled_empty({queries, row_width + shared.size(0)}, floats), loss = at::empty({queries}, floats);
   const EstimatorArguments estimation(scores, id, candidates, arguments.options, find_estimator(op, arguments.options.estimator));
-  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op, ": expected an estimator with a loop over rows, got \"",
-                    estimation.estimator.name, "\"");
+  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op, ": expected an estimator with a loop over rows, got \"", estimation.estimator.name, "\"");
   check::class_ids(op, "target", target, weight.size(0), ignore_index);
   if (given(candidates.private_ids)) {
     check::class_ids(op, "private ids", *candidates.private_ids, weight.size(0));
@@ -129,10 +128,9 @@ CandidateLossState linear_candidate_loss_forward_cpu(const Tensor& input, const 
     rows.loss = data<A>(loss);
     rows.grad_scores = want_gradient ? data<A>(scores) : nullptr;
     rows.grad_loss = of_query.defined() ? const_data<A>(of_query) : nullptr;
-    run_queries(QueryPass<T>{const_data<T>(query), const_data<T>(table), bias_row.defined() ? const_data<T>(bias_row) : nullptr, features,
-                             table.stride(0), row_ids.const_data_ptr<int64_t>(), queries, row_width,
-                             targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores), wanted[0] ? data<A>(grad_input) : nullptr, rows,
-                             *estimation.estimator.row_loss});
+    run_queries(QueryPass<T>{const_data<T>(query), const_data<T>(table), bias_row.defined() ? const_data<T>(bias_row) : nullptr, features, table.stride(0),
+                             row_ids.const_data_ptr<int64_t>(), queries, row_width, targets.const_data_ptr<int64_t>(), ignore_index, data<A>(scores),
+                             wanted[0] ? data<A>(grad_input) : nullptr, rows, *estimation.estimator.row_loss});
   });
   if (wanted[0] && shared_rows.defined()) {
     multiply(grad_input, scores.narrow(1, row_width, shared.size(0)), shared_rows, {.add = true, .bfloat16 = low});

@@ -44,9 +44,7 @@ struct QueryPass {
   bool wide;           // rows are read 16 bytes at a time
 
   __device__ bool ignored(int64_t q) const { return target[q] == ignore_index; }
-  __device__ int64_t id(int64_t q, int64_t j) const {
-    return j > 0 ? private_ids[q * (row_width - 1) + j - 1] : ignored(q) ? 0 : target[q];
-  }
+  __device__ int64_t id(int64_t q, int64_t j) const { return j > 0 ? private_ids[q * (row_width - 1) + j - 1] : ignored(q) ? 0 : target[q]; }
 };
 
 // scores of the rows of a query. A warp takes kRows rows at once, so that so many loads are under way, and leaves them in `kept`.
@@ -235,12 +233,11 @@ void launch(QueryPass<T> pass, const Tensor& like) {
   }
   pass.buffer_size = whole_packs<A>(pass.rows.buffer_size(pass.estimator));
   const int64_t kept_width = pass.grad_input ? whole_packs<T>(pass.features) : 0;
-  const RowPlan plan(pass.queries, pass.rows.candidates(), pass.buffer_size * int64_t(sizeof(A)),
-                     pass.row_width * kept_width * int64_t(sizeof(T)), like);
+  const RowPlan plan(pass.queries, pass.rows.candidates(), pass.buffer_size * int64_t(sizeof(A)), pass.row_width * kept_width * int64_t(sizeof(T)), like);
   pass.kept_width = plan.keeps ? kept_width : 0;
   pass.scratch = plan.scratch_pointer<A>();
-  pass.wide = aligned(pass.input, pass.features, sizeof(T)) && aligned(pass.weight, pass.stride, sizeof(T)) &&
-      aligned(pass.grad_input, pass.features, sizeof(A));
+  pass.wide =
+      aligned(pass.input, pass.features, sizeof(T)) && aligned(pass.weight, pass.stride, sizeof(T)) && aligned(pass.grad_input, pass.features, sizeof(A));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (plan.block) {
     if (plan.shared > kSharedBytes) {
@@ -273,8 +270,7 @@ CandidateLossState linear_candidate_loss_forward_cuda(const Tensor& input, const
   const Tensor scores = at::empty({queries, row_width + shared_width}, floats), loss = at::empty({queries}, floats);
   const Tensor targets = target.contiguous(), row_ids = at::empty({queries, row_width}, target.options());
   const EstimatorArguments estimation(scores, targets, candidates, arguments.options, find_estimator(op, arguments.options.estimator));
-  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op, ": expected an estimator with a loop over rows, got \"",
-                    estimation.estimator.name, "\"");
+  TORCH_CHECK_VALUE(estimation.estimator.has_kernels(), op, ": expected an estimator with a loop over rows, got \"", estimation.estimator.name, "\"");
   const bool want_gradient = wanted[0] || wanted[1];
   const Tensor query = input.contiguous(), table = with_unit_column_stride(weight);
   const Tensor grad_input = at::empty({wanted[0] ? queries : 0, features}, floats);

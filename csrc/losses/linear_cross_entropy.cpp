@@ -37,66 +37,57 @@ constexpr const char* kOp = "linear_cross_entropy";
 constexpr int64_t kSavedBytes = 40 << 20;  // of logits that the forward pass keeps
 constexpr int64_t kReferenceBlock = 8192;  // classes at once in the composites
 
-CrossEntropyState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                               const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
-                               bool save_logits) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::linear_cross_entropy_forward", "")
-                             .typed<decltype(linear_cross_entropy_forward_reference)>();
+CrossEntropyState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                               c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy_forward", "").typed<decltype(linear_cross_entropy_forward_reference)>();
   return op.call(input, weight, bias, target, class_weight, ignore_index, label_smoothing, save_logits);
 }
 
-LinearGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                              const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                              const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
-                              std::array<bool, 3> output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::linear_cross_entropy_backward", "")
-                             .typed<decltype(linear_cross_entropy_backward_reference)>();
-  return op.call(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index, label_smoothing,
-                 output_mask);
+LinearGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                              const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, c10::SymInt ignore_index,
+                              double label_smoothing, std::array<bool, 3> output_mask) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy_backward", "").typed<decltype(linear_cross_entropy_backward_reference)>();
+  return op.call(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index, label_smoothing, output_mask);
 }
 
-CrossEntropyWithGradients call_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                              const Tensor& target, const OptionalTensor& class_weight, c10::SymInt ignore_index,
-                                              double label_smoothing, std::array<bool, 3> output_mask) {
+CrossEntropyWithGradients call_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                              const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
+                                              std::array<bool, 3> output_mask) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::linear_cross_entropy_with_gradients", "")
                              .typed<decltype(linear_cross_entropy_with_gradients_composite)>();
   return op.call(grad, input, weight, bias, target, class_weight, ignore_index, label_smoothing, output_mask);
 }
 
-CrossEntropyState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                               const OptionalTensor& class_weight, c10::SymInt, double label_smoothing, bool save_logits) {
+CrossEntropyState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                               c10::SymInt, double label_smoothing, bool save_logits) {
   check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const c10::SymInt queries = input.sym_size(0);
   const c10::SymInt saved = save_logits ? saved_classes(queries, weight.sym_size(0), input.scalar_type()) : c10::SymInt(0);
-  return {at::empty_symint({queries}, options), at::empty_symint({c10::SymInt(2), queries}, options),
-          at::empty_symint({queries, saved}, options)};
+  return {at::empty_symint({queries}, options), at::empty_symint({c10::SymInt(2), queries}, options), at::empty_symint({queries, saved}, options)};
 }
 
 LinearGradients gradients_meta(const Tensor& input, const Tensor& weight, std::array<bool, 3> output_mask) {
   const c10::SymInt none(0), classes = weight.sym_size(0), features = weight.sym_size(1);
   return {at::empty_symint({output_mask[0] ? input.sym_size(0) : none, features}, input.options()),
-          at::empty_symint({output_mask[1] ? classes : none, features}, input.options()),
-          at::empty_symint({output_mask[2] ? classes : none}, input.options())};
+          at::empty_symint({output_mask[1] ? classes : none, features}, input.options()), at::empty_symint({output_mask[2] ? classes : none}, input.options())};
 }
 
-LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                              const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                              const Tensor& saved_logits, c10::SymInt, double label_smoothing, std::array<bool, 3> output_mask) {
+LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                              const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, c10::SymInt, double label_smoothing,
+                              std::array<bool, 3> output_mask) {
   check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
   return gradients_meta(input, weight, output_mask);
 }
 
-CrossEntropyWithGradients with_gradients_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                              const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                                              c10::SymInt, double label_smoothing, std::array<bool, 3> output_mask) {
+CrossEntropyWithGradients with_gradients_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                              const OptionalTensor& class_weight, c10::SymInt, double label_smoothing, std::array<bool, 3> output_mask) {
   check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, label_smoothing);
   auto [grad_input, grad_weight, grad_bias] = gradients_meta(input, weight, output_mask);
-  return {at::empty_symint({input.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type()))), grad_input, grad_weight,
-          grad_bias};
+  return {at::empty_symint({input.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type()))), grad_input, grad_weight, grad_bias};
 }
 
 // What a mean divides the sum of the losses by, as at::nll_loss has it: a number in `dtype`.
@@ -112,8 +103,7 @@ Tensor mean_divisor(const Tensor& target, const OptionalTensor& class_weight, co
 }
 
 // The losses of the queries [Q], reduced.
-Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, int64_t reduction,
-              const c10::SymInt& ignore_index) {
+Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, int64_t reduction, const c10::SymInt& ignore_index) {
   TORCH_CHECK_VALUE(reduction == at::Reduction::None || reduction == at::Reduction::Mean || reduction == at::Reduction::Sum, kOp,
                     ": expected reduction 0 (none), 1 (mean) or 2 (sum), got ", reduction);
   switch (reduction) {
@@ -135,14 +125,12 @@ Tensor scaled(const Tensor& gradient, const Tensor& factor, const Tensor& source
 // The sum of the losses over a divisor.
 class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& target, const OptionalTensor& class_weight, const Tensor& divisor, c10::SymInt ignore_index,
-                        double label_smoothing) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                        const OptionalTensor& class_weight, const Tensor& divisor, c10::SymInt ignore_index, double label_smoothing) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(), given(bias) && bias->requires_grad()};
-    auto [loss, grad_input, grad_weight, grad_bias] =
-        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), input, weight, bias, target, class_weight,
-                            ignore_index, label_smoothing, wanted);
+    auto [loss, grad_input, grad_weight, grad_bias] = call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), input, weight, bias, target,
+                                                                          class_weight, ignore_index, label_smoothing, wanted);
     ctx->save_for_backward({grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
     ctx->saved_data["hooked"] = at::SavedTensorDefaultHooks::get_hooks().has_value(); // others may hold what was saved
     return loss.sum() / divisor;
@@ -151,8 +139,7 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     // Nothing else will come for the gradients.
-    const bool ours = !torch::autograd::get_current_graph_task_keep_graph() && !at::GradMode::is_enabled() &&
-        !ctx->saved_data["hooked"].toBool();
+    const bool ours = !torch::autograd::get_current_graph_task_keep_graph() && !at::GradMode::is_enabled() && !ctx->saved_data["hooked"].toBool();
     torch::autograd::variable_list result(8);
     for (const size_t i : {0, 1, 2}) {
       if (ctx->needs_input_grad(i)) {
@@ -165,11 +152,10 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
 
 class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& target, const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                        const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, normalizer, saved_logits] =
-        call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/true);
+    auto [loss, normalizer, saved_logits] = call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/true);
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), target, class_weight.value_or(Tensor()), normalizer, saved_logits});
     ctx->saved_data["ignore_index"] = ignore_index;
     ctx->saved_data["label_smoothing"] = label_smoothing;
@@ -178,31 +164,22 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                     saved[2].defined() && ctx->needs_input_grad(2)};
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), saved[2].defined() && ctx->needs_input_grad(2)};
     auto [grad_input, grad_weight, grad_bias] =
         call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), saved[5], saved[6],
                       ctx->saved_data["ignore_index"].toSymInt(), ctx->saved_data["label_smoothing"].toDouble(), wanted);
-    return {wanted[0] ? grad_input : Tensor(),
-            wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+    return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(), wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
-Tensor without_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                        const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
-  const Tensor loss = std::get<0>(
-      call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/false));
+Tensor without_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                        int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+  const Tensor loss = std::get<0>(call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/false));
   return reduce(loss, target, class_weight, reduction, ignore_index);
 }
 
 Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                     const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index,
-                                     double label_smoothing) {
+                                     const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
   check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
   TORCH_CHECK_VALUE(reduction == at::Reduction::None || reduction == at::Reduction::Mean || reduction == at::Reduction::Sum, kOp,
                     ": expected reduction 0 (none), 1 (mean) or 2 (sum), got ", reduction);
@@ -215,8 +192,7 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
   }
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   if (reduction != at::Reduction::None && input.scalar_type() == opmath_dtype(input.scalar_type())) {
-    const Tensor divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, ignore_index, input.scalar_type())
-                                                            : at::ones({}, input.options());
+    const Tensor divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, ignore_index, input.scalar_type()) : at::ones({}, input.options());
     return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, ignore_index, label_smoothing);
   }
   const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, ignore_index, label_smoothing);
@@ -224,17 +200,16 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
 }
 
 Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                     const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index,
-                                     double label_smoothing) {
+                                     const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto device = input.device().type();
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
   // Class weights belong to the loss, which is computed in float32.
-  const OptionalTensor weights = given(class_weight) && class_weight->scalar_type() != at::kDouble
-      ? OptionalTensor(class_weight->to(at::kFloat)) : class_weight;
-  return linear_cross_entropy(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights,
-                              reduction, ignore_index, label_smoothing);
+  const OptionalTensor weights =
+      given(class_weight) && class_weight->scalar_type() != at::kDouble ? OptionalTensor(class_weight->to(at::kFloat)) : class_weight;
+  return linear_cross_entropy(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, reduction, ignore_index,
+                              label_smoothing);
 }
 
 // What the composites share: the operands in opmath, and the weights of the terms of the loss
@@ -247,24 +222,20 @@ struct ReferenceTerms {
                  const OptionalTensor& class_weight_or_none, const c10::SymInt& ignore_index, double label_smoothing)
       : query(input.to(opmath_dtype(input.scalar_type()))),
         bias(given(bias_or_none) ? bias_or_none->to(query.scalar_type()) : at::zeros({weight.size(0)}, query.options())),
-        class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type())
-                                                 : at::ones({weight.size(0)}, query.options())),
+        class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type()) : at::ones({weight.size(0)}, query.options())),
         counted(target.ne(ignore_index)),
         target_weight(weight.size(0) > 0 ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) * (1 - label_smoothing)
                                          : at::zeros({target.size(0)}, query.options())),
         even(weight.size(0) > 0 ? label_smoothing / double(weight.size(0)) : 0) {}
 
-  Tensor products(const Tensor& weight, int64_t begin, int64_t size) const {
-    return at::mm(query, weight.narrow(0, begin, size).to(query.scalar_type()).t());
-  }
+  Tensor products(const Tensor& weight, int64_t begin, int64_t size) const { return at::mm(query, weight.narrow(0, begin, size).to(query.scalar_type()).t()); }
 };
 
 } // namespace
 
-Tensor linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                            const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy", "").typed<decltype(without_gradient)>();
+Tensor linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                            int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy", "").typed<decltype(without_gradient)>();
   return op.call(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
 }
 
@@ -273,8 +244,8 @@ c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes
   return classes.min(c10::SymInt(fitting) / queries.max(1));
 }
 
-void check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                const OptionalTensor& class_weight, double label_smoothing) {
+void check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                                double label_smoothing) {
   check::linear(kOp, input, weight, bias);
   check::dim(kOp, "target", target, 1);
   check::int64(kOp, "target", target);
@@ -289,9 +260,8 @@ void check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ", label_smoothing);
 }
 
-void check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                               const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                                               double label_smoothing) {
+void check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                               const OptionalTensor& class_weight, double label_smoothing) {
   check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
   constexpr const char* op = "linear_cross_entropy_with_gradients";
   check::dim(op, "grad", grad, 1);
@@ -300,9 +270,8 @@ void check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor&
   check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
 }
 
-void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                         const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                                         const Tensor& saved_logits, double label_smoothing) {
+void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                         const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, double label_smoothing) {
   check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
   constexpr const char* op = "linear_cross_entropy_backward";
   const auto state = [&](const char* name, const Tensor& tensor, int64_t dims, int64_t queries_axis) {
@@ -315,13 +284,13 @@ void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input
   state("normalizer", normalizer, 2, 1);
   state("saved_logits", saved_logits, 2, 0);
   check::size(op, "normalizer", normalizer, 0, 2, "largest logit, log of the sum");
-  TORCH_CHECK_VALUE(saved_logits.sym_size(1) <= weight.sym_size(0), op, ": expected saved_logits with at most ", weight.sym_size(0),
-                    " classes, got shape ", saved_logits.sym_sizes());
+  TORCH_CHECK_VALUE(saved_logits.sym_size(1) <= weight.sym_size(0), op, ": expected saved_logits with at most ", weight.sym_size(0), " classes, got shape ",
+                    saved_logits.sym_sizes());
 }
 
-CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                                         const Tensor& target, const OptionalTensor& class_weight,
-                                                         c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
+CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                                         const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
+                                                         bool save_logits) {
   check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
   const int64_t classes = weight.size(0), queries = input.size(0);
   const ReferenceTerms terms(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
@@ -356,11 +325,10 @@ CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, co
   return {loss.masked_fill(terms.counted.logical_not(), 0), at::stack({largest, log_sum}), saved_logits};
 }
 
-LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                        const OptionalTensor& bias, const Tensor& target,
-                                                        const OptionalTensor& class_weight, const Tensor& normalizer,
-                                                        const Tensor& saved_logits, c10::SymInt ignore_index,
-                                                        double label_smoothing, std::array<bool, 3> output_mask) {
+LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                        const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
+                                                        const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
+                                                        std::array<bool, 3> output_mask) {
   check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
   const auto [want_input, want_weight, want_bias] = output_mask;
   const int64_t classes = weight.size(0), features = weight.size(1);
@@ -394,9 +362,8 @@ LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, cons
 }
 
 CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                                        const OptionalTensor& bias, const Tensor& target,
-                                                                        const OptionalTensor& class_weight, c10::SymInt ignore_index,
-                                                                        double label_smoothing, std::array<bool, 3> output_mask) {
+                                                                        const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                                                                        c10::SymInt ignore_index, double label_smoothing, std::array<bool, 3> output_mask) {
   auto [loss, normalizer, saved] = call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, true);
   auto [grad_input, grad_weight, grad_bias] =
       call_backward(grad, input, weight, bias, target, class_weight, normalizer, saved, ignore_index, label_smoothing, output_mask);
@@ -404,16 +371,20 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const Te
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, int reduction=1, "
-        "SymInt ignore_index=-100, float label_smoothing=0.0) -> Tensor");
-  m.def("linear_cross_entropy_forward(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
-        "SymInt ignore_index, float label_smoothing, bool save_logits) -> (Tensor loss, Tensor normalizer, Tensor saved_logits)");
-  m.def("linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
-        "Tensor normalizer, Tensor saved_logits, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
-        "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  m.def("linear_cross_entropy_with_gradients(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, "
-        "Tensor? class_weight, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
-        "-> (Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, int reduction=1, "
+      "SymInt ignore_index=-100, float label_smoothing=0.0) -> Tensor");
+  m.def(
+      "linear_cross_entropy_forward(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+      "SymInt ignore_index, float label_smoothing, bool save_logits) -> (Tensor loss, Tensor normalizer, Tensor saved_logits)");
+  m.def(
+      "linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+      "Tensor normalizer, Tensor saved_logits, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
+      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "linear_cross_entropy_with_gradients(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, "
+      "Tensor? class_weight, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
+      "-> (Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -29,35 +29,30 @@ using CrossEntropyWithGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor,
 c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes, at::ScalarType dtype);
 
 /// Shared by every kernel of the forward and the backward op.
-void check_linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                const at::Tensor& target, const std::optional<at::Tensor>& class_weight, double label_smoothing);
-void check_linear_cross_entropy_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
-                                         const std::optional<at::Tensor>& bias, const at::Tensor& target,
-                                         const std::optional<at::Tensor>& class_weight, const at::Tensor& normalizer,
+void check_linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                const std::optional<at::Tensor>& class_weight, double label_smoothing);
+void check_linear_cross_entropy_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                         const at::Tensor& target, const std::optional<at::Tensor>& class_weight, const at::Tensor& normalizer,
                                          const at::Tensor& saved_logits, double label_smoothing);
 
-void check_linear_cross_entropy_with_gradients(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
-                                               const std::optional<at::Tensor>& bias, const at::Tensor& target,
-                                               const std::optional<at::Tensor>& class_weight, double label_smoothing);
+void check_linear_cross_entropy_with_gradients(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                               const at::Tensor& target, const std::optional<at::Tensor>& class_weight, double label_smoothing);
 
 /// The composites in ATen calls: any device, and the oracle of the tests. loss: of each query, weighted by the class weight of its
 /// target, 0 where ignored. save_logits: whether a backward pass will follow.
-CrossEntropyState linear_cross_entropy_forward_reference(const at::Tensor& input, const at::Tensor& weight,
-                                                         const std::optional<at::Tensor>& bias, const at::Tensor& target,
-                                                         const std::optional<at::Tensor>& class_weight, c10::SymInt ignore_index,
+CrossEntropyState linear_cross_entropy_forward_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                                         const at::Tensor& target, const std::optional<at::Tensor>& class_weight, c10::SymInt ignore_index,
                                                          double label_smoothing, bool save_logits);
 /// grad [Q]: of the losses; output_mask: input, weight, bias.
 LinearGradients linear_cross_entropy_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
                                                         const std::optional<at::Tensor>& bias, const at::Tensor& target,
                                                         const std::optional<at::Tensor>& class_weight, const at::Tensor& normalizer,
-                                                        const at::Tensor& saved_logits, c10::SymInt ignore_index,
-                                                        double label_smoothing, std::array<bool, 3> output_mask);
+                                                        const at::Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
+                                                        std::array<bool, 3> output_mask);
 /// The forward op, then the backward op.
-CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const at::Tensor& grad, const at::Tensor& input,
-                                                                        const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                                                        const at::Tensor& target,
-                                                                        const std::optional<at::Tensor>& class_weight,
-                                                                        c10::SymInt ignore_index, double label_smoothing,
-                                                                        std::array<bool, 3> output_mask);
+CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+                                                                        const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                                                        const std::optional<at::Tensor>& class_weight, c10::SymInt ignore_index,
+                                                                        double label_smoothing, std::array<bool, 3> output_mask);
 
 } // namespace xsoftmax

@@ -51,8 +51,7 @@ struct LossInputs {
 
   LossInputs(const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight,
              const c10::SymInt& ignore_index, double label_smoothing)
-      : target(target.contiguous()), ignore_index(ignore_index.expect_int()), label_smoothing(label_smoothing),
-        classes(weight.size(0)) {
+      : target(target.contiguous()), ignore_index(ignore_index.expect_int()), label_smoothing(label_smoothing), classes(weight.size(0)) {
     check::class_ids(op, "target", this->target, classes, this->ignore_index);
     if (given(class_weight)) {
       this->class_weight = class_weight->to(opmath_dtype(input.scalar_type())).contiguous();
@@ -74,8 +73,7 @@ struct SavedLogits {
   bool packed = false;
 
   Tensor of(const ClassBlock& block, int64_t queries) const {
-    return packed ? tensor.narrow(0, block.begin * queries, block.size * queries).view({queries, block.size})
-                  : tensor.narrow(1, block.begin, block.size);
+    return packed ? tensor.narrow(0, block.begin * queries, block.size * queries).view({queries, block.size}) : tensor.narrow(1, block.begin, block.size);
   }
 };
 
@@ -85,8 +83,7 @@ struct GroupSums {
   std::vector<A> max, sum;
   std::vector<double> even; // sum_c class_weight_c s_c
 
-  GroupSums(int64_t queries, bool smooth)
-      : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), even(smooth ? queries : 0, 0.0) {}
+  GroupSums(int64_t queries, bool smooth) : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), even(smooth ? queries : 0, 0.0) {}
 
   void join(const GroupSums& other, int64_t q) {
     const A top = max[q] > other.max[q] ? max[q] : other.max[q];
@@ -106,9 +103,8 @@ class ForwardPass {
 
  public:
   ForwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const SavedLogits& saved)
-      : operands_(operands), plan_(plan), terms_(terms), saved_(saved),
-        bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr), queries_(operands.input.size(0)),
-        target_logit_(queries_, A(0)), groups_(plan.groups, GroupSums<A>(queries_, terms.even > 0)) {}
+      : operands_(operands), plan_(plan), terms_(terms), saved_(saved), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
+        queries_(operands.input.size(0)), target_logit_(queries_, A(0)), groups_(plan.groups, GroupSums<A>(queries_, terms.even > 0)) {}
 
   void run(A* loss, A* normalizer) {
     for_each_group(plan_, [&](int64_t first, int64_t last) {
@@ -147,8 +143,7 @@ class ForwardPass {
   void fold_block(GroupSums<A>& sums, const Tensor& logits, const ClassBlock& block) {
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     const A* weight = terms_.class_weight == nullptr ? nullptr : terms_.class_weight + block.begin;
-    const double weight_sum = terms_.even > 0 && weight != nullptr ? std::accumulate(weight, weight + block.size, 0.0)
-                                                                   : double(block.size);
+    const double weight_sum = terms_.even > 0 && weight != nullptr ? std::accumulate(weight, weight + block.size, 0.0) : double(block.size);
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
         const T* row = const_data<T>(logits) + q * logits.stride(0);
@@ -193,11 +188,9 @@ class BackwardPass {
 
  public:
   // grad [Q], normalizer [2, Q].
-  BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const A* grad, const A* normalizer,
-               const SavedLogits& saved)
+  BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const A* grad, const A* normalizer, const SavedLogits& saved)
       : operands_(operands), plan_(plan), terms_(terms), grad_(grad), normalizer_(normalizer), saved_(saved),
-        bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
-        queries_(operands.input.size(0)) {}
+        bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr), queries_(operands.input.size(0)) {}
 
   // Undefined gradients are not wanted. grad_input_parts [groups, Q, D]: in opmath. `add`: to what grad_weight and grad_bias hold.
   void run(const Tensor& grad_input_parts, const Tensor& grad_weight, const Tensor& grad_bias, bool add) const {
@@ -207,8 +200,7 @@ class BackwardPass {
         const Tensor part = grad_input_parts.defined() ? grad_input_parts.select(0, g) : Tensor();
         for (int64_t i = g; i < plan_.count(); i += plan_.groups) {
           const ClassBlock block = plan_.block(i);
-          const Tensor rows = scratch.rows(block), slope = block.saved && saved_.packed ? saved_.of(block, queries_)
-                                                                                        : scratch.logits_buffer(block);
+          const Tensor rows = scratch.rows(block), slope = block.saved && saved_.packed ? saved_.of(block, queries_) : scratch.logits_buffer(block);
           set_slope(slope, rows, block);
           add_input_gradient(part, slope, rows, /*first=*/i == g);
           set_weight_gradient(grad_weight, slope, scratch, block, add);
@@ -262,11 +254,11 @@ class BackwardPass {
       return;
     }
     // Of a group's sums the order that MKL gives them must not be seen.
-    multiply_in_parts(part, slope, rows, {.add = !first, .bfloat16 = operands_.rounds}, plan_.groups > 1 ? kTermsOfProduct : std::max<int64_t>(1, slope.size(1)));
+    multiply_in_parts(part, slope, rows, {.add = !first, .bfloat16 = operands_.rounds},
+                      plan_.groups > 1 ? kTermsOfProduct : std::max<int64_t>(1, slope.size(1)));
   }
 
-  void set_weight_gradient(const Tensor& grad_weight, const Tensor& slope, BlockScratch& scratch, const ClassBlock& block,
-                           bool add) const {
+  void set_weight_gradient(const Tensor& grad_weight, const Tensor& slope, BlockScratch& scratch, const ClassBlock& block, bool add) const {
     if (!grad_weight.defined()) {
       return;
     }
@@ -303,20 +295,17 @@ void join_parts(const Tensor& parts, const Tensor& out) {
   });
 }
 
-CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                                   const Tensor& target, const OptionalTensor& class_weight,
-                                                   c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
+CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                                   const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
   check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
   const LossInputs inputs("linear_cross_entropy", input, weight, target, class_weight, ignore_index, label_smoothing);
   if (use_reference()) {
-    return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, ignore_index, label_smoothing,
-                                                  save_logits);
+    return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, ignore_index, label_smoothing, save_logits);
   }
   const int64_t queries = input.size(0), classes = weight.size(0);
   const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
-  const Tensor loss = at::empty({queries}, options), normalizer = at::empty({2, queries}, options),
-               saved_logits = at::empty({queries, saved}, options);
+  const Tensor loss = at::empty({queries}, options), normalizer = at::empty({2, queries}, options), saved_logits = at::empty({queries, saved}, options);
   if (queries == 0) {
     return {loss, normalizer, saved_logits};
   }
@@ -330,22 +319,20 @@ CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Te
   return {loss, normalizer, saved_logits};
 }
 
-LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                  const OptionalTensor& bias, const Tensor& target,
-                                                  const OptionalTensor& class_weight, const Tensor& normalizer,
+LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                  const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
                                                   const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
                                                   std::array<bool, 3> output_mask) {
   check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
   const LossInputs inputs("linear_cross_entropy_backward", input, weight, target, class_weight, ignore_index, label_smoothing);
   if (use_reference()) {
-    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits,
-                                                   ignore_index, label_smoothing, output_mask);
+    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index, label_smoothing,
+                                                   output_mask);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
   if (queries == 0 || classes == 0 || !(want_input || want_weight || want_bias)) {
-    return {at::zeros({want_input ? queries : 0, features}, input.options()),
-            at::zeros({want_weight ? classes : 0, features}, input.options()),
+    return {at::zeros({want_input ? queries : 0, features}, input.options()), at::zeros({want_weight ? classes : 0, features}, input.options()),
             at::zeros({want_bias ? classes : 0}, input.options())};
   }
   const LinearOperands operands(input, weight, bias);
@@ -359,8 +346,7 @@ LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tens
   dispatch_floating(operands.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
-    const BackwardPass<T> pass(operands, plan, inputs.terms<A>(), const_data<A>(loss_grad), const_data<A>(state),
-                               {saved_logits.contiguous()});
+    const BackwardPass<T> pass(operands, plan, inputs.terms<A>(), const_data<A>(loss_grad), const_data<A>(state), {saved_logits.contiguous()});
     pass.run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor(), /*add=*/false);
   });
   const Tensor grad_input = at::empty({want_input ? queries : 0, features}, input.options());
@@ -382,9 +368,8 @@ int64_t chunk_size(int64_t queries, int64_t classes, int64_t logit_bytes) {
   return fitting < kFewestQueries ? 0 : (queries + chunks - 1) / chunks;
 }
 
-CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                                  const OptionalTensor& bias, const Tensor& target,
-                                                                  const OptionalTensor& class_weight, c10::SymInt ignore_index,
+CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                                  const Tensor& target, const OptionalTensor& class_weight, c10::SymInt ignore_index,
                                                                   double label_smoothing, std::array<bool, 3> output_mask) {
   check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, label_smoothing);
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
@@ -393,8 +378,7 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& 
     step = 0;
   }
   if (use_reference() || step == 0 || classes == 0 || input.scalar_type() != opmath_dtype(input.scalar_type())) {
-    return linear_cross_entropy_with_gradients_composite(grad, input, weight, bias, target, class_weight, ignore_index,
-                                                         label_smoothing, output_mask);
+    return linear_cross_entropy_with_gradients_composite(grad, input, weight, bias, target, class_weight, ignore_index, label_smoothing, output_mask);
   }
   const LossInputs inputs("linear_cross_entropy", input, weight, target, class_weight, ignore_index, label_smoothing);
   const auto [want_input, want_weight, want_bias] = output_mask;

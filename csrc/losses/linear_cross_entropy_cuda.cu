@@ -96,8 +96,8 @@ struct Operands {
 
   Operands(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
            const c10::SymInt& ignore_index, double label_smoothing)
-      : query(input.contiguous()), target(target.contiguous()), queries(input.size(0)), classes(weight.size(0)),
-        ignore_index(ignore_index.expect_int()), label_smoothing(label_smoothing) {
+      : query(input.contiguous()), target(target.contiguous()), queries(input.size(0)), classes(weight.size(0)), ignore_index(ignore_index.expect_int()),
+        label_smoothing(label_smoothing) {
     const auto dtype = opmath_dtype(input.scalar_type());
     this->bias = given(bias) ? bias->to(dtype).contiguous() : Tensor();
     if (given(class_weight)) {
@@ -107,7 +107,9 @@ struct Operands {
   }
 
   template <typename A>
-  static const A* pointer(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<A>() : nullptr; }
+  static const A* pointer(const Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<A>() : nullptr;
+  }
   template <typename A>
   Terms<A> terms() const {
     return {target.const_data_ptr<int64_t>(), ignore_index, classes, pointer<A>(class_weight), pointer<double>(weight_sum), A(label_smoothing),
@@ -115,7 +117,7 @@ struct Operands {
   }
   template <typename A>
   LogitBlock<A> block(const Tensor& logits, int64_t begin) const {
-    return {logits.const_data_ptr<A>(), logits.stride(0), queries, begin, logits.size(1), pointer<A>(bias), pointer<A>(class_weight),
+    return {logits.const_data_ptr<A>(),      logits.stride(0), queries, begin, logits.size(1), pointer<A>(bias), pointer<A>(class_weight),
             target.const_data_ptr<int64_t>()};
   }
 };
@@ -130,8 +132,7 @@ void for_each_block(int64_t classes, int64_t saved, int64_t width, const Visit& 
 }
 
 CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                                    const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
-                                                    bool save_logits) {
+                                                    const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
   check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t queries = input.size(0), classes = weight.size(0);
@@ -153,8 +154,8 @@ CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const T
       block_products(logits, operands.query, weight, begin, size);
       fold_logits(state, operands.block<scalar_t>(logits, begin), nullptr, begin == 0);
     });
-    finish_kernel<scalar_t><<<grid_size(queries, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        loss.mutable_data_ptr<scalar_t>(), state, operands.terms<scalar_t>(), queries);
+    finish_kernel<scalar_t><<<grid_size(queries, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(loss.mutable_data_ptr<scalar_t>(), state,
+                                                                                                              operands.terms<scalar_t>(), queries);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return {loss, normalizer, saved_logits};
@@ -169,8 +170,8 @@ LinearGradients linear_cross_entropy_backward_cuda(const Tensor& grad, const Ten
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1), saved = saved_logits.size(1);
   const auto [want_input, want_weight, want_bias] = output_mask;
   if (use_reference() || queries == 0 || classes == 0 || !(want_input || want_weight || want_bias)) {
-    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index,
-                                                   label_smoothing, output_mask);
+    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index, label_smoothing,
+                                                   output_mask);
   }
   const Operands operands(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
   const auto options = grad.options();

@@ -40,8 +40,7 @@ Tensor as_rows(const Tensor& input) { return input.unsqueeze(0).flatten(0, -2); 
 
 LinearLossImpl::LinearLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options)
     : TableLossImpl(name, num_classes, options, {"sampler", "noise", "candidate_sampler", "log_z"}) {
-  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, name, ": expected label_smoothing in [0, 1], got ",
-                    options.label_smoothing);
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, name, ": expected label_smoothing in [0, 1], got ", options.label_smoothing);
   if (options.linear.is_empty()) {
     linear = torch::nn::Linear(torch::nn::LinearOptions(in_features, num_classes).bias(options.bias));
   } else {
@@ -121,10 +120,10 @@ void LinearLossImpl::resize_classes(int64_t num_classes, const Tensor& class_wei
 }
 
 void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) const {
-  TORCH_CHECK_VALUE(linear->weight.size(0) == num_classes_, name_, ": expected linear->weight with a row for each of ", num_classes_,
-                    " classes, got shape ", linear->weight.sizes());
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == linear->weight.size(1), name_, ": expected input of shape [*, ",
-                    linear->weight.size(1), "], got ", input.sizes());
+  TORCH_CHECK_VALUE(linear->weight.size(0) == num_classes_, name_, ": expected linear->weight with a row for each of ", num_classes_, " classes, got shape ",
+                    linear->weight.sizes());
+  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == linear->weight.size(1), name_, ": expected input of shape [*, ", linear->weight.size(1), "], got ",
+                    input.sizes());
   const at::IntArrayRef queries = input.sizes().slice(0, input.dim() - 1);
   const bool several = target.defined() && target.dim() == input.dim() && target.sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(!target.defined() || several || queries == target.sizes(), name_, ": expected target of shape ", queries,
@@ -144,8 +143,8 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
     return linear_positives_loss(input, linear->weight, optional(linear->bias), target, optional(weight), options);
   }
   const int64_t reduction = reduction_code(name_, options_.reduction);
-  const Tensor loss = linear_cross_entropy(as_rows(input), linear->weight, optional(linear->bias), target.reshape({-1}), optional(weight),
-                                           reduction, options_.ignore_index, options_.label_smoothing);
+  const Tensor loss = linear_cross_entropy(as_rows(input), linear->weight, optional(linear->bias), target.reshape({-1}), optional(weight), reduction,
+                                           options_.ignore_index, options_.label_smoothing);
   return reduction == at::Reduction::None ? loss.reshape(target.sizes()) : loss;
 }
 
@@ -189,8 +188,8 @@ constexpr const char* kComplementary = "complementary_sum";
 std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t in_features, int64_t num_classes, const SamplingOptions& sampling,
                                                const LossOptions& options) {
   const bool bias = options.linear.is_empty() ? options.bias : options.linear->bias.defined();
-  samplers::SamplerRequest request{.num_classes = num_classes, .num_samples = sampling.num_samples, .dim = in_features, .bias = bias,
-                                   .shared = sampling.shared, .exclude = {}};
+  samplers::SamplerRequest request{
+      .num_classes = num_classes, .num_samples = sampling.num_samples, .dim = in_features, .bias = bias, .shared = sampling.shared, .exclude = {}};
   if (sampling.estimator == kComplementary) {
     TORCH_CHECK_VALUE(!sampling.shared.value_or(false), kName, ": expected private draws beside estimator \"", kComplementary, "\", got shared");
     const int64_t draws = sampling.num_samples.value_or(20);
@@ -211,14 +210,15 @@ std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t 
 
 SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, const std::string& name, const SamplingOptions& sampling,
                                                const LossOptions& options)
-    : SampledSoftmaxLossImpl(in_features, num_classes, by_name(name, in_features, num_classes, sampling, options),
-                             [&] {
-                               SamplingOptions others = sampling;
-                               others.num_samples.reset();
-                               others.shared.reset();
-                               return others;
-                             }(),
-                             options) {}
+    : SampledSoftmaxLossImpl(
+          in_features, num_classes, by_name(name, in_features, num_classes, sampling, options),
+          [&] {
+            SamplingOptions others = sampling;
+            others.num_samples.reset();
+            others.shared.reset();
+            return others;
+          }(),
+          options) {}
 
 SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> sampler_or_none,
                                                const SamplingOptions& sampling, const LossOptions& options)
@@ -231,10 +231,9 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
                     given_sampler->num_classes());
   const bool outside = sampling.estimator == kComplementary;
   head = sampling.head.defined() ? different_ids(sampling.head, num_classes, kName, "head") : at::zeros({0}, at::kLong);
-  TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName,
-                    ": expected no head and label_smoothing of 0 beside estimator \"", kComplementary, "\"");
-  TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0 || none, kName,
-                    ": expected candidates to learn from, got neither draws nor a head");
+  TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName, ": expected no head and label_smoothing of 0 beside estimator \"",
+                    kComplementary, "\"");
+  TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0 || none, kName, ": expected candidates to learn from, got neither draws nor a head");
   TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 beside class weights, got ",
                     options.label_smoothing);
   step_.estimator = outside ? "sampled_softmax" : sampling.estimator.empty() ? given_sampler->default_estimator() : sampling.estimator;
@@ -242,21 +241,21 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   step_.sparse_grad = sampling.sparse_grad;
   const EstimatorTraits& traits = find_estimator(kName, step_.estimator).traits;
   TORCH_CHECK_VALUE(!traits.has_noise || ((head.numel() > 0 || given_sampler->has_distinct()) && given_sampler->has_independent()), kName,
-                    ": expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with estimator \"",
-                    step_.estimator, "\", got ", head.numel(), " head classes and a ", given_sampler->name());
-  TORCH_CHECK_VALUE(traits.smooths || options.label_smoothing == 0, kName,
-                    ": expected label_smoothing of 0 with estimator \"", step_.estimator, "\", got ", options.label_smoothing);
+                    ": expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with estimator \"", step_.estimator,
+                    "\", got ", head.numel(), " head classes and a ", given_sampler->name());
+  TORCH_CHECK_VALUE(traits.smooths || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 with estimator \"", step_.estimator, "\", got ",
+                    options.label_smoothing);
   TORCH_CHECK_VALUE(std::isfinite(sampling.log_z), kName, ": expected log_z as a finite number, got ", sampling.log_z);
-  TORCH_CHECK_VALUE((sampling.log_z == 0 && !sampling.learn_log_z) || step_.estimator == "nce", kName,
-                    ": expected log_z of 0 with estimator \"", step_.estimator, "\", which knows no log Z");
+  TORCH_CHECK_VALUE((sampling.log_z == 0 && !sampling.learn_log_z) || step_.estimator == "nce", kName, ": expected log_z of 0 with estimator \"",
+                    step_.estimator, "\", which knows no log Z");
   sampler = given_sampler; // it is claimed below: all other checks come before
   if (outside) {
     sampler = given_sampler->outside_target();
   } else if (head.numel() > 0) {
     sampler = given_sampler->excluding(head);
     if (sampler == nullptr) {
-      sampler = samplers::UnionSampler(std::vector<std::shared_ptr<samplers::SamplerImpl>>{
-                                           samplers::FixedSampler(num_classes, head).ptr(), given_sampler}).ptr();
+      sampler =
+          samplers::UnionSampler(std::vector<std::shared_ptr<samplers::SamplerImpl>>{samplers::FixedSampler(num_classes, head).ptr(), given_sampler}).ptr();
       head = head.narrow(0, 0, 0);
     }
   }
@@ -292,8 +291,7 @@ void SampledSoftmaxLossImpl::add_head(Proposal& sets) const {
 }
 
 // Classes that are always there beside what the sampler draws: the counts add up, as those of the parts of a union.
-Proposal SampledSoftmaxLossImpl::beside(const CandidateSet& present, const Tensor& queries, const Tensor& target,
-                                        std::optional<at::Generator> generator) {
+Proposal SampledSoftmaxLossImpl::beside(const CandidateSet& present, const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
   const bool shared = sampler->shared();
   const Tensor columns = target.dim() == 1 ? target.unsqueeze(1) : target;
   Proposal sets = sampler->sample(queries, shared ? target : union_classes(queries, target, {present.ids}), generator);
@@ -316,8 +314,7 @@ Proposal SampledSoftmaxLossImpl::beside(const CandidateSet& present, const Tenso
     asked.push_back(sampler->log_count(queries, present.ids));
     of_set.push_back(0);
   }
-  const auto [merged, of_target] =
-      union_merge(ids, log_counts, target_log_counts, part_of, shared ? int64_t(sets.size()) : 1, asked, of_set, target);
+  const auto [merged, of_target] = union_merge(ids, log_counts, target_log_counts, part_of, shared ? int64_t(sets.size()) : 1, asked, of_set, target);
   for (size_t k = 0; k < sets.size(); ++k) {
     sets[k].log_count = merged[k];
     sets[k].target_log_count = sets[k].target_log_count.defined() ? of_target[k] : Tensor();

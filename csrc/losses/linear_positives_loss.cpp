@@ -182,22 +182,20 @@ PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const 
 }
 
 Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy", "").typed<decltype(forward_any)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy", "").typed<decltype(forward_any)>();
   return op.call(input, weight, bias, positives, shares, together);
 }
 
 PositivesGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
                                  const Tensor& shares, bool together, std::array<bool, 3> mask) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy_backward", "").typed<decltype(backward_any)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy_backward", "").typed<decltype(backward_any)>();
   return op.call(grad, input, weight, bias, positives, shares, together, mask);
 }
 
 class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEntropy> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& positives, const Tensor& shares, bool together) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
+                        const Tensor& shares, bool together) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), positives, shares});
     ctx->saved_data["together"] = together;
@@ -213,8 +211,7 @@ class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEnt
   }
 };
 
-Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
-                        bool together) {
+Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
   return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, together);
 }
 
@@ -225,8 +222,7 @@ Tensor loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& 
 
 // Products run low, as those of linear_cross_entropy.
 template <c10::DeviceType device>
-Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
-                        bool together) {
+Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
@@ -235,8 +231,8 @@ Tensor forward_autocast(const Tensor& input, const Tensor& weight, const Optiona
 
 } // namespace
 
-Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                             const OptionalTensor& class_weight, const ExactPositivesOptions& options) {
+Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                             const ExactPositivesOptions& options) {
   check_batch(kOp, input, target, weight, options.ignore_index);
   TORCH_CHECK_VALUE(target.dim() == input.dim(), kOp, ": expected target of shape [*, T] beside input of shape ", input.sym_sizes(), ", got ",
                     target.sym_sizes());
@@ -248,16 +244,17 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
   }
   const Tensor positives = different_positives(some, options.ignore_index);
   const Tensor shares = positive_shares(positives, options, class_weight, opmath_dtype(input.scalar_type()));
-  const Tensor loss = call_forward(input.reshape_symint({positives.sym_size(0), input.sym_size(-1)}), weight, bias, positives, shares,
-                                   options.positives == "sum");
+  const Tensor loss =
+      call_forward(input.reshape_symint({positives.sym_size(0), input.sym_size(-1)}), weight, bias, positives, shares, options.positives == "sum");
   return reduced_positives(kOp, loss, shares, options.reduction, target.sym_sizes().slice(0, target.dim() - 1));
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("linear_positives_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, str options=\"\") -> Tensor", loss_op);
   m.def("positives_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, bool together) -> Tensor");
-  m.def("positives_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, bool together, "
-        "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "positives_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, bool together, "
+      "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

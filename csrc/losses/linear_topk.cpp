@@ -52,8 +52,7 @@ TopK linear_topk_autocast(const Tensor& input, const Tensor& weight, const Optio
 } // namespace
 
 TopK linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_topk", "").typed<decltype(linear_topk_reference)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_topk", "").typed<decltype(linear_topk_reference)>();
   return op.call(input, weight, bias, k);
 }
 
@@ -89,13 +88,10 @@ TopK linear_topk_reference(const Tensor& input, const Tensor& weight, const Opti
   }
   values = (values - largest.unsqueeze(1)) - sum.log().unsqueeze(1);
   const Tensor undefined = (largest + sum.log()).isnan().unsqueeze(1);
-  return {values.masked_fill(undefined, std::numeric_limits<double>::quiet_NaN()),
-          at::where(undefined, at::arange(count, indices.options()), indices)};
+  return {values.masked_fill(undefined, std::numeric_limits<double>::quiet_NaN()), at::where(undefined, at::arange(count, indices.options()), indices)};
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("linear_topk(Tensor input, Tensor weight, Tensor? bias, SymInt k) -> (Tensor values, Tensor indices)");
-}
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("linear_topk(Tensor input, Tensor weight, Tensor? bias, SymInt k) -> (Tensor values, Tensor indices)"); }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("linear_topk", linear_topk_reference); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("linear_topk", linear_topk_meta); }

@@ -38,8 +38,7 @@ struct GroupBest {
   std::vector<Scored<A>> heaps; // [Q, k]: a heap of the best count[q] classes of each query
   std::vector<int64_t> count;
 
-  GroupBest(int64_t queries, int64_t k)
-      : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), heaps(queries * k), count(queries, 0) {}
+  GroupBest(int64_t queries, int64_t k) : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), heaps(queries * k), count(queries, 0) {}
 };
 
 // T: of the products.
@@ -49,8 +48,8 @@ class TopKPass {
 
  public:
   TopKPass(const LinearOperands& operands, const BlockPlan& plan, int64_t k)
-      : operands_(operands), plan_(plan), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
-        queries_(operands.input.size(0)), k_(k), groups_(plan.groups, GroupBest<A>(queries_, k)) {}
+      : operands_(operands), plan_(plan), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr), queries_(operands.input.size(0)), k_(k),
+        groups_(plan.groups, GroupBest<A>(queries_, k)) {}
 
   void run(A* values, int64_t* indices) {
     for_each_group(plan_, [&](int64_t first, int64_t last) {

@@ -46,9 +46,9 @@ TopK linear_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalT
     const auto place = [&](const Tensor& memory) { return memory.narrow(0, 0, queries * size).view({queries, size}); };
     const Tensor logits = place(buffer), keys = place(key_buffer);
     block_products(logits, query, weight, begin, size);
-    fold_logits<float>(state, {logits.const_data_ptr<float>(), size, queries, begin, size,
-                               bias_row.defined() ? bias_row.const_data_ptr<float>() : nullptr, nullptr, nullptr},
-                       keys.mutable_data_ptr<int64_t>(), begin == 0);
+    fold_logits<float>(
+        state, {logits.const_data_ptr<float>(), size, queries, begin, size, bias_row.defined() ? bias_row.const_data_ptr<float>() : nullptr, nullptr, nullptr},
+        keys.mutable_data_ptr<int64_t>(), begin == 0);
     // No two keys are equal, so there is only one answer.
     const auto largest = [&](const Tensor& of) { return std::get<0>(of.topk(std::min(count, of.size(1)), /*dim=*/1)); };
     best = best.defined() ? largest(at::cat({best, largest(keys)}, 1)) : largest(keys);

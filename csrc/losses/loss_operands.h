@@ -12,11 +12,8 @@ struct LossOperands {
   at::Tensor scores, target, private_ids, shared_ids, private_log_count, shared_log_count, target_log_count;
 
   explicit LossOperands(const EstimatorArguments& arguments)
-      : scores(arguments.scores.contiguous()),
-        target(arguments.target.contiguous()),
-        private_ids(plain(arguments.candidates.private_ids)),
-        shared_ids(plain(arguments.candidates.shared_ids)),
-        private_log_count(plain(arguments.candidates.private_log_count, scores.scalar_type())),
+      : scores(arguments.scores.contiguous()), target(arguments.target.contiguous()), private_ids(plain(arguments.candidates.private_ids)),
+        shared_ids(plain(arguments.candidates.shared_ids)), private_log_count(plain(arguments.candidates.private_log_count, scores.scalar_type())),
         shared_log_count(plain(arguments.candidates.shared_log_count, scores.scalar_type())),
         target_log_count(plain(arguments.candidates.target_log_count, scores.scalar_type())) {}
 

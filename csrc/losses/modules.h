@@ -19,7 +19,7 @@ at::Tensor as_rows(const at::Tensor& input);
 std::string cane_estimator(const char* name, const std::string& noise_reduction);
 /// Draws from outside a set for each query, by a sampler of private independent draws that draws every class outside `candidates` (which are
 /// always the same; undefined: they are not), or uniform ones where it is null. dim: of queries.
-samplers::ComplementSampler noise_outside(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler, int64_t num_noises,
-                                          int64_t num_classes, int64_t dim, const at::Tensor& candidates = {});
+samplers::ComplementSampler noise_outside(const char* name, const std::shared_ptr<samplers::SamplerImpl>& sampler, int64_t num_noises, int64_t num_classes,
+                                          int64_t dim, const at::Tensor& candidates = {});
 
 } // namespace xsoftmax::nn

@@ -42,9 +42,8 @@ void check_class_weight(const char* op, const OptionalTensor& class_weight, cons
 void check_batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index) {
   const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
   const bool several = target.dim() == input.dim() && target.sym_sizes().slice(0, queries.size()) == queries;
-  TORCH_CHECK_VALUE(input.dim() >= 1 && (several || target.sym_sizes() == queries), op,
-                    ": expected target of the shape of input without its last dimension, ", queries, ", or with that of several positives in its place, got ",
-                    target.sym_sizes());
+  TORCH_CHECK_VALUE(input.dim() >= 1 && (several || target.sym_sizes() == queries), op, ": expected target of the shape of input without its last dimension, ",
+                    queries, ", or with that of several positives in its place, got ", target.sym_sizes());
   check::floating(op, "input", input);
   check::int64(op, "target", target);
   check::same_device(op, "target", target, "input", input);
@@ -108,7 +107,8 @@ std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& gi
   check_batch(op, input, given_target, weight, ignore_index);
   // What the loss would refuse when a sampler has already counted the batch. Autocast makes all dtypes one but for double.
   const auto device = input.device().type();
-  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device) || input.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble) {
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device) || input.scalar_type() == at::kDouble ||
+      weight.scalar_type() == at::kDouble) {
     check::same_dtype(op, "weight", weight, "input", input);
   }
   if (given_target.dim() < input.dim() && can_read(given_target) && count_others(given_target, ignore_index) == given_target.numel()) {

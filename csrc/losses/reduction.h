@@ -16,14 +16,15 @@ namespace xsoftmax {
 
 at::Tensor reduced_loss(const at::Tensor& loss, const at::Tensor& target, const OptionalTensor& class_weight, const ReductionOptions& options);
 
-/// What each loss counts in reduced_loss without class weights, [Q] of `dtype`, for target [Q]: all the same, since the loss of an ignored query is 0. None for "none" and
-/// where there is no query.
+/// What each loss counts in reduced_loss without class weights, [Q] of `dtype`, for target [Q]: all the same, since the loss of an ignored query is 0. None for
+/// "none" and where there is no query.
 OptionalTensor equal_shares(const at::Tensor& target, const ReductionOptions& options, at::ScalarType dtype);
 
 /// "none", "mean" or "sum", as at::Reduction.
 int64_t reduction_code(const char* op, const std::string& reduction);
 
-/// input [*, D] of a floating dtype, target [*] or, several positives of each query, [*, T], int64 in [0, N) or ignore_index (checked on the CPU), weight [N, D].
+/// input [*, D] of a floating dtype, target [*] or, several positives of each query, [*, T], int64 in [0, N) or ignore_index (checked on the CPU), weight [N,
+/// D].
 void check_batch(const char* op, const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index);
 
 /// class_weight [classes] of a floating dtype, on target's device.
@@ -33,7 +34,6 @@ void check_class_weight(const char* op, const OptionalTensor& class_weight, cons
 // without gradient: zeros and -1 for a query that is ignored, which may hold anything; on the CPU input itself where none is. Of several
 // positives, target [*, T], [Q, T]: the different ones (losses/several_positives.h), the first once more in the place of padding. All that is
 // wrong with a batch is said here, before a sampler changes.
-std::tuple<at::Tensor, at::Tensor> counted_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight,
-                                                   int64_t ignore_index);
+std::tuple<at::Tensor, at::Tensor> counted_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index);
 
 } // namespace xsoftmax

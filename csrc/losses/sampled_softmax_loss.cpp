@@ -23,8 +23,8 @@ using at::Tensor;
 
 constexpr const char* kOp = "sampled_softmax_loss";
 
-void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight,
-                     const OptionalTensor& log_z, const SampledSoftmaxOptions& options) {
+void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& log_z,
+                     const SampledSoftmaxOptions& options) {
   check_batch(kOp, input, target, weight, options.ignore_index);
   check_class_weight(kOp, class_weight, weight.sym_size(0), target);
   TORCH_CHECK_VALUE(!given(class_weight) || options.label_smoothing == 0, kOp, ": expected label_smoothing of 0 beside class weights, got ",
@@ -37,9 +37,8 @@ void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& ta
 }
 
 // In two steps, the scores between them: they are lowered by log Z, or the estimator has no loop over rows.
-Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                      const Candidates& candidates, const OptionalTensor& log_z, const SampledSoftmaxOptions& options,
-                      const Estimator& estimator) {
+Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Candidates& candidates,
+                      const OptionalTensor& log_z, const SampledSoftmaxOptions& options, const Estimator& estimator) {
   const Tensor known = targets_that_count(target, options.ignore_index), counts = target.ne(options.ignore_index);
   const Tensor queries = at::where(counts.unsqueeze(1), input, at::zeros({}, input.options())); // ignored ones may hold anything
   const Tensor ids = given(candidates.private_ids) ? at::cat({known.unsqueeze(1), *candidates.private_ids}, 1) : known.unsqueeze(1);
@@ -59,16 +58,18 @@ Tensor sampled_softmax_loss_op(const Tensor& input, const Tensor& weight, const 
 
 } // namespace
 
-Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& given_target,
-                            const Proposal& sets, const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
+Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& given_target, const Proposal& sets,
+                            const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
   check_arguments(input, weight, given_target, class_weight, log_z, options);
   Tensor target = given_target;
   const bool several = has_several(input, target, options.ignore_index);
   const Estimator& estimator = find_estimator(kOp, options.estimator);
   if (estimator.traits.has_noise) {
     const auto distinct = std::count_if(sets.begin(), sets.end(), [](const CandidateSet& set) { return set.distinct; });
-    TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kOp, ": expected candidates, sets of distinct classes such as a head, and "
-                      "noise, independent draws, with estimator \"", estimator.name, "\", got ", distinct, " of ", sets.size(), " sets distinct");
+    TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kOp,
+                      ": expected candidates, sets of distinct classes such as a head, and "
+                      "noise, independent draws, with estimator \"",
+                      estimator.name, "\", got ", distinct, " of ", sets.size(), " sets distinct");
   }
   if (several) {
     return several_positives_loss(input, weight, bias, target, sets, options, class_weight, log_z);
@@ -88,7 +89,8 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def((std::string("sampled_softmax_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, ") + kProposalSchema +
-         ", Tensor? class_weight=None, Tensor? log_z=None, str options=\"\") -> Tensor").c_str(),
+         ", Tensor? class_weight=None, Tensor? log_z=None, str options=\"\") -> Tensor")
+            .c_str(),
         sampled_softmax_loss_op);
 }
 

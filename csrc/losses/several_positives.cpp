@@ -155,8 +155,7 @@ Tensor several_positives_loss(const Tensor& input, const Tensor& weight, const O
   const Tensor positives = different_positives(target, options.ignore_index);
   for (const CandidateSet& set : sets) {
     TORCH_CHECK_VALUE(!set.target_log_count.defined() || set.target_log_count.sym_sizes() == positives.sym_sizes(), kOp,
-                      ": expected target_log_count of a set for each positive, ", positives.sym_sizes(), ", got shape ",
-                      set.target_log_count.sym_sizes());
+                      ": expected target_log_count of a set for each positive, ", positives.sym_sizes(), ", got shape ", set.target_log_count.sym_sizes());
   }
   const c10::SymInt queries = positives.sym_size(0), width = positives.sym_size(1);
 
@@ -176,8 +175,7 @@ Tensor several_positives_loss(const Tensor& input, const Tensor& weight, const O
   const Tensor of_candidates = scores.narrow_symint(1, width, scores.sym_size(1) - width);
 
   // A row for each positive, or for all of a query.
-  const RowTargets targets{positives, together ? representative(sets, positives)
-                                               : at::arange(width, positives.options()).expand_symint({queries, width})};
+  const RowTargets targets{positives, together ? representative(sets, positives) : at::arange(width, positives.options()).expand_symint({queries, width})};
   const bool removes = options.remove_accidental_hits;
   const bool renormalizes = std::count_if(sets.begin(), sets.end(), is_draw) == 1;
   Proposal of_rows;
@@ -190,8 +188,7 @@ Tensor several_positives_loss(const Tensor& input, const Tensor& weight, const O
   }
   const Tensor score = together ? score_of_all(of_positives, positives, sets, traits.corrects_target) : of_positives;
   const c10::SymInt each = score.sym_size(1);
-  const Tensor matrix = at::cat({score.unsqueeze(2), of_candidates.unsqueeze(1).expand_symint({queries, each, of_candidates.sym_size(1)})}, 2)
-                            .flatten(0, 1);
+  const Tensor matrix = at::cat({score.unsqueeze(2), of_candidates.unsqueeze(1).expand_symint({queries, each, of_candidates.sym_size(1)})}, 2).flatten(0, 1);
   const Tensor row_target = targets.of(known).flatten();
   const Candidates candidates = lay_out(of_rows, queries * each, traits);
   check_candidates(kOp, "input", matrix, row_target, candidates, options);

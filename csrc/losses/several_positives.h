@@ -34,8 +34,7 @@ at::Tensor positive_shares(const at::Tensor& positives, const PositivesOptions& 
 at::Tensor reduced_positives(const char* op, const at::Tensor& loss, const at::Tensor& shares, const std::string& reduction, c10::SymIntArrayRef shape);
 
 /// sampled_softmax_loss, checked, of several positives.
-at::Tensor several_positives_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
-                                  const Proposal& sets, const SampledSoftmaxOptions& options, const OptionalTensor& class_weight,
-                                  const OptionalTensor& log_z);
+at::Tensor several_positives_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target, const Proposal& sets,
+                                  const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z);
 
 } // namespace xsoftmax

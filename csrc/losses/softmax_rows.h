@@ -18,11 +18,11 @@ struct SoftmaxRows {
   opmath<T> (*weighted_sum)(const T* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> shift, int64_t n);
   /// grad[j] = scale e^(logit[j] - max) - smoothing class_weight[j]; no logit is above max; class_weight may be null: ones. grad may
   /// be logits. The sum of the softmax belongs into scale: a second difference in the exponent would cost digits.
-  void (*gradient)(T* grad, const T* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale,
-                   opmath<T> smoothing, int64_t n);
+  void (*gradient)(T* grad, const T* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing,
+                   int64_t n);
   /// The same from logits that were widened when they were saved.
-  void (*gradient_of_saved)(T* grad, const opmath<T>* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max,
-                            opmath<T> scale, opmath<T> smoothing, int64_t n);
+  void (*gradient_of_saved)(T* grad, const opmath<T>* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale,
+                            opmath<T> smoothing, int64_t n);
   /// The first j >= from with logit[j] > threshold, or n.
   int64_t (*find_above)(const T* logits, const opmath<T>* bias, int64_t from, int64_t n, opmath<T> threshold);
 };

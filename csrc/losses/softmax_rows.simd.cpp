@@ -39,8 +39,7 @@ opmath<T> fold(opmath<T>* max, opmath<T>* sum, const T* logits, const opmath<T>*
 }
 
 template <bool kBias, bool kWeight, typename T>
-opmath<T> weighted_sum_row(const T* __restrict logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight,
-                           opmath<T> shift, int64_t n) {
+opmath<T> weighted_sum_row(const T* __restrict logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight, opmath<T> shift, int64_t n) {
   opmath<T> sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t j = 0; j < n; ++j) {
@@ -62,8 +61,8 @@ opmath<T> weighted_sum(const T* logits, const opmath<T>* bias, const opmath<T>* 
 
 // grad and logits are the same row or apart, never shifted against each other: no iteration reads what an earlier one wrote.
 template <bool kBias, bool kWeight, typename T, typename In>
-void gradient_row(T* grad, const In* logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight,
-                  opmath<T> max, opmath<T> scale, opmath<T> smoothing, int64_t n) {
+void gradient_row(T* grad, const In* logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight, opmath<T> max, opmath<T> scale,
+                  opmath<T> smoothing, int64_t n) {
 #pragma GCC ivdep
   for (int64_t j = 0; j < n; ++j) {
     const opmath<T> p = exponential(logit<kBias>(logits, bias, j) - max);
@@ -72,12 +71,10 @@ void gradient_row(T* grad, const In* logits, const opmath<T>* __restrict bias, c
 }
 
 template <typename T, typename In>
-void gradient(T* grad, const In* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale,
-              opmath<T> smoothing, int64_t n) {
+void gradient(T* grad, const In* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing, int64_t n) {
   if (bias == nullptr) {
-    return class_weight == nullptr
-        ? gradient_row<false, false>(grad, logits, bias, class_weight, max, scale, smoothing, n)
-        : gradient_row<false, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
+    return class_weight == nullptr ? gradient_row<false, false>(grad, logits, bias, class_weight, max, scale, smoothing, n)
+                                   : gradient_row<false, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
   }
   return class_weight == nullptr ? gradient_row<true, false>(grad, logits, bias, class_weight, max, scale, smoothing, n)
                                  : gradient_row<true, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
@@ -105,8 +102,7 @@ int64_t find_above_row(const T* __restrict logits, const opmath<T>* __restrict b
 
 template <typename T>
 int64_t find_above(const T* logits, const opmath<T>* bias, int64_t from, int64_t n, opmath<T> threshold) {
-  return bias == nullptr ? find_above_row<false>(logits, bias, from, n, threshold)
-                         : find_above_row<true>(logits, bias, from, n, threshold);
+  return bias == nullptr ? find_above_row<false>(logits, bias, from, n, threshold) : find_above_row<true>(logits, bias, from, n, threshold);
 }
 
 template <typename T>

@@ -17,8 +17,8 @@ TableLossImpl::TableLossImpl(const char* name, int64_t num_classes, const LossOp
   TORCH_CHECK_VALUE(num_classes >= 1, name, ": expected num_classes of at least 1, got ", num_classes);
   reduction_code(name, options.reduction);
   if (options.weight.defined()) {
-    TORCH_CHECK_VALUE(options.weight.dim() == 1 && options.weight.size(0) == num_classes, name, ": expected weight of shape [", num_classes,
-                      "], got ", options.weight.sizes());
+    TORCH_CHECK_VALUE(options.weight.dim() == 1 && options.weight.size(0) == num_classes, name, ": expected weight of shape [", num_classes, "], got ",
+                      options.weight.sizes());
     TORCH_CHECK_TYPE(options.weight.is_floating_point(), name, ": expected weight of a floating dtype, got ", options.weight.scalar_type());
     weight = register_buffer("weight", options.weight);
   }

@@ -75,8 +75,8 @@ TowerState call_forward(const Tensor& query, const Tensor& target_vector, const 
 }
 
 // The losses of the queries [Q], where `grad` is of no matter.
-Tensor losses_any(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors,
-                  const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+Tensor losses_any(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors, const OptionalTensor& private_vectors,
+                  const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
   return std::get<0>(call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct,
                                   at::ones_symint({query.sym_size(0)}, query.options().dtype(opmath_dtype(query.scalar_type()))), options, {}));
 }
@@ -105,20 +105,18 @@ OptionalTensors columns_from(const torch::autograd::variable_list& saved, size_t
 // Which of query, target_vector, vectors and private_vectors want a gradient in a backward pass. Autograd counts the tensors that there are, targets among
 // them.
 TowerWants wants(const torch::autograd::AutogradContext& ctx, bool has_vectors, bool has_private) {
-  return {ctx.needs_input_grad(0), ctx.needs_input_grad(1), has_vectors && ctx.needs_input_grad(3),
-          has_private && ctx.needs_input_grad(has_vectors ? 4 : 3)};
+  return {ctx.needs_input_grad(0), ctx.needs_input_grad(1), has_vectors && ctx.needs_input_grad(3), has_private && ctx.needs_input_grad(has_vectors ? 4 : 3)};
 }
 
 class WeightedTowerLoss : public torch::autograd::Function<WeightedTowerLoss> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& query, const Tensor& target_vector, const Tensor& target,
-                        const OptionalTensor& vectors, const OptionalTensor& private_vectors, const OptionalTensors& candidates,
-                        at::IntArrayRef distinct, const Tensor& factor, std::string_view options) {
+                        const OptionalTensor& vectors, const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                        const Tensor& factor, std::string_view options) {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [loss, of_query, of_target, of_vectors, of_private] = call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct,
                                                                             factor, options, wants(query, target_vector, vectors, private_vectors));
-    ctx->save_for_backward({of_query, of_target, of_vectors, of_private, query, target_vector, vectors.value_or(Tensor()),
-                            private_vectors.value_or(Tensor())});
+    ctx->save_for_backward({of_query, of_target, of_vectors, of_private, query, target_vector, vectors.value_or(Tensor()), private_vectors.value_or(Tensor())});
     return (loss * factor).sum();
   }
 
@@ -139,8 +137,8 @@ class WeightedTowerLoss : public torch::autograd::Function<WeightedTowerLoss> {
 class TowerLosses : public torch::autograd::Function<TowerLosses> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& query, const Tensor& target_vector, const Tensor& target,
-                        const OptionalTensor& vectors, const OptionalTensor& private_vectors, const OptionalTensors& candidates,
-                        at::IntArrayRef distinct, std::string_view options) {
+                        const OptionalTensor& vectors, const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct,
+                        std::string_view options) {
     at::AutoDispatchBelowADInplaceOrView guard;
     torch::autograd::variable_list saved{query, target_vector, target, vectors.value_or(Tensor()), private_vectors.value_or(Tensor())};
     for (size_t i = 0; i < candidates.size(); ++i) {
@@ -156,10 +154,16 @@ class TowerLosses : public torch::autograd::Function<TowerLosses> {
     const auto saved = ctx->get_saved_variables();
     const TowerWants wanted = wants(*ctx, saved[3].defined(), saved[4].defined());
     const auto [loss, of_query, of_target, of_vectors, of_private] =
-        call_forward(saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), columns_from(saved, 5),
-                     ctx->saved_data["distinct"].toIntVector(), grads[0], ctx->saved_data["options"].toStringRef(), wanted);
-    return {wanted[0] ? of_query : Tensor(),   wanted[1] ? of_target : Tensor(), Tensor(), wanted[2] ? of_vectors : Tensor(),
-            wanted[3] ? of_private : Tensor(), Tensor(),                         Tensor(), Tensor()};
+        call_forward(saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), columns_from(saved, 5), ctx->saved_data["distinct"].toIntVector(),
+                     grads[0], ctx->saved_data["options"].toStringRef(), wanted);
+    return {wanted[0] ? of_query : Tensor(),
+            wanted[1] ? of_target : Tensor(),
+            Tensor(),
+            wanted[2] ? of_vectors : Tensor(),
+            wanted[3] ? of_private : Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
   }
 };
 
@@ -220,8 +224,7 @@ Tensor tower_loss(const Tensor& query, const Tensor& target_vector, const Tensor
   const OptionalTensor all = joined_vectors(sets, set_vectors, 2, query.scalar_type()), each = joined_vectors(sets, set_vectors, 3, query.scalar_type());
   const auto dtype = opmath_dtype(query.scalar_type());
   check_tower_weight(kOp, weight, query);
-  const Tensor shares = given(weight) ? weight->detach().to(dtype)
-                                      : at::ones_symint({query.sym_size(0)}, query.options().dtype(dtype).requires_grad(false));
+  const Tensor shares = given(weight) ? weight->detach().to(dtype) : at::ones_symint({query.sym_size(0)}, query.options().dtype(dtype).requires_grad(false));
   // Over no query the weights of a mean are none, and its sum would be 0, not the NaN that it is.
   if (reduction == at::Reduction::None || dtype != query.scalar_type() || (reduction == at::Reduction::Mean && query.sym_size(0) == 0)) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tower_losses", "").typed<decltype(losses_any)>();
@@ -243,10 +246,9 @@ void check_tower_weight(const char* op, const OptionalTensor& weight, const Tens
 }
 
 TowerArguments::TowerArguments(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors,
-                               const OptionalTensor& private_vectors, const OptionalTensors& columns, at::IntArrayRef distinct,
-                               std::string_view text)
-    : query(query), target_vector(target_vector), target(target), vectors(vectors), private_vectors(private_vectors),
-      candidates(kOp, columns, distinct), options(parse_options<EstimatorOptions>(kOp, text)), estimator(find_estimator(kOp, options.estimator)) {
+                               const OptionalTensor& private_vectors, const OptionalTensors& columns, at::IntArrayRef distinct, std::string_view text)
+    : query(query), target_vector(target_vector), target(target), vectors(vectors), private_vectors(private_vectors), candidates(kOp, columns, distinct),
+      options(parse_options<EstimatorOptions>(kOp, text)), estimator(find_estimator(kOp, options.estimator)) {
   check::dim(kOp, "query", query, 2);
   check::floating(kOp, "query", query);
   check_vectors("target_vector", target_vector, 2, query);
@@ -346,22 +348,29 @@ Tensor inclusion_log_count(const Tensor& log_prob, const Tensor& draws, int64_t 
   check::floating(op, "log_prob", log_prob);
   check::dim(op, "draws", draws, 0);
   check::same_device(op, "draws", draws, "log_prob", log_prob);
-  TORCH_CHECK_VALUE(uniform_draws >= 0 && (uniform_draws == 0 || num_ids >= 1), op, ": expected uniform_draws of at least 0, and num_ids of at least 1 beside "
-                    "some, got ", uniform_draws, " and ", num_ids);
+  TORCH_CHECK_VALUE(uniform_draws >= 0 && (uniform_draws == 0 || num_ids >= 1), op,
+                    ": expected uniform_draws of at least 0, and num_ids of at least 1 beside "
+                    "some, got ",
+                    uniform_draws, " and ", num_ids);
   const double uniform = uniform_draws == 0 ? 0 : double(uniform_draws) * std::log1p(-1.0 / double(num_ids));
   const Tensor number = draws.to(at::kDouble), missed = at::log1p(-log_prob.to(at::kDouble).exp().clamp_max(1));
   return (-at::expm1(at::where(number.gt(0), number * missed, 0.0) + uniform)).log().to(at::kFloat);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  const std::string arguments = "Tensor query, Tensor target_vector, Tensor target, Tensor? vectors, Tensor? private_vectors, Tensor?[] candidates, "
-                                "int[] distinct";
+  const std::string arguments =
+      "Tensor query, Tensor target_vector, Tensor target, Tensor? vectors, Tensor? private_vectors, Tensor?[] candidates, "
+      "int[] distinct";
   m.def((std::string("tower_loss(Tensor query, Tensor target_vector, Tensor target, Tensor[] vectors, ") + kProposalSchema +
-         ", Tensor? weight=None, str options=\"\") -> Tensor").c_str(), tower_loss_op);
+         ", Tensor? weight=None, str options=\"\") -> Tensor")
+            .c_str(),
+        tower_loss_op);
   m.def(("tower_losses(" + arguments + ", str options=\"\") -> Tensor").c_str());
   m.def(("weighted_tower_loss(" + arguments + ", Tensor factor, str options=\"\") -> Tensor").c_str());
-  m.def(("tower_loss_forward(" + arguments + ", Tensor grad, str options, bool[4] wanted) -> "
-         "(Tensor loss, Tensor grad_query, Tensor grad_target_vector, Tensor grad_vectors, Tensor grad_private_vectors)").c_str());
+  m.def(("tower_loss_forward(" + arguments +
+         ", Tensor grad, str options, bool[4] wanted) -> "
+         "(Tensor loss, Tensor grad_query, Tensor grad_target_vector, Tensor grad_vectors, Tensor grad_private_vectors)")
+            .c_str());
   m.def("known_ids(Tensor ids, int num_ids, str owner, str argument) -> Tensor");
   m.def("first_occurrences(Tensor ids) -> Tensor", first_occurrences);
   m.def("listed(Tensor ids, Tensor lists) -> Tensor", listed);

@@ -115,8 +115,8 @@ struct TowerPass {
 };
 
 TowerState tower_loss_forward_cpu(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors,
-                                  const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct,
-                                  const Tensor& grad, std::string_view options, TowerWants wanted) {
+                                  const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct, const Tensor& grad,
+                                  std::string_view options, TowerWants wanted) {
   const TowerArguments arguments(query, target_vector, target, vectors, private_vectors, candidates, distinct, options);
   if (use_reference()) {
     return tower_loss_forward_reference(arguments, grad, wanted);

@@ -39,8 +39,8 @@ struct Batch {
   Batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
         const OptionalTensor& class_weight, int64_t ignore_index) {
     TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_sizes().slice(0, input.dim() - 1) == target.sym_sizes(), op,
-                      ": expected target of the shape of input without its last dimension, ",
-                      input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1)), ", got ", target.sym_sizes());
+                      ": expected target of the shape of input without its last dimension, ", input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1)),
+                      ", got ", target.sym_sizes());
     check::int64(op, "target", target);
     check::same_device(op, "target", target, "input", input);
     check::dim(op, "class_node", tree.class_node, 1);
@@ -85,19 +85,17 @@ Tensor nodes_of(const Batch& batch, const TreeTables& tree, const Proposal& sets
 
 } // namespace
 
-Tensor hierarchical_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                 const TreeTables& tree, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                                 const OptionalTensor& class_weight, const HierarchicalSoftmaxOptions& options) {
+Tensor hierarchical_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const TreeTables& tree,
+                                 at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, const OptionalTensor& class_weight,
+                                 const HierarchicalSoftmaxOptions& options) {
   const Batch batch("hierarchical_softmax_loss", input, target, weight, bias, tree, class_weight, options.ignore_index);
   const Tensor nodes = label_tree_nodes(tree.class_node, batch.target, options.ignore_index);
-  const Tensor loss = hierarchical_softmax(batch.queries, weight, bias, tree.first_child, tree.parent, nodes, layer_sizes, group_sizes,
-                                           options.sparse_grad);
+  const Tensor loss = hierarchical_softmax(batch.queries, weight, bias, tree.first_child, tree.parent, nodes, layer_sizes, group_sizes, options.sparse_grad);
   return reduced_loss(loss, target, class_weight, options);
 }
 
 Tensor beam_tree_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const TreeTables& tree,
-                      at::IntArrayRef layer_sizes, const Proposal& sets, const OptionalTensor& class_weight,
-                      const SampledSoftmaxOptions& options) {
+                      at::IntArrayRef layer_sizes, const Proposal& sets, const OptionalTensor& class_weight, const SampledSoftmaxOptions& options) {
   const Batch batch("beam_tree_loss", input, target, weight, bias, tree, class_weight, options.ignore_index);
   const Tensor nodes = nodes_of(batch, tree, sets, options.estimator);
   const Tensor scores = tree_scores(batch.queries, weight, bias, tree.parent, nodes, layer_sizes, /*differences_only=*/true, options.sparse_grad);
@@ -112,74 +110,77 @@ Tensor tree_cross_entropy(const Tensor& input, const Tensor& weight, const Optio
   const auto whole = [&](const Tensor& tensor) { return low ? tensor.to(at::kFloat) : tensor; };
   const auto along = [&](const Tensor& rows) { return tree_class_scores(whole(rows), tree.parent, tree.class_node, layer_sizes, 0); };
   const int64_t reduction = reduction_code(op, options.reduction);
-  const Tensor loss = linear_cross_entropy(whole(batch.queries), along(weight), given(bias) ? OptionalTensor(along(*bias)) : bias, batch.target,
-                                           class_weight, reduction, options.ignore_index, 0.0);
+  const Tensor loss = linear_cross_entropy(whole(batch.queries), along(weight), given(bias) ? OptionalTensor(along(*bias)) : bias, batch.target, class_weight,
+                                           reduction, options.ignore_index, 0.0);
   return reduction == at::Reduction::None ? loss.reshape_symint(target.sym_sizes()) : loss;
 }
 
-std::tuple<Tensor, Tensor> tree_queries(const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias,
-                                        const TreeTables& tree, int64_t ignore_index) {
+std::tuple<Tensor, Tensor> tree_queries(const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
+                                        int64_t ignore_index) {
   const Batch batch("beam_tree_loss", input, target, weight, bias, tree, std::nullopt, ignore_index);
   const Tensor queries = batch.queries.detach();
   return {at::where(batch.counts.unsqueeze(1), queries, at::zeros({}, queries.options())), at::where(batch.counts, batch.target, -1)};
 }
 
-Tensor beam_tree_candidates(const OptionalTensor& seed, const Tensor& queries, const Tensor& weight, const OptionalTensor& bias,
-                            const TreeTables& tree, at::IntArrayRef layer_sizes, const BeamOptions& options) {
+Tensor beam_tree_candidates(const OptionalTensor& seed, const Tensor& queries, const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
+                            at::IntArrayRef layer_sizes, const BeamOptions& options) {
   constexpr const char* op = "beam_tree_candidates";
   TORCH_CHECK_VALUE(options.num_candidates >= 1, op, ": expected num_candidates of at least 1, got ", options.num_candidates);
   if (!options.routed) {
-    TORCH_CHECK_VALUE(options.beam >= options.num_candidates, op, ": expected beam of at least num_candidates, ", options.num_candidates,
-                      ", got ", options.beam);
-    return std::get<1>(beam_search(queries, weight, bias, tree.first_child, tree.node_class, options.beam))
-        .narrow(1, 0, options.num_candidates);
+    TORCH_CHECK_VALUE(options.beam >= options.num_candidates, op, ": expected beam of at least num_candidates, ", options.num_candidates, ", got ",
+                      options.beam);
+    return std::get<1>(beam_search(queries, weight, bias, tree.first_child, tree.node_class, options.beam)).narrow(1, 0, options.num_candidates);
   }
   TORCH_CHECK_VALUE(given(seed), op, ": expected a seed of routed candidates, got none");
   check_layer_sizes(op, layer_sizes, weight.sym_size(0));
-  TORCH_CHECK_VALUE(layer_sizes.size() == 2, op, ": expected a tree of one layer of subsets of routed candidates, got ", layer_sizes.size(),
-                    " layers");
+  TORCH_CHECK_VALUE(layer_sizes.size() == 2, op, ": expected a tree of one layer of subsets of routed candidates, got ", layer_sizes.size(), " layers");
   const auto subsets = [&](const Tensor& rows) { return rows.detach().narrow(0, 0, layer_sizes[0]); };
   const Tensor scores = at::linear(queries.detach(), subsets(weight), given(bias) ? OptionalTensor(subsets(*bias)) : bias);
   return tree_routed_candidates(*seed, scores, tree.first_child, tree.node_class, options.num_candidates);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("hierarchical_softmax_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, int[] layer_sizes, "
-        "int[] group_sizes, Tensor? class_weight=None, str options=\"\") -> Tensor",
-        [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList tree,
-           at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, const OptionalTensor& class_weight, std::string_view options) {
-          constexpr const char* op = "hierarchical_softmax_loss";
-          return hierarchical_softmax_loss(input, weight, bias, target, {op, tree}, layer_sizes, group_sizes, class_weight,
-                                           parse_options<HierarchicalSoftmaxOptions>(op, options));
-        });
-  m.def((std::string("beam_tree_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, int[] layer_sizes, ") +
-         kProposalSchema + ", Tensor? class_weight=None, str options=\"\") -> Tensor").c_str(),
-        [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList tree,
-           at::IntArrayRef layer_sizes, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count,
-           const c10::List<bool>& distinct, const OptionalTensor& class_weight, std::string_view options) {
+  m.def(
+      "hierarchical_softmax_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, int[] layer_sizes, "
+      "int[] group_sizes, Tensor? class_weight=None, str options=\"\") -> Tensor",
+      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList tree, at::IntArrayRef layer_sizes,
+         at::IntArrayRef group_sizes, const OptionalTensor& class_weight, std::string_view options) {
+        constexpr const char* op = "hierarchical_softmax_loss";
+        return hierarchical_softmax_loss(input, weight, bias, target, {op, tree}, layer_sizes, group_sizes, class_weight,
+                                         parse_options<HierarchicalSoftmaxOptions>(op, options));
+      });
+  m.def((std::string("beam_tree_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, int[] layer_sizes, ") + kProposalSchema +
+         ", Tensor? class_weight=None, str options=\"\") -> Tensor")
+            .c_str(),
+        [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList tree, at::IntArrayRef layer_sizes,
+           at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& distinct,
+           const OptionalTensor& class_weight, std::string_view options) {
           constexpr const char* op = "beam_tree_loss";
           return beam_tree_loss(input, weight, bias, target, {op, tree}, layer_sizes, make_proposal(op, ids, log_count, target_log_count, distinct),
                                 class_weight, parse_options<SampledSoftmaxOptions>(op, options));
         });
-  m.def("tree_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, int[] layer_sizes, "
-        "Tensor? class_weight=None, str options=\"\") -> Tensor",
-        [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList tree,
-           at::IntArrayRef layer_sizes, const OptionalTensor& class_weight, std::string_view options) {
-          constexpr const char* op = "tree_cross_entropy";
-          return tree_cross_entropy(input, weight, bias, target, {op, tree}, layer_sizes, class_weight,
-                                    parse_options<SampledSoftmaxOptions>(op, options));
-        });
-  m.def("tree_queries(Tensor input, Tensor target, Tensor weight, Tensor? bias, Tensor[] tree, int ignore_index) -> "
-        "(Tensor queries, Tensor counted)",
-        [](const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, at::TensorList tree,
-           int64_t ignore_index) { return tree_queries(input, target, weight, bias, {"tree_queries", tree}, ignore_index); });
-  m.def("beam_tree_candidates(Tensor? seed, Tensor queries, Tensor weight, Tensor? bias, Tensor[] tree, int[] layer_sizes, "
-        "str options) -> Tensor",
-        [](const OptionalTensor& seed, const Tensor& queries, const Tensor& weight, const OptionalTensor& bias, at::TensorList tree,
-           at::IntArrayRef layer_sizes, std::string_view options) {
-          constexpr const char* op = "beam_tree_candidates";
-          return beam_tree_candidates(seed, queries, weight, bias, {op, tree}, layer_sizes, parse_options<BeamOptions>(op, options));
-        });
+  m.def(
+      "tree_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor[] tree, int[] layer_sizes, "
+      "Tensor? class_weight=None, str options=\"\") -> Tensor",
+      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList tree, at::IntArrayRef layer_sizes,
+         const OptionalTensor& class_weight, std::string_view options) {
+        constexpr const char* op = "tree_cross_entropy";
+        return tree_cross_entropy(input, weight, bias, target, {op, tree}, layer_sizes, class_weight, parse_options<SampledSoftmaxOptions>(op, options));
+      });
+  m.def(
+      "tree_queries(Tensor input, Tensor target, Tensor weight, Tensor? bias, Tensor[] tree, int ignore_index) -> "
+      "(Tensor queries, Tensor counted)",
+      [](const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, int64_t ignore_index) {
+        return tree_queries(input, target, weight, bias, {"tree_queries", tree}, ignore_index);
+      });
+  m.def(
+      "beam_tree_candidates(Tensor? seed, Tensor queries, Tensor weight, Tensor? bias, Tensor[] tree, int[] layer_sizes, "
+      "str options) -> Tensor",
+      [](const OptionalTensor& seed, const Tensor& queries, const Tensor& weight, const OptionalTensor& bias, at::TensorList tree, at::IntArrayRef layer_sizes,
+         std::string_view options) {
+        constexpr const char* op = "beam_tree_candidates";
+        return beam_tree_candidates(seed, queries, weight, bias, {op, tree}, layer_sizes, parse_options<BeamOptions>(op, options));
+      });
 }
 
 } // namespace xsoftmax

@@ -20,8 +20,8 @@ namespace xsoftmax {
 //
 //     F.nll_loss(hierarchical_log_prob(F.linear(input, weight, bias)), target, class_weight, ...)
 at::Tensor hierarchical_softmax_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
-                                     const TreeTables& tree, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                                     const OptionalTensor& class_weight, const HierarchicalSoftmaxOptions& options);
+                                     const TreeTables& tree, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, const OptionalTensor& class_weight,
+                                     const HierarchicalSoftmaxOptions& options);
 
 // beam_tree_loss(input, weight, bias, target, tree, layer_sizes, ids, log_count, target_log_count, distinct, class_weight, options) -> loss:
 // candidate_loss (xsoftmax/ops.h) where the score of a class is the sum over the edges on its path (CANE paper, Algorithm 2).
@@ -32,23 +32,21 @@ at::Tensor hierarchical_softmax_loss(const at::Tensor& input, const at::Tensor& 
 //
 // ids, log_count, target_log_count, distinct: the sets of a proposal, private before shared ones, of both the distinct ones first. An edge is
 // scored once a query; edges on all paths of a query, and those of candidates that take no part, are left out. Backward as that of tree_scores.
-at::Tensor beam_tree_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
-                          const TreeTables& tree, at::IntArrayRef layer_sizes, const Proposal& sets, const OptionalTensor& class_weight,
-                          const SampledSoftmaxOptions& options);
+at::Tensor beam_tree_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target, const TreeTables& tree,
+                          at::IntArrayRef layer_sizes, const Proposal& sets, const OptionalTensor& class_weight, const SampledSoftmaxOptions& options);
 
 // tree_cross_entropy(input, weight, bias, target, tree, layer_sizes, class_weight, options) -> loss: the exact loss of the same scores, by way of
 // the class table, [N, D], in float32 for 16-bit edges: paths are summed in that. options: those of
 // beam_tree_loss, of which it takes the reduction.
 //
 //     F.cross_entropy(tree_class_scores(F.linear(input, weight, bias)), target, class_weight, ...)
-at::Tensor tree_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
-                              const TreeTables& tree, at::IntArrayRef layer_sizes, const OptionalTensor& class_weight,
-                              const ReductionOptions& options);
+at::Tensor tree_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target, const TreeTables& tree,
+                              at::IntArrayRef layer_sizes, const OptionalTensor& class_weight, const ReductionOptions& options);
 
 // tree_queries(input, target, weight, bias, tree, ignore_index) -> (queries [Q, D], counted [Q]): what a step shows a search and samplers, without
 // gradient: zeros and -1 for a query that is ignored. All that is wrong with a batch is said here, before anything changes.
-std::tuple<at::Tensor, at::Tensor> tree_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight,
-                                                const OptionalTensor& bias, const TreeTables& tree, int64_t ignore_index);
+std::tuple<at::Tensor, at::Tensor> tree_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, const OptionalTensor& bias,
+                                                const TreeTables& tree, int64_t ignore_index);
 
 // beam_tree_candidates(seed, queries, weight, bias, tree, layer_sizes, options) -> int64 [Q, num_candidates], -1 where there are fewer: the best
 // classes that a beam finds (beam_search.h), or, routed, classes drawn from the best subset (tree_routed_candidates, edge_tables.h), which alone

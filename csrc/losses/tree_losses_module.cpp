@@ -74,8 +74,7 @@ Tensor HierarchicalSoftmaxLossImpl::exact(const Tensor& input, const Tensor& tar
 }
 
 Tensor HierarchicalSoftmaxLossImpl::loss(const Tensor& input, const Tensor& target) const {
-  return hierarchical_softmax_loss(input, edges->weight, bias(), target, tables(tree), tree->layer_sizes, tree->group_sizes, class_weight(),
-                                   step_);
+  return hierarchical_softmax_loss(input, edges->weight, bias(), target, tables(tree), tree->layer_sizes, tree->group_sizes, class_weight(), step_);
 }
 
 std::tuple<Tensor, Tensor> HierarchicalSoftmaxLossImpl::topk(const Tensor& input, int64_t k, const Tensor& exclude) const {
@@ -105,8 +104,7 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   beam_.beam = std::min(beam.beam.value_or(beam_.num_candidates), tree->num_classes());
   beam_.routed = beam.routed;
   BeamTreeLossImpl::check_tree(tree);
-  TORCH_CHECK_VALUE(beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ",
-                    beam_.beam);
+  TORCH_CHECK_VALUE(beam_.beam >= beam_.num_candidates, name_, ": expected beam of at least num_candidates, ", beam_.num_candidates, ", got ", beam_.beam);
   // Nothing is outside all classes; a routed query has those of its own subset alone.
   const bool outside = beam_.num_candidates < tree->num_classes() || beam.routed;
   TORCH_CHECK_VALUE(beam.noise_sampler == nullptr || !beam.noise_sampler->follows_table(), name_,
@@ -135,8 +133,7 @@ Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std:
   const CandidateSet outside = noise->sample_outside(queries, found, counted, generator);
   const auto [ids, log_count] = present_set(found);
   count_step(); // nothing below can go wrong
-  return beam_tree_loss(input, edges->weight, bias(), target, tables(tree), tree->layer_sizes,
-                        {{ids, log_count, {}, true}, outside}, class_weight(), step_);
+  return beam_tree_loss(input, edges->weight, bias(), target, tables(tree), tree->layer_sizes, {{ids, log_count, {}, true}, outside}, class_weight(), step_);
 }
 
 void BeamTreeLossImpl::count_step() {
@@ -154,10 +151,9 @@ void BeamTreeLossImpl::count_step() {
 
 Tensor BeamTreeLossImpl::candidates(const Tensor& input, std::optional<at::Generator> generator) const {
   const Tensor queries = as_rows(input).detach();
-  const auto seed = beam_.routed ? optional(at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, queries.options().dtype(at::kLong)))
-                                 : std::nullopt;
-  return beam_tree_candidates(seed, queries, edges->weight, bias(), tables(tree), tree->layer_sizes, beam_)
-      .reshape(with_last(input, beam_.num_candidates));
+  const auto seed =
+      beam_.routed ? optional(at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, queries.options().dtype(at::kLong))) : std::nullopt;
+  return beam_tree_candidates(seed, queries, edges->weight, bias(), tables(tree), tree->layer_sizes, beam_).reshape(with_last(input, beam_.num_candidates));
 }
 
 Tensor BeamTreeLossImpl::exact(const Tensor& input, const Tensor& target) const {
@@ -167,8 +163,7 @@ Tensor BeamTreeLossImpl::exact(const Tensor& input, const Tensor& target) const 
 
 Tensor BeamTreeLossImpl::scores(const Tensor& input) {
   settle();
-  return tree_class_scores(edges->forward(as_rows(input)), tree->parent, tree->class_node, tree->layer_sizes)
-      .reshape(with_last(input, tree->num_classes()));
+  return tree_class_scores(edges->forward(as_rows(input)), tree->parent, tree->class_node, tree->layer_sizes).reshape(with_last(input, tree->num_classes()));
 }
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::class_table() const {

@@ -301,8 +301,10 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         two_tower_state);
   m.def("check_two_tower(Tensor query, Tensor item, Tensor item_id, Tensor[] negatives, Tensor? weight, Tensor[] memory, bool counted, str options=\"\") -> ()",
         check_two_tower);
-  m.def("two_tower_loss_(Tensor query, Tensor item, Tensor item_id, Tensor[] negatives, Tensor[] everyone, Tensor? weight, Tensor temperature, "
-        "Tensor(a!)[] counts, Tensor(b!)[] memory, bool[2] updated, str counts_options=\"\", str options=\"\") -> Tensor", two_tower_loss_);
+  m.def(
+      "two_tower_loss_(Tensor query, Tensor item, Tensor item_id, Tensor[] negatives, Tensor[] everyone, Tensor? weight, Tensor temperature, "
+      "Tensor(a!)[] counts, Tensor(b!)[] memory, bool[2] updated, str counts_options=\"\", str options=\"\") -> Tensor",
+      two_tower_loss_);
   m.def("two_tower_update_(Tensor ids, Tensor items, Tensor(a!)[] counts, Tensor(b!)[] memory, str counts_options=\"\") -> ()");
 }
 

@@ -28,8 +28,8 @@ TwoTowerLossImpl::TwoTowerLossImpl(const TwoTowerOptions& options, samplers::Str
   memory_state = register_buffer("memory_state", memory_state);
 }
 
-Tensor TwoTowerLossImpl::forward(const Tensor& query, const Tensor& item, const Tensor& item_id,
-                                 const std::optional<std::tuple<Tensor, Tensor>>& negatives, const std::optional<Tensor>& weight) {
+Tensor TwoTowerLossImpl::forward(const Tensor& query, const Tensor& item, const Tensor& item_id, const std::optional<std::tuple<Tensor, Tensor>>& negatives,
+                                 const std::optional<Tensor>& weight) {
   static const auto step = samplers::find_op<decltype(two_tower_loss_)>("xsoftmax::two_tower_loss_");
   std::vector<Tensor> more, counted;
   if (negatives.has_value()) {

@@ -28,8 +28,13 @@ BeamLayer::BeamLayer(const LinearLayerView& view, int32_t bias_feature) : view_(
     most_children_ = std::max(most_children_, children(p));
     FeatureSlot* slots = slots_.data() + slots_begin[p];
     Chunk& chunk = chunks_[p];
-    chunk.weights = {slots, uint32_t(slots_begin[p + 1] - slots_begin[p] - 1), 32 - bits(p), static_cast<const char*>(view.child) + entry * child_size,
-                     static_cast<const char*>(view.value) + entry * value_size, view.wide, view.half};
+    chunk.weights = {slots,
+                     uint32_t(slots_begin[p + 1] - slots_begin[p] - 1),
+                     32 - bits(p),
+                     static_cast<const char*>(view.child) + entry * child_size,
+                     static_cast<const char*>(view.value) + entry * value_size,
+                     view.wide,
+                     view.half};
     chunk.bias_entries = 0;
     int64_t begin = 0;
     for (int64_t row = view.chunk[p]; row < view.chunk[p + 1]; ++row) {

@@ -36,9 +36,7 @@ struct LinearLayerView {
   bool wide, half;
 
   /// How many weights a feature has.
-  int64_t weights(int64_t row) const {
-    return 1 + (wide ? int64_t(static_cast<const int32_t*>(more)[row]) : int64_t(static_cast<const uint8_t*>(more)[row]));
-  }
+  int64_t weights(int64_t row) const { return 1 + (wide ? int64_t(static_cast<const int32_t*>(more)[row]) : int64_t(static_cast<const uint8_t*>(more)[row])); }
 };
 
 /// One layer, and where to find a feature among a parent's.
@@ -52,9 +50,7 @@ class BeamLayer {
   int64_t children() const { return view_.first_child.back(); }
   int64_t most_children() const { return most_children_; }
   int64_t first_child(int64_t parent) const { return view_.first_child[parent]; }
-  int64_t parent(int64_t child) const {
-    return std::upper_bound(view_.first_child.begin(), view_.first_child.end(), child) - view_.first_child.begin() - 1;
-  }
+  int64_t parent(int64_t child) const { return std::upper_bound(view_.first_child.begin(), view_.first_child.end(), child) - view_.first_child.begin() - 1; }
   int64_t children(int64_t parent) const { return view_.first_child[parent + 1] - view_.first_child[parent]; }
 
   /// scores [children(parent)] = w.x for one of the queries, and bias times the bias's weights.
@@ -84,8 +80,8 @@ class BeamWorkspace {
  public:
   /// The best topk leaves of each query, best first, equal scores by leaf: `leaf` and `score` [count][topk], -1 and 0 behind the last; `found`
   /// [count] how many. `allowed`, where not empty: of each layer's nodes those that may be entered.
-  void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const BeamOptions& options,
-              std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score, int64_t* found);
+  void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const BeamOptions& options, std::span<const std::vector<bool>> allowed,
+              int64_t* leaf, float* score, int64_t* found);
 
  private:
   struct Node {

@@ -17,8 +17,8 @@ template <typename T>
 void check_children(const char* op, int64_t begin, int64_t end, const void* child, int64_t children) {
   const T* found = static_cast<const T*>(child);
   for (int64_t e = begin; e < end; ++e) {
-    TORCH_CHECK_INDEX(int64_t(found[e]) >= 0 && int64_t(found[e]) < children, op, ": expected child in [0, ", children, "), got ",
-                      int64_t(found[e]), " at [", e, "]");
+    TORCH_CHECK_INDEX(int64_t(found[e]) >= 0 && int64_t(found[e]) < children, op, ": expected child in [0, ", children, "), got ", int64_t(found[e]), " at [",
+                      e, "]");
   }
 }
 
@@ -47,25 +47,29 @@ LinearLayerView linear_layer_view(const char* op, int64_t parents, int64_t featu
   check::size(op, "child", child, 0, value.size(0), "the size of value");
   check::offsets(op, "first_child", first_child, first_child[parents].item<int64_t>());
   check::offsets(op, "chunk", chunk, feature.size(0));
-  const LinearLayerView view{span_of<int64_t>(first_child), span_of<int64_t>(chunk), span_of<int32_t>(feature), more.const_data_ptr(),
-                             child.const_data_ptr(), value.const_data_ptr(), wide, half};
+  const LinearLayerView view{span_of<int64_t>(first_child),
+                             span_of<int64_t>(chunk),
+                             span_of<int32_t>(feature),
+                             more.const_data_ptr(),
+                             child.const_data_ptr(),
+                             value.const_data_ptr(),
+                             wide,
+                             half};
   int64_t entry = 0;
   for (int64_t p = 0; p < parents; ++p) {
     const int64_t children = view.first_child[p + 1] - view.first_child[p], begin = entry;
     int64_t before = -1;
     for (int64_t row = view.chunk[p]; row < view.chunk[p + 1]; ++row) {
-      TORCH_CHECK_VALUE(view.feature[row] > before && view.feature[row] <= features, op,
-                        ": expected feature to rise in a chunk and to be at most ", features, ", got ", view.feature[row], " after ", before,
-                        " at [", row, "]");
+      TORCH_CHECK_VALUE(view.feature[row] > before && view.feature[row] <= features, op, ": expected feature to rise in a chunk and to be at most ", features,
+                        ", got ", view.feature[row], " after ", before, " at [", row, "]");
       before = view.feature[row];
-      TORCH_CHECK_VALUE(view.weights(row) >= 1 && view.weights(row) <= children, op, ": expected more in [0, ", children, "), got ",
-                        view.weights(row) - 1, " at [", row, "]");
+      TORCH_CHECK_VALUE(view.weights(row) >= 1 && view.weights(row) <= children, op, ": expected more in [0, ", children, "), got ", view.weights(row) - 1,
+                        " at [", row, "]");
       entry += view.weights(row);
     }
     TORCH_CHECK_VALUE(entry <= value.size(0), op, ": expected more to add up to the ", value.size(0), " weights, got more than those at [",
                       view.chunk[p + 1] - 1, "]");
-    TORCH_CHECK_VALUE(entry - begin <= std::numeric_limits<uint32_t>::max(), op, ": expected at most 2^32 - 1 weights below a node, got ",
-                      entry - begin);
+    TORCH_CHECK_VALUE(entry - begin <= std::numeric_limits<uint32_t>::max(), op, ": expected at most 2^32 - 1 weights below a node, got ", entry - begin);
     wide ? check_children<int32_t>(op, begin, entry, view.child, children) : check_children<uint8_t>(op, begin, entry, view.child, children);
   }
   TORCH_CHECK_VALUE(entry == value.size(0), op, ": expected more to add up to the ", value.size(0), " weights, got ", entry);

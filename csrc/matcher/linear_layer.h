@@ -83,7 +83,7 @@ struct LinearLayerOptions {
 /// Errors: ValueError for sizes, offsets, lists that do not rise, numbers that are not finite, options, and rows whose squares with that of
 /// bias add up to more than 1e18; IndexError for columns and rows out of range; TypeError for dtypes and devices.
 using LinearLayer = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const at::Tensor& first_child, at::TensorList parents,
-                               at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options);
+LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const at::Tensor& first_child, at::TensorList parents, at::TensorList labels,
+                               const OptionalTensor& label_costs, at::TensorList initial, std::string_view options);
 
 } // namespace xsoftmax

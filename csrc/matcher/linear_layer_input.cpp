@@ -28,8 +28,7 @@ LinearLoss loss_of(const std::string& name) {
 LinearTraining linear_training(std::string_view text, int64_t parents) {
   const auto options = parse_options<LinearLayerOptions>(kOp, text);
   const auto number = [](const char* name, double value, const char* range, auto&& fits) {
-    TORCH_CHECK_VALUE(std::isfinite(float(value)) && fits(float(value)), kOp, ": expected ", name, " as a finite number", range, ", got ",
-                      value);
+    TORCH_CHECK_VALUE(std::isfinite(float(value)) && fits(float(value)), kOp, ": expected ", name, " as a finite number", range, ", got ", value);
     return float(value);
   };
   const auto any = [](float) { return true; };
@@ -38,8 +37,8 @@ LinearTraining linear_training(std::string_view text, int64_t parents) {
   TORCH_CHECK_VALUE(options.sweeps >= 1, kOp, ": expected sweeps of at least 1, got ", options.sweeps);
   TORCH_CHECK_VALUE(options.max_weights.value_or(1) >= 1, kOp, ": expected max_weights of at least 1 or none, got ", *options.max_weights);
   const int64_t first_parent = options.first_parent, last_parent = options.last_parent.value_or(parents);
-  TORCH_CHECK_VALUE(0 <= first_parent && first_parent <= last_parent && last_parent <= parents, kOp,
-                    ": expected 0 <= first_parent <= last_parent <= ", parents, ", the parents, got ", first_parent, " and ", last_parent);
+  TORCH_CHECK_VALUE(0 <= first_parent && first_parent <= last_parent && last_parent <= parents, kOp, ": expected 0 <= first_parent <= last_parent <= ", parents,
+                    ", the parents, got ", first_parent, " and ", last_parent);
   return {.loss = loss_of(options.loss),
           .bias = number("bias", options.bias, "", any),
           .positive_cost = number("positive_cost", options.positive_cost, " above 0", positive),
@@ -60,8 +59,8 @@ void check_lengths(const SparseRowsView& examples, float bias) {
     for (int64_t t = examples.offset[i]; t < examples.offset[i + 1]; ++t) {
       square += examples.value[t] * examples.value[t];
     }
-    TORCH_CHECK_VALUE(square <= kMaxSquare, kOp, ": expected rows whose squares and that of bias add up to ", kMaxSquare,
-                      " at most, got ", square, " in row ", i);
+    TORCH_CHECK_VALUE(square <= kMaxSquare, kOp, ": expected rows whose squares and that of bias add up to ", kMaxSquare, " at most, got ", square, " in row ",
+                      i);
   }
 }
 
@@ -74,12 +73,11 @@ std::vector<Tensor> contiguous_parts(const char* arg, at::TensorList tensors, si
   return parts;
 }
 
-LinearLayerInput::LinearLayerInput(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents,
-                                   at::TensorList labels, const OptionalTensor& label_costs)
+LinearLayerInput::LinearLayerInput(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents, at::TensorList labels,
+                                   const OptionalTensor& label_costs)
     : rows_(contiguous_parts("rows", rows, 3, "offsets, columns and values")),
       parents_(contiguous_parts("parents", parents, 2, "parent_offsets and parent_rows")),
-      labels_(contiguous_parts("labels", labels, 2, "label_offsets and label_rows")),
-      first_child_(first_child.contiguous()) {
+      labels_(contiguous_parts("labels", labels, 2, "label_offsets and label_rows")), first_child_(first_child.contiguous()) {
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
   TORCH_CHECK_VALUE(features >= 0 && features < kLimit, kOp, ": expected features in [0, ", kLimit, "), got ", features);
   examples_ = check::sparse_rows(kOp, rows_[0], rows_[1], rows_[2], features, /*rising=*/true);

@@ -298,16 +298,14 @@ Chunk merge(const std::vector<std::vector<Weight>>& groups, const ParentRows& ro
 }
 
 /// The groups of a parent's children as tasks: one for all of them, or, where there are few parents, one each.
-struct Task {
-  int64_t parent, first_group, last_group;
-};
+struct Task { int64_t parent, first_group, last_group; };
 
 class LayerTrainer {
  public:
   LayerTrainer(const SparseRowsView& examples, const int64_t* first_child, const RowLists& parents, const RowLists& labels, const float* costs,
                const LinearTraining& training, const InitialLayer* initial)
-      : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training),
-        initial_(initial), work_(kOp, total_work()), group_(trained()), chunks_(trained()), left_(trained()) {}
+      : examples_(examples), first_child_(first_child), parents_(parents), labels_(labels), costs_(costs), training_(training), initial_(initial),
+        work_(kOp, total_work()), group_(trained()), chunks_(trained()), left_(trained()) {}
 
   std::vector<Chunk> train(Stats& stats) {
     const int64_t threads = at::get_num_threads();
@@ -415,8 +413,8 @@ LinearLayer lay_out(const std::vector<Chunk>& chunks, const Stats& stats) {
 
 } // namespace
 
-LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents,
-                               at::TensorList labels, const OptionalTensor& label_costs, at::TensorList initial, std::string_view options) {
+LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tensor& first_child, at::TensorList parents, at::TensorList labels,
+                               const OptionalTensor& label_costs, at::TensorList initial, std::string_view options) {
   const LinearLayerInput input(rows, features, first_child, parents, labels, label_costs);
   const LinearTraining training = linear_training(options, input.parents().count);
   check_lengths(input.examples(), training.bias);
@@ -432,16 +430,16 @@ LinearLayer linear_layer_train(at::TensorList rows, int64_t features, const Tens
 
   Stats stats;
   const RowLists of_parents = input.parents(), of_labels = input.labels();
-  LayerTrainer trainer(input.examples(), input.first_child().data(), of_parents, of_labels, input.costs(), training,
-                       begin.has_value() ? &*begin : nullptr);
+  LayerTrainer trainer(input.examples(), input.first_child().data(), of_parents, of_labels, input.costs(), training, begin.has_value() ? &*begin : nullptr);
   const std::vector<Chunk> chunks = trainer.train(stats);
   return input.most_children() > kMostNarrowChildren ? lay_out<int32_t>(chunks, stats) : lay_out<uint8_t>(chunks, stats);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("linear_layer_train(Tensor[] rows, int features, Tensor first_child, Tensor[] parents, Tensor[] labels, Tensor? label_costs, "
-        "Tensor[] initial, str options=\"\") -> "
-        "(Tensor chunk, Tensor feature, Tensor more, Tensor child, Tensor value, Tensor stats)");
+  m.def(
+      "linear_layer_train(Tensor[] rows, int features, Tensor first_child, Tensor[] parents, Tensor[] labels, Tensor? label_costs, "
+      "Tensor[] initial, str options=\"\") -> "
+      "(Tensor chunk, Tensor feature, Tensor more, Tensor child, Tensor value, Tensor stats)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("linear_layer_train", linear_layer_train); }

@@ -22,9 +22,7 @@ namespace {
 
 using at::Tensor;
 
-struct Header {
-  int64_t examples, features, labels;
-};
+struct Header { int64_t examples, features, labels; };
 
 /// What a range of lines holds.
 struct Part {
@@ -245,18 +243,23 @@ Examples read_examples(const std::string& path) {
     line += int64_t(part.label_ends.size());
   }
   TORCH_CHECK_VALUE(line - 2 == header.examples, path, ":", line - 1, ": expected ", header.examples, " examples, as the header says, got ", line - 2);
-  return {joined_offsets(parts, &Part::feature_ends), joined<int32_t>(parts, &Part::features, at::kInt),
-          joined<float>(parts, &Part::values, at::kFloat), joined_offsets(parts, &Part::label_ends),
-          joined<int32_t>(parts, &Part::labels, at::kInt), header.features, header.labels};
+  return {joined_offsets(parts, &Part::feature_ends),
+          joined<int32_t>(parts, &Part::features, at::kInt),
+          joined<float>(parts, &Part::values, at::kFloat),
+          joined_offsets(parts, &Part::label_ends),
+          joined<int32_t>(parts, &Part::labels, at::kInt),
+          header.features,
+          header.labels};
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("read_examples(str path) -> (Tensor offsets, Tensor features, Tensor values, Tensor label_offsets, Tensor labels, int num_features, "
-        "int num_labels)",
-        [](const std::string& path) {
-          auto [offsets, features, values, label_offsets, labels, num_features, num_labels] = read_examples(path);
-          return std::make_tuple(offsets, features, values, label_offsets, labels, num_features, num_labels);
-        });
+  m.def(
+      "read_examples(str path) -> (Tensor offsets, Tensor features, Tensor values, Tensor label_offsets, Tensor labels, int num_features, "
+      "int num_labels)",
+      [](const std::string& path) {
+        auto [offsets, features, values, label_offsets, labels, num_features, num_labels] = read_examples(path);
+        return std::make_tuple(offsets, features, values, label_offsets, labels, num_features, num_labels);
+      });
 }
 
 } // namespace xsoftmax

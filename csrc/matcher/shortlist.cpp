@@ -33,8 +33,8 @@ struct Tree {
 
   std::pair<int64_t, int64_t> children(int64_t node) const {
     const int64_t begin = first_child[node], end = first_child[node + 1];
-    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kOp, ": expected first_child to rise from above node ", node, " to at most ",
-                      nodes, ", got ", begin, " and ", end);
+    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kOp, ": expected first_child to rise from above node ", node, " to at most ", nodes,
+                      ", got ", begin, " and ", end);
     return {begin, end};
   }
 
@@ -83,8 +83,7 @@ struct List {
   }
 };
 
-Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent,
-                        std::optional<int64_t> most) {
+Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent, std::optional<int64_t> most) {
   check_shortlist(parents, targets, first_child, parent, most);
   if (use_reference()) {
     return shortlist_reference(parents, targets, first_child, parent, most);
@@ -118,10 +117,9 @@ Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tens
 
 } // namespace
 
-void check_shortlist(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent,
-                     std::optional<int64_t> most) {
-  for (const auto& [name, tensor, dim] : {std::tuple{"parents", &parents, 2}, {"targets", &targets, 2}, {"first_child", &first_child, 1},
-                                          {"parent", &parent, 1}}) {
+void check_shortlist(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent, std::optional<int64_t> most) {
+  for (const auto& [name, tensor, dim] :
+       {std::tuple{"parents", &parents, 2}, {"targets", &targets, 2}, {"first_child", &first_child, 1}, {"parent", &parent, 1}}) {
     check::dim(kOp, name, *tensor, dim);
     check::int64(kOp, name, *tensor);
     check::same_device(kOp, name, *tensor, "parents", parents);
@@ -136,8 +134,7 @@ Shortlist shortlist(const Tensor& parents, const Tensor& targets, const Tensor& 
   return op.call(parents, targets, first_child, parent, most);
 }
 
-Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent,
-                              std::optional<int64_t> most) {
+Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent, std::optional<int64_t> most) {
   check_shortlist(parents, targets, first_child, parent, most);
   const int64_t nodes = parent.size(0), queries = parents.size(0);
   const Tensor above = at::where(targets.ge(0), parent.index_select(0, targets.clamp_min(0).flatten()).view_as(targets), -1);
@@ -154,8 +151,9 @@ Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets, cons
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("shortlist(Tensor parents, Tensor targets, Tensor first_child, Tensor parent, int? most=None) -> "
-        "(Tensor nodes, Tensor offsets, Tensor right)");
+  m.def(
+      "shortlist(Tensor parents, Tensor targets, Tensor first_child, Tensor parent, int? most=None) -> "
+      "(Tensor nodes, Tensor offsets, Tensor right)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("shortlist", shortlist_reference); }

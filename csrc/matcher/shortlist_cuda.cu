@@ -14,9 +14,8 @@ using at::Tensor;
 
 // A block a query, which has `room` places. Of `storage` [blocks, 3, width + count] a block has a row of the nodes whose children it takes, one of
 // those that are the first of equal ones, or -1, and one of the places where their children begin.
-__global__ void shortlist_kernel(int64_t* nodes, float* right, int64_t* storage, const int64_t* parents, const int64_t* targets,
-                                 const int64_t* first_child, const int64_t* parent, int64_t num_nodes, int64_t queries, int64_t width, int64_t count,
-                                 int64_t room) {
+__global__ void shortlist_kernel(int64_t* nodes, float* right, int64_t* storage, const int64_t* parents, const int64_t* targets, const int64_t* first_child,
+                                 const int64_t* parent, int64_t num_nodes, int64_t queries, int64_t width, int64_t count, int64_t room) {
   __shared__ int64_t sums[kWarp];
   const int64_t size = width + count;
   int64_t *above = storage + blockIdx.x * 3 * size, *taken = above + size, *place = taken + size;

@@ -10,9 +10,18 @@ constexpr float kLogit = 18.0f; // e^-18 of a cost is no more than float32 tells
 
 // One number of each label, and a mask of labels, all bits of a lane set or none: the compiler's own vectors, as wide as it takes.
 template <int kLanes> struct Vectors;
-template <> struct Vectors<4> { typedef float Float __attribute__((vector_size(16))); typedef int32_t Mask __attribute__((vector_size(16))); };
-template <> struct Vectors<8> { typedef float Float __attribute__((vector_size(32))); typedef int32_t Mask __attribute__((vector_size(32))); };
-template <> struct Vectors<16> { typedef float Float __attribute__((vector_size(64))); typedef int32_t Mask __attribute__((vector_size(64))); };
+template <> struct Vectors<4> {
+  typedef float Float __attribute__((vector_size(16)));
+  typedef int32_t Mask __attribute__((vector_size(16)));
+};
+template <> struct Vectors<8> {
+  typedef float Float __attribute__((vector_size(32)));
+  typedef int32_t Mask __attribute__((vector_size(32)));
+};
+template <> struct Vectors<16> {
+  typedef float Float __attribute__((vector_size(64)));
+  typedef int32_t Mask __attribute__((vector_size(64)));
+};
 template <int kLanes> using Float = typename Vectors<kLanes>::Float;
 template <int kLanes> using Mask = typename Vectors<kLanes>::Mask;
 
@@ -138,8 +147,8 @@ struct Visit {
 };
 
 template <int kLanes, LinearLoss kLoss>
-static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Float<kLanes> cost, float square, Mask<kLanes> work,
-                                  Float<kLanes> above, Float<kLanes> below) {
+static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Float<kLanes> cost, float square, Mask<kLanes> work, Float<kLanes> above,
+                                  Float<kLanes> below) {
   using F = Float<kLanes>;
   const Mask<kLanes> costly = cost > 0;
   if constexpr (kLoss == LinearLoss::Logistic) {
@@ -218,8 +227,8 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
       const int64_t row = order[at];
       const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
       const F y = positive ? F{} + 1.0f : F{} - 1.0f;
-      const Visit<kLanes> now = visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights),
-                                                     costs<kLanes>(p, row, positive), p.square[row], work, above, below);
+      const Visit<kLanes> now = visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights), costs<kLanes>(p, row, positive),
+                                                     p.square[row], work, above, below);
       largest = work ? larger(largest, now.violation) : largest;
       smallest = work ? smaller(smallest, now.violation) : smallest;
       if (any(now.change != 0)) {

@@ -128,8 +128,9 @@ SparseRows sparse_row_sums(const Tensor& offsets, const Tensor& columns, const T
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("sparse_row_sums(Tensor offsets, Tensor columns, Tensor values, int features, Tensor list_offsets, Tensor list_rows) -> "
-        "(Tensor offsets, Tensor columns, Tensor values)");
+  m.def(
+      "sparse_row_sums(Tensor offsets, Tensor columns, Tensor values, int features, Tensor list_offsets, Tensor list_rows) -> "
+      "(Tensor offsets, Tensor columns, Tensor values)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("sparse_row_sums", sparse_row_sums); }

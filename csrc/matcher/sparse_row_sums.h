@@ -10,7 +10,7 @@ namespace xsoftmax {
 // of rows their sum, scaled to length 1 unless it is 0, columns rising. All sparse rows: offsets int64, columns int32 below `features`,
 // values float32; list_rows int32. Sums are made in the order of the list, in float64: the same for any number of threads.
 using SparseRows = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-SparseRows sparse_row_sums(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values, int64_t features,
-                           const at::Tensor& list_offsets, const at::Tensor& list_rows);
+SparseRows sparse_row_sums(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values, int64_t features, const at::Tensor& list_offsets,
+                           const at::Tensor& list_rows);
 
 } // namespace xsoftmax

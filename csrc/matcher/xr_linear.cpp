@@ -55,7 +55,7 @@ void check_columns(std::span<const T> column, int64_t end) {
 }
 
 QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
-                      int64_t features) {
+                           int64_t features) {
   check::numbers(kName, "offsets", offsets, offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
   check::numbers(kName, "columns", columns, columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
   check::numbers(kName, "values", values, at::kFloat);
@@ -68,8 +68,8 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
     check::dtype(kName, "dense", *dense, at::kFloat);
     TORCH_CHECK_TYPE(dense->is_cpu(), kName, ": expected dense on the CPU, got ", dense->device());
     check::size(kName, "dense", *dense, 0, offsets.size(0) - 1, "the queries");
-    TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName,
-                      ": expected dense_begin and the width of dense to add up to ", features, ", got ", dense_begin, " and ", dense->size(1));
+    TORCH_CHECK_VALUE(dense_begin >= 0 && dense_begin + dense->size(1) == features, kName, ": expected dense_begin and the width of dense to add up to ",
+                      features, ", got ", dense_begin, " and ", dense->size(1));
     queries.dense = dense->contiguous();
     for (const float value : span_of<float>(queries.dense)) {
       TORCH_CHECK_VALUE(std::isfinite(value), kName, ": expected dense with finite numbers, got ", value);
@@ -87,8 +87,13 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
   for (size_t t = 0; t < feature.size(); ++t) {
     TORCH_CHECK_VALUE(std::isfinite(value[t]), kName, ": expected values with finite numbers, got ", value[t], " at [", t, "]");
   }
-  queries.views = {offsets.size(0) - 1, queries.offset.const_data_ptr<int64_t>(), feature.data(), value.data(),
-                   given(dense) ? queries.dense.const_data_ptr<float>() : nullptr, int32_t(dense_begin), features - dense_begin};
+  queries.views = {offsets.size(0) - 1,
+                   queries.offset.const_data_ptr<int64_t>(),
+                   feature.data(),
+                   value.data(),
+                   given(dense) ? queries.dense.const_data_ptr<float>() : nullptr,
+                   int32_t(dense_begin),
+                   features - dense_begin};
   return queries;
 }
 
@@ -128,8 +133,8 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
 
 XRLinear::~XRLinear() = default;
 
-XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense,
-                                        int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner,
+XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
+                                        int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner,
                                         const OptionalTensor& only) const {
   TORCH_CHECK_VALUE(topk >= 0, kName, ": expected topk of at least 0, got ", topk);
   TORCH_CHECK_VALUE(beam >= 1, kName, ": expected beam of at least 1, got ", beam);
@@ -235,8 +240,7 @@ int64_t XRLinear::num_weights() const {
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.class_<XRLinear>("XRLinear")
-      .def(torch::init([](int64_t features, double bias, const std::string& transform, const Tensor& labels,
-                          std::vector<std::vector<Tensor>> layers) {
+      .def(torch::init([](int64_t features, double bias, const std::string& transform, const Tensor& labels, std::vector<std::vector<Tensor>> layers) {
         for (auto& parts : layers) {
           for (Tensor& part : parts) {
             part = part.clone(); // what is checked now must not change
@@ -244,14 +248,12 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         }
         return c10::make_intrusive<XRLinear>(features, bias, transform, labels.clone(), std::move(layers));
       }))
-      .def("predict", [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& offsets, const Tensor& columns, const Tensor& values,
-                         const OptionalTensor& dense, int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform,
-                         const std::string& combiner, const OptionalTensor& only) {
-        return self->predict(offsets, columns, values, dense, dense_begin, topk, beam, transform, combiner, only);
-      })
-      .def("predict_csr", [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& queries, int64_t topk, int64_t beam) {
-        return self->predict_csr(queries, topk, beam);
-      })
+      .def("predict",
+           [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense,
+              int64_t dense_begin, int64_t topk, int64_t beam, const std::string& transform, const std::string& combiner,
+              const OptionalTensor& only) { return self->predict(offsets, columns, values, dense, dense_begin, topk, beam, transform, combiner, only); })
+      .def("predict_csr",
+           [](const c10::intrusive_ptr<XRLinear>& self, const Tensor& queries, int64_t topk, int64_t beam) { return self->predict_csr(queries, topk, beam); })
       .def("layer", &XRLinear::layer)
       .def("labels", &XRLinear::labels)
       .def("num_weights", &XRLinear::num_weights)

@@ -164,8 +164,8 @@ fs::path checked_target(const std::string& path) {
   TORCH_CHECK_VALUE(magic == kMagic, "XRLinear: expected path as a new folder or one with a model, got ", target, ", which holds none");
   for (const auto& entry : fs::directory_iterator(target)) {
     const fs::path name = entry.path().filename();
-    TORCH_CHECK_VALUE(name == kFile || name == kNotes, "XRLinear: expected path as a new folder or one with a model alone, got ", target,
-                      ", which holds ", name, " as well");
+    TORCH_CHECK_VALUE(name == kFile || name == kNotes, "XRLinear: expected path as a new folder or one with a model alone, got ", target, ", which holds ",
+                      name, " as well");
   }
   return target;
 }
@@ -273,8 +273,8 @@ c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
   const auto mapping = std::make_shared<Mapping>(file);
   const auto sound = [&](bool true_of_it, const auto&... what) { TORCH_CHECK_VALUE(true_of_it, "XRLinear: ", file, " is damaged: ", what...); };
   Header header;
-  TORCH_CHECK_VALUE(mapping->bytes() >= sizeof(header) && std::memcmp(mapping->begin(), kMagic.data(), kMagic.size()) == 0,
-                    "XRLinear: expected ", file, " as the file of a model, got another one");
+  TORCH_CHECK_VALUE(mapping->bytes() >= sizeof(header) && std::memcmp(mapping->begin(), kMagic.data(), kMagic.size()) == 0, "XRLinear: expected ", file,
+                    " as the file of a model, got another one");
   std::memcpy(&header, mapping->begin(), sizeof(header));
   TORCH_CHECK_VALUE(header.version == kVersion, "XRLinear: expected ", file, " in version ", kVersion, " of the format, got ", header.version);
   sound(header.bytes == mapping->bytes(), "expected ", header.bytes, " bytes, got ", mapping->bytes());
@@ -294,8 +294,8 @@ c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
     const char* from = mapping->begin() + section.begin;
     sound(section.checksum == checksum(from, section.bytes), "wrong checksum of section ", tensors.size());
     // Nobody writes to them: the pages are read-only.
-    tensors.push_back(at::from_blob(const_cast<char*>(from), {int64_t(section.bytes / c10::elementSize(dtype))}, [mapping](void*) {},
-                                    at::TensorOptions(dtype)));
+    tensors.push_back(
+        at::from_blob(const_cast<char*>(from), {int64_t(section.bytes / c10::elementSize(dtype))}, [mapping](void*) {}, at::TensorOptions(dtype)));
   }
   std::vector<std::vector<Tensor>> layers;
   for (size_t i = 1; i + 1 < tensors.size(); i += kLayerParts) {

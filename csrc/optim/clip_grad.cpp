@@ -15,8 +15,7 @@ namespace {
 using at::Tensor;
 
 Tensor grad_norm(const Tensor& grad, double norm_type) {
-  static const auto row_norm =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::row_norm", "").typed<decltype(row_norm_reference)>();
+  static const auto row_norm = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::row_norm", "").typed<decltype(row_norm_reference)>();
   if (grad.layout() == at::kStrided) {
     return at::linalg_vector_norm(grad, norm_type);
   }
@@ -60,8 +59,8 @@ double clip_grad_norm_(const std::vector<Tensor>& parameters, double max_norm, d
   }
   const Tensor total = norms.size() == 1 ? norms[0] : at::linalg_vector_norm(torch::stack(norms), norm_type);
   const double norm = total.item<double>();
-  TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm), "clip_grad_norm_: expected gradients with a finite norm, got a norm of ",
-              norm, " (norm_type ", norm_type, ")");
+  TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm), "clip_grad_norm_: expected gradients with a finite norm, got a norm of ", norm, " (norm_type ",
+              norm_type, ")");
   const Tensor coefficient = torch::clamp(max_norm / (total + 1e-6), std::nullopt, 1.0);
   for (const Tensor& param : parameters) {
     if (param.grad().defined()) {

@@ -49,12 +49,8 @@ RowRule make_rule(const char* name, const char* op, std::vector<const char*> sta
             }
             return 0.0;
           },
-          [](OutputArchive& archive, const torch::optim::Optimizer& optimizer) {
-            torch::optim::serialize<RowParamState, Options>(archive, optimizer);
-          },
-          [](InputArchive& archive, torch::optim::Optimizer& optimizer) {
-            torch::optim::serialize<RowParamState, Options>(archive, optimizer);
-          }};
+          [](OutputArchive& archive, const torch::optim::Optimizer& optimizer) { torch::optim::serialize<RowParamState, Options>(archive, optimizer); },
+          [](InputArchive& archive, torch::optim::Optimizer& optimizer) { torch::optim::serialize<RowParamState, Options>(archive, optimizer); }};
 }
 
 const RowRule sgd = make_rule<RowSGDOptions>("RowSGD", "row_sgd", {"step", "momentum_buffer", "last_step", "owed"});
@@ -79,8 +75,8 @@ void load_mapped(const RowRule& rule, const Tensor& param, const std::string& te
   const auto state = rule.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state").call(param, true, text);
   for (size_t i = 0; i < state.size(); ++i) {
     const Tensor& loaded = tensors.at(rule.state[i]);
-    TORCH_CHECK_VALUE(loaded.sizes() == state[i].sizes() && loaded.scalar_type() == state[i].scalar_type(), rule.name, ": expected ", rule.state[i], " of shape ",
-                      state[i].sizes(), " for a table in a file, got shape ", loaded.sizes());
+    TORCH_CHECK_VALUE(loaded.sizes() == state[i].sizes() && loaded.scalar_type() == state[i].scalar_type(), rule.name, ": expected ", rule.state[i],
+                      " of shape ", state[i].sizes(), " for a table in a file, got shape ", loaded.sizes());
   }
   table_changes(param);
   for (size_t i = 0; i < state.size(); ++i) {
@@ -119,8 +115,8 @@ void RowSGDOptions::check() const {
   check_rates("RowSGD", lr(), weight_decay());
   check_state_dtype("RowSGD", state_dtype());
   at_least_zero("RowSGD", "momentum", momentum());
-  TORCH_CHECK_VALUE(!nesterov() || (momentum() > 0 && dampening() == 0),
-                    "RowSGD: expected a momentum and no dampening for nesterov, got momentum ", momentum(), " and dampening ", dampening());
+  TORCH_CHECK_VALUE(!nesterov() || (momentum() > 0 && dampening() == 0), "RowSGD: expected a momentum and no dampening for nesterov, got momentum ", momentum(),
+                    " and dampening ", dampening());
 }
 
 void RowAdagradOptions::check() const {
@@ -160,8 +156,7 @@ void RowParamState::serialize(InputArchive& archive) {
   }
 }
 
-RowOptimizer::RowOptimizer(const RowRule& rule, const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                           std::unique_ptr<AnyOptions> defaults)
+RowOptimizer::RowOptimizer(const RowRule& rule, const std::vector<torch::optim::OptimizerParamGroup>& param_groups, std::unique_ptr<AnyOptions> defaults)
     : Optimizer(param_groups, std::move(defaults)), rule_(rule) {
   rule_.check(*defaults_);
   for (const auto& group : param_groups_) {
@@ -225,8 +220,8 @@ Tensor RowOptimizer::step(LossClosure closure) {
     }
   }
   rule_
-      .find<void(at::TensorList, const c10::List<std::optional<Tensor>>&, at::TensorList, at::TensorList, const c10::List<std::string>&,
-                 at::IntArrayRef)>("_step_")
+      .find<void(at::TensorList, const c10::List<std::optional<Tensor>>&, at::TensorList, at::TensorList, const c10::List<std::string>&, at::IntArrayRef)>(
+          "_step_")
       .call(params, rows, values, state, options, counts);
   for (auto& [param, made] : fresh) {
     state_[param] = std::move(made);
@@ -286,8 +281,8 @@ void RowOptimizer::load(InputArchive& archive) {
   for (const auto& [param, state] : replaced) {
     forget_debt(tensors_of(rule_, *state));
   }
-  const auto register_debt = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::register_debt", "")
-                                 .typed<void(const Tensor&, at::TensorList, std::string_view)>();
+  const auto register_debt =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::register_debt", "").typed<void(const Tensor&, at::TensorList, std::string_view)>();
   for (const auto& group : param_groups_) {
     for (const Tensor& param : group.params()) {
       const auto found = state_.find(param.unsafeGetTensorImpl());

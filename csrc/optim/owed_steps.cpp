@@ -39,8 +39,7 @@ void OwedSteps::check(const char* op, const Tensor& owed, const Tensor& param) {
   check::dtype(op, "owed", owed, at::kDouble);
   check::same_device(op, "owed", owed, "param", param);
   const bool fits = owed.is_meta() || (owed.is_contiguous() && owed.numel() >= OwedTable::kHeader + 4);
-  TORCH_CHECK_VALUE(fits, op, ": expected owed as the contiguous tensor that the optimizer's state was made with, got shape ",
-                    owed.sym_sizes());
+  TORCH_CHECK_VALUE(fits, op, ": expected owed as the contiguous tensor that the optimizer's state was made with, got shape ", owed.sym_sizes());
 }
 
 OwedSteps::Coefficients OwedSteps::coefficients(const Tensor& owed) {
@@ -62,8 +61,7 @@ void OwedSteps::set_rounds(const Tensor& owed, bool rounds) {
 bool OwedSteps::full(const Tensor& owed, int64_t step) { return step - settled(owed) >= owed_capacity(owed.numel()); }
 
 OwedSteps::OwedSteps(const Tensor& owed, int64_t step, double ratio)
-    : OwedTable(owed_table(owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), step, ratio)),
-      header_(owed.mutable_data_ptr<double>()) {
+    : OwedTable(owed_table(owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), step, ratio)), header_(owed.mutable_data_ptr<double>()) {
   TORCH_CHECK_VALUE(OwedTable::settled >= 0 && count >= 0 && count <= capacity, "expected an optimizer's state with ", capacity,
                     " steps owed at most, got step ", step, " and rows made up to step ", OwedTable::settled);
 }

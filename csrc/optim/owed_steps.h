@@ -9,9 +9,9 @@
 
 namespace xsoftmax {
 
-// What a row owes that had its last gradient in step s, and none in the steps s + 1 ... t. A dense optimizer would have decayed the row by a_i in each of them, and
-// then moved it by rate_i r^(i-s) times a direction that its state after step s decides (momentum / sqrt(second moment), or the momentum
-// buffer). So all rows with the same s owe the same numbers:
+// What a row owes that had its last gradient in step s, and none in the steps s + 1 ... t. A dense optimizer would have decayed the row by a_i in each of them,
+// and then moved it by rate_i r^(i-s) times a direction that its state after step s decides (momentum / sqrt(second moment), or the momentum buffer). So all
+// rows with the same s owe the same numbers:
 //
 //     decay(s) = prod_{i=s+1..t} a_i                 movement(s) = sum_{i=s+1..t} rate_i r^(i-s) prod_{j=i+1..t} a_j
 //

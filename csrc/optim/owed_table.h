@@ -10,9 +10,7 @@
 namespace xsoftmax {
 
 /// What a row owes: it is multiplied by `decay`, and moves by `movement` in units of its direction.
-struct OwedDebt {
-  double movement, decay;
-};
+struct OwedDebt { double movement, decay; };
 
 /// base^n to n ulp at most, n >= 0: a multiplication for each bit of n. On a GPU std::pow takes ten times as long.
 XS_HOST_DEVICE inline double integer_power(double base, int64_t n) {

@@ -96,9 +96,7 @@ class Resized {
   }
 
  private:
-  static size_t bytes_of(const Tensor& table, int64_t size) {
-    return size_t(size * c10::multiply_integers(table.sizes().slice(1))) * table.itemsize();
-  }
+  static size_t bytes_of(const Tensor& table, int64_t size) { return size_t(size * c10::multiply_integers(table.sizes().slice(1))) * table.itemsize(); }
 
   Tensor table_;
   std::vector<int64_t> sizes_;

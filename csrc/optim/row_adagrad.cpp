@@ -39,8 +39,7 @@ struct AdagradRule {
 
   static void check_rows(const char* op, const Tensor& param, TensorList state) {
     const Tensor& sum = state[kSum];
-    TORCH_CHECK_VALUE(sum.dim() == 1 || sum.dim() == param.dim(), op, ": expected sum of param's shape or [N], got shape ",
-                      sum.sym_sizes());
+    TORCH_CHECK_VALUE(sum.dim() == 1 || sum.dim() == param.dim(), op, ": expected sum of param's shape or [N], got shape ", sum.sym_sizes());
     if (sum.dim() == param.dim()) {
       check_element_state(op, "sum", sum, param);
     } else {
@@ -74,8 +73,8 @@ struct AdagradRule {
     const std::vector<Tensor> steps = state_of(items, kCount);
     at::_foreach_add_(steps, 1);
     if (fused) {
-      at::_fused_adagrad_(params_of(items), values_of(items), state_of(items, kSum), steps, options.lr(), options.lr_decay(),
-                          options.weight_decay(), options.eps(), /*maximize=*/false);
+      at::_fused_adagrad_(params_of(items), values_of(items), state_of(items, kSum), steps, options.lr(), options.lr_decay(), options.weight_decay(),
+                          options.eps(), /*maximize=*/false);
       return;
     }
     for (const auto& item : items) {
@@ -106,8 +105,7 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, c
   u.param.index_copy_(0, ids, moved.to(u.param.scalar_type()));
 }
 
-RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values,
-                                         std::string_view text) {
+RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
   const auto options = parse_options<optim::RowAdagradOptions>(AdagradRule::kRows, text);
   plan_rows<AdagradRule>(param, state, rows, values, options);
   return {options.lr(), options.lr_decay(), options.weight_decay(), options.eps(), options.stochastic_rounding()};

@@ -16,8 +16,8 @@ namespace xsoftmax {
 //
 // Weight decay acts in the steps in which a row has a gradient. Rows owe nothing.
 //
-// stochastic_rounding: rows of 16-bit tables, in steps of rows (optim/random_rounding.h). A sum in bfloat16 always rounds so: to nearest, it would stop growing at
-// 256 times what a step adds.
+// stochastic_rounding: rows of 16-bit tables, in steps of rows (optim/random_rounding.h). A sum in bfloat16 always rounds so: to nearest, it would stop growing
+// at 256 times what a step adds.
 //
 // State for rows: step int64 [], sum of param's shape in opmath dtype or bfloat16 (state_dtype), or [N] in opmath dtype. Dense: step float32 [], sum.
 
@@ -28,8 +28,7 @@ struct RowAdagradNumbers {
 };
 RowAdagradNumbers check_row_adagrad_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
                                          std::string_view options);
-void row_adagrad_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
-                                std::string_view options);
+void row_adagrad_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
 
 /// Of step t.
 XS_HOST_DEVICE inline double row_adagrad_rate(double lr, double lr_decay, int64_t t) { return lr / (1 + double(t - 1) * lr_decay); }

@@ -38,8 +38,7 @@ struct AdagradRows {
   template <bool kAlone>
   __device__ Row begin(int64_t row, M old) const {
     const M lr = M(row_adagrad_rate(numbers.lr, numbers.lr_decay, *steps + 1));
-    return {{lr, M(numbers.weight_decay), M(numbers.eps)}, old, 0,
-            rounding_of<T, S>(*steps + 1, row, numbers.stochastic_rounding)};
+    return {{lr, M(numbers.weight_decay), M(numbers.eps)}, old, 0, rounding_of<T, S>(*steps + 1, row, numbers.stochastic_rounding)};
   }
 
   template <int N>
@@ -105,8 +104,7 @@ struct AdagradRows {
 
 template <typename T, typename S, bool kRowWise>
 void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, const RowAdagradNumbers& numbers) {
-  AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(),
-                                numbers, false};
+  AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(), numbers, false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
   update_rows(rule, rows, values, param.size(0));

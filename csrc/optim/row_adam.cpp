@@ -42,8 +42,7 @@ struct AdamRule : OwingRule<AdamRule> {
     }
     const auto elements = param.options().dtype(element_state_dtype(kState, param, options.state_dtype()));
     const auto numbers = param.options().dtype(opmath_dtype(param.scalar_type()));
-    return {table_zeros(param.sizes(), elements),
-            options.row_wise() ? table_zeros({param.size(0)}, numbers) : table_zeros(param.sizes(), elements),
+    return {table_zeros(param.sizes(), elements), options.row_wise() ? table_zeros({param.size(0)}, numbers) : table_zeros(param.sizes(), elements),
             table_zeros({param.size(0)}, numbers.dtype(at::kInt)), OwedSteps::make(param.size(0), param.device())};
   }
 
@@ -70,8 +69,18 @@ struct AdamRule : OwingRule<AdamRule> {
     const auto [beta1, beta2] = options.betas();
     const OwedSteps::Coefficients coefficients{beta1, beta2, options.eps()};
     OwedSteps owed = ready(item.param, state, coefficients, kernel);
-    const RowAdamUpdate next{item.param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step + 1, beta1, beta2, options.eps(),
-                             options.lr(), 1 - options.lr() * options.weight_decay(), options.stochastic_rounding()};
+    const RowAdamUpdate next{item.param,
+                             state[kExpAvg],
+                             state[kExpAvgSq],
+                             state[kLastStep],
+                             owed,
+                             step + 1,
+                             beta1,
+                             beta2,
+                             options.eps(),
+                             options.lr(),
+                             1 - options.lr() * options.weight_decay(),
+                             options.stochastic_rounding()};
     (kernel ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows, item.values);
     ++step;
     OwedSteps::set_rounds(state[kOwed], options.stochastic_rounding());
@@ -85,8 +94,7 @@ struct AdamRule : OwingRule<AdamRule> {
   static void make_up_rows(const Tensor& param, TensorList state, OwedSteps& owed, int64_t step, bool rebase, bool kernel) {
     const auto [beta1, beta2, eps] = OwedSteps::coefficients(state[kOwed]);
     (kernel ? row_adam_flush_cpu : row_adam_flush_reference)(
-        {param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step, beta1, beta2, eps, 0, 1, OwedSteps::rounds(state[kOwed]),
-         rebase});
+        {param, state[kExpAvg], state[kExpAvgSq], state[kLastStep], owed, step, beta1, beta2, eps, 0, 1, OwedSteps::rounds(state[kOwed]), rebase});
   }
 
   static bool can_fuse(const Tensor&) { return true; }
@@ -97,8 +105,8 @@ struct AdamRule : OwingRule<AdamRule> {
     const std::vector<Tensor> steps = state_of(items, kCount);
     at::_foreach_add_(steps, 1);
     if (fused) {
-      at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg), state_of(items, kExpAvgSq), {}, steps, options.lr(),
-                        beta1, beta2, options.weight_decay(), options.eps(), /*amsgrad=*/false, /*maximize=*/false);
+      at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg), state_of(items, kExpAvgSq), {}, steps, options.lr(), beta1, beta2,
+                        options.weight_decay(), options.eps(), /*amsgrad=*/false, /*maximize=*/false);
       return;
     }
     for (const auto& item : items) {

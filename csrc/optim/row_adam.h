@@ -49,10 +49,8 @@ struct RowAdamNumbers {
   double lr, beta1, beta2, eps, weight_decay;
   bool stochastic_rounding;
 };
-RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
-                                   std::string_view options);
-void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
-                             std::string_view options);
+RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
+void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
 /// Whether the state is of rows.
 bool check_row_adam_flush(const at::Tensor& param, at::TensorList state);
 void row_adam_flush_composite(const at::Tensor& param, at::TensorList state);
@@ -70,10 +68,10 @@ XS_HOST_DEVICE inline double row_adam_owed_rate(double lr, double beta1_power, d
 /// Of a row whose last gradient was in step s: kept1, kept2 are the betas to the power of the steps since (0 of them where moments stay as they
 /// are), before is beta2^s. `decay` of the step.
 template <typename M>
-XS_HOST_DEVICE AdamStep<M> row_adam_coefficients(const RowAdamNumbers& n, const OwedDebt& debt, double decay, double step_size, double scale,
-                                                 double kept1, double kept2, double before) {
-  return {M(debt.decay * decay), M(step_size), M(scale), M(kept1),           M(1 - n.beta1),
-          M(kept2),              M(1 - n.beta2), M(n.eps), M(debt.movement * decay), M(n.eps * std::sqrt(1 - before))};
+XS_HOST_DEVICE AdamStep<M> row_adam_coefficients(const RowAdamNumbers& n, const OwedDebt& debt, double decay, double step_size, double scale, double kept1,
+                                                 double kept2, double before) {
+  return {M(debt.decay * decay),           M(step_size), M(scale), M(kept1), M(1 - n.beta1), M(kept2), M(1 - n.beta2), M(n.eps), M(debt.movement * decay),
+          M(n.eps * std::sqrt(1 - before))};
 }
 
 /// What a step does to rows with a gradient, and a flush to all.

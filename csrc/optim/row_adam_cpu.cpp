@@ -15,13 +15,10 @@ class AdamRows {
   using M = opmath<T>;
 
   explicit AdamRows(const RowAdamUpdate& update)
-      : update_(update),
-        random_(step_rounding(update.step, update.stochastic_rounding)),
-        param_(row_view<T>(update.param)),
+      : update_(update), random_(step_rounding(update.step, update.stochastic_rounding)), param_(row_view<T>(update.param)),
         exp_avg_(row_view<S>(update.exp_avg)),
         exp_avg_sq_(one_second_moment(update.param, update.exp_avg, update.exp_avg_sq) ? RowView<S>{} : row_view<S>(update.exp_avg_sq)),
-        row_moment_(exp_avg_sq_.data == nullptr ? row_view<M>(update.exp_avg_sq) : RowView<M>{}),
-        last_step_(row_view<int32_t>(update.last_step)),
+        row_moment_(exp_avg_sq_.data == nullptr ? row_view<M>(update.exp_avg_sq) : RowView<M>{}), last_step_(row_view<int32_t>(update.last_step)),
         step_size_(row_adam_step_size(update.lr, std::pow(update.beta1, double(update.step)))),
         scale_(row_adam_scale(std::pow(update.beta2, double(update.step)))) {}
 
@@ -88,9 +85,7 @@ void row_adam_rows_cpu(const RowAdamUpdate& update, const Tensor& rows, const Te
     update_rows<T>(
         update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
         [&] {
-          return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row, const opmath<T>* g, int64_t ahead) mutable {
-            task.update(row, g, by_step, ahead);
-          };
+          return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row, const opmath<T>* g, int64_t ahead) mutable { task.update(row, g, by_step, ahead); };
         });
   });
 }
@@ -99,9 +94,8 @@ void row_adam_flush_cpu(const RowAdamUpdate& update) {
   dispatch_rows(update.param, update.exp_avg, [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     const AdamRows<T, decltype(zero_state)> task(update);
-    update_all_rows(update.param, task.width(), [&] {
-      return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row) mutable { task.update(row, nullptr, by_step); };
-    });
+    update_all_rows(update.param, task.width(),
+                    [&] { return [&, by_step = ByStep<AdamStep<opmath<T>>>()](int64_t row) mutable { task.update(row, nullptr, by_step); }; });
   });
 }
 

@@ -49,8 +49,7 @@ struct AdamRows {
     const int64_t s = old.step, t = *owing.step + 1;
     const RowAdamNumbers& n = numbers;
     double power[5];
-    powers<kAlone>(power, [&](int i) { return i == 0 || i == 3 ? n.beta1 : n.beta2; },
-                   [&](int i) { return i < 2 ? t - s : (i == 2 ? s : t); });
+    powers<kAlone>(power, [&](int i) { return i == 0 || i == 3 ? n.beta1 : n.beta2; }, [&](int i) { return i < 2 ? t - s : (i == 2 ? s : t); });
     const double step_size = row_adam_step_size(n.lr, power[3]), scale = row_adam_scale(power[4]);
     const auto step = row_adam_coefficients<M>(n, owing.debt(s, ratio), decay, step_size, scale, power[0], power[1], power[2]);
     return {step, int32_t(t), rounding_of<T, S>(t, row, n.stochastic_rounding), old.second, kRowWise ? adam_row_owed(old.second, step) : M(0), M(0)};
@@ -193,12 +192,18 @@ struct AdamRate {
 template <typename T, typename S, bool kRowWise>
 AdamRows<T, S, kRowWise> adam_rows(const Tensor& param, TensorList state, const Owing& owing, const RowAdamNumbers& numbers) {
   using Rows = AdamRows<T, S, kRowWise>;
-  Rows rows{device_rows<T>(param), device_rows<S>(state[kExpAvg]), device_rows<typename Rows::Second>(state[kExpAvgSq]),
-            device_rows<int32_t>(state[kLastStep]), owing, numbers, 1 - numbers.lr * numbers.weight_decay,
-            row_adam_ratio(numbers.beta1, numbers.beta2), false};
+  Rows rows{device_rows<T>(param),
+            device_rows<S>(state[kExpAvg]),
+            device_rows<typename Rows::Second>(state[kExpAvgSq]),
+            device_rows<int32_t>(state[kLastStep]),
+            owing,
+            numbers,
+            1 - numbers.lr * numbers.weight_decay,
+            row_adam_ratio(numbers.beta1, numbers.beta2),
+            false};
   constexpr int64_t kPack = 16 / sizeof(T);
-  rows.wide = rows.param.packs(kPack) && rows.exp_avg.packs(kPack) && (kRowWise || rows.exp_avg_sq.packs(kPack)) &&
-      (param.dim() < 2 || param.size(1) % kPack == 0);
+  rows.wide =
+      rows.param.packs(kPack) && rows.exp_avg.packs(kPack) && (kRowWise || rows.exp_avg_sq.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
   return rows;
 }
 

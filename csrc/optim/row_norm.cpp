@@ -18,8 +18,7 @@ void check_row_norm(const Tensor& rows, const Tensor& values, double norm_type) 
   check::dim(op, "rows", rows, 1);
   check::int64(op, "rows", rows);
   check::floating(op, "values", values);
-  TORCH_CHECK_VALUE(values.dim() == 1 || values.dim() == 2, op, ": expected values with 1 or 2 dimensions, got shape ",
-                    values.sym_sizes());
+  TORCH_CHECK_VALUE(values.dim() == 1 || values.dim() == 2, op, ": expected values with 1 or 2 dimensions, got shape ", values.sym_sizes());
   check::same_device(op, "rows", rows, "values", values);
   check::size(op, "values", values, 0, rows.sym_size(0), "the length of rows");
   TORCH_CHECK_VALUE(norm_type > 0, op, ": expected norm_type above 0, got ", norm_type);

@@ -49,9 +49,8 @@ Tensor row_norm_cpu(const Tensor& rows, const Tensor& values, double norm_type) 
   if (use_reference()) {
     return row_norm_reference(rows, values, norm_type);
   }
-  const double norm = dispatch_floating(values.scalar_type(), [&](auto zero) {
-    return norm_of_groups<decltype(zero)>(rows.contiguous(), values.contiguous(), norm_type);
-  });
+  const double norm =
+      dispatch_floating(values.scalar_type(), [&](auto zero) { return norm_of_groups<decltype(zero)>(rows.contiguous(), values.contiguous(), norm_type); });
   return at::scalar_tensor(norm, values.options().dtype(opmath_dtype(values.scalar_type())));
 }
 

@@ -28,9 +28,7 @@ struct Norm {
   __device__ M join(M a, M b) const {
     return !largest ? a + b : (a != a || a > b ? a : b);
   }
-  __device__ double root(double total) const {
-    return largest || p == 1 ? total : (p == 2 ? std::sqrt(total) : std::pow(total, 1 / p));
-  }
+  __device__ double root(double total) const { return largest || p == 1 ? total : (p == 2 ? std::sqrt(total) : std::pow(total, 1 / p)); }
   /// Over the block; the order is fixed.
   __device__ double over_block(double mine) const {
     __shared__ double storage[kWarp];

@@ -33,7 +33,8 @@ bool has_buffer(const Tensor& param, TensorList state) { return state[kBuffer].s
 bool make_buffer(const Tensor& param, TensorList state) {
   const bool missing = !has_buffer(param, state);
   if (missing) {
-    TORCH_CHECK_VALUE(MappedFile::of(state[kLastStep]) == nullptr, "RowSGD: expected the momentum of a mapped table from its first step on: its state has no room for a "
+    TORCH_CHECK_VALUE(MappedFile::of(state[kLastStep]) == nullptr,
+                      "RowSGD: expected the momentum of a mapped table from its first step on: its state has no room for a "
                       "buffer. Delete the file of the state to begin anew");
     state[kBuffer].set_(table_zeros(param.sizes(), state[kBuffer].options()));
   }
@@ -146,8 +147,8 @@ struct SgdRule : OwingRule<SgdRule> {
     }
     if (!fusing.empty()) {
       const auto buffers = options.momentum() != 0 ? state_of(fusing, kBuffer) : std::vector<Tensor>();
-      at::_fused_sgd_(params_of(fusing), values_of(fusing), buffers, options.weight_decay(), options.momentum(), options.lr(),
-                      options.dampening(), options.nesterov(), options.maximize(), /*is_first_step=*/false);
+      at::_fused_sgd_(params_of(fusing), values_of(fusing), buffers, options.weight_decay(), options.momentum(), options.lr(), options.dampening(),
+                      options.nesterov(), options.maximize(), /*is_first_step=*/false);
     }
     at::_foreach_add_(state_of(items, kCount), 1);
   }
@@ -243,8 +244,7 @@ void row_sgd_flush_reference(const RowSGDUpdate& u) {
 RowSGDNumbers check_row_sgd_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
   const auto options = parse_options<optim::RowSGDOptions>(SgdRule::kRows, text);
   plan_rows<SgdRule>(param, state, rows, values, options);
-  return {options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), options.maximize(),
-          options.stochastic_rounding()};
+  return {options.lr(), options.momentum(), options.dampening(), options.weight_decay(), options.nesterov(), options.maximize(), options.stochastic_rounding()};
 }
 
 bool make_row_sgd_buffer(const Tensor& param, TensorList state) { return make_buffer(param, state); }

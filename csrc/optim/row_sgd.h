@@ -17,10 +17,12 @@ namespace xsoftmax {
 //
 // Without momentum: param -= lr g. maximize: g is negated. A row without a gradient owes its steps (optim/owed_steps.h): with the buffer b
 // after step s, its movement in step i > s is lr_i momentum^(i-s) b (times momentum once more with nesterov). Where momentum or nesterov
-// change, all rows and their buffers are brought up to date first. Weight decay is decoupled; for dense gradients it is a term of the gradient, as in torch.optim.SGD.
+// change, all rows and their buffers are brought up to date first. Weight decay is decoupled; for dense gradients it is a term of the gradient, as in
+// torch.optim.SGD.
 //
 // State for rows: step int64 [], momentum_buffer of param's shape in opmath dtype or bfloat16 ([0] without momentum; a momentum that is set later
-// makes it), last_step int32 [N] (the step of a row's last gradient, after which its buffer was left; 0: it had none), owed. Dense: step float32 [], momentum_buffer.
+// makes it), last_step int32 [N] (the step of a row's last gradient, after which its buffer was left; 0: it had none), owed. Dense: step float32 [],
+// momentum_buffer.
 
 void check_row_sgd_state(const char* op, const at::Tensor& param, at::TensorList state);
 /// row_sgd_flush_ by way of the dispatcher.
@@ -32,11 +34,9 @@ struct RowSGDNumbers {
   double lr, momentum, dampening, weight_decay;
   bool nesterov, maximize, stochastic_rounding;
 };
-RowSGDNumbers check_row_sgd_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
-                                 std::string_view options);
+RowSGDNumbers check_row_sgd_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
 bool make_row_sgd_buffer(const at::Tensor& param, at::TensorList state);
-void row_sgd_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
-                            std::string_view options);
+void row_sgd_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
 /// Whether the state is of rows.
 bool check_row_sgd_flush(const at::Tensor& param, at::TensorList state);
 void row_sgd_flush_composite(const at::Tensor& param, at::TensorList state);

@@ -18,9 +18,7 @@ class SgdRows {
   using M = opmath<T>;
 
   explicit SgdRows(const RowSGDUpdate& update)
-      : update_(update),
-        random_(step_rounding(update.step, update.stochastic_rounding)),
-        param_(row_view<T>(update.param)),
+      : update_(update), random_(step_rounding(update.step, update.stochastic_rounding)), param_(row_view<T>(update.param)),
         buffer_(given(update.momentum_buffer) ? row_view<S>(*update.momentum_buffer) : RowView<S>{}),
         last_step_(given(update.last_step) ? row_view<int32_t>(*update.last_step) : RowView<int32_t>{}) {}
 
@@ -109,11 +107,7 @@ void row_sgd_rows_cpu(const RowSGDUpdate& update, const Tensor& rows, const Tens
     const Rows task(update);
     update_rows<T>(
         update.param, rows.contiguous(), values.contiguous(), [&](int64_t row) { task.prefetch(row); },
-        [&] {
-          return [&, of_task = typename Rows::Task()](int64_t row, const opmath<T>* g, int64_t ahead) mutable {
-            task.update(row, g, of_task, ahead);
-          };
-        });
+        [&] { return [&, of_task = typename Rows::Task()](int64_t row, const opmath<T>* g, int64_t ahead) mutable { task.update(row, g, of_task, ahead); }; });
   });
 }
 
@@ -121,9 +115,8 @@ void row_sgd_flush_cpu(const RowSGDUpdate& update) {
   dispatch_rows(update.param, state_of(update), [&](auto zero, auto zero_state) {
     using T = decltype(zero);
     const SgdRows<T, decltype(zero_state)> task(update);
-    update_all_rows(update.param, task.width(), [&] {
-      return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row) mutable { task.flush(row, by_step); };
-    });
+    update_all_rows(update.param, task.width(),
+                    [&] { return [&, by_step = ByStep<MomentumStep<opmath<T>>>()](int64_t row) mutable { task.flush(row, by_step); }; });
   });
 }
 

@@ -47,8 +47,7 @@ struct SgdRows {
     const double take = t == 1 || fresh ? 1 : 1 - numbers.dampening;
     const OwedDebt debt = owes() ? owing.debt(s, numbers.momentum) : OwedDebt{0, 1};
     const double kept = s == 0 || buffer.data == nullptr ? 1 : integer_power(numbers.momentum, t - s);
-    return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), int32_t(t),
-            rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
+    return {row_sgd_coefficients<M>(numbers, debt, decay, take, kept), int32_t(t), rounding_of<T, S>(t, row, numbers.stochastic_rounding)};
   }
 
   template <int N>
@@ -148,8 +147,15 @@ struct SgdRate {
 template <typename T, typename S>
 SgdRows<T, S> sgd_rows(const Tensor& param, TensorList state, const Owing& owing, const RowSGDNumbers& numbers) {
   const bool has_buffer = state[kBuffer].sizes() == param.sizes(); // one that was not needed yet is [0]
-  SgdRows<T, S> rows{device_rows<T>(param), has_buffer ? device_rows<S>(state[kBuffer]) : DeviceRows<S>{}, device_rows<int32_t>(state[kLastStep]),
-                  owing, numbers, 1 - numbers.lr * numbers.weight_decay, false, numbers.momentum != 0 || numbers.weight_decay != 0, false};
+  SgdRows<T, S> rows{device_rows<T>(param),
+                     has_buffer ? device_rows<S>(state[kBuffer]) : DeviceRows<S>{},
+                     device_rows<int32_t>(state[kLastStep]),
+                     owing,
+                     numbers,
+                     1 - numbers.lr * numbers.weight_decay,
+                     false,
+                     numbers.momentum != 0 || numbers.weight_decay != 0,
+                     false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rows.wide = rows.param.packs(kPack) && rows.buffer.packs(kPack) && (param.dim() < 2 || param.size(1) % kPack == 0);
   return rows;
@@ -168,8 +174,8 @@ void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const 
     rule.buffer = {};
   }
   update_rows(rule, rows, values, param.size(0));
-  advance(steps, SgdRate{numbers.lr * (numbers.nesterov ? numbers.momentum : 1)}, numbers.momentum,
-          std::log1p(-numbers.lr * numbers.weight_decay), rule.always);
+  advance(steps, SgdRate{numbers.lr * (numbers.nesterov ? numbers.momentum : 1)}, numbers.momentum, std::log1p(-numbers.lr * numbers.weight_decay),
+          rule.always);
 }
 
 void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options) {
@@ -179,9 +185,8 @@ void row_sgd_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows
     row_sgd_rows_composite(param, state, rows, values, options);
     return;
   }
-  dispatch_rows(param, state[kBuffer], [&](auto zero, auto zero_state) {
-    step_rows<decltype(zero), decltype(zero_state)>(param, state, rows, values, numbers);
-  });
+  dispatch_rows(param, state[kBuffer],
+                [&](auto zero, auto zero_state) { step_rows<decltype(zero), decltype(zero_state)>(param, state, rows, values, numbers); });
 }
 
 void row_sgd_flush_cuda(const Tensor& param, TensorList state) {

@@ -68,8 +68,7 @@ class States {
     if (const auto found = entries_.find(param.unsafeGetTensorImpl()); found != entries_.end()) {
       for (const Kept& kept : found->second.kept) {
         RowState state{{}, kept.initial};
-        std::transform(kept.state.begin(), kept.state.end(), std::back_inserter(state.tensors),
-                       [](const WeakTensor& tensor) { return Tensor(tensor.lock()); });
+        std::transform(kept.state.begin(), kept.state.end(), std::back_inserter(state.tensors), [](const WeakTensor& tensor) { return Tensor(tensor.lock()); });
         if (std::all_of(state.tensors.begin(), state.tensors.end(), [](const Tensor& tensor) { return tensor.defined(); })) {
           states.push_back(std::move(state));
         }
@@ -97,8 +96,10 @@ class States {
 };
 
 void check_register(at::TensorList state) {
-  TORCH_CHECK_VALUE(!state.empty() && state[0].dim() == 0, "register_row_state: expected the tensors of an optimizer's state, the first of which counts "
-                    "its steps, got ", state.size(), " tensors");
+  TORCH_CHECK_VALUE(!state.empty() && state[0].dim() == 0,
+                    "register_row_state: expected the tensors of an optimizer's state, the first of which counts "
+                    "its steps, got ",
+                    state.size(), " tensors");
 }
 
 void register_row_state(const Tensor& table, at::TensorList state, double initial) {

@@ -30,13 +30,12 @@ void check_dense_gradient(const char* op, const Tensor& param, const Tensor& gra
   TORCH_CHECK_VALUE(grad.layout() == at::kStrided, op, ": expected dense values, got some of layout ", grad.layout());
   check::same_dtype(op, "values", grad, "param", param);
   check::same_device(op, "values", grad, "param", param);
-  TORCH_CHECK_VALUE(grad.sym_sizes() == param.sym_sizes(), op, ": expected a gradient of shape ", param.sym_sizes(), ", got shape ",
-                    grad.sym_sizes());
+  TORCH_CHECK_VALUE(grad.sym_sizes() == param.sym_sizes(), op, ": expected a gradient of shape ", param.sym_sizes(), ", got shape ", grad.sym_sizes());
 }
 
 void check_dense_state(const char* op, const char* arg, const Tensor& state, const Tensor& param) {
-  TORCH_CHECK_VALUE(state.layout() == at::kStrided && state.sym_sizes() == param.sym_sizes(), op, ": expected dense ", arg, " of shape ",
-                    param.sym_sizes(), ", got shape ", state.sym_sizes());
+  TORCH_CHECK_VALUE(state.layout() == at::kStrided && state.sym_sizes() == param.sym_sizes(), op, ": expected dense ", arg, " of shape ", param.sym_sizes(),
+                    ", got shape ", state.sym_sizes());
   check::same_dtype(op, arg, state, "param", param);
   check::same_device(op, arg, state, "param", param);
 }
@@ -46,9 +45,8 @@ bool can_fuse_dense(const Tensor& param, at::TensorList state) {
   if (!(param.is_cpu() && !half) && !param.is_cuda()) {
     return false;
   }
-  return param.is_contiguous() && std::all_of(state.begin(), state.end(), [&](const Tensor& tensor) {
-    return tensor.is_contiguous() && tensor.device() == param.device();
-  });
+  return param.is_contiguous() &&
+      std::all_of(state.begin(), state.end(), [&](const Tensor& tensor) { return tensor.is_contiguous() && tensor.device() == param.device(); });
 }
 
 Tensor dense_gradient(const Tensor& param, const OptionalTensor& rows, const Tensor& values) {
@@ -74,8 +72,7 @@ void HostState::write_back() const {
 Tensor all_rows(const Tensor& param) { return at::arange(param.size(0), param.options().dtype(at::kLong)); }
 
 void check_lengths(const char* op, size_t params, size_t rows, size_t values, size_t options, at::IntArrayRef counts) {
-  TORCH_CHECK_VALUE(rows == params && values == params, op, ": expected rows and values for each of ", params, " params, got ", rows, " and ",
-                    values);
+  TORCH_CHECK_VALUE(rows == params && values == params, op, ": expected rows and values for each of ", params, " params, got ", rows, " and ", values);
   TORCH_CHECK_VALUE(options == counts.size() && std::all_of(counts.begin(), counts.end(), [](int64_t count) { return count >= 0; }) &&
                         std::accumulate(counts.begin(), counts.end(), int64_t(0)) == int64_t(params),
                     op, ": expected a count for each of ", options, " options, ", params, " in all, got ", counts);

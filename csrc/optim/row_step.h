@@ -121,8 +121,8 @@ void check_param(const char* op, const StepOf<Rule>& step) {
 
 /// The step, cut into its parameters and checked.
 template <typename Rule>
-std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values,
-                                    at::TensorList state, const std::vector<typename Rule::Options>& options, at::IntArrayRef counts) {
+std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,
+                                    const std::vector<typename Rule::Options>& options, at::IntArrayRef counts) {
   check_lengths(Rule::kStep, params.size(), rows.size(), values.size(), options.size(), counts);
   std::vector<StepOf<Rule>> steps;
   steps.reserve(params.size());
@@ -163,8 +163,7 @@ void row_step_meta(at::TensorList params, const c10::List<std::optional<at::Tens
 
 /// A call of row_adam_rows_, checked.
 template <typename Rule>
-StepOf<Rule> plan_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
-                       const typename Rule::Options& options) {
+StepOf<Rule> plan_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, const typename Rule::Options& options) {
   if (state.size() != Rule::kRowState) {
     wrong_state(Rule::kRows, 0, Rule::kRowState, state.size());
   }
@@ -196,8 +195,7 @@ void row_rows_cpu(const at::Tensor& param, at::TensorList state, const at::Tenso
 }
 
 template <typename Rule>
-void row_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
-                        std::string_view text) {
+void row_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view text) {
   const auto options = parse_options<typename Rule::Options>(Rule::kRows, text);
   auto step = plan_rows<Rule>(param, state, rows, values, options);
   const HostState host(state, Rule::kHostState);
@@ -248,8 +246,7 @@ void row_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>&
     }
     const bool fused = can_fuse_dense(step.param, step.state) && Rule::can_fuse(step.param);
     step.values = dense_gradient(step.param, step.rows, step.values);
-    dense[{step.options, int(step.param.device().type()) * 256 + step.param.device().index(), int(step.param.scalar_type()), fused}]
-        .push_back(std::move(step));
+    dense[{step.options, int(step.param.device().type()) * 256 + step.param.device().index(), int(step.param.scalar_type()), fused}].push_back(std::move(step));
   }
   for (const auto& [key, items] : dense) {
     Rule::step_dense(items, std::get<bool>(key));
@@ -324,8 +321,7 @@ void row_flush_meta(const at::Tensor& param, at::TensorList state) {
 template <typename Rule>
 void define(torch::Library& m) {
   m.def((std::string(Rule::kState) + "(Tensor param, bool rows, str options) -> Tensor[]").c_str());
-  m.def((std::string(Rule::kStep) + "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()")
-            .c_str());
+  m.def((std::string(Rule::kStep) + "(Tensor(a!)[] params, Tensor?[] rows, Tensor[] values, Tensor(b!)[] state, str[] options, int[] counts) -> ()").c_str());
   m.def((std::string(Rule::kRows) + "(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options) -> ()").c_str());
   m.def((std::string(Rule::kFlush) + "(Tensor(a!) param, Tensor(b!)[] state) -> ()").c_str());
 }

@@ -12,8 +12,7 @@ using at::Tensor;
 void check_row_param(const char* op, const Tensor& param, bool rows) {
   TORCH_CHECK_VALUE(param.layout() == at::kStrided, op, ": expected a dense param, got one of layout ", param.layout());
   check::floating(op, "param", param);
-  TORCH_CHECK_VALUE(!rows || param.dim() == 1 || param.dim() == 2, op, ": expected param with 1 or 2 dimensions, got shape ",
-                    param.sym_sizes());
+  TORCH_CHECK_VALUE(!rows || param.dim() == 1 || param.dim() == 2, op, ": expected param with 1 or 2 dimensions, got shape ", param.sym_sizes());
 }
 
 void check_row_gradient(const char* op, const Tensor& param, const Tensor& rows, const Tensor& values) {
@@ -33,8 +32,7 @@ void check_row_gradient(const char* op, const Tensor& param, const Tensor& rows,
   }
 }
 
-void check_row_state(const char* op, const char* arg, const Tensor& state, const Tensor& param, bool elements,
-                     at::ScalarType dtype) {
+void check_row_state(const char* op, const char* arg, const Tensor& state, const Tensor& param, bool elements, at::ScalarType dtype) {
   check::dim(op, arg, state, elements ? param.dim() : 1);
   check::size(op, arg, state, 0, param.sym_size(0), "the rows of param");
   if (elements && param.dim() == 2) {

@@ -16,7 +16,8 @@
 // Values of equal rows are summed first (in float32 for the 16-bit types); each row is then updated once. A row whose summed
 // gradient is exactly zero is not touched, which is what makes the zero rows that stand behind a class's first row in our gradients
 // free. A NaN is not zero. State lies beside the table: [N, D] or [N] in opmath dtype (float32 for 16-bit parameters), or
-// with an element for each of the parameter's in bfloat16, rounded by chance (optim/random_rounding.h); counters int32 [N]. Time and memory of a step are those of R rows, never of N. Results do not depend on the number of threads.
+// with an element for each of the parameter's in bfloat16, rounded by chance (optim/random_rounding.h); counters int32 [N]. Time and memory of a step are those
+// of R rows, never of N. Results do not depend on the number of threads.
 
 namespace xsoftmax {
 
@@ -25,17 +26,14 @@ void check_row_gradient(const char* op, const at::Tensor& param, const at::Tenso
 /// float32, float64, bfloat16 or float16; for rows, strided with 1 or 2 dimensions.
 void check_row_param(const char* op, const at::Tensor& param, bool rows);
 /// State with an element for each of param's (`elements`), else for each of its rows.
-void check_row_state(const char* op, const char* arg, const at::Tensor& state, const at::Tensor& param, bool elements,
-                     at::ScalarType dtype);
+void check_row_state(const char* op, const char* arg, const at::Tensor& state, const at::Tensor& param, bool elements, at::ScalarType dtype);
 /// State with an element for each of param's, in opmath dtype or in bfloat16.
 void check_element_state(const char* op, const char* arg, const at::Tensor& state, const at::Tensor& param);
 /// The dtype of such state under the option "state_dtype".
 at::ScalarType element_state_dtype(const char* op, const at::Tensor& param, std::optional<at::ScalarType> option);
 
 /// Whether rows of the tensor are runs of memory: they may be apart (a slice of columns), their elements not.
-inline bool has_row_view(const at::Tensor& tensor) {
-  return tensor.dim() == 1 || tensor.stride(1) == 1 || tensor.size(1) <= 1;
-}
+inline bool has_row_view(const at::Tensor& tensor) { return tensor.dim() == 1 || tensor.stride(1) == 1 || tensor.size(1) <= 1; }
 
 // For the composites in ATen calls.
 

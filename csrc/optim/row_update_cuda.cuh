@@ -49,9 +49,7 @@ struct DeviceRows {
   __device__ T* operator[](int64_t row) const { return data + row * stride; }
 #endif
   /// Whether N elements of each row, from a multiple of N on, are one load.
-  bool packs(int64_t n) const {
-    return reinterpret_cast<uintptr_t>(data) % (sizeof(T) * n) == 0 && stride % n == 0;
-  }
+  bool packs(int64_t n) const { return reinterpret_cast<uintptr_t>(data) % (sizeof(T) * n) == 0 && stride % n == 0; }
 };
 
 template <typename T>
@@ -103,19 +101,27 @@ struct Owing {
   __device__ bool settles() const { return changed() || due() != Due::Nothing; }
 
   /// Of a row before the step.
-  __device__ OwedDebt debt(int64_t s, double ratio) const {
-    return settles() ? OwedDebt{0, 1} : owed_table(owed, capacity, *step, ratio)(s);
-  }
+  __device__ OwedDebt debt(int64_t s, double ratio) const { return settles() ? OwedDebt{0, 1} : owed_table(owed, capacity, *step, ratio)(s); }
 #endif
 };
 
 inline Owing owing(const at::Tensor& step, const at::Tensor& owed) {
-  return {step.mutable_data_ptr<int64_t>(), owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), {0, 0, 0}, true,
-          owed_rounding(owed.mutable_data_ptr<double>(), owed.numel()), false};
+  return {step.mutable_data_ptr<int64_t>(),
+          owed.mutable_data_ptr<double>(),
+          owed_capacity(owed.numel()),
+          {0, 0, 0},
+          true,
+          owed_rounding(owed.mutable_data_ptr<double>(), owed.numel()),
+          false};
 }
 inline Owing owing(const at::Tensor& step, const at::Tensor& owed, double a, double b, double c, bool rounds) {
-  return {step.mutable_data_ptr<int64_t>(), owed.mutable_data_ptr<double>(), owed_capacity(owed.numel()), {a, b, c}, false,
-          owed_rounding(owed.mutable_data_ptr<double>(), owed.numel()), rounds};
+  return {step.mutable_data_ptr<int64_t>(),
+          owed.mutable_data_ptr<double>(),
+          owed_capacity(owed.numel()),
+          {a, b, c},
+          false,
+          owed_rounding(owed.mutable_data_ptr<double>(), owed.numel()),
+          rounds};
 }
 
 /// A row-sparse gradient, sorted by row: the i-th of its rows stands at order[i].
@@ -284,9 +290,7 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_sums_kernel(SortedGradient<
 }
 
 /// Whether any thread of those who work on a row says so: a warp, or a block of several.
-__device__ inline bool team_any(bool mine) {
-  return blockDim.x == kWarp ? __any_sync(kAllLanes, mine) != 0 : __syncthreads_or(mine) != 0;
-}
+__device__ inline bool team_any(bool mine) { return blockDim.x == kWarp ? __any_sync(kAllLanes, mine) != 0 : __syncthreads_or(mine) != 0; }
 
 template <typename T>
 __device__ inline T team_sum(T mine) {
@@ -467,13 +471,16 @@ struct GradientOnDevice {
     std::tie(rows, order) = std::tie(sorted.ids, sorted.order);
     const int64_t count = rows.numel(), width = values.dim() == 2 ? values.size(1) : 1;
     chunks = at::empty({count / kWarp, width}, values.options().dtype(opmath_dtype(values.scalar_type())));
-    view = {values.const_data_ptr<T>(), rows.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(),
-            chunks.mutable_data_ptr<at::opmath_type<T>>(), count, width};
+    view = {values.const_data_ptr<T>(),
+            rows.const_data_ptr<int64_t>(),
+            order.const_data_ptr<int64_t>(),
+            chunks.mutable_data_ptr<at::opmath_type<T>>(),
+            count,
+            width};
   }
   bool wide() const {
     constexpr int64_t kPack = 16 / sizeof(T);
-    return DeviceRows<const T>{view.values, view.width}.packs(kPack) &&
-        DeviceRows<const at::opmath_type<T>>{view.chunks, view.width}.packs(kPack);
+    return DeviceRows<const T>{view.values, view.width}.packs(kPack) && DeviceRows<const at::opmath_type<T>>{view.chunks, view.width}.packs(kPack);
   }
   template <int N>
   void sum_chunks() const {
@@ -531,8 +538,7 @@ void make_up(const Rule& rule, const at::Tensor& param) {
   }
   dispatch_pack<typename Rule::Scalar>(rule.wide, [&](auto pack) {
     constexpr int N = decltype(pack)::value;
-    make_up_kernel<Rule, N, false>
-        <<<unsigned(std::min<int64_t>(grid_size(rows, kThreads / kWarp), kBlocks)), kThreads, 0, stream>>>(rule, rows, width);
+    make_up_kernel<Rule, N, false><<<unsigned(std::min<int64_t>(grid_size(rows, kThreads / kWarp), kBlocks)), kThreads, 0, stream>>>(rule, rows, width);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }

@@ -112,8 +112,8 @@ void sgd(T* __restrict w, const opmath<T>* __restrict g, opmath<T> decay, opmath
 
 // The lambdas copy their step: stores to the row cannot change it.
 template <typename T, typename S>
-void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict g, const MomentumStep<opmath<T>>& step,
-              const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
+void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict g, const MomentumStep<opmath<T>>& step, const RowRounding& random,
+              int64_t width, const RowsAhead<T, S>& ahead) {
   by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
     const auto loop = [&](auto nesterov) {
       in_parts(ahead, width, [=](int64_t begin, int64_t end) {
@@ -129,8 +129,8 @@ void momentum(T* __restrict w, S* __restrict buffer, const opmath<T>* __restrict
 }
 
 template <typename T, typename S>
-void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step, const RowRounding& random,
-             int64_t width, const RowsAhead<T, S>& ahead) {
+void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step, const RowRounding& random, int64_t width,
+             const RowsAhead<T, S>& ahead) {
   by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
     in_parts(ahead, width, [=](int64_t begin, int64_t end) {
       for (auto [d, e] = place(begin); d < end; ++d, e += kElement) {
@@ -143,8 +143,8 @@ void adagrad(T* __restrict w, S* __restrict sum, const opmath<T>* __restrict g, 
 }
 
 template <typename T, typename S>
-void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step,
-                 const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
+void adagrad_row(T* __restrict w, opmath<T>* __restrict sum, const opmath<T>* __restrict g, const AdagradStep<opmath<T>>& step, const RowRounding& random,
+                 int64_t width, const RowsAhead<T, S>& ahead) {
   using M = opmath<T>;
   const AdagradStep<M> s = step;
   M squares = 0;
@@ -189,8 +189,8 @@ void decay(T* __restrict w, opmath<T> decay, const RowRounding& random, int64_t 
 }
 
 template <typename T, typename S>
-void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step,
-          const RowRounding& random, int64_t width, const RowsAhead<T, S>& ahead) {
+void adam(T* __restrict w, S* __restrict m, S* __restrict v, const opmath<T>* __restrict g, const AdamStep<opmath<T>>& step, const RowRounding& random,
+          int64_t width, const RowsAhead<T, S>& ahead) {
   using M = opmath<T>;
   by_rounding<T>(random, [=, s = step, r = random, &ahead](auto by_chance) {
     if (g == nullptr) {
@@ -288,7 +288,7 @@ constexpr RowUpdates<T, S> updates() {
 
 } // namespace
 
-extern const RowUpdateTable row_updates{updates<float>(), updates<double>(), updates<Bf16>(), updates<F16>(), updates<float, Bf16>(),
-                                        updates<Bf16, Bf16>(), updates<F16, Bf16>()};
+extern const RowUpdateTable row_updates{updates<float>(),       updates<double>(),     updates<Bf16>(),     updates<F16>(),
+                                        updates<float, Bf16>(), updates<Bf16, Bf16>(), updates<F16, Bf16>()};
 
 } // namespace xsoftmax::XS_ISA

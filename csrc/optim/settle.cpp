@@ -51,15 +51,14 @@ struct Debt {
     return {alive ? Tensor(param.lock()) : Tensor(), std::move(tensors)};
   }
   /// Whether rows may owe steps; of state on a device, where graphs are replayed unseen, nothing is known.
-  bool may_owe(at::TensorList tensors) const {
-    return !tensors[0].is_cpu() || tensors[0].const_data_ptr<int64_t>()[0] != OwedSteps::settled(tensors.back());
-  }
+  bool may_owe(at::TensorList tensors) const { return !tensors[0].is_cpu() || tensors[0].const_data_ptr<int64_t>()[0] != OwedSteps::settled(tensors.back()); }
   /// Nothing is owed any more, and nothing is made up.
   void drop(at::TensorList tensors) {
     OwedSteps::settle(tensors.back(), tensors[0]);
     if (tensors[0].is_cpu() || stepped) {
-      TORCH_WARN_ONCE("a row optimizer's table was written to while rows owed steps, which are dropped: call the optimizer's flush() before a table "
-                      "is written to (or loaded) by other means than the methods of its loss");
+      TORCH_WARN_ONCE(
+          "a row optimizer's table was written to while rows owed steps, which are dropped: call the optimizer's flush() before a table "
+          "is written to (or loaded) by other means than the methods of its loss");
     }
     stepped = false;
   }
@@ -186,9 +185,7 @@ class Debts {
     limit_ = 2 * entries_.size() + 16;
   }
 
-  static const c10::StorageImpl* storage_of(const Tensor& tensor) {
-    return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-  }
+  static const c10::StorageImpl* storage_of(const Tensor& tensor) { return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr; }
 
   std::span<Debt> debts_of(const Tensor& table) {
     const auto found = entries_.find(storage_of(table));

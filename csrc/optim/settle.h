@@ -7,8 +7,9 @@ namespace xsoftmax {
 // settle_(Tensor(a!) table, bool raised=False): brings every row of a class table up to date if a row optimizer owes it steps. Anything that reads a whole
 // table calls it first: eval(), exact losses, topk, predict, log_prob, refresh, balance, state dicts, and load_state_dict before it copies.
 // Where nothing is owed it is one look-up, and neither the table nor its version changes. `table` may be any alias of the parameter (.data,
-// .detach()): debts are found by storage. Versions stay: a loss that waits for its backward pass goes on, with the rows as they are then. On meta and fake tensors it does nothing. Safe to call from several threads at a time.
-// Call it where no gradients are recorded (Python: xs.optim.settle): torch.compile otherwise gives it a copy of a parameter, which owes nothing.
+// .detach()): debts are found by storage. Versions stay: a loss that waits for its backward pass goes on, with the rows as they are then. On meta and fake
+// tensors it does nothing. Safe to call from several threads at a time. Call it where no gradients are recorded (Python: xs.optim.settle): torch.compile
+// otherwise gives it a copy of a parameter, which owes nothing.
 //
 // A debt is what a row optimizer's step leaves behind: which parameter, the state tensors, how to make it up. It holds weak references: with
 // the parameter or its state it is gone. Where others have written to the parameter since (its version tells), what is owed would move values that

@@ -61,8 +61,8 @@ std::vector<Tensor> search_index(const Tensor& weight, const OptionalTensor& bia
   return op.call(weight, bias, cell, cells);
 }
 
-std::vector<Tensor> midx_search_index_meta(const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& codewords1,
-                                           const OptionalTensor& codewords2, int64_t codewords, const Tensor& seed) {
+std::vector<Tensor> midx_search_index_meta(const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& codewords1, const OptionalTensor& codewords2,
+                                           int64_t codewords, const Tensor& seed) {
   const int64_t k = check_midx_search_index(weight, codewords1, codewords2, codewords, seed);
   return search_index(weight, bias, at::empty_symint({weight.sym_size(0)}, weight.options().dtype(at::kInt)), k * k);
 }

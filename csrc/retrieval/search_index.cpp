@@ -52,9 +52,13 @@ std::vector<Tensor> search_index_meta(const Tensor& weight, const OptionalTensor
   const c10::SymInt groups = (weight.sym_size(0) + (kScanLanes - 1) * num_cells) / kScanLanes, width = weight.sym_size(1) + given(bias);
   const int64_t blocks = (num_cells + kScanLanes - 1) / kScanLanes;
   const auto real = weight.options().dtype(at::kFloat), integer = weight.options().dtype(at::kLong);
-  return {at::empty_symint({groups * kScanLanes}, integer), at::empty_symint({groups, (width + 3) / 4, kScanLanes, 4}, weight.options().dtype(at::kByte)),
-          at::empty_symint({num_cells + 1}, integer), at::empty_symint({groups}, real), at::empty_symint({blocks, width, kScanLanes}, real),
-          at::empty_symint({kBounds, blocks * kScanLanes}, real), at::empty({}, real)};
+  return {at::empty_symint({groups * kScanLanes}, integer),
+          at::empty_symint({groups, (width + 3) / 4, kScanLanes, 4}, weight.options().dtype(at::kByte)),
+          at::empty_symint({num_cells + 1}, integer),
+          at::empty_symint({groups}, real),
+          at::empty_symint({blocks, width, kScanLanes}, real),
+          at::empty_symint({kBounds, blocks * kScanLanes}, real),
+          at::empty({}, real)};
 }
 
 // Rows of a table with the bias as one more coordinate, in float64.
@@ -296,9 +300,7 @@ void SearchIndex::check_starts(const char* op) const {
   }
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("search_index(Tensor weight, Tensor? bias, Tensor cell, int num_cells) -> Tensor[]");
-}
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("search_index(Tensor weight, Tensor? bias, Tensor cell, int num_cells) -> Tensor[]"); }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CPU, m) { m.impl("search_index", search_index_cpu); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("search_index", search_index_meta); }

@@ -130,8 +130,9 @@ Found search_topk_reference(const Tensor& input, const Tensor& weight, const Opt
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("search_topk(Tensor input, Tensor weight, Tensor? bias, Tensor[] index, SymInt k, str options) -> "
-        "(Tensor scores, Tensor ids, Tensor cells_read, Tensor certified)");
+  m.def(
+      "search_topk(Tensor input, Tensor weight, Tensor? bias, Tensor[] index, SymInt k, str options) -> "
+      "(Tensor scores, Tensor ids, Tensor cells_read, Tensor certified)");
   m.def("search_budget(Tensor input, Tensor weight, Tensor? bias, Tensor[] index, SymInt k, float recall) -> Tensor");
 }
 

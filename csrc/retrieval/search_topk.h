@@ -33,7 +33,9 @@ struct SearchOptions {
   std::optional<int64_t> max_cells = std::nullopt; ///< at least 1
 
   template <typename Visitor>
-  void visit(Visitor& v) { v("max_cells", max_cells); }
+  void visit(Visitor& v) {
+    v("max_cells", max_cells);
+  }
 };
 
 using Found = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

@@ -166,8 +166,8 @@ class Search {
         for (int64_t j = 0; j < chunk_size(chunk); ++j) {
           prepare(chunk * kChunk + j, scratch, rows.data() + j * index_.width);
         }
-        cell_scan().score(products_.data() + chunk * kChunk * index_.blocks * kScanLanes, rows.data(), chunk_size(chunk),
-                          index_.centre.const_data_ptr<float>(), index_.blocks, index_.width);
+        cell_scan().score(products_.data() + chunk * kChunk * index_.blocks * kScanLanes, rows.data(), chunk_size(chunk), index_.centre.const_data_ptr<float>(),
+                          index_.blocks, index_.width);
       }
     });
     at::parallel_for(0, count_, 1, [&](int64_t begin, int64_t end) {
@@ -458,8 +458,8 @@ class Search {
       return;
     }
     settle(q, found, scratch);
-    TORCH_CHECK_VALUE(int64_t(found.scored.size()) == k_, kOp, ": expected an index that holds every class, got one with ", found.scored.size(), " of ",
-                      k_, " classes found");
+    TORCH_CHECK_VALUE(int64_t(found.scored.size()) == k_, kOp, ": expected an index that holds every class, got one with ", found.scored.size(), " of ", k_,
+                      " classes found");
     for (int64_t i = 0; i < k_; ++i) {
       scores[i] = opmath<T>(std::scalbn(found.scored[i].score, -query.exponent));
       ids[i] = found.scored[i].id;

@@ -48,15 +48,15 @@ std::vector<Tensor> adaptive_index(std::string_view family, std::string_view own
 
 std::vector<Tensor> adaptive_resize(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
                                     const OptionalTensor& bias, at::TensorList index, std::string_view options) {
-  return operator_of<std::vector<Tensor>(std::string_view, int64_t, const OptionalTensor&, const OptionalTensor&, at::TensorList, std::string_view)>(
-             family, "_resize")
+  return operator_of<std::vector<Tensor>(std::string_view, int64_t, const OptionalTensor&, const OptionalTensor&, at::TensorList, std::string_view)>(family,
+                                                                                                                                                     "_resize")
       .call(owner, num_classes, detached(rows), detached(bias), detached(index), options);
 }
 
-std::vector<Tensor> adaptive_grow(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
-                                  const OptionalTensor& bias, at::TensorList index, std::string_view options) {
-  return operator_of<std::vector<Tensor>(std::string_view, int64_t, const OptionalTensor&, const OptionalTensor&, at::TensorList, std::string_view)>(
-             family, "_grow")
+std::vector<Tensor> adaptive_grow(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows, const OptionalTensor& bias,
+                                  at::TensorList index, std::string_view options) {
+  return operator_of<std::vector<Tensor>(std::string_view, int64_t, const OptionalTensor&, const OptionalTensor&, at::TensorList, std::string_view)>(family,
+                                                                                                                                                     "_grow")
       .call(owner, num_classes, detached(rows), detached(bias), detached(index), options);
 }
 
@@ -80,8 +80,8 @@ void adaptive_grow_(const Tensor& recent, at::TensorList index, at::TensorList g
       TORCH_CHECK_VALUE(index[i].size(0) + added >= 1, op, ": expected tables that keep a row, got one of shape ", index[i].sizes());
     }
   }
-  static const auto resize = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::resize_tables_", "")
-                                 .typed<void(at::TensorList, at::TensorList, int64_t)>();
+  static const auto resize =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::resize_tables_", "").typed<void(at::TensorList, at::TensorList, int64_t)>();
   for (size_t i = 0; i < index.size(); ++i) {
     if (gained[i].dim() > 0) {
       resize.call({index[i]}, {gained[i]}, index[i].size(0) + added);
@@ -90,8 +90,8 @@ void adaptive_grow_(const Tensor& recent, at::TensorList index, at::TensorList g
   recent.add_(added);
 }
 
-PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const Tensor& queries, const OptionalTensor& target,
-                             at::TensorList index, std::string_view options) {
+PrivateDraws adaptive_sample(std::string_view family, const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList index,
+                             std::string_view options) {
   return operator_of<PrivateDraws(const Tensor&, const Tensor&, const OptionalTensor&, at::TensorList, std::string_view)>(family, "_sample")
       .call(seed, queries.detach(), target, detached(index), options);
 }
@@ -103,15 +103,14 @@ Tensor adaptive_log_count(std::string_view family, const Tensor& queries, const 
 
 Tensor adaptive_refresh_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
                          std::string_view options, std::optional<at::Generator> generator) {
-  return operator_of<Tensor(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(
-             family, "_refresh_")
+  return operator_of<Tensor(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family,
+                                                                                                                                                  "_refresh_")
       .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
 }
 
 void adaptive_step_(std::string_view family, const Tensor& weight, const OptionalTensor& bias, const Tensor& step, at::TensorList index,
                     std::string_view options, std::optional<at::Generator> generator) {
-  operator_of<void(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(
-      family, "_step_")
+  operator_of<void(const Tensor&, const OptionalTensor&, const Tensor&, at::TensorList, std::string_view, std::optional<at::Generator>)>(family, "_step_")
       .call(weight.detach(), detached(bias), step, detached(index), options, std::move(generator));
 }
 
@@ -138,11 +137,9 @@ ClassTable::ClassTable(const Tensor& weight, const OptionalTensor& bias, bool wh
   }
 }
 
-Tensor with_seed(const at::Device& device, const std::optional<at::Generator>& generator,
-                 const std::function<Tensor(const Tensor&)>& refresh) {
+Tensor with_seed(const at::Device& device, const std::optional<at::Generator>& generator, const std::function<Tensor(const Tensor&)>& refresh) {
   at::Generator source = generator.has_value() && generator->defined() ? *generator : at::globalContext().defaultGenerator(device);
-  TORCH_CHECK_VALUE(source.device().type() == device.type(), "prepare: expected a generator on the table's device ", device, ", got one on ",
-                    source.device());
+  TORCH_CHECK_VALUE(source.device().type() == device.type(), "prepare: expected a generator on the table's device ", device, ", got one on ", source.device());
   const auto locked = [&](const auto& task) {
     const std::lock_guard<std::mutex> lock(source.mutex());
     return task();
@@ -176,9 +173,7 @@ Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t di
   return is_drawn;
 }
 
-void check_private(std::string_view owner, bool shared) {
-  TORCH_CHECK_VALUE(!shared, owner, ": expected shared=False, got True: it draws for each query");
-}
+void check_private(std::string_view owner, bool shared) { TORCH_CHECK_VALUE(!shared, owner, ": expected shared=False, got True: it draws for each query"); }
 
 std::vector<Tensor> with_step(at::TensorList tables, const Tensor& step) {
   std::vector<Tensor> index = tables.vec();
@@ -186,9 +181,7 @@ std::vector<Tensor> with_step(at::TensorList tables, const Tensor& step) {
   return index;
 }
 
-std::vector<Tensor> laid_out(at::TensorList tables, const Tensor& step) {
-  return with_step(with_step(tables, at::zeros_like(step)), step);
-}
+std::vector<Tensor> laid_out(at::TensorList tables, const Tensor& step) { return with_step(with_step(tables, at::zeros_like(step)), step); }
 
 void check_index_size(const char* op, at::TensorList index, size_t count) {
   TORCH_CHECK_VALUE(index.size() == count, op, ": expected an index of ", count, " tables, got ", index.size());
@@ -206,17 +199,16 @@ void check_recent(const char* op, const Tensor& recent) {
 
 void check_queries(const char* op, const Tensor& queries, const c10::SymInt& dim) {
   check::floating(op, "queries", queries);
-  TORCH_CHECK_VALUE(queries.dim() == 2 && queries.sym_size(1) == dim, op, ": expected queries of shape [Q, ", dim, "], got ",
-                    queries.sym_sizes());
+  TORCH_CHECK_VALUE(queries.dim() == 2 && queries.sym_size(1) == dim, op, ": expected queries of shape [Q, ", dim, "], got ", queries.sym_sizes());
 }
 
-void check_class_table(const char* op, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes,
-                       const c10::SymInt& dim, bool has_bias) {
+void check_class_table(const char* op, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes, const c10::SymInt& dim,
+                       bool has_bias) {
   check::floating(op, "weight", weight);
-  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(0) == num_classes && weight.sym_size(1) == dim, op,
-                    ": expected weight of shape [", num_classes, ", ", dim, "], got ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(given(bias) == has_bias, op, ": expected ", has_bias ? "a bias" : "no bias", ", as the sampler was built with bias=",
-                    has_bias ? "True" : "False", ", got ", given(bias) ? "one" : "none");
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(0) == num_classes && weight.sym_size(1) == dim, op, ": expected weight of shape [", num_classes, ", ",
+                    dim, "], got ", weight.sym_sizes());
+  TORCH_CHECK_VALUE(given(bias) == has_bias, op, ": expected ", has_bias ? "a bias" : "no bias",
+                    ", as the sampler was built with bias=", has_bias ? "True" : "False", ", got ", given(bias) ? "one" : "none");
   if (given(bias)) {
     check::dim(op, "bias", *bias, 1);
     check::floating(op, "bias", *bias);
@@ -261,9 +253,7 @@ void check_query_ids(const char* op, const Tensor& queries, const Tensor& ids) {
                     ": expected ids of shape [S] or with a row for each query, got shape ", ids.sym_sizes());
 }
 
-Tensor ids_of_queries(const Tensor& queries, const Tensor& ids) {
-  return ids.dim() == 2 ? ids : ids.unsqueeze(0).expand({queries.size(0), ids.size(0)});
-}
+Tensor ids_of_queries(const Tensor& queries, const Tensor& ids) { return ids.dim() == 2 ? ids : ids.unsqueeze(0).expand({queries.size(0), ids.size(0)}); }
 
 void check_draws(const char* op, const Tensor& seed, const Tensor& queries, bool shared, const OptionalTensor& target) {
   check_sampling(op, seed, shared ? std::nullopt : std::optional(queries.sym_size(0)), 0);
@@ -281,8 +271,9 @@ void check_targets(const char* op, const Tensor& queries, const OptionalTensor& 
 }
 
 Targets::Targets(const char* op, const OptionalTensor& target, const Tensor& queries, int64_t num_classes)
-    : ids(given(target) ? target->contiguous() : at::empty({0}, queries.options().dtype(at::kLong))),
-      width(!given(target) ? 0 : target->dim() == 1 ? 1 : target->size(1)) {
+    : ids(given(target) ? target->contiguous() : at::empty({0}, queries.options().dtype(at::kLong))), width(!given(target)           ? 0
+                                                                                                                : target->dim() == 1 ? 1
+                                                                                                                                     : target->size(1)) {
   check::class_ids(op, "target", ids, num_classes, -1);
 }
 
@@ -316,10 +307,11 @@ Tensor RecentClasses::log_count(const Tensor& ids, const Tensor& of_others, int6
   return at::where(ids.ge(first_), at::full({}, std::log(double(num_samples) / double(drawn_)), of_others.options()), scaled);
 }
 
-PrivateDraws RecentClasses::join(const Tensor& seed, const std::optional<c10::SymInt>& num_queries, const OptionalTensor& target,
-                                 const PrivateDraws& of_others, int64_t num_samples) const {
+PrivateDraws RecentClasses::join(const Tensor& seed, const std::optional<c10::SymInt>& num_queries, const OptionalTensor& target, const PrivateDraws& of_others,
+                                 int64_t num_samples) const {
   using Size = c10::SymInt;
-  static const auto uniform = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::uniform_sample", "")
+  static const auto uniform = c10::Dispatcher::singleton()
+                                  .findSchemaOrThrow("xsoftmax::uniform_sample", "")
                                   .typed<Tensor(const Tensor&, Size, Size, std::optional<Size>, Size, bool)>();
   constexpr int64_t kOtherKey = 0x5bd1e9955bd1e995; // what picks the part is independent of what is drawn in it
   const Tensor key = seed.dim() == 0 ? seed.bitwise_xor(kOtherKey) : at::cat({seed.narrow(0, 0, 1).bitwise_xor(kOtherKey), seed.narrow(0, 1, 1)});
@@ -355,13 +347,19 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("adaptive_resize(str family, str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
   m.def("adaptive_grow(str family, str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
   m.def("adaptive_grow_(Tensor(a!) recent, Tensor(b!)[] index, Tensor[] gained, int before, int num_classes) -> ()");
-  m.def("adaptive_sample(str family, Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
-        "(Tensor ids, Tensor log_count, Tensor target_log_count)", adaptive_sample);
+  m.def(
+      "adaptive_sample(str family, Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
+      "(Tensor ids, Tensor log_count, Tensor target_log_count)",
+      adaptive_sample);
   m.def("adaptive_log_count(str family, Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor", adaptive_log_count);
-  m.def("adaptive_refresh_(str family, Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, "
-        "Generator? generator=None) -> Tensor", adaptive_refresh_);
-  m.def("adaptive_step_(str family, Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, "
-        "Generator? generator=None) -> ()", adaptive_step_);
+  m.def(
+      "adaptive_refresh_(str family, Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, "
+      "Generator? generator=None) -> Tensor",
+      adaptive_refresh_);
+  m.def(
+      "adaptive_step_(str family, Tensor weight, Tensor? bias, Tensor(a!) step, Tensor(b!)[] index, str options, "
+      "Generator? generator=None) -> ()",
+      adaptive_step_);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

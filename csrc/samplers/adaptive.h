@@ -53,8 +53,8 @@ namespace xsoftmax {
 
 using PrivateDraws = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-std::vector<at::Tensor> adaptive_index(std::string_view family, std::string_view owner, int64_t num_classes, int64_t dim,
-                                       const at::Tensor& exclude, std::string_view options);
+std::vector<at::Tensor> adaptive_index(std::string_view family, std::string_view owner, int64_t num_classes, int64_t dim, const at::Tensor& exclude,
+                                       std::string_view options);
 std::vector<at::Tensor> adaptive_resize(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
                                         const OptionalTensor& bias, at::TensorList index, std::string_view options);
 std::vector<at::Tensor> adaptive_grow(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
@@ -62,14 +62,13 @@ std::vector<at::Tensor> adaptive_grow(std::string_view family, std::string_view 
 /// adaptive_grow_(recent!, index!, gained, num_classes) -> (): what X_grow plans, in place. `index`: without `recent` and `step`; num_classes: how many there
 /// were and are.
 void adaptive_grow_(const at::Tensor& recent, at::TensorList index, at::TensorList gained, int64_t before, int64_t num_classes);
-PrivateDraws adaptive_sample(std::string_view family, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target,
-                             at::TensorList index, std::string_view options);
-at::Tensor adaptive_log_count(std::string_view family, const at::Tensor& queries, const at::Tensor& ids, at::TensorList index,
-                              std::string_view options);
-at::Tensor adaptive_refresh_(std::string_view family, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& step,
-                             at::TensorList index, std::string_view options, std::optional<at::Generator> generator = std::nullopt);
-void adaptive_step_(std::string_view family, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& step,
-                    at::TensorList index, std::string_view options, std::optional<at::Generator> generator = std::nullopt);
+PrivateDraws adaptive_sample(std::string_view family, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, at::TensorList index,
+                             std::string_view options);
+at::Tensor adaptive_log_count(std::string_view family, const at::Tensor& queries, const at::Tensor& ids, at::TensorList index, std::string_view options);
+at::Tensor adaptive_refresh_(std::string_view family, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& step, at::TensorList index,
+                             std::string_view options, std::optional<at::Generator> generator = std::nullopt);
+void adaptive_step_(std::string_view family, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& step, at::TensorList index,
+                    std::string_view options, std::optional<at::Generator> generator = std::nullopt);
 
 /// Whether an index is rebuilt before a step: at step 0, at multiples of `every` (0: never again), and before that at every / 32, / 16, ...
 /// / 2, since the table changes fastest at the start.
@@ -85,13 +84,11 @@ struct ClassTable {
 
 /// Calls refresh(seed) with an int64 [] from `generator`, or from the default one of that device. Where it throws, the generator is what
 /// it was.
-at::Tensor with_seed(const at::Device& device, const std::optional<at::Generator>& generator,
-                     const std::function<at::Tensor(const at::Tensor&)>& refresh);
+at::Tensor with_seed(const at::Device& device, const std::optional<at::Generator>& generator, const std::function<at::Tensor(const at::Tensor&)>& refresh);
 
 /// What all families ask of a constructor. `exclude` int64 [K] of ids, which leave `drawn` classes or more. Returns bool [N], on the CPU or
 /// where exclude is: whether a class is drawn.
-at::Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim, int64_t least_dim, const at::Tensor& exclude,
-                             int64_t drawn = 1);
+at::Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim, int64_t least_dim, const at::Tensor& exclude, int64_t drawn = 1);
 void check_at_least(std::string_view owner, const char* argument, int64_t value, int64_t least);
 
 /// Of a family without shared sets.
@@ -110,8 +107,8 @@ void check_recent(const char* op, const at::Tensor& recent);
 /// queries [Q, dim], floating.
 void check_queries(const char* op, const at::Tensor& queries, const c10::SymInt& dim);
 /// weight [N, dim], with a bias [N] just where has_bias says so.
-void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes,
-                       const c10::SymInt& dim, bool has_bias);
+void check_class_table(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const c10::SymInt& num_classes, const c10::SymInt& dim,
+                       bool has_bias);
 
 /// Refuses a table that holds a NaN, an infinity, or a row too long for the square of its norm in float32, and names the row. Reads it all.
 void check_finite_rows(const char* op, const at::Tensor& weight);

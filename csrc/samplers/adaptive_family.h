@@ -70,8 +70,9 @@ class AdaptiveFamily {
   static void define(torch::Library& m) {
     const auto def = [&](const char* operation, const char* signature) { m.def((name(operation) + signature).c_str()); };
     def("_index", "(str owner, int num_classes, int dim, Tensor exclude, str options) -> Tensor[]");
-    def("_sample", "(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
-                   "(Tensor ids, Tensor log_count, Tensor target_log_count)");
+    def("_sample",
+        "(Tensor seed, Tensor queries, Tensor? target, Tensor[] index, str options) -> "
+        "(Tensor ids, Tensor log_count, Tensor target_log_count)");
     def("_log_count", "(Tensor queries, Tensor ids, Tensor[] index, str options) -> Tensor");
     def("_resize", "(str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
     def("_grow", "(str owner, int num_classes, Tensor? rows, Tensor? bias, Tensor[] index, str options) -> Tensor[]");
@@ -136,14 +137,12 @@ class AdaptiveFamily {
 
   /// Options and index of a call, checked.
   struct Sampler {
-    Sampler(const char* op, at::TensorList tables, std::string_view text)
-        : options(AdaptiveFamily::options(op, text)), index(op, tables, options) {}
+    Sampler(const char* op, at::TensorList tables, std::string_view text) : options(AdaptiveFamily::options(op, text)), index(op, tables, options) {}
     Options options;
     Index index;
   };
 
-  static Sampler checked_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                std::string_view text) {
+  static Sampler checked_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
     Sampler sampler(sampling(), tables, text);
     check_queries(sampling(), queries, sampler.index.dim);
     check::same_device(sampling(), "index", sampler.index.places, "queries", queries);
@@ -169,12 +168,10 @@ class AdaptiveFamily {
     return sampler;
   }
 
-  static std::vector<Tensor> make_index(std::string_view given_owner, int64_t num_classes, int64_t dim, const Tensor& exclude,
-                                        std::string_view text) {
+  static std::vector<Tensor> make_index(std::string_view given_owner, int64_t num_classes, int64_t dim, const Tensor& exclude, std::string_view text) {
     const std::string owner(given_owner);
     const Options given = options(owner.c_str(), text);
-    const Tensor is_drawn =
-        check_constructor(owner, num_classes, dim, F::least_dim(given), exclude, given.is_distinct() ? given.num_samples : 1);
+    const Tensor is_drawn = check_constructor(owner, num_classes, dim, F::least_dim(given), exclude, given.is_distinct() ? given.num_samples : 1);
     return laid_out(F::make(is_drawn, dim, given), at::zeros({}, exclude.options()));
   }
 
@@ -221,7 +218,7 @@ class AdaptiveFamily {
     const OptionalTensor of_rows = given(bias) ? OptionalTensor(bias->narrow(0, bias->size(0) - added, added)) : std::nullopt;
     std::vector<Tensor> gained = F::gained(known && added > 0 ? rows : std::nullopt, of_rows, added - gone, index, sampler.options);
     for (Tensor& rows_of_table : gained) {
-      rows_of_table = !rows_of_table.defined() ? at::zeros({}, index.places.options())
+      rows_of_table = !rows_of_table.defined()              ? at::zeros({}, index.places.options())
           : given(rows) && rows_of_table.is_alias_of(*rows) ? rows_of_table.clone()
                                                             : rows_of_table;
     }
@@ -243,8 +240,8 @@ class AdaptiveFamily {
     const Tensor old_places = index.places.view({before, -1}).select(1, 0).narrow(0, 0, std::min(before, num_classes));
     const Tensor is_drawn = at::cat({old_places.ge(0), at::ones({added}, old_places.options().dtype(at::kBool))});
     const int64_t left = is_drawn.sum().template item<int64_t>(), least = sampler.options.is_distinct() ? sampler.options.num_samples : 1;
-    TORCH_CHECK_VALUE(left >= std::max<int64_t>(least, 1), op, ": expected num_classes that leave ", std::max<int64_t>(least, 1),
-                      " classes to draw, got ", num_classes, ", of which ", left, " are drawn");
+    TORCH_CHECK_VALUE(left >= std::max<int64_t>(least, 1), op, ": expected num_classes that leave ", std::max<int64_t>(least, 1), " classes to draw, got ",
+                      num_classes, ", of which ", left, " are drawn");
     const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
     const OptionalTensor no_rows = at::empty({0, index.dim.expect_int()}, index.places.options().dtype(at::kFloat));
     const OptionalTensor new_rows = !known ? std::nullopt : given(rows) ? rows : no_rows;
@@ -287,8 +284,7 @@ class AdaptiveFamily {
     return laid_out;
   }
 
-  static PrivateDraws sample_meta(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                  std::string_view text) {
+  static PrivateDraws sample_meta(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
     const Options options = checked_sample(seed, queries, target, tables, text).options;
     if (!options.shared) {
       return empty_private_draws(seed, queries, target, options.num_samples);
@@ -297,8 +293,7 @@ class AdaptiveFamily {
             empty_target_count(seed, target)};
   }
 
-  static PrivateDraws sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                 std::string_view text) {
+  static PrivateDraws sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
     const Sampler sampler = checked_sample(seed, queries, target, tables, text);
     const Targets checked(sampling(), target, queries, sampler.index.num_classes.expect_int());
     return draws(seed, queries, target, sampler, [&](const OptionalTensor& target, const Index& index) {
@@ -307,18 +302,14 @@ class AdaptiveFamily {
     });
   }
 
-  static PrivateDraws sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                  std::string_view text) {
+  static PrivateDraws sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
     const Sampler sampler = checked_sample(seed, queries, target, tables, text);
-    return draws(seed, queries, target, sampler, [&](const OptionalTensor& target, const Index& index) {
-      return F::sample_cuda(seed, queries, target, index, sampler.options);
-    });
+    return draws(seed, queries, target, sampler,
+                 [&](const OptionalTensor& target, const Index& index) { return F::sample_cuda(seed, queries, target, index, sampler.options); });
   }
 
-  static PrivateDraws sample_elsewhere(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                                       std::string_view text) {
-    const auto [ids, log_count, target_log_count] =
-        adaptive_sample(F::name, seed.cpu(), queries.cpu(), to_cpu(target), to_cpu(tables), text);
+  static PrivateDraws sample_elsewhere(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
+    const auto [ids, log_count, target_log_count] = adaptive_sample(F::name, seed.cpu(), queries.cpu(), to_cpu(target), to_cpu(tables), text);
     return {ids.to(queries.device()), log_count.to(queries.device()), target_log_count.to(queries.device())};
   }
 
@@ -350,8 +341,7 @@ class AdaptiveFamily {
         : adaptive_log_count(F::name, queries.cpu(), ids.cpu(), to_cpu(tables), text).to(queries.device());
   }
 
-  static Tensor refreshed(const char* op, const Tensor& weight, const OptionalTensor& bias, const Sampler& sampler,
-                          std::optional<at::Generator> generator) {
+  static Tensor refreshed(const char* op, const Tensor& weight, const OptionalTensor& bias, const Sampler& sampler, std::optional<at::Generator> generator) {
     const ClassTable table(weight, bias);
     const at::AutoDispatchBelowADInplaceOrView guard; // an index has no gradient
     const Tensor statistics = F::refresh(op, table, sampler.index, sampler.options, generator);

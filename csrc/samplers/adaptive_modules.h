@@ -19,9 +19,7 @@ Options asked(const SamplerRequest& request) {
 
 template <typename Sampler, typename Options>
 void register_adaptive(const char* name) {
-  register_sampler(name, [](const SamplerRequest& request) {
-    return std::make_shared<Sampler>(request.num_classes, request.dim, asked<Options>(request));
-  });
+  register_sampler(name, [](const SamplerRequest& request) { return std::make_shared<Sampler>(request.num_classes, request.dim, asked<Options>(request)); });
 }
 
 } // namespace xsoftmax::samplers

@@ -24,14 +24,12 @@ Tensor alias_sample_meta(const Tensor& seed, const Tensor& bins, OptionalSize nu
 
 // A device without kernels of its own gets the CPU's tables and draws.
 Tensor alias_table_elsewhere(const Tensor& weights) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_table", "").typed<decltype(alias_table_meta)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_table", "").typed<decltype(alias_table_meta)>();
   return op.call(weights.cpu()).to(weights.device());
 }
 
 Tensor alias_sample_elsewhere(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor& tail) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_sample", "").typed<decltype(alias_sample_meta)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_sample", "").typed<decltype(alias_sample_meta)>();
   return op.call(seed.cpu(), bins.cpu(), num_queries, num_samples, tail).to(seed.device());
 }
 

@@ -15,8 +15,7 @@ namespace xsoftmax {
 // (q, 2^63 + j) says whether a draw is one of them.
 
 void check_weights(const char* op, const at::Tensor& weights);
-void check_alias_sample(const at::Tensor& seed, const at::Tensor& bins, const std::optional<c10::SymInt>& num_queries,
-                        const c10::SymInt& num_samples);
+void check_alias_sample(const at::Tensor& seed, const at::Tensor& bins, const std::optional<c10::SymInt>& num_queries, const c10::SymInt& num_samples);
 
 /// The values of CPU weights: finite, not negative, a sum above zero. Returns their maximum.
 double check_weight_values(const char* op, const at::Tensor& weights);

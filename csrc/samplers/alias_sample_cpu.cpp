@@ -89,8 +89,7 @@ double check_weight_values(const char* op, const Tensor& weights) {
   const double* weight = flat.const_data_ptr<double>();
   double largest = 0;
   for (int64_t i = 0; i < flat.numel(); ++i) {
-    TORCH_CHECK_VALUE(weight[i] >= 0 && std::isfinite(weight[i]), op, ": expected weights that are finite and not negative, got ",
-                      weight[i], " at [", i, "]");
+    TORCH_CHECK_VALUE(weight[i] >= 0 && std::isfinite(weight[i]), op, ": expected weights that are finite and not negative, got ", weight[i], " at [", i, "]");
     largest = std::max(largest, weight[i]);
   }
   TORCH_CHECK_VALUE(largest > 0, op, ": expected a weight above zero, got none");

@@ -25,8 +25,8 @@ at::Tensor alias_sample_cuda(const at::Tensor& seed, const at::Tensor& bins, std
   const c10::cuda::CUDAGuard guard(seed.device());
   const at::Tensor ids = empty_samples(seed, num_queries, num_samples);
   const at::Tensor table = bins.contiguous();
-  cuda::fill_draws(ids, seed, Alias{reinterpret_cast<const AliasBin*>(table.const_data_ptr<int64_t>()), table.size(0),
-                                    static_tail("alias_sample", tail, table.size(0))});
+  cuda::fill_draws(ids, seed,
+                   Alias{reinterpret_cast<const AliasBin*>(table.const_data_ptr<int64_t>()), table.size(0), static_tail("alias_sample", tail, table.size(0))});
   return ids;
 }
 

@@ -15,11 +15,9 @@ constexpr const char* kName = "ComplementSampler";
 
 int64_t checked_classes_of(const std::shared_ptr<SamplerImpl>& sampler, int64_t num_samples) {
   TORCH_CHECK_VALUE(sampler != nullptr, kName, ": expected a sampler, got none");
-  TORCH_CHECK_VALUE(!sampler->shared() && !sampler->distinct(), kName, ": expected a sampler of private independent draws, got ",
-                    sampler->name());
+  TORCH_CHECK_VALUE(!sampler->shared() && !sampler->distinct(), kName, ": expected a sampler of private independent draws, got ", sampler->name());
   TORCH_CHECK_VALUE(num_samples >= 1 && sampler->num_samples() >= num_samples && sampler->num_samples() % num_samples == 0, kName,
-                    ": expected a sampler that draws a multiple of num_samples = ", num_samples, " for each query, got ",
-                    sampler->num_samples());
+                    ": expected a sampler that draws a multiple of num_samples = ", num_samples, " for each query, got ", sampler->num_samples());
   return sampler->num_classes();
 }
 
@@ -45,16 +43,16 @@ ComplementSamplerImpl::ComplementSamplerImpl(int64_t num_classes, int64_t num_sa
 
 Proposal ComplementSamplerImpl::sample(const Tensor& queries, const Tensor& target, std::optional<at::Generator> generator) {
   const Tensor outside_of = !target.defined() ? at::full({0}, -1, queries.options().dtype(at::kLong))
-                            : target.dim() == 1 ? target.unsqueeze(1)
-                                                : target.narrow(1, 0, 1);
+      : target.dim() == 1                     ? target.unsqueeze(1)
+                                              : target.narrow(1, 0, 1);
   return {sample_outside(queries, outside_of, target, generator)};
 }
 
 CandidateSet ComplementSamplerImpl::sample_outside(const Tensor& queries, const Tensor& candidates, const Tensor& target,
                                                    std::optional<at::Generator> generator) {
   const int64_t rows = queries.size(0);
-  TORCH_CHECK_VALUE(candidates.dim() == 1 || (candidates.dim() == 2 && candidates.size(0) == rows), kName,
-                    ": expected candidates of shape [C] or [", rows, ", C], got ", candidates.sizes());
+  TORCH_CHECK_VALUE(candidates.dim() == 1 || (candidates.dim() == 2 && candidates.size(0) == rows), kName, ": expected candidates of shape [C] or [", rows,
+                    ", C], got ", candidates.sizes());
   static const auto sort = find_op<decltype(sort_sets)>("xsoftmax::sort_sets");
   static const auto draw = find_op<decltype(complement_sample)>("xsoftmax::complement_sample");
   static const auto count = find_op<decltype(complement_log_count)>("xsoftmax::complement_log_count");

@@ -39,10 +39,10 @@ Tensor sort_sets_cpu(const Tensor& sets, int64_t num_classes) {
   const Tensor inside = sort_sets(sets, num_classes).contiguous(), given = sets.contiguous();
   const int64_t *id = given.const_data_ptr<int64_t>(), *sorted = inside.const_data_ptr<int64_t>(), size = inside.size(1);
   for (int64_t i = 0; i < inside.numel(); ++i) {
-    TORCH_CHECK_INDEX(id[i] >= -1 && id[i] < num_classes, op, ": expected classes in [0, ", num_classes, "), or -1 for none, got ", id[i],
-                      " at [", i / size, ", ", i % size, "]");
-    TORCH_CHECK_VALUE(i % size == 0 || sorted[i] != sorted[i - 1], op, ": expected sets without repeats, got ", sorted[i],
-                      " twice in that of query ", i / size);
+    TORCH_CHECK_INDEX(id[i] >= -1 && id[i] < num_classes, op, ": expected classes in [0, ", num_classes, "), or -1 for none, got ", id[i], " at [", i / size,
+                      ", ", i % size, "]");
+    TORCH_CHECK_VALUE(i % size == 0 || sorted[i] != sorted[i - 1], op, ": expected sets without repeats, got ", sorted[i], " twice in that of query ",
+                      i / size);
   }
   return inside;
 }
@@ -89,8 +89,7 @@ struct Law {
   Tensor scale, fallback; // float64 [Q or 1, 1]; scale undefined: no sampler
 
   Tensor log_count(const OptionalTensor& of_sampler, const Tensor& ids) const {
-    return of_sampler.has_value() ? (of_sampler->to(at::kDouble).exp() * scale + fallback).log()
-                                  : fallback.log().expand_symint(ids.sym_sizes());
+    return of_sampler.has_value() ? (of_sampler->to(at::kDouble).exp() * scale + fallback).log() : fallback.log().expand_symint(ids.sym_sizes());
   }
 };
 
@@ -127,8 +126,7 @@ Tensor complement_sample(const Tensor& seed, const Tensor& inside, const Optiona
   using Size = c10::SymInt;
   const auto options = parse_options<ComplementOptions>(op, text);
   check_inside(op, inside, "queries", queries);
-  static const auto uniform =
-      samplers::find_op<Tensor(const Tensor&, Size, Size, std::optional<Size>, Size, bool)>("xsoftmax::uniform_sample");
+  static const auto uniform = samplers::find_op<Tensor(const Tensor&, Size, Size, std::optional<Size>, Size, bool)>("xsoftmax::uniform_sample");
   const Tensor numbers = uniform.call(seed, 0, resolution, queries.sym_size(0), options.num_samples, false);
   const Tensor ids = uniform_outside(inside, numbers.to(at::kDouble).div_(double(resolution)), options.num_classes);
   if (!given(draws)) {
@@ -143,9 +141,8 @@ Tensor complement_sample(const Tensor& seed, const Tensor& inside, const Optiona
   return at::where(outside.any(2), drawn, ids);
 }
 
-std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const OptionalTensor& inside_count, const Tensor& ids,
-                                                const OptionalTensor& log_count, const OptionalTensor& target,
-                                                const OptionalTensor& target_count, std::string_view text) {
+std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const OptionalTensor& inside_count, const Tensor& ids, const OptionalTensor& log_count,
+                                                const OptionalTensor& target, const OptionalTensor& target_count, std::string_view text) {
   constexpr const char* op = "complement_log_count";
   const auto options = parse_options<ComplementOptions>(op, text);
   const bool sampled = options.tries > 0;
@@ -168,8 +165,10 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const Opti
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("sort_sets(Tensor sets, int num_classes) -> Tensor");
   m.def("complement_sample(Tensor seed, Tensor inside, Tensor? draws, Tensor queries, str options) -> Tensor", complement_sample);
-  m.def("complement_log_count(Tensor inside, Tensor? inside_count, Tensor ids, Tensor? log_count, Tensor? target, Tensor? target_count, "
-        "str options) -> (Tensor log_count, Tensor target_log_count)", complement_log_count);
+  m.def(
+      "complement_log_count(Tensor inside, Tensor? inside_count, Tensor ids, Tensor? log_count, Tensor? target, Tensor? target_count, "
+      "str options) -> (Tensor log_count, Tensor target_log_count)",
+      complement_log_count);
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("sort_sets", sort_sets); }

@@ -47,7 +47,7 @@ at::Tensor complement_sample(const at::Tensor& seed, const at::Tensor& inside, c
 /// the sampler says of these classes, log(num_samples tries q_j); all none without a sampler: q_x = 1 / (N - |C|). Both results
 /// float32, target_log_count [0] without targets.
 std::tuple<at::Tensor, at::Tensor> complement_log_count(const at::Tensor& inside, const OptionalTensor& inside_count, const at::Tensor& ids,
-                                                        const OptionalTensor& log_count, const OptionalTensor& target,
-                                                        const OptionalTensor& target_count, std::string_view options);
+                                                        const OptionalTensor& log_count, const OptionalTensor& target, const OptionalTensor& target_count,
+                                                        std::string_view options);
 
 } // namespace xsoftmax

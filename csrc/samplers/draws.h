@@ -16,8 +16,8 @@ XS_HOST_DEVICE inline double portable_exp(double x) {
   const double k = double(n);
   const double r = std::fma(k, -0x1.abc9e3b39803fp-56, std::fma(k, -0x1.62e42fefa39efp-1, x));
   // 1 / i!; the terms left out are below 4e-18.
-  constexpr double coefficient[] = {1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880,
-                                    1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+  constexpr double coefficient[] = {1.0,        1.0,         1.0 / 2,      1.0 / 6,       1.0 / 24,       1.0 / 120,       1.0 / 720,
+                                    1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
   double p = coefficient[13];
   for (int i = 12; i >= 0; --i) {
     p = std::fma(p, r, coefficient[i]);
@@ -26,17 +26,14 @@ XS_HOST_DEVICE inline double portable_exp(double x) {
 }
 
 /// The log-uniform class of one draw in [low, high): start = ln(low + 1), span = ln(high + 1) - start.
-XS_HOST_DEVICE inline int64_t log_uniform_draw(uint64_t seed, uint64_t query, uint64_t draw, int64_t low, int64_t high, double start,
-                                               double span) {
+XS_HOST_DEVICE inline int64_t log_uniform_draw(uint64_t seed, uint64_t query, uint64_t draw, int64_t low, int64_t high, double start, double span) {
   const double u = unit_double(philox(seed, query, draw).low());
   const int64_t id = int64_t(portable_exp(std::fma(u, span, start))) - 1;
   return id < low ? low : (id >= high ? high - 1 : id);
 }
 
 /// A row of an alias table (alias_sample.h), read as one.
-struct AliasBin {
-  int64_t threshold, alias;
-};
+struct AliasBin { int64_t threshold, alias; };
 
 /// One draw from an alias table of n classes: the block's low half picks the bin, the high half the class in it.
 XS_HOST_DEVICE inline int64_t alias_draw(uint64_t seed, uint64_t query, uint64_t draw, const AliasBin* bins, int64_t n) {

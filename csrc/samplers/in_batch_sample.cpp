@@ -25,8 +25,7 @@ void check_targets(const char* name, const Tensor& ids) {
                     ids.sym_sizes());
 }
 
-StreamingOptions checked(const char* op, const char* argument, const Tensor& ids, const StreamingState& state, const Tensor& drawn,
-                         std::string_view text) {
+StreamingOptions checked(const char* op, const char* argument, const Tensor& ids, const StreamingState& state, const Tensor& drawn, std::string_view text) {
   const StreamingOptions options = streaming_options(op, text);
   check_streaming(op, argument, ids, state, options);
   check::dim(op, "drawn", drawn, 0);
@@ -35,8 +34,7 @@ StreamingOptions checked(const char* op, const char* argument, const Tensor& ids
   return options;
 }
 
-StreamingOptions check_sample(const Tensor& target, const OptionalTensor& counted, const StreamingState& state, const Tensor& drawn,
-                              std::string_view text) {
+StreamingOptions check_sample(const Tensor& target, const OptionalTensor& counted, const StreamingState& state, const Tensor& drawn, std::string_view text) {
   constexpr const char* op = "in_batch_sample";
   const StreamingOptions options = checked(op, "target", target, state, drawn, text);
   check_targets("target", target);
@@ -102,8 +100,9 @@ Tensor in_batch_log_count(const Tensor& ids, const Tensor& count, const Tensor& 
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("in_batch_sample(Tensor target, Tensor? counted, Tensor(a!) count, Tensor(b!) total, Tensor(c!) last, Tensor(d!) seen, Tensor(e!) drawn, "
-        "str options) -> (Tensor ids, Tensor log_count, Tensor target_log_count)");
+  m.def(
+      "in_batch_sample(Tensor target, Tensor? counted, Tensor(a!) count, Tensor(b!) total, Tensor(c!) last, Tensor(d!) seen, Tensor(e!) drawn, "
+      "str options) -> (Tensor ids, Tensor log_count, Tensor target_log_count)");
   m.def("in_batch_log_count(Tensor ids, Tensor count, Tensor total, Tensor last, Tensor seen, Tensor drawn, str options) -> Tensor");
 }
 

@@ -14,9 +14,8 @@ namespace xsoftmax {
 /// int64 [Q]: the targets, 0 in the place of -1. log_count float32 [Q, Q]: log((n - 1) p); +inf in the column of the query itself, in those of queries that do
 /// not count and in their rows. target_log_count float32, the shape of target: -inf for -1. Errors, before anything changes: TypeError, ValueError, on the
 /// CPU IndexError.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> in_batch_sample(const at::Tensor& target, const OptionalTensor& counted, at::Tensor& count,
-                                                               at::Tensor& total, at::Tensor& last, at::Tensor& seen, at::Tensor& drawn,
-                                                               std::string_view options);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> in_batch_sample(const at::Tensor& target, const OptionalTensor& counted, at::Tensor& count, at::Tensor& total,
+                                                               at::Tensor& last, at::Tensor& seen, at::Tensor& drawn, std::string_view options);
 
 /// in_batch_log_count(ids, count, total, last, seen, drawn, options) -> float32 of ids' shape: log((n - 1) p), -inf for a class that never was a target
 /// and for -1.

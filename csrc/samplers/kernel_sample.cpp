@@ -39,9 +39,7 @@ Tensor pair_sums(const Tensor& rows) {
 }
 
 // The first row of each leaf and, last, the number of rows [L + 1].
-Tensor leaf_edges(const KernelIndex& index) {
-  return (at::arange(index.leaves() + 1, index.order.options()) * index.classes()).floor_divide_(index.leaves());
-}
+Tensor leaf_edges(const KernelIndex& index) { return (at::arange(index.leaves() + 1, index.order.options()) * index.classes()).floor_divide_(index.leaves()); }
 
 // The rows of leaves first .. first + count - 1, [count, R, E]: those that have fewer end with rows of zeros.
 Tensor rows_of_leaves(const KernelIndex& index, int64_t first, int64_t count) {
@@ -101,8 +99,7 @@ KernelIndex::KernelIndex(const char* op, at::TensorList index, const KernelOptio
   dim = width - options.bias;
   const int64_t nodes = sums.sym_size(0).guard_int(__FILE__, __LINE__);
   TORCH_CHECK_VALUE(nodes >= 2 && (nodes & (nodes - 1)) == 0, op, ": expected sums of a power of two of nodes, 2 or more, got ", nodes);
-  TORCH_CHECK_VALUE(rows.sym_size(0) * 2 >= nodes, op, ": expected a row or more in each of ", nodes / 2, " leaves, got ",
-                    rows.sym_size(0), " rows");
+  TORCH_CHECK_VALUE(rows.sym_size(0) * 2 >= nodes, op, ": expected a row or more in each of ", nodes / 2, " leaves, got ", rows.sym_size(0), " rows");
   check_recent(op, recent);
   check_step(op, step);
 }
@@ -127,8 +124,8 @@ std::vector<Tensor> of_zeros(const Tensor& is_drawn, const Tensor& directions, i
   const Tensor place = is_drawn.to(at::kLong).sub_(1);
   place.index_copy_(0, order, at::arange(classes, longs));
   const int64_t leaves = leaves_of(classes, dim, options);
-  return {directions, at::zeros({classes, columns}, floats),
-          at::zeros({2 * leaves, options.sphere() ? width * (width + 1) / 2 : columns}, floats), order, place};
+  return {directions, at::zeros({classes, columns}, floats), at::zeros({2 * leaves, options.sphere() ? width * (width + 1) / 2 : columns}, floats), order,
+          place};
 }
 
 // Writes `sums` by `rows`.
@@ -155,8 +152,7 @@ void sum_up(const KernelIndex& index, const Made& made) {
 
 std::vector<Tensor> KernelFamily::make(const Tensor& is_drawn, int64_t dim, const KernelOptions& options) {
   const auto floats = is_drawn.options().dtype(at::kFloat);
-  const Tensor directions = options.sphere() ? at::empty({0}, floats)
-                                             : at::randn({options.features, dim + options.bias}, floats).mul_(std::sqrt(options.tau));
+  const Tensor directions = options.sphere() ? at::empty({0}, floats) : at::randn({options.features, dim + options.bias}, floats).mul_(std::sqrt(options.tau));
   return of_zeros(is_drawn, directions, dim, options);
 }
 
@@ -181,8 +177,11 @@ std::vector<Tensor> KernelFamily::gained(const OptionalTensor& rows, const Optio
   if (leaves_of(drawn + added, index.dim.expect_int(), options) != index.leaves()) {
     return {};
   }
-  return {{}, given(rows) ? kernel_rows(*rows, bias, index) : at::zeros({count, index.rows.size(1)}, index.rows.options()), {},
-          at::arange(before, before + count, index.order.options()), at::arange(drawn, drawn + count, index.place.options())};
+  return {{},
+          given(rows) ? kernel_rows(*rows, bias, index) : at::zeros({count, index.rows.size(1)}, index.rows.options()),
+          {},
+          at::arange(before, before + count, index.order.options()),
+          at::arange(drawn, drawn + count, index.place.options())};
 }
 
 void KernelFamily::leave_out(KernelIndex& index, int64_t count) {
@@ -191,8 +190,7 @@ void KernelFamily::leave_out(KernelIndex& index, int64_t count) {
   index.order = index.order.narrow(0, 0, left);
 }
 
-Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const KernelIndex& index, const KernelOptions&,
-                             const std::optional<at::Generator>&) {
+Tensor KernelFamily::refresh(const char* op, const ClassTable& table, const KernelIndex& index, const KernelOptions&, const std::optional<at::Generator>&) {
   const auto& [weight, bias] = table;
   check_finite_rows(op, weight);
   check_finite_bias(op, bias);

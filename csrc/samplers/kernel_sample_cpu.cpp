@@ -24,10 +24,9 @@ using at::Tensor;
 /// The index, checked and laid out for pointers.
 struct Tree : KernelTree {
   Tree(const char* op, const KernelIndex& index, double scale)
-      : op(op), rows_(index.rows.contiguous()), sums_(index.sums.contiguous()), order_(index.order.contiguous()),
-        place_(index.place.contiguous()) {
-    static_cast<KernelTree&>(*this) = {index.sphere(), scale,          index.classes(), index.leaves(),
-                                       rows_.size(1),  sums_.size(1), rows_.const_data_ptr<float>(), sums_.const_data_ptr<float>()};
+      : op(op), rows_(index.rows.contiguous()), sums_(index.sums.contiguous()), order_(index.order.contiguous()), place_(index.place.contiguous()) {
+    static_cast<KernelTree&>(*this) = {
+        index.sphere(), scale, index.classes(), index.leaves(), rows_.size(1), sums_.size(1), rows_.const_data_ptr<float>(), sums_.const_data_ptr<float>()};
     largest_leaf = (classes + leaves - 1) / leaves;
   }
 
@@ -59,8 +58,8 @@ class Descent {
  public:
   /// known: of how many nodes, from the first, start() is told the sums.
   Descent(const Tree& tree, int64_t known)
-      : tree_(tree), kernels_(row_kernels().of(static_cast<const float*>(nullptr))), known_(known), first_(tree.leaves),
-        second_(tree.leaves), seen_(tree.leaves, -1), index_(tree.largest_leaf), product_(tree.largest_leaf), value_(tree.largest_leaf) {
+      : tree_(tree), kernels_(row_kernels().of(static_cast<const float*>(nullptr))), known_(known), first_(tree.leaves), second_(tree.leaves),
+        seen_(tree.leaves, -1), index_(tree.largest_leaf), product_(tree.largest_leaf), value_(tree.largest_leaf) {
     std::iota(index_.begin(), index_.end(), int64_t(0));
   }
 
@@ -202,8 +201,8 @@ void for_queries(const Tensor& queries, const KernelIndex& index, const Tree& tr
 
 } // namespace
 
-PrivateDraws KernelFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets,
-                                      const KernelIndex& index, const KernelOptions& options) {
+PrivateDraws KernelFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets, const KernelIndex& index,
+                                      const KernelOptions& options) {
   const Tree tree("kernel_sample", index, options.scale());
   const int64_t samples = options.num_samples;
   const auto draws = empty_private_draws(seed, queries, target, samples);

@@ -33,8 +33,8 @@ struct Descent {
   int64_t known;
 
   __device__ Descent(const KernelTree& tree, const QueryRows& rows, int64_t query)
-      : tree(tree), x(rows.x + query * tree.width), features(rows.features + query * tree.features),
-        known_sums(rows.known_sums + query * rows.known), known(rows.known) {}
+      : tree(tree), x(rows.x + query * tree.width), features(rows.features + query * tree.features), known_sums(rows.known_sums + query * rows.known),
+        known(rows.known) {}
 
   __device__ static float dot(const float* one, const float* other, int64_t n) {
     float sum = 0;
@@ -45,9 +45,7 @@ struct Descent {
     return warp_sum(sum);
   }
 
-  __device__ float sum_of(int64_t node) const {
-    return node < known ? known_sums[node] : dot(features, tree.sums + node * tree.features, tree.features);
-  }
+  __device__ float sum_of(int64_t node) const { return node < known ? known_sums[node] : dot(features, tree.sums + node * tree.features, tree.features); }
   __device__ double value_of(int64_t row) const { return tree.value(double(dot(x, tree.rows + row * tree.width, tree.width))); }
 
   /// From the root to a leaf, to the left where left(the leaf in the middle, the share of the left child) says so; *share: that of the leaf.
@@ -106,8 +104,8 @@ struct Descent {
 };
 
 // A warp a draw.
-__global__ void kernel_draw_kernel(int64_t* ids, float* log_count, DrawSeed seed, KernelTree tree, QueryRows rows, const int64_t* order,
-                            int64_t num_classes, int64_t first_query, int64_t total, int64_t samples, double log_samples) {
+__global__ void kernel_draw_kernel(int64_t* ids, float* log_count, DrawSeed seed, KernelTree tree, QueryRows rows, const int64_t* order, int64_t num_classes,
+                                   int64_t first_query, int64_t total, int64_t samples, double log_samples) {
   for (int64_t i = global_thread() / kWarp; i < total; i += grid_threads() / kWarp) {
     const int64_t query = i / samples;
     double log_q;
@@ -122,8 +120,8 @@ __global__ void kernel_draw_kernel(int64_t* ids, float* log_count, DrawSeed seed
 }
 
 // A warp a pair; ids: of pairs, or the same for all queries; -1: none.
-__global__ void kernel_count_kernel(float* log_count, const int64_t* ids, bool same, KernelTree tree, QueryRows rows, const int64_t* place,
-                             int64_t num_classes, int64_t total, int64_t width, double log_samples) {
+__global__ void kernel_count_kernel(float* log_count, const int64_t* ids, bool same, KernelTree tree, QueryRows rows, const int64_t* place, int64_t num_classes,
+                                    int64_t total, int64_t width, double log_samples) {
   for (int64_t i = global_thread() / kWarp; i < total; i += grid_threads() / kWarp) {
     const int64_t id = ids[same ? i % width : i];
     CUDA_KERNEL_ASSERT(id >= -1 && id < num_classes);
@@ -139,9 +137,8 @@ __global__ void kernel_count_kernel(float* log_count, const int64_t* ids, bool s
 /// The index, contiguous.
 struct Tree {
   Tree(const KernelIndex& index, double scale)
-      : index(index), rows(index.rows.contiguous()), sums(index.sums.contiguous()), order(index.order.contiguous()),
-        place(index.place.contiguous()), view{index.sphere(), scale, index.classes(), index.leaves(), rows.size(1), sums.size(1),
-                                              rows.const_data_ptr<float>(), sums.const_data_ptr<float>()} {}
+      : index(index), rows(index.rows.contiguous()), sums(index.sums.contiguous()), order(index.order.contiguous()), place(index.place.contiguous()),
+        view{index.sphere(), scale, index.classes(), index.leaves(), rows.size(1), sums.size(1), rows.const_data_ptr<float>(), sums.const_data_ptr<float>()} {}
 
   /// task(first query, how many, rows) block by block. Each query has about `paths` paths to go: the upper nodes lie on many, so that their
   /// products with all queries are one matrix product.
@@ -166,8 +163,8 @@ struct Tree {
   void count(const Tensor& out, const Tensor& ids, const QueryRows& of_queries, double log_samples) const {
     if (out.numel() > 0) {
       kernel_count_kernel<<<grid_size(out.numel(), kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < out.numel(), view, of_queries,
-          place.const_data_ptr<int64_t>(), place.size(0), out.numel(), out.size(-1), log_samples);
+          out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < out.numel(), view, of_queries, place.const_data_ptr<int64_t>(),
+          place.size(0), out.numel(), out.size(-1), log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
   }
@@ -192,8 +189,8 @@ PrivateDraws KernelFamily::sample_cuda(const Tensor& seed, const Tensor& queries
     const Tensor of_block = ids.narrow(0, begin, n), counts = log_count.narrow(0, begin, n);
     if (samples > 0) {
       kernel_draw_kernel<<<grid_size(n * samples, kThreads / kWarp), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed), tree.view, rows,
-          tree.order.const_data_ptr<int64_t>(), tree.place.size(0), begin, n * samples, samples, log_samples);
+          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed), tree.view, rows, tree.order.const_data_ptr<int64_t>(),
+          tree.place.size(0), begin, n * samples, samples, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
     if (width > 0) {

@@ -21,9 +21,7 @@ struct KernelTree {
     return leaf + (leaf + 1 < leaves && leaf_begin(leaf + 1) <= row ? 1 : 0);
   }
   /// The kernel of a row, from its product with the query.
-  XS_HOST_DEVICE double value(double product) const {
-    return sphere ? scale * product * product + 1 : (product < scale ? scale : product);
-  }
+  XS_HOST_DEVICE double value(double product) const { return sphere ? scale * product * product + 1 : (product < scale ? scale : product); }
   /// What a node over `size` rows weighs, from the product with its sums.
   XS_HOST_DEVICE double mass(double sum, int64_t size) const {
     const double least = scale * double(size);

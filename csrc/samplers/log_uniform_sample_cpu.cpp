@@ -7,8 +7,7 @@
 namespace xsoftmax {
 namespace {
 
-at::Tensor log_uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries,
-                                  int64_t num_samples) {
+at::Tensor log_uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries, int64_t num_samples) {
   check_log_uniform_sample(seed, low, high, num_queries, num_samples);
   const at::Tensor out = empty_samples(seed, num_queries, num_samples);
   int64_t* ids = out.mutable_data_ptr<int64_t>();

@@ -10,13 +10,10 @@ namespace {
 struct LogUniform {
   int64_t low, high;
   double start, span;
-  __device__ int64_t operator()(uint64_t seed, uint64_t query, uint64_t draw) const {
-    return log_uniform_draw(seed, query, draw, low, high, start, span);
-  }
+  __device__ int64_t operator()(uint64_t seed, uint64_t query, uint64_t draw) const { return log_uniform_draw(seed, query, draw, low, high, start, span); }
 };
 
-at::Tensor log_uniform_sample_cuda(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries,
-                                   int64_t num_samples) {
+at::Tensor log_uniform_sample_cuda(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries, int64_t num_samples) {
   check_log_uniform_sample(seed, low, high, num_queries, num_samples);
   const c10::cuda::CUDAGuard guard(seed.device());
   const at::Tensor ids = empty_samples(seed, num_queries, num_samples);

@@ -101,18 +101,16 @@ std::vector<Tensor> LshFamily::resized(const Tensor& is_drawn, const OptionalTen
   return tables;
 }
 
-std::vector<Tensor> LshFamily::gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const LshIndex& index,
-                                      const LshOptions& options) {
+std::vector<Tensor> LshFamily::gained(const OptionalTensor& rows, const OptionalTensor& bias, int64_t added, const LshIndex& index, const LshOptions& options) {
   const int64_t count = std::max<int64_t>(0, added), before = index.code.size(0);
-  const Tensor code = given(rows) ? lsh_codes(*rows, bias, index.planes, options.tables).to(at::kInt)
-                                  : at::zeros({count, options.tables}, index.code.options());
+  const Tensor code =
+      given(rows) ? lsh_codes(*rows, bias, index.planes, options.tables).to(at::kInt) : at::zeros({count, options.tables}, index.code.options());
   return {{}, code, at::arange(before, before + count, index.order.options()).unsqueeze(1).expand({count, options.tables}), {}};
 }
 
 void LshFamily::leave_out(LshIndex& index, int64_t count) { index.order = index.order.narrow(0, 0, index.order.size(0) - count); }
 
-Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshIndex& index, const LshOptions&,
-                          const std::optional<at::Generator>&) {
+Tensor LshFamily::refresh(const char* op, const ClassTable& table, const LshIndex& index, const LshOptions&, const std::optional<at::Generator>&) {
   const auto& [weight, bias] = table;
   check_finite_rows(op, weight);
   check_finite_bias(op, bias);

@@ -48,8 +48,8 @@ struct LshFamily {
   static bool has_reference(const LshOptions&) { return true; }
   static at::Tensor log_count_reference(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index, const LshOptions& options);
   static at::Tensor log_count_cpu(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index, const LshOptions& options);
-  static PrivateDraws sample_cpu(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets,
-                                 const LshIndex& index, const LshOptions& options);
+  static PrivateDraws sample_cpu(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets, const LshIndex& index,
+                                 const LshOptions& options);
   // lsh_sample_cuda.cu
   static at::Tensor log_count_cuda(const at::Tensor& queries, const at::Tensor& ids, const LshIndex& index, const LshOptions& options);
   static PrivateDraws sample_cuda(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const LshIndex& index,

@@ -20,9 +20,14 @@ using at::Tensor;
 class Tables {
  public:
   Tables(const char* op, const LshIndex& index, double uniform)
-      : op_(op), code_(index.code.contiguous()), order_(index.order.contiguous()), start_(index.start.contiguous()),
-        view_{code_.size(1), order_.size(0), code_.size(0), start_.size(1) - 1, code_.const_data_ptr<int32_t>(),
-              order_.const_data_ptr<int64_t>(), start_.const_data_ptr<int64_t>(), uniform} {
+      : op_(op), code_(index.code.contiguous()), order_(index.order.contiguous()), start_(index.start.contiguous()), view_{code_.size(1),
+                                                                                                                           order_.size(0),
+                                                                                                                           code_.size(0),
+                                                                                                                           start_.size(1) - 1,
+                                                                                                                           code_.const_data_ptr<int32_t>(),
+                                                                                                                           order_.const_data_ptr<int64_t>(),
+                                                                                                                           start_.const_data_ptr<int64_t>(),
+                                                                                                                           uniform} {
     for (int64_t t = 0; t < tables(); ++t) {
       check::offsets(op, "start", start_[t], view_.classes);
     }
@@ -52,8 +57,8 @@ class Tables {
 
 } // namespace
 
-PrivateDraws LshFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets,
-                                   const LshIndex& index, const LshOptions& options) {
+PrivateDraws LshFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets, const LshIndex& index,
+                                   const LshOptions& options) {
   const Tables tables("lsh_sample", index, options.uniform);
   const Tensor hashes = lsh_codes(queries, std::nullopt, index.planes, tables.tables()).contiguous();
   const auto draws = empty_private_draws(seed, queries, target, options.num_samples);
@@ -94,8 +99,7 @@ Tensor LshFamily::log_count_cpu(const Tensor& queries, const Tensor& ids, const 
   at::parallel_for(0, queries.size(0), query_grain(width), [&](int64_t begin, int64_t end) {
     for (int64_t q = begin; q < end; ++q) {
       const int64_t *id = flat.const_data_ptr<int64_t>() + q * width, *hash = hashes.const_data_ptr<int64_t>() + q * tables.tables();
-      std::transform(id, id + width, log_count.mutable_data_ptr<float>() + q * width,
-                     [&](int64_t i) { return float(log_samples + tables.log_q(hash, i)); });
+      std::transform(id, id + width, log_count.mutable_data_ptr<float>() + q * width, [&](int64_t i) { return float(log_samples + tables.log_q(hash, i)); });
     }
   });
   return log_count;

@@ -24,8 +24,8 @@ __device__ inline void check_buckets(const LshTables& tables, const int64_t* has
 }
 
 // A thread a draw.
-__global__ void lsh_draw_kernel(int64_t* ids, float* log_count, DrawSeed seed, LshTables tables, const int64_t* hashes, int64_t total,
-                            int64_t samples, double log_samples) {
+__global__ void lsh_draw_kernel(int64_t* ids, float* log_count, DrawSeed seed, LshTables tables, const int64_t* hashes, int64_t total, int64_t samples,
+                                double log_samples) {
   for (int64_t i = global_thread(); i < total; i += grid_threads()) {
     const int64_t query = i / samples, *hash = hashes + query * tables.tables;
     check_buckets(tables, hash);
@@ -44,14 +44,13 @@ __global__ void lsh_draw_kernel(int64_t* ids, float* log_count, DrawSeed seed, L
 }
 
 // A thread a pair; ids: of pairs, or the same for all queries; -1: none.
-__global__ void lsh_count_kernel(float* log_count, const int64_t* ids, bool same, LshTables tables, const int64_t* hashes, int64_t total,
-                             int64_t width, double log_samples) {
+__global__ void lsh_count_kernel(float* log_count, const int64_t* ids, bool same, LshTables tables, const int64_t* hashes, int64_t total, int64_t width,
+                                 double log_samples) {
   for (int64_t i = global_thread(); i < total; i += grid_threads()) {
     const int64_t id = ids[same ? i % width : i], *hash = hashes + i / width * tables.tables;
     CUDA_KERNEL_ASSERT(id >= -1 && id < tables.num_classes);
     check_buckets(tables, hash);
-    log_count[i] = id < 0 ? -std::numeric_limits<float>::infinity()
-                          : float(log_samples + tables.log_q(hash, tables.code + id * tables.tables));
+    log_count[i] = id < 0 ? -std::numeric_limits<float>::infinity() : float(log_samples + tables.log_q(hash, tables.code + id * tables.tables));
   }
 }
 
@@ -60,8 +59,14 @@ struct Hashed {
   Hashed(const char* op, const Tensor& queries, const LshIndex& index, const LshOptions& options)
       : code(index.code.contiguous()), order(index.order.contiguous()), start(index.start.contiguous()),
         hashes(lsh_codes(queries, std::nullopt, index.planes, options.tables).contiguous()), log_samples(std::log(double(options.num_samples))),
-        tables{options.tables, order.size(0), code.size(0), start.size(1) - 1, code.const_data_ptr<int32_t>(),
-               order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), options.uniform} {
+        tables{options.tables,
+               order.size(0),
+               code.size(0),
+               start.size(1) - 1,
+               code.const_data_ptr<int32_t>(),
+               order.const_data_ptr<int64_t>(),
+               start.const_data_ptr<int64_t>(),
+               options.uniform} {
     TORCH_CHECK_VALUE(tables.classes > 0, op, ": expected order with a class to draw, got none");
   }
 
@@ -69,8 +74,8 @@ struct Hashed {
   void count(const Tensor& out, const Tensor& ids, int64_t width) const {
     if (out.numel() > 0) {
       lsh_count_kernel<<<grid_size(out.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < out.numel(), tables, hashes.const_data_ptr<int64_t>(),
-          out.numel(), width, log_samples);
+          out.mutable_data_ptr<float>(), ids.const_data_ptr<int64_t>(), ids.numel() < out.numel(), tables, hashes.const_data_ptr<int64_t>(), out.numel(), width,
+          log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
   }
@@ -82,16 +87,15 @@ struct Hashed {
 
 } // namespace
 
-PrivateDraws LshFamily::sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const LshIndex& index,
-                                    const LshOptions& options) {
+PrivateDraws LshFamily::sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const LshIndex& index, const LshOptions& options) {
   const c10::cuda::CUDAGuard guard(queries.device());
   const Hashed hashed("lsh_sample", queries, index, options);
   const auto draws = empty_private_draws(seed, queries, target, options.num_samples);
   const auto& [ids, log_count, target_log_count] = draws;
   if (ids.numel() > 0) {
     lsh_draw_kernel<<<grid_size(ids.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        ids.mutable_data_ptr<int64_t>(), log_count.mutable_data_ptr<float>(), DrawSeed(seed), hashed.tables,
-        hashed.hashes.const_data_ptr<int64_t>(), ids.numel(), options.num_samples, hashed.log_samples);
+        ids.mutable_data_ptr<int64_t>(), log_count.mutable_data_ptr<float>(), DrawSeed(seed), hashed.tables, hashed.hashes.const_data_ptr<int64_t>(),
+        ids.numel(), options.num_samples, hashed.log_samples);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   if (given(target)) {

@@ -36,8 +36,7 @@ Tensor nearest_codewords(const Tensor& rows, const Tensor& codewords) {
   return codewords.index_select(0, (at::mm(rows.detach(), fixed.t()) - 0.5 * fixed.square().sum(1)).argmax(1));
 }
 
-Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, const Tensor& rows, const OptionalTensor& bias,
-                          const Tensor& queries) {
+Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, const Tensor& rows, const OptionalTensor& bias, const Tensor& queries) {
   constexpr const char* op = "midx_codebook_loss";
   check::dim(op, "rows", rows, 2);
   check::dim(op, "queries", queries, 2);
@@ -60,9 +59,7 @@ Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, co
 
 } // namespace
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("midx_codebook_loss(Tensor codewords1, Tensor codewords2, Tensor rows, Tensor? bias, Tensor queries) -> Tensor");
-}
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("midx_codebook_loss(Tensor codewords1, Tensor codewords2, Tensor rows, Tensor? bias, Tensor queries) -> Tensor"); }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeImplicitAutograd, m) { m.impl("midx_codebook_loss", midx_codebook_loss); }
 

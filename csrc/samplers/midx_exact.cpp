@@ -31,8 +31,7 @@ using at::Tensor;
 // One query's three levels.
 class Levels {
  public:
-  Levels(const MidxCellTables& tables, int64_t codewords) : tables_(tables), k_(codewords), prefix_(tables.classes), cell_sum_(tables.cells),
-                                                            sum_(codewords) {}
+  Levels(const MidxCellTables& tables, int64_t codewords) : tables_(tables), k_(codewords), prefix_(tables.classes), cell_sum_(tables.cells), sum_(codewords) {}
 
   /// score [N]: z.table + bias. omega e^{codeword scores} of a cell is the sum of e^score over it: codeword scores apart from the rest of
   /// a score may both be beyond any float.
@@ -77,9 +76,7 @@ class Levels {
     }
   }
 
-  static int64_t find(const double* sum, int64_t n, double aim) {
-    return std::min<int64_t>(std::upper_bound(sum, sum + n, aim) - sum, n - 1);
-  }
+  static int64_t find(const double* sum, int64_t n, double aim) { return std::min<int64_t>(std::upper_bound(sum, sum + n, aim) - sum, n - 1); }
 
   const MidxCellTables& tables_;
   const int64_t k_;
@@ -94,8 +91,7 @@ void for_queries(const char* op, const Tensor& queries, const MidxIndex& index, 
   const Tensor order = index.order.contiguous(), start = index.start.contiguous();
   check::offsets(op, "start", start, order.size(0));
   check::class_ids(op, "the classes in order", order, index.table->size(0));
-  const MidxCellTables tables{k, k * k, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), nullptr, nullptr,
-                              nullptr};
+  const MidxCellTables tables{k, k * k, order.size(0), order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), nullptr, nullptr, nullptr};
   const Tensor x = queries.to(at::kFloat);
   at::parallel_for(0, x.size(0), 1, [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -111,8 +107,8 @@ void for_queries(const char* op, const Tensor& queries, const MidxIndex& index, 
 
 } // namespace
 
-PrivateDraws midx_exact_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets,
-                               const MidxIndex& index, int64_t num_samples) {
+PrivateDraws midx_exact_sample(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets, const MidxIndex& index,
+                               int64_t num_samples) {
   const auto draws = empty_private_draws(seed, queries, target, num_samples);
   const auto& [ids, log_count, target_log_count] = draws;
   int64_t* id = ids.mutable_data_ptr<int64_t>();
@@ -142,8 +138,7 @@ Tensor midx_exact_log_count(const Tensor& queries, const Tensor& ids, const Midx
   for_queries("midx_log_count", queries, index, [&](int64_t q, const double* score, const Levels& levels) {
     const int64_t* id = flat.const_data_ptr<int64_t>() + q * width;
     std::transform(id, id + width, log_count.mutable_data_ptr<float>() + q * width, [&](int64_t i) {
-      return cells.const_data_ptr<int32_t>()[i] < 0 ? -std::numeric_limits<float>::infinity()
-                                                    : float(log_samples + (score[i] - levels.log_z()));
+      return cells.const_data_ptr<int32_t>()[i] < 0 ? -std::numeric_limits<float>::infinity() : float(log_samples + (score[i] - levels.log_z()));
     });
   });
   return log_count;

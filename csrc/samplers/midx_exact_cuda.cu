@@ -57,8 +57,8 @@ __global__ void fill_kernel(double* prefix, double* cell_sum, double* best_of, c
 }
 
 // A block a query; a warp 32 draws at a time, whose second codewords all lanes find one after the other.
-__global__ void midx_exact_kernel(int64_t* ids, DrawSeed seed, const double* prefix, const double* cell_sum, const double* row_sum,
-                                  MidxCellTables tables, int64_t first_query, int64_t queries, int64_t samples) {
+__global__ void midx_exact_kernel(int64_t* ids, DrawSeed seed, const double* prefix, const double* cell_sum, const double* row_sum, MidxCellTables tables,
+                                  int64_t first_query, int64_t queries, int64_t samples) {
   extern __shared__ double sums[];
   __shared__ double storage[kWarp];
   const int64_t k = tables.codewords;
@@ -75,13 +75,13 @@ __global__ void midx_exact_kernel(int64_t* ids, DrawSeed seed, const double* pre
         --k1;
       }
       const int draws = int(samples - begin < kWarp ? samples - begin : kWarp);
-      const int64_t k2 = search_rows(draws, k, k1, unit_double(one.high()) * row_sum[query * k + k1], 0.0,
-                                     [&](int64_t row, int64_t i) { return of_cells[row * k + i]; });
+      const int64_t k2 =
+          search_rows(draws, k, k1, unit_double(one.high()) * row_sum[query * k + k1], 0.0, [&](int64_t row, int64_t i) { return of_cells[row * k + i]; });
       if (j < samples) {
         const int64_t cell = k1 * k + k2, first = tables.start[cell], size = tables.size(cell);
         // A query that is no number, whose loss will say so: any class does.
-        const int64_t slot = size > 0 ? first + first_beyond(prefix + query * tables.classes + first, size, unit_double(two.low()) * of_cells[cell])
-                                      : j % tables.classes;
+        const int64_t slot =
+            size > 0 ? first + first_beyond(prefix + query * tables.classes + first, size, unit_double(two.low()) * of_cells[cell]) : j % tables.classes;
         ids[query * samples + j] = tables.order[slot];
       }
     }
@@ -100,9 +100,9 @@ void for_exact_blocks(const Tensor& queries, const MidxIndex& index, const MidxD
     score = (given(index.table_bias) ? score + index.table_bias->to(at::kDouble) : score).contiguous();
     const Tensor prefix = at::empty({n, cells.classes}, score.options()), cell_sum = at::empty({n, cells.cells}, score.options());
     const Tensor best = at::empty({n}, score.options());
-    fill_kernel<<<grid_size(n, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        prefix.mutable_data_ptr<double>(), cell_sum.mutable_data_ptr<double>(), best.mutable_data_ptr<double>(), score.const_data_ptr<double>(),
-        cells, n, num_classes);
+    fill_kernel<<<grid_size(n, 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(prefix.mutable_data_ptr<double>(), cell_sum.mutable_data_ptr<double>(),
+                                                                                     best.mutable_data_ptr<double>(), score.const_data_ptr<double>(), cells, n,
+                                                                                     num_classes);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     const Tensor row_sum = cell_sum.view({n, cells.codewords, cells.codewords}).sum(2);
     task(begin, score, row_sum.sum(1).log_().add_(best), prefix, cell_sum, row_sum);
@@ -120,30 +120,29 @@ Tensor exact_log_counts(const Tensor& score, const Tensor& log_z, const Tensor& 
 
 namespace cuda {
 
-PrivateDraws midx_exact_sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
-                                    int64_t samples) {
+PrivateDraws midx_exact_sample_cuda(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index, int64_t samples) {
   const auto draws = empty_private_draws(seed, queries, target, samples);
   const auto& [ids, log_count, target_log_count] = draws;
   const MidxDeviceTables tables(index);
   const int64_t k = tables.view.tables.codewords;
   const double log_samples = std::log(double(samples));
-  for_exact_blocks(queries, index, tables, [&](int64_t begin, const Tensor& score, const Tensor& log_z, const Tensor& prefix,
-                                               const Tensor& cell_sum, const Tensor& row_sum) {
-    const int64_t n = score.size(0);
-    const Tensor of_block = ids.narrow(0, begin, n);
-    if (samples > 0) {
-      const int64_t warps = std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
-      midx_exact_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
-          of_block.mutable_data_ptr<int64_t>(), DrawSeed(seed), prefix.const_data_ptr<double>(),
-          cell_sum.const_data_ptr<double>(), row_sum.const_data_ptr<double>(), tables.view.tables, begin, n, samples);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-    }
-    log_count.narrow(0, begin, n).copy_(exact_log_counts(score, log_z, of_block, index, log_samples));
-    if (given(target)) {
-      const Tensor of_queries = target->narrow(0, begin, n), classes = of_queries.dim() == 1 ? of_queries.unsqueeze(1) : of_queries;
-      target_log_count.narrow(0, begin, n).copy_(exact_log_counts(score, log_z, classes, index, log_samples).view(of_queries.sizes()));
-    }
-  });
+  for_exact_blocks(queries, index, tables,
+                   [&](int64_t begin, const Tensor& score, const Tensor& log_z, const Tensor& prefix, const Tensor& cell_sum, const Tensor& row_sum) {
+                     const int64_t n = score.size(0);
+                     const Tensor of_block = ids.narrow(0, begin, n);
+                     if (samples > 0) {
+                       const int64_t warps = std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
+                       midx_exact_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
+                           of_block.mutable_data_ptr<int64_t>(), DrawSeed(seed), prefix.const_data_ptr<double>(), cell_sum.const_data_ptr<double>(),
+                           row_sum.const_data_ptr<double>(), tables.view.tables, begin, n, samples);
+                       C10_CUDA_KERNEL_LAUNCH_CHECK();
+                     }
+                     log_count.narrow(0, begin, n).copy_(exact_log_counts(score, log_z, of_block, index, log_samples));
+                     if (given(target)) {
+                       const Tensor of_queries = target->narrow(0, begin, n), classes = of_queries.dim() == 1 ? of_queries.unsqueeze(1) : of_queries;
+                       target_log_count.narrow(0, begin, n).copy_(exact_log_counts(score, log_z, classes, index, log_samples).view(of_queries.sizes()));
+                     }
+                   });
   return draws;
 }
 

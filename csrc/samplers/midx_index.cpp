@@ -35,8 +35,7 @@ MidxCells midx_cells_meta(const Tensor& cell, const OptionalTensor& log_weight, 
   const auto longs = cell.options().dtype(at::kLong), doubles = cell.options().dtype(at::kDouble);
   const int64_t cells = codewords * codewords;
   return {at::empty_symint({num_drawn}, longs), at::empty({cells + 1}, longs), at::empty({codewords, codewords}, doubles),
-          at::empty_symint({given(log_weight) ? num_drawn : c10::SymInt(0)}, doubles),
-          at::empty({given(log_weight) ? cells : 0}, doubles)};
+          at::empty_symint({given(log_weight) ? num_drawn : c10::SymInt(0)}, doubles), at::empty({given(log_weight) ? cells : 0}, doubles)};
 }
 
 } // namespace
@@ -52,10 +51,16 @@ std::vector<Tensor> MidxFamily::make(const Tensor& is_drawn, int64_t dim, const 
   };
   const Tensor cell = table_zeros({num_classes}, floats.dtype(at::kInt)).copy_(is_drawn).sub_(1);
   const Tensor log_weight = table(weighted, {num_classes}, floats);
-  const auto [order, start, mass, prefix, heaviest] =
-      midx_cells(cell, weighted ? OptionalTensor(log_weight) : std::nullopt, k, is_drawn.sum().item<int64_t>());
-  std::vector<Tensor> index{at::zeros({k, residual ? dim : (dim + 1) / 2}, floats), at::zeros({k, residual ? dim : dim / 2}, floats), cell,
-                            order, start, mass, log_weight, prefix, heaviest,
+  const auto [order, start, mass, prefix, heaviest] = midx_cells(cell, weighted ? OptionalTensor(log_weight) : std::nullopt, k, is_drawn.sum().item<int64_t>());
+  std::vector<Tensor> index{at::zeros({k, residual ? dim : (dim + 1) / 2}, floats),
+                            at::zeros({k, residual ? dim : dim / 2}, floats),
+                            cell,
+                            order,
+                            start,
+                            mass,
+                            log_weight,
+                            prefix,
+                            heaviest,
                             table(options.update_every > 0, {num_classes}, floats.dtype(at::kBool))};
   if (options.form == "spread") {
     index.push_back(table(true, {num_classes}, floats));
@@ -74,8 +79,8 @@ bool check_codebooks(const char* op, const Tensor& codewords1, const Tensor& cod
   };
   codebook("codewords1", codewords1);
   codebook("codewords2", codewords2);
-  TORCH_CHECK_VALUE(codewords1.sym_size(0) >= 1 && codewords1.sym_size(0) <= kMidxMostCodewords, op, ": expected 1 to ",
-                    kMidxMostCodewords, " codewords, got ", codewords1.sym_size(0));
+  TORCH_CHECK_VALUE(codewords1.sym_size(0) >= 1 && codewords1.sym_size(0) <= kMidxMostCodewords, op, ": expected 1 to ", kMidxMostCodewords, " codewords, got ",
+                    codewords1.sym_size(0));
   check::size(op, "codewords2", codewords2, 0, codewords1.sym_size(0), "as many as codewords1");
   check::same_device(op, "codewords2", codewords2, "codewords1", codewords1);
   const auto width1 = codewords1.sym_size(1), width2 = codewords2.sym_size(1);
@@ -87,26 +92,25 @@ bool check_codebooks(const char* op, const Tensor& codewords1, const Tensor& cod
 
 void MidxFamily::check_options(const char* op, const MidxOptions& options) {
   const auto one_of = [&](const char* argument, const std::string& value, std::initializer_list<const char*> names, const char* list) {
-    TORCH_CHECK_VALUE(std::find(names.begin(), names.end(), value) != names.end(), op, ": expected ", argument, " as ", list, ", got '", value,
-                      "'");
+    TORCH_CHECK_VALUE(std::find(names.begin(), names.end(), value) != names.end(), op, ": expected ", argument, " as ", list, ", got '", value, "'");
   };
   one_of("kind", options.kind, {"rq", "pq"}, "'rq' or 'pq'");
   one_of("mixture", options.mixture, {"mean", "rms"}, "'mean' or 'rms'");
   one_of("form", options.form, {"plain", "exact", "spread", "learnable"}, "'plain', 'exact', 'spread' or 'learnable'");
   check_at_least(op, "codewords", options.codewords, 1);
-  TORCH_CHECK_VALUE(options.codewords <= kMidxMostCodewords, op, ": expected codewords of at most ", kMidxMostCodewords, ", got ",
-                    options.codewords);
+  TORCH_CHECK_VALUE(options.codewords <= kMidxMostCodewords, op, ": expected codewords of at most ", kMidxMostCodewords, ", got ", options.codewords);
   check_at_least(op, "update_every", options.update_every, 0);
   check_at_least(op, "iterations", options.iterations, 0);
   check_at_least(op, "train_points", options.train_points.value_or(1), 1);
   TORCH_CHECK_VALUE(options.form != "exact" || (!options.shared && !options.is_distinct()), op,
-                    ": expected shared=False and distinct=False, since its draws are private and independent, got shared=",
-                    options.shared ? "True" : "False", ", distinct=", options.is_distinct() ? "True" : "False");
+                    ": expected shared=False and distinct=False, since its draws are private and independent, got shared=", options.shared ? "True" : "False",
+                    ", distinct=", options.is_distinct() ? "True" : "False");
   if (options.slots.has_value()) {
     check_at_least(op, "slots", *options.slots, 1);
-    TORCH_CHECK_VALUE(!options.weighted() && options.form != "exact" && options.update_every == 0, op, ": expected classes that weigh alike and "
-                      "update_every=0 where classes are numbered by slots, got form '", options.form, "', bias=", options.bias ? "True" : "False",
-                      " and update_every=", options.update_every);
+    TORCH_CHECK_VALUE(!options.weighted() && options.form != "exact" && options.update_every == 0, op,
+                      ": expected classes that weigh alike and "
+                      "update_every=0 where classes are numbered by slots, got form '",
+                      options.form, "', bias=", options.bias ? "True" : "False", " and update_every=", options.update_every);
   }
 }
 
@@ -127,8 +131,8 @@ MidxIndex::MidxIndex(const char* op, at::TensorList index, const MidxOptions& op
     check::dim(op, arg, tensor, int64_t(sizes.size()));
     check::dtype(op, arg, tensor, dtype);
     check::same_device(op, arg, tensor, "codewords1", codewords1);
-    TORCH_CHECK_VALUE(std::equal(sizes.begin(), sizes.end(), tensor.sym_sizes().begin()), op, ": expected ", arg, " of shape ",
-                      c10::SymIntArrayRef(sizes), ", got ", tensor.sym_sizes());
+    TORCH_CHECK_VALUE(std::equal(sizes.begin(), sizes.end(), tensor.sym_sizes().begin()), op, ": expected ", arg, " of shape ", c10::SymIntArrayRef(sizes),
+                      ", got ", tensor.sym_sizes());
   };
   const int64_t k = options.codewords;
   check::dim(op, "codewords1", codewords1, 2);
@@ -174,10 +178,8 @@ void check_midx_cells(const Tensor& cell, const OptionalTensor& log_weight, int6
   constexpr const char* op = "midx_cells";
   check::dim(op, "cell", cell, 1);
   check::dtype(op, "cell", cell, at::kInt);
-  TORCH_CHECK_VALUE(codewords >= 1 && codewords <= kMidxMostCodewords, op, ": expected codewords in [1, ", kMidxMostCodewords, "], got ",
-                    codewords);
-  TORCH_CHECK_VALUE(num_drawn >= 0 && num_drawn <= cell.sym_size(0), op, ": expected num_drawn in [0, ", cell.sym_size(0), "], got ",
-                    num_drawn);
+  TORCH_CHECK_VALUE(codewords >= 1 && codewords <= kMidxMostCodewords, op, ": expected codewords in [1, ", kMidxMostCodewords, "], got ", codewords);
+  TORCH_CHECK_VALUE(num_drawn >= 0 && num_drawn <= cell.sym_size(0), op, ": expected num_drawn in [0, ", cell.sym_size(0), "], got ", num_drawn);
   if (given(log_weight)) {
     check::dim(op, "log_weight", *log_weight, 1);
     check::size(op, "log_weight", *log_weight, 0, cell.sym_size(0), "the size of cell");
@@ -193,9 +195,7 @@ MidxCodes midx_encode_reference(const Tensor& rows, const Tensor& codewords1, co
   std::vector<Tensor> cells{at::empty({0}, rows.options().dtype(at::kInt))}, errors{at::empty({0}, rows.options().dtype(at::kFloat))};
   for (int64_t begin = 0; begin < rows.size(0); begin += kChunk) {
     const Tensor x = rows.narrow(0, begin, std::min(kChunk, rows.size(0) - begin)).to(at::kFloat);
-    const auto nearest = [](const Tensor& part, const Tensor& codewords) {
-      return (at::mm(part, codewords.t()) - 0.5 * codewords.square().sum(1)).argmax(1);
-    };
+    const auto nearest = [](const Tensor& part, const Tensor& codewords) { return (at::mm(part, codewords.t()) - 0.5 * codewords.square().sum(1)).argmax(1); };
     const Tensor part1 = residual ? x : x.narrow(1, 0, codewords1.size(1));
     const Tensor k1 = nearest(part1, codewords1), rest1 = part1 - codewords1.index_select(0, k1);
     const Tensor part2 = residual ? rest1 : x.narrow(1, codewords1.size(1), codewords2.size(1));
@@ -211,10 +211,10 @@ MidxCells midx_cells_reference(const Tensor& cell, const OptionalTensor& log_wei
   const int64_t cells = codewords * codewords;
   const auto doubles = cell.options().dtype(at::kDouble);
   const Tensor drawn = cell.ge(0).nonzero().squeeze(1), cell_of = cell.index_select(0, drawn).to(at::kLong);
-  TORCH_CHECK_VALUE(drawn.size(0) == num_drawn.expect_int(), "midx_cells: expected num_drawn of ", drawn.size(0),
-                    ", the cells that are not -1, got ", num_drawn);
-  TORCH_CHECK_INDEX(cell_of.numel() == 0 || cell_of.max().item<int64_t>() < cells, "midx_cells: expected cell below ", cells,
-                    ", codewords squared, got ", cell_of.max().item<int64_t>());
+  TORCH_CHECK_VALUE(drawn.size(0) == num_drawn.expect_int(), "midx_cells: expected num_drawn of ", drawn.size(0), ", the cells that are not -1, got ",
+                    num_drawn);
+  TORCH_CHECK_INDEX(cell_of.numel() == 0 || cell_of.max().item<int64_t>() < cells, "midx_cells: expected cell below ", cells, ", codewords squared, got ",
+                    cell_of.max().item<int64_t>());
   const Tensor by_cell = cell_of.argsort(true, 0), order = drawn.index_select(0, by_cell);
   const Tensor count = at::zeros({cells}, cell_of.options()).index_add(0, cell_of, at::ones_like(cell_of));
   const Tensor start = at::cat({at::zeros({1}, count.options()), count.cumsum(0)});
@@ -235,22 +235,21 @@ MidxCells midx_cells_reference(const Tensor& cell, const OptionalTensor& log_wei
 }
 
 MidxCodes midx_encode(const Tensor& rows, const Tensor& codewords1, const Tensor& codewords2) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_encode", "").typed<decltype(midx_encode_reference)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_encode", "").typed<decltype(midx_encode_reference)>();
   return op.call(rows, codewords1, codewords2);
 }
 
 MidxCells midx_cells(const Tensor& cell, const OptionalTensor& log_weight, int64_t codewords, c10::SymInt num_drawn) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_cells", "").typed<decltype(midx_cells_reference)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::midx_cells", "").typed<decltype(midx_cells_reference)>();
   return op.call(cell, log_weight, codewords, std::move(num_drawn));
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   AdaptiveFamily<MidxFamily>::define(m);
   m.def("midx_encode(Tensor rows, Tensor codewords1, Tensor codewords2) -> (Tensor cell, Tensor error)");
-  m.def("midx_cells(Tensor cell, Tensor? log_weight, int codewords, SymInt num_drawn) -> (Tensor order, Tensor start, Tensor mass, "
-        "Tensor prefix, Tensor heaviest)");
+  m.def(
+      "midx_cells(Tensor cell, Tensor? log_weight, int codewords, SymInt num_drawn) -> (Tensor order, Tensor start, Tensor mass, "
+      "Tensor prefix, Tensor heaviest)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

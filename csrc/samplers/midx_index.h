@@ -73,11 +73,9 @@ struct MidxFamily {
   static void leave_out(MidxIndex& index, int64_t count);
   static at::Tensor refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
                             const std::optional<at::Generator>& generator);
-  static void between_refreshes(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
-                                const MidxOptions& options);
+  static void between_refreshes(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const MidxOptions& options);
   // midx_index_cuda.cu
-  static void between_refreshes_cuda(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
-                                     const MidxOptions& options);
+  static void between_refreshes_cuda(const char* op, const at::Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const MidxOptions& options);
   // midx_sample.cpp
   /// Of independent draws.
   static bool has_reference(const MidxOptions& options) { return !options.is_distinct() && options.form != "exact"; }

@@ -118,8 +118,7 @@ void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const 
     mass_of[k] = double(place - first_of[k]);
   }
   first_of[cells] = place;
-  TORCH_CHECK_VALUE(place == order.size(0), "midx_cells: expected num_drawn of ", place, ", the cells that are not -1, got ",
-                    order.size(0));
+  TORCH_CHECK_VALUE(place == order.size(0), "midx_cells: expected num_drawn of ", place, ", the cells that are not -1, got ", order.size(0));
   int64_t* class_at = order.mutable_data_ptr<int64_t>();
   for_chunks([&](int64_t c, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

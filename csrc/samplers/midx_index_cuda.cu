@@ -52,8 +52,8 @@ __device__ inline Nearest warp_best(int64_t n, const Value& value) {
 }
 
 // A warp a row: |x - c|^2 = |x|^2 - 2 (x.c - |c|^2 / 2). For the rest x - c1 the product with c2 is x.c2 - c1.c2: no rest is ever made.
-__global__ void encode_kernel(int32_t* cell, float* error, const float* product1, const float* product2, int64_t stride, const float* x,
-                              const float* half1, const float* penalty2, int64_t rows, int64_t width, int64_t k) {
+__global__ void encode_kernel(int32_t* cell, float* error, const float* product1, const float* product2, int64_t stride, const float* x, const float* half1,
+                              const float* penalty2, int64_t rows, int64_t width, int64_t k) {
   for (int64_t row = global_thread() / kWarp; row < rows; row += grid_threads() / kWarp) {
     float square = 0;
     for (int64_t d = lane(); d < width; d += kWarp) {
@@ -103,8 +103,8 @@ MidxCodes midx_encode_cuda(const Tensor& rows, const Tensor& codewords1, const T
 // A warp a touched class that is drawn: codes its row anew, from the codewords themselves, as few rows are touched. A row that is not finite stays.
 template <typename T>
 __global__ void recode_kernel(int32_t* cell, float* spread, const bool* touched, const T* weight, int64_t stride, const float* codewords1,
-                              const float* codewords2, const float* half1, const float* half2, int64_t classes, int64_t width1,
-                              int64_t width2, bool residual, int64_t k) {
+                              const float* codewords2, const float* half1, const float* half2, int64_t classes, int64_t width1, int64_t width2, bool residual,
+                              int64_t k) {
   for (int64_t base = global_thread() / kWarp * kWarp; base < classes; base += grid_threads()) {
     const int64_t mine = base + lane();
     const unsigned found = __ballot_sync(kAllLanes, mine < classes && touched[mine] && cell[mine] >= 0);
@@ -159,8 +159,8 @@ void recode(const Tensor& touched, const ClassTable& table, const MidxIndex& ind
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, weight.scalar_type(), "midx_update_", [&] {
     recode_kernel<scalar_t><<<grid_size(classes, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         cell.mutable_data_ptr<int32_t>(), spread.defined() ? spread.mutable_data_ptr<float>() : nullptr, touched.const_data_ptr<bool>(),
-        weight.const_data_ptr<scalar_t>(), weight.stride(0), first.const_data_ptr<float>(), second.const_data_ptr<float>(),
-        half1.const_data_ptr<float>(), half2.const_data_ptr<float>(), classes, first.size(1), second.size(1), index.residual, first.size(0));
+        weight.const_data_ptr<scalar_t>(), weight.stride(0), first.const_data_ptr<float>(), second.const_data_ptr<float>(), half1.const_data_ptr<float>(),
+        half2.const_data_ptr<float>(), classes, first.size(1), second.size(1), index.residual, first.size(0));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   const auto write_back = [](const Tensor& to, const Tensor& from) {
@@ -179,8 +179,7 @@ void recode(const Tensor& touched, const ClassTable& table, const MidxIndex& ind
   midx_lay_out(index);
 }
 
-void midx_update_cuda_(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
-                       std::string_view text) {
+void midx_update_cuda_(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others, std::string_view text) {
   const MidxIndex index = checked_midx_update(weight, bias, rows, step, others, text);
   const c10::cuda::CUDAGuard guard(weight.device());
   const ClassTable table(weight, bias, given(index.table));
@@ -217,8 +216,8 @@ __global__ void start_kernel(int64_t* start, double* mass, const int32_t* sorted
 }
 
 // A block a cell: the weights of its classes summed up, cell by cell, as a cell may be lighter than the rounding of a sum over all.
-__global__ void weigh_kernel(double* prefix, double* mass, double* heaviest, const int64_t* order, const int64_t* start,
-                             const float* log_weight, int64_t cells) {
+__global__ void weigh_kernel(double* prefix, double* mass, double* heaviest, const int64_t* order, const int64_t* start, const float* log_weight,
+                             int64_t cells) {
   __shared__ double storage[kWarp];
   for (int64_t c = blockIdx.x; c < cells; c += gridDim.x) {
     const int64_t last = start[c + 1];
@@ -255,15 +254,15 @@ MidxCells midx_cells_cuda(const Tensor& cell, const OptionalTensor& log_weight, 
   const Tensor start = at::empty({cells + 1}, longs), mass = at::empty({codewords, codewords}, doubles);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   start_kernel<<<grid_size(cells + 1, kThreads), kThreads, 0, stream>>>(start.mutable_data_ptr<int64_t>(), mass.mutable_data_ptr<double>(),
-                                                                         sorted.const_data_ptr<int32_t>(), classes, num_drawn, cells);
+                                                                        sorted.const_data_ptr<int32_t>(), classes, num_drawn, cells);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   const bool weighted = given(log_weight);
   const Tensor prefix = at::empty({weighted ? num_drawn : 0}, doubles), heaviest = at::empty({weighted ? cells : 0}, doubles);
   if (weighted) {
     const Tensor log_weights = log_weight->contiguous();
-    weigh_kernel<<<grid_size(cells, 1), kThreads, 0, stream>>>(
-        prefix.mutable_data_ptr<double>(), mass.mutable_data_ptr<double>(), heaviest.mutable_data_ptr<double>(),
-        order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), log_weights.const_data_ptr<float>(), cells);
+    weigh_kernel<<<grid_size(cells, 1), kThreads, 0, stream>>>(prefix.mutable_data_ptr<double>(), mass.mutable_data_ptr<double>(),
+                                                               heaviest.mutable_data_ptr<double>(), order.const_data_ptr<int64_t>(),
+                                                               start.const_data_ptr<int64_t>(), log_weights.const_data_ptr<float>(), cells);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return {order, start, mass, prefix, heaviest};
@@ -272,8 +271,7 @@ MidxCells midx_cells_cuda(const Tensor& cell, const OptionalTensor& log_weight, 
 // ------------------------------------------------------------------------------------------------------------------- what steps note
 
 // A thread an id of [rows, width]: marks it, unless it is -1 or the row's query does not count.
-__global__ void mark_kernel(bool* touched, const int64_t* ids, const int64_t* target, int64_t target_width, int64_t total, int64_t width,
-                            int64_t classes) {
+__global__ void mark_kernel(bool* touched, const int64_t* ids, const int64_t* target, int64_t target_width, int64_t total, int64_t width, int64_t classes) {
   for (int64_t i = global_thread(); i < total; i += grid_threads()) {
     const int64_t id = ids[i];
     CUDA_KERNEL_ASSERT(id >= -1 && id < classes);
@@ -291,13 +289,12 @@ void mark(const Tensor& touched, const Tensor& ids, const Tensor& target) {
   const Tensor flat = ids.contiguous();
   mark_kernel<<<grid_size(flat.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
       touched.mutable_data_ptr<bool>(), flat.const_data_ptr<int64_t>(), target.defined() ? target.const_data_ptr<int64_t>() : nullptr,
-      target.defined() && target.dim() == 2 ? target.size(1) : 1, flat.numel(), flat.dim() == 1 && target.defined() ? 1 : flat.size(-1),
-      touched.size(0));
+      target.defined() && target.dim() == 2 ? target.size(1) : 1, flat.numel(), flat.dim() == 1 && target.defined() ? 1 : flat.size(-1), touched.size(0));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void midx_note_cuda_(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries,
-                     const OptionalTensor& target, const Tensor& ids) {
+void midx_note_cuda_(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries, const OptionalTensor& target,
+                     const Tensor& ids) {
   check_midx_note(touched, query_square, step, queries, target, ids);
   const c10::cuda::CUDAGuard guard(queries.device());
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -326,8 +323,7 @@ void midx_note_cuda_(const Tensor& touched, const OptionalTensor& query_square, 
 
 } // namespace
 
-void MidxFamily::between_refreshes_cuda(const char*, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
-                                        const MidxOptions& options) {
+void MidxFamily::between_refreshes_cuda(const char*, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const MidxOptions& options) {
   const c10::cuda::CUDAGuard guard(weight.device());
   if (given(index.touched) && index.step.item<int64_t>() % options.update_every == 0) {
     recode(index.touched->contiguous(), ClassTable(weight, bias, false), index);

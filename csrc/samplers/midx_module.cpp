@@ -33,10 +33,12 @@ std::string midx_text(MidxOptions& options, const char* form) {
 
 MidxSamplerImpl::MidxSamplerImpl(const char* name, const char* form, int64_t num_classes, int64_t dim, MidxOptions options)
     : AdaptiveSamplerImpl(name,
-                          {"midx", table_names(form), "cell", {"distortion", "mean_square", "inertia1", "inertia2", "cells"},
+                          {"midx",
+                           table_names(form),
+                           "cell",
+                           {"distortion", "mean_square", "inertia1", "inertia2", "cells"},
                            std::string(form) == "learnable" ? std::vector<std::string>{"codewords1", "codewords2"} : std::vector<std::string>{}},
-                          num_classes, dim, options.num_samples, options.shared, options.is_distinct(), options.exclude,
-                          midx_text(options, form)),
+                          num_classes, dim, options.num_samples, options.shared, options.is_distinct(), options.exclude, midx_text(options, form)),
       midx_options_(options) {}
 
 MidxSamplerImpl::MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options)
@@ -46,8 +48,7 @@ Proposal MidxSamplerImpl::sample(const Tensor& queries, const Tensor& target, st
   const Proposal sets = AdaptiveSamplerImpl::sample(queries, target, std::move(generator));
   if (is_training() && (midx_options_.update_every > 0 || midx_options_.form == "spread")) {
     const Optional query_square = midx_options_.form == "spread" ? Optional(table("query_square")) : std::nullopt;
-    static const auto op = find_op<void(const Tensor&, const Optional&, const Tensor&, const Tensor&, const Optional&, const Tensor&)>(
-        "xsoftmax::midx_note_");
+    static const auto op = find_op<void(const Tensor&, const Optional&, const Tensor&, const Tensor&, const Optional&, const Tensor&)>("xsoftmax::midx_note_");
     op.call(table("touched"), query_square, table("step"), queries.detach(), optional(target), sets[0].ids);
   }
   return sets;

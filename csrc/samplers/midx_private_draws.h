@@ -13,17 +13,8 @@ namespace xsoftmax {
 class MidxPrivateDraws {
  public:
   MidxPrivateDraws(const CheckedMidxIndex& checked, int64_t samples, bool distinct)
-      : checked_(checked),
-        tables_(checked.tables),
-        k_(checked.codewords),
-        samples_(samples),
-        log_samples_(std::log(double(samples))),
-        distinct_(distinct),
-        set_(tables_, samples),
-        sum_(k_),
-        heads_(k_ + 1),
-        first_(samples),
-        draw_(samples) {
+      : checked_(checked), tables_(checked.tables), k_(checked.codewords), samples_(samples), log_samples_(std::log(double(samples))), distinct_(distinct),
+        set_(tables_, samples), sum_(k_), heads_(k_ + 1), first_(samples), draw_(samples) {
     bits_.reserve(samples);
   }
 

@@ -29,13 +29,8 @@ struct CheckedMidxIndex {
   MidxCellTables tables;
 
   CheckedMidxIndex(const char* op, const at::Tensor& input, const MidxIndex& index)
-      : index(index),
-        order(index.order.contiguous()),
-        start(index.start.contiguous()),
-        mass(index.mass.contiguous()),
-        cell(index.cell.contiguous()),
-        codewords(index.codewords1.size(0)),
-        products(input, index) {
+      : index(index), order(index.order.contiguous()), start(index.start.contiguous()), mass(index.mass.contiguous()), cell(index.cell.contiguous()),
+        codewords(index.codewords1.size(0)), products(input, index) {
     const bool weighted = given(index.log_weight);
     if (weighted) {
       log_weight = index.log_weight->contiguous();
@@ -45,8 +40,14 @@ struct CheckedMidxIndex {
     const int64_t cells = codewords * codewords;
     classes = index.num_classes.expect_int();
     by_slot = index.order.size(0) == 0; // of which there is one at least
-    tables = {codewords, cells, by_slot ? classes : order.size(0), by_slot ? nullptr : order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
-              weighted ? prefix.const_data_ptr<double>() : nullptr, weighted ? heaviest.const_data_ptr<double>() : nullptr};
+    tables = {codewords,
+              cells,
+              by_slot ? classes : order.size(0),
+              by_slot ? nullptr : order.const_data_ptr<int64_t>(),
+              start.const_data_ptr<int64_t>(),
+              mass.const_data_ptr<double>(),
+              weighted ? prefix.const_data_ptr<double>() : nullptr,
+              weighted ? heaviest.const_data_ptr<double>() : nullptr};
     // They come from a state dict, which may be anybody's.
     check::offsets(op, "start", start, tables.classes);
     bool counts = true; // without a branch a cell, since every call comes here
@@ -56,15 +57,15 @@ struct CheckedMidxIndex {
     for (int64_t c = 0; (weighted || !counts) && c < cells; ++c) {
       const int64_t size = tables.size(c);
       if (!weighted || size == 0) {
-        TORCH_CHECK_VALUE(tables.mass[c] == double(size), op, ": expected mass to be the number of classes, got ", tables.mass[c], " for ",
-                          size, " classes in cell ", c);
+        TORCH_CHECK_VALUE(tables.mass[c] == double(size), op, ": expected mass to be the number of classes, got ", tables.mass[c], " for ", size,
+                          " classes in cell ", c);
         continue;
       }
       const double whole = tables.prefix[tables.start[c + 1] - 1];
-      TORCH_CHECK_VALUE(whole > 0 && std::isfinite(whole) && std::abs(tables.mass[c] - whole) <= 1e-9 * whole &&
-                            tables.heaviest[c] > 0 && tables.heaviest[c] <= whole * (1 + 1e-9),
-                        op, ": expected mass to be the sum of the weights in prefix, and heaviest within it, got ", tables.mass[c], ", ",
-                        whole, " and ", tables.heaviest[c], " in cell ", c);
+      TORCH_CHECK_VALUE(whole > 0 && std::isfinite(whole) && std::abs(tables.mass[c] - whole) <= 1e-9 * whole && tables.heaviest[c] > 0 &&
+                            tables.heaviest[c] <= whole * (1 + 1e-9),
+                        op, ": expected mass to be the sum of the weights in prefix, and heaviest within it, got ", tables.mass[c], ", ", whole, " and ",
+                        tables.heaviest[c], " in cell ", c);
     }
   }
 
@@ -108,9 +109,8 @@ inline MidxQueries midx_query_block(const at::Tensor& input, const CheckedMidxIn
   const MidxQueryTable& rows = midx_query_rows();
   for (int64_t q = 0; q < n; ++q) {
     const int64_t at = q * 2 * k;
-    log_z[q] = product.scalar_type() == at::kFloat
-        ? rows.f32.function(score + at, exp + at, product.const_data_ptr<float>() + at, k, kMidxRange)
-        : rows.f64.function(score + at, exp + at, product.const_data_ptr<double>() + at, k, kMidxRange);
+    log_z[q] = product.scalar_type() == at::kFloat ? rows.f32.function(score + at, exp + at, product.const_data_ptr<float>() + at, k, kMidxRange)
+                                                   : rows.f64.function(score + at, exp + at, product.const_data_ptr<double>() + at, k, kMidxRange);
   }
   at::mm_out(queries.first_probability, queries.exp.select(1, 1), checked.mass.t());
   double* probability = queries.first_probability.mutable_data_ptr<double>();
@@ -142,11 +142,8 @@ struct MidxQueryRow {
   double log_z;
 
   MidxQueryRow(const MidxQueries& queries, int64_t q, int64_t k)
-      : first(queries.score.const_data_ptr<double>() + q * 2 * k),
-        second(first + k),
-        second_exp(queries.exp.const_data_ptr<double>() + q * 2 * k + k),
-        first_probability(queries.first_probability.const_data_ptr<double>() + q * k),
-        log_z(queries.log_z.const_data_ptr<double>()[q]) {}
+      : first(queries.score.const_data_ptr<double>() + q * 2 * k), second(first + k), second_exp(queries.exp.const_data_ptr<double>() + q * 2 * k + k),
+        first_probability(queries.first_probability.const_data_ptr<double>() + q * k), log_z(queries.log_z.const_data_ptr<double>()[q]) {}
 
   double log_density(int64_t cell, int64_t k) const { // at most 2^20 cells: 32-bit division is several times faster
     const uint32_t c = uint32_t(cell), width = uint32_t(k);

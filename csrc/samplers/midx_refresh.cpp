@@ -38,8 +38,7 @@ Tensor raw_log_weights(const ClassTable& table, const MidxIndex& index, const Op
 
 OptionalTensor finite_class_weights(const char* op, const ClassTable& table, const MidxIndex& index, const OptionalTensor& spread) {
   if (given(index.log_weight)) {
-    TORCH_CHECK_VALUE(raw_log_weights(table, index, spread).isfinite().all().item<bool>(), op,
-                      ": expected spread with finite values, got an infinity or NaN");
+    TORCH_CHECK_VALUE(raw_log_weights(table, index, spread).isfinite().all().item<bool>(), op, ": expected spread with finite values, got an infinity or NaN");
   }
   return midx_class_weights(table, index, spread);
 }
@@ -109,8 +108,8 @@ Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, cons
   if (given(index.touched)) {
     index.touched->zero_();
   }
-  return at::stack({error.index_select(0, index.order).to(at::kDouble).mean(), squares.to(at::kDouble).mean(),
-                    inertia1, inertia2, index.mass.gt(0).sum().to(at::kDouble)});
+  return at::stack(
+      {error.index_select(0, index.order).to(at::kDouble).mean(), squares.to(at::kDouble).mean(), inertia1, inertia2, index.mass.gt(0).sum().to(at::kDouble)});
 }
 
 void update(const char* op, const ClassTable& table, const MidxIndex& index, const Tensor& rows) {
@@ -135,7 +134,7 @@ void update(const char* op, const ClassTable& table, const MidxIndex& index, con
 } // namespace
 
 MidxIndex checked_midx_update(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
-                         std::string_view text) {
+                              std::string_view text) {
   constexpr const char* op = "midx_update_";
   const MidxOptions options = AdaptiveFamily<MidxFamily>::options(op, text);
   const MidxIndex index(op, with_step(others, step), options);
@@ -159,16 +158,13 @@ OptionalTensor midx_class_weights(const ClassTable& table, const MidxIndex& inde
 void midx_lay_out(const MidxIndex& index) {
   index.recent.zero_();
   const std::array<OptionalTensor, 5> tables{index.order, index.start, index.mass, index.prefix, index.heaviest};
-  const bool in_place = index.cell.is_cpu() && !use_reference() && std::all_of(tables.begin(), tables.end(), [](const auto& table) {
-    return !given(table) || table->is_contiguous();
-  });
+  const bool in_place = index.cell.is_cpu() && !use_reference() &&
+      std::all_of(tables.begin(), tables.end(), [](const auto& table) { return !given(table) || table->is_contiguous(); });
   if (in_place) {
-    fill_cells_cpu(index.cell, index.log_weight,
-                   {index.order, index.start, index.mass, index.prefix.value_or(Tensor()), index.heaviest.value_or(Tensor())});
+    fill_cells_cpu(index.cell, index.log_weight, {index.order, index.start, index.mass, index.prefix.value_or(Tensor()), index.heaviest.value_or(Tensor())});
     return;
   }
-  const auto [order, start, mass, prefix, heaviest] =
-      midx_cells(index.cell, index.log_weight, index.codewords1.size(0), index.order.size(0));
+  const auto [order, start, mass, prefix, heaviest] = midx_cells(index.cell, index.log_weight, index.codewords1.size(0), index.order.size(0));
   index.order.copy_(order);
   index.start.copy_(start);
   index.mass.copy_(mass);
@@ -195,13 +191,11 @@ Tensor midx_next_query_square(const Tensor& query_square, const Tensor& mean, co
 
 namespace {
 
-void midx_update_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
-                      std::string_view text) {
+void midx_update_meta(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others, std::string_view text) {
   checked_midx_update(weight, bias, rows, step, others, text);
 }
 
-void midx_update_(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others,
-                  std::string_view text) {
+void midx_update_(const Tensor& weight, const OptionalTensor& bias, const Tensor& rows, const Tensor& step, at::TensorList others, std::string_view text) {
   const MidxIndex index = checked_midx_update(weight, bias, rows, step, others, text);
   if (rows.is_cpu()) {
     check::class_ids("midx_update_", "rows", rows, weight.size(0));
@@ -213,8 +207,8 @@ void midx_update_(const Tensor& weight, const OptionalTensor& bias, const Tensor
 
 // midx_note_: see the header.
 
-void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries,
-                const OptionalTensor& target, const Tensor& ids) {
+void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries, const OptionalTensor& target,
+                const Tensor& ids) {
   check_midx_note(touched, query_square, step, queries, target, ids);
   const at::AutoDispatchBelowADInplaceOrView guard;
   // All that may fail comes before the first write.
@@ -241,8 +235,8 @@ void midx_note_(const Tensor& touched, const OptionalTensor& query_square, const
 
 } // namespace
 
-void check_midx_note(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries,
-                     const OptionalTensor& target, const Tensor& ids) {
+void check_midx_note(const Tensor& touched, const OptionalTensor& query_square, const Tensor& step, const Tensor& queries, const OptionalTensor& target,
+                     const Tensor& ids) {
   constexpr const char* op = "midx_note_";
   check::dim(op, "touched", touched, 1);
   check::dtype(op, "touched", touched, at::kBool);
@@ -297,8 +291,7 @@ std::vector<Tensor> MidxFamily::resized(const Tensor& is_drawn, const OptionalTe
   return tables;
 }
 
-std::vector<Tensor> MidxFamily::gained(const OptionalTensor& rows, const OptionalTensor&, int64_t added, const MidxIndex& index,
-                                       const MidxOptions& options) {
+std::vector<Tensor> MidxFamily::gained(const OptionalTensor& rows, const OptionalTensor&, int64_t added, const MidxIndex& index, const MidxOptions& options) {
   if (options.form == "exact") {
     return {};
   }
@@ -306,8 +299,8 @@ std::vector<Tensor> MidxFamily::gained(const OptionalTensor& rows, const Optiona
   const auto zeros = [&](const OptionalTensor& table) { return given(table) ? at::zeros({count}, table->options()) : Tensor(); };
   auto [cell, error] = given(rows) ? midx_encode(*rows, index.codewords1, index.codewords2) : std::tuple(zeros(index.cell), zeros(index.spread));
   // Weights are counted when all are laid out.
-  std::vector<Tensor> gained{{}, {}, cell, at::arange(before, before + count, index.order.options()), {}, {}, zeros(index.log_weight), zeros(index.prefix), {},
-                             zeros(index.touched)};
+  std::vector<Tensor> gained{
+      {}, {}, cell, at::arange(before, before + count, index.order.options()), {}, {}, zeros(index.log_weight), zeros(index.prefix), {}, zeros(index.touched)};
   if (options.form == "spread") {
     gained.insert(gained.end(), {error, Tensor()});
   }
@@ -324,15 +317,13 @@ void MidxFamily::leave_out(MidxIndex& index, int64_t count) {
 
 Tensor MidxFamily::refresh(const char* op, const ClassTable& table, const MidxIndex& index, const MidxOptions& options,
                            const std::optional<at::Generator>& generator) {
-  const Tensor statistics = with_seed(table.weight.device(), generator, [&](const Tensor& seed) {
-    return xsoftmax::refresh(op, seed, table, index, options, index.step.item<int64_t>() > 0);
-  });
+  const Tensor statistics = with_seed(table.weight.device(), generator,
+                                      [&](const Tensor& seed) { return xsoftmax::refresh(op, seed, table, index, options, index.step.item<int64_t>() > 0); });
   midx_copy_table(table, index);
   return statistics;
 }
 
-void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index,
-                                   const MidxOptions& options) {
+void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const MidxOptions& options) {
   if (given(index.touched) && index.step.item<int64_t>() % options.update_every == 0) {
     update(op, ClassTable(weight, bias, false), index, index.touched->nonzero().squeeze(1));
     index.touched->zero_();
@@ -347,8 +338,9 @@ void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const O
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("midx_update_(Tensor weight, Tensor? bias, Tensor rows, Tensor(a!) step, Tensor(b!)[] index, str options) -> ()");
-  m.def("midx_codebooks(Tensor seed, Tensor rows, Tensor codewords1, Tensor codewords2, int iterations, bool warm) -> "
-        "(Tensor codewords1, Tensor codewords2, Tensor inertia1, Tensor inertia2)");
+  m.def(
+      "midx_codebooks(Tensor seed, Tensor rows, Tensor codewords1, Tensor codewords2, int iterations, bool warm) -> "
+      "(Tensor codewords1, Tensor codewords2, Tensor inertia1, Tensor inertia2)");
   m.def("midx_training_slots(Tensor seed, int drawn, int points) -> Tensor");
   m.def("refresh_is_due(int step, int every) -> bool", [](int64_t step, int64_t every) {
     check_at_least("refresh_is_due", "step", step, 0);

@@ -27,8 +27,8 @@ namespace xsoftmax {
 // refresh, which refuses it.
 
 /// The arguments of midx_update_ and midx_note_, checked.
-MidxIndex checked_midx_update(const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& rows, const at::Tensor& step,
-                              at::TensorList others, std::string_view options);
+MidxIndex checked_midx_update(const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& rows, const at::Tensor& step, at::TensorList others,
+                              std::string_view options);
 void check_midx_note(const at::Tensor& touched, const OptionalTensor& query_square, const at::Tensor& step, const at::Tensor& queries,
                      const OptionalTensor& target, const at::Tensor& ids);
 

@@ -28,10 +28,9 @@ std::tuple<Tensor, Tensor> log_weight_and_cell(const MidxIndex& index, const Ten
   const Tensor flat = ids.reshape({-1});
   const Tensor cell = index.order.size(0) == 0 ? at::searchsorted(index.start, flat, false, true) - 1 // classes are numbered by their slots
                                                : index.cell.index_select(0, flat).to(at::kLong);
-  const Tensor log_weight = given(index.log_weight) ? index.log_weight->index_select(0, flat).to(at::kDouble)
-                                                    : at::zeros(cell.sizes(), cell.options().dtype(at::kDouble));
-  return {log_weight.masked_fill(cell.lt(0), -std::numeric_limits<double>::infinity()).view(ids.sizes()),
-          cell.clamp_min(0).view(ids.sizes())};
+  const Tensor log_weight =
+      given(index.log_weight) ? index.log_weight->index_select(0, flat).to(at::kDouble) : at::zeros(cell.sizes(), cell.options().dtype(at::kDouble));
+  return {log_weight.masked_fill(cell.lt(0), -std::numeric_limits<double>::infinity()).view(ids.sizes()), cell.clamp_min(0).view(ids.sizes())};
 }
 
 // log q of the mixture, of a unit of weight in each cell times the weight of the class.
@@ -46,8 +45,7 @@ Tensor mixture_log_q(const MidxQueries& queries, const Tensor& ids, const MidxIn
 Tensor private_log_q(const MidxQueries& queries, const Tensor& ids, const MidxIndex& index) {
   const auto [log_weight, cell] = log_weight_and_cell(index, ids);
   const int64_t codewords = index.codewords1.size(0);
-  const Tensor score = queries.score.select(1, 0).gather(1, cell.floor_divide(codewords)) +
-      queries.score.select(1, 1).gather(1, cell.remainder(codewords));
+  const Tensor score = queries.score.select(1, 0).gather(1, cell.floor_divide(codewords)) + queries.score.select(1, 1).gather(1, cell.remainder(codewords));
   return score + log_weight - queries.log_z.unsqueeze(1);
 }
 
@@ -55,13 +53,12 @@ Tensor private_log_q(const MidxQueries& queries, const Tensor& ids, const MidxIn
 
 Tensor MidxFamily::log_count_reference(const Tensor& queries, const Tensor& ids, const MidxIndex& index, const MidxOptions& options) {
   const auto products = midx_queries(options.shared ? midx_mixed_queries(queries) : queries, MidxCodewords(queries, index), index.mass);
-  const Tensor log_q = options.shared ? mixture_log_q(products, ids, index, options.mixture == "rms")
-                                      : private_log_q(products, ids_of_queries(queries, ids), index);
+  const Tensor log_q =
+      options.shared ? mixture_log_q(products, ids, index, options.mixture == "rms") : private_log_q(products, ids_of_queries(queries, ids), index);
   return (log_q + std::log(double(options.num_samples))).to(at::kFloat);
 }
 
-MidxCodewords::MidxCodewords(const Tensor& queries, const MidxIndex& index)
-    : dtype(opmath_dtype(queries.scalar_type())), residual(index.residual) {
+MidxCodewords::MidxCodewords(const Tensor& queries, const MidxIndex& index) : dtype(opmath_dtype(queries.scalar_type())), residual(index.residual) {
   if (residual) {
     both = at::cat({index.codewords1, index.codewords2}).to(dtype);
   } else {
@@ -76,8 +73,7 @@ Tensor midx_products(const Tensor& input, const MidxCodewords& codewords) {
     return at::mm(x, codewords.both.t());
   }
   const int64_t width1 = codewords.first.size(1);
-  return at::cat({at::mm(x.narrow(1, 0, width1), codewords.first.t()),
-                  at::mm(x.narrow(1, width1, codewords.second.size(1)), codewords.second.t())}, 1);
+  return at::cat({at::mm(x.narrow(1, 0, width1), codewords.first.t()), at::mm(x.narrow(1, width1, codewords.second.size(1)), codewords.second.t())}, 1);
 }
 
 MidxQueries midx_queries(const Tensor& input, const MidxCodewords& codewords, const Tensor& mass) {

@@ -18,8 +18,8 @@ namespace xsoftmax {
 // draws are an error: c is known by a draw alone.
 
 /// The exact form on the CPU (midx_exact.cpp).
-PrivateDraws midx_exact_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets,
-                               const MidxIndex& index, int64_t num_samples);
+PrivateDraws midx_exact_sample(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const Targets& targets, const MidxIndex& index,
+                               int64_t num_samples);
 at::Tensor midx_exact_log_count(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, int64_t num_samples);
 
 /// The codewords as products take them, in one dtype.
@@ -34,9 +34,7 @@ struct MidxCodewords {
 
 /// What a block of queries knows of the codewords, contiguous, float64: scores of both codebooks (not lower than the best less kMidxRange)
 /// and e^score over that of the best, both [Q, 2, K]; P1(k1) [Q, K]; z [Q], Z over e^score of the best of both, and log Z [Q].
-struct MidxQueries {
-  at::Tensor score, exp, first_probability, z, log_z;
-};
+struct MidxQueries { at::Tensor score, exp, first_probability, z, log_z; };
 /// Products of queries with all codewords: [Q, 2 K].
 at::Tensor midx_products(const at::Tensor& input, const MidxCodewords& codewords);
 MidxQueries midx_queries(const at::Tensor& input, const MidxCodewords& codewords, const at::Tensor& mass);

@@ -28,8 +28,8 @@ PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const Opt
   return draws;
 }
 
-PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const CheckedMidxIndex& checked,
-                           const MidxOptions& options, const Targets& targets) {
+PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const CheckedMidxIndex& checked, const MidxOptions& options,
+                           const Targets& targets) {
   const Tensor shares = midx_mixture(midx_mixed_queries(counted_queries(queries, target)), checked, options.mixture == "rms");
   MidxSharedDraws draws(checked, shares, options.num_samples, options.is_distinct());
   const Tensor ids = at::empty({options.num_samples}, seed.options()), log_count = at::empty({options.num_samples}, seed.options().dtype(at::kFloat));
@@ -53,8 +53,8 @@ Tensor private_log_count(const Tensor& queries, const Tensor& ids, const Checked
       const MidxQueryRow row(block, i, k);
       for (int64_t j = 0; j < width; ++j) {
         const int64_t class_id = id[same ? j : (begin + i) * width + j], c = same ? cells[j] : checked.cell_of(class_id);
-        out[(begin + i) * width + j] = c < 0 ? -std::numeric_limits<float>::infinity()
-                                             : float(log_samples + row.log_density(c, k) + checked.log_weight_of(class_id));
+        out[(begin + i) * width + j] =
+            c < 0 ? -std::numeric_limits<float>::infinity() : float(log_samples + row.log_density(c, k) + checked.log_weight_of(class_id));
       }
     }
   });
@@ -71,14 +71,13 @@ Tensor shared_log_count(const Tensor& queries, const Tensor& ids, const CheckedM
 
 } // namespace
 
-PrivateDraws MidxFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets,
-                                    const MidxIndex& index, const MidxOptions& options) {
+PrivateDraws MidxFamily::sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const Targets& targets, const MidxIndex& index,
+                                    const MidxOptions& options) {
   if (options.form == "exact") {
     return midx_exact_sample(seed, queries, target, targets, index, options.num_samples);
   }
   const CheckedMidxIndex checked("midx_sample", queries, index);
-  return options.shared ? sample_shared(seed, queries, target, checked, options, targets)
-                        : sample_private(seed, queries, target, checked, options, targets);
+  return options.shared ? sample_shared(seed, queries, target, checked, options, targets) : sample_private(seed, queries, target, checked, options, targets);
 }
 
 Tensor MidxFamily::log_count_cpu(const Tensor& queries, const Tensor& ids, const MidxIndex& index, const MidxOptions& options) {
@@ -86,8 +85,7 @@ Tensor MidxFamily::log_count_cpu(const Tensor& queries, const Tensor& ids, const
     return midx_exact_log_count(queries, ids, index, options.num_samples);
   }
   const CheckedMidxIndex checked("midx_log_count", queries, index);
-  return options.shared ? shared_log_count(queries, ids, checked, options)
-                        : private_log_count(queries, ids, checked, std::log(double(options.num_samples)));
+  return options.shared ? shared_log_count(queries, ids, checked, options) : private_log_count(queries, ids, checked, std::log(double(options.num_samples)));
 }
 
 } // namespace xsoftmax

@@ -52,8 +52,7 @@ __global__ void potentials_kernel(double* score, double* exp_of, double* best_of
 }
 
 // A warp a query: z and log Z from weight [Q, K], what a first codeword's cells weigh; log_z holds the best scores. Makes P1 of it.
-__global__ void normalize_kernel(double* probability, double* z, double* log_z, const double* weight, const double* exp_of, int64_t queries,
-                                 int64_t k) {
+__global__ void normalize_kernel(double* probability, double* z, double* log_z, const double* weight, const double* exp_of, int64_t queries, int64_t k) {
   for (int64_t query = global_thread() / kWarp; query < queries; query += grid_threads() / kWarp) {
     const double *of_row = weight + query * k, *of_first = exp_of + query * 2 * k;
     double sum = 0;
@@ -72,16 +71,14 @@ __global__ void normalize_kernel(double* probability, double* z, double* log_z, 
 }
 
 /// MidxQueries, and what the cells of each first codeword weigh, [Q, K]: sums over mass e^{second score}.
-struct DeviceQueries : MidxQueries {
-  Tensor weight;
-};
+struct DeviceQueries : MidxQueries { Tensor weight; };
 
 DeviceQueries device_queries(const Tensor& input, const MidxCodewords& codewords, const Tensor& mass) {
   const int64_t n = input.size(0), k = mass.size(0);
   const Tensor product = midx_products(input, codewords);
   const auto doubles = product.options().dtype(at::kDouble);
-  DeviceQueries queries{{at::empty({n, 2, k}, doubles), at::empty({n, 2, k}, doubles), at::empty({n, k}, doubles), at::empty({n}, doubles),
-                         at::empty({n}, doubles)}, {}};
+  DeviceQueries queries{
+      {at::empty({n, 2, k}, doubles), at::empty({n, 2, k}, doubles), at::empty({n, k}, doubles), at::empty({n}, doubles), at::empty({n}, doubles)}, {}};
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const unsigned grid = grid_size(n, kThreads / kWarp);
   double *score = queries.score.mutable_data_ptr<double>(), *exp_of = queries.exp.mutable_data_ptr<double>();
@@ -94,8 +91,8 @@ DeviceQueries device_queries(const Tensor& input, const MidxCodewords& codewords
   }
   queries.weight = at::mm(queries.exp.select(1, 1), mass.t());
   if (n > 0) {
-    normalize_kernel<<<grid, kThreads, 0, stream>>>(queries.first_probability.mutable_data_ptr<double>(), queries.z.mutable_data_ptr<double>(),
-                                                    log_z, queries.weight.const_data_ptr<double>(), exp_of, n, k);
+    normalize_kernel<<<grid, kThreads, 0, stream>>>(queries.first_probability.mutable_data_ptr<double>(), queries.z.mutable_data_ptr<double>(), log_z,
+                                                    queries.weight.const_data_ptr<double>(), exp_of, n, k);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return queries;
@@ -133,8 +130,8 @@ struct QueryRows {
 
 // A block a query, and a warp 32 draws at a time: a lane finds the first codeword of one of them in the running sums that the block has
 // made, all lanes the second ones, draw after draw, and again a lane the class.
-__global__ void midx_private_kernel(int64_t* ids, float* log_count, DrawSeed seed, MidxDeviceIndex index, QueryRows rows,
-                                    int64_t first_query, int64_t queries, int64_t samples, double log_samples) {
+__global__ void midx_private_kernel(int64_t* ids, float* log_count, DrawSeed seed, MidxDeviceIndex index, QueryRows rows, int64_t first_query, int64_t queries,
+                                    int64_t samples, double log_samples) {
   extern __shared__ double shared[];
   __shared__ double storage[kWarp];
   const int64_t k = rows.k;
@@ -157,8 +154,7 @@ __global__ void midx_private_kernel(int64_t* ids, float* log_count, DrawSeed see
         const int64_t k1 = first_beyond(sums, k, bits.first() * total);
         const double aim = bits.second() * rows.weight[query * k + k1];
         const int draws = int(samples - begin < kWarp ? samples - begin : kWarp);
-        const int64_t k2 =
-            search_rows(draws, k, k1, aim, 0.0, [&](int64_t row, int64_t i) { return mass[row * k + i] * second_exp[i]; });
+        const int64_t k2 = search_rows(draws, k, k1, aim, 0.0, [&](int64_t row, int64_t i) { return mass[row * k + i] * second_exp[i]; });
         cell = k1 * k + k2;
       }
       if (j >= samples) {
@@ -179,8 +175,7 @@ __global__ void midx_private_kernel(int64_t* ids, float* log_count, DrawSeed see
 }
 
 // The same from one law for the batch, share [K, K] and its sums of rows: each block makes the running sums again.
-__global__ void midx_shared_kernel(int64_t* ids, DrawSeed seed, MidxDeviceIndex index, const double* share, const double* row_share,
-                                   int64_t samples) {
+__global__ void midx_shared_kernel(int64_t* ids, DrawSeed seed, MidxDeviceIndex index, const double* share, const double* row_share, int64_t samples) {
   extern __shared__ double sums[];
   __shared__ double storage[kWarp];
   const int64_t k = index.tables.codewords;
@@ -197,8 +192,7 @@ __global__ void midx_shared_kernel(int64_t* ids, DrawSeed seed, MidxDeviceIndex 
         --k1;
       }
       const int draws = int(samples - begin < kWarp ? samples - begin : kWarp);
-      cell = k1 * k + search_rows(draws, k, k1, aim, k1 > 0 ? sums[k1 - 1] : 0.0,
-                                  [&](int64_t row, int64_t i) { return share[row * k + i]; });
+      cell = k1 * k + search_rows(draws, k, k1, aim, k1 > 0 ? sums[k1 - 1] : 0.0, [&](int64_t row, int64_t i) { return share[row * k + i]; });
     }
     if (j < samples) {
       if (is_number) {
@@ -225,7 +219,7 @@ struct SharedLaw {
 // to float32 alone is certain from a little below.
 template <typename Law>
 __global__ void midx_count_kernel(float* log_count, const int64_t* ids, bool same, int64_t pairs, int64_t width, MidxDeviceIndex index, Law law,
-                             const double* scale, const double* bar, double log_samples) {
+                                  const double* scale, const double* bar, double log_samples) {
   for (int64_t i = global_thread(); i < pairs; i += grid_threads()) {
     const int64_t query = i / width, id = ids[same ? i % width : i], cell = index.cell_of(id);
     if (cell < 0) {
@@ -257,8 +251,7 @@ void count(const Tensor& out, const Tensor& ids, const MidxDeviceTables& tables,
 
 // --------------------------------------------------------------------------------------------------------------------------- samples
 
-PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
-                            const MidxOptions& options) {
+PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index, const MidxOptions& options) {
   const auto draws = empty_private_draws(seed, queries, target, options.num_samples);
   const auto& [ids, log_count, target_log_count] = draws;
   const MidxDeviceTables tables(index);
@@ -276,8 +269,7 @@ PrivateDraws sample_private(const Tensor& seed, const Tensor& queries, const Opt
     } else if (samples > 0) {
       const int64_t warps = std::clamp<int64_t>((samples + kWarp - 1) / kWarp, 1, kThreads / kWarp);
       midx_private_kernel<<<grid_size(n, 1), unsigned(warps * kWarp), 2 * k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
-          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed), tables.view, law.rows, begin,
-          n, samples, log_samples);
+          of_block.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<float>(), DrawSeed(seed), tables.view, law.rows, begin, n, samples, log_samples);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
     if (targets.defined()) {
@@ -310,8 +302,7 @@ Tensor mixture_shares(const Tensor& queries, const Tensor& is_mixed, const MidxI
   return midx_mixture_shares(at::where(is_mixed.any(), sums, at::ones_like(sums)), mass, rms);
 }
 
-PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
-                           const MidxOptions& options) {
+PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, const MidxIndex& index, const MidxOptions& options) {
   const MidxDeviceTables tables(index);
   const int64_t samples = options.num_samples, k = tables.mass.size(0);
   const double log_samples = std::log(double(samples));
@@ -324,8 +315,7 @@ PrivateDraws sample_shared(const Tensor& seed, const Tensor& queries, const Opti
   } else if (samples > 0) {
     const Tensor row_share = shares.sum(1);
     midx_shared_kernel<<<grid_size(samples, kThreads), kThreads, k * sizeof(double), c10::cuda::getCurrentCUDAStream()>>>(
-        ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), tables.view, shares.const_data_ptr<double>(),
-        row_share.const_data_ptr<double>(), samples);
+        ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), tables.view, shares.const_data_ptr<double>(), row_share.const_data_ptr<double>(), samples);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   const SharedLaw law{shares.const_data_ptr<double>(), tables.view.tables.mass};
@@ -360,16 +350,14 @@ Tensor MidxFamily::log_count_cuda(const Tensor& queries, const Tensor& ids, cons
     const Tensor shares = mixture_shares(queries, mixed(queries, std::nullopt), index, tables.mass, options.mixture == "rms").contiguous();
     const Tensor log_count = at::empty(ids.sizes(), flat.options().dtype(at::kFloat));
     const Tensor scales = options.is_distinct() ? midx_shared_set_cuda({}, {}, tables, shares, options.num_samples) : Tensor();
-    count(log_count.view({1, flat.numel()}), flat, tables, SharedLaw{shares.const_data_ptr<double>(), tables.view.tables.mass}, scales,
-          log_samples);
+    count(log_count.view({1, flat.numel()}), flat, tables, SharedLaw{shares.const_data_ptr<double>(), tables.view.tables.mass}, scales, log_samples);
     return log_count;
   }
   const int64_t width = ids.size(-1);
   const Tensor log_count = at::empty({queries.size(0), width}, flat.options().dtype(at::kFloat));
   for_blocks(queries, index, tables.mass, [&](int64_t begin, const DeviceQueries& block) {
     const int64_t n = block.z.size(0);
-    count(log_count.narrow(0, begin, n), flat.dim() == 1 ? flat : flat.narrow(0, begin, n), tables, PrivateLaw{QueryRows(block)}, {},
-          log_samples);
+    count(log_count.narrow(0, begin, n), flat.dim() == 1 ? flat : flat.narrow(0, begin, n), tables, PrivateLaw{QueryRows(block)}, {}, log_samples);
   });
   return log_count;
 }

@@ -34,8 +34,7 @@ struct MidxDeviceIndex {
   __device__ double log_weight_of(int64_t id) const { return log_weight == nullptr ? 0.0 : double(log_weight[id]); }
   /// The classes of a cell that something is drawn from.
   __device__ void check_cell(int64_t c) const {
-    CUDA_KERNEL_ASSERT(c >= 0 && c < tables.cells && tables.start[c] >= 0 && tables.start[c] < tables.start[c + 1] &&
-                       tables.start[c + 1] <= tables.classes);
+    CUDA_KERNEL_ASSERT(c >= 0 && c < tables.cells && tables.start[c] >= 0 && tables.start[c] < tables.start[c + 1] && tables.start[c + 1] <= tables.classes);
   }
 #endif
 };
@@ -52,8 +51,8 @@ struct MidxDeviceTables {
     }
     const int64_t k = index.codewords1.size(0), classes = index.num_classes.expect_int();
     const bool by_slot = order.size(0) == 0; // of which there is one at least
-    view = {{k, k * k, by_slot ? classes : order.size(0), by_slot ? nullptr : order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(), mass.const_data_ptr<double>(),
-             weighted ? prefix.const_data_ptr<double>() : nullptr, weighted ? heaviest.const_data_ptr<double>() : nullptr},
+    view = {{k, k * k, by_slot ? classes : order.size(0), by_slot ? nullptr : order.const_data_ptr<int64_t>(), start.const_data_ptr<int64_t>(),
+             mass.const_data_ptr<double>(), weighted ? prefix.const_data_ptr<double>() : nullptr, weighted ? heaviest.const_data_ptr<double>() : nullptr},
             by_slot ? nullptr : cell.const_data_ptr<int32_t>(),
             weighted ? log_weight.const_data_ptr<float>() : nullptr,
             classes};
@@ -68,12 +67,10 @@ struct MidxDeviceTables {
 /// certain, 0 where none is. `ids` undefined: those alone.
 at::Tensor midx_private_sets_cuda(const at::Tensor& ids, const at::Tensor& seed, int64_t first_query, const MidxDeviceTables& tables,
                                   const MidxQueries& queries, int64_t samples);
-at::Tensor midx_shared_set_cuda(const at::Tensor& ids, const at::Tensor& seed, const MidxDeviceTables& tables, const at::Tensor& shares,
-                                int64_t samples);
+at::Tensor midx_shared_set_cuda(const at::Tensor& ids, const at::Tensor& seed, const MidxDeviceTables& tables, const at::Tensor& shares, int64_t samples);
 
 /// The exact form (midx_exact_cuda.cu).
-PrivateDraws midx_exact_sample_cuda(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const MidxIndex& index,
-                                    int64_t samples);
+PrivateDraws midx_exact_sample_cuda(const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, const MidxIndex& index, int64_t samples);
 at::Tensor midx_exact_log_count_cuda(const at::Tensor& queries, const at::Tensor& ids, const MidxIndex& index, int64_t samples);
 
 #ifdef __CUDACC__

@@ -164,8 +164,8 @@ class MidxSystematicSet {
   }
 
   // The points u + k, u + k + 1, ... of a row, which lies at begin .. end; returns how many there were.
-  int64_t pick_in_row(const Row& cells, int64_t row, double u, int64_t k, double begin, double end, int64_t points, uint64_t seed,
-                      uint64_t query, int64_t* out) {
+  int64_t pick_in_row(const Row& cells, int64_t row, double u, int64_t k, double begin, double end, int64_t points, uint64_t seed, uint64_t query,
+                      int64_t* out) {
     const double* tail = cells.tails();
     int64_t last = rows_ - 1, done = 0;
     while (last > 0 && !(tail[last] > 0)) {

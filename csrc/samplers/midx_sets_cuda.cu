@@ -52,9 +52,7 @@ struct CellParts {
 };
 
 /// From which weight on a class of a cell is certain.
-__device__ inline double threshold_of(const MidxCellTables& tables, int64_t cell, double share, double bar) {
-  return tables.mass[cell] / (bar * share);
-}
+__device__ inline double threshold_of(const MidxCellTables& tables, int64_t cell, double share, double bar) { return tables.mass[cell] / (bar * share); }
 
 /// Whether a cell has a class whose pi is 1 or more.
 __device__ inline bool has_certain(const MidxCellTables& tables, int64_t cell, double share, double bar) {
@@ -91,8 +89,7 @@ __device__ inline CellParts parts_of(const MidxCellTables& tables, int64_t cell,
 
 /// The cell `i` of a row whose classes are partly certain. All lanes call it; beyond the row there is nothing.
 template <typename Shares>
-__device__ inline CellParts parts_of_row(const MidxCellTables& tables, const Shares& shares, int64_t set, int64_t row, int64_t i,
-                                         double bar) {
+__device__ inline CellParts parts_of_row(const MidxCellTables& tables, const Shares& shares, int64_t set, int64_t row, int64_t i, double bar) {
   const bool is_there = i < tables.codewords;
   return parts_of(tables, row * tables.codewords + (is_there ? i : 0), is_there ? shares.of_cell(set, row, i) : 0.0, bar);
 }
@@ -228,9 +225,7 @@ struct Set {
   __device__ double scale() const { return plans.scale[set]; }
   __device__ double bar() const { return plans.bar[set]; }
   __device__ bool is_mixed(int64_t row) const { return plans.certain[set * index.tables.codewords + row] > 0; }
-  __device__ double share(int64_t cell) const {
-    return shares.of_cell(set, cell / index.tables.codewords, cell % index.tables.codewords);
-  }
+  __device__ double share(int64_t cell) const { return shares.of_cell(set, cell / index.tables.codewords, cell % index.tables.codewords); }
 
   /// The classes of a row that are certain, by a warp.
   __device__ void take_certain(int64_t row, int64_t* out) const {
@@ -345,8 +340,8 @@ __device__ inline void fill_up(int64_t* slots, int64_t samples, int64_t classes)
 
 // A block a set: rows that hold certain classes, points and the rare steps between them are shared out to warps.
 template <typename Shares>
-__global__ void midx_pick_kernel(PointPlaces out, DrawSeed seed, int64_t first_query, MidxDeviceIndex index, Shares shares, SetPlans plans,
-                            int64_t sets, int64_t samples) {
+__global__ void midx_pick_kernel(PointPlaces out, DrawSeed seed, int64_t first_query, MidxDeviceIndex index, Shares shares, SetPlans plans, int64_t sets,
+                                 int64_t samples) {
   extern __shared__ double shared[];
   __shared__ double sums[kWarp];
   __shared__ int64_t counts[kWarp];
@@ -363,7 +358,7 @@ __global__ void midx_pick_kernel(PointPlaces out, DrawSeed seed, int64_t first_q
       continue;
     }
     __syncthreads(); // the last set is done with
-    const double *tail = plans.row_tail + number * k;
+    const double* tail = plans.row_tail + number * k;
     running_sums(row_end, k, sums, [&](int64_t row) { return scale * tail[row]; });
     int64_t certain = 0;
     for (int64_t begin = 0; begin < k; begin += blockDim.x) {
@@ -417,8 +412,8 @@ __global__ void midx_pick_kernel(PointPlaces out, DrawSeed seed, int64_t first_q
 }
 
 template <typename Shares>
-Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, const MidxDeviceIndex& index, const Shares& shares, int64_t sets,
-                 int64_t samples, const at::TensorOptions& doubles) {
+Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, const MidxDeviceIndex& index, const Shares& shares, int64_t sets, int64_t samples,
+                 const at::TensorOptions& doubles) {
   const int64_t k = index.tables.codewords;
   const Tensor scales = at::empty({2, sets}, doubles);
   if (sets == 0) {
@@ -426,7 +421,8 @@ Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, con
   }
   const auto longs = doubles.dtype(at::kLong);
   const Tensor row_tail = at::empty({sets, k}, doubles), certain = at::empty({sets, k}, longs);
-  const SetPlans plans{scales.mutable_data_ptr<double>(), scales.mutable_data_ptr<double>() + sets, row_tail.mutable_data_ptr<double>(), certain.mutable_data_ptr<int64_t>()};
+  const SetPlans plans{scales.mutable_data_ptr<double>(), scales.mutable_data_ptr<double>() + sets, row_tail.mutable_data_ptr<double>(),
+                       certain.mutable_data_ptr<int64_t>()};
   const auto stream = c10::cuda::getCurrentCUDAStream();
   midx_plan_kernel<Shares><<<grid_size(sets, 1), sets == 1 ? kThreads : kThreads / 4, 0, stream>>>(plans, index.tables, shares, sets, samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -436,8 +432,8 @@ Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, con
   const Tensor cell = at::empty({sets, samples}, doubles.dtype(at::kInt)), count = at::empty({sets, samples}, longs);
   const unsigned warps = unsigned(std::clamp<int64_t>(sets == 1 ? samples : (samples + 7) / 8, 1, kThreads / kWarp));
   const PointPlaces places{ids.mutable_data_ptr<int64_t>(), cell.mutable_data_ptr<int32_t>(), count.mutable_data_ptr<int64_t>()};
-  midx_pick_kernel<Shares><<<grid_size(sets, 1), warps * kWarp, 2 * k * sizeof(double), stream>>>(
-      places, DrawSeed(seed), first_query, index, shares, plans, sets, samples);
+  midx_pick_kernel<Shares>
+      <<<grid_size(sets, 1), warps * kWarp, 2 * k * sizeof(double), stream>>>(places, DrawSeed(seed), first_query, index, shares, plans, sets, samples);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return scales;
 }
@@ -446,10 +442,10 @@ Tensor draw_sets(const Tensor& ids, const Tensor& seed, int64_t first_query, con
 
 namespace cuda {
 
-Tensor midx_private_sets_cuda(const Tensor& ids, const Tensor& seed, int64_t first_query, const MidxDeviceTables& tables,
-                              const MidxQueries& queries, int64_t samples) {
-  const PrivateShares shares{queries.first_probability.const_data_ptr<double>(), queries.exp.const_data_ptr<double>(),
-                             queries.z.const_data_ptr<double>(), tables.view.tables.mass, tables.view.tables.codewords};
+Tensor midx_private_sets_cuda(const Tensor& ids, const Tensor& seed, int64_t first_query, const MidxDeviceTables& tables, const MidxQueries& queries,
+                              int64_t samples) {
+  const PrivateShares shares{queries.first_probability.const_data_ptr<double>(), queries.exp.const_data_ptr<double>(), queries.z.const_data_ptr<double>(),
+                             tables.view.tables.mass, tables.view.tables.codewords};
   return draw_sets(ids, seed, first_query, tables.view, shares, queries.z.size(0), samples, queries.z.options());
 }
 

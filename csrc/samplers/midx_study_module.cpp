@@ -30,15 +30,12 @@ LearnableMidxSamplerImpl::LearnableMidxSamplerImpl(int64_t num_classes, int64_t 
   TORCH_CHECK_VALUE(learn_rows >= 1, name(), ": expected learn_rows of at least 1, got ", learn_rows);
 }
 
-Tensor LearnableMidxSamplerImpl::codebook_loss(const Tensor& queries, const Tensor& weight, const Optional& bias,
-                                               std::optional<at::Generator> generator) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Tensor&)>("xsoftmax::midx_codebook_loss");
+Tensor LearnableMidxSamplerImpl::codebook_loss(const Tensor& queries, const Tensor& weight, const Optional& bias, std::optional<at::Generator> generator) {
+  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Tensor&)>("xsoftmax::midx_codebook_loss");
   const Tensor order = table("order");
   const Tensor ids = order.index_select(0, at::randint(order.size(0), {std::min(learn_rows_, order.size(0))}, std::move(generator), order.options()));
   const Optional bias_of_rows = given(bias) ? Optional(bias->detach().index_select(0, ids).to(at::kFloat)) : std::nullopt;
-  return op.call(table("codewords1"), table("codewords2"), weight.detach().index_select(0, ids).to(at::kFloat), bias_of_rows,
-                 queries.detach().to(at::kFloat));
+  return op.call(table("codewords1"), table("codewords2"), weight.detach().index_select(0, ids).to(at::kFloat), bias_of_rows, queries.detach().to(at::kFloat));
 }
 
 std::shared_ptr<AdaptiveSamplerImpl> LearnableMidxSamplerImpl::like(const Tensor& exclude) const {

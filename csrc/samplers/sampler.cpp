@@ -48,8 +48,7 @@ std::function<void()> SamplerImpl::plan_resize(int64_t, const Tensor&, const std
 }
 
 void SamplerImpl::claim(const std::string& owner) {
-  TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler of its own, got a ", name(), " that a ", owner_,
-                    " has already: build a second one");
+  TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler of its own, got a ", name(), " that a ", owner_, " has already: build a second one");
   owner_ = owner;
 }
 
@@ -102,8 +101,7 @@ std::map<std::string, Factory>& registry() {
 } // namespace
 
 void register_sampler(const std::string& name, Factory factory) {
-  TORCH_CHECK_VALUE(registry().emplace(name, std::move(factory)).second, "register_sampler: expected a name that is not taken, got \"", name,
-                    "\"");
+  TORCH_CHECK_VALUE(registry().emplace(name, std::move(factory)).second, "register_sampler: expected a name that is not taken, got \"", name, "\"");
 }
 
 std::shared_ptr<SamplerImpl> make_sampler(const std::string& name, const SamplerRequest& request) {

@@ -11,8 +11,7 @@
 namespace xsoftmax {
 
 /// seed: int64 [], or [2] beside num_queries; num_queries and num_samples not negative.
-void check_sampling(const char* op, const at::Tensor& seed, const std::optional<c10::SymInt>& num_queries,
-                    const c10::SymInt& num_samples);
+void check_sampling(const char* op, const at::Tensor& seed, const std::optional<c10::SymInt>& num_queries, const c10::SymInt& num_samples);
 
 /// An uninitialised int64 tensor [M] or [Q, M] on seed's device.
 at::Tensor empty_samples(const at::Tensor& seed, const std::optional<c10::SymInt>& num_queries, const c10::SymInt& num_samples);

@@ -22,8 +22,8 @@ void fill_draws(const at::Tensor& ids, const at::Tensor& seed, const Draw& draw)
   if (ids.numel() == 0) {
     return;
   }
-  draw_kernel<<<grid_size(ids.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), ids.numel(), ids.size(-1), draw);
+  draw_kernel<<<grid_size(ids.numel(), kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(ids.mutable_data_ptr<int64_t>(), DrawSeed(seed),
+                                                                                                    ids.numel(), ids.size(-1), draw);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 #endif

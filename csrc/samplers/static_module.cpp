@@ -43,9 +43,8 @@ int64_t num_samples_of(const char* name, const SamplerRequest& request) {
 
 template <typename Sampler>
 void register_law(const char* name) {
-  register_sampler(name, [name](const SamplerRequest& request) {
-    return std::make_shared<Sampler>(request.num_classes, num_samples_of(name, request), asked(request));
-  });
+  register_sampler(
+      name, [name](const SamplerRequest& request) { return std::make_shared<Sampler>(request.num_classes, num_samples_of(name, request), asked(request)); });
 }
 
 std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
@@ -68,8 +67,7 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
 } // namespace
 
 StaticSamplerImpl::StaticSamplerImpl(const Law& law)
-    : SamplerImpl(law.name, law.made.num_classes, law.made.num_samples, law.made.shared, law.made.distinct), tables_(law.tables),
-      options_(law.text) {}
+    : SamplerImpl(law.name, law.made.num_classes, law.made.num_samples, law.made.shared, law.made.distinct), tables_(law.tables), options_(law.text) {}
 
 StaticSamplerImpl::StaticSamplerImpl(const Tensor& weights, int64_t num_samples, const DrawOptions& options)
     : StaticSamplerImpl(Law("StaticSampler", weights, {}, options.exclude, drawing("table", 0, num_samples, options))) {}
@@ -199,8 +197,8 @@ int64_t num_ids_of(const char* owner, const StreamingCounts& counts) {
 } // namespace
 
 UnigramSamplerImpl::UnigramSamplerImpl(StreamingCounts counts, int64_t num_samples, const FollowOptions& follow, const DrawOptions& options)
-    : StaticSamplerImpl(Law("UnigramSampler", at::ones({num_ids_of("UnigramSampler", counts)}), {}, options.exclude,
-                            drawing("table", 0, num_samples, options))),
+    : StaticSamplerImpl(
+          Law("UnigramSampler", at::ones({num_ids_of("UnigramSampler", counts)}), {}, options.exclude, drawing("table", 0, num_samples, options))),
       follow_(follow), draws_(options) {
   follow_.distinct = distinct();
   follow_options("UnigramSampler", print_options(follow_));

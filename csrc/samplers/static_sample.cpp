@@ -41,15 +41,13 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // ---- tables
 
 Tensor checked_weights(const std::string& owner, const char* argument, const Tensor& weights) {
-  TORCH_CHECK_VALUE(weights.dim() == 1 && weights.numel() >= 1, owner, ": expected ", argument, " as a tensor [num_classes], got shape ",
-                    weights.sizes());
+  TORCH_CHECK_VALUE(weights.dim() == 1 && weights.numel() >= 1, owner, ": expected ", argument, " as a tensor [num_classes], got shape ", weights.sizes());
   TORCH_CHECK_TYPE(!weights.is_complex(), owner, ": expected ", argument, " of a real dtype, got ", weights.scalar_type());
   const Tensor values = weights.detach().to(at::kDouble);
   const Tensor bad = values.isfinite().logical_and(values.ge(0)).logical_not();
   if (bad.any().item<bool>()) {
     const int64_t at = bad.nonzero()[0].item<int64_t>();
-    TORCH_CHECK_VALUE(false, owner, ": expected ", argument, " that are finite and not negative, got ", values[at].item<double>(), " at [", at,
-                      "]");
+    TORCH_CHECK_VALUE(false, owner, ": expected ", argument, " that are finite and not negative, got ", values[at].item<double>(), " at [", at, "]");
   }
   TORCH_CHECK_VALUE(values.gt(0).any().item<bool>(), owner, ": expected ", argument, " that are not all zero, got only zeros");
   return values.div(values.max()); // so that their sum stays finite
@@ -67,8 +65,7 @@ Tensor given_weights(const std::string& owner, const Tensor& weights, std::optio
 
 Tensor law_weights(const StaticOptions& options, at::Device device) {
   const auto doubles = at::TensorOptions(at::kDouble).device(device);
-  Tensor weights = options.law == "uniform" ? at::ones({options.num_classes}, doubles)
-                                            : at::arange(1, options.num_classes + 1, doubles).reciprocal_().log1p_();
+  Tensor weights = options.law == "uniform" ? at::ones({options.num_classes}, doubles) : at::arange(1, options.num_classes + 1, doubles).reciprocal_().log1p_();
   weights.narrow(0, 0, options.low).zero_();
   return weights;
 }
@@ -131,8 +128,9 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
   static const auto uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size, bool)>("xsoftmax::uniform_sample");
   static const auto log_uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size)>("xsoftmax::log_uniform_sample");
   static const auto alias = find_op<Tensor(const Tensor&, const Tensor&, OptionalSize, Size, const OptionalTensor&)>("xsoftmax::alias_sample");
-  static const auto systematic = find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, OptionalSize, Size,
-                                                                    const OptionalTensor&)>("xsoftmax::systematic_sample");
+  static const auto systematic =
+      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, OptionalSize, Size, const OptionalTensor&)>(
+          "xsoftmax::systematic_sample");
   if (options.law == "fixed") {
     return {tables[kOrder].clone(), {}};
   }
@@ -143,8 +141,7 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
     return {log_uniform.call(seed, options.low, options.num_classes, queries, options.num_samples), {}};
   }
   if (options.distinct) {
-    auto [ids, log_scale] =
-        systematic.call(seed, tables[kProbability], tables[kOrder], tables[kCumulative], queries, options.num_samples, tables[kTail]);
+    auto [ids, log_scale] = systematic.call(seed, tables[kProbability], tables[kOrder], tables[kCumulative], queries, options.num_samples, tables[kTail]);
     return {ids, log_scale};
   }
   const double log_total = std::log(static_tail("static_sample", tables[kTail], options.num_classes).total());
@@ -240,13 +237,13 @@ int64_t check_follow(const Tensor& target, const OptionalTensor& counted, const 
   return *counts.num_ids;
 }
 
-void static_follow_meta(const Tensor& target, const OptionalTensor& counted, const Tensor& excluded, Tensor& step, Tensor& count, Tensor& total,
-                        Tensor& last, Tensor& seen, at::TensorList tables, std::string_view counts_text, std::string_view text) {
+void static_follow_meta(const Tensor& target, const OptionalTensor& counted, const Tensor& excluded, Tensor& step, Tensor& count, Tensor& total, Tensor& last,
+                        Tensor& seen, at::TensorList tables, std::string_view counts_text, std::string_view text) {
   check_follow(target, counted, excluded, step, {count, total, last, seen}, tables, counts_text, text);
 }
 
-void static_follow_cpu(const Tensor& target, const OptionalTensor& counted, const Tensor& excluded, Tensor& step, Tensor& count, Tensor& total,
-                       Tensor& last, Tensor& seen, at::TensorList tables, std::string_view counts_text, std::string_view text) {
+void static_follow_cpu(const Tensor& target, const OptionalTensor& counted, const Tensor& excluded, Tensor& step, Tensor& count, Tensor& total, Tensor& last,
+                       Tensor& seen, at::TensorList tables, std::string_view counts_text, std::string_view text) {
   constexpr const char* op = "static_follow_";
   const int64_t classes = check_follow(target, counted, excluded, step, {count, total, last, seen}, tables, counts_text, text);
   check::class_ids(op, "target", target, classes, -1);
@@ -257,8 +254,7 @@ void static_follow_cpu(const Tensor& target, const OptionalTensor& counted, cons
   static_follow_(target, counted, excluded, step, count, total, last, seen, tables, counts_text, text);
 }
 
-Draws static_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables,
-                        std::string_view text) {
+Draws static_sample_cpu(const Tensor& seed, const Tensor& queries, const OptionalTensor& target, at::TensorList tables, std::string_view text) {
   if (given(target)) {
     const StaticOptions options = parsed("static_sample", tables, text);
     check::int64("static_sample", "target", *target);
@@ -466,8 +462,8 @@ Tensor static_log_count(const Tensor& ids, at::TensorList tables, std::string_vi
   return log_counts(options, log_scale, ids, tables);
 }
 
-void static_follow_(const Tensor& target, const OptionalTensor& counted, const Tensor& excluded, Tensor& step, Tensor& count, Tensor& total,
-                    Tensor& last, Tensor& seen, at::TensorList tables, std::string_view counts_text, std::string_view text) {
+void static_follow_(const Tensor& target, const OptionalTensor& counted, const Tensor& excluded, Tensor& step, Tensor& count, Tensor& total, Tensor& last,
+                    Tensor& seen, at::TensorList tables, std::string_view counts_text, std::string_view text) {
   constexpr const char* op = "static_follow_";
   const int64_t classes = check_follow(target, counted, excluded, step, {count, total, last, seen}, tables, counts_text, text);
   const auto options = follow_options(op, text);
@@ -501,17 +497,17 @@ void static_follow_(const Tensor& target, const OptionalTensor& counted, const T
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("follow_options(str owner, str options) -> str", [](std::string owner, std::string_view text) {
-    return print_options(follow_options(owner.c_str(), text));
-  });
-  m.def("static_follow_(Tensor target, Tensor? counted, Tensor excluded, Tensor(a!) step, Tensor(b!) count, Tensor(c!) total, Tensor(d!) last, "
-        "Tensor(e!) seen, Tensor(f!)[] tables, str counts_options, str options) -> ()");
-  m.def("static_tables(str owner, Tensor? weights, float? power, Tensor? classes, str options) -> (Tensor[] tables, str options)",
-        static_tables);
+  m.def("follow_options(str owner, str options) -> str",
+        [](std::string owner, std::string_view text) { return print_options(follow_options(owner.c_str(), text)); });
+  m.def(
+      "static_follow_(Tensor target, Tensor? counted, Tensor excluded, Tensor(a!) step, Tensor(b!) count, Tensor(c!) total, Tensor(d!) last, "
+      "Tensor(e!) seen, Tensor(f!)[] tables, str counts_options, str options) -> ()");
+  m.def("static_tables(str owner, Tensor? weights, float? power, Tensor? classes, str options) -> (Tensor[] tables, str options)", static_tables);
   m.def("static_resize(str owner, Tensor[] tables, int num_classes, str law, str options) -> (Tensor[] tables, str options)", static_resize);
   m.def("static_grow_(Tensor(a!)[] tables, Tensor tail, int num_classes) -> ()");
-  m.def("static_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] tables, str options) -> "
-        "(Tensor ids, Tensor log_count, Tensor target_log_count)");
+  m.def(
+      "static_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] tables, str options) -> "
+      "(Tensor ids, Tensor log_count, Tensor target_log_count)");
   m.def("static_log_count(Tensor ids, Tensor[] tables, str options) -> Tensor");
 }
 

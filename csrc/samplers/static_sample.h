@@ -91,8 +91,7 @@ samplers::FollowOptions follow_options(const char* owner, std::string_view text)
 /// nothing is. Where refresh_is_due(step), the tables become those of the counts as they are then, in place: (1 - u) counts^power / sum + u / n over the n
 /// classes that are not among excluded, int64 [K]. Then step, int64 on the CPU, rises by 1. `target`, int64 of any shape, is what static_sample is given
 /// afterwards: it is checked. Errors, before anything changes: TypeError, ValueError, on the CPU IndexError.
-void static_follow_(const at::Tensor& target, const OptionalTensor& counted, const at::Tensor& excluded, at::Tensor& step, at::Tensor& count,
-                    at::Tensor& total, at::Tensor& last, at::Tensor& seen, at::TensorList tables, std::string_view counts_options,
-                    std::string_view options);
+void static_follow_(const at::Tensor& target, const OptionalTensor& counted, const at::Tensor& excluded, at::Tensor& step, at::Tensor& count, at::Tensor& total,
+                    at::Tensor& last, at::Tensor& seen, at::TensorList tables, std::string_view counts_options, std::string_view options);
 
 } // namespace xsoftmax

@@ -35,9 +35,7 @@ Tensor sightings_of(const Tensor& rows, const Tensor& keys, const Tensor& counte
 }
 
 // In the place of what is not counted, an id that is: it then gets the same value twice.
-Tensor filled_up(const Tensor& keys, const Tensor& counted) {
-  return at::where(counted, keys, at::where(counted, keys, -1).max().clamp_min(0));
-}
+Tensor filled_up(const Tensor& keys, const Tensor& counted) { return at::where(counted, keys, at::where(counted, keys, -1).max().clamp_min(0)); }
 
 void update_dense(const Tensor& ids, const StreamingState& state, const StreamingOptions& options) {
   const Tensor counted = ids.ge(0), number = counted.sum();
@@ -106,8 +104,7 @@ Tensor decay(const Tensor& ids, const StreamingState& state, const StreamingOpti
   return rows_of(state.last, ids).sub(state.seen.to(at::kDouble)).div(*options.half_life);
 }
 
-void streaming_update_meta(const Tensor& ids, const OptionalTensor& mask, Tensor& count, Tensor& total, Tensor& last, Tensor& seen,
-                           std::string_view text) {
+void streaming_update_meta(const Tensor& ids, const OptionalTensor& mask, Tensor& count, Tensor& total, Tensor& last, Tensor& seen, std::string_view text) {
   const StreamingState state{count, total, last, seen};
   constexpr const char* op = "streaming_update_";
   const StreamingOptions options = streaming_options(op, text);
@@ -187,8 +184,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> streaming_counts(std::string owner, s
   return {table_zeros(shape, numbers), at::zeros({}, numbers), table_zeros(options.exact() ? std::vector<int64_t>{0} : shape, longs), at::zeros({}, longs)};
 }
 
-void streaming_update_(const Tensor& ids, const OptionalTensor& mask, Tensor& count, Tensor& total, Tensor& last, Tensor& seen,
-                       std::string_view text) {
+void streaming_update_(const Tensor& ids, const OptionalTensor& mask, Tensor& count, Tensor& total, Tensor& last, Tensor& seen, std::string_view text) {
   const StreamingState state{count, total, last, seen};
   constexpr const char* op = "streaming_update_";
   const StreamingOptions options = streaming_options(op, text);

@@ -30,9 +30,7 @@ namespace xsoftmax {
 using samplers::StreamingOptions;
 
 /// Its tensors, which are written to.
-struct StreamingState {
-  at::Tensor count, total, last, seen;
-};
+struct StreamingState { at::Tensor count, total, last, seen; };
 
 /// streaming_counts(owner, options) -> (count, total, last, seen), on the CPU: what a constructor does. `owner`: the class that errors name.
 /// Errors: ValueError.

@@ -97,8 +97,7 @@ void update_open(const Tensor& ids, const bool* mask, const StreamingState& stat
   *seen = now;
 }
 
-void streaming_update_cpu(const Tensor& ids, const OptionalTensor& mask, Tensor& count, Tensor& total, Tensor& last, Tensor& seen,
-                          std::string_view text) {
+void streaming_update_cpu(const Tensor& ids, const OptionalTensor& mask, Tensor& count, Tensor& total, Tensor& last, Tensor& seen, std::string_view text) {
   const StreamingState state{count, total, last, seen};
   constexpr const char* op = "streaming_update_";
   const StreamingOptions options = streaming_options(op, text);
@@ -169,8 +168,9 @@ Tensor streaming_count_cpu(const Tensor& ids, const Tensor& count, const Tensor&
     return streaming_count(ids, count, total, last, seen, text);
   }
   const double number = options.open() ? *total.const_data_ptr<double>() : 0;
-  return of_each(ids, state, options, [&](double gap) { return number / gap; }, [](double count) { return count; },
-                 [](double count, double decay) { return count * std::exp2(decay); });
+  return of_each(
+      ids, state, options, [&](double gap) { return number / gap; }, [](double count) { return count; },
+      [](double count, double decay) { return count * std::exp2(decay); });
 }
 
 Tensor streaming_log_prob_cpu(const Tensor& ids, const Tensor& count, const Tensor& total, const Tensor& last, const Tensor& seen, std::string_view text) {
@@ -182,8 +182,9 @@ Tensor streaming_log_prob_cpu(const Tensor& ids, const Tensor& count, const Tens
   }
   const double number = options.exact() ? double(*total.const_data_ptr<int64_t>()) : *total.const_data_ptr<double>();
   const double all = std::log(std::max(number, 1.0));
-  return of_each(ids, state, options, [](double gap) { return -std::log(gap); }, [&](double count) { return std::log(count) - all; },
-                 [&](double count, double decay) { return std::log(count) + decay * kLog2 - all; });
+  return of_each(
+      ids, state, options, [](double gap) { return -std::log(gap); }, [&](double count) { return std::log(count) - all; },
+      [&](double count, double decay) { return std::log(count) + decay * kLog2 - all; });
 }
 
 } // namespace

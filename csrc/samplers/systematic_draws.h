@@ -28,9 +28,7 @@ struct SystematicTables {
     return bucket * (classes / buckets) + (bucket < longer ? bucket : longer);
   }
   /// Slots of `bucket` that hold one of the first `count` sorted positions.
-  XS_HOST_DEVICE int64_t slots_within(int64_t bucket, int64_t count) const {
-    return count <= bucket ? 0 : (count - bucket + buckets - 1) / buckets;
-  }
+  XS_HOST_DEVICE int64_t slots_within(int64_t bucket, int64_t count) const { return count <= bucket ? 0 : (count - bucket + buckets - 1) / buckets; }
   /// Slot of a sorted position.
   XS_HOST_DEVICE int64_t slot(int64_t position) const { return begin(position % buckets) + position / buckets; }
 };
@@ -222,9 +220,7 @@ class SystematicLayout {
   }
 
   /// Whether settle has nothing to do at point k.
-  XS_HOST_DEVICE bool is_settled(const int64_t* ids, int64_t k) const {
-    return (k == 0 || ids[k] > ids[k - 1]) && ids[k] < rank_[tables_.parts()];
-  }
+  XS_HOST_DEVICE bool is_settled(const int64_t* ids, int64_t k) const { return (k == 0 || ids[k] > ids[k - 1]) && ids[k] < rank_[tables_.parts()]; }
 
   /// Makes the ranks differ. No class is longer than the distance of two points, so ranks rise, but for rounding: where two points share
   /// a class, the next one is taken; what that pushes past the end goes back.

@@ -16,38 +16,33 @@ using OptionalSize = std::optional<c10::SymInt>;
 
 std::tuple<Tensor, Tensor> systematic_table_meta(const Tensor& weights) {
   check_weights("systematic_table", weights);
-  return {at::empty_like(weights, weights.options().dtype(at::kLong), at::MemoryFormat::Contiguous),
-          at::empty_like(weights, at::MemoryFormat::Contiguous)};
+  return {at::empty_like(weights, weights.options().dtype(at::kLong), at::MemoryFormat::Contiguous), at::empty_like(weights, at::MemoryFormat::Contiguous)};
 }
 
-std::tuple<Tensor, Tensor> systematic_sample_meta(const Tensor& seed, const Tensor& probability, const Tensor& order,
-                                                  const Tensor& cumulative, OptionalSize num_queries, c10::SymInt num_samples,
-                                                  const OptionalTensor&) {
+std::tuple<Tensor, Tensor> systematic_sample_meta(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
+                                                  OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor&) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   return {empty_samples(seed, num_queries, num_samples), at::empty({}, probability.options())};
 }
 
 // A device without kernels of its own gets the CPU's tables and draws.
 std::tuple<Tensor, Tensor> systematic_table_elsewhere(const Tensor& weights) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::systematic_table", "").typed<decltype(systematic_table_meta)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::systematic_table", "").typed<decltype(systematic_table_meta)>();
   const auto [order, cumulative] = op.call(weights.cpu());
   return {order.to(weights.device()), cumulative.to(weights.device())};
 }
 
-std::tuple<Tensor, Tensor> systematic_sample_elsewhere(const Tensor& seed, const Tensor& probability, const Tensor& order,
-                                                       const Tensor& cumulative, OptionalSize num_queries, c10::SymInt num_samples,
-                                                       const OptionalTensor& tail) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::systematic_sample", "").typed<decltype(systematic_sample_meta)>();
+std::tuple<Tensor, Tensor> systematic_sample_elsewhere(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
+                                                       OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor& tail) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::systematic_sample", "").typed<decltype(systematic_sample_meta)>();
   const auto [ids, log_scale] = op.call(seed.cpu(), probability.cpu(), order.cpu(), cumulative.cpu(), num_queries, num_samples, tail);
   return {ids.to(seed.device()), log_scale.to(seed.device())};
 }
 
 } // namespace
 
-void check_systematic_sample(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
-                             const OptionalSize& num_queries, const c10::SymInt& num_samples) {
+void check_systematic_sample(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative, const OptionalSize& num_queries,
+                             const c10::SymInt& num_samples) {
   constexpr const char* op = "systematic_sample";
   check_sampling(op, seed, num_queries, num_samples);
   check::dim(op, "probability", probability, 1);
@@ -68,8 +63,9 @@ void check_systematic_sample(const Tensor& seed, const Tensor& probability, cons
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("systematic_table(Tensor weights) -> (Tensor order, Tensor cumulative)");
-  m.def("systematic_sample(Tensor seed, Tensor probability, Tensor order, Tensor cumulative, SymInt? num_queries, "
-        "SymInt num_samples, Tensor? tail=None) -> (Tensor ids, Tensor log_scale)");
+  m.def(
+      "systematic_sample(Tensor seed, Tensor probability, Tensor order, Tensor cumulative, SymInt? num_queries, "
+      "SymInt num_samples, Tensor? tail=None) -> (Tensor ids, Tensor log_scale)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

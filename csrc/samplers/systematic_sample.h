@@ -28,12 +28,9 @@ namespace xsoftmax {
 
 /// How many buckets tables of `num_classes` have: a small set of classes is shuffled wholly.
 constexpr int64_t kMaxSystematicBuckets = 64;
-constexpr int64_t systematic_buckets(int64_t num_classes) {
-  return num_classes < kMaxSystematicBuckets ? num_classes : kMaxSystematicBuckets;
-}
+constexpr int64_t systematic_buckets(int64_t num_classes) { return num_classes < kMaxSystematicBuckets ? num_classes : kMaxSystematicBuckets; }
 
-void check_systematic_sample(const at::Tensor& seed, const at::Tensor& probability, const at::Tensor& order,
-                             const at::Tensor& cumulative, const std::optional<c10::SymInt>& num_queries,
-                             const c10::SymInt& num_samples);
+void check_systematic_sample(const at::Tensor& seed, const at::Tensor& probability, const at::Tensor& order, const at::Tensor& cumulative,
+                             const std::optional<c10::SymInt>& num_queries, const c10::SymInt& num_samples);
 
 } // namespace xsoftmax

@@ -47,9 +47,7 @@ std::tuple<Tensor, Tensor> systematic_table_cpu(const Tensor& weights) {
 
 // The tables come from a state dict, which may be anybody's.
 struct TableChecks {
-  void id(int64_t id, int64_t classes) const {
-    TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(classes), kOp, ": expected order in [0, ", classes, "), got ", id);
-  }
+  void id(int64_t id, int64_t classes) const { TORCH_CHECK_INDEX(uint64_t(id) < uint64_t(classes), kOp, ": expected order in [0, ", classes, "), got ", id); }
   void samples(int64_t num_samples, int64_t support) const {
     TORCH_CHECK_VALUE(num_samples <= support, kOp, ": expected num_samples of at most ", support,
                       " (the classes with a weight above zero, of which each is drawn once), got ", num_samples);
@@ -65,25 +63,23 @@ void draw_set(int64_t* ids, const SystematicTables& tables, const SystematicPlan
   layout.pick(ids + plan.certain);
 }
 
-std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tensor& probability, const Tensor& order,
-                                                 const Tensor& cumulative, std::optional<int64_t> num_queries, int64_t num_samples,
-                                                 const OptionalTensor& behind) {
+std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
+                                                 std::optional<int64_t> num_queries, int64_t num_samples, const OptionalTensor& behind) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   const Tensor weights = probability.contiguous(), slots = order.contiguous(), sums = cumulative.contiguous();
   const int64_t n = weights.numel();
   const StaticTail tail = static_tail(kOp, behind, n);
-  const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), tail.first,
-                                systematic_buckets(tail.first), tail};
+  const SystematicTables tables{
+      weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), tail.first, systematic_buckets(tail.first), tail};
   const SystematicPlan plan = make_systematic_plan(tables, num_samples, TableChecks{});
   const Tensor out = empty_samples(seed, num_queries, num_samples);
   int64_t* ids = out.mutable_data_ptr<int64_t>();
   const DrawSeed from(seed);
-  at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(tables.buckets + 4 * num_samples),
-                   [&](int64_t first, int64_t last) {
-                     for (int64_t q = first; q < last; ++q) {
-                       draw_set(ids + q * num_samples, tables, plan, from.key(), from.query(q));
-                     }
-                   });
+  at::parallel_for(0, num_samples == 0 ? 0 : num_queries.value_or(1), query_grain(tables.buckets + 4 * num_samples), [&](int64_t first, int64_t last) {
+    for (int64_t q = first; q < last; ++q) {
+      draw_set(ids + q * num_samples, tables, plan, from.key(), from.query(q));
+    }
+  });
   check::class_ids(kOp, "the classes in order", out, n);
   if (!num_queries.has_value()) {
     std::sort(ids, ids + num_samples);

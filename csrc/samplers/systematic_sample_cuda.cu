@@ -75,8 +75,7 @@ struct Team {
 
 // A team a set. Points are looked up side by side, and only the rare steps between them (settle) are one thread's.
 template <bool kBlock>
-__global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables tables, const SystematicPlan* plan,
-                                  int64_t num_sets) {
+__global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables tables, const SystematicPlan* plan, int64_t num_sets) {
   using Team = Team<kBlock>;
   __shared__ alignas(SystematicLayout) unsigned char storage[(kBlock ? 1 : cuda::kThreads / cuda::kWarp) * sizeof(SystematicLayout)];
   unsigned char* const mine = storage + (kBlock ? 0 : threadIdx.x / cuda::kWarp) * sizeof(SystematicLayout);
@@ -121,16 +120,15 @@ __global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables 
   }
 }
 
-std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tensor& probability, const Tensor& order,
-                                                  const Tensor& cumulative, std::optional<int64_t> num_queries, int64_t num_samples,
-                                                  const OptionalTensor& behind) {
+std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
+                                                  std::optional<int64_t> num_queries, int64_t num_samples, const OptionalTensor& behind) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   const c10::cuda::CUDAGuard guard(seed.device());
   const Tensor weights = probability.contiguous(), slots = order.contiguous(), sums = cumulative.contiguous();
   const int64_t n = weights.numel(), num_sets = num_queries.value_or(1);
   const StaticTail tail = static_tail("systematic_sample", behind, n);
-  const SystematicTables tables{weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), tail.first,
-                                systematic_buckets(tail.first), tail};
+  const SystematicTables tables{
+      weights.const_data_ptr<double>(), slots.const_data_ptr<int64_t>(), sums.const_data_ptr<double>(), tail.first, systematic_buckets(tail.first), tail};
   const Tensor ids = empty_samples(seed, num_queries, num_samples), log_scale = at::empty({}, weights.options());
   const Tensor storage = at::empty({int64_t(sizeof(SystematicPlan))}, seed.options().dtype(at::kByte));
   auto* plan = reinterpret_cast<SystematicPlan*>(storage.mutable_data_ptr<uint8_t>());
@@ -139,11 +137,11 @@ std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (ids.numel() > 0) {
     if (num_sets == 1) {
-      systematic_kernel<true><<<1, unsigned(std::clamp<int64_t>((num_samples + 31) / 32 * 32, 64, 512)), 0, stream>>>(
-          ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), tables, plan, num_sets);
+      systematic_kernel<true><<<1, unsigned(std::clamp<int64_t>((num_samples + 31) / 32 * 32, 64, 512)), 0, stream>>>(ids.mutable_data_ptr<int64_t>(),
+                                                                                                                      DrawSeed(seed), tables, plan, num_sets);
     } else {
-      systematic_kernel<false><<<cuda::grid_size(num_sets, cuda::kThreads / cuda::kWarp), cuda::kThreads, 0, stream>>>(
-          ids.mutable_data_ptr<int64_t>(), DrawSeed(seed), tables, plan, num_sets);
+      systematic_kernel<false><<<cuda::grid_size(num_sets, cuda::kThreads / cuda::kWarp), cuda::kThreads, 0, stream>>>(ids.mutable_data_ptr<int64_t>(),
+                                                                                                                       DrawSeed(seed), tables, plan, num_sets);
     }
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }

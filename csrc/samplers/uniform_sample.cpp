@@ -9,24 +9,21 @@ namespace {
 using at::Tensor;
 using OptionalSize = std::optional<c10::SymInt>;
 
-Tensor uniform_sample_meta(const Tensor& seed, c10::SymInt low, c10::SymInt high, OptionalSize num_queries, c10::SymInt num_samples,
-                           bool distinct) {
+Tensor uniform_sample_meta(const Tensor& seed, c10::SymInt low, c10::SymInt high, OptionalSize num_queries, c10::SymInt num_samples, bool distinct) {
   check_uniform_sample(seed, low, high, num_queries, num_samples, distinct);
   return empty_samples(seed, num_queries, num_samples);
 }
 
 // A device without a kernel of its own gets the CPU's draws.
-Tensor uniform_sample_elsewhere(const Tensor& seed, c10::SymInt low, c10::SymInt high, OptionalSize num_queries,
-                                c10::SymInt num_samples, bool distinct) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::uniform_sample", "").typed<decltype(uniform_sample_meta)>();
+Tensor uniform_sample_elsewhere(const Tensor& seed, c10::SymInt low, c10::SymInt high, OptionalSize num_queries, c10::SymInt num_samples, bool distinct) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::uniform_sample", "").typed<decltype(uniform_sample_meta)>();
   return op.call(seed.cpu(), low, high, num_queries, num_samples, distinct).to(seed.device());
 }
 
 } // namespace
 
-void check_uniform_sample(const Tensor& seed, const c10::SymInt& low, const c10::SymInt& high, const OptionalSize& num_queries,
-                          const c10::SymInt& num_samples, bool distinct) {
+void check_uniform_sample(const Tensor& seed, const c10::SymInt& low, const c10::SymInt& high, const OptionalSize& num_queries, const c10::SymInt& num_samples,
+                          bool distinct) {
   constexpr const char* op = "uniform_sample";
   check_sampling(op, seed, num_queries, num_samples);
   TORCH_CHECK_VALUE(low >= 0 && high > low, op, ": expected 0 <= low < high, got low = ", low, " and high = ", high);

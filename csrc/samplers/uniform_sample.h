@@ -12,7 +12,7 @@ namespace xsoftmax {
 //
 // Returns int64 [M] (num_queries none) or [Q, M].
 
-void check_uniform_sample(const at::Tensor& seed, const c10::SymInt& low, const c10::SymInt& high,
-                          const std::optional<c10::SymInt>& num_queries, const c10::SymInt& num_samples, bool distinct);
+void check_uniform_sample(const at::Tensor& seed, const c10::SymInt& low, const c10::SymInt& high, const std::optional<c10::SymInt>& num_queries,
+                          const c10::SymInt& num_samples, bool distinct);
 
 } // namespace xsoftmax

@@ -22,8 +22,7 @@ void draw_distinct(int64_t* ids, uint64_t seed, uint64_t query, int64_t low, uin
   }
 }
 
-at::Tensor uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries,
-                              int64_t num_samples, bool distinct) {
+at::Tensor uniform_sample_cpu(const at::Tensor& seed, int64_t low, int64_t high, std::optional<int64_t> num_queries, int64_t num_samples, bool distinct) {
   check_uniform_sample(seed, low, high, num_queries, num_samples, distinct);
   const at::Tensor out = empty_samples(seed, num_queries, num_samples);
   int64_t* ids = out.mutable_data_ptr<int64_t>();

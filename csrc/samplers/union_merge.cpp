@@ -35,8 +35,8 @@ Tensor union_classes(const Tensor& queries, const OptionalTensor& target, at::Te
   const c10::SymInt rows = queries.sym_size(0);
   std::vector<Tensor> columns;
   if (given(target)) {
-    TORCH_CHECK_VALUE((target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == rows, op, ": expected target of shape [", rows, "] or [",
-                      rows, ", T], got ", target->sym_sizes());
+    TORCH_CHECK_VALUE((target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == rows, op, ": expected target of shape [", rows, "] or [", rows,
+                      ", T], got ", target->sym_sizes());
     columns.push_back(target->dim() == 1 ? target->unsqueeze(1) : *target);
   } else {
     columns.push_back(at::zeros_symint({rows, 1}, queries.options().dtype(at::kLong)));
@@ -49,14 +49,12 @@ Tensor union_classes(const Tensor& queries, const OptionalTensor& target, at::Te
 }
 
 std::tuple<std::vector<Tensor>, std::vector<Tensor>> union_merge(at::TensorList ids, at::TensorList log_count,
-                                                                const c10::List<OptionalTensor>& target_log_count, at::IntArrayRef part,
-                                                                int64_t first_private, at::TensorList asked, at::IntArrayRef of_set,
-                                                                const OptionalTensor& target) {
+                                                                 const c10::List<OptionalTensor>& target_log_count, at::IntArrayRef part, int64_t first_private,
+                                                                 at::TensorList asked, at::IntArrayRef of_set, const OptionalTensor& target) {
   constexpr const char* op = "union_merge";
   const size_t sets = ids.size();
-  TORCH_CHECK_VALUE(log_count.size() == sets && target_log_count.size() == sets && part.size() == sets && asked.size() == of_set.size() &&
-                        first_private >= 0, op, ": expected a log_count, a target_log_count and a part for each of ", sets,
-                    " sets, and a set for each count that was asked for");
+  TORCH_CHECK_VALUE(log_count.size() == sets && target_log_count.size() == sets && part.size() == sets && asked.size() == of_set.size() && first_private >= 0,
+                    op, ": expected a log_count, a target_log_count and a part for each of ", sets, " sets, and a set for each count that was asked for");
   std::vector<std::vector<Tensor>> counts(sets);
   for (size_t k = 0; k < sets; ++k) {
     counts[k].push_back(log_count[k]);
@@ -94,8 +92,10 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> union_merge(at::TensorList 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("merge_log_counts(Tensor[] log_counts) -> Tensor", merge_log_counts);
   m.def("union_classes(Tensor queries, Tensor? target, Tensor[] ids) -> Tensor", union_classes);
-  m.def("union_merge(Tensor[] ids, Tensor[] log_count, Tensor?[] target_log_count, int[] part, int first_private, Tensor[] asked, int[] of_set, "
-        "Tensor? target) -> (Tensor[] log_count, Tensor[] target_log_count)", union_merge);
+  m.def(
+      "union_merge(Tensor[] ids, Tensor[] log_count, Tensor?[] target_log_count, int[] part, int first_private, Tensor[] asked, int[] of_set, "
+      "Tensor? target) -> (Tensor[] log_count, Tensor[] target_log_count)",
+      union_merge);
 }
 
 } // namespace xsoftmax

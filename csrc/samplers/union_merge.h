@@ -22,13 +22,13 @@ at::Tensor merge_log_counts(at::TensorList log_counts);
 /// [Q, T + W]: T classes of each query, those of `target` [Q] or [Q, T], or one that stands for none, and the W ids of all `ids` ([M] or [Q, M]).
 at::Tensor union_classes(const at::Tensor& queries, const OptionalTensor& target, at::TensorList ids);
 
-/// The sets of a union in the order in which they were drawn, as a proposal has them, but each with what its part alone says of it. part: the number of the part that
-/// drew each set, rising; sets of private parts, from the set `first_private` on, were drawn with union_classes. asked: log counts of the ids of
-/// set of_set[i], as another part says. Returns log_count of all sets, summed; and target_log_count, of target's shape or as it was for
-/// shared sets, of size 0 where there is none.
+/// The sets of a union in the order in which they were drawn, as a proposal has them, but each with what its part alone says of it. part: the number of the
+/// part that drew each set, rising; sets of private parts, from the set `first_private` on, were drawn with union_classes. asked: log counts of the ids of set
+/// of_set[i], as another part says. Returns log_count of all sets, summed; and target_log_count, of target's shape or as it was for shared sets, of size 0
+/// where there is none.
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> union_merge(at::TensorList ids, at::TensorList log_count,
-                                                                        const c10::List<OptionalTensor>& target_log_count, at::IntArrayRef part,
-                                                                        int64_t first_private, at::TensorList asked, at::IntArrayRef of_set,
-                                                                        const OptionalTensor& target);
+                                                                         const c10::List<OptionalTensor>& target_log_count, at::IntArrayRef part,
+                                                                         int64_t first_private, at::TensorList asked, at::IntArrayRef of_set,
+                                                                         const OptionalTensor& target);
 
 } // namespace xsoftmax

@@ -22,8 +22,8 @@ const Parts& checked_parts(const Parts& parts) {
   TORCH_CHECK_VALUE(!parts.empty(), kName, ": expected at least one sampler, got none");
   for (const auto& part : parts) {
     TORCH_CHECK_VALUE(part != nullptr, kName, ": expected samplers, got none");
-    TORCH_CHECK_VALUE(part->num_classes() == parts[0]->num_classes(), kName, ": expected samplers of one number of classes, got ",
-                      parts[0]->num_classes(), " and ", part->num_classes());
+    TORCH_CHECK_VALUE(part->num_classes() == parts[0]->num_classes(), kName, ": expected samplers of one number of classes, got ", parts[0]->num_classes(),
+                      " and ", part->num_classes());
     TORCH_CHECK_VALUE(std::count(parts.begin(), parts.end(), part) == 1, kName, ": expected samplers of their own, got one of them twice");
     if (part->claimed()) { // an error claims none of them
       part->claim(kName);
@@ -59,8 +59,8 @@ Parts in_turn(Parts parts) {
 } // namespace
 
 UnionSamplerImpl::UnionSamplerImpl(Parts parts)
-    : SamplerImpl(kName, checked_parts(parts)[0]->num_classes(), total_samples(parts),
-                  all(parts, std::mem_fn(&SamplerImpl::shared)), all(parts, std::mem_fn(&SamplerImpl::distinct))),
+    : SamplerImpl(kName, checked_parts(parts)[0]->num_classes(), total_samples(parts), all(parts, std::mem_fn(&SamplerImpl::shared)),
+                  all(parts, std::mem_fn(&SamplerImpl::distinct))),
       parts_(std::move(parts)) {
   auto list = register_module("parts", torch::nn::ModuleList());
   for (const auto& part : parts_) {

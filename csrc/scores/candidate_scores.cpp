@@ -32,20 +32,17 @@ Tensor ids_or_empty(const OptionalTensor& ids, const Tensor& input, bool is_priv
   return is_private ? at::empty_symint({input.sym_size(0), 0}, options) : at::empty({0}, options);
 }
 
-Tensor candidate_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool) {
+Tensor candidate_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
+                             const OptionalTensor& shared_ids, bool) {
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
-  const c10::SymInt width = (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
-      (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
+  const c10::SymInt width = (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) + (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
   return at::empty_symint({input.sym_size(0), width}, input.options().dtype(opmath_dtype(input.scalar_type())));
 }
 
-RowGradients candidate_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                            const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                            std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+RowGradients candidate_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                                            const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
-  const c10::SymInt rows = (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) +
-      (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
+  const c10::SymInt rows = (given(private_ids) ? private_ids->sym_numel() : c10::SymInt(0)) + (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0));
   return row_gradients_meta(input, rows, output_mask);
 }
 
@@ -63,8 +60,7 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &weight = saved[1];
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                     ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
     const auto gradients = candidate_scores_backward(grads[0], input, weight, optional(saved[2]), optional(saved[3]), wanted);
     auto result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
     result.resize(6);
@@ -72,14 +68,14 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
   }
 };
 
-Tensor candidate_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                 const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool sparse_grad) {
+Tensor candidate_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
+                                 const OptionalTensor& shared_ids, bool sparse_grad) {
   return CandidateScores::apply(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
 
 // A cast of the table would touch all of its N rows, so the queries take the table's dtype.
-Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                 const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool sparse_grad) {
+Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
+                                 const OptionalTensor& shared_ids, bool sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return candidate_scores(input.to(weight.scalar_type()), weight, same, private_ids, shared_ids, sparse_grad);
@@ -89,17 +85,14 @@ Tensor candidate_scores_autocast(const Tensor& input, const Tensor& weight, cons
 
 Tensor candidate_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
                         const OptionalTensor& shared_ids, bool sparse_grad) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::candidate_scores", "")
-                             .typed<decltype(candidate_scores_reference)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::candidate_scores", "").typed<decltype(candidate_scores_reference)>();
   return op.call(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
 
 RowGradients candidate_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
                                        const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::candidate_scores_backward", "")
-                             .typed<decltype(candidate_scores_backward_reference)>();
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::candidate_scores_backward", "").typed<decltype(candidate_scores_backward_reference)>();
   return op.call(grad, input, weight, private_ids, shared_ids, output_mask, scale);
 }
 
@@ -127,8 +120,7 @@ void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, co
   check::dim(op, "grad", grad, 2);
   check::size(op, "grad", grad, 0, input.sym_size(0), "the rows of input");
   check::size(op, "grad", grad, 1,
-              (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) +
-                  (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0)),
+              (given(private_ids) ? private_ids->sym_size(1) : c10::SymInt(0)) + (given(shared_ids) ? shared_ids->sym_size(0) : c10::SymInt(0)),
               "the candidates of a query");
   check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
   check::same_device(op, "grad", grad, "input", input);
@@ -140,8 +132,8 @@ void check_candidate_scores_backward(const Tensor& grad, const Tensor& input, co
   }
 }
 
-Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                  const OptionalTensor& private_ids, const OptionalTensor& shared_ids, bool) {
+Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
+                                  const OptionalTensor& shared_ids, bool) {
   check_candidate_scores(input, weight, bias, private_ids, shared_ids);
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor query = input.to(dtype);
@@ -156,9 +148,8 @@ Tensor candidate_scores_reference(const Tensor& input, const Tensor& weight, con
   return at::cat({pair_scores, all_scores}, 1);
 }
 
-RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                 const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                                 std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                                                 const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   Tensor query = input.to(grad.scalar_type());
   if (given(scale)) { // of an ignored query, 0 times what is not finite would not be 0
@@ -170,12 +161,10 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
   const Tensor pair_grad = scores_grad.narrow(1, 0, width), all_grad = scores_grad.narrow(1, width, shared);
   const auto [want_input, want_weight, want_bias] = output_mask;
 
-  Tensor grad_input = input.new_empty({0, dims}), rows = pair_ids.new_empty({0}), values = input.new_empty({0, dims}),
-         bias_values = input.new_empty({0});
+  Tensor grad_input = input.new_empty({0, dims}), rows = pair_ids.new_empty({0}), values = input.new_empty({0, dims}), bias_values = input.new_empty({0});
   if (want_input) {
     const Tensor pair_rows = weight.index_select(0, pair_ids.flatten()).to(grad.scalar_type()).view({pair_ids.size(0), width, dims});
-    grad_input = at::bmm(pair_grad.unsqueeze(1), pair_rows).squeeze(1) +
-        at::mm(all_grad, weight.index_select(0, all).to(grad.scalar_type()));
+    grad_input = at::bmm(pair_grad.unsqueeze(1), pair_rows).squeeze(1) + at::mm(all_grad, weight.index_select(0, all).to(grad.scalar_type()));
     grad_input = grad_input.to(input.scalar_type());
   }
   if (want_weight || want_bias) {
@@ -195,10 +184,12 @@ RowGradients candidate_scores_backward_reference(const Tensor& grad, const Tenso
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("candidate_scores(Tensor input, Tensor weight, Tensor? bias, Tensor? private_ids, Tensor? shared_ids, "
-        "bool sparse_grad=True) -> Tensor");
-  m.def("candidate_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor? private_ids, Tensor? shared_ids, "
-        "bool[3] output_mask, Tensor? scale=None) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
+  m.def(
+      "candidate_scores(Tensor input, Tensor weight, Tensor? bias, Tensor? private_ids, Tensor? shared_ids, "
+      "bool sparse_grad=True) -> Tensor");
+  m.def(
+      "candidate_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor? private_ids, Tensor? shared_ids, "
+      "bool[3] output_mask, Tensor? scale=None) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -14,23 +14,20 @@ namespace xsoftmax {
 /// Shared by every kernel of the op and of its backward.
 void check_candidate_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                             const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids);
-void check_candidate_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
-                                     const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
-                                     const std::optional<at::Tensor>& scale);
+void check_candidate_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& private_ids,
+                                     const std::optional<at::Tensor>& shared_ids, const std::optional<at::Tensor>& scale);
 
 /// The gradients for those of the scores, grad [Q, P + S], times scale [Q] (of its dtype) where given; by the dispatcher.
 /// output_mask: input, weight, bias.
-RowGradients candidate_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
-                                       const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
-                                       std::array<bool, 3> output_mask, const std::optional<at::Tensor>& scale = std::nullopt);
+RowGradients candidate_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& private_ids,
+                                       const std::optional<at::Tensor>& shared_ids, std::array<bool, 3> output_mask,
+                                       const std::optional<at::Tensor>& scale = std::nullopt);
 
 /// The composites in ATen calls: any device, and the oracle of the tests.
 at::Tensor candidate_scores_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                      const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
-                                      bool sparse_grad);
+                                      const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids, bool sparse_grad);
 RowGradients candidate_scores_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
-                                                 const std::optional<at::Tensor>& private_ids,
-                                                 const std::optional<at::Tensor>& shared_ids, std::array<bool, 3> output_mask,
-                                                 const std::optional<at::Tensor>& scale);
+                                                 const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
+                                                 std::array<bool, 3> output_mask, const std::optional<at::Tensor>& scale);
 
 } // namespace xsoftmax

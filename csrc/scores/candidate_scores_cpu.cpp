@@ -27,8 +27,7 @@ struct Ids {
   PairLayout pairs;
 };
 
-Ids checked_ids(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
-                const OptionalTensor& shared_ids) {
+Ids checked_ids(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids, const OptionalTensor& shared_ids) {
   const auto options = input.options().dtype(at::kLong);
   Ids ids;
   ids.pair_ids = given(private_ids) ? private_ids->contiguous() : at::empty({input.size(0), 0}, options);
@@ -90,9 +89,8 @@ Tensor candidate_scores_cpu(const Tensor& input, const Tensor& weight, const Opt
   return scores;
 }
 
-RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                           const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                           std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+RowGradients candidate_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                                           const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   const Ids ids = checked_ids("candidate_scores_backward", input, weight, private_ids, shared_ids);
   if (use_reference()) {

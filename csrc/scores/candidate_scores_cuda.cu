@@ -56,9 +56,8 @@ Tensor candidate_scores_cuda(const Tensor& input, const Tensor& weight, const Op
   return scores;
 }
 
-RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                            const OptionalTensor& private_ids, const OptionalTensor& shared_ids,
-                                            std::array<bool, 3> output_mask, const OptionalTensor& scale) {
+RowGradients candidate_scores_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& private_ids,
+                                            const OptionalTensor& shared_ids, std::array<bool, 3> output_mask, const OptionalTensor& scale) {
   check_candidate_scores_backward(grad, input, weight, private_ids, shared_ids, scale);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {

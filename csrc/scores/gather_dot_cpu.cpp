@@ -32,8 +32,8 @@ std::vector<int64_t> queries_of_pairs(const PairLayout& pairs) {
 }
 
 template <typename T>
-void pair_scores(opmath<T>* out, int64_t out_stride, const T* input, int64_t width, const T* weight, int64_t stride, const T* bias,
-                 const PairLayout& pairs, int64_t first, int64_t last) {
+void pair_scores(opmath<T>* out, int64_t out_stride, const T* input, int64_t width, const T* weight, int64_t stride, const T* bias, const PairLayout& pairs,
+                 int64_t first, int64_t last) {
   const auto& kernels = row_kernels().of(input);
   for (int64_t q = first; q < last; ++q) {
     const int64_t begin = pairs.begin(q);
@@ -51,13 +51,13 @@ void pair_scores(opmath<T>* out, int64_t out_stride, const T* input, int64_t wid
 }
 
 template <typename T>
-void add_input_grad(opmath<T>* grad_input, const opmath<T>* grad, int64_t grad_stride, const T* weight, int64_t stride, int64_t width,
-                    const PairLayout& pairs, int64_t first, int64_t last) {
+void add_input_grad(opmath<T>* grad_input, const opmath<T>* grad, int64_t grad_stride, const T* weight, int64_t stride, int64_t width, const PairLayout& pairs,
+                    int64_t first, int64_t last) {
   const auto& kernels = row_kernels().of(weight);
   for (int64_t q = first; q < last; ++q) {
     const int64_t begin = pairs.begin(q);
-    kernels.add_rows(grad_input + q * width, weight, stride, pairs.ids + begin, grad + (grad_stride < 0 ? begin : q * grad_stride),
-                     pairs.end(q) - begin, width);
+    kernels.add_rows(grad_input + q * width, weight, stride, pairs.ids + begin, grad + (grad_stride < 0 ? begin : q * grad_stride), pairs.end(q) - begin,
+                     width);
   }
 }
 
@@ -182,16 +182,17 @@ at::Tensor gather_rows_cpu(const at::Tensor& table, const at::Tensor& ids, bool 
   dispatch_floating(table.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     at::parallel_for(0, ids.size(0), kPairsPerTask, [&](int64_t first, int64_t last) {
-      row_kernels().of(static_cast<const T*>(nullptr)).widen_rows(data<opmath<T>>(rows) + first * width, const_data<T>(source),
-                                                                  source.stride(0), ids.const_data_ptr<int64_t>() + first,
-                                                                  last - first, width);
+      row_kernels()
+          .of(static_cast<const T*>(nullptr))
+          .widen_rows(data<opmath<T>>(rows) + first * width, const_data<T>(source), source.stride(0), ids.const_data_ptr<int64_t>() + first, last - first,
+                      width);
     });
   });
   return rows;
 }
 
-void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight,
-                     const std::optional<at::Tensor>& bias, const PairLayout& pairs) {
+void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                     const PairLayout& pairs) {
   prefetch_rows(weight, c10::IntArrayRef(pairs.ids, size_t(pairs.total())));
   const at::Tensor table = with_unit_column_stride(weight);
   const at::Tensor bias_row = given(bias) ? bias->contiguous() : at::Tensor();
@@ -204,14 +205,13 @@ void pair_scores_cpu(const at::Tensor& out, int64_t out_stride, const at::Tensor
   });
 }
 
-void add_pair_input_grad_cpu(const at::Tensor& grad_input, const at::Tensor& grad, int64_t grad_stride, const at::Tensor& weight,
-                             const PairLayout& pairs) {
+void add_pair_input_grad_cpu(const at::Tensor& grad_input, const at::Tensor& grad, int64_t grad_stride, const at::Tensor& weight, const PairLayout& pairs) {
   const at::Tensor table = with_unit_column_stride(weight);
   dispatch_floating(weight.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     at::parallel_for(0, pairs.queries, pairs.grain(kPairsPerTask), [&](int64_t first, int64_t last) {
-      add_input_grad(data<opmath<T>>(grad_input), const_data<opmath<T>>(grad), grad_stride, const_data<T>(table), table.stride(0),
-                     table.size(1), pairs, first, last);
+      add_input_grad(data<opmath<T>>(grad_input), const_data<opmath<T>>(grad), grad_stride, const_data<T>(table), table.stride(0), table.size(1), pairs, first,
+                     last);
     });
   });
 }
@@ -219,11 +219,9 @@ void add_pair_input_grad_cpu(const at::Tensor& grad_input, const at::Tensor& gra
 namespace {
 
 // compact_rows: how many, where there is a row for each different id; < 0: a row for each position.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
-                                                            const at::Tensor& input, const PairLayout& pairs,
-                                                            const at::Tensor& shared_ids, const at::Tensor& shared_values,
-                                                            const at::Tensor& shared_bias, int64_t compact_rows, bool want_values,
-                                                            bool want_bias) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale, const at::Tensor& input,
+                                                            const PairLayout& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
+                                                            const at::Tensor& shared_bias, int64_t compact_rows, bool want_values, bool want_bias) {
   const int64_t total = pairs.total(), shared = shared_ids.defined() ? shared_ids.numel() : 0;
   const bool compact = compact_rows >= 0;
   std::vector<int64_t> ids(total + shared);
@@ -276,16 +274,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient(const at::Tensor& gr
 
 } // namespace
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
-                                                                const at::Tensor& input, const PairLayout& pairs,
-                                                                const at::Tensor& shared_ids, const at::Tensor& shared_values,
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale, const at::Tensor& input,
+                                                                const PairLayout& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
                                                                 const at::Tensor& shared_bias, bool want_values, bool want_bias) {
   return row_gradient(grad, grad_stride, scale, input, pairs, shared_ids, shared_values, shared_bias, -1, want_values, want_bias);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> compact_row_gradient_cpu(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
-                                                                        const at::Tensor& input, const PairLayout& pairs, int64_t rows,
-                                                                        bool want_values, bool want_bias) {
+                                                                        const at::Tensor& input, const PairLayout& pairs, int64_t rows, bool want_values,
+                                                                        bool want_bias) {
   return row_gradient(grad, grad_stride, scale, input, pairs, {}, {}, {}, rows, want_values, want_bias);
 }
 

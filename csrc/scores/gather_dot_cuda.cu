@@ -15,8 +15,8 @@ using namespace cuda;
 
 // A warp a pair.
 template <typename T, int N>
-__global__ void pair_scores_kernel(at::opmath_type<T>* out, int64_t out_stride, const T* input, const T* weight, int64_t weight_stride,
-                                   const T* bias, Pairs pairs, int64_t width) {
+__global__ void pair_scores_kernel(at::opmath_type<T>* out, int64_t out_stride, const T* input, const T* weight, int64_t weight_stride, const T* bias,
+                                   Pairs pairs, int64_t width) {
   using opmath = at::opmath_type<T>;
   for (int64_t position = global_thread() / kWarp; position < pairs.total; position += grid_threads() / kWarp) {
     const int64_t query = pairs.query_of(position), id = pairs.id(position);
@@ -79,8 +79,8 @@ __global__ void pair_input_grad_kernel(at::opmath_type<T>* grad_input, const at:
 
 } // namespace
 
-void pair_scores_cuda(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight,
-                      const std::optional<at::Tensor>& bias, const CudaPairs& pairs) {
+void pair_scores_cuda(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      const CudaPairs& pairs) {
   if (pairs.total() == 0) {
     return;
   }
@@ -93,9 +93,9 @@ void pair_scores_cuda(const at::Tensor& out, int64_t out_stride, const at::Tenso
     dispatch_pack<scalar_t>(wide, [&](auto pack) {
       constexpr int N = decltype(pack)::value;
       const unsigned grid = grid_size(pairs.total(), kThreads / kWarp);
-      pair_scores_kernel<scalar_t, N><<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          out.mutable_data_ptr<opmath>(), out_stride, in, table, stride,
-          bias_row.defined() ? bias_row.const_data_ptr<scalar_t>() : nullptr, Pairs(pairs), width);
+      pair_scores_kernel<scalar_t, N>
+          <<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out.mutable_data_ptr<opmath>(), out_stride, in, table, stride,
+                                                                     bias_row.defined() ? bias_row.const_data_ptr<scalar_t>() : nullptr, Pairs(pairs), width);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   });

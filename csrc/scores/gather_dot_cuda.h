@@ -24,8 +24,8 @@ struct CudaPairs {
 
 /// out[q * out_stride + j] = <input[q], weight[id]> + bias[id] for the j-th pair of q; out_stride < 0: at the pair's position.
 /// `input` [Q, D] contiguous, `weight` with unit column stride, `out` in opmath dtype.
-void pair_scores_cuda(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight,
-                      const std::optional<at::Tensor>& bias, const CudaPairs& pairs);
+void pair_scores_cuda(const at::Tensor& out, int64_t out_stride, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      const CudaPairs& pairs);
 
 /// sum_j grad(q, j) * weight[id], [Q, D] in opmath dtype; grad addressed as `out` above. Where it is 0, no row is read, whatever the id.
 at::Tensor pair_input_grad_cuda(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& weight, const CudaPairs& pairs);
@@ -42,10 +42,9 @@ inline bool multiplies_rounded(at::ScalarType dtype) { return dtype == at::kBFlo
 /// class's gradient is in its first row, and its other rows are zero. `shared_values` [S, D] (opmath dtype) and `shared_bias` [S] are
 /// the gradients of the shared rows. `scale` [Q], where defined, multiplies the gradients of a query's pairs. Values are in `input`'s
 /// dtype. `wanted`: values, bias; else [0, D] and [0].
-std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cuda(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale,
-                                                                 const at::Tensor& input, const CudaPairs& pairs, const at::Tensor& shared_ids,
-                                                                 const at::Tensor& shared_values, const at::Tensor& shared_bias,
-                                                                 std::array<bool, 2> wanted);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_gradient_cuda(const at::Tensor& grad, int64_t grad_stride, const at::Tensor& scale, const at::Tensor& input,
+                                                                 const CudaPairs& pairs, const at::Tensor& shared_ids, const at::Tensor& shared_values,
+                                                                 const at::Tensor& shared_bias, std::array<bool, 2> wanted);
 
 /// The same without scale and shared ids, over R = `rows` whatever the pairs are: a row for each different id, of which there are no more than R;
 /// behind them the last again, with zeros. Here an id of num_classes says that there is no pair.

@@ -16,8 +16,8 @@ struct Pairs {
   int64_t num_classes;
 
   explicit Pairs(const CudaPairs& pairs)
-    : ids(pairs.ids.const_data_ptr<int64_t>()), offsets(pairs.offsets.defined() ? pairs.offsets.const_data_ptr<int64_t>() : nullptr),
-      width(offsets ? 0 : pairs.ids.size(1)), queries(pairs.queries), total(pairs.total()), num_classes(pairs.num_classes) {}
+      : ids(pairs.ids.const_data_ptr<int64_t>()), offsets(pairs.offsets.defined() ? pairs.offsets.const_data_ptr<int64_t>() : nullptr),
+        width(offsets ? 0 : pairs.ids.size(1)), queries(pairs.queries), total(pairs.total()), num_classes(pairs.num_classes) {}
 
   __device__ int64_t begin(int64_t query) const { return offsets ? offsets[query] : query * width; }
   __device__ int64_t end(int64_t query) const { return offsets ? offsets[query + 1] : (query + 1) * width; }

@@ -26,9 +26,8 @@ constexpr const char* kOp = "ragged_scores";
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
                            std::array<bool, 3> output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::ragged_scores_backward", "")
-                             .typed<decltype(ragged_scores_backward_reference)>();
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::ragged_scores_backward", "").typed<decltype(ragged_scores_backward_reference)>();
   return op.call(grad, input, weight, ids, offsets, output_mask);
 }
 
@@ -38,22 +37,21 @@ Tensor query_of_ids(const Tensor& ids, const Tensor& offsets) {
   return at::searchsorted(ends, at::arange(ids.size(0), offsets.options()), /*out_int32=*/false, /*right=*/true);
 }
 
-Tensor ragged_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
-                          const Tensor& offsets, bool) {
+Tensor ragged_scores_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, bool) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   return at::empty_symint({ids.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type())));
 }
 
-RowGradients ragged_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids,
-                                         const Tensor& offsets, std::array<bool, 3> output_mask) {
+RowGradients ragged_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
+                                         std::array<bool, 3> output_mask) {
   check_ragged_scores_backward(grad, input, weight, ids, offsets);
   return row_gradients_meta(input, ids.sym_size(0).min(weight.sym_size(0)), output_mask);
 }
 
 class RaggedScores : public torch::autograd::Function<RaggedScores> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& ids, const Tensor& offsets, bool sparse_grad) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
+                        const Tensor& offsets, bool sparse_grad) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, ids, offsets});
     ctx->saved_data["sparse_grad"] = sparse_grad;
@@ -63,8 +61,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                     ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
     const auto gradients = call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], wanted);
     auto result = row_gradients_as_grads(gradients, saved[1].sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
     result.resize(6);
@@ -72,13 +69,13 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
   }
 };
 
-Tensor ragged_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
-                              const Tensor& offsets, bool sparse_grad) {
+Tensor ragged_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
+                              bool sparse_grad) {
   return RaggedScores::apply(input, weight, bias, ids, offsets, sparse_grad);
 }
 
-Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
-                              const Tensor& offsets, bool sparse_grad) {
+Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
+                              bool sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return ragged_scores(input.to(weight.scalar_type()), weight, same, ids, offsets, sparse_grad);
@@ -86,16 +83,12 @@ Tensor ragged_scores_autocast(const Tensor& input, const Tensor& weight, const O
 
 } // namespace
 
-Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
-                     bool sparse_grad) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::ragged_scores", "")
-                             .typed<decltype(ragged_scores_reference)>();
+Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, bool sparse_grad) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::ragged_scores", "").typed<decltype(ragged_scores_reference)>();
   return op.call(input, weight, bias, ids, offsets, sparse_grad);
 }
 
-void check_ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
-                         const Tensor& offsets) {
+void check_ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets) {
   check::linear(kOp, input, weight, bias);
   check::dim(kOp, "ids", ids, 1);
   check::int64(kOp, "ids", ids);
@@ -106,8 +99,7 @@ void check_ragged_scores(const Tensor& input, const Tensor& weight, const Option
   check::size(kOp, "offsets", offsets, 0, input.sym_size(0) + 1, "one more than the rows of input");
 }
 
-void check_ragged_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids,
-                                  const Tensor& offsets) {
+void check_ragged_scores_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets) {
   check_ragged_scores(input, weight, std::nullopt, ids, offsets);
   constexpr const char* op = "ragged_scores_backward";
   check::dim(op, "grad", grad, 1);
@@ -115,8 +107,7 @@ void check_ragged_scores_backward(const Tensor& grad, const Tensor& input, const
   check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
 }
 
-Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
-                               const Tensor& offsets, bool) {
+Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, bool) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor query = input.index_select(0, query_of_ids(ids, offsets)).to(dtype);
@@ -124,8 +115,8 @@ Tensor ragged_scores_reference(const Tensor& input, const Tensor& weight, const 
   return given(bias) ? scores + bias->index_select(0, ids).to(dtype) : scores;
 }
 
-RowGradients ragged_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids,
-                                              const Tensor& offsets, std::array<bool, 3> output_mask) {
+RowGradients ragged_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
+                                              std::array<bool, 3> output_mask) {
   check_ragged_scores_backward(grad, input, weight, ids, offsets);
   const auto [want_input, want_weight, want_bias] = output_mask;
   const auto dtype = grad.scalar_type();
@@ -152,8 +143,9 @@ RowGradients ragged_scores_backward_reference(const Tensor& grad, const Tensor& 
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("ragged_scores(Tensor input, Tensor weight, Tensor? bias, Tensor ids, Tensor offsets, bool sparse_grad=True) -> Tensor");
-  m.def("ragged_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor ids, Tensor offsets, bool[3] output_mask) "
-        "-> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
+  m.def(
+      "ragged_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor ids, Tensor offsets, bool[3] output_mask) "
+      "-> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

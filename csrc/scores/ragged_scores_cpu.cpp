@@ -29,8 +29,7 @@ Ids checked_ids(const char* op, const Tensor& weight, const Tensor& ids, const T
   return result;
 }
 
-Tensor ragged_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
-                         const Tensor& offsets, bool sparse_grad) {
+Tensor ragged_scores_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, bool sparse_grad) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   const Ids checked = checked_ids("ragged_scores", weight, ids, offsets);
   if (use_reference()) {
@@ -41,8 +40,8 @@ Tensor ragged_scores_cpu(const Tensor& input, const Tensor& weight, const Option
   return scores;
 }
 
-RowGradients ragged_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids,
-                                        const Tensor& offsets, std::array<bool, 3> output_mask) {
+RowGradients ragged_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
+                                        std::array<bool, 3> output_mask) {
   check_ragged_scores_backward(grad, input, weight, ids, offsets);
   const Ids checked = checked_ids("ragged_scores_backward", weight, ids, offsets);
   if (use_reference()) {
@@ -60,10 +59,9 @@ RowGradients ragged_scores_backward_cpu(const Tensor& grad, const Tensor& input,
     return {grad_input, ids.new_empty({0}), input.new_empty({0, input.size(1)}), input.new_empty({0})};
   }
   const bool fewer = weight.size(0) < ids.size(0); // some ids stand more than once
-  auto [rows, values, bias_values] =
-      fewer ? compact_row_gradient_cpu(scores_grad, kPacked, Tensor(), input.contiguous(), checked.pairs, weight.size(0), want_weight, want_bias)
-            : row_gradient_cpu(scores_grad, kPacked, Tensor(), input.contiguous(), checked.pairs, ids.new_empty({0}), Tensor(), Tensor(),
-                               want_weight, want_bias);
+  auto [rows, values, bias_values] = fewer
+      ? compact_row_gradient_cpu(scores_grad, kPacked, Tensor(), input.contiguous(), checked.pairs, weight.size(0), want_weight, want_bias)
+      : row_gradient_cpu(scores_grad, kPacked, Tensor(), input.contiguous(), checked.pairs, ids.new_empty({0}), Tensor(), Tensor(), want_weight, want_bias);
   return {grad_input, rows, values, bias_values};
 }
 

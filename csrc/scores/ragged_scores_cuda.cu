@@ -16,8 +16,7 @@ using at::Tensor;
 
 constexpr int64_t kPacked = -1; // scores lie at their pair's position
 
-Tensor ragged_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids,
-                          const Tensor& offsets, bool sparse_grad) {
+Tensor ragged_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets, bool sparse_grad) {
   check_ragged_scores(input, weight, bias, ids, offsets);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
@@ -29,8 +28,8 @@ Tensor ragged_scores_cuda(const Tensor& input, const Tensor& weight, const Optio
   return scores;
 }
 
-RowGradients ragged_scores_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids,
-                                         const Tensor& offsets, std::array<bool, 3> output_mask) {
+RowGradients ragged_scores_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& ids, const Tensor& offsets,
+                                         std::array<bool, 3> output_mask) {
   check_ragged_scores_backward(grad, input, weight, ids, offsets);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
@@ -48,9 +47,9 @@ RowGradients ragged_scores_backward_cuda(const Tensor& grad, const Tensor& input
   }
   const bool fewer = weight.size(0) < ids.size(0); // some ids stand more than once
   const std::array<bool, 2> wanted = {want_weight, want_bias};
-  auto [rows, values, bias_values] =
-      fewer ? compact_row_gradient_cuda(scores_grad, kPacked, input.contiguous(), pairs, weight.size(0), wanted)
-            : row_gradient_cuda(scores_grad, kPacked, Tensor(), input.contiguous(), pairs, ids.new_empty({0}), Tensor(), Tensor(), wanted);
+  auto [rows, values, bias_values] = fewer
+      ? compact_row_gradient_cuda(scores_grad, kPacked, input.contiguous(), pairs, weight.size(0), wanted)
+      : row_gradient_cuda(scores_grad, kPacked, Tensor(), input.contiguous(), pairs, ids.new_empty({0}), Tensor(), Tensor(), wanted);
   return {grad_input, rows, values, bias_values};
 }
 

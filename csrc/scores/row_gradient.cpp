@@ -16,15 +16,12 @@ RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows
   const c10::SymInt none(0);
   return {at::empty_symint({want_input ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
           at::empty_symint({want_weight || want_bias ? rows : none}, input.options().dtype(at::kLong)),
-          at::empty_symint({want_weight ? rows : none, input.sym_size(1)}, input.options()),
-          at::empty_symint({want_bias ? rows : none}, input.options())};
+          at::empty_symint({want_weight ? rows : none, input.sym_size(1)}, input.options()), at::empty_symint({want_bias ? rows : none}, input.options())};
 }
 
-std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted,
-                                               bool sparse) {
+std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted, bool sparse) {
   const auto& [grad_input, rows, values, bias_values] = gradients;
-  return {wanted[0] ? grad_input : at::Tensor(),
-          wanted[1] ? row_gradient_tensor(rows, values, num_rows, sparse) : at::Tensor(),
+  return {wanted[0] ? grad_input : at::Tensor(), wanted[1] ? row_gradient_tensor(rows, values, num_rows, sparse) : at::Tensor(),
           wanted[2] ? row_gradient_tensor(rows, bias_values, num_rows, sparse) : at::Tensor()};
 }
 
@@ -33,8 +30,8 @@ at::Tensor row_gradient_tensor(const at::Tensor& rows, const at::Tensor& values,
   size[0] = num_rows;
   if (sparse) {
     // Equal rows may stand side by side, so the tensor is not coalesced.
-    return at::_sparse_coo_tensor_unsafe_symint(rows.unsqueeze(0), values, size, values.scalar_type(), at::kSparse, values.device(),
-                                                std::nullopt, /*is_coalesced=*/false);
+    return at::_sparse_coo_tensor_unsafe_symint(rows.unsqueeze(0), values, size, values.scalar_type(), at::kSparse, values.device(), std::nullopt,
+                                                /*is_coalesced=*/false);
   }
   return at::zeros_symint(size, values.options()).index_add_(0, rows, values);
 }

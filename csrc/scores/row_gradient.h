@@ -17,8 +17,7 @@ using RowGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 RowGradients row_gradients_meta(const at::Tensor& input, const c10::SymInt& rows, std::array<bool, 3> wanted);
 
 /// The gradients of input, weight and bias that autograd takes; undefined where not wanted.
-std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted,
-                                               bool sparse);
+std::vector<at::Tensor> row_gradients_as_grads(const RowGradients& gradients, const c10::SymInt& num_rows, std::array<bool, 3> wanted, bool sparse);
 
 /// (rows, values) as the gradient of a table with `num_rows` rows: sparse COO, or dense. `values` [R, D] or [R].
 at::Tensor row_gradient_tensor(const at::Tensor& rows, const at::Tensor& values, const c10::SymInt& num_rows, bool sparse);

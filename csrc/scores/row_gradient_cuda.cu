@@ -302,9 +302,9 @@ void sum_runs(const Tensor& values, const Tensor& bias, const Runs& runs, const 
 
 } // namespace
 
-std::tuple<Tensor, Tensor, Tensor> row_gradient_cuda(const Tensor& grad, int64_t grad_stride, const Tensor& scale, const Tensor& input,
-                                                     const CudaPairs& pairs, const Tensor& shared_ids, const Tensor& shared_values,
-                                                     const Tensor& shared_bias, std::array<bool, 2> wanted) {
+std::tuple<Tensor, Tensor, Tensor> row_gradient_cuda(const Tensor& grad, int64_t grad_stride, const Tensor& scale, const Tensor& input, const CudaPairs& pairs,
+                                                     const Tensor& shared_ids, const Tensor& shared_values, const Tensor& shared_bias,
+                                                     std::array<bool, 2> wanted) {
   const SortedIds sorted(at::cat({pairs.ids.flatten(), shared_ids}), pairs.num_classes - 1);
   const int64_t rows = sorted.ids.numel();
   const Tensor values = at::empty({wanted[0] ? rows : 0, input.size(1)}, input.options()), bias = at::empty({wanted[1] ? rows : 0}, input.options());

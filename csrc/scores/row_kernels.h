@@ -13,18 +13,14 @@ template <typename T>
 struct RowKernels {
   /// out[j] = sum_d x[d] * table[index[j] * stride + d], j < n. index has `readable` >= n entries: the rows of those behind n are
   /// on their way to the cache for the next call.
-  void (*dot_rows)(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t readable,
-                   int64_t width);
+  void (*dot_rows)(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t readable, int64_t width);
   /// sum[d] += sum_j coefficient[j] * table[index[j] * stride + d]; rows whose coefficient is 0 are not read
-  void (*add_rows)(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
-                   int64_t width);
+  void (*add_rows)(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n, int64_t width);
   /// The same with =
-  void (*sum_rows)(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
-                   int64_t width);
+  void (*sum_rows)(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n, int64_t width);
   /// out[row[j] * width + d] = coefficient[j] * table[index[j] * width + d], j < n, past the caches: for more rows than they hold, which
   /// would otherwise be read before they are written. Null for a T whose sums are wider.
-  void (*stream_rows)(T* out, const int64_t* row, const T* table, const int64_t* index, const opmath<T>* coefficient, int64_t n,
-                      int64_t width);
+  void (*stream_rows)(T* out, const int64_t* row, const T* table, const int64_t* index, const opmath<T>* coefficient, int64_t n, int64_t width);
   /// out[d] = x[d], rounded to T
   void (*round_row)(T* out, const opmath<T>* x, int64_t width);
   /// out[d] = x[d], widened

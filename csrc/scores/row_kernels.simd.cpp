@@ -102,8 +102,7 @@ inline void dot_of_rows(opmath<T>* out, const T* x, const T* const (&row)[kRows]
 }
 
 template <typename T>
-void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t readable,
-              int64_t width) {
+void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const int64_t* index, int64_t n, int64_t readable, int64_t width) {
   const int64_t ahead = rows_ahead<T>(width);
   const auto row = [=](int64_t j) { return table + index[j] * stride; };
   int64_t j = 0;
@@ -123,8 +122,8 @@ void dot_rows(opmath<T>* out, const T* x, const T* table, int64_t stride, const 
 
 // Columns of a sum, kVectors vectors at a time and then half as many: they stay in registers while the rows pass. Returns the first column left.
 template <bool kFresh, int kVectors, typename T>
-inline int64_t add_columns(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
-                           int64_t first, int64_t width) {
+inline int64_t add_columns(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n, int64_t first,
+                           int64_t width) {
   constexpr int64_t kColumns = kVectors * kLanes<T>;
   for (; first + kColumns <= width; first += kColumns) {
     Lanes<T> part[kVectors] = {};
@@ -154,8 +153,7 @@ inline int64_t add_columns(opmath<T>* sum, const T* table, int64_t stride, const
 
 // sum[d] += ..., or = where kFresh.
 template <bool kFresh, typename T>
-inline void accumulate(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
-                       int64_t width) {
+inline void accumulate(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n, int64_t width) {
   const int64_t first = add_columns<kFresh, 8>(sum, table, stride, index, coefficient, n, 0, width);
   for (int64_t d = first; d < width; ++d) {
     opmath<T> part = kFresh ? opmath<T>(0) : sum[d];
@@ -169,8 +167,7 @@ inline void accumulate(opmath<T>* sum, const T* table, int64_t stride, const int
 constexpr int64_t kRowsPassed = 32; // at once: they stay in cache from one block of columns to the next
 
 template <typename T>
-void add_rows(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
-              int64_t width) {
+void add_rows(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n, int64_t width) {
   int64_t asked = 0;
   for (int64_t j = 0; j < n; j += kRowsPassed) {
     for (; asked < n && asked < j + 2 * kRowsPassed; ++asked) {
@@ -181,8 +178,7 @@ void add_rows(opmath<T>* sum, const T* table, int64_t stride, const int64_t* ind
 }
 
 template <typename T>
-void sum_rows(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n,
-              int64_t width) {
+void sum_rows(opmath<T>* sum, const T* table, int64_t stride, const int64_t* index, const opmath<T>* coefficient, int64_t n, int64_t width) {
   const int64_t first = n < kRowsPassed ? n : kRowsPassed;
   accumulate<true>(sum, table, stride, index, coefficient, first, width);
   add_rows(sum, table, stride, index + first, coefficient + first, n - first, width);

@@ -25,14 +25,14 @@ NamedTransform transform_named(const char* op, std::string_view name) {
   }
   TORCH_CHECK_VALUE(name == "identity", op,
                     ": expected transform as \"l1-hinge\" .. \"l6-hinge\", \"sigmoid\", \"log-l1-hinge\" .. \"log-l6-hinge\", \"log-sigmoid\" or "
-                    "\"identity\", got \"", name, "\"");
+                    "\"identity\", got \"",
+                    name, "\"");
   return {ScoreTransform::Identity, 1};
 }
 
 NamedTransform additive_transform_named(const char* op, std::string_view name) {
   const NamedTransform found = transform_named(op, name);
-  TORCH_CHECK_VALUE(found.additive(), op, ": expected transform as \"identity\", \"log-sigmoid\" or \"log-l1-hinge\" .. \"log-l6-hinge\", got \"", name,
-                    "\"");
+  TORCH_CHECK_VALUE(found.additive(), op, ": expected transform as \"identity\", \"log-sigmoid\" or \"log-l1-hinge\" .. \"log-l6-hinge\", got \"", name, "\"");
   return found;
 }
 

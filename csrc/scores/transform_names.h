@@ -14,9 +14,7 @@ struct NamedTransform {
   ScoreTransform transform;
   int power; ///< of a hinge
 
-  bool additive() const {
-    return transform == ScoreTransform::Identity || transform == ScoreTransform::LogSigmoid || transform == ScoreTransform::LogHinge;
-  }
+  bool additive() const { return transform == ScoreTransform::Identity || transform == ScoreTransform::LogSigmoid || transform == ScoreTransform::LogHinge; }
 
   /// Of one score; the additive ones only.
   template <typename T>

@@ -59,8 +59,9 @@ Tensor mapped(const std::string& path, int64_t num_rows, std::optional<int64_t> 
   }
   if (MappedFile::exists(path)) {
     const Tensor table = open(path);
-    TORCH_CHECK_VALUE(table.sizes() == at::IntArrayRef(sizes) && table.scalar_type() == options.dtype, "tables.mapped: expected ", path, " as a table of shape ",
-                      at::IntArrayRef(sizes), " and dtype ", options.dtype, ", got shape ", table.sizes(), " and dtype ", table.scalar_type());
+    TORCH_CHECK_VALUE(table.sizes() == at::IntArrayRef(sizes) && table.scalar_type() == options.dtype, "tables.mapped: expected ", path,
+                      " as a table of shape ", at::IntArrayRef(sizes), " and dtype ", options.dtype, ", got shape ", table.sizes(), " and dtype ",
+                      table.scalar_type());
     return table;
   }
   const Tensor table = mapped_table_create(path, sizes, options.dtype);

@@ -28,8 +28,8 @@ using at::Tensor;
 constexpr const char* kOp = "beam_search";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-BeamSearchResult beam_search_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                  const Tensor& node_class, c10::SymInt width, std::string_view transform) {
+BeamSearchResult beam_search_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                                  c10::SymInt width, std::string_view transform) {
   check_beam_search(input, weight, bias, first_child, node_class, width, transform);
   const auto options = input.options();
   return {at::empty_symint({input.sym_size(0), width}, options.dtype(opmath_dtype(input.scalar_type()))),
@@ -54,8 +54,8 @@ Tensor node_scores(const Tensor& edges, const Tensor& first_child, const Tensor&
   const Tensor scores = at::zeros({edges.size(0), edges.size(1) + 1}, edges.options());
   for (int64_t end = 1; end < scores.size(1);) { // of the layers so far
     const int64_t next = first_child[end].item<int64_t>();
-    TORCH_CHECK_VALUE(next > end && next <= scores.size(1), kOp, ": expected first_child to rise from above node ", end - 1, " to at most ",
-                      scores.size(1), ", got ", next);
+    TORCH_CHECK_VALUE(next > end && next <= scores.size(1), kOp, ": expected first_child to rise from above node ", end - 1, " to at most ", scores.size(1),
+                      ", got ", next);
     const Tensor above = scores.index_select(1, parent.narrow(0, end, next - end));
     scores.narrow(1, end, next - end).copy_(above + edges.narrow(1, end - 1, next - end));
     end = next;
@@ -65,15 +65,14 @@ Tensor node_scores(const Tensor& edges, const Tensor& first_child, const Tensor&
 
 } // namespace
 
-BeamSearchResult beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                             const Tensor& node_class, c10::SymInt width, std::string_view transform) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::beam_search", "").typed<decltype(beam_search_reference)>();
+BeamSearchResult beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                             c10::SymInt width, std::string_view transform) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::beam_search", "").typed<decltype(beam_search_reference)>();
   return op.call(input, weight, bias, first_child, node_class, width, transform);
 }
 
-void check_beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                       const Tensor& node_class, const c10::SymInt& width, std::string_view transform) {
+void check_beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                       const c10::SymInt& width, std::string_view transform) {
   check::linear(kOp, input, weight, bias);
   check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
   check_nodes(kOp, "node_class", node_class, input, weight.sym_size(0) + 1);
@@ -109,8 +108,9 @@ BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("beam_search(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor node_class, SymInt width, str transform=\"identity\") -> "
-        "(Tensor scores, Tensor classes)");
+  m.def(
+      "beam_search(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor node_class, SymInt width, str transform=\"identity\") -> "
+      "(Tensor scores, Tensor classes)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("beam_search", beam_search_reference); }

@@ -21,18 +21,15 @@ namespace xsoftmax {
 // as wide as the tree has classes finds all of them; a narrower one may lose the best class, where a node above it falls behind. NaN counts
 // as the largest score. The search has no gradient.
 using BeamSearchResult = std::tuple<at::Tensor, at::Tensor>;
-BeamSearchResult beam_search(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                             const at::Tensor& first_child, const at::Tensor& node_class, c10::SymInt width,
-                             std::string_view transform = "identity");
+BeamSearchResult beam_search(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& first_child,
+                             const at::Tensor& node_class, c10::SymInt width, std::string_view transform = "identity");
 
 /// Shared by every kernel of the op.
-void check_beam_search(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                       const at::Tensor& first_child, const at::Tensor& node_class, const c10::SymInt& width,
-                       std::string_view transform);
+void check_beam_search(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& first_child,
+                       const at::Tensor& node_class, const c10::SymInt& width, std::string_view transform);
 
 /// The composite in ATen calls: any device, and the oracle of the tests.
-BeamSearchResult beam_search_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                       const at::Tensor& first_child, const at::Tensor& node_class, c10::SymInt width,
-                                       std::string_view transform);
+BeamSearchResult beam_search_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& first_child,
+                                       const at::Tensor& node_class, c10::SymInt width, std::string_view transform);
 
 } // namespace xsoftmax

@@ -52,8 +52,8 @@ struct Tree {
   // The children of a node, as a state dict of anybody's may have them.
   std::pair<int64_t, int64_t> children(int64_t node) const {
     const int64_t begin = first_child[node], end = first_child[node + 1];
-    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kOp, ": expected first_child to rise from above node ", node,
-                      " to at most ", nodes, ", got ", begin, " and ", end);
+    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kOp, ": expected first_child to rise from above node ", node, " to at most ", nodes,
+                      ", got ", begin, " and ", end);
     return {begin, end};
   }
 
@@ -144,8 +144,8 @@ class Search {
   std::vector<A> above_, scores_;
 };
 
-BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                 const Tensor& node_class, c10::SymInt width, std::string_view transform) {
+BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                                 c10::SymInt width, std::string_view transform) {
   check_beam_search(input, weight, bias, first_child, node_class, width, transform);
   if (use_reference()) {
     return beam_search_reference(input, weight, bias, first_child, node_class, width, transform);

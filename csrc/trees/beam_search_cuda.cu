@@ -48,8 +48,8 @@ struct Beam {
   }
 
   __device__ Beam(unsigned char* storage, int64_t width, int64_t capacity)
-      : node(reinterpret_cast<int64_t*>(storage)), offset(node + width), next_node(offset + width),
-        score(reinterpret_cast<A*>(next_node + capacity)), next_score(score + width), width(width), capacity(capacity) {}
+      : node(reinterpret_cast<int64_t*>(storage)), offset(node + width), next_node(offset + width), score(reinterpret_cast<A*>(next_node + capacity)),
+        next_score(score + width), width(width), capacity(capacity) {}
 
   // How many of the first `count` next nodes have a key for which `holds`, in every thread.
   template <typename Holds>
@@ -194,8 +194,8 @@ __global__ void beam_search_kernel(at::opmath_type<T>* scores, int64_t* classes,
 }
 
 template <typename T>
-void launch(const Tensor& scores, const Tensor& classes, const Tensor& input, const EdgeTable<T>& table, const Tensor& first_child,
-            const Tensor& node_class, int64_t width, int64_t capacity, const NamedTransform& transform, bool in_shared) {
+void launch(const Tensor& scores, const Tensor& classes, const Tensor& input, const EdgeTable<T>& table, const Tensor& first_child, const Tensor& node_class,
+            int64_t width, int64_t capacity, const NamedTransform& transform, bool in_shared) {
   using opmath = at::opmath_type<T>;
   const int64_t queries = input.size(0), bytes = Beam<opmath>::bytes(width, capacity);
   const T* in = input.const_data_ptr<T>();
@@ -216,8 +216,8 @@ void launch(const Tensor& scores, const Tensor& classes, const Tensor& input, co
   });
 }
 
-BeamSearchResult beam_search_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                  const Tensor& node_class, c10::SymInt width, std::string_view transform) {
+BeamSearchResult beam_search_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                                  c10::SymInt width, std::string_view transform) {
   check_beam_search(input, weight, bias, first_child, node_class, width, transform);
   const c10::cuda::CUDAGuard guard(input.device());
   if (use_reference()) {
@@ -235,8 +235,8 @@ BeamSearchResult beam_search_cuda(const Tensor& input, const Tensor& weight, con
   const int64_t few = beam + kNewNodes, size = opmath_dtype(input.scalar_type()) == at::kDouble ? sizeof(double) : sizeof(float);
   const bool in_shared = (size == 8 ? Beam<double>::bytes(beam, few) : Beam<float>::bytes(beam, few)) <= kBeamBytes;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "beam_search_cuda", [&] {
-    launch<scalar_t>(scores, classes, x, EdgeTable<scalar_t>(table, bias_row), offsets, classes_of, beam,
-                     in_shared ? few : beam + std::max(beam, kNewNodes), named, in_shared);
+    launch<scalar_t>(scores, classes, x, EdgeTable<scalar_t>(table, bias_row), offsets, classes_of, beam, in_shared ? few : beam + std::max(beam, kNewNodes),
+                     named, in_shared);
   });
   if (in_shared) {
     return {scores, classes};

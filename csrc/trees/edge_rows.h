@@ -18,8 +18,7 @@ struct EdgeRows {
   const T* bias; // null: none
 
   EdgeRows(const at::Tensor& table, const at::Tensor& bias_row)
-      : weight(const_data<T>(table)), stride(table.stride(0)), features(table.size(1)),
-        bias(bias_row.defined() ? const_data<T>(bias_row) : nullptr) {}
+      : weight(const_data<T>(table)), stride(table.stride(0)), features(table.size(1)), bias(bias_row.defined() ? const_data<T>(bias_row) : nullptr) {}
 
   /// scores[i] = <input, weight[edges[i]]> + bias[edges[i]]
   void score(std::vector<opmath<T>>& scores, const T* input, const std::vector<int64_t>& edges) const {

@@ -19,8 +19,7 @@ struct EdgeTable {
 
   /// `weight` with unit column stride, `bias` contiguous or undefined.
   EdgeTable(const at::Tensor& weight, const at::Tensor& bias)
-      : weight(weight.const_data_ptr<T>()), bias(bias.defined() ? bias.const_data_ptr<T>() : nullptr), stride(weight.stride(0)),
-        features(weight.size(1)) {}
+      : weight(weight.const_data_ptr<T>()), bias(bias.defined() ? bias.const_data_ptr<T>() : nullptr), stride(weight.stride(0)), features(weight.size(1)) {}
 
   /// Whether rows of it, and of a contiguous matrix `x` of its width, can be read 16 bytes at a time.
   bool wide(const T* x) const { return aligned(x, features, sizeof(T)) && aligned(weight, stride, sizeof(T)); }
@@ -73,9 +72,7 @@ __device__ inline int64_t node_above(const int64_t* parent, int64_t node) {
   return above;
 }
 
-struct ChildRange {
-  int64_t begin, end;
-};
+struct ChildRange { int64_t begin, end; };
 
 __device__ inline ChildRange children_of(const int64_t* first_child, int64_t node, int64_t nodes) {
   const ChildRange range{first_child[node], first_child[node + 1]};

@@ -25,8 +25,7 @@ using at::Tensor;
 
 namespace {
 
-void check_edge_values(const char* op, const Tensor& edges, const Tensor& parent, const Tensor& class_node, at::IntArrayRef layer_sizes,
-                       int64_t dim) {
+void check_edge_values(const char* op, const Tensor& edges, const Tensor& parent, const Tensor& class_node, at::IntArrayRef layer_sizes, int64_t dim) {
   check::floating(op, "edges", edges);
   TORCH_CHECK_VALUE(dim >= 0 && dim < edges.dim(), op, ": expected edges with more than ", dim, " dimensions, got shape ", edges.sym_sizes());
   for (const auto& [name, tensor] : {std::pair<const char*, const Tensor&>{"parent", parent}, {"class_node", class_node}}) {
@@ -78,8 +77,7 @@ Tensor hierarchical_log_prob(const Tensor& edges, const Tensor& parent, const Te
 }
 
 void tree_balance_(const Tensor& table, const Tensor& first_child, at::IntArrayRef layer_sizes) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_balance_", "").typed<decltype(tree_balance_reference)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_balance_", "").typed<decltype(tree_balance_reference)>();
   op.call(table, first_child, layer_sizes);
 }
 
@@ -102,8 +100,8 @@ void check_children(const Tensor& first_child, at::IntArrayRef layer_sizes) {
     const int64_t last = end + layer_sizes[layer];
     for (int64_t v = begin; v < end; ++v) {
       const bool rises = first[v] <= first[v + 1], starts = v > begin || first[v] == end, ends = v + 1 < end || first[v + 1] == last;
-      TORCH_CHECK_VALUE(rises && starts && ends, "tree_balance_: expected the children of node ", v, " side by side in the layer [", end, ", ", last, "), got [", first[v],
-                        ", ", first[v + 1], ")");
+      TORCH_CHECK_VALUE(rises && starts && ends, "tree_balance_: expected the children of node ", v, " side by side in the layer [", end, ", ", last,
+                        "), got [", first[v], ", ", first[v + 1], ")");
     }
     begin = end;
   }
@@ -130,8 +128,7 @@ void tree_balance_reference(const Tensor& table, const Tensor& first_child, at::
 }
 
 Tensor tree_routed_candidates(const Tensor& seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_routed_candidates", "").typed<decltype(tree_routed_candidates)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_routed_candidates", "").typed<decltype(tree_routed_candidates)>();
   return op.call(seed, scores, first_child, node_class, count);
 }
 

@@ -81,8 +81,8 @@ Tensor routed_candidates_cpu(const Tensor& given_seed, const Tensor& scores, con
   const uint64_t seed = uint64_t(given_seed.item<int64_t>());
   for (int64_t q = 0; q < scores.size(0); ++q) {
     const int64_t begin = first[subset[q] + 1], end = first[subset[q] + 2];
-    TORCH_CHECK_VALUE(begin >= 0 && begin <= end && end <= classes.size(0), "tree_routed_candidates: expected the children of node ",
-                      subset[q] + 1, " in [0, ", classes.size(0), "), got [", begin, ", ", end, ")");
+    TORCH_CHECK_VALUE(begin >= 0 && begin <= end && end <= classes.size(0), "tree_routed_candidates: expected the children of node ", subset[q] + 1, " in [0, ",
+                      classes.size(0), "), got [", begin, ", ", end, ")");
     const RoutedDraws draws(seed, uint64_t(q), begin, end, count);
     for (int64_t k = 0; k < draws.size(); ++k) {
       to[q * count + k] = known[draws[k]];

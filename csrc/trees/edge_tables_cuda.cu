@@ -16,9 +16,7 @@ using namespace cuda;
 using at::Tensor;
 
 // Of one layer: nodes begin .. end - 1, with the children end .. last - 1.
-struct LayerPair {
-  int64_t begin, end, last;
-};
+struct LayerPair { int64_t begin, end, last; };
 
 // A thread a column of a node: the mean of its children's rows is taken from each of them and added to the node's row.
 template <typename T>
@@ -76,8 +74,8 @@ void tree_balance_cuda(const Tensor& table, const Tensor& first_child, at::IntAr
 }
 
 // A warp a query.
-__global__ void routed_kernel(int64_t* found, const int64_t* seed, const int64_t* subset, const int64_t* first_child, const int64_t* node_class,
-                              int64_t nodes, int64_t queries, int64_t count) {
+__global__ void routed_kernel(int64_t* found, const int64_t* seed, const int64_t* subset, const int64_t* first_child, const int64_t* node_class, int64_t nodes,
+                              int64_t queries, int64_t count) {
   for (int64_t query = global_thread() / kWarp; query < queries; query += grid_threads() / kWarp) {
     const int64_t begin = first_child[subset[query] + 1], end = first_child[subset[query] + 2];
     CUDA_KERNEL_ASSERT(begin >= 0 && begin <= end && end <= nodes);

@@ -37,29 +37,25 @@ constexpr const char* kOp = "hierarchical_softmax_loss"; // the op that users ca
 constexpr const char* kTopk = "hierarchical_topk";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-HierarchicalState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                               const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                               std::array<bool, 2> output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::hierarchical_softmax_forward", "")
-                             .typed<decltype(hierarchical_softmax_forward_reference)>();
+HierarchicalState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
+                               const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 2> output_mask) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_softmax_forward", "").typed<decltype(hierarchical_softmax_forward_reference)>();
   return op.call(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, output_mask);
 }
 
-RowGradients call_backward(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
-                           const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
-                           at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::hierarchical_softmax_backward", "")
-                             .typed<decltype(hierarchical_softmax_backward_reference)>();
+RowGradients call_backward(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight, const Tensor& first_child,
+                           const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                           std::array<bool, 3> output_mask) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_softmax_backward", "").typed<decltype(hierarchical_softmax_backward_reference)>();
   return op.call(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes, output_mask);
 }
 
 int64_t sum(at::IntArrayRef sizes) { return std::accumulate(sizes.begin(), sizes.end(), int64_t(0)); }
 
-HierarchicalState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                               const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                               std::array<bool, 2> output_mask) {
+HierarchicalState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
+                               const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 2> output_mask) {
   check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const auto queries = [&](bool wanted) { return wanted ? input.sym_size(0) : c10::SymInt(0); };
@@ -67,27 +63,26 @@ HierarchicalState forward_meta(const Tensor& input, const Tensor& weight, const 
           at::empty_symint({queries(output_mask[1]), c10::SymInt(sum(group_sizes))}, options)};
 }
 
-RowGradients backward_meta(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
-                           const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
-                           at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
+RowGradients backward_meta(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight, const Tensor& first_child,
+                           const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                           std::array<bool, 3> output_mask) {
   check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes);
   return row_gradients_meta(input, sibling_rows(input.sym_size(0), layer_sizes, group_sizes), output_mask);
 }
 
-Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
-                 const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool) {
+Tensor loss_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent, const Tensor& nodes,
+                 at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool) {
   return std::get<0>(call_forward(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, {false, false}));
 }
 
 class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
-                        at::IntArrayRef group_sizes, bool sparse_grad) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                        const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const bool want_edges = weight.requires_grad() || (given(bias) && bias->requires_grad());
-    auto [loss, grad_input, grad_edges] = call_forward(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes,
-                                                       {input.requires_grad(), want_edges});
+    auto [loss, grad_input, grad_edges] =
+        call_forward(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, {input.requires_grad(), want_edges});
     ctx->save_for_backward({input, weight, first_child, parent, nodes, grad_input, grad_edges});
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
     ctx->saved_data["group_sizes"] = group_sizes.vec();
@@ -104,8 +99,8 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
     const Tensor grad = grads[0].masked_fill(nodes.eq(0), 0); // a mean over no query at all sends infinity
     if (ctx->needs_input_grad(1) || want_bias) {
       const std::array<bool, 3> wanted{false, ctx->needs_input_grad(1), want_bias};
-      const auto gradients = call_backward(grad, saved[6], input, weight, saved[2], saved[3], nodes,
-                                           ctx->saved_data["layer_sizes"].toIntVector(), ctx->saved_data["group_sizes"].toIntVector(), wanted);
+      const auto gradients = call_backward(grad, saved[6], input, weight, saved[2], saved[3], nodes, ctx->saved_data["layer_sizes"].toIntVector(),
+                                           ctx->saved_data["group_sizes"].toIntVector(), wanted);
       result = row_gradients_as_grads(gradients, weight.sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
     }
     if (ctx->needs_input_grad(0)) {
@@ -116,9 +111,8 @@ class HierarchicalSoftmax : public torch::autograd::Function<HierarchicalSoftmax
   }
 };
 
-Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                     const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                     bool sparse_grad) {
+Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
+                     const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad) {
   if (!at::GradMode::is_enabled()) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return hierarchical_softmax(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
@@ -126,29 +120,28 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
   return HierarchicalSoftmax::apply(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
 
-Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                     const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                     bool sparse_grad) {
+Tensor loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
+                     const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return hierarchical_softmax(input.to(weight.scalar_type()), weight, same, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
 
-HierarchicalTopk topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                           const Tensor& node_class, c10::SymInt k) {
+HierarchicalTopk topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                           c10::SymInt k) {
   check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
   return {at::empty_symint({input.sym_size(0), k}, input.options().dtype(opmath_dtype(input.scalar_type()))),
           at::empty_symint({input.sym_size(0), k}, node_class.options())};
 }
 
-HierarchicalTopk topk_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                               const Tensor& node_class, c10::SymInt k) {
+HierarchicalTopk topk_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                               c10::SymInt k) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   return hierarchical_topk(input, weight, bias, first_child, node_class, k);
 }
 
-HierarchicalTopk topk_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                               const Tensor& node_class, c10::SymInt k) {
+HierarchicalTopk topk_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                               c10::SymInt k) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return hierarchical_topk(input.to(weight.scalar_type()), weight, same, first_child, node_class, k);
@@ -162,8 +155,7 @@ struct Layer {
 };
 
 // From the lowest layer up to the top.
-std::vector<Layer> layers_of(const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
-                             at::IntArrayRef group_sizes) {
+std::vector<Layer> layers_of(const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes) {
   std::vector<Layer> layers;
   Tensor node = nodes;
   int64_t begin = parent.size(0);
@@ -181,37 +173,33 @@ std::vector<Layer> layers_of(const Tensor& first_child, const Tensor& parent, co
 
 } // namespace
 
-Tensor hierarchical_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                            const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                            bool sparse_grad) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_softmax", "").typed<decltype(hierarchical_softmax)>();
+Tensor hierarchical_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
+                            const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, bool sparse_grad) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_softmax", "").typed<decltype(hierarchical_softmax)>();
   return op.call(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
 
-HierarchicalTopk hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                                   const Tensor& node_class, c10::SymInt k) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_topk", "").typed<decltype(hierarchical_topk)>();
+HierarchicalTopk hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                                   c10::SymInt k) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::hierarchical_topk", "").typed<decltype(hierarchical_topk)>();
   return op.call(input, weight, bias, first_child, node_class, k);
 }
 
-void check_hierarchical(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                        const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes) {
+void check_hierarchical(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
+                        const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes) {
   check::dim(kOp, "nodes", nodes, 1);
   check_tree_scores(kOp, input, weight, bias, parent, nodes.unsqueeze(-1), layer_sizes);
   check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
-  TORCH_CHECK_VALUE(group_sizes.size() == layer_sizes.size(), kOp, ": expected group_sizes of ", layer_sizes.size(),
-                    " layers, as many as layer_sizes, got ", group_sizes.size());
+  TORCH_CHECK_VALUE(group_sizes.size() == layer_sizes.size(), kOp, ": expected group_sizes of ", layer_sizes.size(), " layers, as many as layer_sizes, got ",
+                    group_sizes.size());
   for (size_t l = 0; l < group_sizes.size(); ++l) {
     TORCH_CHECK_VALUE(group_sizes[l] >= 1 && group_sizes[l] <= layer_sizes[l], kOp, ": expected group_sizes in [1, ", layer_sizes[l],
                       "], the size of the layer, got ", group_sizes[l]);
   }
 }
 
-void check_hierarchical_backward(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
-                                 const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
-                                 at::IntArrayRef group_sizes) {
+void check_hierarchical_backward(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight, const Tensor& first_child,
+                                 const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes) {
   check_hierarchical(input, weight, std::nullopt, first_child, parent, nodes, layer_sizes, group_sizes);
   constexpr const char* op = "hierarchical_softmax_backward";
   check::dim(op, "scale", scale, 1);
@@ -222,8 +210,8 @@ void check_hierarchical_backward(const Tensor& scale, const Tensor& grad_edges, 
   check::dtype(op, "grad_edges", grad_edges, opmath_dtype(input.scalar_type()));
 }
 
-void check_hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                             const Tensor& node_class, const c10::SymInt& k) {
+void check_hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                             const c10::SymInt& k) {
   check::linear(kTopk, input, weight, bias);
   check_nodes(kTopk, "first_child", first_child, input, weight.sym_size(0) + 2);
   check_nodes(kTopk, "node_class", node_class, input, weight.sym_size(0) + 1);
@@ -238,9 +226,8 @@ c10::SymInt sibling_rows(const c10::SymInt& queries, at::IntArrayRef layer_sizes
   return rows;
 }
 
-HierarchicalState hierarchical_softmax_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                                         const Tensor& first_child, const Tensor& parent, const Tensor& nodes,
-                                                         at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+HierarchicalState hierarchical_softmax_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                                                         const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
                                                          std::array<bool, 2> output_mask) {
   check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
   const Tensor scores = all_edge_scores(input, weight, bias);
@@ -259,14 +246,12 @@ HierarchicalState hierarchical_softmax_forward_reference(const Tensor& input, co
   }
   const Tensor empty = scores.new_empty({0, input.size(1)});
   return {loss, output_mask[0] ? at::mm(by_edge.narrow(1, 1, weight.size(0)), weight.to(scores.scalar_type())) : empty,
-          output_mask[1] ? (grad_edges.empty() ? scores.new_empty({input.size(0), 0}) : at::cat(grad_edges, 1))
-                         : scores.new_empty({0, sum(group_sizes)})};
+          output_mask[1] ? (grad_edges.empty() ? scores.new_empty({input.size(0), 0}) : at::cat(grad_edges, 1)) : scores.new_empty({0, sum(group_sizes)})};
 }
 
-RowGradients hierarchical_softmax_backward_reference(const Tensor& scale, const Tensor& grad_edges, const Tensor& input,
-                                                     const Tensor& weight, const Tensor& first_child, const Tensor& parent,
-                                                     const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                                                     std::array<bool, 3> output_mask) {
+RowGradients hierarchical_softmax_backward_reference(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
+                                                     const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+                                                     at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
   check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes);
   const auto layers = layers_of(first_child, parent, nodes, layer_sizes, group_sizes);
   std::vector<Tensor> edges;
@@ -274,12 +259,12 @@ RowGradients hierarchical_softmax_backward_reference(const Tensor& scale, const 
     edges.insert(edges.begin(), layer.edges);
   }
   const Tensor all = edges.empty() ? nodes.new_empty({nodes.size(0), 0}) : at::cat(edges, 1);
-  return compact_edge_gradient(all, grad_edges * scale.unsqueeze(1), input, weight,
-                               sibling_rows(nodes.size(0), layer_sizes, group_sizes).expect_int(), output_mask);
+  return compact_edge_gradient(all, grad_edges * scale.unsqueeze(1), input, weight, sibling_rows(nodes.size(0), layer_sizes, group_sizes).expect_int(),
+                               output_mask);
 }
 
-HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                             const Tensor& first_child, const Tensor& node_class, c10::SymInt k) {
+HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
+                                             const Tensor& node_class, c10::SymInt k) {
   check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
   const Tensor scores = all_edge_scores(input, weight, bias);
   const int64_t nodes = node_class.size(0), wanted = k.expect_int(), found = std::min(wanted, nodes);
@@ -309,20 +294,23 @@ HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& 
   best.narrow(1, 0, found).copy_(log_prob.gather(1, place).masked_fill(there.logical_not(), -kInfinity));
   classes.narrow(1, 0, found).copy_(at::where(there, node_class.index_select(0, place.flatten()).view_as(place), -1));
   const Tensor bad = log_prob.isnan().any(1, true);
-  return {best.masked_fill(bad, std::numeric_limits<double>::quiet_NaN()),
-          at::where(bad, at::arange(wanted, node_class.options()), classes)};
+  return {best.masked_fill(bad, std::numeric_limits<double>::quiet_NaN()), at::where(bad, at::arange(wanted, node_class.options()), classes)};
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("hierarchical_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, int[] layer_sizes, "
-        "int[] group_sizes, bool sparse_grad=True) -> Tensor");
-  m.def("hierarchical_softmax_forward(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, "
-        "int[] layer_sizes, int[] group_sizes, bool[2] output_mask) -> (Tensor loss, Tensor grad_input, Tensor grad_edges)");
-  m.def("hierarchical_softmax_backward(Tensor scale, Tensor grad_edges, Tensor input, Tensor weight, Tensor first_child, Tensor parent, "
-        "Tensor nodes, int[] layer_sizes, int[] group_sizes, bool[3] output_mask) "
-        "-> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
-  m.def("hierarchical_topk(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor node_class, SymInt k) "
-        "-> (Tensor values, Tensor classes)");
+  m.def(
+      "hierarchical_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, int[] layer_sizes, "
+      "int[] group_sizes, bool sparse_grad=True) -> Tensor");
+  m.def(
+      "hierarchical_softmax_forward(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor parent, Tensor nodes, "
+      "int[] layer_sizes, int[] group_sizes, bool[2] output_mask) -> (Tensor loss, Tensor grad_input, Tensor grad_edges)");
+  m.def(
+      "hierarchical_softmax_backward(Tensor scale, Tensor grad_edges, Tensor input, Tensor weight, Tensor first_child, Tensor parent, "
+      "Tensor nodes, int[] layer_sizes, int[] group_sizes, bool[3] output_mask) "
+      "-> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
+  m.def(
+      "hierarchical_topk(Tensor input, Tensor weight, Tensor? bias, Tensor first_child, Tensor node_class, SymInt k) "
+      "-> (Tensor values, Tensor classes)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

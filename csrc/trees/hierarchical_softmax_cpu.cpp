@@ -53,8 +53,7 @@ struct Way {
 
 class Ways {
  public:
-  Ways(const char* op, const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
-       at::IntArrayRef group_sizes)
+  Ways(const char* op, const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes)
       : op_(op), first_child_(first_child.contiguous()), parent_(parent.contiguous()), nodes_(nodes.contiguous()), groups_(group_sizes) {
     check::class_ids(op, "nodes", nodes, parent.size(0));
     int64_t begin = 1, column = 0;
@@ -83,8 +82,8 @@ class Ways {
       const int64_t above = parent[node];
       TORCH_CHECK_VALUE(above >= 0 && above < node, op_, ": expected the parent of node ", node, " in [0, ", node, "), got ", above);
       const int64_t begin = first[above], end = first[above + 1];
-      TORCH_CHECK_VALUE(begin > 0 && begin <= node && node < end && end <= parent_.size(0) && end - begin <= groups_[l], op_,
-                        ": expected node ", node, " among at most ", groups_[l], " children of node ", above, ", got ", begin, " .. ", end - 1);
+      TORCH_CHECK_VALUE(begin > 0 && begin <= node && node < end && end <= parent_.size(0) && end - begin <= groups_[l], op_, ": expected node ", node,
+                        " among at most ", groups_[l], " children of node ", above, ", got ", begin, " .. ", end - 1);
       way.targets.push_back(node - begin);
       for (int64_t child = begin; child < end; ++child) {
         way.edges.push_back(child - 1);
@@ -104,9 +103,8 @@ class Ways {
   int64_t width_;
 };
 
-HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                              const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
-                              std::array<bool, 2> output_mask) {
+HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
+                              const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 2> output_mask) {
   check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
   const Ways ways("hierarchical_softmax_loss", first_child, parent, nodes, layer_sizes, group_sizes);
   if (use_reference()) {
@@ -140,8 +138,9 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
         }
         data<A>(loss)[q] = sum;
         if (want_input) {
-          row_kernels().of(static_cast<const T*>(nullptr)).add_rows(data<A>(grad_input) + q * features, edges.weight, edges.stride,
-                                                                    way.edges.data(), scores.data(), int64_t(scores.size()), features);
+          row_kernels()
+              .of(static_cast<const T*>(nullptr))
+              .add_rows(data<A>(grad_input) + q * features, edges.weight, edges.stride, way.edges.data(), scores.data(), int64_t(scores.size()), features);
         }
         for (size_t e = 0; want_edges && e < scores.size(); ++e) {
           data<A>(grad_edges)[q * width + way.columns[e]] = scores[e];
@@ -152,14 +151,13 @@ HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const O
   return {loss, grad_input, grad_edges};
 }
 
-RowGradients backward_cpu(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight,
-                          const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
-                          at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
+RowGradients backward_cpu(const Tensor& scale, const Tensor& grad_edges, const Tensor& input, const Tensor& weight, const Tensor& first_child,
+                          const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
+                          std::array<bool, 3> output_mask) {
   check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes);
   const Ways ways("hierarchical_softmax_backward", first_child, parent, nodes, layer_sizes, group_sizes);
   if (use_reference()) {
-    return hierarchical_softmax_backward_reference(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes,
-                                                   output_mask);
+    return hierarchical_softmax_backward_reference(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes, output_mask);
   }
   const int64_t queries = input.size(0), width = ways.width();
   const Tensor gradient = grad_edges.contiguous();
@@ -180,9 +178,8 @@ RowGradients backward_cpu(const Tensor& scale, const Tensor& grad_edges, const T
   });
   constexpr int64_t kPacked = -1; // gradients lie at their pair's position
   const PairLayout pairs{ids.data(), offsets.data(), 0, queries};
-  auto [rows, values, bias_values] =
-      compact_row_gradient_cpu(packed, kPacked, scale.to(grad_edges.scalar_type()).contiguous(), input.contiguous(), pairs,
-                               sibling_rows(queries, layer_sizes, group_sizes).expect_int(), output_mask[1], output_mask[2]);
+  auto [rows, values, bias_values] = compact_row_gradient_cpu(packed, kPacked, scale.to(grad_edges.scalar_type()).contiguous(), input.contiguous(), pairs,
+                                                              sibling_rows(queries, layer_sizes, group_sizes).expect_int(), output_mask[1], output_mask[2]);
   return {input.new_empty({0, input.size(1)}), rows, values, bias_values};
 }
 
@@ -237,8 +234,8 @@ class BestFirst {
   // Whether the scores of the children are numbers.
   bool expand(const T* input, const Open<A>& above) {
     const int64_t begin = first_child_[above.node], end = first_child_[above.node + 1];
-    TORCH_CHECK_VALUE(begin > above.node && begin < end && end <= nodes_, "hierarchical_topk: expected first_child to rise from above node ",
-                      above.node, " to at most ", nodes_, ", got ", begin, " and ", end);
+    TORCH_CHECK_VALUE(begin > above.node && begin < end && end <= nodes_, "hierarchical_topk: expected first_child to rise from above node ", above.node,
+                      " to at most ", nodes_, ", got ", begin, " and ", end);
     ids_.resize(end - begin);
     std::iota(ids_.begin(), ids_.end(), begin - 1);
     edges_.score(scores_, input, ids_);
@@ -259,8 +256,8 @@ class BestFirst {
   std::vector<A> scores_;
 };
 
-HierarchicalTopk topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
-                          const Tensor& node_class, c10::SymInt k) {
+HierarchicalTopk topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
+                          c10::SymInt k) {
   check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
   if (use_reference()) {
     return hierarchical_topk_reference(input, weight, bias, first_child, node_class, k);
@@ -276,8 +273,7 @@ HierarchicalTopk topk_cpu(const Tensor& input, const Tensor& weight, const Optio
     at::parallel_for(0, queries, 1, [&](int64_t first, int64_t last) {
       BestFirst<T> search(edges, offsets.const_data_ptr<int64_t>(), classes_of.const_data_ptr<int64_t>(), node_class.size(0));
       for (int64_t q = first; q < last; ++q) {
-        search.run(const_data<T>(query) + q * features, wanted, data<opmath<T>>(values) + q * wanted,
-                   classes.mutable_data_ptr<int64_t>() + q * wanted);
+        search.run(const_data<T>(query) + q * features, wanted, data<opmath<T>>(values) + q * wanted, classes.mutable_data_ptr<int64_t>() + q * wanted);
       }
     });
   });

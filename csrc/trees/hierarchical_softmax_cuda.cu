@@ -208,8 +208,8 @@ struct HeldWays {
       write_kernel<<<1, Numbers::kMost, 0, c10::cuda::getCurrentCUDAStream()>>>(to + begin, numbers, count);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
-    ways = {first_child.const_data_ptr<int64_t>(), parent.const_data_ptr<int64_t>(), nodes.const_data_ptr<int64_t>(), to, parent.size(0),
-            nodes.size(0), layers};
+    ways = {
+        first_child.const_data_ptr<int64_t>(), parent.const_data_ptr<int64_t>(), nodes.const_data_ptr<int64_t>(), to, parent.size(0), nodes.size(0), layers};
   }
 
   // A way for each block.
@@ -267,14 +267,13 @@ RowGradients backward_cuda(const Tensor& scale, const Tensor& grad_edges, const 
     const Tensor ways = held.storage(blocks);
     AT_DISPATCH_FLOATING_TYPES(grad_edges.scalar_type(), "hierarchical_softmax_backward_cuda", [&] {
       way_edges_kernel<scalar_t><<<blocks, kWayThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          edges.mutable_data_ptr<int64_t>(), coefficient.mutable_data_ptr<scalar_t>(), gradient.const_data_ptr<scalar_t>(),
-          factor.const_data_ptr<scalar_t>(), ways.mutable_data_ptr<int64_t>(), held.ways, none);
+          edges.mutable_data_ptr<int64_t>(), coefficient.mutable_data_ptr<scalar_t>(), gradient.const_data_ptr<scalar_t>(), factor.const_data_ptr<scalar_t>(),
+          ways.mutable_data_ptr<int64_t>(), held.ways, none);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }
-  auto [rows, values, bias_values] =
-      compact_row_gradient_cuda(coefficient, edges.size(1), input.contiguous(), CudaPairs{edges, Tensor(), queries, none},
-                                sibling_rows(queries, layer_sizes, group_sizes).expect_int(), {output_mask[1], output_mask[2]});
+  auto [rows, values, bias_values] = compact_row_gradient_cuda(coefficient, edges.size(1), input.contiguous(), CudaPairs{edges, Tensor(), queries, none},
+                                                               sibling_rows(queries, layer_sizes, group_sizes).expect_int(), {output_mask[1], output_mask[2]});
   return {input.new_empty({0, input.size(1)}), rows, values, bias_values};
 }
 

@@ -37,8 +37,7 @@ Tensor counts_of(const char* op, const Tensor& counts) {
   const Tensor whole = counts.detach().to(at::kCPU, at::kDouble).contiguous();
   const double* count = whole.const_data_ptr<double>();
   for (int64_t i = 0; i < whole.size(0); ++i) {
-    TORCH_CHECK_VALUE(count[i] >= 0 && std::isfinite(count[i]), op, ": expected counts that are finite and not below 0, got ", count[i],
-                      " for class ", i);
+    TORCH_CHECK_VALUE(count[i] >= 0 && std::isfinite(count[i]), op, ": expected counts that are finite and not below 0, got ", count[i], " for class ", i);
   }
   return whole;
 }
@@ -156,8 +155,8 @@ LabelTreeTensors label_tree(const Tensor& parents, const OptionalTensor& classes
       queue.push_back(children.node[i]);
     }
     const bool leaf = children.offset[old] == children.offset[old + 1];
-    TORCH_CHECK_VALUE(leaf == (old_class[old] >= 0), op, leaf ? ": expected a class for every leaf" : ": expected classes of leaves only",
-                      ", got ", old_class[old], " for node ", old, leaf ? ", which has no children" : ", which has children");
+    TORCH_CHECK_VALUE(leaf == (old_class[old] >= 0), op, leaf ? ": expected a class for every leaf" : ": expected classes of leaves only", ", got ",
+                      old_class[old], " for node ", old, leaf ? ", which has no children" : ", which has children");
     leaf_class[v] = old_class[old];
     leaves += leaf;
   }
@@ -178,8 +177,7 @@ LabelTreeTensors label_tree(const Tensor& parents, const OptionalTensor& classes
       continue;
     }
     TORCH_CHECK_VALUE(c < leaves, op, ": expected the classes 0 to ", leaves - 1, ", one for each of ", leaves, " leaves, got class ", c);
-    TORCH_CHECK_VALUE(node[c] == -1, op, ": expected each class once, got class ", c, " twice, at nodes ", queue[node[c]], " and ",
-                      queue[v]);
+    TORCH_CHECK_VALUE(node[c] == -1, op, ": expected each class once, got class ", c, " twice, at nodes ", queue[node[c]], " and ", queue[v]);
     node[c] = v;
   }
   return {first_child, parent, node_class, class_node};
@@ -193,9 +191,7 @@ LabelTreeNodes label_tree_balanced(const Tensor& order, int64_t arity) {
   TORCH_CHECK_VALUE(n >= 1, op, ": expected order of at least one class, got none");
   const int64_t* class_at = classes.const_data_ptr<int64_t>();
   Nodes nodes(n + n / (arity - 1) + 1);
-  struct Part {
-    int64_t node, begin, end;
-  };
+  struct Part { int64_t node, begin, end; };
   std::vector<Part> parts{{nodes.add(-1, n == 1 ? class_at[0] : -1), 0, n}};
   for (size_t p = 0; p < parts.size(); ++p) {
     const auto [node, begin, end] = parts[p];
@@ -288,11 +284,9 @@ TreeTables::TreeTables(const char* op, at::TensorList tables) {
 void check_label_tree(at::TensorList tables) {
   const TreeTables tree("check_label_tree", tables);
   const auto made = label_tree(tree.parent, tree.node_class);
-  const auto same = [](const Tensor& given, const Tensor& right) {
-    return given.scalar_type() == right.scalar_type() && at::equal(given.cpu(), right);
-  };
-  TORCH_CHECK_VALUE(same(tree.first_child, std::get<0>(made)) && same(tree.parent, std::get<1>(made)) &&
-                        same(tree.node_class, std::get<2>(made)) && same(tree.class_node, std::get<3>(made)),
+  const auto same = [](const Tensor& given, const Tensor& right) { return given.scalar_type() == right.scalar_type() && at::equal(given.cpu(), right); };
+  TORCH_CHECK_VALUE(same(tree.first_child, std::get<0>(made)) && same(tree.parent, std::get<1>(made)) && same(tree.node_class, std::get<2>(made)) &&
+                        same(tree.class_node, std::get<3>(made)),
                     "check_label_tree: expected a tree, got tables that contradict each other");
 }
 
@@ -303,8 +297,8 @@ Tensor label_tree_layers(const Tensor& first_child) {
   const int64_t* first = plain.const_data_ptr<int64_t>();
   std::vector<int64_t> sizes, groups;
   for (int64_t begin = 0, end = 1; end < nodes;) { // breadth-first: a layer ends where the children of the layer above do
-    TORCH_CHECK_VALUE(first[end] > end && first[end] <= nodes, op, ": expected first_child to rise from above node ", end - 1, " to ", nodes,
-                      ", got ", first[end]);
+    TORCH_CHECK_VALUE(first[end] > end && first[end] <= nodes, op, ": expected first_child to rise from above node ", end - 1, " to ", nodes, ", got ",
+                      first[end]);
     int64_t group = 0;
     for (int64_t v = begin; v < end; ++v) {
       group = std::max(group, first[v + 1] - first[v]);

@@ -14,8 +14,8 @@ namespace xsoftmax {
 // nodes, checked, and renumbered breadth-first, so that the root is node 0 and the children of a node stand together.
 //
 // parents: the parent of each node, -1 for the root. classes: the class of each leaf, -1 for every other node; the leaves are the classes
-// 0 .. N - 1, each once; none: in the order of their nodes. Siblings keep their order. Node v has the children first_child[v] .. first_child[v + 1] - 1; parent is -1 for the
-// root; node_class is -1 for inner nodes; class_node says at which leaf a class is. One node alone is a tree of one class.
+// 0 .. N - 1, each once; none: in the order of their nodes. Siblings keep their order. Node v has the children first_child[v] .. first_child[v + 1] - 1; parent
+// is -1 for the root; node_class is -1 for inner nodes; class_node says at which leaf a class is. One node alone is a tree of one class.
 using LabelTreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 LabelTreeTensors label_tree(const at::Tensor& parents, const OptionalTensor& classes = std::nullopt);
 

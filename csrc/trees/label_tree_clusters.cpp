@@ -41,9 +41,7 @@ struct Cutting {
 
 /// An inner node: its classes are order[begin .. end), in `leaves` clusters, and its children the nodes first .. last - 1, or, of a cluster,
 /// the classes.
-struct Node {
-  int64_t parent, begin, end, leaves, first, last;
-};
+struct Node { int64_t parent, begin, end, leaves, first, last; };
 
 /// The shape of the tree, which follows from numbers alone: all clusters on one layer, no node with more children than `arity`.
 std::vector<Node> shape(int64_t classes, int64_t arity, int64_t max_leaf_size) {
@@ -61,9 +59,7 @@ std::vector<Node> shape(int64_t classes, int64_t arity, int64_t max_leaf_size) {
       const int64_t children = (node.leaves + child_leaves - 1) / child_leaves, first = int64_t(nodes.size());
       for (int64_t c = 0, leaf = 0; c < children; ++c) {
         const int64_t next = node.leaves * (c + 1) / children; // clusters and classes in equal shares
-        const auto at = [&](int64_t clusters) {
-          return node.begin + int64_t(static_cast<__int128>(node.end - node.begin) * clusters / node.leaves);
-        };
+        const auto at = [&](int64_t clusters) { return node.begin + int64_t(static_cast<__int128>(node.end - node.begin) * clusters / node.leaves); };
         nodes.push_back({v, at(leaf), at(next), next - leaf, 0, 0});
         leaf = next;
       }
@@ -271,9 +267,7 @@ constexpr double kEven = 1.1;
 constexpr int64_t kSegmentsOfPart = 4;
 
 /// Children low .. high - 1 of a node, whose classes are to be told apart, after so many cuts of those around them.
-struct Segment {
-  int64_t low, high, cuts;
-};
+struct Segment { int64_t low, high, cuts; };
 
 /// The segments of so many cuts, from left to right.
 std::vector<Segment> segments_after(int64_t cuts, const std::vector<Node>& nodes) {
@@ -451,8 +445,7 @@ Cutting checked_cutting(const char* op, const Tensor& seed, int64_t iterations, 
 std::vector<Node> checked_shape(const char* op, const char* arg, int64_t classes, int64_t arity, int64_t max_leaf_size) {
   TORCH_CHECK_VALUE(arity >= 2, op, ": expected arity of at least 2, got ", arity);
   TORCH_CHECK_VALUE(max_leaf_size >= 1, op, ": expected max_leaf_size of at least 1, got ", max_leaf_size);
-  TORCH_CHECK_VALUE(classes >= 1 && classes < std::numeric_limits<int32_t>::max(), op, ": expected ", arg, " of 1 to 2^31 - 2 classes, got ",
-                    classes);
+  TORCH_CHECK_VALUE(classes >= 1 && classes < std::numeric_limits<int32_t>::max(), op, ": expected ", arg, " of 1 to 2^31 - 2 classes, got ", classes);
   return shape(classes, arity, max_leaf_size);
 }
 
@@ -493,8 +486,8 @@ void check_rows(const char* op, const SparseRowsView& vectors, std::span<const i
 
 } // namespace
 
-LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features,
-                                   int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical) {
+LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t features, int64_t arity,
+                                   int64_t max_leaf_size, int64_t iterations, bool spherical) {
   constexpr const char* op = "label_tree_clusters";
   const Cutting cutting = checked_cutting(op, seed, iterations, spherical);
   const Tensor offset = offsets.contiguous(), column = columns.contiguous(), value = values.contiguous();
@@ -507,8 +500,8 @@ LabelTreeNodes label_tree_clusters(const Tensor& seed, const Tensor& offsets, co
   return tree_of(nodes, order);
 }
 
-std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList vectors, int64_t features, const Tensor& order, int64_t cuts,
-                                           int64_t part, int64_t parts, std::string_view options) {
+std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList vectors, int64_t features, const Tensor& order, int64_t cuts, int64_t part,
+                                           int64_t parts, std::string_view options) {
   constexpr const char* op = "label_tree_cuts";
   const auto [arity, iterations, max_leaf_size, spherical] = parse_options<TreeFromVectors>(op, options);
   const Cutting cutting = checked_cutting(op, seed, iterations, spherical);
@@ -531,9 +524,7 @@ std::tuple<Tensor, Tensor> label_tree_cuts(const Tensor& seed, at::TensorList ve
   const bool to_the_end = deal.even || int64_t(segments.size()) / kSegmentsOfPart >= parts;
   lay_out(op, rows, nodes, cutting, deal.mine, to_the_end ? kAllCuts : cuts + 1, ids);
   const Tensor share = part == 0 ? made.clone() : at::zeros_like(made); // the first has what no cut is left for
-  const auto places = [&](const Tensor& of, const Segment& segment) {
-    return of.slice(0, nodes[segment.low].begin, nodes[segment.high - 1].end);
-  };
+  const auto places = [&](const Tensor& of, const Segment& segment) { return of.slice(0, nodes[segment.low].begin, nodes[segment.high - 1].end); };
   if (part == 0) {
     for (const Segment& segment : segments) {
       places(share, segment).zero_();
@@ -553,10 +544,12 @@ LabelTreeNodes label_tree_of_clusters(const Tensor& order, int64_t arity, int64_
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("label_tree_clusters(Tensor seed, Tensor offsets, Tensor columns, Tensor values, int features, int arity, int max_leaf_size, "
-        "int iterations, bool spherical) -> (Tensor parents, Tensor classes)");
-  m.def("label_tree_cuts(Tensor seed, Tensor[] vectors, int features, Tensor order, int cuts, int part, int parts, str options=\"\") -> "
-        "(Tensor order, Tensor cuts)");
+  m.def(
+      "label_tree_clusters(Tensor seed, Tensor offsets, Tensor columns, Tensor values, int features, int arity, int max_leaf_size, "
+      "int iterations, bool spherical) -> (Tensor parents, Tensor classes)");
+  m.def(
+      "label_tree_cuts(Tensor seed, Tensor[] vectors, int features, Tensor order, int cuts, int part, int parts, str options=\"\") -> "
+      "(Tensor order, Tensor cuts)");
   m.def("label_tree_of_clusters(Tensor order, int arity, int max_leaf_size) -> (Tensor parents, Tensor classes)");
 }
 

@@ -13,8 +13,8 @@ namespace xsoftmax {
 // first centre (spherical: by the cosine) and cut where the first half is full. At most `iterations` of each; fewer where nothing moves.
 //
 // The same for any number of threads: the first cuts are parallel inside, and when there are parts enough, each is a task of its own.
-LabelTreeNodes label_tree_clusters(const at::Tensor& seed, const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
-                                   int64_t features, int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical);
+LabelTreeNodes label_tree_clusters(const at::Tensor& seed, const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values, int64_t features,
+                                   int64_t arity, int64_t max_leaf_size, int64_t iterations, bool spherical);
 
 // The same, shared by processes, in rounds. label_tree_cuts(seed, vectors, features, order int32 [N], cuts, part, parts, options) ->
 // (order int32 [N], cuts int64 []): `order` has the classes as all cuts that have fewer than `cuts` cuts above them have laid them,
@@ -24,8 +24,8 @@ LabelTreeNodes label_tree_clusters(const at::Tensor& seed, const at::Tensor& off
 // part cuts. options: TreeFromVectors as text.
 //
 // label_tree_of_clusters(order int32 [N], arity, max_leaf_size): what label_tree_clusters makes of the last order.
-std::tuple<at::Tensor, at::Tensor> label_tree_cuts(const at::Tensor& seed, at::TensorList vectors, int64_t features, const at::Tensor& order,
-                                                   int64_t cuts, int64_t part, int64_t parts, std::string_view options);
+std::tuple<at::Tensor, at::Tensor> label_tree_cuts(const at::Tensor& seed, at::TensorList vectors, int64_t features, const at::Tensor& order, int64_t cuts,
+                                                   int64_t part, int64_t parts, std::string_view options);
 LabelTreeNodes label_tree_of_clusters(const at::Tensor& order, int64_t arity, int64_t max_leaf_size);
 
 } // namespace xsoftmax

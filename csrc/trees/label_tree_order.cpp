@@ -29,9 +29,7 @@ constexpr const char* kOp = "label_tree_kmeans_order";
 constexpr int64_t kSmall = 4096; // rows of a part that one thread takes, with all below it
 constexpr int64_t kDeepest = 64; // layers: rows that K-means peels off a few at a time stay as they are
 
-struct Part {
-  int64_t begin, end, layer;
-};
+struct Part { int64_t begin, end, layer; };
 
 // Sorts order[begin .. end) by cluster; returns where each cluster ends. One that holds all: nothing was told apart.
 std::vector<int64_t> sort_by_cluster(int64_t* order, const int64_t* cluster, int64_t n, int64_t clusters) {
@@ -53,8 +51,8 @@ std::vector<int64_t> sort_by_cluster(int64_t* order, const int64_t* cluster, int
 class SmallKmeans {
  public:
   SmallKmeans(const float* rows, int64_t width, int64_t clusters, int64_t iterations)
-      : rows_(rows), width_(width), clusters_(clusters), iterations_(iterations), centroid_(clusters * width), half_square_(clusters),
-        score_(clusters), count_(clusters), every_(clusters) {
+      : rows_(rows), width_(width), clusters_(clusters), iterations_(iterations), centroid_(clusters * width), half_square_(clusters), score_(clusters),
+        count_(clusters), every_(clusters) {
     std::iota(every_.begin(), every_.end(), int64_t(0));
   }
 
@@ -238,9 +236,7 @@ Tensor label_tree_kmeans_order(const Tensor& seed, const Tensor& rows, int64_t a
   return result;
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("label_tree_kmeans_order(Tensor seed, Tensor rows, int arity, int iterations) -> Tensor");
-}
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("label_tree_kmeans_order(Tensor seed, Tensor rows, int arity, int iterations) -> Tensor"); }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_kmeans_order", label_tree_kmeans_order); }
 

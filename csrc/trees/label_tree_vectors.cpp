@@ -25,13 +25,11 @@ LabelTreeNodes label_tree_from_vectors(const Tensor& seed, const Tensor& vectors
   }
   const Tensor rows = vectors.detach().to(at::kCPU, at::kFloat), there = rows.ne(0), places = there.nonzero();
   const Tensor offsets = at::cat({at::zeros({1}, places.options()), there.sum(1).cumsum(0)});
-  return label_tree_clusters(seed, offsets, places.select(1, 1).to(at::kInt), rows.masked_select(there), rows.size(1), arity, max_leaf_size,
-                             iterations, spherical);
+  return label_tree_clusters(seed, offsets, places.select(1, 1).to(at::kInt), rows.masked_select(there), rows.size(1), arity, max_leaf_size, iterations,
+                             spherical);
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("label_tree_from_vectors(Tensor seed, Tensor vectors, str options=\"\") -> (Tensor parents, Tensor classes)");
-}
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("label_tree_from_vectors(Tensor seed, Tensor vectors, str options=\"\") -> (Tensor parents, Tensor classes)"); }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("label_tree_from_vectors", label_tree_from_vectors); }
 

@@ -29,9 +29,7 @@ constexpr const char* kOp = "tree_scores";
 
 RowGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent, const Tensor& nodes,
                            at::IntArrayRef layer_sizes, bool differences_only, std::array<bool, 3> output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::tree_scores_backward", "")
-                             .typed<decltype(tree_scores_backward_reference)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_scores_backward", "").typed<decltype(tree_scores_backward_reference)>();
   return op.call(grad, input, weight, parent, nodes, layer_sizes, differences_only, output_mask);
 }
 
@@ -41,16 +39,16 @@ Tensor tree_scores_meta(const Tensor& input, const Tensor& weight, const Optiona
   return at::empty_symint(nodes.sym_sizes(), input.options().dtype(opmath_dtype(input.scalar_type())));
 }
 
-RowGradients tree_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent,
-                                       const Tensor& nodes, at::IntArrayRef layer_sizes, bool, std::array<bool, 3> output_mask) {
+RowGradients tree_scores_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent, const Tensor& nodes,
+                                       at::IntArrayRef layer_sizes, bool, std::array<bool, 3> output_mask) {
   check_tree_scores_backward(grad, input, weight, parent, nodes, layer_sizes);
   return row_gradients_meta(input, edge_rows(nodes.sym_numel(), layer_sizes), output_mask);
 }
 
 class TreeScores : public torch::autograd::Function<TreeScores> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,
+                        const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, parent, nodes});
     ctx->saved_data["layer_sizes"] = layer_sizes.vec();
@@ -62,8 +60,7 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                     ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)};
     const auto gradients = call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], ctx->saved_data["layer_sizes"].toIntVector(),
                                          ctx->saved_data["differences_only"].toBool(), wanted);
     auto result = row_gradients_as_grads(gradients, saved[1].sym_size(0), wanted, ctx->saved_data["sparse_grad"].toBool());
@@ -72,13 +69,13 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
   }
 };
 
-Tensor tree_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,
-                            const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+Tensor tree_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
+                            at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
   return TreeScores::apply(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);
 }
 
-Tensor tree_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,
-                            const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+Tensor tree_scores_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
+                            at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return tree_scores(input.to(weight.scalar_type()), weight, same, parent, nodes, layer_sizes, differences_only, sparse_grad);
@@ -104,8 +101,7 @@ Tensor edges_of_paths(const Tensor& parent, const Tensor& nodes, int64_t layers,
 
 Tensor tree_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
                    at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_scores", "").typed<decltype(tree_scores_reference)>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::tree_scores", "").typed<decltype(tree_scores_reference)>();
   return op.call(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);
 }
 
@@ -126,8 +122,8 @@ void check_layer_sizes(const char* op, at::IntArrayRef layer_sizes, const c10::S
   TORCH_CHECK_VALUE(left == 0, op, ": expected layer_sizes with a sum of ", edges, ", the edges, got ", left, " fewer: ", layer_sizes);
 }
 
-void check_tree_scores(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,
-                       const Tensor& nodes, at::IntArrayRef layer_sizes) {
+void check_tree_scores(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
+                       at::IntArrayRef layer_sizes) {
   check::linear(op, input, weight, bias);
   check_nodes(op, "parent", parent, input, weight.sym_size(0) + 1);
   check::dim(op, "nodes", nodes, 2);
@@ -161,8 +157,8 @@ Tensor all_edge_scores(const Tensor& input, const Tensor& weight, const Optional
   return given(bias) ? scores + bias->to(dtype) : scores;
 }
 
-Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent,
-                             const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool) {
+Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
+                             at::IntArrayRef layer_sizes, bool differences_only, bool) {
   check_tree_scores(kOp, input, weight, bias, parent, nodes, layer_sizes);
   const Tensor edges = edges_of_paths(parent, nodes, int64_t(layer_sizes.size()), differences_only);
   const Tensor scores = all_edge_scores(input, weight, bias);
@@ -170,9 +166,8 @@ Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const Op
   return at::cat({none, scores}, 1).gather(1, (edges + 1).flatten(1)).view(edges.sizes()).sum(-1);
 }
 
-RowGradients tree_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent,
-                                            const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only,
-                                            std::array<bool, 3> output_mask) {
+RowGradients tree_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent, const Tensor& nodes,
+                                            at::IntArrayRef layer_sizes, bool differences_only, std::array<bool, 3> output_mask) {
   check_tree_scores_backward(grad, input, weight, parent, nodes, layer_sizes);
   const int64_t row_count = edge_rows(nodes.numel(), layer_sizes).expect_int();
   const Tensor edges = edges_of_paths(parent, nodes, int64_t(layer_sizes.size()), differences_only).flatten(1); // [Q, P layers]
@@ -180,8 +175,8 @@ RowGradients tree_scores_backward_reference(const Tensor& grad, const Tensor& in
   return compact_edge_gradient(edges, coefficient, input, weight, row_count, output_mask);
 }
 
-RowGradients compact_edge_gradient(const Tensor& edges, const Tensor& coefficient, const Tensor& input, const Tensor& weight,
-                                   int64_t row_count, std::array<bool, 3> output_mask) {
+RowGradients compact_edge_gradient(const Tensor& edges, const Tensor& coefficient, const Tensor& input, const Tensor& weight, int64_t row_count,
+                                   std::array<bool, 3> output_mask) {
   const auto [want_input, want_weight, want_bias] = output_mask;
   const auto dtype = coefficient.scalar_type();
   // [Q, E], once more for edges that are none
@@ -215,10 +210,12 @@ RowGradients compact_edge_gradient(const Tensor& edges, const Tensor& coefficien
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
-  m.def("tree_scores(Tensor input, Tensor weight, Tensor? bias, Tensor parent, Tensor nodes, int[] layer_sizes, "
-        "bool differences_only=False, bool sparse_grad=True) -> Tensor");
-  m.def("tree_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor parent, Tensor nodes, int[] layer_sizes, "
-        "bool differences_only, bool[3] output_mask) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
+  m.def(
+      "tree_scores(Tensor input, Tensor weight, Tensor? bias, Tensor parent, Tensor nodes, int[] layer_sizes, "
+      "bool differences_only=False, bool sparse_grad=True) -> Tensor");
+  m.def(
+      "tree_scores_backward(Tensor grad, Tensor input, Tensor weight, Tensor parent, Tensor nodes, int[] layer_sizes, "
+      "bool differences_only, bool[3] output_mask) -> (Tensor grad_input, Tensor rows, Tensor values, Tensor bias_values)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

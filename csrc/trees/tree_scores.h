@@ -30,10 +30,10 @@ void check_nodes(const char* op, const char* name, const at::Tensor& tensor, con
 /// Of at least 1 each, with the sum `edges`.
 void check_layer_sizes(const char* op, at::IntArrayRef layer_sizes, const c10::SymInt& edges);
 /// Shared by every kernel of the op and of its backward.
-void check_tree_scores(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                       const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes);
-void check_tree_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& parent,
-                                const at::Tensor& nodes, at::IntArrayRef layer_sizes);
+void check_tree_scores(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& parent,
+                       const at::Tensor& nodes, at::IntArrayRef layer_sizes);
+void check_tree_scores_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& parent, const at::Tensor& nodes,
+                                at::IntArrayRef layer_sizes);
 
 /// R above for `paths` = Q P.
 c10::SymInt edge_rows(const c10::SymInt& paths, at::IntArrayRef layer_sizes);
@@ -41,15 +41,13 @@ c10::SymInt edge_rows(const c10::SymInt& paths, at::IntArrayRef layer_sizes);
 /// The scores of all edges, [Q, E] in opmath dtype, in ATen calls.
 at::Tensor all_edge_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 /// The row-sparse gradient over `row_count` rows in ATen calls, for coefficients [Q, C] of edges [Q, C], -1 where there is none.
-RowGradients compact_edge_gradient(const at::Tensor& edges, const at::Tensor& coefficient, const at::Tensor& input, const at::Tensor& weight,
-                                   int64_t row_count, std::array<bool, 3> output_mask);
+RowGradients compact_edge_gradient(const at::Tensor& edges, const at::Tensor& coefficient, const at::Tensor& input, const at::Tensor& weight, int64_t row_count,
+                                   std::array<bool, 3> output_mask);
 
 /// The composites in ATen calls: any device, and the oracle of the tests.
-at::Tensor tree_scores_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                 const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only,
-                                 bool sparse_grad);
-RowGradients tree_scores_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
-                                            const at::Tensor& parent, const at::Tensor& nodes, at::IntArrayRef layer_sizes,
-                                            bool differences_only, std::array<bool, 3> output_mask);
+at::Tensor tree_scores_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& parent,
+                                 const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad);
+RowGradients tree_scores_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& parent,
+                                            const at::Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only, std::array<bool, 3> output_mask);
 
 } // namespace xsoftmax

@@ -43,8 +43,8 @@ class Paths {
                           " in the layer that its path to node ", nodes[p], " puts it in, got ", at::IntArrayRef(ends_), " as the layers' ends");
         nodes_.push_back(v);
       }
-      TORCH_CHECK_VALUE(layer == 0, op_, ": expected layer_sizes with as many layers above node ", nodes[p], " as its path has, got ",
-                        at::IntArrayRef(ends_), " as the layers' ends");
+      TORCH_CHECK_VALUE(layer == 0, op_, ": expected layer_sizes with as many layers above node ", nodes[p], " as its path has, got ", at::IntArrayRef(ends_),
+                        " as the layers' ends");
     }
     std::sort(nodes_.begin(), nodes_.end());
     // Breadth-first numbers: parents stand before their children.
@@ -111,9 +111,7 @@ class Paths {
   }
 
   // Where a node stands; -1 for the root.
-  int64_t position(int64_t node) const {
-    return node == 0 ? -1 : std::lower_bound(nodes_.begin(), nodes_.end(), node) - nodes_.begin();
-  }
+  int64_t position(int64_t node) const { return node == 0 ? -1 : std::lower_bound(nodes_.begin(), nodes_.end(), node) - nodes_.begin(); }
 
   const char* op_;
   const int64_t* parent_;
@@ -130,8 +128,8 @@ struct Tree {
   bool differences_only;
 
   Tree(const char* op, const Tensor& weight, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only)
-      : parent(parent.contiguous()), nodes(nodes.contiguous()), layer_sizes(layer_sizes), layers(int64_t(layer_sizes.size())),
-        paths(nodes.size(1)), differences_only(differences_only) {
+      : parent(parent.contiguous()), nodes(nodes.contiguous()), layer_sizes(layer_sizes), layers(int64_t(layer_sizes.size())), paths(nodes.size(1)),
+        differences_only(differences_only) {
     check::class_ids(op, "nodes", nodes, weight.size(0) + 1);
   }
 
@@ -174,9 +172,8 @@ Tensor tree_scores_cpu(const Tensor& input, const Tensor& weight, const Optional
   return scores;
 }
 
-RowGradients tree_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent,
-                                      const Tensor& nodes, at::IntArrayRef layer_sizes, bool differences_only,
-                                      std::array<bool, 3> output_mask) {
+RowGradients tree_scores_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent, const Tensor& nodes,
+                                      at::IntArrayRef layer_sizes, bool differences_only, std::array<bool, 3> output_mask) {
   constexpr const char* op = "tree_scores_backward";
   check_tree_scores_backward(grad, input, weight, parent, nodes, layer_sizes);
   const Tree tree(op, weight, parent, nodes, layer_sizes, differences_only);
@@ -208,8 +205,8 @@ RowGradients tree_scores_backward_cpu(const Tensor& grad, const Tensor& input, c
         std::copy(paths.edges().begin(), paths.edges().end(), ids.begin() + q * max_edges);
         offsets[q + 1] = count;
         if (want_input) {
-          kernels.add_rows(data<A>(grad_input) + q * features, const_data<T>(table), table.stride(0), ids.data() + q * max_edges,
-                           query_edge_grad, count, features);
+          kernels.add_rows(data<A>(grad_input) + q * features, const_data<T>(table), table.stride(0), ids.data() + q * max_edges, query_edge_grad, count,
+                           features);
         }
       }
     });
@@ -225,8 +222,8 @@ RowGradients tree_scores_backward_cpu(const Tensor& grad, const Tensor& input, c
   }
   constexpr int64_t kPacked = -1; // gradients lie at their pair's position
   const PairLayout pairs{ids.data(), offsets.data(), 0, queries};
-  auto [rows, values, bias_values] = compact_row_gradient_cpu(edge_grad, kPacked, Tensor(), query, pairs,
-                                                              edge_rows(nodes.numel(), layer_sizes).expect_int(), want_weight, want_bias);
+  auto [rows, values, bias_values] =
+      compact_row_gradient_cpu(edge_grad, kPacked, Tensor(), query, pairs, edge_rows(nodes.numel(), layer_sizes).expect_int(), want_weight, want_bias);
   return {grad_input, rows, values, bias_values};
 }
 

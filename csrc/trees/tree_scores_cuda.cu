@@ -135,8 +135,7 @@ __global__ void path_edges_kernel(int64_t* edges, opmath* coefficient, const opm
 }
 
 Paths paths_of(const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes) {
-  return {parent.const_data_ptr<int64_t>(), nodes.const_data_ptr<int64_t>(), parent.size(0), nodes.size(0), nodes.size(1),
-          int64_t(layer_sizes.size())};
+  return {parent.const_data_ptr<int64_t>(), nodes.const_data_ptr<int64_t>(), parent.size(0), nodes.size(0), nodes.size(1), int64_t(layer_sizes.size())};
 }
 
 Tensor tree_scores_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
@@ -182,8 +181,7 @@ RowGradients tree_scores_backward_cuda(const Tensor& grad, const Tensor& input, 
   if (edges.numel() > 0) {
     AT_DISPATCH_FLOATING_TYPES(grad.scalar_type(), "tree_scores_backward_cuda", [&] {
       path_edges_kernel<scalar_t><<<grid_size(paths.queries, 1), kThreads / 2, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          edges.mutable_data_ptr<int64_t>(), coefficient.mutable_data_ptr<scalar_t>(), scores_grad.const_data_ptr<scalar_t>(), paths,
-          differences_only, none);
+          edges.mutable_data_ptr<int64_t>(), coefficient.mutable_data_ptr<scalar_t>(), scores_grad.const_data_ptr<scalar_t>(), paths, differences_only, none);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }

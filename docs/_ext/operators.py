@@ -62,10 +62,10 @@ def generate(app=None) -> None:
     missing = {stem.split("/")[0] for stem in by_stem} - set(FOLDERS)
     if missing:
         raise RuntimeError(f"operators.py: expected a title in FOLDERS for csrc/{', csrc/'.join(sorted(missing))}")
-    parts = ["# Operators\n\nGenerated from the library. Each operator is `torch.ops.xsoftmax.NAME` in Python and TorchScript, and `xsoftmax::NAME` to the "
-             "dispatcher of C++. The modules of both languages call them; most programs need none of them. Those with a typed function in C++ are "
-             "explained [there](cpp/operators.md). A name that ends in `_` changes an argument; names of the form `..._forward` and `..._backward` serve "
-             "autograd.\n"]
+    parts = [("# Operators\n\nGenerated from the library. Each operator is `torch.ops.xsoftmax.NAME` in Python and TorchScript, and `xsoftmax::NAME` to the "
+              "dispatcher of C++. The modules of both languages call them; most programs need none of them. Those with a typed function in C++ are "
+              "explained [there](cpp/operators.md). A name that ends in `_` changes an argument; names of the form `..._forward` and `..._backward` serve "
+              "autograd.\n")]
     for folder, title in FOLDERS.items():
         parts.append(f"## {title}\n")
         for stem in (stem for stem in by_stem if stem.split("/")[0] == folder):

@@ -14,9 +14,7 @@
 #include <type_traits>
 #include <vector>
 
-struct UsageError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+struct UsageError : std::runtime_error { using std::runtime_error::runtime_error; };
 
 class Arguments {
  public:
@@ -78,8 +76,7 @@ class Arguments {
 };
 
 // The main of a program: its exit code is 2 where the arguments are wrong and 1 for any other error, with a line that says why.
-inline int run_program(const char* name, const char* usage, int argc, char** argv, void (*run)(Arguments&),
-                       const std::set<std::string>& flags = {}) {
+inline int run_program(const char* name, const char* usage, int argc, char** argv, void (*run)(Arguments&), const std::set<std::string>& flags = {}) {
   try {
     Arguments arguments(argc, argv, flags);
     if (arguments.help) {

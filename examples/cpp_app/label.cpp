@@ -64,8 +64,8 @@ void print(Answers& answers) {
   auto& times = answers.microseconds;
   std::sort(times.begin(), times.end());
   const auto percentile = [&](double share) { return times[std::min(size_t(share * double(times.size())), times.size() - 1)]; };
-  std::printf("%zu queries, one at a time: median %.1f us, 90 %% %.1f us, 99 %% %.1f us, slowest %.1f us\n", times.size(), percentile(0.5),
-              percentile(0.9), percentile(0.99), times.back());
+  std::printf("%zu queries, one at a time: median %.1f us, 90 %% %.1f us, 99 %% %.1f us, slowest %.1f us\n", times.size(), percentile(0.5), percentile(0.9),
+              percentile(0.99), times.back());
   for (size_t k = 0; k < answers.hits.size() && answers.labelled > 0; ++k) {
     std::printf("precision at %zu: %.2f %%\n", k + 1, 100 * answers.hits[k] / double(k + 1) / double(answers.labelled));
   }
@@ -98,6 +98,4 @@ void run(Arguments& arguments) {
 
 } // namespace
 
-int main(int argc, char** argv) {
-  return run_program("label", kUsage, argc, argv, run, {"normalize"});
-}
+int main(int argc, char** argv) { return run_program("label", kUsage, argc, argv, run, {"normalize"}); }

@@ -44,8 +44,7 @@ Options parse(Arguments& arguments) {
     throw UsageError("unexpected argument " + arguments.positional[0]);
   }
   if (options.classes % options.topics != 0) {
-    throw UsageError("--classes: expected a multiple of --topics, got " + std::to_string(options.classes) + " and " +
-                     std::to_string(options.topics));
+    throw UsageError("--classes: expected a multiple of --topics, got " + std::to_string(options.classes) + " and " + std::to_string(options.topics));
   }
   if (options.head + options.samples > options.classes) {
     throw UsageError("--head and --samples together exceed the " + std::to_string(options.classes) + " classes");
@@ -72,9 +71,7 @@ class Language {
   double entropy() const { return -(rank_probability_ * rank_probability_.log()).sum().item<double>(); }
 
  private:
-  torch::Tensor word(const torch::Tensor& topic) const {
-    return torch::multinomial(rank_probability_, topic.numel(), /*replacement=*/true) * topics_ + topic;
-  }
+  torch::Tensor word(const torch::Tensor& topic) const { return torch::multinomial(rank_probability_, topic.numel(), /*replacement=*/true) * topics_ + topic; }
 
   int64_t topics_;
   torch::Tensor next_topic_;
@@ -105,8 +102,7 @@ void run(const Options& options) {
 
   Encoder encoder(options.classes, options.width);
   xsoftmax::samplers::UnigramSampler sampler(language.frequencies(), options.samples);
-  xsoftmax::nn::SampledSoftmaxLoss loss(options.width, options.classes, sampler.ptr(),
-                                        xsoftmax::nn::SamplingOptions{.head = torch::arange(options.head)},
+  xsoftmax::nn::SampledSoftmaxLoss loss(options.width, options.classes, sampler.ptr(), xsoftmax::nn::SamplingOptions{.head = torch::arange(options.head)},
                                         xsoftmax::nn::LossOptions{.bias = true});
 
   // Both tables have gradients for the rows of a step only, and RowAdam touches those only.
@@ -124,8 +120,8 @@ void run(const Options& options) {
     return loss->forward(encoder(held_out), held_out_target).item<double>();
   };
 
-  std::printf("%ld classes; the exact loss of blind guessing is %.3f, the least possible %.3f\n\n", long(options.classes),
-              std::log(double(options.classes)), language.entropy());
+  std::printf("%ld classes; the exact loss of blind guessing is %.3f, the least possible %.3f\n\n", long(options.classes), std::log(double(options.classes)),
+              language.entropy());
   std::printf("%8s %12s %16s %22s\n", "step", "seconds", "sampled loss", "exact loss, held out");
   std::printf("%8d %12.1f %16s %22.3f\n", 0, 0.0, "-", evaluate());
   double seconds = 0, sum = 0;
@@ -152,8 +148,7 @@ void run(const Options& options) {
   torch::NoGradGuard no_grad;
   torch::Tensor best = loss->predict(encoder(held_out));
   double right = (best % options.topics == held_out_target % options.topics).to(torch::kDouble).mean().item<double>();
-  std::printf("\n%.1f ms a step; the likeliest word has the right topic for %.1f %% of the held-out words\n",
-              1000 * seconds / options.steps, 100 * right);
+  std::printf("\n%.1f ms a step; the likeliest word has the right topic for %.1f %% of the held-out words\n", 1000 * seconds / options.steps, 100 * right);
 }
 
 }  // namespace

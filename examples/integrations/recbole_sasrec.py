@@ -1,6 +1,5 @@
 """RecBole's SASRec with a sampled softmax over its items; tiny.yaml is a configuration of RecBole with loss_type CE."""
 
-import torch
 from recbole.config import Config
 from recbole.data import create_dataset, data_preparation
 from recbole.model.sequential_recommender import SASRec

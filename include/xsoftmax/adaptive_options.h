@@ -32,9 +32,19 @@ struct MidxOptions {
 
   template <typename Visitor>
   void visit(Visitor& v) {
-    v("num_samples", num_samples); v("codewords", codewords); v("kind", kind); v("bias", bias); v("shared", shared);
-    v("distinct", distinct); v("mixture", mixture); v("refresh_every", refresh_every); v("update_every", update_every);
-    v("iterations", iterations); v("train_points", train_points); v("form", form); v("slots", slots);
+    v("num_samples", num_samples);
+    v("codewords", codewords);
+    v("kind", kind);
+    v("bias", bias);
+    v("shared", shared);
+    v("distinct", distinct);
+    v("mixture", mixture);
+    v("refresh_every", refresh_every);
+    v("update_every", update_every);
+    v("iterations", iterations);
+    v("train_points", train_points);
+    v("form", form);
+    v("slots", slots);
   }
 };
 
@@ -53,8 +63,13 @@ struct LshOptions {
 
   template <typename Visitor>
   void visit(Visitor& v) {
-    v("num_samples", num_samples); v("tables", tables); v("bits", bits); v("uniform", uniform); v("bias", bias);
-    v("shared", shared); v("refresh_every", refresh_every);
+    v("num_samples", num_samples);
+    v("tables", tables);
+    v("bits", bits);
+    v("uniform", uniform);
+    v("bias", bias);
+    v("shared", shared);
+    v("refresh_every", refresh_every);
   }
 };
 
@@ -77,8 +92,15 @@ struct KernelOptions {
 
   template <typename Visitor>
   void visit(Visitor& v) {
-    v("num_samples", num_samples); v("alpha", alpha); v("features", features); v("tau", tau); v("floor", floor); v("bias", bias);
-    v("shared", shared); v("refresh_every", refresh_every); v("kernel", kernel);
+    v("num_samples", num_samples);
+    v("alpha", alpha);
+    v("features", features);
+    v("tau", tau);
+    v("floor", floor);
+    v("bias", bias);
+    v("shared", shared);
+    v("refresh_every", refresh_every);
+    v("kernel", kernel);
   }
 };
 

@@ -17,11 +17,9 @@ namespace xsoftmax::samplers {
 /// step and the generator as they were.
 class AdaptiveSamplerImpl : public SamplerImpl {
  public:
-  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {},
-                  std::optional<at::Generator> generator = std::nullopt) override;
+  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = std::nullopt) override;
   torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
-  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
-               std::optional<at::Generator> generator = std::nullopt) override;
+  void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, std::optional<at::Generator> generator = std::nullopt) override;
   std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
   /// "ranking" for private independent draws.
@@ -76,8 +74,7 @@ class MidxSamplerImpl : public AdaptiveSamplerImpl {
  public:
   MidxSamplerImpl(int64_t num_classes, int64_t dim, const MidxOptions& options = {});
 
-  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {},
-                  std::optional<at::Generator> generator = std::nullopt) override;
+  Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = std::nullopt) override;
   /// Codes the classes `rows` (int64 [R]) again under the present codebooks, and takes in all biases.
   void update(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, const torch::Tensor& rows);
 
@@ -168,8 +165,7 @@ TORCH_MODULE(SphereSampler);
 /// Random Fourier features of the Gaussian kernel on normalised vectors.
 class RffSamplerImpl : public KernelSamplerImpl {
  public:
-  RffSamplerImpl(int64_t num_classes, int64_t dim, const KernelOptions& options = {})
-      : KernelSamplerImpl("RffSampler", "rff", num_classes, dim, options) {}
+  RffSamplerImpl(int64_t num_classes, int64_t dim, const KernelOptions& options = {}) : KernelSamplerImpl("RffSampler", "rff", num_classes, dim, options) {}
 
  protected:
   std::shared_ptr<AdaptiveSamplerImpl> like(const torch::Tensor& exclude) const override;

@@ -12,7 +12,10 @@ struct IdTableOptions {
   int64_t admission = 1;                       ///< an id gets a row when it has been seen so often, in [1, 1,000,000]
 
   template <typename Visitor>
-  void visit(Visitor& v) { v("eviction", eviction); v("admission", admission); }
+  void visit(Visitor& v) {
+    v("eviction", eviction);
+    v("admission", admission);
+  }
 };
 
 } // namespace xsoftmax

@@ -11,9 +11,7 @@
 namespace xsoftmax {
 
 /// What stopped work throws. What it would have changed is as it was.
-class Interrupted : public c10::Error {
-  using Error::Error;
-};
+class Interrupted : public c10::Error { using Error::Error; };
 
 /// Stops the long work that runs now, on all threads, within a block of it. It does not wait. A handler of signals may call it:
 ///

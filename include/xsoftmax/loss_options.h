@@ -47,8 +47,15 @@ struct TwoTowerOptions {
 
   template <typename Visitor>
   void visit(Visitor& v) {
-    v("num_items", num_items); v("estimator", estimator); v("temperature", temperature); v("similarity", similarity);
-    v("remove_accidental_hits", remove_accidental_hits); v("memory", memory); v("dim", dim); v("memory_warmup", memory_warmup); v("reduction", reduction);
+    v("num_items", num_items);
+    v("estimator", estimator);
+    v("temperature", temperature);
+    v("similarity", similarity);
+    v("remove_accidental_hits", remove_accidental_hits);
+    v("memory", memory);
+    v("dim", dim);
+    v("memory_warmup", memory_warmup);
+    v("reduction", reduction);
   }
 };
 

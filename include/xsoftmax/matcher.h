@@ -38,9 +38,8 @@ class XRLinear : public torch::CustomClassHolder {
   /// "identity"; "log-" before the first two for their logs; empty: the model's own. combiner: what a node's score makes of its parent's:
   /// "multiply", "add", or "last", itself alone; empty: "add" beside a transform to logs and "identity", else "multiply". only: int64,
   /// the labels among which the best are wanted; none: all.
-  Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values,
-                      const std::optional<at::Tensor>& dense = std::nullopt, int64_t dense_begin = 0, int64_t topk = 10, int64_t beam = 10,
-                      const std::string& transform = "", const std::string& combiner = "",
+  Predictions predict(const at::Tensor& offsets, const at::Tensor& columns, const at::Tensor& values, const std::optional<at::Tensor>& dense = std::nullopt,
+                      int64_t dense_begin = 0, int64_t topk = 10, int64_t beam = 10, const std::string& transform = "", const std::string& combiner = "",
                       const std::optional<at::Tensor>& only = std::nullopt) const;
 
   /// predict() of a sparse CSR tensor [n, features], as one [n, L] of the scores, the entries of a row by label.

@@ -92,11 +92,10 @@ class LinearLossImpl : public TableLossImpl {
   torch::Tensor predict(const torch::Tensor& input) const;
 
   /// Gives the loss another number of classes, in place: new ones come behind the others and begin as torch::nn::Linear makes them, those past the end go.
-  /// The parameters stay the same tensors; rows of the first classes and what row optimizers keep for them stay, new ones are as before their first step. A call
-  /// costs the new rows, averaged over many; where classes go that have not just come, and where classes come to an index of distinct draws, tables of samplers
-  /// are laid out anew, O(N). Gradients are dropped.
-  /// class_weight: of the new classes, where the loss has class weights; undefined: 1. Optimizers of torch::optim do not follow: make new ones. Errors, before
-  /// anything changes: ValueError, of a sampler that does not define plan_resize TypeError.
+  /// The parameters stay the same tensors; rows of the first classes and what row optimizers keep for them stay, new ones are as before their first step. A
+  /// call costs the new rows, averaged over many; where classes go that have not just come, and where classes come to an index of distinct draws, tables of
+  /// samplers are laid out anew, O(N). Gradients are dropped. class_weight: of the new classes, where the loss has class weights; undefined: 1. Optimizers of
+  /// torch::optim do not follow: make new ones. Errors, before anything changes: ValueError, of a sampler that does not define plan_resize TypeError.
   void resize_classes(int64_t num_classes, const torch::Tensor& class_weight = {});
 
   torch::nn::Linear linear{nullptr}; ///< share or tie the table by assigning linear->weight
@@ -134,20 +133,18 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
  public:
   /// `sampler` belongs to this loss; beside a head, `sampler->excluding(head)` takes its place. nullptr: candidates are the head and the negatives
   /// that calls give.
-  SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> sampler,
-                         const SamplingOptions& sampling = {}, const LossOptions& options = {});
+  SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> sampler, const SamplingOptions& sampling = {},
+                         const LossOptions& options = {});
   /// A sampler by its name, "uniform", "midx", ... (xsoftmax::samplers::make_sampler).
   SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, const std::string& sampler, const SamplingOptions& sampling = {},
                          const LossOptions& options = {});
   /// Draws from `generator`, or from the default one of input's device. negatives [P] or [*, P]: further candidates, -1 where there is none; without
   /// negative_log_count (of their shape) they are always there, and the sampler's counts are added.
   torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt,
-                        const std::optional<torch::Tensor>& negatives = std::nullopt,
-                        const std::optional<torch::Tensor>& negative_log_count = std::nullopt);
+                        const std::optional<torch::Tensor>& negatives = std::nullopt, const std::optional<torch::Tensor>& negative_log_count = std::nullopt);
   /// The sampled loss, also in eval(), from the sampler as it is, without a refresh.
   torch::Tensor estimate(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt,
-                         const std::optional<torch::Tensor>& negatives = std::nullopt,
-                         const std::optional<torch::Tensor>& negative_log_count = std::nullopt);
+                         const std::optional<torch::Tensor>& negatives = std::nullopt, const std::optional<torch::Tensor>& negative_log_count = std::nullopt);
   /// One draw: the head and what the sampler proposes, for queries [Q, D] and target [Q] as a sampler takes them.
   Proposal propose(const torch::Tensor& queries, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
 
@@ -200,8 +197,8 @@ class CaneLossImpl : public CandidateLossImpl {
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())}, {3, torch::nn::AnyValue(std::optional<at::Generator>())})
 
  private:
-  torch::Tensor find_candidates(const torch::Tensor& queries, const torch::Tensor& target, at::IntArrayRef batch,
-                                const std::optional<torch::Tensor>& given, std::optional<at::Generator> generator);
+  torch::Tensor find_candidates(const torch::Tensor& queries, const torch::Tensor& target, at::IntArrayRef batch, const std::optional<torch::Tensor>& given,
+                                std::optional<at::Generator> generator);
 
   torch::Tensor candidates_;
 };

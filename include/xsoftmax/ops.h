@@ -30,8 +30,7 @@ void init();
 /// [R] sorted, values [R, D]; the gradient of a class is summed into its first row, its other rows are zero. As the `.grad` of
 /// weight: sparse COO with these rows (sparse_grad), or dense.
 at::Tensor candidate_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                            const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids,
-                            bool sparse_grad = true);
+                            const std::optional<at::Tensor>& private_ids, const std::optional<at::Tensor>& shared_ids, bool sparse_grad = true);
 
 /// ragged_scores: candidate_scores with a number of private candidates of its own for each query.
 ///
@@ -41,8 +40,8 @@ at::Tensor candidate_scores(const at::Tensor& input, const at::Tensor& weight, c
 /// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; ids [T] int64 in [0, N), those of query q at offsets[q] ..
 /// offsets[q + 1] - 1; offsets [Q + 1] int64 from 0 to T, never falling. Returns [T] in float32, or float64 for float64 inputs.
 /// Backward as that of candidate_scores, with R = min(T, N) rows, rising.
-at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                         const at::Tensor& ids, const at::Tensor& offsets, bool sparse_grad = true);
+at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& ids,
+                         const at::Tensor& offsets, bool sparse_grad = true);
 
 /// candidate_loss: the loss of each query from the scores of its target and of its candidates, which stand in `sets` (xsoftmax/candidates.h).
 ///
@@ -88,9 +87,8 @@ at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, co
 /// input [*, D] and target [*]; sets in any order; class_weight [N] in any floating dtype or none; log_z 0-dim or none, with a gradient where it
 /// asks for one. Targets equal to ignore_index have no loss and no gradient, whatever their queries hold. Returns [*] or a scalar, in float32 or
 /// float64.
-at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                const at::Tensor& target, const Proposal& sets, const SampledSoftmaxOptions& options = {},
-                                const std::optional<at::Tensor>& class_weight = std::nullopt,
+at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                const Proposal& sets, const SampledSoftmaxOptions& options = {}, const std::optional<at::Tensor>& class_weight = std::nullopt,
                                 const std::optional<at::Tensor>& log_z = std::nullopt);
 
 /// tower_loss: the loss of queries against vectors that a network has just made, where there is no class table.
@@ -102,8 +100,8 @@ at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weigh
 /// query and target_vector [Q, D], target [Q] int64, any ids; sets in any order, vectors those of each: [S, D] of a set that all queries share, [Q, P, D]
 /// of a private one. Ids are compared with targets and nothing else. All vectors have gradients; weight [Q] has none. Returns a scalar (over no query
 /// a mean is NaN) or [Q], in float32 or float64.
-at::Tensor tower_loss(const at::Tensor& query, const at::Tensor& target_vector, const at::Tensor& target, at::TensorList vectors,
-                      const Proposal& sets, const TowerOptions& options = {}, const std::optional<at::Tensor>& weight = std::nullopt);
+at::Tensor tower_loss(const at::Tensor& query, const at::Tensor& target_vector, const at::Tensor& target, at::TensorList vectors, const Proposal& sets,
+                      const TowerOptions& options = {}, const std::optional<at::Tensor>& weight = std::nullopt);
 
 /// linear_cross_entropy: the exact loss, without the [Q, N] logits.
 ///
@@ -115,9 +113,9 @@ at::Tensor tower_loss(const at::Tensor& query, const at::Tensor& target_vector, 
 /// Of logits it holds at most 54 MB; where that is too few queries, 40 MB and a block a thread (4 MB; 64 classes at least). A mean or a sum
 /// of float32 or float64 losses makes the gradients that are wanted with the loss: call it under NoGradMode (torch.no_grad) where none
 /// will be asked for.
-at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                const at::Tensor& target, const std::optional<at::Tensor>& class_weight = std::nullopt,
-                                int64_t reduction = 1, c10::SymInt ignore_index = -100, double label_smoothing = 0.0);
+at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                const std::optional<at::Tensor>& class_weight = std::nullopt, int64_t reduction = 1, c10::SymInt ignore_index = -100,
+                                double label_smoothing = 0.0);
 
 /// linear_positives_loss: the exact loss of several positives of each query, target [*, T], without the [Q, N] logits.
 ///
@@ -137,7 +135,6 @@ at::Tensor linear_positives_loss(const at::Tensor& input, const at::Tensor& weig
 /// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; 0 <= k <= N. Returns (log-probabilities [Q, k] in float32, or float64
 /// for float64 inputs; ids [Q, k] int64), best first. A query whose softmax is no number (a NaN or +inf among its logits, or -inf only) has
 /// values of NaN at classes 0 .. k - 1. Has no gradient.
-std::tuple<at::Tensor, at::Tensor> linear_topk(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                               c10::SymInt k);
+std::tuple<at::Tensor, at::Tensor> linear_topk(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::SymInt k);
 
 } // namespace xsoftmax

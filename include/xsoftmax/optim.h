@@ -40,8 +40,8 @@ struct RowSGDOptions : public torch::optim::OptimizerCloneableOptions<RowSGDOpti
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(bool, nesterov) = false;
   TORCH_ARG(bool, maximize) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and element:
-  /// the same on every device. Dense gradients' steps round to nearest.
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and
+  /// element: the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
   /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
   TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
@@ -69,8 +69,8 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
   TORCH_ARG(double, eps) = 1e-10;
   /// One accumulator a row, the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and element:
-  /// the same on every device. Dense gradients' steps round to nearest.
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and
+  /// element: the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
   /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
   TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
@@ -99,8 +99,8 @@ struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOp
   TORCH_ARG(double, weight_decay) = 0;
   /// One second moment a row, of the mean of squares (partial row-wise Adam): [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
-  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and element:
-  /// the same on every device. Dense gradients' steps round to nearest.
+  /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and
+  /// element: the same on every device. Dense gradients' steps round to nearest.
   TORCH_ARG(bool, stochastic_rounding) = false;
   /// Of state with an element for each of the table's: bfloat16, always with stochastic rounding, or float32. Read at a parameter's first gradient.
   TORCH_ARG(std::optional<torch::Dtype>, state_dtype) = std::nullopt;
@@ -191,7 +191,6 @@ void reset_rows(const torch::Tensor& table, const torch::Tensor& rows, const tor
 /// torch::nn::utils::clip_grad_norm_ for dense and row-sparse gradients together: scales them in place so that their norm is at
 /// most max_norm, and returns the norm before. That of a sparse gradient is the norm of its sums over equal rows; nothing dense is
 /// built. norm_type > 0, infinity included. Throws on a norm that is not finite if `error_if_nonfinite`.
-double clip_grad_norm_(const std::vector<torch::Tensor>& parameters, double max_norm, double norm_type = 2.0,
-                       bool error_if_nonfinite = false);
+double clip_grad_norm_(const std::vector<torch::Tensor>& parameters, double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
 } // namespace xsoftmax

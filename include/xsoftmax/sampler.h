@@ -39,14 +39,12 @@ class SamplerImpl : public KeepsTables {
   /// What one step proposes. queries [Q, D], zeros where a query does not count; target int64 [Q], -1 where it does not, or [Q, T], several
   /// classes of each query: the sets say the expected counts of those, too. Undefined: all queries count. generator: on queries' device,
   /// none: the default one; one int64 is drawn a call.
-  virtual Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {},
-                          std::optional<at::Generator> generator = std::nullopt) = 0;
+  virtual Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = std::nullopt) = 0;
   /// log expected count of any classes in what `sample` proposes, float32, -inf for a class that is never drawn: of ids [S], [S], or [Q, S]
   /// where it depends on the query; of ids [Q, P], [Q, P].
   virtual torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) = 0;
   /// What a loss calls before it draws while training: a sampler that follows the class table weight [N, D], bias [N] brings itself up to date.
-  virtual void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias,
-                       std::optional<at::Generator> generator = std::nullopt);
+  virtual void prepare(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias, std::optional<at::Generator> generator = std::nullopt);
   /// At once, whatever the schedule says; statistics by name.
   virtual std::map<std::string, double> refresh(const torch::Tensor& weight, const std::optional<torch::Tensor>& bias = std::nullopt);
   /// Draws from another number of classes from now on: those that are gone are never drawn, new ones as the sampler says. rows [A, D] and bias

@@ -21,7 +21,11 @@ struct StreamingOptions {
 
   template <typename Visitor>
   void visit(Visitor& v) {
-    v("num_ids", num_ids); v("half_life", half_life); v("alpha", alpha); v("buckets", buckets); v("hashes", hashes);
+    v("num_ids", num_ids);
+    v("half_life", half_life);
+    v("alpha", alpha);
+    v("buckets", buckets);
+    v("hashes", hashes);
   }
 };
 
@@ -35,7 +39,10 @@ struct FollowOptions {
 
   template <typename Visitor>
   void visit(Visitor& v) {
-    v("power", power); v("uniform_share", uniform_share); v("refresh_every", refresh_every); v("distinct", distinct);
+    v("power", power);
+    v("uniform_share", uniform_share);
+    v("refresh_every", refresh_every);
+    v("distinct", distinct);
   }
 };
 

@@ -21,7 +21,7 @@ struct TreeFromVectors {
   int64_t max_leaf_size = 0; ///< 0: recursive K-means with `arity` clusters, whose leaves are laid from left to right into a balanced tree (CANE
                              ///< paper, appendix C). Else clusters of at most so many classes, cut by balanced 2-means, below as few layers of at
                              ///< most `arity` children as those take (PECOS paper, section 2.1): the tree of a hierarchical matcher
-  bool spherical = true;     ///< beside max_leaf_size: centres are normalised, so that directions count; the vectors should be, too
+  bool spherical = true; ///< beside max_leaf_size: centres are normalised, so that directions count; the vectors should be, too
 
   template <typename Visitor>
   void visit(Visitor& visitor) {
@@ -59,9 +59,9 @@ class LabelTreeImpl : public torch::nn::Module {
   std::vector<torch::Tensor> tables() const { return {first_child, parent, node_class, class_node}; }
 
   torch::Tensor first_child; ///< [V + 1]: node v has the children first_child[v] .. first_child[v + 1] - 1
-  torch::Tensor parent;      ///< [V], -1 for the root
-  torch::Tensor node_class;  ///< [V], the class of a leaf, else -1
-  torch::Tensor class_node;  ///< [N], the leaf of a class
+  torch::Tensor parent; ///< [V], -1 for the root
+  torch::Tensor node_class; ///< [V], the class of a leaf, else -1
+  torch::Tensor class_node; ///< [N], the leaf of a class
   std::vector<int64_t> layer_sizes, group_sizes; ///< of each layer below the root: its nodes, and the most children of one node
 
  private:
@@ -80,8 +80,7 @@ class LabelTree : public torch::nn::ModuleHolder<LabelTreeImpl> {
   /// The same, the classes in random order.
   static LabelTree random(int64_t num_classes, int64_t arity = 10, std::optional<at::Generator> generator = std::nullopt);
   /// Near classes near each other: vectors [N, D], floating and finite.
-  static LabelTree from_vectors(const torch::Tensor& vectors, const TreeFromVectors& options = {},
-                                std::optional<at::Generator> generator = std::nullopt);
+  static LabelTree from_vectors(const torch::Tensor& vectors, const TreeFromVectors& options = {}, std::optional<at::Generator> generator = std::nullopt);
   /// One layer of `subsets` nodes with nearly the same sum of counts [N], below them the classes by falling count (section 5).
   static LabelTree from_frequencies(const torch::Tensor& counts, int64_t subsets);
   /// The tree of the least expected depth under frequencies counts [N] (Huffman, 1952).

@@ -6,7 +6,7 @@ from typing import Iterator, Union
 
 
 @contextlib.contextmanager
-def replaced(path: Union[str, os.PathLike]) -> Iterator[str]:
+def replaced(path: Union[str, "os.PathLike[str]"]) -> Iterator[str]:
     """The name of a file beside ``path`` to write to, which takes its place where nothing is raised, and else is removed."""
     path = os.path.realpath(path)
     draft = f"{path}.{os.getpid()}.draft"

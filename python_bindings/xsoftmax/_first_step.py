@@ -36,7 +36,8 @@ def row_sparse_tables() -> Dict[int, "TableModule"]:
 def row_optimizer(kind: Type[torch.optim.Optimizer]) -> Optional[str]:
     """The optimizer of :mod:`xsoftmax.optim` that does what one of torch.optim does, or is nearest to it. None: `kind` is not torch's."""
     base = next((each for each in kind.__mro__ if f"{each.__module__}.".startswith("torch.optim.") and each is not torch.optim.Optimizer), None)
-    return None if base is None else {torch.optim.SGD: "RowSGD", torch.optim.Adagrad: "RowAdagrad"}.get(base, "RowAdam")
+    names: Dict[Any, str] = {torch.optim.SGD: "RowSGD", torch.optim.Adagrad: "RowAdagrad"}
+    return None if base is None else names.get(base, "RowAdam")
 
 
 def _takes_rows(optimizer: torch.optim.Optimizer, group: Dict[str, Any]) -> bool:
@@ -58,8 +59,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if not _takes_rows(optimizer, group):
                 options = ", ".join(option for option in ("weight_decay", "fused") if group.get(option)) if row_optimizer(type(optimizer)) != "RowAdam" else ""
                 raise RuntimeError(f"{name}{f' with {options}' if options else ''}: expected dense gradients, got a row-sparse one of a parameter of shape "
-                                   f"{list(param.shape)}: use xs.optim.{row_optimizer(type(optimizer))}, which steps only the rows that have a gradient, or make "
-                                   "the loss with sparse_grad=False (an nn.Embedding with sparse=False), at a cost of all rows a step")
+                                   f"{list(param.shape)}: use xs.optim.{row_optimizer(type(optimizer))}, which steps only the rows that have a gradient, or "
+                                   "make the loss with sparse_grad=False (an nn.Embedding with sparse=False), at a cost of all rows a step")
             state = optimizer.state.get(param)
             if state and hasattr(optimizer, "flush") and state["step"].dtype != torch.int64:  # an optimizer of ours counts row steps in int64
                 warnings.warn(f"{name}: the state of a parameter of shape {list(param.shape)} is that of dense gradients, as torch.optim keeps it, so each "
@@ -67,7 +68,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         elif id(param) in tables and not hasattr(param.grad, "full_tensor"):
             dense = dense or (param, tables[id(param)])
     if dense is not None:
-        warnings.warn(f"{dense[1]._name}: expected a row-sparse gradient of its table of shape {list(dense[0].shape)}, since sparse_grad=True, got a dense one, "
-                      "so each step costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with "
+        warnings.warn(f"{dense[1]._name}: expected a row-sparse gradient of its table of shape {list(dense[0].shape)}, since sparse_grad=True, got a dense "
+                      "one, so each step costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with "
                       "sparse=True", stacklevel=4)
     _seen.add(optimizer)

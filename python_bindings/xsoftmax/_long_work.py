@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import signal
 import threading
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional, Tuple
 
 import torch
 
@@ -15,8 +15,8 @@ _bars: "contextvars.ContextVar[bool]" = contextvars.ContextVar("xsoftmax.progres
 
 @contextlib.contextmanager
 def progress(enabled: bool = True) -> Iterator[None]:
-    """While it is open, long work of this thread (trees from vectors, training and prediction of XRLinear, refreshes of samplers, search indices) shows a bar by
-    tqdm, on a terminal.
+    """While it is open, long work of this thread (trees from vectors, training and prediction of XRLinear, refreshes of samplers, search indices) shows a
+    bar by tqdm, on a terminal.
 
         with xs.progress():
             tree = xs.LabelTree.from_vectors(vectors)
@@ -29,8 +29,8 @@ def progress(enabled: bool = True) -> Iterator[None]:
 
 
 def run(name: str, op: Callable[..., Any], *args: Any, show: Optional[Show] = None) -> Any:
-    """``op(*args)``, which Ctrl-C stops: KeyboardInterrupt, and what the operator would have changed is as it was. Where a program handles SIGINT by a function of
-    its own, that is called when the operator has returned, as ever.
+    """``op(*args)``, which Ctrl-C stops: KeyboardInterrupt, and what the operator would have changed is as it was. Where a program handles SIGINT by a function
+    of its own, that is called when the operator has returned, as ever.
 
     Args:
         name: of the work, for a bar.
@@ -57,7 +57,7 @@ def bar(name: str) -> Iterator[Show]:
         yield show
 
 
-def _watched(op: Callable[..., Any], args: tuple, show: Optional[Show]) -> Any:
+def _watched(op: Callable[..., Any], args: Tuple[Any, ...], show: Optional[Show]) -> Any:
     numbers = torch.zeros(3, dtype=torch.int64, device="cpu")
     if type(numbers) is not torch.Tensor:  # under FakeTensorMode and the like nothing takes long
         return op(*args)
@@ -89,7 +89,8 @@ class _Watch:
     """A thread that looks at the numbers and shows them."""
 
     def __init__(self, numbers: torch.Tensor, show: Show) -> None:
-        self.numbers, self.show, self.failure = numbers, show, None
+        self.numbers, self.show = numbers, show
+        self.failure: Optional[BaseException] = None
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._look, name="xsoftmax progress", daemon=True)
         self.thread.start()

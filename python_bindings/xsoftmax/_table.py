@@ -171,9 +171,10 @@ def refuse_transforms(owner: str) -> None:
 def refuse_parametrized(module: nn.Module) -> None:
     """torch's backward passes of most functions know no sparse gradients, and the table is made anew, all of it, in each step."""
     for name, child in module._modules.items():
-        if isinstance(child, nn.Linear) and "parametrizations" in child._modules:
+        parametrizations: Any = child._modules.get("parametrizations") if isinstance(child, nn.Linear) else None
+        if parametrizations is not None:
             raise ValueError(f"{module._name}: expected a table without parametrization beside sparse_grad=True, got {name} with one "
-                             f"({', '.join(child.parametrizations)}): make the loss with sparse_grad=False")
+                             f"({', '.join(parametrizations)}): make the loss with sparse_grad=False")
 
 
 def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:

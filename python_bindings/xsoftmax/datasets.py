@@ -8,7 +8,7 @@ import tempfile
 import zlib
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Iterator, Optional, Tuple, TYPE_CHECKING, Union
+from typing import Any, Iterator, Optional, Tuple, TYPE_CHECKING, Union
 
 import torch
 
@@ -64,7 +64,7 @@ def _plain_text(path: PathName) -> Iterator[str]:
         yield name
         return
     with contextlib.ExitStack() as stack:
-        source = sys.stdin.buffer if name == "-" else stack.enter_context(open(name, "rb"))
+        source: Any = sys.stdin.buffer if name == "-" else stack.enter_context(open(name, "rb"))
         compressed = name != "-" or source.peek(2)[:2] == b"\x1f\x8b"
         plain = stack.enter_context(tempfile.NamedTemporaryFile(prefix="xsoftmax-", suffix=".txt"))
         try:

@@ -69,8 +69,8 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         return self.model_.predict(validate_data(self, X, accept_sparse="csr", dtype=np.float32, reset=False), self.topk, self.beam)
 
     def decision_function(self, X: Any) -> Any:
-        """The logarithm of the score of every class, [n, L]; of two classes where a row has one, [n]: that of the second less that of the first. All classes are
-        scored, dense: :meth:`predict` looks at what its beam finds."""
+        """The logarithm of the score of every class, [n, L]; of two classes where a row has one, [n]: that of the second less that of the first. All classes
+        are scored, dense: :meth:`predict` looks at what its beam finds."""
         scores = self._log_scores(X)
         return scores[:, 1] - scores[:, 0] if self._is_binary() else scores
 

@@ -26,9 +26,8 @@ int main() {
   const at::Tensor input = at::randn({4, 8}), weight = at::randn({10, 8}), ids = at::tensor({7, 0, 7}, at::kLong);
   const at::Tensor expected = input.mm(weight.index_select(0, ids).t());
 
-  check("the library is loaded and its ops are registered", [] {
-    return c10::Dispatcher::singleton().findSchema({"xsoftmax::candidate_scores", ""}).has_value();
-  });
+  check("the library is loaded and its ops are registered",
+        [] { return c10::Dispatcher::singleton().findSchema({"xsoftmax::candidate_scores", ""}).has_value(); });
   check("an op is called by its schema, boxed", [&] {
     torch::jit::Stack stack{input, weight, c10::IValue(), c10::IValue(), ids, true};
     c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::candidate_scores", "").callBoxed(stack);

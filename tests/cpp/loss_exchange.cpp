@@ -34,7 +34,11 @@ struct Static {
   int64_t num_samples = 0;
   std::optional<bool> shared, distinct;
   template <typename Visitor>
-  void visit(Visitor& v) { v("num_samples", num_samples); v("shared", shared); v("distinct", distinct); }
+  void visit(Visitor& v) {
+    v("num_samples", num_samples);
+    v("shared", shared);
+    v("distinct", distinct);
+  }
 };
 
 template <typename Options>
@@ -59,13 +63,20 @@ struct Stream {
 struct StreamText : samplers::StreamingOptions {
   int64_t refresh_every = 0;
   template <typename Visitor>
-  void visit(Visitor& v) { StreamingOptions::visit(v); v("refresh_every", refresh_every); }
+  void visit(Visitor& v) {
+    StreamingOptions::visit(v);
+    v("refresh_every", refresh_every);
+  }
 };
 
 Stream stream_of(const Dict& spec, int64_t num_classes) {
-  if (!spec.contains("stream")) { return {}; }
+  if (!spec.contains("stream")) {
+    return {};
+  }
   auto options = parse<StreamText>(spec, "stream");
-  if (spec.at("stream").toStringRef().find("buckets") == std::string::npos) { options.num_ids = num_classes; }
+  if (spec.at("stream").toStringRef().find("buckets") == std::string::npos) {
+    options.num_ids = num_classes;
+  }
   return {samplers::StreamingCounts(static_cast<const samplers::StreamingOptions&>(options)), {.refresh_every = options.refresh_every}};
 }
 
@@ -79,14 +90,30 @@ Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
     }
     return std::make_shared<samplers::UnionSamplerImpl>(parts);
   }
-  if (name == "in_batch") { return std::make_shared<samplers::InBatchSamplerImpl>(n, stream_of(spec, n).counts); }
-  if (name == "midx") { return adaptive<samplers::MidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
-  if (name == "exact_midx") { return adaptive<samplers::ExactMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
-  if (name == "spread_midx") { return adaptive<samplers::SpreadMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
-  if (name == "learnable_midx") { return adaptive<samplers::LearnableMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias); }
-  if (name == "lsh") { return adaptive<samplers::LshSamplerImpl, samplers::LshOptions>(spec, n, dim, bias); }
-  if (name == "sphere") { return adaptive<samplers::SphereSamplerImpl, samplers::KernelOptions>(spec, n, dim, bias); }
-  if (name == "rff") { return adaptive<samplers::RffSamplerImpl, samplers::KernelOptions>(spec, n, dim, bias); }
+  if (name == "in_batch") {
+    return std::make_shared<samplers::InBatchSamplerImpl>(n, stream_of(spec, n).counts);
+  }
+  if (name == "midx") {
+    return adaptive<samplers::MidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias);
+  }
+  if (name == "exact_midx") {
+    return adaptive<samplers::ExactMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias);
+  }
+  if (name == "spread_midx") {
+    return adaptive<samplers::SpreadMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias);
+  }
+  if (name == "learnable_midx") {
+    return adaptive<samplers::LearnableMidxSamplerImpl, samplers::MidxOptions>(spec, n, dim, bias);
+  }
+  if (name == "lsh") {
+    return adaptive<samplers::LshSamplerImpl, samplers::LshOptions>(spec, n, dim, bias);
+  }
+  if (name == "sphere") {
+    return adaptive<samplers::SphereSamplerImpl, samplers::KernelOptions>(spec, n, dim, bias);
+  }
+  if (name == "rff") {
+    return adaptive<samplers::RffSamplerImpl, samplers::KernelOptions>(spec, n, dim, bias);
+  }
   const auto options = parse<Static>(spec);
   if (name == "complement") {
     return spec.contains("sampler")
@@ -98,8 +125,12 @@ Sampler make_sampler(const Dict& spec, int64_t n, int64_t dim, bool bias) {
     const Stream stream = stream_of(spec, n);
     return std::make_shared<samplers::UnigramSamplerImpl>(stream.counts, options.num_samples, stream.follow, draws);
   }
-  if (name == "unigram") { return std::make_shared<samplers::UnigramSamplerImpl>(spec.at("counts").toTensor(), options.num_samples, 0.75, draws); }
-  if (name == "log_uniform") { return std::make_shared<samplers::LogUniformSamplerImpl>(n, options.num_samples, draws); }
+  if (name == "unigram") {
+    return std::make_shared<samplers::UnigramSamplerImpl>(spec.at("counts").toTensor(), options.num_samples, 0.75, draws);
+  }
+  if (name == "log_uniform") {
+    return std::make_shared<samplers::LogUniformSamplerImpl>(n, options.num_samples, draws);
+  }
   TORCH_CHECK(name == "uniform", "loss_exchange: expected the name of a sampler, got ", name);
   return std::make_shared<samplers::UniformSamplerImpl>(n, options.num_samples, draws);
 }
@@ -112,10 +143,21 @@ struct Options : nn::SamplingOptions, nn::LossOptions {
   std::string noise_reduction = "mean_of_logs";
   template <typename Visitor>
   void visit(Visitor& v) {
-    v("bias", bias); v("reduction", reduction); v("ignore_index", ignore_index); v("label_smoothing", label_smoothing);
-    v("estimator", estimator); v("remove_accidental_hits", remove_accidental_hits); v("log_z", log_z); v("learn_log_z", learn_log_z);
-    v("sparse_grad", sparse_grad); v("num_noises", num_noises); v("noise_reduction", noise_reduction);
-    v("num_candidates", num_candidates); v("balance_every", balance_every); v("beam", beam); v("routed", routed);
+    v("bias", bias);
+    v("reduction", reduction);
+    v("ignore_index", ignore_index);
+    v("label_smoothing", label_smoothing);
+    v("estimator", estimator);
+    v("remove_accidental_hits", remove_accidental_hits);
+    v("log_z", log_z);
+    v("learn_log_z", learn_log_z);
+    v("sparse_grad", sparse_grad);
+    v("num_noises", num_noises);
+    v("noise_reduction", noise_reduction);
+    v("num_candidates", num_candidates);
+    v("balance_every", balance_every);
+    v("beam", beam);
+    v("routed", routed);
   }
 };
 
@@ -128,9 +170,7 @@ Loss make_loss(const Dict& in) {
   auto options = parse<Options>(in);
   const Dict tensors = in.at("tensors").toGenericDict();
   const int64_t n = in.at("num_classes").toInt(), dim = in.at("dim").toInt();
-  const auto sampler = [&](const char* key) {
-    return in.at(key).isNone() ? nullptr : make_sampler(in.at(key).toGenericDict(), n, dim, options.bias);
-  };
+  const auto sampler = [&](const char* key) { return in.at(key).isNone() ? nullptr : make_sampler(in.at(key).toGenericDict(), n, dim, options.bias); };
   options.weight = tensor_of(tensors, "weight");
   const std::string name = in.at("loss").toStringRef();
   if (name == "HierarchicalSoftmaxLoss") {
@@ -140,9 +180,14 @@ Loss make_loss(const Dict& in) {
   }
   if (name == "BeamTreeLoss") {
     const xsoftmax::LabelTree tree(tensors.at("parents").toTensor(), tensors.at("classes").toTensor());
-    const nn::BeamTreeOptions beam{.num_candidates = options.num_candidates, .num_noises = options.num_noises, .beam = options.beam,
-                                   .noise_sampler = sampler("sampler"), .noise_reduction = options.noise_reduction, .routed = options.routed,
-                                   .balance_every = options.balance_every, .sparse_grad = options.sparse_grad};
+    const nn::BeamTreeOptions beam{.num_candidates = options.num_candidates,
+                                   .num_noises = options.num_noises,
+                                   .beam = options.beam,
+                                   .noise_sampler = sampler("sampler"),
+                                   .noise_reduction = options.noise_reduction,
+                                   .routed = options.routed,
+                                   .balance_every = options.balance_every,
+                                   .sparse_grad = options.sparse_grad};
     const auto loss = std::make_shared<nn::BeamTreeLossImpl>(dim, tree, beam, options);
     return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, generator); }};
   }
@@ -151,25 +196,34 @@ Loss make_loss(const Dict& in) {
     const auto loss = std::make_shared<nn::SampledSoftmaxLossImpl>(dim, n, sampler("sampler"), options, options);
     return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, generator); }};
   }
-  const nn::CaneOptions cane{.candidates = tensor_of(tensors, "candidates"), .candidate_sampler = sampler("candidates"),
-                             .num_noises = options.num_noises, .noise_sampler = sampler("sampler"), .noise_reduction = options.noise_reduction,
+  const nn::CaneOptions cane{.candidates = tensor_of(tensors, "candidates"),
+                             .candidate_sampler = sampler("candidates"),
+                             .num_noises = options.num_noises,
+                             .noise_sampler = sampler("sampler"),
+                             .noise_reduction = options.noise_reduction,
                              .sparse_grad = options.sparse_grad};
   const auto loss = std::make_shared<nn::CaneLossImpl>(dim, n, cane, options);
-  return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) {
-            return loss->forward(input, target, std::nullopt, generator);
-          }};
+  return {loss, [loss](const Tensor& input, const Tensor& target, at::Generator generator) { return loss->forward(input, target, std::nullopt, generator); }};
 }
 
 std::unique_ptr<optim::RowOptimizer> make_optimizer(const Dict& in, const std::vector<Tensor>& parameters) {
   const std::string name = in.at("optimizer").toStringRef();
-  if (name == "RowSGD") { return std::make_unique<optim::RowSGD>(parameters, parse<optim::RowSGDOptions>(in, "optimizer_options")); }
-  if (name == "RowAdam") { return std::make_unique<optim::RowAdam>(parameters, parse<optim::RowAdamOptions>(in, "optimizer_options")); }
+  if (name == "RowSGD") {
+    return std::make_unique<optim::RowSGD>(parameters, parse<optim::RowSGDOptions>(in, "optimizer_options"));
+  }
+  if (name == "RowAdam") {
+    return std::make_unique<optim::RowAdam>(parameters, parse<optim::RowAdamOptions>(in, "optimizer_options"));
+  }
   return std::make_unique<optim::RowAdagrad>(parameters, parse<optim::RowAdagradOptions>(in, "optimizer_options"));
 }
 
 void write_state(const torch::nn::Module& module, const std::string& prefix, Results& out) {
-  for (const auto& item : module.named_parameters()) { out.insert(prefix + item.key(), item.value().detach().clone()); }
-  for (const auto& item : module.named_buffers()) { out.insert(prefix + item.key(), item.value().clone()); }
+  for (const auto& item : module.named_parameters()) {
+    out.insert(prefix + item.key(), item.value().detach().clone());
+  }
+  for (const auto& item : module.named_buffers()) {
+    out.insert(prefix + item.key(), item.value().clone());
+  }
 }
 
 void read_state(torch::nn::Module& module, const Dict& state) {
@@ -223,9 +277,13 @@ Results run_towers(const Dict& in) {
   const c10::IValue steps = in.at("steps");
   for (size_t i = 0; i < steps.toListRef().size(); ++i) {
     std::vector<Tensor> given;
-    for (const c10::IValue& part : steps.toListRef()[i].toListRef()) { given.push_back(part.toTensor()); }
+    for (const c10::IValue& part : steps.toListRef()[i].toListRef()) {
+      given.push_back(part.toTensor());
+    }
     std::vector<std::pair<std::string, Tensor>> trained{{"query", given[0].clone()}, {"item", given[1].clone()}, {"negatives", given[3].clone()}};
-    for (auto& [name, vectors] : trained) { vectors.requires_grad_(); }
+    for (auto& [name, vectors] : trained) {
+      vectors.requires_grad_();
+    }
     loss->zero_grad();
     const Tensor value = loss(trained[0].second, trained[1].second, given[2], std::make_tuple(trained[2].second, given[4]), given[5]);
     value.sum().backward();
@@ -235,7 +293,9 @@ Results run_towers(const Dict& in) {
       loss->temperature.sub_(loss->temperature.grad(), 0.01);
     }
     out.insert("loss." + std::to_string(i), value.detach());
-    for (const auto& [name, tensor] : trained) { out.insert("gradient." + std::to_string(i) + "." + name, tensor.grad().clone()); }
+    for (const auto& [name, tensor] : trained) {
+      out.insert("gradient." + std::to_string(i) + "." + name, tensor.grad().clone());
+    }
   }
   write_state(*loss, "end.", out);
   return out;

@@ -29,17 +29,13 @@ auto op(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(("xsoftmax::" + name).c_str(), "").typed<Signature>();
 }
 
-struct Kind {
-  const char *name, *family, *options, *tables;
-};
+struct Kind { const char *name, *family, *options, *tables; };
 
 // What Python gives the operators, and the names of its state.
 const Kind kKinds[] = {
     {"midx", "midx", "kind=rq", "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched recent step"},
-    {"midx_exact", "midx", "form=exact",
-     "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched table table_bias recent step"},
-    {"midx_spread", "midx", "form=spread",
-     "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched spread query_square recent step"},
+    {"midx_exact", "midx", "form=exact", "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched table table_bias recent step"},
+    {"midx_spread", "midx", "form=spread", "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched spread query_square recent step"},
     {"midx_learnable", "midx", "form=learnable", "codewords1 codewords2 cell order start mass log_weight prefix heaviest touched recent step"},
     {"lsh", "lsh", "tables=16", "planes code order start recent step"},
     {"sphere", "kernel", "kernel=sphere", "directions rows sums order place recent step"},
@@ -55,8 +51,8 @@ class Adaptive : public testing::TestWithParam<std::tuple<Kind, bool>> {
 
   std::shared_ptr<AdaptiveSamplerImpl> make() const {
     torch::manual_seed(3); // directions of LSH and RFF
-    return std::dynamic_pointer_cast<AdaptiveSamplerImpl>(make_sampler(kind().name, SamplerRequest{
-        .num_classes = kClasses, .dim = kWidth, .bias = has_bias(), .exclude = torch::arange(kHead)}));
+    return std::dynamic_pointer_cast<AdaptiveSamplerImpl>(
+        make_sampler(kind().name, SamplerRequest{.num_classes = kClasses, .dim = kWidth, .bias = has_bias(), .exclude = torch::arange(kHead)}));
   }
 
   static std::stringstream saved(const SamplerImpl& sampler) {

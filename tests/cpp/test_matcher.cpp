@@ -51,14 +51,12 @@ c10::intrusive_ptr<xsoftmax::XRLinear> make(torch::Dtype dtype = torch::kFloat) 
   const auto bytes = [](const std::vector<int64_t>& values) { return torch::tensor(values, torch::kLong).to(torch::kByte); };
   const auto values = [&](const std::vector<float>& some) { return torch::tensor(some).to(dtype); };
   const std::vector<Tensor> top{longs({0, 2}), longs({0, 2}), ints({0, 1}), bytes({0, 0}), bytes({0, 1}), values({1.0f, 1.0f})};
-  const std::vector<Tensor> low{longs({0, 2, 4}), longs({0, 2, 4}), ints({2, 3, 2, 3}), bytes({0, 0, 0, 0}), bytes({1, 0, 1, 0}),
-                                values({1.0f, 0.5f, 1.0f, 0.5f})};
+  const std::vector<Tensor> low{longs({0, 2, 4}),    longs({0, 2, 4}),    ints({2, 3, 2, 3}),
+                                bytes({0, 0, 0, 0}), bytes({1, 0, 1, 0}), values({1.0f, 0.5f, 1.0f, 0.5f})};
   return c10::make_intrusive<xsoftmax::XRLinear>(3, 1.0, "l1-hinge", longs({2, 0, 3, 1}), std::vector<std::vector<Tensor>>{top, low});
 }
 
-struct Query {
-  Tensor offsets, columns, values;
-};
+struct Query { Tensor offsets, columns, values; };
 
 Query query() { return {longs({0, 2}), torch::tensor({1, 2}, torch::kInt), torch::tensor({1.0f, 1.0f})}; }
 
@@ -79,8 +77,12 @@ TEST(XRLinear, FindsTheBestLabels) {
 c10::intrusive_ptr<xsoftmax::XRLinear> make_wide() {
   const auto layer = [](int64_t parents) {
     const Tensor child = torch::arange(64).to(torch::kByte).repeat({parents}), value = torch::rand({parents * 64});
-    return std::vector<Tensor>{torch::arange(parents + 1) * 64, torch::arange(parents + 1), torch::zeros({parents}, torch::kInt),
-                               torch::full({parents}, 63, torch::kByte), child, value};
+    return std::vector<Tensor>{torch::arange(parents + 1) * 64,
+                               torch::arange(parents + 1),
+                               torch::zeros({parents}, torch::kInt),
+                               torch::full({parents}, 63, torch::kByte),
+                               child,
+                               value};
   };
   return c10::make_intrusive<xsoftmax::XRLinear>(1, 1.0, "l3-hinge", torch::arange(64 * 64), std::vector<std::vector<Tensor>>{layer(1), layer(64)});
 }

@@ -123,9 +123,7 @@ TEST_F(Modules, StateHasTheNamesOfPython) {
 }
 
 TEST_F(Modules, SaveAndLoadKeepWhatTrainingMade) {
-  const auto make = [] {
-    return SampledSoftmaxLoss(kWidth, kClasses, samplers::InBatchSampler(kClasses).ptr(), SamplingOptions{}, LossOptions{.bias = true});
-  };
+  const auto make = [] { return SampledSoftmaxLoss(kWidth, kClasses, samplers::InBatchSampler(kClasses).ptr(), SamplingOptions{}, LossOptions{.bias = true}); };
   SampledSoftmaxLoss loss = make(), other = make();
   loss->forward(input, target);
   std::stringstream stream;
@@ -140,8 +138,8 @@ TEST_F(Modules, SaveAndLoadKeepWhatTrainingMade) {
 TEST_F(Modules, CheckpointsGoIntoLossesWithAnotherHead) {
   LinearCrossEntropyLoss exact(kWidth, kClasses);
   SampledSoftmaxLoss plain(kWidth, kClasses, samplers::LogUniformSampler(kClasses, 5).ptr());
-  for (const auto& save : std::vector<std::function<void(std::ostream&)>>{[&](std::ostream& to) { torch::save(exact, to); },
-                                                                          [&](std::ostream& to) { torch::save(plain, to); }}) {
+  for (const auto& save :
+       std::vector<std::function<void(std::ostream&)>>{[&](std::ostream& to) { torch::save(exact, to); }, [&](std::ostream& to) { torch::save(plain, to); }}) {
     SampledSoftmaxLoss loss(kWidth, kClasses, uniform(kClasses - 4), SamplingOptions{.head = torch::arange(4)});
     std::stringstream stream;
     save(stream);
@@ -154,9 +152,8 @@ TEST_F(Modules, CheckpointsGoIntoLossesWithAnotherHead) {
 TEST_F(Modules, TheStateOfAnotherSamplerStaysOut) {
   const auto midx = [] { return samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.num_samples = 4, .codewords = 4}).ptr(); };
   const auto batch = [] { return samplers::InBatchSampler(kClasses).ptr(); };
-  const std::vector<std::function<Sampler()>> makers{
-      midx, batch, [&] { return samplers::UnionSampler(std::vector<Sampler>{batch(), midx()}).ptr(); },
-      [&] { return samplers::ComplementSampler(midx(), 2).ptr(); }, [] { return uniform(); }};
+  const std::vector<std::function<Sampler()>> makers{midx, batch, [&] { return samplers::UnionSampler(std::vector<Sampler>{batch(), midx()}).ptr(); },
+                                                     [&] { return samplers::ComplementSampler(midx(), 2).ptr(); }, [] { return uniform(); }};
   for (const auto& from : makers) {
     SampledSoftmaxLoss saved(kWidth, kClasses, from());
     saved->forward(input, target);
@@ -212,8 +209,8 @@ TEST_F(Modules, TrainingReducesTheExactLoss) {
   const auto counts = torch::arange(1, kClasses + 1);
   for (const std::string name : {"uniform", "log_uniform", "unigram", "in_batch"}) {
     torch::manual_seed(0);
-    const auto sampler = samplers::make_sampler(
-        name, {.num_classes = kClasses, .num_samples = name == "in_batch" ? std::nullopt : std::optional<int64_t>(8), .counts = counts});
+    const auto sampler =
+        samplers::make_sampler(name, {.num_classes = kClasses, .num_samples = name == "in_batch" ? std::nullopt : std::optional<int64_t>(8), .counts = counts});
     SampledSoftmaxLoss loss(kWidth, kClasses, sampler, SamplingOptions{}, LossOptions{.bias = true});
     xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));
     const Tensor targets = torch::arange(kClasses).repeat({4});
@@ -327,9 +324,7 @@ class LinearLawImpl : public samplers::SamplerImpl {
     const Tensor ids = at::multinomial(log_q_.exp().expand({queries.size(0), -1}), num_samples(), true, from);
     return {{ids, log_count(queries, ids), of.defined() ? log_count(queries, of.clamp_min(0)) : Tensor(), false}};
   }
-  Tensor log_count(const Tensor&, const Tensor& ids) override {
-    return log_q_.index({ids}) + std::log(static_cast<double>(num_samples()));
-  }
+  Tensor log_count(const Tensor&, const Tensor& ids) override { return log_q_.index({ids}) + std::log(static_cast<double>(num_samples())); }
 
  private:
   Tensor log_q_;
@@ -368,17 +363,15 @@ TEST_F(Modules, ASamplerFromOutsideDoesWhatABuiltInOneDoes) {
   for (const auto& set : sets) {
     EXPECT_TRUE(torch::allclose(set.log_count.exp(), count.index({set.ids}), 1e-5, 1e-6));
   }
-  xsoftmax::nn::CaneLoss cane(kWidth, kClasses, xsoftmax::nn::CaneOptions{.candidates = torch::arange(5), .num_noises = 2,
-                                                                          .noise_sampler = outside(8)});
+  xsoftmax::nn::CaneLoss cane(kWidth, kClasses, xsoftmax::nn::CaneOptions{.candidates = torch::arange(5), .num_noises = 2, .noise_sampler = outside(8)});
   EXPECT_TRUE(cane->forward(input, target).isfinite().item<bool>());
 }
 
 // One of a formula that the library has: the same losses and gradients, in a union, beside a head, as CANE has it over noise.
 TEST_F(Modules, AnEstimatorFromOutsideDoesWhatABuiltInOneDoes) {
-  xsoftmax::register_estimator("outside", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
-                               [](const xsoftmax::CandidateBatch& batch) {
-                                 return torch::logaddexp(batch.adjusted.logsumexp(1), batch.target) - batch.target;
-                               });
+  xsoftmax::register_estimator(
+      "outside", {.renormalizes = true, .weighs = true, .drops_distinct_hits = true, .drops_drawn_hits = true},
+      [](const xsoftmax::CandidateBatch& batch) { return torch::logaddexp(batch.adjusted.logsumexp(1), batch.target) - batch.target; });
   EXPECT_THROW(xsoftmax::register_estimator("outside", {}, [](const xsoftmax::CandidateBatch& batch) { return batch.target; }), c10::ValueError);
   const std::vector<std::function<SampledSoftmaxLoss(const SamplingOptions&)>> ways{
       [](const SamplingOptions& options) { return SampledSoftmaxLoss(kWidth, kClasses, uniform(), options); },

@@ -14,8 +14,24 @@ namespace {
 bool same(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b) || (std::isnan(a) && std::isnan(b)); }
 
 std::vector<double> numbers() {
-  std::vector<double> all{0.0, -0.0, 1.0, 0.1, 1e-5, 1e5, 1e15, 1e16, 1e21, 1e22, 1e23, 123456789.0, 5e-324, 2.2250738585072014e-308, std::numeric_limits<double>::max(),
-                          std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()};
+  std::vector<double> all{0.0,
+                          -0.0,
+                          1.0,
+                          0.1,
+                          1e-5,
+                          1e5,
+                          1e15,
+                          1e16,
+                          1e21,
+                          1e22,
+                          1e23,
+                          123456789.0,
+                          5e-324,
+                          2.2250738585072014e-308,
+                          std::numeric_limits<double>::max(),
+                          std::numeric_limits<double>::infinity(),
+                          -std::numeric_limits<double>::infinity(),
+                          std::numeric_limits<double>::quiet_NaN()};
   std::mt19937_64 random(0);
   for (int i = 0; i < 20000; ++i) {
     all.push_back(std::bit_cast<double>(random()));                          // any bits
@@ -42,8 +58,9 @@ TEST(OldSymbols, NumbersAreWrittenAsToCharsWritesThem) {
 }
 
 TEST(OldSymbols, NumbersAreReadAsFromCharsReadsThem) {
-  std::vector<std::string> texts{"", "-", "+1", " 1", "1 ", "1.5x", ".5", "-.5", ".", "5.", "0x10", "-0x1p3", "1e", "1e+", "1e400", "-1e400", "1e-400", "4e-324", "inf", "-INF", "infinity",
-                                 "infinit", "nan", "-nan", "NaN", "nan(1)", "i", "n", "--1", "1e5", "1E-5", "1,5", "00012", "1e0000000001"};
+  std::vector<std::string> texts{"",    "-",      "+1",    " 1",     "1 ",     "1.5x",   ".5",   "-.5",  ".",        "5.",          "0x10", "-0x1p3",
+                                 "1e",  "1e+",    "1e400", "-1e400", "1e-400", "4e-324", "inf",  "-INF", "infinity", "infinit",     "nan",  "-nan",
+                                 "NaN", "nan(1)", "i",     "n",      "--1",    "1e5",    "1E-5", "1,5",  "00012",    "1e0000000001"};
   for (const double number : numbers()) {
     texts.push_back(text_of(&std::to_chars, number));
   }

@@ -17,9 +17,7 @@ Tensor parameter(const Tensor& table) { return table.clone().requires_grad_(); }
 
 Tensor table_of(torch::optim::Optimizer& optimizer) { return optimizer.param_groups()[0].params()[0]; }
 
-Tensor sparse(const Tensor& rows, const Tensor& values, at::IntArrayRef shape) {
-  return torch::sparse_coo_tensor(rows.unsqueeze(0), values, shape);
-}
+Tensor sparse(const Tensor& rows, const Tensor& values, at::IntArrayRef shape) { return torch::sparse_coo_tensor(rows.unsqueeze(0), values, shape); }
 
 // Gradients that do not depend on the parameters: sparse for one, the same made dense for the other.
 template <typename Ours, typename Theirs>
@@ -99,12 +97,10 @@ void expect_dense_equal(Ours ours, Theirs theirs) {
 TEST(Optimizers, DenseGradientsEqualTorch) {
   // Whole and transposed: the latter is not contiguous.
   for (const Tensor& table : {torch::randn({6, 4}), torch::randn({4, 6}).t()}) {
-    expect_dense_equal(
-        optim::RowSGD({parameter(table)}, optim::RowSGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)),
-        torch::optim::SGD({parameter(table)}, torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)));
+    expect_dense_equal(optim::RowSGD({parameter(table)}, optim::RowSGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)),
+                       torch::optim::SGD({parameter(table)}, torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1)));
     expect_dense_equal(optim::RowAdagrad({parameter(table)}, optim::RowAdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)),
-                       torch::optim::Adagrad({parameter(table)},
-                                            torch::optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)));
+                       torch::optim::Adagrad({parameter(table)}, torch::optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1)));
     expect_dense_equal(optim::RowAdam({parameter(table)}, optim::RowAdamOptions(0.1).weight_decay(0.1)),
                        torch::optim::AdamW({parameter(table)}, torch::optim::AdamWOptions(0.1).weight_decay(0.1)));
   }

@@ -40,27 +40,26 @@ Sampler midx(int64_t classes, int64_t num_samples = 4) {
 const std::vector<std::pair<const char*, MakeSampler>> kSamplers = {
     {"uniform", [](int64_t n) { return samplers::UniformSampler(n, 8).ptr(); }},
     {"log_uniform", [](int64_t n) { return samplers::LogUniformSampler(n, 8).ptr(); }},
-    {"unigram, streamed", [](int64_t n) {
+    {"unigram, streamed",
+     [](int64_t n) {
        return samplers::UnigramSampler(samplers::StreamingCounts(samplers::StreamingOptions{.num_ids = n, .half_life = 30.0}), 8,
-                                       samplers::FollowOptions{.refresh_every = 2}).ptr();
+                                       samplers::FollowOptions{.refresh_every = 2})
+           .ptr();
      }},
     {"in_batch", [](int64_t n) { return samplers::InBatchSampler(n).ptr(); }},
     {"outside", [](int64_t n) { return samplers::ComplementSampler(n, 4).ptr(); }},
     {"midx", [](int64_t n) { return midx(n); }},
     {"lsh", [](int64_t n) { return samplers::LshSampler(n, kWidth, samplers::LshOptions{.num_samples = 4, .bias = true}).ptr(); }},
     {"sphere", [](int64_t n) { return samplers::SphereSampler(n, kWidth, samplers::KernelOptions{.num_samples = 4, .bias = true}).ptr(); }},
-    {"union", [](int64_t n) {
-       return samplers::UnionSampler(std::vector<Sampler>{samplers::UniformSampler(n, 3).ptr(), midx(n, 3)}).ptr();
-     }},
+    {"union", [](int64_t n) { return samplers::UnionSampler(std::vector<Sampler>{samplers::UniformSampler(n, 3).ptr(), midx(n, 3)}).ptr(); }},
 };
 
 using MakeOptimizer = std::function<std::unique_ptr<optim::RowOptimizer>(std::vector<Tensor>)>;
 const std::vector<std::pair<const char*, MakeOptimizer>> kOptimizers = {
     {"sgd", [](auto params) { return std::make_unique<optim::RowSGD>(std::move(params), optim::RowSGDOptions(0.1).momentum(0.9).weight_decay(0.1)); }},
     {"adam", [](auto params) { return std::make_unique<optim::RowAdam>(std::move(params), optim::RowAdamOptions(0.05)); }},
-    {"adagrad", [](auto params) {
-       return std::make_unique<optim::RowAdagrad>(std::move(params), optim::RowAdagradOptions(0.1).initial_accumulator_value(0.5));
-     }},
+    {"adagrad",
+     [](auto params) { return std::make_unique<optim::RowAdagrad>(std::move(params), optim::RowAdagradOptions(0.1).initial_accumulator_value(0.5)); }},
 };
 
 template <typename Loss>
@@ -180,7 +179,8 @@ TEST(ResizeClasses, ClassesThatComeOneAtATimeAreLaidOutSeldom) {
       loss->resize_classes(classes);
       train(loss, *optimizer, classes, 1, uint64_t(classes));
       const Tensor ids = loss->sampler->num_samples() > 0 && std::string(name) != "outside"
-          ? loss->sampler->sample(torch::randn({3, kWidth}), torch::zeros({3}, torch::kLong))[0].ids : torch::zeros({1}, torch::kLong);
+          ? loss->sampler->sample(torch::randn({3, kWidth}), torch::zeros({3}, torch::kLong))[0].ids
+          : torch::zeros({1}, torch::kLong);
       ASSERT_TRUE(ids.ge(0).all().item<bool>() && ids.lt(classes).all().item<bool>()) << name;
     }
     if (const auto adaptive = std::dynamic_pointer_cast<samplers::AdaptiveSamplerImpl>(loss->sampler)) {
@@ -195,9 +195,10 @@ TEST(ResizeClasses, ClassesThatComeOneAtATimeAreLaidOutSeldom) {
 
 TEST(ResizeClasses, OfCandidatesAndClassWeights) {
   torch::manual_seed(0);
-  CaneLoss loss(kWidth, kClasses, CaneOptions{.candidates = torch::tensor({2, 16}), .noise_sampler = samplers::UniformSampler(
-                                                  kClasses, 2, samplers::DrawOptions{.shared = false}).ptr()},
-                LossOptions{.weight = torch::ones({kClasses})});
+  CaneLoss loss(
+      kWidth, kClasses,
+      CaneOptions{.candidates = torch::tensor({2, 16}), .noise_sampler = samplers::UniformSampler(kClasses, 2, samplers::DrawOptions{.shared = false}).ptr()},
+      LossOptions{.weight = torch::ones({kClasses})});
   loss->resize_classes(29, torch::full({6}, 2.0));
   EXPECT_EQ(loss->weight.size(0), 29);
   EXPECT_EQ(loss->weight[28].item<float>(), 2);

@@ -32,13 +32,14 @@ class Samplers : public testing::Test {
   void SetUp() override { torch::manual_seed(0); }
 
   // What Python's sampler draws: the same operator on tables of the same operator.
-  Draws expected(const std::string& owner, const MaybeTensor& weights, std::optional<double> power, const MaybeTensor& classes,
-                 const std::string& text) {
-    static const auto make = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::static_tables", "")
-        .typed<std::tuple<std::vector<Tensor>, std::string>(std::string, const MaybeTensor&, std::optional<double>, const MaybeTensor&,
-                                                            std::string_view)>();
-    static const auto draw = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::static_sample", "")
-        .typed<Draws(const Tensor&, const Tensor&, const MaybeTensor&, at::TensorList, std::string_view)>();
+  Draws expected(const std::string& owner, const MaybeTensor& weights, std::optional<double> power, const MaybeTensor& classes, const std::string& text) {
+    static const auto make = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("xsoftmax::static_tables", "")
+                                 .typed<std::tuple<std::vector<Tensor>, std::string>(std::string, const MaybeTensor&, std::optional<double>, const MaybeTensor&,
+                                                                                     std::string_view)>();
+    static const auto draw = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("xsoftmax::static_sample", "")
+                                 .typed<Draws(const Tensor&, const Tensor&, const MaybeTensor&, at::TensorList, std::string_view)>();
     const auto [tables, options] = make.call(owner, weights, power, classes, text);
     const Tensor seed = torch::randint(0, std::numeric_limits<int64_t>::max(), {}, generator(7), torch::kLong);
     return draw.call(seed, queries, target, tables, options);
@@ -55,8 +56,7 @@ TEST_F(Samplers, DrawsAreThoseOfTheOperators) {
   const std::string shared = ",num_samples=7,num_classes=40", apart = shared + ",shared=false,distinct=false";
   const std::vector<std::pair<std::shared_ptr<SamplerImpl>, Draws>> cases{
       {UniformSampler(kClasses, 7).ptr(), expected("U", {}, {}, {}, "law=uniform" + shared)},
-      {UniformSampler(kClasses, 7, DrawOptions{.shared = false, .exclude = scattered}).ptr(),
-       expected("U", {}, {}, scattered, "law=uniform" + apart)},
+      {UniformSampler(kClasses, 7, DrawOptions{.shared = false, .exclude = scattered}).ptr(), expected("U", {}, {}, scattered, "law=uniform" + apart)},
       {LogUniformSampler(kClasses, 7).ptr(), expected("L", {}, {}, {}, "law=log_uniform" + shared)},
       {LogUniformSampler(kClasses, 7, DrawOptions{.shared = false}).ptr(), expected("L", {}, {}, {}, "law=log_uniform" + apart)},
       {UnigramSampler(counts, 7).ptr(), expected("G", counts, 0.75, {}, "law=table" + shared)},
@@ -121,9 +121,7 @@ TEST_F(Samplers, SamplersFollowAStream) {
   EXPECT_TRUE(torch::equal(plain->counts, streamed->streaming->count));
   EXPECT_THROW(InBatchSampler(kClasses + 1, counted({})), c10::ValueError);
 
-  const auto made = [&](const Tensor& exclude) {
-    return UnigramSampler(counted(30.0), 7, FollowOptions{.refresh_every = 4}, DrawOptions{.exclude = exclude});
-  };
+  const auto made = [&](const Tensor& exclude) { return UnigramSampler(counted(30.0), 7, FollowOptions{.refresh_every = 4}, DrawOptions{.exclude = exclude}); };
   UnigramSampler sampler = made({}), loaded = made({}), other = made(torch::tensor({0, 1}, torch::kLong));
   const Tensor before = sampler->log_count(queries, all);
   for (int i = 0; i < 4; ++i) {
@@ -157,8 +155,7 @@ TEST_F(Samplers, SamplersFollowAStream) {
 TEST_F(Samplers, CountsOfAUnionAddUp) {
   const auto part = [&] { return UnigramSampler(counts, 3, 0.75, DrawOptions{.shared = false}).ptr(); };
   UnionSampler inner(std::vector<std::shared_ptr<SamplerImpl>>{part(), FixedSampler(kClasses, all.narrow(0, 0, 2)).ptr()});
-  UnionSampler sampler(std::vector<std::shared_ptr<SamplerImpl>>{inner.ptr(), UniformSampler(kClasses, 6).ptr(), part(),
-                                                                 InBatchSampler(kClasses).ptr()});
+  UnionSampler sampler(std::vector<std::shared_ptr<SamplerImpl>>{inner.ptr(), UniformSampler(kClasses, 6).ptr(), part(), InBatchSampler(kClasses).ptr()});
   EXPECT_EQ(inner->num_samples(), 5);
   EXPECT_EQ(sampler->num_samples(), SamplerImpl::kOfBatch);
   EXPECT_FALSE(sampler->shared());
@@ -202,9 +199,7 @@ TEST_F(Samplers, Names) {
   const auto sampler = make_sampler("unigram", SamplerRequest{.num_classes = kClasses, .num_samples = 5, .shared = false, .counts = counts});
   EXPECT_EQ(sampler->sample(queries)[0].ids.sizes(), (std::vector<int64_t>{kQueries, 5}));
   EXPECT_EQ(make_sampler("in_batch", SamplerRequest{.num_classes = kClasses})->name(), "InBatchSampler");
-  register_sampler("last", [](const SamplerRequest& request) {
-    return FixedSampler(request.num_classes, torch::tensor({request.num_classes - 1})).ptr();
-  });
+  register_sampler("last", [](const SamplerRequest& request) { return FixedSampler(request.num_classes, torch::tensor({request.num_classes - 1})).ptr(); });
   EXPECT_EQ(make_sampler("last", SamplerRequest{.num_classes = kClasses})->sample(queries)[0].ids.item<int64_t>(), 39);
   EXPECT_THROW(make_sampler("uniform", SamplerRequest{.num_classes = kClasses}), c10::ValueError);
   EXPECT_THROW(make_sampler("zipf", SamplerRequest{.num_classes = kClasses}), c10::ValueError);

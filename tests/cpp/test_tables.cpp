@@ -131,8 +131,9 @@ TEST_F(Tables, SayWhatDoesNotFit) {
 
 TEST_F(Tables, AreMadeByBlocksThatTellHowFarTheyAre) {
   std::vector<int64_t> told;
-  const Tensor bias = tables::mapped(path, 10, std::nullopt, {.dtype = torch::kBFloat16, .init = [](Tensor rows) { rows.fill_(2); },
-                                                              .progress = [&](int64_t done, int64_t all) { told = {done, all}; }});
+  const Tensor bias = tables::mapped(
+      path, 10, std::nullopt,
+      {.dtype = torch::kBFloat16, .init = [](Tensor rows) { rows.fill_(2); }, .progress = [&](int64_t done, int64_t all) { told = {done, all}; }});
   EXPECT_EQ(told, (std::vector<int64_t>{10, 10}));
   EXPECT_TRUE(torch::equal(bias.detach().to(torch::kFloat), torch::full({10}, 2.0f)));
   EXPECT_FALSE(tables::mapped(folder / "zeros", 10, 3, {.init = nullptr}).any().item<bool>());

@@ -43,9 +43,13 @@ class Trees : public testing::Test {
 
 TEST_F(Trees, EveryMakerGivesAWholeTree) {
   const Tensor counts = torch::arange(1, kClasses + 1);
-  const std::vector<LabelTree> trees{tree, LabelTree::random(kClasses, 4), LabelTree::from_vectors(torch::randn({kClasses, 5}), {.arity = 4}),
-                                     LabelTree::from_vectors(torch::randn({kClasses, 5}), {.arity = 4, .max_leaf_size = 3}), LabelTree::balanced(kClasses),
-                                     LabelTree::from_frequencies(counts, 6), LabelTree::huffman(counts),
+  const std::vector<LabelTree> trees{tree,
+                                     LabelTree::random(kClasses, 4),
+                                     LabelTree::from_vectors(torch::randn({kClasses, 5}), {.arity = 4}),
+                                     LabelTree::from_vectors(torch::randn({kClasses, 5}), {.arity = 4, .max_leaf_size = 3}),
+                                     LabelTree::balanced(kClasses),
+                                     LabelTree::from_frequencies(counts, 6),
+                                     LabelTree::huffman(counts),
                                      LabelTree::from_parents(torch::cat({torch::tensor({-1}), torch::zeros({kClasses}, torch::kLong)}))};
   for (const auto& some : trees) {
     EXPECT_EQ(some->num_classes(), kClasses);
@@ -80,9 +84,9 @@ TEST_F(Trees, HierarchicalSoftmaxIsTheNegativeLogProbability) {
     HierarchicalSoftmaxLoss loss(kWidth, tree, LossOptions{.bias = true, .weight = weight, .reduction = reduction});
     const Tensor log_prob = loss->log_prob(input);
     EXPECT_TRUE(torch::allclose(log_prob.logsumexp(1), torch::zeros({7}), 0, 1e-5));
-    const auto options = F::NLLLossFuncOptions().weight(weight).reduction(
-        reduction == "mean" ? F::NLLLossFuncOptions::reduction_t(torch::kMean)
-                            : reduction == "sum" ? F::NLLLossFuncOptions::reduction_t(torch::kSum) : torch::kNone);
+    const auto options = F::NLLLossFuncOptions().weight(weight).reduction(reduction == "mean"      ? F::NLLLossFuncOptions::reduction_t(torch::kMean)
+                                                                              : reduction == "sum" ? F::NLLLossFuncOptions::reduction_t(torch::kSum)
+                                                                                                   : torch::kNone);
     EXPECT_TRUE(torch::allclose(loss->forward(input, target), F::nll_loss(log_prob, target, options)));
     const auto [values, classes] = loss->topk(input, 4);
     EXPECT_TRUE(torch::allclose(values, std::get<0>(log_prob.topk(4))));
@@ -142,13 +146,13 @@ TEST_F(Trees, TheBeamTreeLearns) {
 }
 
 TEST_F(Trees, NamesOfStateAreThoseOfPython) { // tests/python/test_beam_tree.py has the same list
-  BeamTreeLoss beam(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .num_noises = 1},
-                    LossOptions{.bias = true, .weight = torch::ones({kClasses})});
+  BeamTreeLoss beam(kWidth, tree, BeamTreeOptions{.num_candidates = 2, .num_noises = 1}, LossOptions{.bias = true, .weight = torch::ones({kClasses})});
   std::vector<std::string> names = beam->named_parameters().keys(), buffers = beam->named_buffers().keys();
   names.insert(names.end(), buffers.begin(), buffers.end());
   std::sort(names.begin(), names.end());
-  EXPECT_EQ(names, (std::vector<std::string>{"edges.bias", "edges.weight", "steps", "tree.class_node", "tree.first_child", "tree.node_class",
-                                             "tree.parent", "weight"}));
+  EXPECT_EQ(
+      names,
+      (std::vector<std::string>{"edges.bias", "edges.weight", "steps", "tree.class_node", "tree.first_child", "tree.node_class", "tree.parent", "weight"}));
   HierarchicalSoftmaxLoss hierarchical(kWidth, tree, LossOptions{.bias = true, .weight = torch::ones({kClasses})});
   roundtrip(beam, hierarchical); // losses over one tree share their checkpoints
   EXPECT_TRUE(torch::equal(hierarchical->edges->weight, beam->edges->weight));
@@ -197,8 +201,7 @@ TEST_F(Trees, CaneWithAllClassesIsExactAndLearnsWithFew) {
   EXPECT_TRUE(torch::allclose(told->forward(input, target, torch::arange(kClasses)), told->exact(input, target)));
   const Tensor x = 2 * torch::randn({kClasses, kWidth}), y = torch::arange(kClasses);
   const auto midx = samplers::MidxSampler(kClasses, kWidth, samplers::MidxOptions{.num_samples = 5, .codewords = 4, .distinct = true}).ptr();
-  for (const CaneOptions& options : {CaneOptions{.candidates = torch::arange(8)},
-                                     CaneOptions{.candidate_sampler = midx, .num_noises = 2}}) {
+  for (const CaneOptions& options : {CaneOptions{.candidates = torch::arange(8)}, CaneOptions{.candidate_sampler = midx, .num_noises = 2}}) {
     CaneLoss loss(kWidth, kClasses, options);
     const double first = loss->exact(x, y).item<double>();
     xsoftmax::optim::RowAdam optimizer(loss->parameters(), xsoftmax::optim::RowAdamOptions(0.05));

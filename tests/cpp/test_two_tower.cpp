@@ -50,8 +50,8 @@ TEST_F(TwoTowers, UncorrectedLossOfDifferentItemsIsCrossEntropyOfTheBatch) {
 TEST_F(TwoTowers, TwoTowersLearn) {
   torch::nn::Linear users(4, kWidth);
   torch::nn::Embedding items(kItems, kWidth);
-  TwoTowerLoss loss(TwoTowerOptions{.num_items = kItems, .temperature = 0.2, .similarity = "cosine", .memory = 32, .dim = kWidth},
-                    StreamingCounts(kItems), /*learn_temperature=*/true);
+  TwoTowerLoss loss(TwoTowerOptions{.num_items = kItems, .temperature = 0.2, .similarity = "cosine", .memory = 32, .dim = kWidth}, StreamingCounts(kItems),
+                    /*learn_temperature=*/true);
   std::vector<Tensor> parameters = users->parameters();
   for (const auto& more : {items->parameters(), loss->parameters()}) {
     parameters.insert(parameters.end(), more.begin(), more.end());

@@ -258,7 +258,7 @@ Tensor run(const std::string& name, const Tensor& x) {
       {"both_kinds_of_more_memory",
        [&] {
          C10_CUDA_CHECK(cudaFuncSetAttribute(both_kinds_of_memory_kernel<8192 + 1>, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536));
-         both_kinds_of_memory_kernel<8192+1><<<1, kTile, 65536>>>(to);
+         both_kinds_of_memory_kernel<8192 + 1><<<1, kTile, 65536>>>(to);
        }},
       {"much_shared_memory", [&] { much_shared_memory_kernel<<<1, kTile>>>(to); }},
       {"many_threads", [&] { nothing_kernel<<<1, dim3(64, 32)>>>(); }},

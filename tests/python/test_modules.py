@@ -73,7 +73,7 @@ def test_replace_head():
 
 
 def test_restore_head():
-    model, (input, target) = Model(), batch(5)
+    model, (input, _) = Model(), batch(5)
     keys, want, decoder = list(model.state_dict()), model(input), model.decoder
     loss = xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=4)
     other = xs.replace_head(model, "body.1.head", xs.LinearCrossEntropyLoss)

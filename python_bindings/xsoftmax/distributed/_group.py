@@ -41,7 +41,7 @@ def facts_of(tables: Iterable[nn.Module]) -> Dict[str, Any]:
 
 def tables_of(model: nn.Module) -> List[TableModule]:
     """The class tables in `model`, and those of losses that :mod:`xsoftmax.integrations` gave it beside its modules."""
-    heads = [module._xsoftmax_head for module in model.modules() if "_xsoftmax_head" in module.__dict__]
+    heads: List[Any] = [module._xsoftmax_head for module in model.modules() if "_xsoftmax_head" in module.__dict__]
     return [module for module in model.modules() if isinstance(module, TableModule)] + [head.loss for head in heads]
 
 

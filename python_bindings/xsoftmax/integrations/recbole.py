@@ -20,8 +20,8 @@ class _WithLoss:
         return value
 
 
-@functools.lru_cache(maxsize=None)
-def _with_loss(base: Type[nn.Module]) -> Type[nn.Module]:
+@functools.cache
+def _with_loss(base: Any) -> Type[nn.Module]:
     return type(base.__name__, (_WithLoss, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
@@ -49,5 +49,6 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], **kwargs: Any) -> Los
     loss = loss_class.from_linear(tables.linear(embedding.weight), **kwargs)
     embedding.sparse = loss._row_gradients()
     model.loss = loss
-    model.__class__ = _with_loss(type(model))
+    kind: Any = type(model)
+    model.__class__ = _with_loss(kind)
     return loss

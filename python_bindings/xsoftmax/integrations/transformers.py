@@ -65,7 +65,7 @@ class _Head:
         self.handles = [loss.linear.register_forward_pre_hook(_settle_linear), loss.linear.register_state_dict_pre_hook(_settle_linear),
                         loss.linear.register_load_state_dict_pre_hook(_settle_linear)]
 
-    def outputs(self, model: nn.Module, forward: Callable[..., Any], labels: Tensor, kwargs: Dict[str, Any]) -> Any:
+    def outputs(self, model: Any, forward: Callable[..., Any], labels: Tensor, kwargs: Dict[str, Any]) -> Any:
         loss, kwargs = self.loss, dict(kwargs)
         num_items, shifted = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         as_dict = kwargs.pop("return_dict", None)
@@ -75,7 +75,7 @@ class _Head:
             self.device = loss.linear.weight.device
             loss.to(self.device)
         if model.config.is_encoder_decoder and kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None:
-            kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]
+            kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
         hidden, outputs = self._hidden(model, forward, kwargs)
         if shifted is not None:
             labels = shifted
@@ -105,8 +105,8 @@ class _Head:
         if seen is None or logits is None:
             raise RuntimeError(f"{type(model).__name__}: expected its logits to be those of {self.name}, got none")
         if logits is not seen and not self.is_checked and not (logits.shape == seen.shape and torch.equal(logits, seen.to(logits.dtype))):
-            raise RuntimeError(f"{type(model).__name__}: expected its logits as {self.name} gives them, but it changes them before it returns them (by a scale, a "
-                               "soft cap or pooling), which a loss over the table does not know")
+            raise RuntimeError(f"{type(model).__name__}: expected its logits as {self.name} gives them, but it changes them before it returns them (by a scale, "
+                               "a soft cap or pooling), which a loss over the table does not know")
         self.is_checked = True
         return seen, outputs
 
@@ -167,8 +167,8 @@ class _WithLoss:
         return model.get_input_embeddings()
 
 
-@functools.lru_cache(maxsize=None)
-def _with_loss(base: Type[nn.Module]) -> Type[nn.Module]:
+@functools.cache
+def _with_loss(base: Any) -> Type[nn.Module]:
     signature = inspect.signature(base.forward)
 
     @functools.wraps(base.forward)
@@ -187,7 +187,7 @@ def _with_loss(base: Type[nn.Module]) -> Type[nn.Module]:
     return type(base.__name__, (_WithLoss, base), {"forward": forward, "_base_class": base, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def _new(base: Type[nn.Module]) -> nn.Module:
+def _new(base: Any) -> Any:
     made = _with_loss(base)
     return made.__new__(made)
 
@@ -235,31 +235,32 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
     if more:
         raise TypeError(f"{who}: expected a loss whose parameters are those of the Linear, got {', '.join(more)} beside them")
     head = _Head(loss, name, shift)
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
     if loss._row_gradients() and isinstance(embedding, nn.Embedding) and embedding.weight is linear.weight and not embedding.sparse:
         embedding.sparse = head.made_sparse = True
     object.__setattr__(model, "_xsoftmax_head", head)
-    model.__class__ = _with_loss(type(model))
+    kind: Any = type(model)
+    model.__class__ = _with_loss(kind)
     return loss
 
 
 def restore_head(model: nn.Module, loss: LinearLoss) -> nn.Linear:
     """Makes the model what it was before :func:`replace_head`, trained: its own cross entropy, of its own logits. Returns the Linear."""
-    model = _base_model(model)
-    head = getattr(model, "_xsoftmax_head", None)
+    inner = _base_model(model)
+    head = getattr(inner, "_xsoftmax_head", None)
     if head is None or head.loss.linear is not loss.linear:
-        raise ValueError(f"restore_head: expected the loss that replace_head gave for this {type(model).__name__}, got another {type(loss).__name__}")
+        raise ValueError(f"restore_head: expected the loss that replace_head gave for this {type(inner).__name__}, got another {type(loss).__name__}")
     loss.settle()
     for handle in head.handles:
         handle.remove()
     if head.made_sparse:
-        model.get_input_embeddings().sparse = False
-    model.__class__ = model._base_class
-    del model._xsoftmax_head
+        inner.get_input_embeddings().sparse = False
+    inner.__class__ = inner._base_class
+    del inner._xsoftmax_head
     return head.loss.linear
 
 
-def _base_model(model: nn.Module) -> nn.Module:
+def _base_model(model: nn.Module) -> Any:
     """Of a model of PEFT: the one of Transformers inside."""
     found = model if isinstance(model, transformers.PreTrainedModel) else next(
         (module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), None)
@@ -268,7 +269,7 @@ def _base_model(model: nn.Module) -> nn.Module:
     return found
 
 
-def _head_name(who: str, model: nn.Module) -> str:
+def _head_name(who: str, model: Any) -> str:
     head = model.get_output_embeddings()
     name = next((key for key, module in model.named_modules() if module is head), None) if head is not None else None
     if name is None:
@@ -277,7 +278,7 @@ def _head_name(who: str, model: nn.Module) -> str:
     return name
 
 
-def _linear(who: str, model: nn.Module, name: str) -> Tuple[str, nn.Linear]:
+def _linear(who: str, model: Any, name: str) -> Tuple[str, nn.Linear]:
     """The Linear that is trained: inside of the copy that PEFT makes for `modules_to_save`."""
     module = model.get_submodule(name)
     if hasattr(module, "modules_to_save") and hasattr(module, "active_adapters"):
@@ -289,7 +290,7 @@ def _linear(who: str, model: nn.Module, name: str) -> Tuple[str, nn.Linear]:
     return name, module
 
 
-def _shifts(who: str, model: nn.Module, name: str) -> bool:
+def _shifts(who: str, model: Any, name: str) -> bool:
     names = {each.__name__ for each in type(model).__mro__}
     if model.config.is_encoder_decoder:
         return False
@@ -352,7 +353,7 @@ class RowTrainer:
 _SAME_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-def _head_of(model: nn.Module) -> Optional[_Head]:
+def _head_of(model: Any) -> Optional[_Head]:
     return next((module._xsoftmax_head for module in model.modules() if getattr(module, "_xsoftmax_head", None) is not None), None)
 
 

@@ -63,8 +63,8 @@ T shuffle(const char* name, unsigned mask, const T& value, int argument, int wid
     const int group = int(call.lane) / call.width * call.width;
     const int from = From{}(call, group, int(call.lane) - group);
     if ((call.mask >> from & 1) == 0) {
-      undefined(call.where, std::string(call.name) + ": lane " + std::to_string(call.lane) + " reads lane " + std::to_string(from) +
-                                ", which is not in the mask,");
+      undefined(call.where,
+                std::string(call.name) + ": lane " + std::to_string(call.lane) + " reads lane " + std::to_string(from) + ", which is not in the mask,");
     }
     return values[from];
   }));
@@ -83,24 +83,24 @@ struct FromBelow {
   int operator()(const WarpCall& call, int, int place) const { return int(call.lane) - (place >= call.argument ? call.argument : 0); }
 };
 struct FromAbove {
-  int operator()(const WarpCall& call, int, int place) const {
-    return int(call.lane) + (place + call.argument < call.width ? call.argument : 0);
-  }
+  int operator()(const WarpCall& call, int, int place) const { return int(call.lane) + (place + call.argument < call.width ? call.argument : 0); }
 };
 
 /// What all lanes of the mask bring, joined: Join is a function of (result so far, lane, this lane's value, another lane's value).
 template <typename Join, typename T>
 uint64_t vote(const char* name, unsigned mask, const T& value, const Where& where) {
   const WarpCall mine{name, where, mask, 0, to_bits(value), 0, 32};
-  return warp(mine, [](const WarpCall& call, const Bits* values) {
-           uint64_t result = Join::start;
-           for (unsigned lane = 0; lane < 32; ++lane) {
-             if ((call.mask >> lane & 1) != 0) {
-               result = Join{}(result, lane, from_bits<T>(call.value), from_bits<T>(values[lane]));
-             }
-           }
-           return Bits{{result, 0}};
-         }).word[0];
+  return warp(mine,
+              [](const WarpCall& call, const Bits* values) {
+                uint64_t result = Join::start;
+                for (unsigned lane = 0; lane < 32; ++lane) {
+                  if ((call.mask >> lane & 1) != 0) {
+                    result = Join{}(result, lane, from_bits<T>(call.value), from_bits<T>(values[lane]));
+                  }
+                }
+                return Bits{{result, 0}};
+              })
+      .word[0];
 }
 
 struct Equal {
@@ -117,17 +117,23 @@ struct Holds {
 struct Sum {
   static constexpr uint64_t start = 0;
   template <typename T>
-  uint64_t operator()(uint64_t result, unsigned, T, T other) const { return uint64_t(T(T(result) + other)); }
+  uint64_t operator()(uint64_t result, unsigned, T, T other) const {
+    return uint64_t(T(T(result) + other));
+  }
 };
 struct Least {
   static constexpr uint64_t start = ~uint64_t(0);
   template <typename T>
-  uint64_t operator()(uint64_t result, unsigned, T, T other) const { return result == start ? uint64_t(uint32_t(other)) : uint64_t(uint32_t(std::min(T(result), other))); }
+  uint64_t operator()(uint64_t result, unsigned, T, T other) const {
+    return result == start ? uint64_t(uint32_t(other)) : uint64_t(uint32_t(std::min(T(result), other)));
+  }
 };
 struct Greatest {
   static constexpr uint64_t start = ~uint64_t(0);
   template <typename T>
-  uint64_t operator()(uint64_t result, unsigned, T, T other) const { return result == start ? uint64_t(uint32_t(other)) : uint64_t(uint32_t(std::max(T(result), other))); }
+  uint64_t operator()(uint64_t result, unsigned, T, T other) const {
+    return result == start ? uint64_t(uint32_t(other)) : uint64_t(uint32_t(std::max(T(result), other)));
+  }
 };
 
 } // namespace emulator
@@ -152,12 +158,8 @@ T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32, XS_WH
 inline unsigned __ballot_sync(unsigned mask, int predicate, XS_WHERE) {
   return unsigned(::emulator::vote<::emulator::Holds>("__ballot_sync", mask, predicate != 0, where));
 }
-inline int __any_sync(unsigned mask, int predicate, XS_WHERE) {
-  return ::emulator::vote<::emulator::Holds>("__any_sync", mask, predicate != 0, where) != 0;
-}
-inline int __all_sync(unsigned mask, int predicate, XS_WHERE) {
-  return ::emulator::vote<::emulator::Holds>("__all_sync", mask, predicate != 0, where) == mask;
-}
+inline int __any_sync(unsigned mask, int predicate, XS_WHERE) { return ::emulator::vote<::emulator::Holds>("__any_sync", mask, predicate != 0, where) != 0; }
+inline int __all_sync(unsigned mask, int predicate, XS_WHERE) { return ::emulator::vote<::emulator::Holds>("__all_sync", mask, predicate != 0, where) == mask; }
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value, XS_WHERE) {
   return unsigned(::emulator::vote<::emulator::Equal>("__match_any_sync", mask, value, where));
@@ -198,14 +200,30 @@ T change(T* at, Function&& next) {
   *at = next(old);
   return old;
 }
-template <typename T> T atomicAdd(T* at, std::type_identity_t<T> x) { return change(at, [=](T old) { return T(old + x); }); }
-template <typename T> T atomicSub(T* at, std::type_identity_t<T> x) { return change(at, [=](T old) { return T(old - x); }); }
-template <typename T> T atomicMax(T* at, std::type_identity_t<T> x) { return change(at, [=](T old) { return std::max(old, x); }); }
-template <typename T> T atomicMin(T* at, std::type_identity_t<T> x) { return change(at, [=](T old) { return std::min(old, x); }); }
-template <typename T> T atomicOr(T* at, std::type_identity_t<T> x) { return change(at, [=](T old) { return T(old | x); }); }
-template <typename T> T atomicAnd(T* at, std::type_identity_t<T> x) { return change(at, [=](T old) { return T(old & x); }); }
-template <typename T> T atomicXor(T* at, std::type_identity_t<T> x) { return change(at, [=](T old) { return T(old ^ x); }); }
-template <typename T> T atomicExch(T* at, std::type_identity_t<T> x) { return change(at, [=](T) { return x; }); }
+template <typename T> T atomicAdd(T* at, std::type_identity_t<T> x) {
+  return change(at, [=](T old) { return T(old + x); });
+}
+template <typename T> T atomicSub(T* at, std::type_identity_t<T> x) {
+  return change(at, [=](T old) { return T(old - x); });
+}
+template <typename T> T atomicMax(T* at, std::type_identity_t<T> x) {
+  return change(at, [=](T old) { return std::max(old, x); });
+}
+template <typename T> T atomicMin(T* at, std::type_identity_t<T> x) {
+  return change(at, [=](T old) { return std::min(old, x); });
+}
+template <typename T> T atomicOr(T* at, std::type_identity_t<T> x) {
+  return change(at, [=](T old) { return T(old | x); });
+}
+template <typename T> T atomicAnd(T* at, std::type_identity_t<T> x) {
+  return change(at, [=](T old) { return T(old & x); });
+}
+template <typename T> T atomicXor(T* at, std::type_identity_t<T> x) {
+  return change(at, [=](T old) { return T(old ^ x); });
+}
+template <typename T> T atomicExch(T* at, std::type_identity_t<T> x) {
+  return change(at, [=](T) { return x; });
+}
 template <typename T> T atomicCAS(T* at, std::type_identity_t<T> expected, std::type_identity_t<T> x) {
   return change(at, [=](T old) { return old == expected ? x : old; });
 }
@@ -277,8 +295,8 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAt
 template <typename Kernel>
 cudaError_t set_emulated_attribute(const ::emulator::Where& where, std::string_view text, Kernel*, cudaFuncAttribute attribute, int value) {
   return attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || ::emulator::allow_shared(where, text.substr(0, text.rfind(", cudaFuncAttribute")), value)
-             ? cudaSuccess
-             : cudaErrorInvalidValue;
+      ? cudaSuccess
+      : cudaErrorInvalidValue;
 }
 #define cudaFuncSetAttribute(...) set_emulated_attribute(::emulator::Where::current(), #__VA_ARGS__, __VA_ARGS__)
 template <typename Stream>

@@ -27,9 +27,7 @@ constexpr size_t kMaxStaticShared = 48 * 1024, kMaxShared = 227 * 1024;
 constexpr uint64_t kMaxBlocks = uint64_t(1) << 24; // more would take hours here
 
 /// Thrown in device code, and caught where the thread began.
-struct Undefined {
-  std::string message;
-};
+struct Undefined { std::string message; };
 /// Thrown where a thread waits when another one of its block has failed, so that nothing is left on its stack.
 struct Abandoned {};
 
@@ -80,9 +78,7 @@ SharedMemory shared_memory;
 std::vector<Thread> threads(kMaxThreads);
 unsigned block_size = 0, unfinished = 0, at_barrier = 0;
 /// Lanes that have not ended, and lanes that wait in an intrinsic.
-struct Warp {
-  unsigned alive = 0, waiting = 0;
-} warps[kMaxThreads / kWarp];
+struct Warp { unsigned alive = 0, waiting = 0; } warps[kMaxThreads / kWarp];
 Ready ready;
 Thread* running = nullptr;
 const std::function<void()>* body = nullptr;
@@ -95,9 +91,7 @@ bool counts_bytes = false;
 TrafficCounter traffic;
 
 std::string text(const Where& where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()); }
-std::string text(unsigned x, unsigned y, unsigned z) {
-  return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
-}
+std::string text(unsigned x, unsigned y, unsigned z) { return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")"; }
 /// What tells a kernel from others: its file, and its text without spaces.
 std::string in_file(const Where& where, std::string_view kernel) {
   std::string result = std::string(where.file_name()) + ":";
@@ -234,8 +228,9 @@ int barrier(const char* name, bool predicate, const Where& where) {
     for (unsigned i = 0; i < block_size; ++i) {
       count += threads[i].predicate;
       if (!same(threads[i].call.where, where)) {
-        undefined(where, std::string(name) + " for some threads of the block, while others are in " + threads[i].barrier + " at " +
-                             text(threads[i].call.where) + ", and");
+        undefined(
+            where,
+            std::string(name) + " for some threads of the block, while others are in " + threads[i].barrier + " at " + text(threads[i].call.where) + ", and");
       }
     }
     for (unsigned i = 0; i < block_size; ++i) {
@@ -277,8 +272,8 @@ Bits warp(WarpCall call, Combine combine) {
       continue;
     }
     if ((other.mask >> call.lane & 1) != 0) {
-      lane_of_the_mask(i, std::string("is in ") + other.name + " at " + text(other.where) + " with mask " + std::to_string(other.mask) + ", not " +
-                              std::to_string(mask));
+      lane_of_the_mask(
+          i, std::string("is in ") + other.name + " at " + text(other.where) + " with mask " + std::to_string(other.mask) + ", not " + std::to_string(mask));
     }
     all_here = false; // it is behind, in a call for others, and may still come
   }
@@ -331,11 +326,11 @@ void Launch::run(const std::function<void()>& thread) const {
   const std::lock_guard lock(machine);
   const auto count = uint64_t(block.x) * block.y * block.z;
   const auto allowed = most_dynamic.find(in_file(where, kernel));
-  TORCH_CHECK(count > 0 && count <= kMaxThreads && block.x <= kMaxThreads && block.y <= kMaxThreads && block.z <= 64 && grid.x > 0 &&
-                  grid.x <= 0x7FFFFFFFu && grid.y > 0 && grid.y <= 65535 && grid.z > 0 && grid.z <= 65535 &&
+  TORCH_CHECK(count > 0 && count <= kMaxThreads && block.x <= kMaxThreads && block.y <= kMaxThreads && block.z <= 64 && grid.x > 0 && grid.x <= 0x7FFFFFFFu &&
+                  grid.y > 0 && grid.y <= 65535 && grid.z > 0 && grid.z <= 65535 &&
                   shared <= (allowed == most_dynamic.end() ? kMaxStaticShared : allowed->second),
-              "CUDA error: invalid configuration argument: ", kernel, " at ", text(where), ", grid ", text(grid.x, grid.y, grid.z),
-              ", block ", text(block.x, block.y, block.z), ", ", shared, " bytes of shared memory");
+              "CUDA error: invalid configuration argument: ", kernel, " at ", text(where), ", grid ", text(grid.x, grid.y, grid.z), ", block ",
+              text(block.x, block.y, block.z), ", ", shared, " bytes of shared memory");
   dim3 blocks = grid;
   if (most_blocks > 0) {
     blocks.x = std::min(blocks.x, most_blocks);
@@ -395,8 +390,9 @@ c10::Dict<std::string, c10::List<int64_t>> launched() {
   c10::Dict<std::string, c10::List<int64_t>> result;
   for (const auto& [name, known] : counts) {
     const auto& [asked, per_block, per_launch] = known.traffic;
-    result.insert(name, c10::List<int64_t>({known.launches, known.blocks, known.threads, asked.read, asked.written, per_block.read,
-                                            per_block.written, per_launch.read, per_launch.written}));
+    result.insert(name,
+                  c10::List<int64_t>({known.launches, known.blocks, known.threads, asked.read, asked.written, per_block.read, per_block.written,
+                                      per_launch.read, per_launch.written}));
   }
   return result;
 }

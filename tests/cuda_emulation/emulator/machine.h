@@ -3,9 +3,9 @@
 // The emulated device, for language.h, which gives it the words of CUDA C++.
 //
 // The threads of a block are fibers of one thread of the host. One runs until it comes to a barrier or a warp intrinsic, or ends; of those
-// that can go on, the first in the order goes next (order.h). Blocks run one after another, in the same kind of order. What a device leaves undefined throws, and the launch fails with its message. In
-// two things the emulator is stricter than CUDA: all threads of a block must come to the same __syncthreads, and all lanes of a mask to the
-// same place, none of them ended. Kernels that mean anything else say so in a mask.
+// that can go on, the first in the order goes next (order.h). Blocks run one after another, in the same kind of order. What a device leaves undefined throws,
+// and the launch fails with its message. In two things the emulator is stricter than CUDA: all threads of a block must come to the same __syncthreads, and all
+// lanes of a mask to the same place, none of them ended. Kernels that mean anything else say so in a mask.
 
 #include <cstddef>
 #include <cstdint>
@@ -16,9 +16,7 @@
 #include <string_view>
 #include <type_traits>
 
-struct uint3 {
-  unsigned x = 0, y = 0, z = 0;
-};
+struct uint3 { unsigned x = 0, y = 0, z = 0; };
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
@@ -42,9 +40,7 @@ extern BuiltIn built_in;
 int barrier(const char* name, bool predicate, const Where& where);
 
 /// A value that lanes exchange: 16 bytes hold every type that CUDA shuffles.
-struct Bits {
-  uint64_t word[2] = {};
-};
+struct Bits { uint64_t word[2] = {}; };
 template <typename T>
 Bits to_bits(const T& value) {
   static_assert(sizeof(T) <= sizeof(Bits) && std::is_trivially_copyable_v<T>);

@@ -143,13 +143,24 @@ bool rounds(const Stack& stack) { // the least and the largest have no order
 // Those whose result is on the host, or as long as values say; and those that add by atomics, or scan in parts that come as they come. index_put_ that
 // accumulates and embedding_dense_backward are not among them: on CUDA they sort first, and add in that order. Nor is repeat_interleave: where it has to
 // know the size it reads a value here, too.
-const Watched kWatched[] = {
-    {"_local_scalar_dense", Fault::Waits}, {"nonzero", Fault::Waits}, {"masked_select", Fault::Waits}, {"equal", Fault::Waits},
-    {"bincount", Fault::Waits}, {"_unique2", Fault::Waits}, {"unique_dim", Fault::Waits}, {"unique_consecutive", Fault::Waits},
-    {"unique_dim_consecutive", Fault::Waits}, {"cumsum", Fault::UnorderedSum}, {"cumsum_", Fault::UnorderedSum},
-    {"index_add", Fault::UnorderedSum}, {"index_add_", Fault::UnorderedSum}, {"scatter_add", Fault::UnorderedSum},
-    {"scatter_add_", Fault::UnorderedSum}, {"scatter_reduce", Fault::UnorderedSum, "two", rounds},
-    {"scatter_reduce_", Fault::UnorderedSum, "two", rounds}, {"put_", Fault::UnorderedSum, "", accumulates}};
+const Watched kWatched[] = {{"_local_scalar_dense", Fault::Waits},
+                            {"nonzero", Fault::Waits},
+                            {"masked_select", Fault::Waits},
+                            {"equal", Fault::Waits},
+                            {"bincount", Fault::Waits},
+                            {"_unique2", Fault::Waits},
+                            {"unique_dim", Fault::Waits},
+                            {"unique_consecutive", Fault::Waits},
+                            {"unique_dim_consecutive", Fault::Waits},
+                            {"cumsum", Fault::UnorderedSum},
+                            {"cumsum_", Fault::UnorderedSum},
+                            {"index_add", Fault::UnorderedSum},
+                            {"index_add_", Fault::UnorderedSum},
+                            {"scatter_add", Fault::UnorderedSum},
+                            {"scatter_add_", Fault::UnorderedSum},
+                            {"scatter_reduce", Fault::UnorderedSum, "two", rounds},
+                            {"scatter_reduce_", Fault::UnorderedSum, "two", rounds},
+                            {"put_", Fault::UnorderedSum, "", accumulates}};
 
 void watch() {
   static auto* const library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CPU, __FILE__, __LINE__);

@@ -12,9 +12,7 @@
 
 namespace emulator {
 
-struct Bytes {
-  int64_t read = 0, written = 0;
-};
+struct Bytes { int64_t read = 0, written = 0; };
 
 struct Traffic {
   Bytes asked;      ///< all accesses of all threads, as the compiled kernel makes them
