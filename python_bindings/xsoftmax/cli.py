@@ -54,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     def data(sub: argparse.ArgumentParser, about: str) -> None:
-        sub.add_argument("data",
-                         help=f"{about}: text with a header \"examples features labels\", plain or .gz (-: standard input), or .npz of scipy.sparse with --labels")
+        sub.add_argument("data", help=f"{about}: text with a header \"examples features labels\", plain or .gz (-: standard input), "
+                                      "or .npz of scipy.sparse with --labels")
         sub.add_argument("--labels", help="the labels of a .npz, as another")
 
     train = command("train", run_train, "trains a hierarchical linear model; under torchrun by all its processes together")

@@ -105,8 +105,8 @@ class _Head:
         if seen is None or logits is None:
             raise RuntimeError(f"{type(model).__name__}: expected its logits to be those of {self.name}, got none")
         if logits is not seen and not self.is_checked and not (logits.shape == seen.shape and torch.equal(logits, seen.to(logits.dtype))):
-            raise RuntimeError(f"{type(model).__name__}: expected its logits as {self.name} gives them, but it changes them before it returns them (by a scale, "
-                               "a soft cap or pooling), which a loss over the table does not know")
+            raise RuntimeError(f"{type(model).__name__}: expected its logits as {self.name} gives them, but it changes them before it returns them "
+                               "(by a scale, a soft cap or pooling), which a loss over the table does not know")
         self.is_checked = True
         return seen, outputs
 
