@@ -70,7 +70,7 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
 
     def decision_function(self, X: Any) -> Any:
         """The logarithm of the score of every class, [n, L]; of two classes where a row has one, [n]: that of the second less that of the first. All classes
-        are scored, dense: :meth:`predict` looks at what its beam finds."""
+        are scored, dense: ``predict`` looks at what its beam finds."""
         scores = self._log_scores(X)
         return scores[:, 1] - scores[:, 0] if self._is_binary() else scores
 
