@@ -98,16 +98,30 @@ void AdaptiveSamplerImpl::to(torch::Device device, bool non_blocking) {
 }
 
 void AdaptiveSamplerImpl::load(torch::serialize::InputArchive& archive) {
+  std::vector<Tensor> saved(tables_.size());
+  std::string missing;
+  bool fits = true, of_family = false;
   for (size_t i = 0; i < tables_.size(); ++i) {
-    Tensor saved;
-    const bool found = archive.try_read(family_.tables[i], saved, /*is_buffer=*/true) || archive.try_read(family_.tables[i], saved);
-    if (!found || saved.sizes() != tables_[i].sizes()) {
-      tables_.back().zero_();
-      return;
+    const std::string& table = family_.tables[i];
+    const bool found = archive.try_read(table, saved[i], /*is_buffer=*/true) || archive.try_read(table, saved[i]);
+    if (found) {
+      fits = fits && saved[i].sizes() == tables_[i].sizes();
+      of_family = of_family || table == family_.places;
+    } else if (tables_[i].numel() > 0) { // what holds nothing may be left out
+      missing += (missing.empty() ? "" : ", ") + table;
     }
   }
+  TORCH_CHECK_VALUE(missing.empty() || !fits || !of_family, name(), ": expected a checkpoint with the whole index or none of it, got one without ", missing);
+  if (!missing.empty() || !fits) {
+    tables_.back().zero_();
+    return;
+  }
   const Tensor before = excluded();
-  Module::load(archive);
+  for (size_t i = 0; i < tables_.size(); ++i) {
+    if (saved[i].defined()) {
+      tables_[i].set_data(saved[i].detach().to(tables_[i].device()));
+    }
+  }
   tables_.end()[-2].set_data(tables_.end()[-2].cpu());
   tables_.back().set_data(tables_.back().cpu());
   if (!at::equal(excluded(), before)) {

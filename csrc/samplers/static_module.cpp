@@ -245,12 +245,20 @@ void UnigramSamplerImpl::load(torch::serialize::InputArchive& archive) {
   if (streaming.is_empty()) {
     return StaticSamplerImpl::load(archive);
   }
-  bool same = true;
+  bool same = true, of_law = false;
+  std::string missing;
   for (auto& item : named_buffers(/*recurse=*/false)) {
     Tensor saved;
-    const bool found = archive.try_read(item.key(), saved, /*is_buffer=*/true) && saved.sizes() == item.value().sizes();
-    same = same && found && (item.key() != "probability" || at::equal(saved.eq(0).nonzero().squeeze(1).to(excluded_.device()), excluded_));
+    if (!archive.try_read(item.key(), saved, /*is_buffer=*/true)) {
+      missing += (missing.empty() ? "" : ", ") + item.key();
+      continue;
+    }
+    of_law = of_law || item.key() == "probability";
+    same = same && saved.sizes() == item.value().sizes() &&
+        (item.key() != "probability" || at::equal(saved.eq(0).nonzero().squeeze(1).to(excluded_.device()), excluded_));
   }
+  TORCH_CHECK_VALUE(missing.empty() || !same || !of_law, name(), ": expected a checkpoint with all tables or none of them, got one without ", missing);
+  same = same && missing.empty();
   if (same) {
     StaticSamplerImpl::load(archive);
     step.set_data(step.cpu());

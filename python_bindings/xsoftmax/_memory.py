@@ -1,9 +1,9 @@
 """Memory for class tables and what stands beside them."""
 
-from typing import Any
+from typing import Any, Dict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.types import Device
 
 
@@ -32,3 +32,11 @@ def moved_table(owner: str, table: Tensor, moved: Any) -> Tensor:
         raise RuntimeError(f"{owner}: its tables have no values on the meta device, from which they were to move to {moved.device}: "
                            "make the module anew (with device=\"meta\" only the class table is left unmade)")
     return moved if moved.is_meta else table.to(moved.device)
+
+
+def fill_empty(module: nn.Module, state_dict: Dict[str, Any], prefix: str) -> None:
+    """Before a state dict is loaded: buffers without elements may be missing there. What writes tensors by their memory, as Accelerate does, takes all that
+    have none for one tensor and keeps one of them."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.numel() == 0 and name not in module._non_persistent_buffers_set:
+            state_dict.setdefault(prefix + name, buffer)

@@ -1,14 +1,14 @@
 """Losses over vectors that a network has just made: an item tower in the place of a class table."""
 
 import numbers
-from typing import Any, Callable, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from ._checks import check_bool, check_count
-from ._memory import device_of_values, moved_table
+from ._memory import device_of_values, fill_empty, moved_table
 from ._options import option_text
 from ._typing import Module
 from .samplers import StreamingCounts
@@ -138,6 +138,10 @@ class TwoTowerLoss(Module):
 
     def extra_repr(self) -> str:
         return self._options.replace(",", ", ")
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
+        fill_empty(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.temperature

@@ -168,6 +168,30 @@ TEST_F(Modules, TheStateOfAnotherSamplerStaysOut) {
   }
 }
 
+// Tables without elements may be missing; of an index that is there in part an error says what is.
+TEST_F(Modules, APartOfAnIndexIsRefused) {
+  const auto load = [&](const std::string& lost) {
+    samplers::MidxSampler from(kClasses, kWidth, samplers::MidxOptions{.num_samples = 4, .codewords = 4});
+    samplers::MidxSampler to(kClasses, kWidth, samplers::MidxOptions{.num_samples = 4, .codewords = 4});
+    from->refresh(torch::randn({kClasses, kWidth}), std::nullopt);
+    torch::serialize::OutputArchive archive;
+    for (const auto& item : from->named_buffers()) {
+      if (item.key() != lost && item.value().numel() > 0) {
+        archive.write(item.key(), item.value(), /*is_buffer=*/true);
+      }
+    }
+    std::stringstream stream;
+    archive.save_to(stream);
+    torch::serialize::InputArchive saved;
+    saved.load_from(stream);
+    to->load(saved);
+    EXPECT_TRUE(torch::equal(to->table("codewords1"), from->table("codewords1")));
+    EXPECT_EQ(to->table("prefix").numel(), 0);
+  };
+  load("");
+  EXPECT_THROW(load("mass"), c10::ValueError);
+}
+
 TEST_F(Modules, ACheckpointOfAnotherShapeChangesNothing) {
   SampledSoftmaxLoss saved(kWidth, kClasses + 1, "in_batch"), loss(kWidth, kClasses, "in_batch");
   const Tensor before = loss->linear->weight.clone();

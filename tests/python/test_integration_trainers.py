@@ -84,6 +84,25 @@ def test_accelerate_with_row_sparse_gradients(tmp_path):
         torch.testing.assert_close(tensors, state[number], rtol=0, atol=0)
 
 
+def test_accelerate_keeps_the_index_of_a_sampler(tmp_path):
+    """It writes tensors by their memory, and so leaves empty tables out."""
+    pytest.importorskip("accelerate", reason=ABSENT.format("accelerate"))
+
+    def prepared():
+        loss = xs.SampledSoftmaxLoss(D, N, sampler="midx", num_samples=4)
+        accelerator = xs.integrations.accelerate.Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(loss)
+
+    (accelerator, loss), (other, loaded) = prepared(), prepared()
+    for each in (loss, loaded):
+        each(torch.randn(3, D), torch.randint(N, (3,)))
+    assert not torch.equal(loss.sampler.codewords1, loaded.sampler.codewords1)
+    accelerator.save_state(str(tmp_path))
+    loaded.sampler.step.fill_(7)
+    other.load_state(str(tmp_path))
+    torch.testing.assert_close(loaded.state_dict(), loss.state_dict(), rtol=0, atol=0)
+
+
 # ------------------------------------------------------------------------------------------------------------------------------- Lightning
 
 def lightning_module(head):

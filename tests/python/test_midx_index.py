@@ -256,6 +256,29 @@ def test_state_dict_holds_the_index():
         assert other.step == 0
 
 
+@with_bias
+def test_a_state_dict_without_its_empty_tables_is_whole(bias):
+    """As packages write it that know tensors by their memory: safetensors by way of Accelerate."""
+    sampler, z, _, _ = make_sampler(bias=bias)
+    state = {name: table for name, table in sampler.state_dict().items() if table.numel() > 0}
+    assert len(state) < len(sampler.state_dict())
+    other = MidxSampler(N, D, codewords=K, bias=bias, exclude=HEAD)
+    other.load_state_dict(state)
+    assert torch.equal(other.log_count(z, CLASSES), sampler.log_count(z, CLASSES)) and other.step == sampler.step > 0
+
+
+@pytest.mark.parametrize("lost", ["mass", "codewords1", "step"])
+def test_a_part_of_an_index_is_refused_and_built_anew_where_it_is_not(lost):
+    sampler, *_ = make_sampler()
+    state = {name: table for name, table in sampler.state_dict().items() if name != lost}
+    other, *_ = make_sampler()
+    assert other.step > 0
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{lost}"'):
+        other.load_state_dict(state)
+    other.step.fill_(3)
+    assert other.load_state_dict(state, strict=False).missing_keys == [lost] and other.step == 0
+
+
 @both_kinds
 @with_bias
 def test_spread_weighs_classes_by_what_their_codewords_leave(kind, bias):

@@ -351,6 +351,9 @@ def test_unigram_goes_on_from_its_state(draws):
     state = {name: table.clone() for name, table in first.state_dict().items()}
     second.load_state_dict(state)
     other.load_state_dict(state)
+    partial = make()
+    with pytest.raises(RuntimeError, match='Missing key.*"step"'):
+        partial.load_state_dict({name: table for name, table in state.items() if name != "step"})
     with_head = first.excluding(torch.arange(3))
     for step, batch in enumerate(stream[10:]):
         assert all(torch.equal(a, b) for a, b in zip(run(first, batch, step), run(second, batch, step)))

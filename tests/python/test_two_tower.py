@@ -136,6 +136,10 @@ def test_memory_is_of_past_batches():
     assert loss.memory_state.tolist() == [5 * Q, 5]
     state, other = loss.state_dict(), xs.TwoTowerLoss(N, memory=places, dim=D, memory_warmup=1, reduction="none")
     other.load_state_dict(state)
+    forgets = xs.TwoTowerLoss(N)
+    forgets.load_state_dict({name: table for name, table in forgets.state_dict().items() if table.numel() > 0})  # empty tables may be left out
+    with pytest.raises(RuntimeError, match='Missing key.*"memory"'):
+        other.load_state_dict({name: table for name, table in state.items() if name != "memory"})
     assert torch.equal(other(query, item, ids), loss(query, item, ids))
     frozen = copy.deepcopy(loss.eval())
     loss(query, item, ids)

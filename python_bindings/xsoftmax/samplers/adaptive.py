@@ -30,7 +30,8 @@ class AdaptiveSampler(Sampler):
         exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
         refresh_every: steps between two refreshes; 0: never again after step 0.
 
-    The index is in the state dict. One that is missing there, or that is of other options or of another head, is built anew: ``step`` is then 0.
+    The index is in the state dict. One that is missing there, or that is of other options or of another head, is built anew: ``step`` is then 0. Of one that is
+    there in part, ``load_state_dict`` names the missing keys (but for tables without elements, which it does not need), and builds it anew with strict=False.
     ``step`` stays on the CPU wherever the sampler moves, so that no step of training waits for a device to know whether a refresh is due; so does ``recent``,
     how many of the last classes have come since the index was laid out (:meth:`plan_growth`).
     """
@@ -179,7 +180,12 @@ class AdaptiveSampler(Sampler):
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
         tables = {name: getattr(self, name) for name in self._tables}
-        if not all(prefix + name in state_dict and state_dict[prefix + name].shape == table.shape for name, table in tables.items()):
+        saved = {name: state_dict[prefix + name] for name in tables if prefix + name in state_dict}
+        missing = [prefix + name for name, table in tables.items() if name not in saved and table.numel() > 0]
+        fits = all(table.shape == tables[name].shape for name, table in saved.items())
+        if missing or not fits:
+            if fits and self._places in saved:  # a part of an index like this one, where one of another family shares a few names
+                missing_keys.extend(missing)
             self.step.zero_()
             return
         before = self._excluded()

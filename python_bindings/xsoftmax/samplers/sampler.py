@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_count
-from .._memory import moved_table
+from .._memory import fill_empty, moved_table
 from .._typing import Module
 
 
@@ -72,6 +72,8 @@ class KeepsTables(Module):
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
+        if any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
+            fill_empty(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         # The index of another sampler, or none: a checkpoint's class table loads into any loss.
         unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(prefix)]

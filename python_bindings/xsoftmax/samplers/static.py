@@ -251,8 +251,13 @@ class UnigramSampler(StaticSampler):
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
         if self.streaming is not None:
             tables = {name: getattr(self, name) for name in (*TABLES, "step") if getattr(self, name).numel() > 0}
-            fits = all(prefix + name in state_dict and state_dict[prefix + name].shape == table.shape for name, table in tables.items())
-            if not fits or not torch.equal(state_dict[prefix + "probability"].cpu() == 0, self.probability.cpu() == 0):
+            missing = [prefix + name for name in tables if prefix + name not in state_dict]
+            fits = all(state_dict[prefix + name].shape == table.shape for name, table in tables.items() if prefix + name in state_dict)
+            probability = state_dict.get(prefix + "probability")
+            same = fits and probability is not None and torch.equal(probability.cpu() == 0, self.probability.cpu() == 0)
+            if missing or not same:
+                if same:  # a part of these tables, not those of another sampler
+                    missing_keys.extend(missing)
                 self.step.zero_()
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
