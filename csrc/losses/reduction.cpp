@@ -44,6 +44,9 @@ void check_batch(const char* op, const Tensor& input, const Tensor& target, cons
   const bool several = target.dim() == input.dim() && target.sym_sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(input.dim() >= 1 && (several || target.sym_sizes() == queries), op, ": expected target of the shape of input without its last dimension, ",
                     queries, ", or with that of several positives in its place, got ", target.sym_sizes());
+  TORCH_CHECK_VALUE(!several || target.sym_size(-1) == 1 || weight.dim() != 2 || !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))), op,
+                    ": expected target to hold ids of classes, ", queries, " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
+                    ", a number for each class as one-hot targets have: give target.argmax(-1), or of several classes their ids, padded with ", ignore_index);
   check::floating(op, "input", input);
   check::int64(op, "target", target);
   check::same_device(op, "target", target, "input", input);

@@ -50,7 +50,7 @@ class HierarchicalMatcher(TableModule):
     The parameters are `edges.weight` [E, D] and `edges.bias`: edge e ends in node e + 1 of the tree. The buffer `layer` is the layer at work, 1
     to `tree.depth`; ``layer.fill_(1)`` goes back to the first, with the rows that it has, to train it again for an encoder that has moved on.
 
-    Shape: input [*, D]; target [*, T] int64, the right labels of each query in [0, L), -1 where there are fewer than T. A scalar, or [*] with
+    Shape: input [*, D]; target [*, T] int64 with T below L, the right labels of each query in [0, L), -1 where there are fewer than T. A scalar, or [*] with
     reduction="none".
     """
 
@@ -102,6 +102,9 @@ class HierarchicalMatcher(TableModule):
         if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
             raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
                              f"{list(target.shape)}")
+        if 1 < target.shape[-1] == self.num_classes:
+            raise ValueError(f"HierarchicalMatcher: expected ids of labels, [*, T] with T below their number, got shape {list(target.shape)}, a number "
+                             "for each label as multi-hot targets have")
         return queries
 
     def _begin(self, layer: int) -> int:

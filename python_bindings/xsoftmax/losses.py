@@ -219,8 +219,8 @@ class LinearCrossEntropyLoss(LinearLoss):
             probabilities; no class weights. Entries of ignore_index are padding, a class that stands twice counts once, and a query whose entries are
             all padding is ignored. No label smoothing.
 
-    Shape: input [*, D] (float32, float64, bfloat16, float16), target [*] int64 in [0, N), or [*, T]. Returns a scalar, or [*] for "none"; in float32
-    for 16-bit inputs.
+    Shape: input [*, D] (float32, float64, bfloat16, float16), target [*] int64 in [0, N), or [*, T] with T below N: [*, N], as one-hot targets are, is a
+    ValueError. Returns a scalar, or [*] for "none"; in float32 for 16-bit inputs.
 
     Errors: ValueError for shapes, TypeError for dtypes, IndexError for a target out of range, naming its place.
     """

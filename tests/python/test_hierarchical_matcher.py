@@ -237,8 +237,15 @@ def test_prototypes_of_other_dtypes_and_of_nothing(dtype):
     with torch.no_grad():
         matcher.edges.bias[0] += 100
     matcher.next_layer()
-    matcher.init_from_prototypes(input.to(dtype), torch.zeros_like(target))  # the beam ends in a leaf: the layer has no shortlist
+    matcher.init_from_prototypes(input.to(dtype), torch.zeros_like(target[:, :2]))  # the beam ends in a leaf: the layer has no shortlist
     assert torch.equal(matcher.edges.weight[2:], torch.zeros(2, 6, dtype=dtype))
+
+
+def test_multi_hot_targets_are_refused():
+    matcher, input, _ = make()
+    count = matcher.num_classes
+    with pytest.raises(ValueError, match=rf"ids of labels, \[\*, T\] with T below their number, got shape \[20, {count}\], .*as multi-hot targets have"):
+        matcher(input, torch.randint(2, (20, count), generator=torch.Generator().manual_seed(0)))
 
 
 def test_prototypes_refuse_what_does_not_fit_and_change_nothing():

@@ -333,6 +333,8 @@ def test_bad_input():
             make()(input, target[1:])
         with pytest.raises(IndexError, match=rf"expected target in \[0, {N}\)"):
             make()(input, target + N)
+        with pytest.raises(ValueError, match=rf"T below the number of classes, got shape \[{Q}, {N}\], a number for each class as one-hot targets have"):
+            make()(input, torch.nn.functional.one_hot(target[:, 0], N))
         with pytest.raises(ValueError, match="label_smoothing"):
             make(label_smoothing=0.1)(input, target)
         with pytest.raises(ValueError, match="no class weights with positives=\"sum\""):
