@@ -334,6 +334,32 @@ def test_a_plain_trainer_keeps_its_optimizer(tmp_path):
     assert type(trainer.create_optimizer()) is torch.optim.AdamW
 
 
+@pytest.mark.parametrize("asked, message", [
+    (dict(args=dict(label_smoothing_factor=0.1)), "expected label_smoothing_factor of 0.*label_smoothing=0.1"),
+    (dict(trainer=dict(compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean())), "expected no compute_loss_func")])
+def test_what_would_go_past_the_loss_is_refused(asked, message, tmp_path):
+    model = gpt2()
+    loss = xs.integrations.transformers.replace_head(model, **SAMPLED)
+
+    def trainer():
+        return xs.integrations.transformers.Trainer(model, arguments(tmp_path, **asked.get("args", {})), train_dataset=Texts(), **asked.get("trainer", {}))
+    with pytest.raises(ValueError, match=message):
+        trainer().train()
+    xs.restore_head(model, loss)
+    del loss
+    trainer().train()
+
+
+def test_an_optimizer_that_may_take_no_row_sparse_gradients_is_refused(tmp_path):
+    def optimizer(**kwargs):
+        model = gpt2()
+        xs.integrations.transformers.replace_head(model, **SAMPLED, **kwargs)
+        return xs.integrations.transformers.Trainer(model, arguments(tmp_path, optim="adafactor"), train_dataset=Texts()).create_optimizer()
+    with pytest.raises(ValueError, match="expected optim as an Adam, AdamW, SGD or Adagrad.*got 'adafactor'.*sparse_grad=False"):
+        optimizer()
+    assert type(optimizer(sparse_grad=False)) is transformers.optimization.Adafactor
+
+
 def test_compute_metrics_sees_logits(tmp_path):
     got = []
     def metrics(prediction):

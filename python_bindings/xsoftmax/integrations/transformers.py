@@ -310,6 +310,9 @@ class RowTrainer:
     for logits, evaluation computes them. What samplers keep is saved beside each checkpoint, and read when training resumes.
     """
 
+    A ValueError: an optimizer named there that may not take row-sparse gradients; `label_smoothing_factor` or `compute_loss_func`, which compute all logits
+    and go past the loss.
+
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         super().create_accelerator_and_postprocess(*args, **kwargs)  # type: ignore[misc]
         accelerator = self.accelerator  # type: ignore[attr-defined]
@@ -323,8 +326,21 @@ class RowTrainer:
         ours = row_optimizer(kind) if inspect.isclass(kind) and kind in _SAME_STEPS else None
         if ours is None or model is None or not any(id(parameter) in tables for parameter in model.parameters()):
             return kind, kwargs
+        ours = row_optimizer(kind) if inspect.isclass(kind) and kind in _SAME_STEPS else None
+        if ours is None:
+            raise ValueError("TrainingArguments: expected optim as an Adam, AdamW, SGD or Adagrad of torch, in whose place an optimizer for row-sparse "
+                             f"gradients comes, got {getattr(args.optim, 'value', args.optim)!r}, whose {getattr(kind, '__name__', kind)} may take none: give "
+                             "optimizers=(xs.optim.RowAdam(model.parameters()), None) or another of yours, or make the loss with sparse_grad=False")
         known = inspect.signature(getattr(optim, ours).__init__).parameters
         return getattr(optim, ours), {name: value for name, value in kwargs.items() if name in known}
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = [name for name in ("label_smoother", "compute_loss_func") if getattr(self, name, None) is not None]
+        if asked and "labels" in inputs and _head_of(model) is not None:
+            argument = "label_smoothing_factor of 0" if asked[0] == "label_smoother" else "no compute_loss_func"
+            raise ValueError(f"{type(self).__name__}: expected {argument} for a model whose head xs.replace_head replaced: it would compute all logits and go "
+                             "past the loss. Smoothing is the loss's own: xs.replace_head(..., label_smoothing=0.1)")
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         step = super().prediction_step  # type: ignore[misc]
