@@ -46,9 +46,25 @@ def _takes_rows(optimizer: torch.optim.Optimizer, group: Dict[str, Any]) -> bool
     return isinstance(optimizer, (torch.optim.SparseAdam, torch.optim.LBFGS)) or row_optimizer(type(optimizer)) is None  # None: not ours to judge
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """torch's hook: what it returns takes the place of the step's arguments."""
     if torch.compiler.is_compiling() or optimizer in _seen:
-        return
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _look(optimizer)
+        return None
+
+    def looked_at() -> Any:  # gradients are those of the closure
+        value = closure()
+        if optimizer not in _seen:
+            _look(optimizer)
+        return value
+
+    return ((args[0], looked_at, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked_at})
+
+
+def _look(optimizer: torch.optim.Optimizer) -> None:
     name, tables = type(optimizer).__name__, row_sparse_tables()
     stepped = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     if not stepped or all(group["lr"] == 0 for group, _ in stepped):  # torch.distributed.checkpoint makes state by such a step
@@ -64,11 +80,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             state = optimizer.state.get(param)
             if state and hasattr(optimizer, "flush") and state["step"].dtype != torch.int64:  # an optimizer of ours counts row steps in int64
                 warnings.warn(f"{name}: the state of a parameter of shape {list(param.shape)} is that of dense gradients, as torch.optim keeps it, so each "
-                              "step costs all of its rows. Begin with fresh state of this optimizer to step only the rows that have a gradient", stacklevel=4)
+                              "step costs all of its rows. Begin with fresh state of this optimizer to step only the rows that have a gradient", stacklevel=5)
         elif id(param) in tables and not hasattr(param.grad, "full_tensor"):
             dense = dense or (param, tables[id(param)])
     if dense is not None:
         warnings.warn(f"{dense[1]._name}: expected a row-sparse gradient of its table of shape {list(dense[0].shape)}, since sparse_grad=True, got a dense "
                       "one, so each step costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with "
-                      "sparse=True", stacklevel=4)
+                      "sparse=True", stacklevel=5)
     _seen.add(optimizer)

@@ -42,6 +42,26 @@ def test_an_optimizer_without_row_sparse_gradients_is_refused_at_its_first_step(
     step(loss, optimizer, encoder)
 
 
+def test_a_closure_is_looked_at_where_it_has_run():
+    """As Lightning steps: the gradients are not there before."""
+    loss, hidden, target = sampled(), torch.randn(4, D), torch.randint(N, (4,))
+
+    def closure():
+        value = loss(hidden, target)
+        value.backward()
+        return value
+
+    for how in (dict(args=(closure,)), dict(kwargs=dict(closure=closure))):
+        loss.zero_grad()
+        with pytest.raises(RuntimeError, match="^Adam: expected dense gradients, got a row-sparse one.*xs.optim.RowAdam.*sparse_grad=False"):
+            torch.optim.Adam(loss.parameters()).step(*how.get("args", ()), **how.get("kwargs", {}))
+    optimizer, before = torch.optim.SGD(loss.parameters(), lr=0.1), loss.linear.weight.detach().clone()
+    for _ in range(2):
+        loss.zero_grad()
+        assert optimizer.step(closure).isfinite()
+    assert not torch.equal(loss.linear.weight, before)
+
+
 class Ours(torch.optim.AdamW):
     """An optimizer that derives from torch's."""
 
