@@ -499,6 +499,19 @@ def test_bad_options(make, options, message):
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_parameter_that_stands_twice_is_named():
+    embedding, loss = torch.nn.Embedding(9, 4, sparse=True), xsoftmax.SampledSoftmaxLoss(4, 9, sampler="uniform", num_samples=3)
+    loss.linear.weight = embedding.weight
+    twice = [*embedding.parameters(), *loss.parameters()]
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(ValueError, match=r"RowAdam: expected each parameter once, got that of shape "
+                                                                                r"\[9, 4\] as number 0 and as number 1.*dict.fromkeys"):
+        RowAdam(twice)
+    optimizer = RowAdam(list(dict.fromkeys(twice)))
+    loss(embedding(torch.arange(3)), torch.arange(3)).backward()
+    optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == 1
+
+
 def test_bad_types():
     mine, _ = pair()
     with pytest.raises(TypeError, match="RowAdam: expected lr as a number, got a tensor"):

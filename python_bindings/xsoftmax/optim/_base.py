@@ -116,6 +116,12 @@ class RowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            seen: Dict[int, Any] = {}
+            for number, param in enumerate(group["params"]):
+                first = seen.setdefault(id(param), number)
+                if first != number:
+                    raise ValueError(f"{self._name}: expected each parameter once, got that of shape {list(param.shape)} as number {first} and as number "
+                                     f"{number}, as where a table is tied to an embedding: give list(dict.fromkeys(parameters))")
             for dtype in {torch.float32, *(param.dtype for param in group["params"])}:
                 self._call("_state", torch.empty(0, dtype=dtype), False, self._text(group))  # checks the options
         except Exception:
