@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,19 @@ def one_positive(batch: xs.CandidateBatch) -> Tensor:
     return every.logsumexp(1) - batch.target
 
 
+if TYPE_CHECKING:  # the packages that these are for may be absent
+    class MyTrainer(xs.integrations.transformers.Trainer):
+        pass
+
+    class MyGradients(xs.integrations.lightning.RowGradients):
+        pass
+
+    xs.integrations.torchmetrics.RecallAtK(5)
+    xs.integrations.accelerate.Accelerator(cpu=True)
+
+
 def train(loss: xs.LinearLoss, optimizer: xs.optim.RowAdam, hidden: Tensor, target: Tensor) -> float:
-    value: Tensor = loss(hidden, target)
+    value = assert_type(loss(hidden, target), Tensor)
     value.backward()
     assert_type(xs.clip_grad_norm_(loss.parameters(), 1.0), Tensor)
     optimizer.step()
@@ -92,7 +103,7 @@ def tables(target: Tensor) -> None:
         del weight
     rows = xs.IdTable(N)
     rows.attach(xs.optim.RowSGD([nn.Parameter(torch.zeros(N, D))], lr=0.1, momentum=0.9))
-    assert rows(target).shape == target.shape
+    assert assert_type(rows(target), Tensor).shape == target.shape
     xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.MidxSampler(N, D, 4, codewords=4))
     xs.optim.RowAdagrad([{"params": [nn.Parameter(torch.zeros(N, D))], "lr": 0.1}])
     print(xs.__version__, xs.cpu_capability(), xs.metrics.precision_at_k(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 1))

@@ -6,6 +6,10 @@ The package needs none of them. Versions that the tests run with stand in the ex
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import accelerate, lightning, recbole, torchmetrics, transformers
 
 __all__ = ["accelerate", "lightning", "recbole", "torchmetrics", "transformers"]
 
