@@ -34,6 +34,12 @@ def main(arguments: Optional[List[str]] = None) -> int:
     except (OSError, ValueError, TypeError, IndexError, RuntimeError) as error:
         print(f"xsoftmax {args.command}: {error}", file=sys.stderr)
         return 1
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("scipy", "tqdm"):
+            raise
+        print(f"xsoftmax {args.command}: expected {package}, which is not installed: pip install xsoftmax[matcher]", file=sys.stderr)
+        return 1
     except MemoryError as error:
         print(f"xsoftmax {args.command}: not enough memory: {error}", file=sys.stderr)
         return 1
@@ -123,6 +129,8 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def train_together(args: argparse.Namespace, group: Optional["torch.distributed.ProcessGroup"], first: bool) -> None:
+    if not set(args.negatives.split("+")) <= {"tfn", "man"}:
+        raise ValueError(f"--negatives: expected tfn, man, or tfn+man, got {args.negatives}")
     if first:  # who writes
         check_parent(Path(args.model))
         torch.ops.xsoftmax.xr_linear_check_target(args.model)

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -110,7 +111,8 @@ def test_json_and_version(files, capsys):
     (["train", "{path}/none.txt", "{path}/m"], "train: read_examples: there is no file"),
     (["train", "{path}/train.x.npz", "{path}/m"], "train: read_examples: expected labels beside"),
     (["train", "{path}/train.txt", "{path}"], "expected path as a new folder or one with a model"),
-    (["train", "{path}/train.txt", "{path}/m", "--negatives", "hard"], "expected negatives as"),
+    (["train", "{path}/train.txt", "{path}/m", "--negatives", "hard"], "--negatives: expected tfn, man, or tfn+man, got hard"),
+    (["train", "{path}/train.txt", "{path}/m", "--negatives", "user"], "--negatives: expected tfn, man, or tfn+man, got user"),
     (["predict", "{path}/test.txt", "{path}/found.txt", "{path}/m"], "name of a .npz"),
     (["predict", "{path}/test.txt", "{path}/found.npz", "{path}/m"], "found no model.bin"),
     (["evaluate", "{path}/test.txt", "{path}/train.y.npz"], r"predictions of shape [100, 30]"),
@@ -121,6 +123,15 @@ def test_errors_are_one_line(files, capsys, command, message):
     assert main([part.format(path=files[0]) for part in command] + (["--quiet"] if command[0] == "train" else [])) == 1
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("xsoftmax ")
+
+
+def test_without_scipy_it_names_the_extra(files, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    assert main(["train", f"{files[0]}/train.txt", f"{files[0]}/without", "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("xsoftmax train: expected scipy, which is not installed")
+    assert said.endswith("pip install xsoftmax[matcher]\n") and said.count("\n") == 1
 
 
 def test_threads(files):
