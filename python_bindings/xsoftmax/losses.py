@@ -232,6 +232,14 @@ class LinearCrossEntropyLoss(LinearLoss):
         return self.exact(input, target)
 
 
+def check_loss_class(owner: str, loss_class: Any) -> None:
+    """What takes the place of a Linear: a class that has :meth:`LinearLoss.from_linear`."""
+    if not (isinstance(loss_class, type) and issubclass(loss_class, LinearLoss)):
+        got = loss_class.__name__ if isinstance(loss_class, type) else f"an instance of {type(loss_class).__name__}"
+        raise TypeError(f"{owner}: expected one of the classes SampledSoftmaxLoss, CaneLoss and LinearCrossEntropyLoss, with its arguments beside it, "
+                        f"got {got}")
+
+
 class CandidateLoss(LinearLoss):
     """What losses share that score candidates in train() and are exact in eval()."""
 

@@ -5,7 +5,7 @@ from typing import Any, List, Optional, Tuple, Type
 
 from torch import nn
 
-from .losses import LinearLoss, Loss
+from .losses import LinearLoss, Loss, check_loss_class
 
 
 class MovedHead(nn.Identity):
@@ -40,8 +40,9 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: 
         loss_class: xs.SampledSoftmaxLoss, xs.CaneLoss or xs.LinearCrossEntropyLoss.
         **kwargs: the loss's own arguments, without in_features, num_classes and bias.
 
-    Errors: AttributeError where the model has no such layer, TypeError where it is no nn.Linear.
+    Errors: AttributeError where the model has no such layer, TypeError where it is no nn.Linear, or loss_class is another class, or no class.
     """
+    check_loss_class("replace_head", loss_class)
     try:
         linear: Any = model.get_submodule(name)
     except AttributeError as error:

@@ -112,6 +112,27 @@ def test_a_moved_head_raises_where_the_linear_is_asked_for():
         assert torch.equal(twin(torch.ones(2, D)), torch.ones(2, D))
 
 
+@pytest.mark.parametrize("loss_class, got", [(nn.CrossEntropyLoss, "CrossEntropyLoss"), (xs.TwoTowerLoss, "TwoTowerLoss"),
+                                             (xs.HierarchicalSoftmaxLoss, "HierarchicalSoftmaxLoss"),
+                                             (xs.LinearCrossEntropyLoss(D, N), "an instance of LinearCrossEntropyLoss")])
+def test_replace_head_names_the_classes_that_it_takes(loss_class, got):
+    model = Model()
+    with pytest.raises(TypeError, match="replace_head: expected one of the classes SampledSoftmaxLoss, CaneLoss and LinearCrossEntropyLoss, with its "
+                                        f"arguments beside it, got {got}$"):
+        xs.replace_head(model, "decoder", loss_class)
+    assert isinstance(model.decoder, nn.Linear)
+
+
+def test_log_prob_of_another_width():
+    with pytest.raises(ValueError, match=rf"LinearCrossEntropyLoss: expected input of shape \[\*, {D}\], got \[3, {D + 1}\]"):
+        xs.LinearCrossEntropyLoss(D, N).log_prob(torch.randn(3, D + 1))
+
+
+def test_a_sampler_of_counts_cannot_be_had_by_its_name_alone():
+    with pytest.raises(ValueError, match=r'for "unigram", got none: give a UnigramSampler\(counts, num_samples\)'):
+        xs.SampledSoftmaxLoss(D, N, sampler="unigram", num_samples=4)
+
+
 @pytest.mark.parametrize("name, kwargs, error, message", [
     ("lm_head", {}, AttributeError, r"Model has no layer 'lm_head'; its Linear layers: \['body.0', 'body.1.head', 'decoder'\]"),
     ("body.1", {}, TypeError, "expected an nn.Linear, got ModuleDict"),

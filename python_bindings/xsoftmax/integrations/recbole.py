@@ -6,7 +6,7 @@ from typing import Any, Type, TypeVar
 from torch import Tensor, nn
 
 from .. import tables
-from ..losses import LinearLoss
+from ..losses import LinearLoss, check_loss_class
 
 __all__ = ["replace_head"]
 
@@ -42,6 +42,7 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], **kwargs: Any) -> Los
     Raises:
         TypeError: a model without an `item_embedding`, or with another loss_type
     """
+    check_loss_class("recbole.replace_head", loss_class)
     embedding = getattr(model, "item_embedding", None)
     if not isinstance(embedding, nn.Embedding) or getattr(model, "loss_type", None) != "CE":
         raise TypeError("recbole.replace_head: expected a sequential recommender with an item_embedding and loss_type \"CE\", got a "

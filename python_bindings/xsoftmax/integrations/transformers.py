@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 from .. import optim
 from .._first_step import row_optimizer, row_sparse_tables
 from .._table import _settle_linear
-from ..losses import LinearLoss
+from ..losses import LinearLoss, check_loss_class
 from .accelerate import Accelerator
 
 __all__ = ["NoLogits", "RowTrainer", "Trainer", "replace_head", "restore_head"]
@@ -223,6 +223,7 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
     """
     model = _base_model(model)
     who = f"replace_head of {type(model).__name__}"
+    check_loss_class(who, loss_class)
     if getattr(model, "_xsoftmax_head", None) is not None:
         raise ValueError(f"{who}: expected a model as Transformers made it, got one whose head is a {model._xsoftmax_head.loss._name} already: "  # type: ignore[union-attr]
                          "call xs.restore_head(model, loss) first")
@@ -308,10 +309,10 @@ class RowTrainer:
     Clipping and the norm that is logged take row-sparse gradients. Where the model has a table with row-sparse gradients, the optimizer that
     `TrainingArguments` name is the one of :mod:`xsoftmax.optim` with the same steps: RowAdam for AdamW, RowSGD, RowAdagrad. Where `compute_metrics` asks
     for logits, evaluation computes them. What samplers keep is saved beside each checkpoint, and read when training resumes.
-    """
 
     A ValueError: an optimizer named there that may not take row-sparse gradients; `label_smoothing_factor` or `compute_loss_func`, which compute all logits
     and go past the loss.
+    """
 
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         super().create_accelerator_and_postprocess(*args, **kwargs)  # type: ignore[misc]
@@ -323,8 +324,7 @@ class RowTrainer:
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Tuple[Any, Dict[str, Any]]:
         kind, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
         tables = row_sparse_tables()
-        ours = row_optimizer(kind) if inspect.isclass(kind) and kind in _SAME_STEPS else None
-        if ours is None or model is None or not any(id(parameter) in tables for parameter in model.parameters()):
+        if model is None or not any(id(parameter) in tables for parameter in model.parameters()):
             return kind, kwargs
         ours = row_optimizer(kind) if inspect.isclass(kind) and kind in _SAME_STEPS else None
         if ours is None:
