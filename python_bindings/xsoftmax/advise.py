@@ -32,7 +32,8 @@ class Choice:
     name: str
     """Sampler, draws, head and estimator, in words."""
     code: str
-    """The line that makes this loss, with the user's ``counts`` and class weights as ``counts`` and ``weight``. A comment for "as it is"."""
+    """The line that makes this loss over the same table, with the user's ``loss``, ``counts`` and class weights as ``loss``, ``counts`` and ``weight``. A
+    comment for "as it is"."""
     ms: float
     """Time of a step of the loss, forward and backward pass, gradient of the table included, and its share of a refresh. Without the optimizer."""
     bias: float
@@ -178,6 +179,8 @@ def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor], samplers:
     if "_exchanges" in loss.__dict__ or any(hasattr(table, "_class_shards") for table in loss._tables() if table is not None):
         raise RuntimeError("advise: expected a table of one process, got one that is split or replicated over ranks: ask before "
                            "xs.distributed takes it")
+    if isinstance(samplers, str):
+        raise TypeError(f"advise: expected samplers as a sequence of names, got a string: give [{samplers!r}]")
     if counts is not None:
         if not isinstance(counts, Tensor):
             raise TypeError(f"advise: expected counts as a tensor, got {type(counts).__name__}")
@@ -221,7 +224,7 @@ class _Plan:
             text += f', estimator="{self.estimator}"'
         if not owner.sparse_grad:
             text += ", sparse_grad=False"
-        return f"loss = xs.SampledSoftmaxLoss({owner.in_features}, {owner.num_classes:_}, {text}{_shared_options(owner)})"
+        return f"loss = xs.SampledSoftmaxLoss.from_linear(loss.linear, {text}{_shared_options(owner)})"
 
     def make(self, owner: LinearLoss, linear: nn.Linear, counts: Optional[Tensor], falling: bool) -> SampledSoftmaxLoss:
         def alone(kind: str, size: Optional[int]) -> Sampler:
@@ -245,14 +248,11 @@ def _adaptive(kind: str) -> bool:
 
 def _shared_options(owner: LinearLoss) -> str:
     """What every loss over the same table is made with, where it is not the default."""
-    text = ", bias=True" if owner.linear.bias is not None else ""
-    text += ", weight=weight" if owner.weight is not None else ""
+    text = ", weight=weight" if owner.weight is not None else ""
     for name, default in (("reduction", "mean"), ("ignore_index", -100), ("label_smoothing", 0.0), ("positives", "mean")):
         value = getattr(owner, name)
         text += "" if value == default else f', {name}="{value}"' if isinstance(value, str) else f", {name}={value}"
-    table = owner.linear.weight
-    text += "" if table.dtype == torch.float32 else f", dtype={table.dtype}"
-    return text + ("" if table.device.type == "cpu" else f', device="{table.device.type}"')
+    return text
 
 
 def _plans(loss: LinearLoss, counts: Optional[Tensor], sizes: Sequence[int], samplers: Optional[Sequence[str]]) -> List[_Plan]:
@@ -401,6 +401,10 @@ class _Bench:
         if self.left() < 0.35 * self.seconds:
             self.notes.append(f"{name}: not measured, for want of time")
             return
+        seen = 0 if self.counts is None else max(0, int((self.counts > 0).sum()) - plan.head)  # classes that "unigram" can draw: a head has the most frequent
+        if any(kind == "unigram" and size is not None and size > seen for kind, size in plan.parts):
+            self.notes.append(f"{name}: left out, since only {seen} classes{' outside the head' if plan.head else ''} have a count above 0")
+            return
         if any(_adaptive(kind) for kind, _ in plan.parts) and not self._fits(name):
             return
         self._enter(name, plan.code(self.owner, self.falling), plan.make(self.owner, self.linear, self.counts, self.falling), refresh=True)
@@ -452,10 +456,10 @@ class _Bench:
         budget = self.exact_ms + model_ms if budget_ms is None else budget_ms
         measured = []
         if self.trains_exact:
-            code = f"loss = xs.LinearCrossEntropyLoss({self.owner.in_features}, {self.owner.num_classes:_}{_shared_options(self.owner)})"
+            code = f"loss = xs.LinearCrossEntropyLoss.from_linear(loss.linear{_shared_options(self.owner)})"
             measured.append(("exact", code, self.exact_ms, 0.0, 0.0, self.exact_steps))
         measured += [(run.name, run.code, run.ms(), *run.distance(), run.steps()) for run in self.runs if run.steps() >= 2]
-        if not any(run.steps() >= 2 for run in self.runs):
+        if not any(run.steps() >= 2 for run in self.runs) and (self.runs or not measured):
             raise RuntimeError(f"advise: expected more than {self.seconds:g} seconds, in which no sampled loss took two steps")
         rows = [Choice(name, code, ms, bias, noise, math.sqrt(bias**2 + (1 + noise**2) * (ms + model_ms) / budget), draws)
                 for name, code, ms, bias, noise, draws in measured]

@@ -84,10 +84,10 @@ def test_every_line_of_code_runs_and_makes_what_was_measured(counts, falling):
     assert len(set(names)) == len(names)
     assert {"exact", "as it is", "unigram 32", "head 32 + unigram 32", "uniform 100", "in_batch", "midx 20", "head 150 + unigram 150 + midx 20"} <= set(names)
     for row in advice.rows:
-        space = {"xs": xs, "counts": counts}
+        space = {"xs": xs, "counts": counts, "loss": loss}
         exec(row.code, space)
-        made = space.get("loss", loss)
-        assert made.linear.bias is not None and made.label_smoothing == 0.1 and made.reduction == "sum"
+        made = space["loss"]
+        assert made.linear is loss.linear and made.linear.bias is not None and made.label_smoothing == 0.1 and made.reduction == "sum"
         if row.name.startswith("head 32"):
             assert torch.equal(made.head.sort().values, counts.topk(32).indices.sort().values) and made.sampler.num_samples == 32
         made(input, target).backward()
@@ -99,11 +99,23 @@ def test_options_of_the_table_are_in_the_code(counts):
     weight = torch.rand(N, dtype=torch.float64) + 0.5
     loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=32, weight=weight, ignore_index=0, sparse_grad=False, dtype=torch.float64)
     advice = xs.advise(loss, torch.randn(Q, D, dtype=torch.float64), torch.randint(N, (Q, 3)), 3, samplers=["uniform"], draws=[32])
-    space = {"xs": xs, "weight": weight, "torch": torch}
+    space = {"xs": xs, "weight": weight, "loss": loss}
     exec(next(row.code for row in advice.rows if row.name == "uniform 32"), space)
     made = space["loss"]
     assert torch.equal(made.weight, weight) and made.ignore_index == 0 and made.linear.weight.dtype == torch.float64
     assert not made.sparse_grad and made.linear.bias is None
+
+
+def test_classes_that_were_never_seen_leave_candidates_out(counts):
+    """As counts of a batch alone are: a sampler of frequencies can draw no more classes than there are."""
+    loss, input, target = batch(counts)
+    few = torch.zeros(N)
+    few[:40] = counts[:40]
+    advice = xs.advise(loss, input, target, 3, counts=few, samplers=["unigram", "uniform"], draws=[32, 128])
+    names = [row.name for row in advice.rows]
+    assert "unigram 32" in names and "uniform 128" in names and "unigram 128" not in names
+    assert "unigram 128: left out, since only 40 classes have a count above 0" in advice.notes
+    assert "head 32 + unigram 32: left out, since only 8 classes outside the head have a count above 0" in advice.notes
 
 
 @pytest.mark.parametrize("sampler", ["midx", "in_batch", "uniform"])
@@ -179,6 +191,7 @@ def test_other_losses(counts):
     (dict(counts=[1]), TypeError, "counts as a tensor, got list"),
     (dict(samplers=["unigram"]), ValueError, "counts beside the samplers"),
     (dict(samplers=["nearest"]), ValueError, "nearest"),
+    (dict(samplers="midx"), TypeError, r"samplers as a sequence of names, got a string: give \['midx'\]"),
     (dict(draws=[0]), ValueError, "draws of at least 1, got 0"),
     (dict(input=torch.full((Q, D), torch.nan)), ValueError, "input with finite values"),
     (dict(input=torch.ones(Q, D + 1)), ValueError, "expected input of shape"),
