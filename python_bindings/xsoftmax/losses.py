@@ -137,7 +137,7 @@ class LinearLoss(TableModule):
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
         """`F.log_softmax(self.linear(input), -1)`: [*, D] -> [*, N]. This one is as large as it looks."""
-        self.settle()
+        self._table_queries(input, None)
         return torch.log_softmax(self.linear(input), dim=-1)
 
     @torch.jit.export

@@ -155,6 +155,9 @@ def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bo
             raise ValueError(f"{name}: expected predictions and truth of one shape, got {list(predictions.shape)} and {list(truth.shape)}")
         if np.isnan(predictions.data).any():
             raise ValueError(f"{name}: expected predictions with scores that are numbers, got nan")
+        if getattr(truth, "format", None) == "csr" and _is_constant(predictions.data) and not _is_constant(truth.data):
+            raise ValueError(f"{name}: expected scores in predictions, then truth, got predictions of {predictions.data[0]:g} alone, which rank nothing, and a "
+                             "truth with several values: are they the other way round?")
         predictions = _best(predictions, k)
     if not isinstance(predictions, Tensor):
         raise TypeError(f"{name}: expected predictions as a tensor or a scipy CSR matrix, got {type(predictions).__name__}")
@@ -187,6 +190,10 @@ def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bo
     if needs_any and not found.any():
         raise ValueError(f"{name}: expected a query for which a class is right, got none of {len(predictions)}")
     return torch.isin(keys[found], right).double(), sizes[found], _Right(right // span, right % span, predictions[found])
+
+
+def _is_constant(values: Any) -> bool:
+    return len(values) > 0 and bool((values == values[0]).all())
 
 
 def _best(scores: "scipy.sparse.csr_matrix", k: int) -> Tensor:

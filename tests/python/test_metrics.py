@@ -121,6 +121,14 @@ def test_errors_name_what_was_expected(metric, arguments, error, message):
     assert str(caught.value).startswith(metric.__name__ + ": ")
 
 
+@pytest.mark.parametrize("metric", METRICS)
+def test_truth_before_scores_is_seen(metric):
+    scores, right = (scipy_sparse.csr_matrix(rows) for rows in ([[0.9, 0.2, 0.0], [0.0, 0.1, 0.7]], [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]))
+    assert metric(scores, right, 1) > 0
+    with pytest.raises(ValueError, match="got predictions of 1 alone.*are they the other way round"):
+        metric(right, scores, 1)
+
+
 def test_scores_are_predictions_too():
     scores = scipy_sparse.csr_matrix(([0.1, 0.9, 0.5, 0.3], [4, 2, 0, 1], [0, 3, 4, 4]), shape=(3, 5))
     truth = [[2, 4], [0], [1]]

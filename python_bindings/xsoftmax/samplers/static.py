@@ -272,7 +272,8 @@ class UnigramSampler(StaticSampler):
                   counts: Union[Tensor, StreamingCounts, None] = None, **options: Any) -> Any:
         size = counts.num_ids if isinstance(counts, StreamingCounts) else None if counts is None else len(counts)
         if size != num_classes:
-            raise ValueError(f"make_sampler: expected counts of {num_classes} classes for \"unigram\", got {'none' if size is None else size}")
+            more = ": give a UnigramSampler(counts, num_samples) in the place of its name, or counts= to make_sampler" if size is None else ""
+            raise ValueError(f"make_sampler: expected counts of {num_classes} classes for \"unigram\", got {'none' if size is None else size}{more}")
         return super().for_table(counts, num_samples, dim=dim, bias=bias, **options)  # type: ignore[arg-type]  # counts stand first
 
 
