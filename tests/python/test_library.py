@@ -1,6 +1,7 @@
 """The package loads its native library, or says why it cannot."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,3 +69,11 @@ def test_no_operator_takes_more_than_a_dozen_arguments():
     schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("xsoftmax::")]
     assert len(schemas) > 100
     assert {schema.name: len(schema.arguments) for schema in schemas if len(schema.arguments) > 12} == {}
+
+
+def test_errors_name_no_folder_of_the_machine_that_built_the_library():
+    """They begin with the file that raised, where torch shows C++ stacks."""
+    library = next((Path(xsoftmax.__file__).parent / "lib").glob("libxsoftmax.*"))
+    text = library.read_bytes()
+    assert re.findall(rb'[\x00"]csrc/(?:core|losses|samplers|optim|trees)/', text)  # they are there
+    assert not re.findall(rb'[\x00"]/[^\x00"]*csrc/(?:core|losses|samplers|optim|trees)/', text)
