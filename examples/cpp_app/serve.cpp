@@ -9,7 +9,6 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <iostream>
 
@@ -19,7 +18,7 @@ namespace {
 
 constexpr const char* kUsage =
     "usage: serve MODEL.pt2 [QUERIES] [--batch 1] [--threads 1]\n"
-    "  MODEL.pt2  a package of torch._inductor.aoti_compile_and_package: float32 [Q, D] in, log-probabilities and ids [Q, k] out\n"
+    "  MODEL.pt2  a package of torch._inductor.aoti_compile_and_package: float32 [Q, D] in, log-probabilities and ids [Q, k] out, D in its metadata\n"
     "  QUERIES    a query a line, its D numbers separated by spaces; without it: standard input\n"
     "  --batch    how many queries are answered at once\n"
     "An answer is a line of id:log-probability, best first. Latencies go to standard error.\n";
@@ -66,21 +65,42 @@ void read_query(const std::string& line, int64_t number, std::vector<float>& num
   }
 }
 
-// The next queries, [up to count, D]; of the first line D is taken, width 0, and every other must have it. Empty at the end.
-torch::Tensor read_queries(std::istream& in, int64_t count, int64_t& width, int64_t& line_number) {
+// The next queries, [up to count, width]; empty at the end.
+torch::Tensor read_queries(std::istream& in, int64_t count, int64_t width, int64_t& line_number) {
   std::vector<float> numbers;
   int64_t queries = 0;
-  for (std::string line; queries < count && std::getline(in, line);) {
-    const auto before = static_cast<int64_t>(numbers.size());
+  for (std::string line; queries < count && std::getline(in, line); ++queries) {
+    const size_t before = numbers.size();
     read_query(line, ++line_number, numbers);
-    const auto size = static_cast<int64_t>(numbers.size()) - before;
-    width = width == 0 ? size : width;
-    if (size == 0 || size != width) {
-      throw UsageError("line " + std::to_string(line_number) + ": expected " + std::to_string(width) + " numbers, got " + std::to_string(size));
+    if (numbers.size() - before != static_cast<size_t>(width)) {
+      const std::string got = std::to_string(numbers.size() - before);
+      throw UsageError("line " + std::to_string(line_number) + ": expected " + std::to_string(width) + " numbers, got " + got);
     }
-    ++queries;
   }
   return torch::tensor(numbers).reshape({queries, width});
+}
+
+// The width of a query. A package does not check its input: a narrower one would be read past its end.
+int64_t width_of(torch::inductor::AOTIModelPackageLoader& model, const std::string& path) {
+  const auto metadata = model.get_metadata();
+  const auto found = metadata.find("width");
+  int64_t width = 0;
+  if (found != metadata.end()) {
+    std::from_chars(found->second.data(), found->second.data() + found->second.size(), width);
+  }
+  if (width < 1) {
+    throw UsageError(path +
+                     ": expected the width of a query in the package's metadata, as `\"aot_inductor.metadata\": {\"width\": \"64\"}` puts it there, got " +
+                     (found == metadata.end() ? "none" : "'" + found->second + "'"));
+  }
+  return width;
+}
+
+void check_answers(const std::vector<torch::Tensor>& answers, const std::string& path) {
+  if (answers.size() != 2 || answers[0].dim() != 2 || answers[0].scalar_type() != torch::kFloat || answers[1].sizes() != answers[0].sizes() ||
+      answers[1].scalar_type() != torch::kLong) {
+    throw UsageError(path + ": expected a model that returns log-probabilities and ids, float32 and int64 [Q, k]");
+  }
 }
 
 void print_answers(const torch::Tensor& log_probs, const torch::Tensor& ids) {
@@ -109,7 +129,8 @@ void run(const Options& options) {
   std::ifstream file(options.queries);
   std::istream& in = options.queries.empty() ? std::cin : file;
   std::vector<double> microseconds;
-  for (int64_t width = 0, line = 0;;) {
+  const int64_t width = width_of(model, options.model);
+  for (int64_t line = 0;;) {
     const torch::Tensor queries = read_queries(in, options.batch, width, line);
     if (queries.size(0) == 0) {
       break;
@@ -117,8 +138,7 @@ void run(const Options& options) {
     const auto start = std::chrono::steady_clock::now();
     const std::vector<torch::Tensor> answers = model.run({queries});
     microseconds.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
-    TORCH_CHECK(answers.size() == 2 && answers[0].dim() == 2 && answers[1].scalar_type() == torch::kLong,
-                "expected a model that returns log-probabilities [Q, k] and ids [Q, k]");
+    check_answers(answers, options.model);
     print_answers(answers[0], answers[1]);
   }
   if (!microseconds.empty()) {
@@ -129,7 +149,6 @@ void run(const Options& options) {
 } // namespace
 
 int main(int argc, char** argv) {
-  xsoftmax::init();                              // the package calls the library's operators: their registration must be linked in
-  setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 0);   // a query of another width is an error then
+  xsoftmax::init(); // the package calls the library's operators: their registration must be linked in
   return run_program("serve", kUsage, argc, argv, [](Arguments& arguments) { run(parse(arguments)); });
 }
