@@ -4,6 +4,7 @@ exported says so."""
 import re
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,14 @@ def test_the_program_refuses_what_is_no_package(tmp_path):
     assert serve(tmp_path / "model.pt2").returncode == 1
     gone = serve(tmp_path / "gone.pt2")
     assert gone.returncode == 2 and f"cannot read {tmp_path}/gone.pt2" in gone.stderr
+
+
+def test_the_program_refuses_a_package_without_the_width_of_a_query(page, tmp_path):
+    with zipfile.ZipFile(page[1] / "model.pt2") as whole, zipfile.ZipFile(tmp_path / "model.pt2", "w") as part:
+        for name in whole.namelist():
+            part.writestr(name, whole.read(name).replace(b'"width"', b'"depth"') if name.endswith("_metadata.json") else whole.read(name))
+    done = serve(tmp_path / "model.pt2", text="1 2 3\n")
+    assert done.returncode == 2 and "expected the width of a query in the package's metadata" in done.stderr and "got none" in done.stderr
 
 
 # ---- ONNX
