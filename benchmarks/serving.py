@@ -100,7 +100,7 @@ def main() -> None:
         for name, way in ways.items():
             wrong = (torch.as_tensor(way(queries)[1]) != right).double().mean()
             assert wrong < 0.01, f"{name} has other ids: {wrong:.1%}"  # two scores may differ by less than a rounding
-        rows = [{"": name} for name in ways]
+        rows = [{"way": name} for name in ways]
         found = []
         for title, count in (("one query", 1), (f"{args.batch} queries", args.batch)):
             seconds = turns({name: (lambda way=way: way(queries[:count])) for name, way in ways.items()}, args.repeats, warmup=10)
@@ -109,7 +109,7 @@ def main() -> None:
                 row |= {title: f"{1e3 * statistics.median(times):.3g} ms", f"{title}, / AOTInductor": f"{ratio:.2f}"}
                 found.append({"way": name, "queries": count, "seconds": statistics.median(times), "ratio": ratio})
         if args.serve:
-            rows.append({"": "topk, AOTInductor, C++"})
+            rows.append({"way": "topk, AOTInductor, C++"})
             for title, count in (("one query", 1), (f"{args.batch} queries", args.batch)):
                 taken = in_cpp(args, path / "model.pt2", queries, count)
                 rows[-1] |= {title: f"{1e3 * taken:.3g} ms", f"{title}, / AOTInductor": ""}
@@ -118,7 +118,7 @@ def main() -> None:
 
     report(args, __doc__, question="What does an answer cost, by each way of serving a model?",
            against=f"nn.Linear and torch.topk of torch {torch.__version__}; onnxruntime {onnxruntime.__version__}",
-           tables=[table(rows, f"{args.classes:,} classes, width {args.width}, {args.threads} threads")], figures=found)
+           tables=[table(rows, f"{args.classes:,} classes, width {args.width}, threads: {args.threads}")], figures=found)
 
 
 if __name__ == "__main__":
