@@ -58,6 +58,8 @@ BUILD_TOOLS := "setuptools>=77" wheel ninja cmake numpy
 CPP_TESTS := $(shell find tests/cpp -type f)
 TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
 XSOFTMAX_PREFIX = $$(python -c 'import xsoftmax; print(xsoftmax.cmake_prefix_path)')
+CONFIGURE_CPP_APP = cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log 2>&1 \
+  || { cat build/cpp_app.log; exit 1; }
 # Where setup.py builds the library; tests/cpp is then built in the same folder, and nothing is compiled twice.
 export XSOFTMAX_BUILD_DIR := $(abspath build/package)
 # apt-get where a Debian package is missing, with sudo where that is needed.
@@ -74,10 +76,11 @@ $(READY): pyproject.toml | $(STAMPS)
 	python -m pip install -q $(BUILD_TOOLS) scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
 	touch $@
 
-# What the glue of xsoftmax.integrations is tested with, as pyproject.toml lists it. RecBole asks for versions that nothing of it needs: without them.
+# What the glue of xsoftmax.integrations and ONNX models are tested with, as pyproject.toml lists it. RecBole asks for versions that nothing of it needs:
+# without them.
 extra = $(shell sed -n 's/^$(1) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 $(INTEGRATIONS): $(READY)
-	python -m pip install -q "$(TORCH)" $(call extra,integrations) $(filter-out recbole==%,$(call extra,recbole))
+	python -m pip install -q "$(TORCH)" $(call extra,integrations) $(call extra,deployment) $(filter-out recbole==%,$(call extra,recbole))
 	python -m pip install -q --no-deps $(filter recbole==%,$(call extra,recbole))
 	touch $@
 
@@ -138,6 +141,8 @@ test-python: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-header
 exchange: $(INSTALLED) | gtest
 	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
 	cmake --build build/package --target loss_exchange optim_exchange cuda_stand_in
+	$(CONFIGURE_CPP_APP)
+	cmake --build build/cpp_app --target serve
 
 # What the C++ that torch.compile writes includes.
 python-headers: $(READY)
@@ -213,8 +218,7 @@ demo: $(INSTALLED)
 	python examples/language_model/train.py --loss sampled exact --max-minutes 1.5 --output out/language_model
 	cat out/language_model/table.md
 	echo "Plot: out/language_model/perplexity.png"
-	cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log 2>&1 \
-	  || { cat build/cpp_app.log; exit 1; }
+	$(CONFIGURE_CPP_APP)
 	cmake --build build/cpp_app
 	build/cpp_app/train --steps 1000
 	build/cpp_app/complete out/language_model/model.pt "def open(self, path" --words 30

@@ -27,7 +27,9 @@ def programs(path):
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if programs(path) and path.name != "distributed.md"], ids=lambda path: str(path.relative_to(DOCS)))
+# distributed.md: below; deployment.md: test_deployment.py.
+@pytest.mark.parametrize("path", [path for path in PAGES if programs(path) and path.name not in ("distributed.md", "deployment.md")],
+                         ids=lambda path: str(path.relative_to(DOCS)))
 def test_programs_of_a_page_run(path, tmp_path):
     names = {"__name__": "page"}
     for number, program in enumerate(programs(path)):
