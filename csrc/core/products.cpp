@@ -6,6 +6,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include <cstdlib>
@@ -63,9 +64,13 @@ bool choose_float32_blocks() {
 #endif
 }
 
+bool takes_float32_blocks(const Tensor& left, const Tensor& right) {
+  const auto is_float = [](const Tensor& tensor) { return tensor.is_cpu() && tensor.scalar_type() == at::kFloat; };
+  return is_float(left) && is_float(right) && left.size(0) >= kRowsOfBlocks && float32_blocks_pay();
+}
+
 bool takes_float32_blocks(const Tensor& out, const Tensor& left, const Tensor& right) {
-  const auto is_float = [](const Tensor& tensor) { return tensor.scalar_type() == at::kFloat; };
-  return left.size(0) >= kRowsOfBlocks && is_float(out) && is_float(left) && is_float(right) && out.stride(1) == 1 && float32_blocks_pay();
+  return out.scalar_type() == at::kFloat && out.stride(1) == 1 && takes_float32_blocks(left, right);
 }
 
 } // namespace
@@ -102,6 +107,15 @@ void multiply(const Tensor& given_out, const Tensor& left, const Tensor& right, 
   } else {
     at::mm_out(out, left, right);
   }
+}
+
+Tensor product(const Tensor& left, const Tensor& right) {
+  if (!takes_float32_blocks(left, right)) {
+    return at::mm(left, right);
+  }
+  const Tensor out = at::empty({left.size(0), right.size(1)}, left.options());
+  float32_block_product(out, left, right, false);
+  return out;
 }
 
 void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& right, ProductOptions options, int64_t step) {

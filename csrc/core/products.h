@@ -45,6 +45,9 @@ struct ProductOptions {
 /// out (+)= left [M, K] @ right [K, N], in the dtype of out where that is another.
 void multiply(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right, ProductOptions options = {});
 
+/// at::mm, as above where it is of float32 numbers on CPU.
+at::Tensor product(const at::Tensor& left, const at::Tensor& right);
+
 /// MKL orders a longer sum by the number of threads (seen from 300 terms on), also inside a parallel region, where each product has one.
 constexpr int64_t kTermsOfProduct = 256;
 
