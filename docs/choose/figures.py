@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import matplotlib
@@ -245,7 +246,8 @@ def main() -> None:
         if args.measure:
             torch.set_num_threads(1)
             torch.manual_seed(0)
-            found = {"machine": machine(), "command": f"python docs/choose/figures.py --measure {name}", **globals()[f"measure_{name}"]()}
+            found = {"machine": machine(), "command": f"python docs/choose/figures.py --measure {name}", "date": f"{date.today()}"}
+            found |= globals()[f"measure_{name}"]()
             path.write_text(json.dumps(found, indent=1) + "\n")
         with plt.rc_context(STYLE):
             figure = plt.figure(figsize=(9, 3.6) if name == "trees" else (6.4, 3.6), layout="constrained")
