@@ -46,7 +46,7 @@ def section(record: dict, titles: list[str]) -> str:
     parts = ["## " + (f"{title}: `{options}`" if titles.count(title) > 1 and options else title)]
     if record["loaded"]:
         parts.append(":::{warning}\nOther programs kept "
-                     f"{record.get('other_programs_cores', 0):.1f} of {machine['cores']} cores busy while this ran: times are longer than they need be.\n:::")
+                     f"{record.get('other_programs_cores', 0):.1f} of {machine['cores']} cores busy while this ran. Times are longer than they need be; other figures are not changed by it.\n:::")
     parts += map(table, record["tables"])
     further = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in machine.items() if key not in MACHINE)
     parts.append(f"""```{{list-table}}
