@@ -46,7 +46,8 @@ def section(record: dict, titles: list[str]) -> str:
     parts = ["## " + (f"{title}: `{options}`" if titles.count(title) > 1 and options else title)]
     if record["loaded"]:
         busy = f"{record.get('other_programs_cores', 0):.1f} of {machine['cores']} cores"
-        parts.append(f":::{{warning}}\nOther programs kept {busy} busy while this ran. Times are longer than they need be; other figures are not changed by it.\n:::")
+        parts.append(f":::{{warning}}\nOther programs kept {busy} busy while this ran. "
+                     "Times are longer than they need be; other figures are not changed by it.\n:::")
     parts += map(table, record["tables"])
     further = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in machine.items() if key not in MACHINE)
     parts.append(f"""```{{list-table}}
