@@ -239,8 +239,9 @@ $(DOCS_READY): docs/requirements.txt $(READY)
 doxygen:
 	command -v doxygen >/dev/null || { $(APT) update && $(APT) install -y doxygen; }
 
+# From nothing: over pages of an earlier build Sphinx keeps the C++ names of all builds, and searches them for ever longer.
 docs: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
-	rm -rf $(SITE)
+	rm -rf $(SITE) build/docs/doctrees
 	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees docs $(SITE)
 	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
 
