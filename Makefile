@@ -13,7 +13,7 @@
 #   make lint        format and style of C++ and Python, types, spelling; make format mends the first two
 #   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
-#   make cuda-page   fills the tables of docs/cuda.md from what cuda-emulate and cuda-check built
+#   make cuda-page   fills the tables of docs/howto/cuda.md from what cuda-emulate and cuda-check built
 #   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths
 #   make docs-links  the site's links to elsewhere, which takes the network
 #   make clean       removes all that make made
@@ -192,8 +192,8 @@ cuda-emulate: $(INSTALLED) | python-headers
 	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
 
 cuda-page:
-	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/cuda.md bytes
-	.ci/cuda_resources build/cuda | .ci/fill_page docs/cuda.md registers
+	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/howto/cuda.md bytes
+	.ci/cuda_resources build/cuda | .ci/fill_page docs/howto/cuda.md registers
 
 # ------------------------------------------------------------------------------------------------------------------------------ lint
 
@@ -243,8 +243,9 @@ $(DOCS_READY): docs/requirements.txt $(READY)
 doxygen:
 	command -v doxygen >/dev/null || { $(APT) update && $(APT) install -y doxygen; }
 
+# From nothing: over pages of an earlier build Sphinx keeps the C++ names of all builds, and searches them for ever longer.
 docs: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
-	rm -rf $(SITE)
+	rm -rf $(SITE) build/docs/doctrees
 	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees docs $(SITE)
 	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
 
