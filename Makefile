@@ -13,7 +13,7 @@
 #   make lint        format and style of C++ and Python, types, spelling; make format mends the first two
 #   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
-#   make cuda-page   fills the tables of docs/cuda.md from what cuda-emulate and cuda-check built
+#   make cuda-page   fills the tables of docs/howto/cuda.md from what cuda-emulate and cuda-check built
 #   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths
 #   make docs-links  the site's links to elsewhere, which takes the network
 #   make clean       removes all that make made
@@ -58,6 +58,8 @@ BUILD_TOOLS := "setuptools>=77" wheel ninja cmake numpy
 CPP_TESTS := $(shell find tests/cpp -type f)
 TORCH_PREFIX = $$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
 XSOFTMAX_PREFIX = $$(python -c 'import xsoftmax; print(xsoftmax.cmake_prefix_path)')
+CONFIGURE_CPP_APP = cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log 2>&1 \
+  || { cat build/cpp_app.log; exit 1; }
 # Where setup.py builds the library; tests/cpp is then built in the same folder, and nothing is compiled twice.
 export XSOFTMAX_BUILD_DIR := $(abspath build/package)
 # apt-get where a Debian package is missing, with sudo where that is needed.
@@ -74,10 +76,11 @@ $(READY): pyproject.toml | $(STAMPS)
 	python -m pip install -q $(BUILD_TOOLS) scipy "scikit-learn>=1.6" pytest pytest-xdist hypothesis matplotlib tqdm
 	touch $@
 
-# What the glue of xsoftmax.integrations is tested with, as pyproject.toml lists it. RecBole asks for versions that nothing of it needs: without them.
+# What the glue of xsoftmax.integrations and ONNX models are tested with, as pyproject.toml lists it. RecBole asks for versions that nothing of it needs:
+# without them.
 extra = $(shell sed -n 's/^$(1) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 $(INTEGRATIONS): $(READY)
-	python -m pip install -q "$(TORCH)" $(call extra,integrations) $(filter-out recbole==%,$(call extra,recbole))
+	python -m pip install -q "$(TORCH)" $(call extra,integrations) $(call extra,deployment) $(filter-out recbole==%,$(call extra,recbole))
 	python -m pip install -q --no-deps $(filter recbole==%,$(call extra,recbole))
 	touch $@
 
@@ -138,6 +141,8 @@ test-python: $(INSTALLED) $(INTEGRATIONS) exchange $(LINT_READY) | python-header
 exchange: $(INSTALLED) | gtest
 	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
 	cmake --build build/package --target loss_exchange optim_exchange cuda_stand_in
+	$(CONFIGURE_CPP_APP)
+	cmake --build build/cpp_app --target serve
 
 # What the C++ that torch.compile writes includes.
 python-headers: $(READY)
@@ -187,8 +192,8 @@ cuda-emulate: $(INSTALLED) | python-headers
 	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
 
 cuda-page:
-	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/cuda.md bytes
-	.ci/cuda_resources build/cuda | .ci/fill_page docs/cuda.md registers
+	tests/cuda_emulation/suite bytes build/emulate | .ci/fill_page docs/howto/cuda.md bytes
+	.ci/cuda_resources build/cuda | .ci/fill_page docs/howto/cuda.md registers
 
 # ------------------------------------------------------------------------------------------------------------------------------ lint
 
@@ -213,8 +218,7 @@ demo: $(INSTALLED)
 	python examples/language_model/train.py --loss sampled exact --max-minutes 1.5 --output out/language_model
 	cat out/language_model/table.md
 	echo "Plot: out/language_model/perplexity.png"
-	cmake -S examples/cpp_app -B build/cpp_app -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" >build/cpp_app.log 2>&1 \
-	  || { cat build/cpp_app.log; exit 1; }
+	$(CONFIGURE_CPP_APP)
 	cmake --build build/cpp_app
 	build/cpp_app/train --steps 1000
 	build/cpp_app/complete out/language_model/model.pt "def open(self, path" --words 30
@@ -239,8 +243,9 @@ $(DOCS_READY): docs/requirements.txt $(READY)
 doxygen:
 	command -v doxygen >/dev/null || { $(APT) update && $(APT) install -y doxygen; }
 
+# From nothing: over pages of an earlier build Sphinx keeps the C++ names of all builds, and searches them for ever longer.
 docs: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
-	rm -rf $(SITE)
+	rm -rf $(SITE) build/docs/doctrees
 	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -j $(JOBS) -b html -d build/docs/doctrees docs $(SITE)
 	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
 

@@ -1,6 +1,6 @@
 """The best ten of a million trained items: certified search beside scoring all, and recall against time beside faiss.
 
-    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000] [--gowalla train.txt | --random] [--picture docs/retrieval.png]
+    python benchmarks/retrieval.py --out FOLDER [--items 1000000] [--steps 2000] [--gowalla train.txt | --random] [--picture docs/experiments/retrieval.png]
                                    [--threads 1] [--json [FILE]]
 
 Needs faiss-cpu, and matplotlib for the picture, in the environment. --out keeps the trained vectors (retrieval_data.py) and the faiss indices. --gowalla:

@@ -18,7 +18,8 @@ ROOT = DOCS.parent
 SIZES = {"phone": (390, 844), "desk": (1280, 900)}
 SHOWN = ("index", "start/index", "start/first_steps", "howto/index", "howto/tables_in_files", "reference/index", "reference/losses",
          "reference/generated/xsoftmax.SampledSoftmaxLoss", "reference/cpp/losses", "reference/operators", "benchmarks/index", "experiments/index",
-         "experiments/midx_language", "experiments/many_labels", "choose/index", "tutorials/index", "distributed", "cuda")
+         "experiments/midx_language", "experiments/many_labels", "choose/index", "choose/sampler", "tutorials/index", "tutorials/recommender",
+         "benchmarks/training_step", "howto/distributed", "howto/cuda")
 
 # What is wider than the screen and does not scroll by itself; contrast of text as WCAG 2 has it.
 LOOK = """() => {

@@ -56,11 +56,11 @@ PUBLIC = {name.rpartition(".")[2]: name for path in (DOCS / "reference").glob("*
 default_role = "code"  # docstrings write `code` as Markdown does
 # What other projects document.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|np|scipy|sp|sklearn|faiss|nn|os|collections|lightning|torchmetrics|transformers|accelerate)(\..*)?"),
+    ("py:.*", r"(torch|numpy|np|scipy|sp|sklearn|faiss|nn|os|collections|accelerate|datasets|lightning|torchmetrics|transformers)(\..*)?"),
     ("py:.*", r"(Tensor|Module|Parameter|Optimizer|Generator|Path|PathLike|csr_matrix|ClassifierMixin|BaseEstimator)"),
-    ("py:.*", r"(ParallelStyle|DeviceMesh|device|dtype|Nested|Dropout|BatchNorm|(datasets\.|Iterable)?Dataset)"),
-    ("py:class", r"xsoftmax\.(\w+\.)*Loss"),  # a type variable
+    ("py:.*", r"(ParallelStyle|DeviceMesh|device|dtype|Nested|Dropout|BatchNorm|Dataset|IterableDataset)"),
     ("py:class", r"xsoftmax\.(_|distributed\.class_parallel\.).*"),  # bases that are no public names
+    ("py:class", r"xsoftmax\.[\w.]+\.Loss"),  # a type variable
     ("cpp:.*", r".*"),  # of ATen, c10, torch and the standard library, and parts of the library's types that Doxygen does not resolve
 ]
 

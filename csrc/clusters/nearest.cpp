@@ -1,10 +1,10 @@
 #include "clusters/nearest.h"
 
 #include "clusters/nearest_rows.h"
+#include "core/products.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 
 namespace xsoftmax {
 
@@ -17,11 +17,11 @@ std::tuple<Tensor, Tensor> nearest_codeword_cpu(const Tensor& rows, const Tensor
   int64_t* indices = index.mutable_data_ptr<int64_t>();
   float* distances = distance.mutable_data_ptr<float>();
   for_row_blocks(rows, k, [&](int64_t begin, const Tensor& x) {
-    const Tensor product = at::mm(x, columns);
+    const Tensor scores = product(x, columns);
     const NearestRowTable& kernels = nearest_rows();
     for (int64_t i = 0; i < x.size(0); ++i) {
       float near;
-      indices[begin + i] = kernels.best(product.const_data_ptr<float>() + i * k, half.const_data_ptr<float>(), k, &near);
+      indices[begin + i] = kernels.best(scores.const_data_ptr<float>() + i * k, half.const_data_ptr<float>(), k, &near);
       distances[begin + i] = std::max(0.0f, kernels.square_sum(x.const_data_ptr<float>() + i * features, features) - 2 * near);
     }
   });

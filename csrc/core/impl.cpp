@@ -21,7 +21,10 @@ void set_impl_by_name(const std::string& name) {
 std::string get_impl_name() { return get_impl() == Impl::Kernel ? "kernel" : "reference"; }
 
 std::string cpu_capability() { return cpu_isa_name(cpu_isa()); }
-std::string cpu_products() { return bfloat16_products_pay() ? "bfloat16" : "float32"; }
+std::string cpu_products() {
+  float32_blocks_pay(); // an unknown choice is an error
+  return bfloat16_products_pay() ? "bfloat16" : "float32";
+}
 
 } // namespace
 

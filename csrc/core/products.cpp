@@ -1,14 +1,16 @@
 #include "core/products.h"
 
 #include "core/cpu_dispatch.h"
-#include "core/bf16_product.h"
+#include "core/block_product.h"
 #include "core/dtypes.h"
 
 #include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include <cstdlib>
+#include <optional>
 #include <string_view>
 
 namespace xsoftmax {
@@ -16,24 +18,67 @@ namespace {
 
 using at::Tensor;
 
-bool choose_bfloat16() {
-  const char* wanted = std::getenv("XSOFTMAX_PRODUCTS");
-  if (wanted != nullptr && *wanted != '\0') {
-    const std::string_view name(wanted);
-    TORCH_CHECK(name == "float32" || name == "bfloat16", "XSOFTMAX_PRODUCTS: expected float32 or bfloat16, got ", name);
-    TORCH_CHECK(name == "float32" || has_bf16_product(), "XSOFTMAX_PRODUCTS: expected float32, since this CPU has no bfloat16 dot products, got bfloat16");
-    return name == "bfloat16";
+constexpr int64_t kRowsOfBlocks = 16; // of left: for fewer, laying out the operands costs more than is won
+
+// A choice by the environment: whether variable `name` says `yes` or `no`, nothing if it is not set.
+std::optional<bool> wanted(const char* name, std::string_view yes, std::string_view no) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') {
+    return std::nullopt;
   }
+  TORCH_CHECK(value == yes || value == no, name, ": expected ", no, " or ", yes, ", got ", value);
+  return value == yes;
+}
+
+bool is_avx512_of_amd() {
 #ifdef XS_X86
   __builtin_cpu_init();
-  const bool pays = __builtin_cpu_supports("amx-bf16") || (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"));
-  return pays && cpu_isa() == CpuIsa::Avx512 && has_bf16_product();
+  return __builtin_cpu_is("amd") && cpu_isa() == CpuIsa::Avx512;
 #else
   return false;
 #endif
 }
 
+bool choose_bfloat16() {
+  if (const auto choice = wanted("XSOFTMAX_PRODUCTS", "bfloat16", "float32")) {
+    TORCH_CHECK(!*choice || has_bfloat16_blocks(), "XSOFTMAX_PRODUCTS: expected float32, since this CPU has no bfloat16 dot products, got bfloat16");
+    return *choice;
+  }
+#ifdef XS_X86
+  const bool pays = (is_avx512_of_amd() && __builtin_cpu_supports("avx512bf16")) || (cpu_isa() == CpuIsa::Avx512 && __builtin_cpu_supports("amx-bf16"));
+  return pays && has_bfloat16_blocks();
+#else
+  return false;
+#endif
+}
+
+bool choose_float32_blocks() {
+  if (const auto choice = wanted("XSOFTMAX_FLOAT32_PRODUCTS", "blocks", "aten")) {
+    TORCH_CHECK(!*choice || has_float32_blocks(), "XSOFTMAX_FLOAT32_PRODUCTS: expected aten, since this CPU has no kernel for blocks, got blocks");
+    return *choice;
+  }
+#ifdef XS_X86
+  return is_avx512_of_amd() && __builtin_cpu_supports("avx512vp2intersect") && has_float32_blocks(); // Zen 5
+#else
+  return false;
+#endif
+}
+
+bool takes_float32_blocks(const Tensor& left, const Tensor& right) {
+  const auto is_float = [](const Tensor& tensor) { return tensor.is_cpu() && tensor.scalar_type() == at::kFloat; };
+  return is_float(left) && is_float(right) && left.size(0) >= kRowsOfBlocks && float32_blocks_pay();
+}
+
+bool takes_float32_blocks(const Tensor& out, const Tensor& left, const Tensor& right) {
+  return out.scalar_type() == at::kFloat && out.stride(1) == 1 && takes_float32_blocks(left, right);
+}
+
 } // namespace
+
+bool float32_blocks_pay() {
+  static const bool pay = choose_float32_blocks();
+  return pay && at::globalContext().userEnabledMkldnn();
+}
 
 bool bfloat16_products_pay() {
   static const bool pay = choose_bfloat16();
@@ -52,13 +97,35 @@ bool multiplies_bfloat16(const Tensor& table) {
 void multiply(const Tensor& given_out, const Tensor& left, const Tensor& right, ProductOptions options) {
   Tensor out = given_out;
   if (options.bfloat16) {
-    bf16_product(out, left, right, options.add);
+    bfloat16_block_product(out, left, right, options.add);
+  } else if (takes_float32_blocks(out, left, right)) {
+    float32_block_product(out, left, right, options.add);
   } else if (out.scalar_type() != left.scalar_type()) {
     options.add ? out.add_(at::mm(left, right)) : out.copy_(at::mm(left, right));
   } else if (options.add) {
     at::addmm_out(out, out, left, right);
   } else {
     at::mm_out(out, left, right);
+  }
+}
+
+Tensor product(const Tensor& left, const Tensor& right) {
+  if (!takes_float32_blocks(left, right)) {
+    return at::mm(left, right);
+  }
+  const Tensor out = at::empty({left.size(0), right.size(1)}, left.options());
+  float32_block_product(out, left, right, false);
+  return out;
+}
+
+void multiply_in_parts(const Tensor& out, const Tensor& left, const Tensor& right, ProductOptions options, int64_t step) {
+  const int64_t size = left.size(1);
+  if (options.bfloat16 || takes_float32_blocks(out, left, right)) { // their sums have one order
+    step = std::max<int64_t>(1, size);
+  }
+  for (int64_t begin = 0; begin < size || (begin == 0 && !options.add); begin += step) { // also of no term, which is zero
+    const int64_t terms = std::min(step, size - begin);
+    multiply(out, left.narrow(1, begin, terms), right.narrow(0, begin, terms), {options.add || begin > 0, options.bfloat16});
   }
 }
 

@@ -2,22 +2,24 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
-
 // Which matrix product is fastest on this CPU, and matrix products of CPU tensors.
 //
 // Measured on one thread of an Intel Xeon with AMX, oneDNN told to use less (ONEDNN_MAX_CPU_ISA) and, in the second row, by the times of an AMD EPYC of the
 // Zen 4 generation; 700 queries, 256 numbers, 2,048 rows; the three products of a step; time over that of float32:
 //
-//     CPU feature                               ATen, bfloat16    blocks of bf16_product.h    ATen, float16
+//     CPU feature                               ATen, bfloat16    blocks of block_product.h   ATen, float16
 //     AMX                                       .08 to .28        .08                         .6 to 1.0
 //     AVX-512 with bfloat16 dot products, AMD   .28 to .40        not measured                not measured
 //     the same, Intel                           1.1 to 1.8        1.2 to 1.8                  9 to 60
 //     AVX-512 without them                      3.2 to 4.9        there are none              9 to 60
 //     AVX2                                      6 to 80           there are none              9 to 70
 //
+// Of float32 numbers, blocks of block_product.h over ATen's, which are MKL's: on an AMD EPYC of the Zen 5 generation .44 for 700 queries (264 and 110 GFLOP/s
+// a core: MKL has AVX2 kernels for AMD's CPUs), .5 to .55 for 16 and 32 queries with 10,000 rows. Elsewhere not measured, so ATen's are taken.
+//
 // The choice goes by the feature, never by a measurement when the library runs: results would not be the same from one run to the next.
-// XSOFTMAX_PRODUCTS=float32 or bfloat16 overrides it for 16-bit tables and for float32 ones under "medium".
+// XSOFTMAX_PRODUCTS=float32 or bfloat16 overrides it for 16-bit tables and for float32 ones under "medium", XSOFTMAX_FLOAT32_PRODUCTS=aten or blocks for
+// float32.
 
 namespace xsoftmax {
 
@@ -27,6 +29,9 @@ at::ScalarType cpu_product_dtype(at::ScalarType dtype);
 
 /// Whether this CPU multiplies bfloat16 numbers, with sums in float32, faster than float32 ones: the table above.
 bool bfloat16_products_pay();
+
+/// Whether products of float32 numbers are made in blocks: the same, by the CPU alone.
+bool float32_blocks_pay();
 
 /// Whether products of rows of a table are made of bfloat16 numbers: of bfloat16 tables on CPU, and of float32 ones under
 /// torch.set_float32_matmul_precision("medium"), where that pays.
@@ -40,20 +45,13 @@ struct ProductOptions {
 /// out (+)= left [M, K] @ right [K, N], in the dtype of out where that is another.
 void multiply(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right, ProductOptions options = {});
 
+/// at::mm, as above where it is of float32 numbers on CPU.
+at::Tensor product(const at::Tensor& left, const at::Tensor& right);
+
 /// MKL orders a longer sum by the number of threads (seen from 300 terms on), also inside a parallel region, where each product has one.
 constexpr int64_t kTermsOfProduct = 256;
 
-/// The same in parts of `step` terms.
-inline void multiply_in_parts(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right, ProductOptions options = {},
-                              int64_t step = kTermsOfProduct) {
-  const int64_t size = left.size(1);
-  if (options.bfloat16) { // its sums have one order
-    step = std::max<int64_t>(1, size);
-  }
-  for (int64_t begin = 0; begin < size || (begin == 0 && !options.add); begin += step) { // also of no term, which is zero
-    const int64_t terms = std::min(step, size - begin);
-    multiply(out, left.narrow(1, begin, terms), right.narrow(0, begin, terms), {options.add || begin > 0, options.bfloat16});
-  }
-}
+/// The same in parts of `step` terms, where that is needed for one order of sums.
+void multiply_in_parts(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right, ProductOptions options = {}, int64_t step = kTermsOfProduct);
 
 } // namespace xsoftmax

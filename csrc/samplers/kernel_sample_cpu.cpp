@@ -1,5 +1,6 @@
 #include "core/checks.h"
 #include "core/philox.h"
+#include "core/products.h"
 #include "samplers/kernel_sample.h"
 #include "samplers/kernel_tree.h"
 #include "samplers/sampling.h"
@@ -8,7 +9,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <cmath>
@@ -189,7 +189,7 @@ void for_queries(const Tensor& queries, const KernelIndex& index, const Tree& tr
       if (tree.sphere) {
         write_pairs(x, features);
       }
-      const Tensor sums = at::mm(features, top);
+      const Tensor sums = product(features, top);
       for (int64_t i = 0; i < size; ++i) {
         descent.start(first + i, x.const_data_ptr<float>() + i * tree.width, features.const_data_ptr<float>() + i * tree.features,
                       sums.const_data_ptr<float>() + i * known);

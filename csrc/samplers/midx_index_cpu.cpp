@@ -5,6 +5,7 @@
 #include "core/impl.h"
 #include "core/memory.h"
 #include "core/optional.h"
+#include "core/products.h"
 #include "samplers/midx_index_cpu.h"
 
 #include <ATen/Parallel.h>
@@ -46,11 +47,11 @@ MidxCodes midx_encode_cpu(const Tensor& rows, const Tensor& codewords1, const Te
   for_row_blocks(rows, 2 * k, [&](int64_t begin, const Tensor& x) {
     Tensor product = at::empty({x.size(0), 2 * k}, x.options());
     if (residual) {
-      at::mm_out(product, x, both);
+      multiply(product, x, both);
     } else {
       Tensor left = product.narrow(1, 0, k), right = product.narrow(1, k, k);
-      at::mm_out(left, x.narrow(1, 0, width1), first);
-      at::mm_out(right, x.narrow(1, width1, features - width1), second);
+      multiply(left, x.narrow(1, 0, width1), first);
+      multiply(right, x.narrow(1, width1, features - width1), second);
     }
     const float *p = product.const_data_ptr<float>(), *row = x.const_data_ptr<float>();
     const NearestRowTable& kernels = nearest_rows();

@@ -2,6 +2,7 @@
 
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/products.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
@@ -70,10 +71,10 @@ MidxCodewords::MidxCodewords(const Tensor& queries, const MidxIndex& index) : dt
 Tensor midx_products(const Tensor& input, const MidxCodewords& codewords) {
   const Tensor x = input.to(codewords.dtype);
   if (codewords.residual) {
-    return at::mm(x, codewords.both.t());
+    return product(x, codewords.both.t());
   }
   const int64_t width1 = codewords.first.size(1);
-  return at::cat({at::mm(x.narrow(1, 0, width1), codewords.first.t()), at::mm(x.narrow(1, width1, codewords.second.size(1)), codewords.second.t())}, 1);
+  return at::cat({product(x.narrow(1, 0, width1), codewords.first.t()), product(x.narrow(1, width1, codewords.second.size(1)), codewords.second.t())}, 1);
 }
 
 MidxQueries midx_queries(const Tensor& input, const MidxCodewords& codewords, const Tensor& mass) {

@@ -3,6 +3,7 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "core/optional.h"
+#include "core/products.h"
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
 #include "scores/transform_names.h"
@@ -13,7 +14,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -169,7 +169,7 @@ BeamSearchResult beam_search_cpu(const Tensor& input, const Tensor& weight, cons
       Search<T> search(tree, EdgeRows<T>(table, bias_row), beam, dense, named);
       for (int64_t b = first; b < last; ++b) {
         const int64_t begin = b * kBlock, end = std::min(queries, begin + kBlock);
-        Tensor known = at::mm(x.narrow(0, begin, end - begin).to(dtype), top.t());
+        Tensor known = product(x.narrow(0, begin, end - begin).to(dtype), top.t());
         if (top_bias.defined()) {
           known = known + top_bias;
         }

@@ -1,4 +1,5 @@
-"""docs/benchmarks: a page for each question, from the records that `benchmarks/SCRIPT.py --json docs/benchmarks/NAME[.MACHINE].json` wrote."""
+"""docs/benchmarks: a page for each question, from the records that `benchmarks/SCRIPT.py --json docs/benchmarks/NAME[.PART].json` wrote, one for each machine
+or set of options."""
 
 import json
 import re
@@ -32,13 +33,21 @@ def table(one: dict) -> str:
     return (f"**{one['title'].rstrip(':')}**\n\n" if one["title"] else "") + text + "\n"
 
 
-def section(record: dict) -> str:
+def machine_name(record: dict) -> str:
     machine = record["machine"]
     name = re.sub(r"\((R|TM)\)| Processor| CPU\b", "", machine["cpu"])
-    parts = [f"## {name}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"]
+    return f"{name}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+
+
+def section(record: dict, titles: list[str]) -> str:
+    """titles: of all sections of the page."""
+    machine, title = record["machine"], machine_name(record)
+    options = " ".join(record["command"].split()[2:])
+    parts = ["## " + (f"{title}: `{options}`" if titles.count(title) > 1 and options else title)]
     if record["loaded"]:
-        parts.append(":::{warning}\nOther programs kept "
-                     f"{record.get('other_programs_cores', 0):.1f} of {machine['cores']} cores busy while this ran: times are longer than they need be.\n:::")
+        busy = f"{record.get('other_programs_cores', 0):.1f} of {machine['cores']} cores"
+        parts.append(f":::{{warning}}\nOther programs kept {busy} busy while this ran. "
+                     "Times are longer than they need be; other figures are not changed by it.\n:::")
     parts += map(table, record["tables"])
     further = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in machine.items() if key not in MACHINE)
     parts.append(f"""```{{list-table}}
@@ -67,8 +76,9 @@ def generate(app=None, folder: Path = DOCS / "benchmarks") -> list[Path]:
     written = []
     for name, paths in found.items():
         records = [read(path) for path in paths]
+        titles = [machine_name(record) for record in records]
         texts = [GENERATED.format(", ".join(path.name for path in paths)), f"# {records[0]['question']}\n", f"{records[0]['about']}\n",
-                 *map(section, records)]
+                 *(section(record, titles) for record in records)]
         pages.write(folder / f"{name}.md", "\n".join(texts))
         written.append(folder / f"{name}.md")
     for path in set(folder.glob("*.md")) - {folder / "index.md", *written}:

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import matplotlib
@@ -181,7 +182,7 @@ def draw_sampler(data: dict, figure) -> None:
     for name in ("unigram", "head", "midx", "uniform", "in_batch", "exact"):
         part = [row for row in rows if row["loss"].startswith(name)]
         axes.plot([row["error"] for row in part], [row["trained"] for row in part], linestyle="none", label=name if name != "head" else "with a head")
-    axes.axhline(data["before"], color="#808080", linestyle="--", linewidth=1)
+    axes.axhline(data["before"], color="#808080", linestyle="--", linewidth=1, marker="")
     axes.set(xlabel="error that xs.advise says", ylabel=f"exact loss after {data['seconds']:g} s of training")
     axes.legend()
 
@@ -202,7 +203,7 @@ def draw_estimator(data: dict, figure) -> None:
     for shift, draws in ((0.2, 20), (-0.2, 100)):
         part = {row["estimator"]: row["exact loss"] for row in rows if row["draws"] == draws}
         axes.barh([place + shift for place in range(len(names))], [part[name] for name in names], height=0.36, label=f"{draws} draws a query")
-    axes.axvline(data["before"], color="#808080", linestyle="--", linewidth=1)
+    axes.axvline(data["before"], color="#808080", linestyle="--", linewidth=1, marker="")
     axes.set(yticks=range(len(names)), yticklabels=names, xlabel="exact loss after 200 steps (dashed: before)")
     axes.set_xlim(left=0.9 * min(row["exact loss"] for row in rows), right=min(1.1 * max(row["exact loss"] for row in rows), 2.5 * data["before"]))
     axes.invert_yaxis()
@@ -245,7 +246,8 @@ def main() -> None:
         if args.measure:
             torch.set_num_threads(1)
             torch.manual_seed(0)
-            found = {"machine": machine(), "command": f"python docs/choose/figures.py --measure {name}", **globals()[f"measure_{name}"]()}
+            found = {"machine": machine(), "command": f"python docs/choose/figures.py --measure {name}", "date": f"{date.today()}"}
+            found |= globals()[f"measure_{name}"]()
             path.write_text(json.dumps(found, indent=1) + "\n")
         with plt.rc_context(STYLE):
             figure = plt.figure(figsize=(9, 3.6) if name == "trees" else (6.4, 3.6), layout="constrained")

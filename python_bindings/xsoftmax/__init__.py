@@ -20,6 +20,7 @@ from .config import cmake_prefix_path, cpu_capability, cpu_products, use_impl
 from .diagnose import Diagnosis, diagnose, proposal_log_prob
 from .ensemble import combine_predictions
 from .estimators import CandidateBatch, register_estimator
+from .export import decompositions
 from .hierarchical_matcher import HierarchicalMatcher
 from .id_table import IdTable
 from ._long_work import progress
@@ -71,6 +72,7 @@ __all__ = [
     "cpu_capability",
     "cpu_products",
     "datasets",
+    "decompositions",
     "diagnose",
     "functional",
     "label_vectors",

@@ -28,7 +28,7 @@ def _load() -> Path:
     try:
         torch.ops.load_library(str(library))
         torch.ops.xsoftmax.cpu_capability()  # an XSOFTMAX_CPU that this CPU cannot follow is an error here, not in the first step,
-        torch.ops.xsoftmax.cpu_products()  # and so is XSOFTMAX_PRODUCTS
+        torch.ops.xsoftmax.cpu_products()  # and so are XSOFTMAX_PRODUCTS and XSOFTMAX_FLOAT32_PRODUCTS
     except OSError as error:
         raise ImportError(f"xsoftmax: cannot load {library}: {error}. {remedy}") from error
     return library

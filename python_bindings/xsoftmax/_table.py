@@ -145,6 +145,9 @@ class TableModule(Module):
     def _table_queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         """The same, for what reads the whole table."""
         queries = self._queries(input, target)
+        if not torch.jit.is_scripting():
+            if torch.compiler.is_exporting() and self.training and self._row_gradients():
+                raise RuntimeError(f"{self._name}: expected the model in eval() for torch.export, which cannot apply the steps that rows may owe in training")
         self.settle()
         return queries
 

@@ -20,7 +20,9 @@ def cpu_capability() -> str:
 def cpu_products() -> str:
     """How products of bfloat16 tables are made on this CPU, and those of float32 tables under ``torch.set_float32_matmul_precision("medium")``:
     "bfloat16": of numbers rounded to bfloat16, with sums in float32, where the CPU does that faster (AMX; AMD with AVX-512 bfloat16 instructions); else
-    "float32", of which "medium" is no other. XSOFTMAX_PRODUCTS=float32|bfloat16 overrides it, and is an error where the CPU cannot follow."""
+    "float32", of which "medium" is no other. XSOFTMAX_PRODUCTS=float32|bfloat16 overrides it, and is an error where the CPU cannot follow.
+    Products of float32 numbers are oneDNN's where MKL has no kernels of the CPU's full width (AMD, from Zen 5 on), else those of ``torch.mm``;
+    XSOFTMAX_FLOAT32_PRODUCTS=blocks|aten overrides that."""
     return torch.ops.xsoftmax.cpu_products()
 
 

@@ -275,15 +275,16 @@ class HierarchicalMatcher(TableModule):
         exclude: [*, E], int64: the labels that each query does not want, -1 for none; the beam is then of at least k + E.
 
         Raises:
-            ValueError: a layer is still to be trained.
+            ValueError: a layer is still to be trained. RuntimeError where a program was exported before it was, when the program runs.
         """
-        known = True
+        exporting = False
         if not torch.jit.is_scripting():
-            known = not torch.compiler.is_exporting()  # an exported program cannot read it
-        if known:
-            if int(self.layer.item()) != self.tree.depth:
-                raise ValueError(f"HierarchicalMatcher: expected all of {self.tree.depth} layers trained, got layer {int(self.layer.item())} at work; "
-                                 "see next_layer")
+            exporting = torch.compiler.is_exporting()
+        if exporting:  # the program asks when it runs: an export cannot read it
+            torch._assert_async(self.layer == self.tree.depth, f"HierarchicalMatcher: expected all of {self.tree.depth} layers trained before export")
+        elif int(self.layer.item()) != self.tree.depth:
+            raise ValueError(f"HierarchicalMatcher: expected all of {self.tree.depth} layers trained, got layer {int(self.layer.item())} at work; "
+                             "see next_layer")
         k = self._best(k)
         width = max(k, self.beam) if beam is None else beam
         if width < k:

@@ -111,6 +111,8 @@ def search(loss: "LinearLoss", input: Tensor, k: int, index: Optional[str], reca
            exclude: Optional[Tensor] = None) -> SearchResult:
     """See :meth:`xsoftmax.LinearLoss.search`."""
     name, k = loss._name, loss._best(k)
+    if torch.compiler.is_exporting():
+        raise ValueError(f"{name}: expected topk without index in torch.export: torch.ops.xsoftmax.search_topk takes a SearchIndex's tensors")
     if index != "midx":
         raise ValueError(f"{name}: expected index=\"midx\" to search by, got {index!r}")
     if recall is not None and not (isinstance(recall, (int, float)) and 0 < recall <= 1):

@@ -96,6 +96,8 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         return scores
 
     def predict(self, X: Any) -> Any:
+        """What y holds: where a row may have several labels an indicator matrix [n, L] of those that score at least ``min_score``, sparse where that of the
+        training was; else the class of each row, [n]."""
         scores = self.predict_scores(X)
         if not self.multilabel_:
             return self.classes_[scores.indices[scores.indptr[:-1]]]

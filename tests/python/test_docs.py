@@ -27,7 +27,9 @@ def programs(path):
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if programs(path) and path.name != "distributed.md"], ids=lambda path: str(path.relative_to(DOCS)))
+# distributed.md: below; deployment.md: test_deployment.py.
+@pytest.mark.parametrize("path", [path for path in PAGES if programs(path) and path.name not in ("distributed.md", "deployment.md")],
+                         ids=lambda path: str(path.relative_to(DOCS)))
 def test_programs_of_a_page_run(path, tmp_path):
     names = {"__name__": "page"}
     for number, program in enumerate(programs(path)):
@@ -55,7 +57,7 @@ BEFORE = {
 
 
 def test_programs_of_several_machines_run(tmp_path):
-    blocks = programs(DOCS / "distributed.md")
+    blocks = programs(DOCS / "howto/distributed.md")
     text = GIVEN
     for block in blocks:
         text += "".join(setup for word, setup in BEFORE.items() if word in block)
@@ -131,14 +133,24 @@ def test_every_header_has_a_place():
 
 # ---- links and words
 
+def anchors(page):
+    """Of its headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
 def test_links_between_files_lead_somewhere():
     bad = []
-    for path in [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("README.md")]:
+    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("README.md")]:
         text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
-            target = link.partition("#")[0]
+            target, _, anchor = link.partition("#")
             generated = re.search(r"reference/(operators|command_line)\.md$|^(operators|command_line)\.md$|^\.\./operators\.md$", target)
-            if target and "://" not in target and not generated and not (path.parent / target).exists():
+            record = re.search(r"benchmarks/(\w+)\.md$", target)  # a page of the site
+            if "://" in target or generated or record and list((DOCS / "benchmarks").glob(f"{record[1]}.*json")):
+                continue
+            there = (path.parent / target) if target else path
+            if not there.exists() or anchor and there.suffix == ".md" and anchor not in anchors(there):
                 bad.append(f"{path.relative_to(ROOT)}: {link}")
     assert not bad
 
@@ -171,6 +183,15 @@ def test_a_record_becomes_a_page(records, tmp_path):
     assert found["loaded"] == (found["other_programs_cores"] > 0.1)
 
 
+def test_records_of_one_machine_are_told_apart_by_their_options(records, tmp_path):
+    write(records[0], tmp_path / "step.json")
+    (found := json.loads((tmp_path / "step.json").read_text()))["command"] = "python benchmarks/step.py --classes 7"
+    (tmp_path / "step.growth.json").write_text(json.dumps(found))
+    (page,) = records[1].generate(folder=tmp_path)
+    titles = re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)
+    assert len(titles) == len(set(titles)) == 2 and titles[0].endswith("`--classes 7`")
+
+
 @pytest.mark.parametrize("field", ["question", "against", "command", "date", "commit", "machine", "loaded", "tables", "machine.cpu", "machine.threads",
                                    "machine.torch"])
 def test_a_page_is_refused_without_what_a_figure_needs(records, tmp_path, field):
@@ -188,6 +209,16 @@ def test_a_page_is_refused_without_what_a_figure_needs(records, tmp_path, field)
 def test_committed_records_are_whole(records):
     for path in (DOCS / "benchmarks").glob("*.json"):
         records[1].read(path)
+
+
+def test_the_table_of_steps_in_the_readme_is_that_of_its_record():
+    record = json.loads((DOCS / "benchmarks/training_step.json").read_text())
+    lines = (ROOT / "README.md").read_text().splitlines()
+    begin = next(number for number, line in enumerate(lines) if "`benchmarks/training_step.py`" in line) + 2
+    columns, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin:begin + 5]]
+    assert [columns[1:], *(row[1:] for row in rows)] == [record["tables"][0]["columns"][1:], *(row[1:] for row in record["tables"][0]["rows"])]
+    assert [re.findall(r"\w+", row[0])[1] for row in rows] == [re.findall(r"\w+", row[0])[1] for row in record["tables"][0]["rows"]]
+    assert "AMD EPYC" in lines[begin - 2] and record["machine"]["cpu"].startswith("AMD EPYC") and record["machine"]["threads"] == 2
 
 
 @pytest.mark.parametrize("given, typed", [(["--threads", "1", "--json", "out/x.json"], "python benchmarks/step.py --threads 1"),

@@ -1,4 +1,4 @@
-"""docs/integrations.md: each program runs before and after its change, at most five lines change, and the exact loss is that of the plain program."""
+"""docs/howto/integrations.md: each program runs before and after its change, at most five lines change, and the exact loss is that of the plain program."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/integrations.md").read_text()
+PAGE = (ROOT / "docs/howto/integrations.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 # Files in examples/integrations, in the order of the page, and what each needs.
 PROGRAMS = {"causal_lm": ("transformers", "accelerate"), "masked_lm": ("transformers", "accelerate"), "peft_head": ("peft", "accelerate"),
@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
 def run(program):
     names = {"__name__": "__main__"}
     try:
-        exec(compile(program, "<docs/integrations.md>", "exec"), names)
+        exec(compile(program, "<docs/howto/integrations.md>", "exec"), names)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

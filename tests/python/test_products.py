@@ -1,4 +1,5 @@
-"""Products of bfloat16 numbers with float32 sums: of bfloat16 tables, and of float32 ones under torch.set_float32_matmul_precision("medium")."""
+"""Products of bfloat16 numbers with float32 sums: of bfloat16 tables, and of float32 ones under torch.set_float32_matmul_precision("medium"). Float32 products
+in blocks."""
 
 import os
 import subprocess
@@ -140,3 +141,41 @@ def test_override():
     assert got.returncode != 0 and "XSOFTMAX_PRODUCTS: expected float32 or bfloat16, got float16" in got.stderr
     got = run("import xsoftmax as xs; print(xs.cpu_products())", XSOFTMAX_PRODUCTS="bfloat16", ONEDNN_MAX_CPU_ISA="AVX2")
     assert got.returncode != 0 and "this CPU has no bfloat16 dot products" in got.stderr
+
+
+FLOAT32 = """
+import torch
+import xsoftmax as xs
+
+ops = torch.ops.xsoftmax
+for queries, width, classes in {shapes}:
+    torch.manual_seed(0)
+    input, weight, grad, ids = torch.randn(queries, width), torch.randn(classes, width), torch.randn(queries, classes), torch.randperm(classes)
+    found = {{}}
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        scores = ops.candidate_scores(input, weight, None, None, ids)
+        of_input, _, values, _ = ops.candidate_scores_backward(grad, input, weight, None, ids, [True, True, False], None)
+        found[threads] = scores, of_input, values
+    rows, wide = weight.double()[ids], grad.double()
+    for got, want, terms in zip(found[1], (input.double() @ rows.T, wide @ rows, (wide.T @ input.double())[ids.argsort()]), (width, classes, queries)):
+        # A sum of k terms of size 1 is rounded at about 2^-24 sqrt(k), once for each term: that adds up to a small multiple of 2^-24 terms.
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=4 * 2.0**-24 * (terms + 8))
+    assert not {blocks} or all(map(torch.equal, found[1], found[3])), (queries, width, classes)
+print("passed")
+"""
+
+
+@pytest.mark.parametrize("products", ["aten", "blocks"])
+def test_float32(products):
+    """Either way the three products are those of float32 numbers; blocks have the same bits for any number of threads."""
+    shapes = [*SHAPES, (16, 1100, 20), (700, 256, 512)]
+    got = run(FLOAT32.format(shapes=shapes, blocks=products == "blocks"), XSOFTMAX_FLOAT32_PRODUCTS=products)
+    if "this CPU has no kernel for blocks" in got.stderr:
+        pytest.skip("this CPU has no kernel for blocks")
+    assert got.stdout.strip() == "passed", got.stderr
+
+
+def test_override_of_float32():
+    got = run("import xsoftmax", XSOFTMAX_FLOAT32_PRODUCTS="mkl")
+    assert got.returncode != 0 and "XSOFTMAX_FLOAT32_PRODUCTS: expected aten or blocks, got mkl" in got.stderr

@@ -30,4 +30,4 @@ def test_there_are_programs():
 def test_the_kernels_of_the_cuda_page_are_those_of_the_library():
     kernels = {name for path in (ROOT / "csrc").rglob("*.cu*")
                for name in re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", path.read_text())}
-    assert set(re.findall(r"\w+_kernel\b", (ROOT / "docs/cuda.md").read_text())) == kernels
+    assert set(re.findall(r"\w+_kernel\b", (ROOT / "docs/howto/cuda.md").read_text())) == kernels

@@ -157,22 +157,22 @@ def test_what_is_not_finite_stays():
 
 # ---- memory
 
-def guide_bytes():
-    """(optimizer, table's dtype, state's dtype, bytes) of each cell of the guide's table."""
-    lines = (Path(__file__).parents[2] / "docs" / "guide.md").read_text().splitlines()
-    begin = next(i for i, line in enumerate(lines) if line.startswith("Bytes a class at 256 features")) + 4
+def documented_bytes():
+    """(optimizer, table's dtype, state's dtype, bytes) of each cell of the table of docs/choose/precision.md."""
+    lines = (Path(__file__).parents[2] / "docs/choose/precision.md").read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("With 256 features")) + 4
     columns = [(table, state) for table in (torch.float32, torch.bfloat16) for state in (None, torch.bfloat16)]
     for line in lines[begin:begin + 6]:
         name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         yield from ((name.strip("`"), *column, int(cell.replace(",", ""))) for column, cell in zip(columns, cells))
 
 
-@pytest.mark.parametrize("name, dtype, state_dtype, expected", list(guide_bytes()))
+@pytest.mark.parametrize("name, dtype, state_dtype, expected", list(documented_bytes()))
 def test_bytes_a_class(name, dtype, state_dtype, expected):
-    """Every figure of the guide: the table's row and what is kept for it, and 4 bytes beside them where rows may owe steps."""
+    """Every figure of that table: the table's row and what is kept for it, and 4 bytes beside them where rows may owe steps."""
     table = torch.nn.Parameter(torch.zeros(5000, 256, dtype=dtype))
     make, _, options = name.partition("(")
-    options = eval(f"dict({options.rstrip(')')})")  # the guide's
+    options = eval(f"dict({options.rstrip(')')})")  # the page's
     optimizer = getattr(xs.optim, make)([table], state_dtype=state_dtype, **options)
     table.grad = sparse(torch.tensor([1]), torch.ones(1, 256, dtype=dtype), 5000)
     optimizer.step()

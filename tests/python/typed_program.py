@@ -73,6 +73,7 @@ def losses(hidden: Tensor, target: Tensor) -> None:
     assert_type(loss.predict(hidden), Tensor)
     assert_type(loss.search(hidden, 3), xs.SearchResult)
     assert_type(loss.search_index(), xs.SearchIndex)
+    torch.export.export(loss, (hidden, target)).run_decompositions(xs.decompositions())
     loss.train()
     assert_type(xs.diagnose(loss, hidden, target), xs.Diagnosis)
     loss.resize_classes(N + 2, optimizers=[optimizer])

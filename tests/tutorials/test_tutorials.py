@@ -32,7 +32,7 @@ def test_tutorial_runs(page, tmp_path):
 def test_tutorial_is_a_notebook_that_leads_on(page):
     text = page.read_text()
     assert text.startswith("---\njupytext:\n  text_representation:\n    extension: .md\n    format_name: myst\n")
-    assert "/work/" not in text and "## Where to go next" in text
+    assert str(ROOT) not in text and "## Where to go next" in text
 
 
 def test_there_are_tutorials():

@@ -18,7 +18,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def clip_grad_norm_(self, parameters: Union[torch.Tensor, Iterable[torch.Tensor]], max_norm: float, norm_type: float = 2) -> Any:
-        """As :func:`xsoftmax.clip_grad_norm_`, of gradients whose scale is taken back first."""
+        """As Accelerate's; the norm is over dense and row-sparse gradients together. Returns it."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not has_rows(parameters):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -26,7 +26,7 @@ class Accelerator(accelerate.Accelerator):
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Union[torch.Tensor, Iterable[torch.Tensor]], clip_value: float) -> None:
-        """Of dense gradients alone: row-sparse ones are refused."""
+        """As Accelerate's, for dense gradients. A row-sparse one raises TypeError."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         refuse_clip_by_value(parameters)
         super().clip_grad_value_(parameters, clip_value)

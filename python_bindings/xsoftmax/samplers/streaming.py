@@ -42,8 +42,8 @@ class StreamingCounts(KeepsTables):
     Ids that share a bucket shorten its gaps, so of several hash functions the longest gap counts. An estimate changes only when its id is seen: what is
     not seen any more keeps its last one, and estimates do not sum to 1. Where ids are dense, their counts are the better estimate.
 
-    Collisions: of 100,000 to 10,000,000 ids by Zipf's law in 2^20 buckets, the 1,000 most frequent have a q at most 4.4 % too high with two hash functions,
-    0.8 % with four; with one, seven to ten of them are more than 5 % too high (``benchmarks/streaming_counts.py``).
+    Collisions: of 100,000 to 10,000,000 ids by Zipf's law in 2^20 buckets, the 1,000 most frequent had a q at most 2.2 % too high with two hash functions,
+    0.8 % with four; with one, 6 to 18 of them were more than 5 % too high (``benchmarks/streaming_counts.py --only collisions``).
 
     A new id has a q at its first batch; one that was never seen has q = 0. In eval() nothing is counted.
 

@@ -1,0 +1,40 @@
+"""What exported programs need where xsoftmax is not there to run them."""
+
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def decompositions() -> Dict[Any, Callable[..., Any]]:
+    """Of :meth:`torch.export.ExportedProgram.run_decompositions`: the operators of an exact ``topk`` as calls of ATen, for runtimes that do not load xsoftmax::
+
+        program = torch.export.export(model.eval(), (input,), dynamic_shapes=({0: torch.export.Dim("Q")},))
+        torch.onnx.export(program.run_decompositions(xs.decompositions()), f="model.onnx")
+
+    They cover ``topk`` and ``predict`` of losses over a class table (:class:`LinearLoss`), with ``exclude`` or without. ``topk`` becomes
+    ``linear(input).topk(k)`` less the logsumexp of the scores, in float32 for 16-bit tables; [Q, N] is in memory then. Equal scores are in the order of the
+    runtime's topk: in ONNX the lower id is first, as here. Ids of ``exclude`` that are out of range exclude nothing, and raise no error.
+
+    Operators of trees have none: torch.onnx.export refuses a program that holds one, and names it.
+    """
+    return {torch.ops.xsoftmax.linear_topk.default: _linear_topk, torch.ops.xsoftmax.exclude_topk.default: _exclude_topk}
+
+
+def _linear_topk(input: Tensor, weight: Tensor, bias: Optional[Tensor], k: int) -> Tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    logits = F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    normaliser = logits.logsumexp(1, keepdim=True)
+    values, ids = logits.topk(k, 1)
+    undefined = ~(normaliser < float("inf"))  # a query with a NaN or an infinity: NaN at the first classes
+    return (values - normaliser).masked_fill(undefined, float("nan")), torch.where(undefined, torch.arange(k, device=ids.device), ids)
+
+
+def _exclude_topk(values: Tensor, ids: Tensor, exclude: Tensor, num_classes: int, k: int) -> Tuple[Tensor, Tensor]:
+    count = values.shape[1]
+    excluded = (ids.unsqueeze(2) == exclude.unsqueeze(1)).any(2)
+    place = torch.arange(count, device=ids.device) + count * excluded.to(torch.int64)  # those that are excluded stand behind all others
+    first = place.topk(k, 1, largest=False).indices
+    none = excluded.gather(1, first)
+    return values.gather(1, first).masked_fill(none, float("-inf")), ids.gather(1, first).masked_fill(none, -1)
