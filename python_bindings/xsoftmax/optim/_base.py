@@ -164,8 +164,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Brings every row of every table up to date: applies what rows without a gradient still owe.
 
         Touches all N rows. Reading a table through the library (``eval()``, ``topk``, ``state_dict()`` and the like) does it by itself; call it
-        before tables are read by other means. An optimizer that is deleted calls it. Training goes on as if it had not been called, up to
-        rounding.
+        before tables are read by other means. An optimizer that is deleted calls it. Given the same gradients, training goes on as if it
+        had not been called, up to rounding.
         """
         for param, state in self.state.items():
             if state:
