@@ -44,8 +44,8 @@
 //
 //     row_adam_flush_(Tensor(a!) param, Tensor(b!)[] state) -> ()
 //
-// makes up all that rows owe, in O(N). Given the same gradients, training goes on as if it had not been called, up to rounding. Nothing happens for dense state, or
-// where no step was taken since the last.
+// makes up all that rows owe, in O(N). Given the same gradients, training goes on as if it had not been called, up to rounding. Nothing happens for dense
+// state, or where no step was taken since the last.
 //
 //     row_adam_rows_(Tensor(a!) param, Tensor(b!)[] state, Tensor rows, Tensor values, str options) -> ()
 //
