@@ -10,7 +10,6 @@
 #include <ATen/ops/mm.h>
 
 #include <cstdlib>
-#include <optional>
 #include <string_view>
 
 namespace xsoftmax {
@@ -20,49 +19,33 @@ using at::Tensor;
 
 constexpr int64_t kRowsOfBlocks = 16; // of left: for fewer, laying out the operands costs more than is won
 
-// A choice by the environment: whether variable `name` says `yes` or `no`, nothing if it is not set.
-std::optional<bool> wanted(const char* name, std::string_view yes, std::string_view no) {
+// What environment variable `name` chooses out of `yes` and `no`; where it is not set, whether `yes` pays on this CPU. possible, else why not: `yes` can be
+// had.
+bool choose(const char* name, std::string_view yes, std::string_view no, bool possible, const char* why_not, bool pays) {
   const char* value = std::getenv(name);
   if (value == nullptr || *value == '\0') {
-    return std::nullopt;
+    return pays && possible;
   }
   TORCH_CHECK(value == yes || value == no, name, ": expected ", no, " or ", yes, ", got ", value);
+  TORCH_CHECK(value == no || possible, name, ": expected ", no, ", since this CPU has no ", why_not, ", got ", yes);
   return value == yes;
 }
 
-bool is_avx512_of_amd() {
-#ifdef XS_X86
-  __builtin_cpu_init();
-  return __builtin_cpu_is("amd") && cpu_isa() == CpuIsa::Avx512;
-#else
-  return false;
-#endif
-}
+// The table in products.h.
+struct Pays {
+  bool bfloat16 = false, float32_blocks = false;
 
-bool choose_bfloat16() {
-  if (const auto choice = wanted("XSOFTMAX_PRODUCTS", "bfloat16", "float32")) {
-    TORCH_CHECK(!*choice || has_bfloat16_blocks(), "XSOFTMAX_PRODUCTS: expected float32, since this CPU has no bfloat16 dot products, got bfloat16");
-    return *choice;
-  }
+  Pays() {
 #ifdef XS_X86
-  const bool pays = (is_avx512_of_amd() && __builtin_cpu_supports("avx512bf16")) || (cpu_isa() == CpuIsa::Avx512 && __builtin_cpu_supports("amx-bf16"));
-  return pays && has_bfloat16_blocks();
-#else
-  return false;
+    __builtin_cpu_init();
+    if (cpu_isa() == CpuIsa::Avx512) {
+      const bool amd = __builtin_cpu_is("amd");
+      bfloat16 = __builtin_cpu_supports("amx-bf16") || (amd && __builtin_cpu_supports("avx512bf16"));
+      float32_blocks = amd && __builtin_cpu_supports("avx512vp2intersect"); // Zen 5
+    }
 #endif
-}
-
-bool choose_float32_blocks() {
-  if (const auto choice = wanted("XSOFTMAX_FLOAT32_PRODUCTS", "blocks", "aten")) {
-    TORCH_CHECK(!*choice || has_float32_blocks(), "XSOFTMAX_FLOAT32_PRODUCTS: expected aten, since this CPU has no kernel for blocks, got blocks");
-    return *choice;
   }
-#ifdef XS_X86
-  return is_avx512_of_amd() && __builtin_cpu_supports("avx512vp2intersect") && has_float32_blocks(); // Zen 5
-#else
-  return false;
-#endif
-}
+};
 
 bool takes_float32_blocks(const Tensor& left, const Tensor& right) {
   const auto is_float = [](const Tensor& tensor) { return tensor.is_cpu() && tensor.scalar_type() == at::kFloat; };
@@ -76,12 +59,12 @@ bool takes_float32_blocks(const Tensor& out, const Tensor& left, const Tensor& r
 } // namespace
 
 bool float32_blocks_pay() {
-  static const bool pay = choose_float32_blocks();
+  static const bool pay = choose("XSOFTMAX_FLOAT32_PRODUCTS", "blocks", "aten", has_float32_blocks(), "kernel for blocks", Pays().float32_blocks);
   return pay && at::globalContext().userEnabledMkldnn();
 }
 
 bool bfloat16_products_pay() {
-  static const bool pay = choose_bfloat16();
+  static const bool pay = choose("XSOFTMAX_PRODUCTS", "bfloat16", "float32", has_bfloat16_blocks(), "bfloat16 dot products", Pays().bfloat16);
   return pay && at::globalContext().userEnabledMkldnn();
 }
 
