@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def main() -> None:
-    includes, parts, calls = ["#include <torch/script.h>", "#include <torch/torch.h>", "#include <xsoftmax/xsoftmax.h>"], [], []
+    includes, parts, calls = ["#include <torch/torch.h>", "#include <xsoftmax/xsoftmax.h>"], [], []
     for path in sorted(DOCS.rglob("*.md")):
         if {"tutorials", "generated"} & set(path.relative_to(DOCS).parts):
             continue

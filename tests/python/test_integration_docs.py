@@ -91,3 +91,9 @@ def test_metrics(folder):
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install xsoftmax[integrations]")
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert 0 <= run(program)["value"] < 0.1  # of 5,000 classes at random
+
+
+def test_versions_are_those_of_the_extra():
+    pins = re.search(r"^integrations = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
+    found = re.findall(r'"(\w+)==(\d+\.\d+)\.', pins)
+    assert len(found) == 5 and all(f"{name} {version}" in PAGE for name, version in found)
