@@ -3,7 +3,9 @@
 import gzip
 import io
 import json
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,3 +143,16 @@ def test_threads(files):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs/howto/many_labels.md").read_text().split("## On files")[1]
+    text, commands = re.findall(r"```(?:text|sh)\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("examples.txt").write_text(text)
+    for command in commands.splitlines():
+        program, *arguments = command.split()
+        assert program == "xsoftmax" and main(arguments) == 0
+    found, (_, Y) = read_sparse("found.npz"), xs.datasets.read_examples("examples.txt")
+    assert found.shape == Y.shape == (4, 2) and xs.metrics.precision_at_k(found, Y, 1) == 1
+    assert "precision" in capsys.readouterr().out.lower()
