@@ -5,6 +5,7 @@
 #include <xsoftmax/xsoftmax.h>
 
 #include <functional>
+#include <limits>
 #include <set>
 
 namespace {
@@ -96,6 +97,21 @@ TEST_F(Modules, PredictionIsThatOfTheLogits) {
   EXPECT_TRUE(torch::equal(ids, want_ids));
   EXPECT_TRUE(torch::equal(loss->predict(sequences), want.argmax(-1)));
   EXPECT_TRUE(torch::allclose(loss->log_prob(sequences), want));
+}
+
+TEST_F(Modules, PredictionLeavesOutWhatIsExcluded) {
+  LinearCrossEntropyLoss loss(kWidth, kClasses, LossOptions{.bias = true});
+  const Tensor sequences = torch::randn({2, 3, kWidth});
+  Tensor exclude = torch::randint(kClasses, {2, 3, 5}, torch::kLong);
+  exclude.index_put_({torch::indexing::Slice(), 0, torch::indexing::Slice(1)}, -1);  // the first of each sequence: one id, and padding
+  // One more class takes the padding.
+  const Tensor places = torch::where(exclude < 0, kClasses, exclude);
+  const Tensor mask = torch::zeros({2, 3, kClasses + 1}).scatter(-1, places, -std::numeric_limits<double>::infinity()).narrow(-1, 0, kClasses);
+  const Tensor without = torch::log_softmax(loss->linear->forward(sequences), -1) + mask;
+  const auto [want_values, want_ids] = without.topk(4);
+  const auto [values, ids] = loss->topk(sequences, 4, exclude);
+  EXPECT_TRUE(torch::allclose(values, want_values, 1e-4, 1e-5));
+  EXPECT_TRUE(torch::equal(ids, want_ids));
 }
 
 TEST_F(Modules, HeadOfAllButOneClassIsExact) {

@@ -101,6 +101,24 @@ def test_matchers():
     assert model.topk(queries, 25, 20, exclude=exclude)[0].shape == (Q, 25)
 
 
+def test_hierarchical_matcher():
+    torch.manual_seed(0)
+    tree = xs.LabelTree.balanced(torch.randperm(N), 4)
+    matcher = xs.HierarchicalMatcher(D, tree)
+    matcher.layer.fill_(tree.depth)
+    input, exclude = torch.randn(Q, D), seen()
+    values, labels = matcher.topk(input, N, N)
+    scores = torch.zeros(Q, N).scatter(1, labels, values)  # a beam of all labels scores every one
+    for k in (1, 5, N):
+        got, ids = matcher.topk(input, k, N, exclude=exclude)
+        want_values, want_ids = expected(scores, exclude, k)
+        torch.testing.assert_close(got, want_values.clamp_min(0))
+        assert torch.equal(ids, want_ids)
+    # A narrow beam is widened by as many as are excluded: none of those wanted is lost to one that is not.
+    unwanted = matcher.topk(input, 10, N)[1]
+    assert (matcher.topk(input, 3, 3, exclude=unwanted)[1] >= 0).all()
+
+
 def test_operator():
     values, ids = torch.tensor([[5.0, 4.0, 3.0, -torch.inf]]), torch.tensor([[7, 3, 9, -1]])
     for exclude, want in (([3, -1, 3], [7, 9]), ([9, 7], [3, -1]), ([3, 7, 9], [-1, -1]), ([-1], [7, 3]), ([], [7, 3])):

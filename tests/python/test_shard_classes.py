@@ -543,3 +543,28 @@ def test_prediction(size, k):
     torch.testing.assert_close(torch.cat([result[2][0] for result in results]), loss.log_prob(input))
     for *_, value in results:
         torch.testing.assert_close(value, loss(input, target))
+
+
+def excluded(count):
+    """Ids that each query does not want, some of them twice; the first query excludes nothing."""
+    exclude = torch.randint(-1, N, (count, 6), generator=torch.Generator().manual_seed(4))
+    exclude[0] = -1
+    return exclude
+
+
+def best_without(rank, size, k):
+    loss = xs.distributed.shard_classes(loss_of("uniform", "bias, head")).eval()
+    parts = [len(input) for input, _ in batches(size, 3)]
+    mine = excluded(sum(parts)).split(parts)[rank]
+    return loss.topk(batches(size, 3)[rank][0], k, exclude=mine[:, :2 + 4 * rank])  # ranks may exclude different numbers of ids
+
+
+@pytest.mark.parametrize("size, k", [(2, 5), (3, 20)])
+def test_prediction_without_excluded_classes(size, k):
+    loss = loss_of("uniform", "bias, head").eval()
+    inputs = [input for input, _ in batches(size, 3)]
+    ids = excluded(sum(map(len, inputs))).split([len(input) for input in inputs])
+    for rank, (got, input, mine) in enumerate(zip(ranks(size).run(best_without, size, k), inputs, ids)):
+        values, classes = loss.topk(input, k, exclude=mine[:, :2 + 4 * rank])
+        torch.testing.assert_close(got[0], values)
+        assert torch.equal(got[1], classes)
