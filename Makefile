@@ -19,13 +19,14 @@
 #   make clean       removes all that make made
 #
 # Variables: WHEEL (make demo: a wheel to install instead of a build), PYTHON (interpreter), TORCH (pip requirement or wheel), VENV, JOBS
-# (compilers and test processes at once), PYTEST_ARGS, and those of .ci/cuda_check.
+# (compilers and test processes at once), PYTEST_ARGS, ORDERS (of threads, after the first: make cuda-emulate), and those of .ci/cuda_check.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 CUDA_ARCH ?= 90
+ORDERS ?= reverse 1 2 3
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
@@ -188,7 +189,7 @@ cuda-emulate: $(INSTALLED) | python-headers
 	  cmake --build build/$$build; \
 	done
 	JOBS=$(JOBS) tests/cuda_emulation/suite all build/emulate
-	for order in reverse 1 2 3; do JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate $$order; done
+	for order in $(ORDERS); do JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate $$order; done
 	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
 
 cuda-page:

@@ -12,27 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import ROOT, programs_of
 
 import xsoftmax as xs
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # What is generated, and tutorials, which are notebooks with tests of their own.
 PAGES = [path for path in sorted(DOCS.rglob("*.md")) if not {"tutorials", "generated", "benchmarks"} & set(path.relative_to(DOCS).parts)
          and path.name not in ("operators.md", "command_line.md")]
 
 
-def programs(path):
-    """Blocks of Python, which go on from one another."""
-    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
-
-
 # distributed.md: below; deployment.md: test_deployment.py.
-@pytest.mark.parametrize("path", [path for path in PAGES if programs(path) and path.name not in ("distributed.md", "deployment.md")],
+@pytest.mark.parametrize("path", [path for path in PAGES if programs_of(path) and path.name not in ("distributed.md", "deployment.md")],
                          ids=lambda path: str(path.relative_to(DOCS)))
 def test_programs_of_a_page_run(path, tmp_path):
     names = {"__name__": "page"}
-    for number, program in enumerate(programs(path)):
+    for number, program in enumerate(programs_of(path)):
         exec(compile(program.replace("/tmp/", f"{tmp_path}/"), f"<{path.name}, block {number}>", "exec"), names)
     assert "value" not in names or torch.as_tensor(names["value"]).isfinite()
 
@@ -57,7 +52,7 @@ BEFORE = {
 
 
 def test_programs_of_several_machines_run(tmp_path):
-    blocks = programs(DOCS / "howto/distributed.md")
+    blocks = programs_of(DOCS / "howto/distributed.md")
     text = GIVEN
     for block in blocks:
         text += "".join(setup for word, setup in BEFORE.items() if word in block)
@@ -71,7 +66,7 @@ def test_programs_of_several_machines_run(tmp_path):
 
 
 def test_there_are_programs():
-    assert sum(len(programs(path)) for path in PAGES) >= 25
+    assert sum(len(programs_of(path)) for path in PAGES) >= 25
 
 
 # ---- names

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_readme import ROOT, programs_of
+from documents import ROOT, programs_of
 
 import xsoftmax
 
@@ -52,7 +52,7 @@ def estimators():
     return {*torch.ops.xsoftmax.estimator_names(), "complementary_sum"}
 
 
-@pytest.mark.parametrize("program", programs_of("CONTRIBUTING.md"), ids=["sampler", "estimator"])
+@pytest.mark.parametrize("program", programs_of(ROOT / "CONTRIBUTING.md"), ids=["sampler", "estimator"])
 def test_programs_of_contributing(program):
     names = {}
     exec(compile(program, "CONTRIBUTING.md", "exec"), names)

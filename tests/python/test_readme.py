@@ -1,19 +1,12 @@
 """The Python programs of the README run as they stand (those of the other pages: test_docs.py)."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from documents import ROOT, programs_of
 
-ROOT = Path(__file__).parents[2]
-
-
-def programs_of(page):
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-
-
-PROGRAMS = programs_of("README.md")
+PROGRAMS = programs_of(ROOT / "README.md")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_readme import ROOT, programs_of
+from documents import ROOT, TUTORIALS, cells_of, programs_of, written_by
 
 import xsoftmax
 
@@ -21,7 +21,7 @@ strict = true
 untyped_calls_exclude = torch
 [mypy-torch.*]
 implicit_reexport = true
-[mypy-scipy.*]
+[mypy-scipy.*,sklearn.*]
 ignore_missing_imports = true
 [mypy-xsoftmax.*]
 ignore_errors = true
@@ -42,7 +42,10 @@ def said(tmp_path_factory):
     if MYPY is None:
         pytest.skip("needs mypy: make lint")
     folder = tmp_path_factory.mktemp("programs")
-    texts = {f"readme_{number}": text for number, text in enumerate(programs_of("README.md"))}
+    texts = {f"readme_{number}": text for number, text in enumerate(programs_of(ROOT / "README.md"))}
+    for path in TUTORIALS:
+        program = "\n\n".join(cells_of(path))
+        texts |= {f"tutorial_{path.stem}": program, **{f"tutorial_{path.stem}_{name}": text for name, text in written_by(program).items()}}
     texts |= {f"mistake_{number}": f"import xsoftmax as xs\n\n{line}\n" for number, line in enumerate(MISTAKES)}
     texts |= {"names": "import xsoftmax as xs\n\n" + "".join(f"reveal_type({name})\n" for name in NAMES), "typed_program": PROGRAM.read_text()}
     for name, text in texts.items():
@@ -71,6 +74,11 @@ def test_the_program_runs():
 def test_programs_of_the_readme(said):
     programs = {name: lines for name, lines in said.items() if name.startswith("readme")}
     assert len(programs) >= 4 and not any(programs.values()), programs
+
+
+def test_programs_of_tutorials(said):
+    programs = {name: lines for name, lines in said.items() if name.startswith("tutorial")}
+    assert len(programs) > len(TUTORIALS) >= 8 and not any(programs.values()), "\n".join(sum(programs.values(), []))
 
 
 def test_mistakes_are_seen(said):

@@ -1,7 +1,6 @@
 """Tutorials run from top to bottom, in less than three minutes each. `make tutorials` runs this, and `make test` does not."""
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -9,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(path for path in (ROOT / "docs/tutorials").glob("*.md") if path.name != "index.md")
-CELL = re.compile(r"^```\{code-cell\} ipython3\n(?::\w.*\n)*(.*?)^```$", re.DOTALL | re.MULTILINE)
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+
+from documents import ROOT, TUTORIALS, cells_of  # noqa: E402
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_tutorial_runs(page, tmp_path):
-    cells = CELL.findall(page.read_text())
+    cells = cells_of(page)
     assert len(cells) == page.read_text().count("```{code-cell}") and len(cells) >= 3
     program = tmp_path / f"{page.stem}.py"
     program.write_text("\n\n".join(f"# cell {number}\n{cell}" for number, cell in enumerate(cells, 1)))
@@ -28,7 +27,7 @@ def test_tutorial_runs(page, tmp_path):
     assert time.perf_counter() - start < 180
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_tutorial_is_a_notebook_that_leads_on(page):
     text = page.read_text()
     assert text.startswith("---\njupytext:\n  text_representation:\n    extension: .md\n    format_name: myst\n")
@@ -36,5 +35,5 @@ def test_tutorial_is_a_notebook_that_leads_on(page):
 
 
 def test_there_are_tutorials():
-    assert {page.stem for page in PAGES} >= {"language_model", "recommender", "two_towers", "text_labels", "image_classes", "cpp_program",
+    assert {page.stem for page in TUTORIALS} >= {"language_model", "recommender", "two_towers", "text_labels", "image_classes", "cpp_program",
                                              "several_machines", "serving"}
