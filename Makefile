@@ -14,7 +14,8 @@
 #   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
 #   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
 #   make cuda-page   fills the tables of docs/howto/cuda.md from what cuda-emulate and cuda-check built
-#   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths
+#   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths;
+#                    XSOFTMAX_DOCS_EXECUTE=cache make docs: with the output of its notebooks, which takes 5 minutes more
 #   make docs-links  the site's links to elsewhere, which takes the network
 #   make clean       removes all that make made
 #

@@ -31,7 +31,7 @@ suppress_warnings = ["duplicate_declaration.cpp"]  # every header opens the same
 
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 4
-# Pages show programs and do not run them: tests do, and `XSOFTMAX_DOCS_EXECUTE=cache make docs` for a site with the output of notebooks.
+# Pages show programs and do not run them: tests do. A site to be published has the output of notebooks: `XSOFTMAX_DOCS_EXECUTE=cache make docs`.
 nb_execution_mode = os.environ.get("XSOFTMAX_DOCS_EXECUTE", "off")
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
