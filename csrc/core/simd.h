@@ -28,6 +28,15 @@ template <typename T> using opmath = typename OpMath<T>::type;
 #ifdef XS_ISA
 namespace xsoftmax::XS_ISA {
 
+// Of a vector register. Values of wider types (vector_size) go through memory, and comparisons and choices of them number by number.
+#if defined(__AVX512F__)
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
+
 template <typename To, typename From>
 XS_HOST_DEVICE static inline To bit_cast(From from) {
   return __builtin_bit_cast(To, from);

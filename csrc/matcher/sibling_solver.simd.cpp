@@ -8,43 +8,105 @@ namespace {
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLogit = 18.0f; // e^-18 of a cost is no more than float32 tells from none
 
-// One number of each label, and a mask of labels, all bits of a lane set or none: the compiler's own vectors, as wide as it takes.
-template <int kLanes> struct Vectors;
-template <> struct Vectors<4> {
-  typedef float Float __attribute__((vector_size(16)));
-  typedef int32_t Mask __attribute__((vector_size(16)));
-};
-template <> struct Vectors<8> {
-  typedef float Float __attribute__((vector_size(32)));
-  typedef int32_t Mask __attribute__((vector_size(32)));
-};
-template <> struct Vectors<16> {
-  typedef float Float __attribute__((vector_size(64)));
-  typedef int32_t Mask __attribute__((vector_size(64)));
-};
-template <int kLanes> using Float = typename Vectors<kLanes>::Float;
-template <int kLanes> using Mask = typename Vectors<kLanes>::Mask;
+constexpr int kRegister = kRegisterBytes / sizeof(float);
 
-template <typename T> static inline T smaller(T a, T b) { return a < b ? a : b; }
-template <typename T> static inline T larger(T a, T b) { return a > b ? a : b; }
+// Vectors of the compiler, as wide as a register at most.
+template <int kWidth> struct Registers;
+template <> struct Registers<4> {
+  typedef float Floats __attribute__((vector_size(16)));
+  typedef int32_t Ints __attribute__((vector_size(16)));
+  typedef int64_t Halves __attribute__((vector_size(16)));
+};
+template <> struct Registers<8> {
+  typedef float Floats __attribute__((vector_size(32)));
+  typedef int32_t Ints __attribute__((vector_size(32)));
+  typedef int64_t Halves __attribute__((vector_size(32)));
+};
+template <> struct Registers<16> {
+  typedef float Floats __attribute__((vector_size(64)));
+  typedef int32_t Ints __attribute__((vector_size(64)));
+  typedef int64_t Halves __attribute__((vector_size(64)));
+};
 
+constexpr int width_of(int lanes) { return lanes < kRegister ? lanes : kRegister; }
+
+template <typename R, typename F>
+static inline R by_parts(const F& part) {
+  R result;
+  for (int i = 0; i < R::kParts; ++i) {
+    result.part[i] = part(i);
+  }
+  return result;
+}
+
+// A mask of labels: all bits of a lane set, or none.
+template <int kLanes>
+struct Mask {
+  static constexpr int kParts = kLanes / width_of(kLanes);
+  typename Registers<width_of(kLanes)>::Ints part[kParts] = {};
+
+  friend inline Mask operator&(const Mask& a, const Mask& b) { return by_parts<Mask>([&](int i) { return a.part[i] & b.part[i]; }); }
+  friend inline Mask operator|(const Mask& a, const Mask& b) { return by_parts<Mask>([&](int i) { return a.part[i] | b.part[i]; }); }
+  friend inline Mask operator~(const Mask& a) { return by_parts<Mask>([&](int i) { return ~a.part[i]; }); }
+};
+
+// One number of each label.
+template <int kLanes>
+struct Float {
+  static constexpr int kParts = Mask<kLanes>::kParts;
+  typename Registers<width_of(kLanes)>::Floats part[kParts] = {};
+
+  Float() = default;
+  Float(float all) { // NOLINT: numbers are vectors, too
+    for (auto& each : part) {
+      each = all - decltype(+each){};
+    }
+  }
+
+  friend inline Float operator-(const Float& a) { return by_parts<Float>([&](int i) { return -a.part[i]; }); }
+  friend inline Float operator+(const Float& a, const Float& b) { return by_parts<Float>([&](int i) { return a.part[i] + b.part[i]; }); }
+  friend inline Float operator-(const Float& a, const Float& b) { return by_parts<Float>([&](int i) { return a.part[i] - b.part[i]; }); }
+  friend inline Float operator*(const Float& a, const Float& b) { return by_parts<Float>([&](int i) { return a.part[i] * b.part[i]; }); }
+  friend inline Float operator/(const Float& a, const Float& b) { return by_parts<Float>([&](int i) { return a.part[i] / b.part[i]; }); }
+  friend inline Mask<kLanes> operator<(const Float& a, const Float& b) { return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] < b.part[i]; }); }
+  friend inline Mask<kLanes> operator<=(const Float& a, const Float& b) { return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] <= b.part[i]; }); }
+  friend inline Mask<kLanes> operator>(const Float& a, const Float& b) { return b < a; }
+  friend inline Mask<kLanes> operator>=(const Float& a, const Float& b) { return b <= a; }
+  friend inline Mask<kLanes> operator!=(const Float& a, const Float& b) { return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] != b.part[i]; }); }
+  friend inline Float choose(const Mask<kLanes>& mask, const Float& a, const Float& b) {
+    return by_parts<Float>([&](int i) { return mask.part[i] ? a.part[i] : b.part[i]; });
+  }
+  friend inline Float smaller(const Float& a, const Float& b) { return choose(a < b, a, b); }
+  friend inline Float larger(const Float& a, const Float& b) { return choose(a > b, a, b); }
+};
+
+// Register by register: a copy of more goes through memory.
 template <typename T>
 static inline T read(const float* from) {
-  T value;
-  __builtin_memcpy(&value, from, sizeof(T));
-  return value;
+  return by_parts<T>([&](int i) {
+    auto part = decltype(+T().part[0]){};
+    __builtin_memcpy(&part, from + i * (sizeof(part) / sizeof(float)), sizeof(part));
+    return part;
+  });
 }
 
 template <typename T>
-static inline void write(float* to, T value) {
-  __builtin_memcpy(to, &value, sizeof(T));
+static inline void write(float* to, const T& value) {
+  for (int i = 0; i < T::kParts; ++i) {
+    __builtin_memcpy(to + i * (sizeof(value.part[i]) / sizeof(float)), &value.part[i], sizeof(value.part[i]));
+  }
 }
 
-template <typename M>
-static inline bool any(M mask) {
-  int32_t bits = 0;
-  for (unsigned c = 0; c < sizeof(M) / sizeof(int32_t); ++c) {
-    bits |= mask[c];
+template <int kLanes>
+static inline bool any(const Mask<kLanes>& mask) {
+  using Halves = typename Registers<width_of(kLanes)>::Halves;
+  Halves all{};
+  for (const auto& part : mask.part) {
+    all |= (Halves)part;
+  }
+  int64_t bits = 0;
+  for (unsigned i = 0; i < sizeof(Halves) / sizeof(int64_t); ++i) {
+    bits |= all[i];
   }
   return bits != 0;
 }
@@ -52,11 +114,14 @@ static inline bool any(M mask) {
 // Lane c: bit c.
 template <int kLanes>
 static inline Mask<kLanes> lanes_of(uint32_t bits) {
-  Mask<kLanes> place;
-  for (int c = 0; c < kLanes; ++c) {
-    place[c] = int32_t(1) << c;
-  }
-  return (place & int32_t(bits)) != 0;
+  constexpr int kWidth = width_of(kLanes);
+  return by_parts<Mask<kLanes>>([&](int i) {
+    typename Registers<kWidth>::Ints place;
+    for (int c = 0; c < kWidth; ++c) {
+      place[c] = int32_t(1) << (i * kWidth + c);
+    }
+    return (place & int32_t(bits)) != 0;
+  });
 }
 
 // Small, fast, and enough for an order of rows: xorshift64 (Marsaglia, 2003).
@@ -87,11 +152,11 @@ static inline Float<kLanes> products(const SiblingProblem& p, int64_t row, const
   int64_t t = p.start[row];
   const int64_t end = p.start[row + 1];
   for (; t + 1 < end; t += 2) {
-    even += p.value[t] * read<F>(weights + int64_t(p.column[t]) * kLanes);
-    odd += p.value[t + 1] * read<F>(weights + int64_t(p.column[t + 1]) * kLanes);
+    even = even + p.value[t] * read<F>(weights + int64_t(p.column[t]) * kLanes);
+    odd = odd + p.value[t + 1] * read<F>(weights + int64_t(p.column[t + 1]) * kLanes);
   }
   if (t < end) {
-    even += p.value[t] * read<F>(weights + int64_t(p.column[t]) * kLanes);
+    even = even + p.value[t] * read<F>(weights + int64_t(p.column[t]) * kLanes);
   }
   return even + odd;
 }
@@ -107,7 +172,7 @@ static inline void add_row(const SiblingProblem& p, int64_t row, Float<kLanes> s
 template <int kLanes>
 static inline Float<kLanes> costs(const SiblingProblem& p, int64_t row, Mask<kLanes> positive) {
   using F = Float<kLanes>;
-  return p.cost != nullptr ? read<F>(p.cost + row * kLanes) : (positive ? p.positive_cost + F{} : p.negative_cost + F{});
+  return p.cost != nullptr ? read<F>(p.cost + row * kLanes) : choose(positive, F(p.positive_cost), F(p.negative_cost));
 }
 
 template <int kLanes>
@@ -125,14 +190,14 @@ static inline Float<kLanes> logistic_weight(Float<kLanes> logit, Float<kLanes> c
 template <int kLanes>
 static inline Float<kLanes> logistic_logit(Float<kLanes> logit, Float<kLanes> a, Float<kLanes> margin, float square, Float<kLanes> cost) {
   using F = Float<kLanes>;
-  const auto clamped = [](F x) { return smaller(larger(x, F{} - kLogit), F{} + kLogit); };
+  const auto clamped = [](F x) { return smaller(larger(x, -kLogit), kLogit); };
   F low = clamped(-margin - square * (cost - a)), high = clamped(-margin + square * a), u = smaller(larger(logit, low), high);
   for (int step = 0; step < 8; ++step) {
     const F z = logistic_weight<kLanes>(u, cost), value = square * (z - a) + margin + u;
-    low = value < 0 ? u : low;
-    high = value < 0 ? high : u;
+    low = choose(value < 0.0f, u, low);
+    high = choose(value < 0.0f, high, u);
     const F moved = u - value / (1.0f + square * z * (1.0f - z / cost));
-    u = (moved >= low) & (moved <= high) ? moved : 0.5f * (low + high);
+    u = choose((moved >= low) & (moved <= high), moved, 0.5f * (low + high));
   }
   return u;
 }
@@ -150,23 +215,23 @@ template <int kLanes, LinearLoss kLoss>
 static inline Visit<kLanes> visit(Float<kLanes> state, Float<kLanes> margin, Float<kLanes> cost, float square, Mask<kLanes> work, Float<kLanes> above,
                                   Float<kLanes> below) {
   using F = Float<kLanes>;
-  const Mask<kLanes> costly = cost > 0;
+  const Mask<kLanes> costly = cost > 0.0f;
   if constexpr (kLoss == LinearLoss::Logistic) {
     const F before = logistic_weight<kLanes>(state, cost);
-    const F after = work & costly ? logistic_logit<kLanes>(state, before, margin, square, cost) : state;
+    const F after = choose(work & costly, logistic_logit<kLanes>(state, before, margin, square, cost), state);
     const F gradient = margin + state; // beyond +-kLogit, where the dual variable is at its bound, a margin owes nothing
-    const F violation = state <= -kLogit ? smaller(gradient, F{}) : state >= kLogit ? larger(gradient, F{}) : gradient;
-    return {costly ? violation : F{}, after, logistic_weight<kLanes>(after, cost) - before, Mask<kLanes>{}};
+    const F violation = choose(state <= -kLogit, smaller(gradient, 0.0f), choose(state >= kLogit, larger(gradient, 0.0f), gradient));
+    return {choose(costly, violation, 0.0f), after, logistic_weight<kLanes>(after, cost) - before, {}};
   } else {
     constexpr bool kSquared = kLoss == LinearLoss::SquaredHinge;
-    const F ridge = kSquared ? 0.5f / cost : F{}, limit = kSquared ? F{} + kInfinity : cost;
+    const F ridge = kSquared ? 0.5f / cost : F{}, limit = kSquared ? F(kInfinity) : cost;
     const F gradient = margin - 1.0f + (kSquared ? ridge * state : F{});
-    const Mask<kLanes> low = state <= 0, high = state >= limit;
-    const F violation = low ? smaller(gradient, F{}) : high ? larger(gradient, F{}) : gradient;
+    const Mask<kLanes> low = state <= 0.0f, high = state >= limit;
+    const F violation = choose(low, smaller(gradient, 0.0f), choose(high, larger(gradient, 0.0f), gradient));
     const F whole = square + ridge;
-    const F free = whole > 0 ? state - gradient / whole : (gradient < 0 ? limit : F{});
-    const F after = work & costly ? smaller(larger(free, F{}), limit) : state;
-    return {costly ? violation : F{}, after, after - state, (low & (gradient > above)) | (high & (gradient < below)) | ~costly};
+    const F free = choose(whole > 0.0f, state - gradient / whole, choose(gradient < 0.0f, limit, 0.0f));
+    const F after = choose(work & costly, smaller(larger(free, 0.0f), limit), state);
+    return {choose(costly, violation, 0.0f), after, after - state, (low & (gradient > above)) | (high & (gradient < below)) | ~costly};
   }
 }
 
@@ -179,14 +244,14 @@ void warm_up(const SiblingProblem& p, float* weights, float* state) {
   using F = Float<kLanes>;
   for (int64_t row = 0; row < p.rows; ++row) {
     const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
-    const F margin = (positive ? F{} + 1.0f : F{} - 1.0f) * products<kLanes>(p, row, weights), cost = costs<kLanes>(p, row, positive);
+    const F margin = choose(positive, F(1.0f), F(-1.0f)) * products<kLanes>(p, row, weights), cost = costs<kLanes>(p, row, positive);
     F begin;
     if constexpr (kLoss == LinearLoss::Logistic) {
-      begin = smaller(larger(-margin, F{} - kLogit), F{} + kLogit);
+      begin = smaller(larger(-margin, -kLogit), kLogit);
     } else if constexpr (kLoss == LinearLoss::SquaredHinge) {
-      begin = 2.0f * cost * larger(1.0f - margin, F{});
+      begin = 2.0f * cost * larger(1.0f - margin, 0.0f);
     } else {
-      begin = margin < 1.0f ? cost : F{};
+      begin = choose(margin < 1.0f, cost, 0.0f);
     }
     write(state + row * kLanes, begin);
   }
@@ -197,7 +262,7 @@ void warm_up(const SiblingProblem& p, float* weights, float* state) {
     if constexpr (kLoss == LinearLoss::Logistic) {
       dual = logistic_weight<kLanes>(dual, costs<kLanes>(p, row, positive));
     }
-    add_row<kLanes>(p, row, positive ? dual : -dual, weights);
+    add_row<kLanes>(p, row, choose(positive, dual, -dual), weights);
   }
 }
 
@@ -216,22 +281,22 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
       state[i] = kInitialState<kLoss>;
     }
   }
-  F above = F{} + kInfinity, below = F{} - kInfinity; // of the gradient, beyond which a row at a bound is left out
+  F above = kInfinity, below = -kInfinity; // of the gradient, beyond which a row at a bound is left out
   Mask<kLanes> work = lanes_of<kLanes>((1u << p.labels) - 1);
   stats->sweeps = 0;
   while (stats->sweeps < p.sweeps && any(work) && !p.stopped(p.work)) {
     ++stats->sweeps;
-    F largest = F{} - kInfinity, smallest = F{} + kInfinity;
+    F largest = -kInfinity, smallest = kInfinity;
     shuffle(order, active, random);
     for (int64_t at = 0; at < active; ++at) {
       const int64_t row = order[at];
       const Mask<kLanes> positive = lanes_of<kLanes>(p.positive[row]);
-      const F y = positive ? F{} + 1.0f : F{} - 1.0f;
+      const F y = choose(positive, F(1.0f), F(-1.0f));
       const Visit<kLanes> now = visit<kLanes, kLoss>(read<F>(state + row * kLanes), y * products<kLanes>(p, row, weights), costs<kLanes>(p, row, positive),
                                                      p.square[row], work, above, below);
-      largest = work ? larger(largest, now.violation) : largest;
-      smallest = work ? smaller(smallest, now.violation) : smallest;
-      if (any(now.change != 0)) {
+      largest = choose(work, larger(largest, now.violation), largest);
+      smallest = choose(work, smaller(smallest, now.violation), smallest);
+      if (any(now.change != 0.0f)) {
         write(state + row * kLanes, now.state);
         add_row<kLanes>(p, row, y * now.change, weights);
       }
@@ -242,18 +307,18 @@ void run(const SiblingProblem& p, float* weights, float* state, int32_t* order, 
     // The largest violation, too: at an optimum the gradients are 0, not only alike.
     const F worst = larger(largest, -smallest), range = kLoss == LinearLoss::Logistic ? worst : larger(largest - smallest, worst);
     const Mask<kLanes> open = work & ~(range <= p.tolerance);
-    above = largest > 0 ? largest : F{} + kInfinity;
-    below = smallest < 0 ? smallest : F{} - kInfinity;
+    above = choose(largest > 0.0f, largest, kInfinity);
+    below = choose(smallest < 0.0f, smallest, -kInfinity);
     work = active == p.rows ? open : work;
     if (!any(open)) { // as far as the rows at hand tell: all of them once more
       active = p.rows;
-      above = F{} + kInfinity;
-      below = F{} - kInfinity;
+      above = kInfinity;
+      below = -kInfinity;
     }
   }
   stats->unconverged = 0;
   for (int64_t c = 0; c < p.labels; ++c) {
-    stats->unconverged -= work[c];
+    stats->unconverged -= work.part[c / width_of(kLanes)][c % width_of(kLanes)];
   }
 }
 

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kLanes = kScanLanes;
 
-using Floats = float __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr int64_t kFloats = kRegisterBytes / sizeof(float);
+using Floats = float __attribute__((vector_size(kRegisterBytes), aligned(4), may_alias));
 using Quad = int32_t __attribute__((aligned(1), may_alias)); // four coordinates of a query
 
 static inline void take(ScanQuery& query, uint32_t hit, const int32_t* product, int64_t group) {
@@ -131,15 +132,17 @@ void scan(ScanQuery* query, int64_t n, const uint8_t* codes, int64_t groups, int
 
 template <int64_t n>
 void score_some(float* out, const float* query, const float* rows, int64_t width, int64_t out_stride) {
-  Floats sum[n] = {};
-  for (int64_t d = 0; d < width; ++d) {
-    const Floats row = *(const Floats*)(rows + d * kLanes);
-    for (int64_t q = 0; q < n; ++q) {
-      sum[q] += query[q * width + d] * row;
+  for (int64_t lane = 0; lane < kLanes; lane += kFloats) {
+    Floats sum[n] = {};
+    for (int64_t d = 0; d < width; ++d) {
+      const Floats row = *(const Floats*)(rows + d * kLanes + lane);
+      for (int64_t q = 0; q < n; ++q) {
+        sum[q] += query[q * width + d] * row;
+      }
     }
-  }
-  for (int64_t q = 0; q < n; ++q) {
-    *(Floats*)(out + q * out_stride) = sum[q];
+    for (int64_t q = 0; q < n; ++q) {
+      *(Floats*)(out + q * out_stride + lane) = sum[q];
+    }
   }
 }
 

@@ -7,19 +7,11 @@
 namespace xsoftmax::XS_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-#elif defined(__AVX__)
-constexpr int kVectorBytes = 32;
-#else
-constexpr int kVectorBytes = 16;
-#endif
-
 // A register of sums, and what is widened to one.
-typedef float Floats __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
-typedef double Doubles __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
-typedef uint32_t Words __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
-typedef uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+typedef float Floats __attribute__((vector_size(kRegisterBytes), aligned(4), may_alias));
+typedef double Doubles __attribute__((vector_size(kRegisterBytes), aligned(8), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kRegisterBytes), aligned(4), may_alias));
+typedef uint16_t HalfWords __attribute__((vector_size(kRegisterBytes / 2), aligned(2), may_alias));
 
 static inline Floats load_lanes(const float* x) { return *reinterpret_cast<const Floats*>(x); }
 static inline Doubles load_lanes(const double* x) { return *reinterpret_cast<const Doubles*>(x); }
@@ -32,8 +24,8 @@ static inline Floats load_lanes(const F16* x) {
 #elif defined(__F16C__)
   return reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
 #else
-  float lanes[kVectorBytes / 4];
-  for (int l = 0; l < kVectorBytes / 4; ++l) {
+  float lanes[kRegisterBytes / 4];
+  for (int l = 0; l < kRegisterBytes / 4; ++l) {
     lanes[l] = load(x[l]);
   }
   return load_lanes(lanes);
@@ -41,7 +33,7 @@ static inline Floats load_lanes(const F16* x) {
 }
 
 template <typename T> using Lanes = decltype(load_lanes(static_cast<const T*>(nullptr)));
-template <typename T> constexpr int64_t kLanes = kVectorBytes / int64_t(sizeof(opmath<T>));
+template <typename T> constexpr int64_t kLanes = kRegisterBytes / int64_t(sizeof(opmath<T>));
 
 // The sum of all lanes, half by half.
 template <typename Vector>
