@@ -45,34 +45,57 @@ struct Mask {
   static constexpr int kParts = kLanes / width_of(kLanes);
   typename Registers<width_of(kLanes)>::Ints part[kParts] = {};
 
-  friend inline Mask operator&(const Mask& a, const Mask& b) { return by_parts<Mask>([&](int i) { return a.part[i] & b.part[i]; }); }
-  friend inline Mask operator|(const Mask& a, const Mask& b) { return by_parts<Mask>([&](int i) { return a.part[i] | b.part[i]; }); }
-  friend inline Mask operator~(const Mask& a) { return by_parts<Mask>([&](int i) { return ~a.part[i]; }); }
+  friend inline Mask operator&(const Mask& a, const Mask& b) {
+    return by_parts<Mask>([&](int i) { return a.part[i] & b.part[i]; });
+  }
+  friend inline Mask operator|(const Mask& a, const Mask& b) {
+    return by_parts<Mask>([&](int i) { return a.part[i] | b.part[i]; });
+  }
+  friend inline Mask operator~(const Mask& a) {
+    return by_parts<Mask>([&](int i) { return ~a.part[i]; });
+  }
 };
 
 // One number of each label.
 template <int kLanes>
 struct Float {
   static constexpr int kParts = Mask<kLanes>::kParts;
-  typename Registers<width_of(kLanes)>::Floats part[kParts] = {};
+  using Part = typename Registers<width_of(kLanes)>::Floats;
+  Part part[kParts] = {};
 
   Float() = default;
-  Float(float all) { // NOLINT: numbers are vectors, too
-    for (auto& each : part) {
-      each = all - decltype(+each){};
+  Float(float of_all) { // implicit: numbers stand in expressions of vectors
+    for (Part& each : part) {
+      each = of_all - Part{};
     }
   }
 
-  friend inline Float operator-(const Float& a) { return by_parts<Float>([&](int i) { return -a.part[i]; }); }
-  friend inline Float operator+(const Float& a, const Float& b) { return by_parts<Float>([&](int i) { return a.part[i] + b.part[i]; }); }
-  friend inline Float operator-(const Float& a, const Float& b) { return by_parts<Float>([&](int i) { return a.part[i] - b.part[i]; }); }
-  friend inline Float operator*(const Float& a, const Float& b) { return by_parts<Float>([&](int i) { return a.part[i] * b.part[i]; }); }
-  friend inline Float operator/(const Float& a, const Float& b) { return by_parts<Float>([&](int i) { return a.part[i] / b.part[i]; }); }
-  friend inline Mask<kLanes> operator<(const Float& a, const Float& b) { return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] < b.part[i]; }); }
-  friend inline Mask<kLanes> operator<=(const Float& a, const Float& b) { return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] <= b.part[i]; }); }
+  friend inline Float operator-(const Float& a) {
+    return by_parts<Float>([&](int i) { return -a.part[i]; });
+  }
+  friend inline Float operator+(const Float& a, const Float& b) {
+    return by_parts<Float>([&](int i) { return a.part[i] + b.part[i]; });
+  }
+  friend inline Float operator-(const Float& a, const Float& b) {
+    return by_parts<Float>([&](int i) { return a.part[i] - b.part[i]; });
+  }
+  friend inline Float operator*(const Float& a, const Float& b) {
+    return by_parts<Float>([&](int i) { return a.part[i] * b.part[i]; });
+  }
+  friend inline Float operator/(const Float& a, const Float& b) {
+    return by_parts<Float>([&](int i) { return a.part[i] / b.part[i]; });
+  }
+  friend inline Mask<kLanes> operator<(const Float& a, const Float& b) {
+    return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] < b.part[i]; });
+  }
+  friend inline Mask<kLanes> operator<=(const Float& a, const Float& b) {
+    return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] <= b.part[i]; });
+  }
   friend inline Mask<kLanes> operator>(const Float& a, const Float& b) { return b < a; }
   friend inline Mask<kLanes> operator>=(const Float& a, const Float& b) { return b <= a; }
-  friend inline Mask<kLanes> operator!=(const Float& a, const Float& b) { return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] != b.part[i]; }); }
+  friend inline Mask<kLanes> operator!=(const Float& a, const Float& b) {
+    return by_parts<Mask<kLanes>>([&](int i) { return a.part[i] != b.part[i]; });
+  }
   friend inline Float choose(const Mask<kLanes>& mask, const Float& a, const Float& b) {
     return by_parts<Float>([&](int i) { return mask.part[i] ? a.part[i] : b.part[i]; });
   }
@@ -84,7 +107,7 @@ struct Float {
 template <typename T>
 static inline T read(const float* from) {
   return by_parts<T>([&](int i) {
-    auto part = decltype(+T().part[0]){};
+    typename T::Part part;
     __builtin_memcpy(&part, from + i * (sizeof(part) / sizeof(float)), sizeof(part));
     return part;
   });

@@ -8,7 +8,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -161,7 +160,7 @@ def records(monkeypatch):
 
 def write(records, path):
     rows = [{"layer": "exact", "time": "2 ms"}, {"layer": "sampled | fast", "time": "1 ms"}]
-    records.report(argparse.Namespace(json=str(path)), "What it costs.\n\n    python usage_of_the_script.py\n\nHow it is\nmeasured.\n", question="What does it cost?",
+    records.report(argparse.Namespace(json=str(path)), "What it costs.\n\n    python usage_line.py\n\nHow it is\nmeasured.\n", question="What does it cost?",
                    against="PyTorch", tables=[records.table(rows, "A step")], figures=[1.5])
 
 
@@ -174,7 +173,7 @@ def test_a_record_becomes_a_page(records, tmp_path):
     for text in ("# What does it cost?", "How it is measured.", "| exact | 2 ms |", r"| sampled \| fast | 1 ms |", found["machine"]["cpu"], found["date"],
                  found["machine"]["torch"], "PyTorch", found["command"]):
         assert text in page
-    assert "usage_of_the_script" not in page and not (tmp_path / "gone.md").exists() and found["figures"] == [1.5]
+    assert "usage_line" not in page and not (tmp_path / "gone.md").exists() and found["figures"] == [1.5]
     assert found["loaded"] == (found["other_programs_cores"] > 0.1)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
-from documents import ROOT, TUTORIALS, cells_of  # noqa: E402
+from documents import ROOT, TUTORIALS, cells_of
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
