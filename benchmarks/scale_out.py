@@ -144,7 +144,7 @@ def main() -> None:
     torch.manual_seed(0)
     steps, tables = simulate(args), memory(args)
     report(args, __doc__, question="Which exchange of a split table pays, on how many ranks?", against="the two exchanges, one with the other, computed",
-           tables=tables_of(steps, tables, args), arguments=vars(args), steps=steps, memory=tables)
+           tables=tables_of(steps, tables, args), arguments={name: value for name, value in vars(args).items() if name != "json"}, steps=steps, memory=tables)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ template <int kWidth> struct Registers;
 template <> struct Registers<4> {
   typedef float Floats __attribute__((vector_size(16)));
   typedef int32_t Ints __attribute__((vector_size(16)));
-  typedef int64_t Halves __attribute__((vector_size(16)));
+  typedef int64_t Pairs __attribute__((vector_size(16)));
 };
 template <> struct Registers<8> {
   typedef float Floats __attribute__((vector_size(32)));
   typedef int32_t Ints __attribute__((vector_size(32)));
-  typedef int64_t Halves __attribute__((vector_size(32)));
+  typedef int64_t Pairs __attribute__((vector_size(32)));
 };
 template <> struct Registers<16> {
   typedef float Floats __attribute__((vector_size(64)));
   typedef int32_t Ints __attribute__((vector_size(64)));
-  typedef int64_t Halves __attribute__((vector_size(64)));
+  typedef int64_t Pairs __attribute__((vector_size(64)));
 };
 
 constexpr int width_of(int lanes) { return lanes < kRegister ? lanes : kRegister; }
@@ -122,13 +122,13 @@ static inline void write(float* to, const T& value) {
 
 template <int kLanes>
 static inline bool any(const Mask<kLanes>& mask) {
-  using Halves = typename Registers<width_of(kLanes)>::Halves;
-  Halves all{};
+  using Pairs = typename Registers<width_of(kLanes)>::Pairs;
+  Pairs all{};
   for (const auto& part : mask.part) {
-    all |= (Halves)part;
+    all |= (Pairs)part;
   }
   int64_t bits = 0;
-  for (unsigned i = 0; i < sizeof(Halves) / sizeof(int64_t); ++i) {
+  for (unsigned i = 0; i < sizeof(Pairs) / sizeof(int64_t); ++i) {
     bits |= all[i];
   }
   return bits != 0;
