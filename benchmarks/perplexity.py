@@ -111,7 +111,7 @@ def main() -> None:
     else:
         methods = chosen(parser, args, CANE if args.study == "cane" else TABLE)
         rows = (reach if args.study == "reach" else table)(study, methods)
-    study.show(rows, ["method", "learning rate", "step", "valid", "test", "of exact", "minutes to reach", "of the exact run"])
+    study.show(rows, ["method", *map(str, args.sizes), "all", "learning rate", "step", "valid", "test", "of exact", "minutes to reach", "of the exact run"])
 
 
 if __name__ == "__main__":

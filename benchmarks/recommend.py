@@ -52,7 +52,7 @@ def main() -> None:
         rows = study.curve("validation NDCG@10 / that of the exact loss")
     else:
         rows = table(study, chosen(parser, args, METHODS))
-    study.show(rows, ["method", "learning rate", "best epoch", "step", "valid", "of exact", *FIGURES,
+    study.show(rows, ["method", *map(str, args.sizes), "all", "learning rate", "best epoch", "step", "valid", "of exact", *FIGURES,
                       *(f"{figure} of full" for figure in FIGURES)])
 
 

@@ -94,17 +94,20 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
         print_table([dict(zip(one["columns"], row)) for row in one["rows"]], one["columns"])
 
 
-def command() -> str:
-    """As one would type it: without where the record goes, and with the names of files in the place of their folders."""
-    words, given = [], sys.argv[1:]
+def shown_words(given: list[str]) -> list[str]:
+    """Of a command, as one would type it: without where the record goes, and with the names of files in the place of their folders."""
+    words, given = [], list(given)
     while given:
         word, *given = given
         if word == "--json":
             given = given[1:] if given and not given[0].startswith("--") else given
         elif not word.startswith("--json="):
             words.append(Path(word).name if word.startswith("/") else word)
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    return words
 
+
+def command() -> str:
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *shown_words(sys.argv[1:])])
 
 
 def run_benches(doc: str, benches: dict[str, Callable[[argparse.Namespace], list[dict]]], *, question: str, against: str,

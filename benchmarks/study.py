@@ -147,7 +147,11 @@ class Study:
         return json.loads(file.read_text())["seconds"] if file.is_file() else {}
 
     def curve(self, label: str) -> list[dict]:
-        """Runs of --search-epochs at --lr with the exact loss and every mix of CURVES in every size; plotted. label: of the ratio."""
+        """
+        Runs of --search-epochs at --lr with the exact loss and every mix of CURVES in every size; plotted. label: of the ratio.
+
+        Returns: a row a mix; by the number of classes scored for a query the ratio, and the time of a step.
+        """
         args = self.args
         methods = {"exact": EXACT} | {f"{name} {size}": method(size) for name, method in CURVES.items() for size in args.sizes
                                       if private_draws(method(size)) <= MOST_PRIVATE}
@@ -155,11 +159,13 @@ class Study:
         exact, seconds = self.cost(found["exact"]), self.step_times(methods)
         ratio = {name: self.cost(run) / exact for name, run in found.items()}
         plot(ratio, seconds, args, label)
-        return [{"method": name, "step": f"{1000 * seconds[name]:.1f} ms" if name in seconds else "", "valid": f"{abs(self.cost(run)):.4g}",
-                 "of exact": f"{ratio[name]:.3f}"} for name, run in found.items()]
+        cell = {name: f"{value:.4g}" + (f", {1000 * seconds[name]:.0f} ms" if name in seconds else "") for name, value in ratio.items()}
+        return [{"method": "exact", "all": cell["exact"]},
+                *({"method": name} | {str(size): cell.get(f"{name} {size}", "") for size in args.sizes} for name in CURVES)]
 
     def show(self, rows: list[dict], columns: list[str]) -> None:
         """Those columns that a row has."""
+        torch.set_num_threads(self.args.threads)  # what the record says of a run
         report(self.args, self.args.about, question="How near does an estimate come to the exact loss?", against="the exact loss",
                tables=[table(rows, columns=[column for column in columns if any(column in row for row in rows)])], rows=rows)
 

@@ -23,7 +23,7 @@ def read(path: Path) -> dict:
     missing = [name for name in FIELDS if record.get(name) in (None, "", [])]
     missing += [f"machine.{name}" for name in MACHINE if not (record.get("machine") or {}).get(name)]
     if missing:
-        raise ValueError(f"docs/benchmarks/{path.name}: expected a record of benchmarks/records.py, got one without {', '.join(missing)}")
+        raise ValueError(f"{path.parent.name}/{path.name}: expected a record of benchmarks/records.py, got one without {', '.join(missing)}")
     return record
 
 
@@ -66,6 +66,31 @@ def section(record: dict, titles: list[str]) -> str:
   - {machine['cpu']}, {machine['cores']} cores; torch {machine['torch']}{'; ' + further if further else ''}
 ```""")
     return "\n\n".join(parts) + "\n"
+
+
+def shown(record: dict, columns: list[str] | None = None, tables: list[int] | None = None, bare: bool = False) -> str:
+    """
+    A record on another page.
+
+    Args:
+        columns: those to show. Default: all.
+        tables: numbers of those to show, from 1. Default: all.
+        bare: the tables alone, where the page has shown the record's command and machine.
+    """
+    chosen = [record["tables"][number - 1] for number in tables] if tables else record["tables"]
+    parts = []
+    if not bare:
+        machine = record["machine"]
+        threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+        busy = " Other programs ran beside." if record["loaded"] else ""
+        parts.append(f"```sh\n{record['command']}\n```")
+        parts.append(f"*Recorded {record['date']}, at commit {record['commit']}. Machine: {machine_name(record).rsplit(', ', 1)[0]}, "
+                     f"{machine['cores']} cores, {threads}; torch {machine['torch']}.{busy}*")
+    for one in chosen:
+        wanted = [name for name in columns if name in one["columns"]] if columns else one["columns"]
+        at = [one["columns"].index(name) for name in wanted]
+        parts.append(table({"title": one["title"], "columns": wanted, "rows": [[row[i] for i in at] for row in one["rows"]]}))
+    return "\n\n".join(parts)
 
 
 def generate(app=None, folder: Path = DOCS / "benchmarks") -> list[Path]:

@@ -30,7 +30,7 @@ import xsoftmax as xs
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: this file may be started from anywhere
 
 from examples.common.arguments import positive, report_errors
-from examples.common.errors import DataError
+from examples.common.errors import DataError, UsageError
 from examples.common.report import markdown, mean_and_error, write_text
 from examples.recommend import data
 
@@ -238,6 +238,8 @@ def compare(args: argparse.Namespace) -> int:
     if max(map(len, rows)) < 2:
         raise DataError("expected a user with at least two items, got none")
     stream = Stream.of(rows, args.order, args.pace, args.seeds[0])
+    if args.batch_size > len(stream.order) // 4:  # a figure is that of a quarter
+        raise UsageError(f"--batch-size: expected at most a quarter of the {len(stream.order):,} actions, got {args.batch_size}")
     new = ", ".join(f"{count:,}" for count in new_items(stream))
     print(f"{name}: {len(rows):,} users, {len(stream.raw):,} items, of which {new} come up in the quarters of the stream; {len(stream.order):,} actions",
           flush=True)

@@ -201,8 +201,42 @@ def test_a_page_is_refused_without_what_a_figure_needs(records, tmp_path, field)
 
 
 def test_committed_records_are_whole(records):
-    for path in (DOCS / "benchmarks").glob("*.json"):
+    for path in [*(DOCS / "benchmarks").glob("*.json"), *(DOCS / "experiments").glob("*.json")]:
         records[1].read(path)
+
+
+def test_a_page_shows_a_record(records, tmp_path):
+    write(records[0], tmp_path / "step.json")
+    record = json.loads((tmp_path / "step.json").read_text()) | {"loaded": False}
+    whole, part = records[1].shown(record), records[1].shown(record, columns=["time"], bare=True)
+    for shown in (record["command"], record["date"], record["machine"]["torch"], "**A step**", "| exact | 2 ms |"):
+        assert shown in whole
+    assert "beside" not in whole and "beside" in records[1].shown(record | {"loaded": True})
+    assert [line for line in part.splitlines() if line.startswith("|")] == ["| time |", "| --- |", "| 2 ms |", "| 1 ms |"] and record["date"] not in part
+
+
+def test_tables_of_examples_become_a_record(records, monkeypatch, tmp_path):
+    examples = importlib.import_module("example_tables")
+    assert examples.split(["--", "a", "-b", "--", "c"]) == [["a", "-b"], ["c"]]
+    assert examples.differences([["e.py", "--lr", "1"], ["e.py", "--lr", "2", "--row-wise"]]) == ["--lr 1", "--lr 2 --row-wise"]
+    items = torch.randint(20, (30, 6), generator=torch.Generator().manual_seed(0))
+    (tmp_path / "stream.txt").write_text("".join(f"{user} {' '.join(map(str, row))}\n" for user, row in enumerate(items.tolist())))
+    example = ["examples/recommend/stream.py", "--data", str(tmp_path / "stream.txt"), "--rows", "full", "--threads", "1", "--batch-size", "16"]
+    command = [sys.executable, str(ROOT / "benchmarks/example_tables.py"), "--question", "Which?", "--against", "none", "--out", str(tmp_path / "out"),
+               "--json", str(tmp_path / "stream.json"), "--columns", "rows of", "Recall@10"]
+
+    def run(*more: str) -> str:
+        return subprocess.run([*command, *more], capture_output=True, text=True).stderr
+
+    assert "expected a program of examples/ in 'benchmarks/midx.py'" in run("--", "benchmarks/midx.py")
+    assert "expected a command after --" in run()
+    assert "expected some of" in run("--columns", "speed", "--", *example)
+    assert "exit 2" in run("--", *example, "--lr", "fast")
+    assert run("--", *example, "--lr", "0.1", "--", *example, "--lr", "0.3") == ""
+    found = records[1].read(tmp_path / "stream.json") if records[0].commit() else json.loads((tmp_path / "stream.json").read_text())
+    assert found["tables"][0]["columns"] == ["options", "rows of", "Recall@10"] and found["machine"]["threads"] == 1
+    assert [row[:2] for row in found["tables"][0]["rows"]] == [["--lr 0.1", "full"], ["--lr 0.3", "full"]]
+    assert found["command"].splitlines()[1] == "python examples/recommend/stream.py --data stream.txt --rows full --threads 1 --batch-size 16 --lr 0.3"
 
 
 def test_the_table_of_steps_in_the_readme_is_that_of_its_record():

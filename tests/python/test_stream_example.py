@@ -107,7 +107,8 @@ def test_nothing_shows_through_before_it_is_asked_for():
 
 
 @pytest.mark.parametrize("given, message", [(["--data", "nowhere.txt"], "--data: expected a file, got nowhere.txt"), (["--capacity", "1"], "--capacity"),
-                                            (["--admission", "0"], "--admission")])
+                                            (["--admission", "0"], "--admission"),
+                                            (["--batch-size", "1000000"], "--batch-size: expected at most a quarter of the")])
 def test_errors_say_what_to_change(given, message, capsys, tmp_path):
     assert run(stream, *given, "--output", tmp_path) != 0
     assert message in capsys.readouterr().err

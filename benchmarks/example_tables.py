@@ -1,0 +1,107 @@
+"""Tables of examples as a record: each command is run, and its table.md kept.
+
+    python benchmarks/example_tables.py --question "What do row-wise states cost?" --against "Adagrad" --out out/rowwise --json FILE -- \\
+        examples/language_model/train.py --data ptb --lr 0.1 -- examples/language_model/train.py --data ptb --lr 0.1 --row-wise
+
+A command is what follows `python`, or one of torchrun, without --output. Of several commands the first column has the options in which they differ.
+What has been run is not run again: --out keeps it. Runs share the machine (--jobs), so their times mean nothing: name the columns that do.
+"""
+
+import argparse
+import ast
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from records import add_json, report, shown_words, table
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def split(words: list[str]) -> list[list[str]]:
+    """At each `--`."""
+    commands: list[list[str]] = [[]]
+    for word in words:
+        if word == "--":
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return [command for command in commands if command]
+
+
+def program(command: list[str]) -> Path:
+    """The example's file, of a path or a module."""
+    named = next((Path(*word.split(".")).with_suffix(".py") if word.startswith("examples.") else Path(word) for word in command
+                  if word.startswith(("examples.", "examples/"))), None)
+    if named is None or not (ROOT / named).is_file():
+        raise SystemExit(f"expected a program of examples/ in {shlex.join(command)!r}")
+    return ROOT / named
+
+
+def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of its table."""
+    folder = out / hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]
+    finished = folder / "finished"
+    if not finished.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        python = [sys.executable, *(["-m", "torch.distributed.run", *command[1:]] if command[0] == "torchrun" else command)]
+        with open(folder / "log.txt", "w") as log:
+            log.write(shlex.join(command) + "\n")
+            log.flush()
+            code = subprocess.run([*python, "--output", str(folder)], cwd=ROOT, stdout=log, stderr=log).returncode
+        if code:
+            raise SystemExit(f"{shlex.join(command)}: exit {code}, see {folder / 'log.txt'}")
+        finished.touch()
+    columns, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in (folder / "table.md").read_text().splitlines())
+    return columns, rows
+
+
+def differences(commands: list[list[str]]) -> list[str]:
+    """Of each command what not all have: options with their values."""
+    options = []
+    for command in commands:
+        groups: list[list[str]] = []
+        for word in command:
+            if not groups or word.startswith("-") or not groups[-1][0].startswith("-"):
+                groups.append([])
+            groups[-1].append(word)
+        options.append([" ".join(group) for group in groups])
+    return [" ".join(option for option in one if any(option not in other for other in options)) for one in options]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--question", required=True, help="that the tables answer")
+    parser.add_argument("--against", required=True, help="what xsoftmax is compared with")
+    parser.add_argument("--columns", nargs="+", help="of the table; the others are left out")
+    parser.add_argument("--out", type=Path, required=True, help="a folder a run; kept between calls")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once (default: %(default)s)")
+    add_json(parser)
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, commands = parser.parse_args(sys.argv[1:end]), split(sys.argv[end:])
+    if not commands:
+        parser.error("expected a command after --")
+    programs = [program(command) for command in commands]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = list(pool.map(lambda command: run(command, args.out), commands))
+    threads = {command[command.index("--threads") + 1] for command in commands if "--threads" in command}
+    torch.set_num_threads(int(threads.pop()) if len(threads) == 1 else os.cpu_count())
+    names = differences(commands) if len(commands) > 1 else [""]
+    rows = [({"options": name} if name else {}) | dict(zip(columns, row)) for name, (columns, several) in zip(names, found) for row in several]
+    known = list(dict.fromkeys(column for row in rows for column in row))
+    if unknown := set(args.columns or []) - set(known):
+        parser.error(f"--columns: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    wanted = [column for column in known if not args.columns or column in ("options", *args.columns)]
+    lines = [shlex.join([*([] if command[0] == "torchrun" else ["python"]), *shown_words(command)]) for command in commands]
+    about = ast.get_docstring(ast.parse(programs[0].read_text()))
+    report(args, about, question=args.question, against=args.against, tables=[table(rows, columns=wanted)], command="\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
