@@ -7,7 +7,7 @@
 #   make wheel       dist/xsoftmax-*.whl for all Pythons, of the torch in .venv; make sdist: the sources in one file
 #   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist: a wheel built from the sdist (minutes)
 #   make aarch64     compiles and links the library for 64-bit ARM, on any machine; fetches torch's wheel for it (0.4 GB)
-#   make sanitize    the library and the C++ tests once more, built with AddressSanitizer and UBSan
+#   make sanitize    the C++ tests once more, with the kernels and all else that touches memory under AddressSanitizer and UBSan
 #   make demo        trains a language model with sampled and with exact loss, then trains and completes in C++ (10 minutes)
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/experiments)
 #   make lint        format and style of C++ and Python, types, spelling; make format mends the first two
@@ -34,7 +34,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
+.PHONY: build test test-python exchange cpp-tests test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
@@ -158,15 +158,18 @@ tutorials: $(INSTALLED)
 gtest:
 	test -f /usr/include/gtest/gtest.h || { $(APT) update && $(APT) install -y libgtest-dev; }
 
-# One process for all tests: a process a test, as ctest has it, spends nearly all its time on loading torch.
-test-cpp: $(INSTALLED) | gtest
+cpp-tests: $(INSTALLED) | gtest
 	cmake -S . -B build/package -DXSOFTMAX_TESTS=ON >build/package.log || { cat build/package.log; exit 1; }
 	cmake --build build/package
+
+# One process for all tests: a process a test, as ctest has it, spends nearly all its time on loading torch.
+test-cpp: cpp-tests
 	build/package/tests/cpp/xsoftmax_tests --gtest_brief=1
 
-sanitize: $(READY) | gtest
-	cmake -S . -B build/sanitize -DXSOFTMAX_TESTS=ON -DXSOFTMAX_SANITIZE=ON -DCMAKE_CXX_FLAGS_RELEASE=-O1 \
-	  -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX)" >build/sanitize.log || { cat build/sanitize.log; exit 1; }
+# What touches memory is compiled anew, the other objects are those of the tests' build.
+sanitize: cpp-tests
+	cmake -S . -B build/sanitize -DXSOFTMAX_TESTS=ON -DXSOFTMAX_SANITIZE=ON -DXSOFTMAX_CXX_OBJECTS="$(abspath build/package)" \
+	  -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX)" >build/sanitize.log || { cat build/sanitize.log; exit 1; }
 	cmake --build build/sanitize
 	build/sanitize/tests/cpp/xsoftmax_tests --gtest_brief=1
 

@@ -182,3 +182,32 @@ set(XSOFTMAX_CUDA_SOURCES
   csrc/trees/hierarchical_softmax_cuda.cu
   csrc/trees/tree_scores_cuda.cu
 )
+
+# xsoftmax_split_sources(COMPILED OBJECTS FILE...): which FILEs are to be compiled, and objects of XSOFTMAX_CXX_OBJECTS that stand for the others.
+# A CUDA build does not change C++ sources, so it takes all objects. Under sanitizers what touches memory itself is compiled; the others
+# call operators of torch, which is not instrumented.
+function(xsoftmax_split_sources compiled objects)
+  set(to_compile "")
+  set(to_link "")
+  foreach(file IN LISTS ARGN)
+    set(touches_memory "")
+    if(XSOFTMAX_SANITIZE)
+      set(pointers "data_ptr|accessor|memcpy|mmap|parallel_for|(float|double|int64_t|int32_t|scalar_t|uint8_t|Row|T)[*] ")
+      file(STRINGS ${file} touches_memory REGEX "${pointers}" LIMIT_COUNT 1)
+      if(file MATCHES "_cpu[.]cpp$")
+        set(touches_memory ON)
+      endif()
+    endif()
+    if(XSOFTMAX_CXX_OBJECTS AND touches_memory STREQUAL "")
+      list(APPEND to_link ${XSOFTMAX_CXX_OBJECTS}/CMakeFiles/xsoftmax.dir/${file}.o)
+    else()
+      list(APPEND to_compile ${file})
+    endif()
+  endforeach()
+  if(XSOFTMAX_CXX_OBJECTS AND NOT to_compile)
+    file(GLOB simd ${XSOFTMAX_CXX_OBJECTS}/CMakeFiles/xsoftmax.dir/simd/*.o)
+    list(APPEND to_link ${simd})
+  endif()
+  set(${compiled} ${to_compile} PARENT_SCOPE)
+  set(${objects} ${to_link} PARENT_SCOPE)
+endfunction()

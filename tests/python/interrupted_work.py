@@ -8,6 +8,7 @@ came (time.monotonic, which all processes share), or what came instead; and what
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -138,8 +139,6 @@ def mapped_table():
 
 def handled_otherwise():
     """A program that handles SIGINT itself: the work ends as ever, and its function is called."""
-    import signal
-
     came = []
     before = signal.signal(signal.SIGINT, lambda *_: came.append(time.monotonic()))
     vectors = torch.randn(40_000, 32)
@@ -155,6 +154,7 @@ def handled_otherwise():
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
     for line in sys.stdin:
         steps = globals()[line.strip()]()
         work = next(steps)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -24,14 +25,20 @@ class Child:
         self.process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("interrupted_work.py")), str(folder)], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True)
 
+    def line(self):
+        if not select.select([self.process.stdout], [], [], 100)[0]:
+            self.process.kill()
+            pytest.fail("the work goes on for ever")
+        return self.process.stdout.readline()
+
     def interrupted(self, kind):
         """How many seconds after SIGINT the work has ended, and what else came of it."""
         print(kind, file=self.process.stdin, flush=True)
-        assert self.process.stdout.readline() == "begin\n"
+        assert self.line() == "begin\n"
         time.sleep(0.15)
         sent = time.monotonic()
         os.kill(self.process.pid, signal.SIGINT)
-        outcome = json.loads(self.process.stdout.readline())
+        outcome = json.loads(self.line())
         assert "wrong" not in outcome, outcome["wrong"]
         assert "came" in outcome, outcome
         return outcome["came"] - sent
@@ -76,6 +83,7 @@ def test_who_looks_on_may_stop_it():
 
 
 def test_errors_are_those_of_the_operator():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
     with pytest.raises(ValueError, match="label_tree_kmeans_order: expected arity of at least 2"):
         _long_work.run("tree", torch.ops.xsoftmax.label_tree_from_vectors, torch.tensor(0), torch.randn(20, 16),
                        "arity=1,iterations=1,max_leaf_size=0,spherical=true")
@@ -83,6 +91,7 @@ def test_errors_are_those_of_the_operator():
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_bars(monkeypatch):
