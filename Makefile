@@ -12,7 +12,8 @@
 #   make bench       benchmarks of speed, as tables (those of quality take hours and data: see docs/experiments)
 #   make lint        format and style of C++ and Python, types, spelling; make format mends the first two
 #   make cuda-check  compiles and links the CUDA kernels, and refuses spilled registers; needs no GPU (CUDA_ARCH="75;80;90;100;120": for a release)
-#   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (8 minutes); needs no CUDA either
+#   make cuda-emulate  runs the CUDA kernels on the CPU: threads in five orders, and under sanitizers (half an hour); needs no CUDA either;
+#                    make cuda-emulate-brief: one order, the operators that launch kernels themselves (8 minutes)
 #   make cuda-page   fills the tables of docs/howto/cuda.md from what cuda-emulate and cuda-check built
 #   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths;
 #                    XSOFTMAX_DOCS_EXECUTE=cache make docs: with the output of its notebooks, which takes 5 minutes more
@@ -34,7 +35,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange cpp-tests test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-page lint format clean gtest python-headers
+.PHONY: build test test-python exchange cpp-tests test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-emulate-brief cuda-page lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
@@ -185,15 +186,18 @@ test-consumer: $(INSTALLED)
 cuda-check: $(INSTALLED)
 	CUDA_ARCH="$(CUDA_ARCH)" bash .ci/cuda_check build/package/libxsoftmax.so
 
-# Two builds, and what tests/cuda_emulation/suite runs with them.
-cuda-emulate: $(INSTALLED) | python-headers
-	for build in emulate emulate-sanitize; do \
-	  cmake -S tests/cuda_emulation -B build/$$build -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" \
-	    -DEMULATE_SANITIZE=$$([ $$build = emulate ] && echo OFF || echo ON) >build/$$build.log || { cat build/$$build.log; exit 1; }; \
-	  cmake --build build/$$build; \
-	done
+EMULATION = build=$(1); cmake -S tests/cuda_emulation -B $$build -DCMAKE_PREFIX_PATH="$(TORCH_PREFIX);$(XSOFTMAX_PREFIX)" -DEMULATE_SANITIZE=$(2) \
+  >$$build.log || { cat $$build.log; exit 1; }; cmake --build $$build
+
+cuda-emulate-brief: $(INSTALLED) | python-headers
+	$(call EMULATION,build/emulate,OFF)
+	JOBS=$(JOBS) tests/cuda_emulation/suite tool build/emulate
+	JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate forward
+
+cuda-emulate: cuda-emulate-brief
 	JOBS=$(JOBS) tests/cuda_emulation/suite all build/emulate
 	for order in $(ORDERS); do JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate $$order; done
+	$(call EMULATION,build/emulate-sanitize,ON)
 	JOBS=$(JOBS) tests/cuda_emulation/suite sanitized build/emulate-sanitize
 
 cuda-page:
