@@ -93,7 +93,7 @@ def main() -> None:
     threads = {command[command.index("--threads") + 1] for command in commands if "--threads" in command}
     torch.set_num_threads(int(threads.pop()) if len(threads) == 1 else os.cpu_count())
     names = differences(commands) if len(commands) > 1 else [""]
-    rows = [({"options": name} if name else {}) | dict(zip(columns, row)) for name, (columns, several) in zip(names, found) for row in several]
+    rows = [({"options": name} if len(commands) > 1 else {}) | dict(zip(columns, row)) for name, (columns, several) in zip(names, found) for row in several]
     known = list(dict.fromkeys(column for row in rows for column in row))
     if unknown := set(args.columns or []) - set(known):
         parser.error(f"--columns: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
