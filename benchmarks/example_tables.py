@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from records import add_json, report, shown_words, table
+from records import BEGIN, add_json, commit, report, shown_words, table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,8 +44,8 @@ def program(command: list[str]) -> Path:
     return ROOT / named
 
 
-def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of its table."""
+def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]], str]:
+    """Columns and rows of its table; the date and the commit of the run."""
     folder = out / hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]
     finished = folder / "finished"
     if not finished.is_file():
@@ -57,9 +57,9 @@ def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]]]:
             code = subprocess.run([*python, "--output", str(folder)], cwd=ROOT, stdout=log, stderr=log).returncode
         if code:
             raise SystemExit(f"{shlex.join(command)}: exit {code}, see {folder / 'log.txt'}")
-        finished.touch()
+        finished.write_text(f"{BEGIN[0]:%Y-%m-%d} {commit()}")
     columns, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in (folder / "table.md").read_text().splitlines())
-    return columns, rows
+    return columns, rows, finished.read_text()
 
 
 def differences(commands: list[list[str]]) -> list[str]:
@@ -93,14 +93,15 @@ def main() -> None:
     threads = {command[command.index("--threads") + 1] for command in commands if "--threads" in command}
     torch.set_num_threads(int(threads.pop()) if len(threads) == 1 else os.cpu_count())
     names = differences(commands) if len(commands) > 1 else [""]
-    rows = [({"options": name} if len(commands) > 1 else {}) | dict(zip(columns, row)) for name, (columns, several) in zip(names, found) for row in several]
+    rows = [({"options": name} if len(commands) > 1 else {}) | dict(zip(columns, row)) for name, (columns, several, _) in zip(names, found) for row in several]
     known = list(dict.fromkeys(column for row in rows for column in row))
     if unknown := set(args.columns or []) - set(known):
         parser.error(f"--columns: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     wanted = [column for column in known if not args.columns or column in ("options", *args.columns)]
     lines = [shlex.join([*([] if command[0] == "torchrun" else ["python"]), *shown_words(command)]) for command in commands]
+    date, _, version = min(when for _, _, when in found).partition(" ")
     about = ast.get_docstring(ast.parse(programs[0].read_text()))
-    report(args, about, question=args.question, against=args.against, tables=[table(rows, columns=wanted)], command="\n".join(lines))
+    report(args, about, question=args.question, against=args.against, tables=[table(rows, columns=wanted)], command="\n".join(lines), date=date, commit=version)
 
 
 if __name__ == "__main__":
