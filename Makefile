@@ -191,7 +191,7 @@ EMULATION = build=$(1); cmake -S tests/cuda_emulation -B $$build -DCMAKE_PREFIX_
 
 cuda-emulate-brief: $(INSTALLED) | python-headers
 	$(call EMULATION,build/emulate,OFF)
-	JOBS=$(JOBS) tests/cuda_emulation/suite tool build/emulate
+	tests/cuda_emulation/suite tool build/emulate
 	JOBS=$(JOBS) tests/cuda_emulation/suite kernels build/emulate forward
 
 cuda-emulate: cuda-emulate-brief

@@ -10,6 +10,7 @@ What has been run is not run again: --out keeps it. Runs share the machine (--jo
 import argparse
 import ast
 import hashlib
+import json
 import os
 import shlex
 import subprocess
@@ -17,9 +18,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
-from records import BEGIN, add_json, commit, report, shown_words, table
+from records import BEGIN, add_json, commit, others, report, shown_words, table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,8 +43,8 @@ def program(command: list[str]) -> Path:
     return ROOT / named
 
 
-def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]], str]:
-    """Columns and rows of its table; the date and the commit of the run."""
+def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]], dict]:
+    """Columns and rows of its table; what a record says of the run."""
     folder = out / hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]
     finished = folder / "finished"
     if not finished.is_file():
@@ -57,9 +56,9 @@ def run(command: list[str], out: Path) -> tuple[list[str], list[list[str]], str]
             code = subprocess.run([*python, "--output", str(folder)], cwd=ROOT, stdout=log, stderr=log).returncode
         if code:
             raise SystemExit(f"{shlex.join(command)}: exit {code}, see {folder / 'log.txt'}")
-        finished.write_text(f"{BEGIN[0]:%Y-%m-%d} {commit()}")
+        finished.write_text(json.dumps({"date": f"{BEGIN[0]:%Y-%m-%d}", "commit": commit(), "other_programs_cores": round(others(), 3)}))
     columns, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in (folder / "table.md").read_text().splitlines())
-    return columns, rows, finished.read_text()
+    return columns, rows, json.loads(finished.read_text())
 
 
 def differences(commands: list[list[str]]) -> list[str]:
@@ -91,7 +90,6 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         found = list(pool.map(lambda command: run(command, args.out), commands))
     threads = {command[command.index("--threads") + 1] for command in commands if "--threads" in command}
-    torch.set_num_threads(int(threads.pop()) if len(threads) == 1 else os.cpu_count())
     names = differences(commands) if len(commands) > 1 else [""]
     rows = [({"options": name} if len(commands) > 1 else {}) | dict(zip(columns, row)) for name, (columns, several, _) in zip(names, found) for row in several]
     known = list(dict.fromkeys(column for row in rows for column in row))
@@ -99,9 +97,10 @@ def main() -> None:
         parser.error(f"--columns: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     wanted = [column for column in known if not args.columns or column in ("options", *args.columns)]
     lines = [shlex.join([*([] if command[0] == "torchrun" else ["python"]), *shown_words(command)]) for command in commands]
-    date, _, version = min(when for _, _, when in found).partition(" ")
+    first, busy = min((about for _, _, about in found), key=lambda about: about["date"]), max(about["other_programs_cores"] for _, _, about in found)
     about = ast.get_docstring(ast.parse(programs[0].read_text()))
-    report(args, about, question=args.question, against=args.against, tables=[table(rows, columns=wanted)], command="\n".join(lines), date=date, commit=version)
+    report(args, about, question=args.question, against=args.against, tables=[table(rows, columns=wanted)], command="\n".join(lines),
+           threads=int(threads.pop()) if len(threads) == 1 else os.cpu_count(), **first | {"other_programs_cores": busy, "loaded": busy > 0.1})
 
 
 if __name__ == "__main__":

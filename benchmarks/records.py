@@ -65,9 +65,10 @@ def figures_table(figures: list[dict], title: str = "") -> dict:
     return table(figure_rows(figures), title)
 
 
-def report(args: argparse.Namespace, doc: str, *, question: str, against: str, tables: list[dict], **found) -> None:
+def report(args: argparse.Namespace, doc: str, *, question: str, against: str, tables: list[dict], threads: int | None = None, **found) -> None:
     """
     Args:
+        threads: of runs that other processes made. Default: those of this one.
         doc: of the program: what was measured, and how. Its usage, indented lines, is left out of the record.
         question: that the tables answer, for a reader.
         against: what xsoftmax is compared with, and its version.
@@ -76,8 +77,9 @@ def report(args: argparse.Namespace, doc: str, *, question: str, against: str, t
     if args.json:
         busy = others()
         about = "\n\n".join(part.replace("\n", " ") for part in doc.strip().split("\n\n") if not part.startswith("    "))
+        about_machine = machine() | {"cores": os.cpu_count()} | ({"threads": threads} if threads else {})
         record = {"question": question, "about": about, "against": against, "command": command(), "date": f"{BEGIN[0]:%Y-%m-%d}", "commit": commit(),
-                  "machine": machine() | {"cores": os.cpu_count()}, "other_programs_cores": round(busy, 3), "loaded": busy > 0.1, "tables": tables} | found
+                  "machine": about_machine, "other_programs_cores": round(busy, 3), "loaded": busy > 0.1, "tables": tables} | found
         text = json.dumps(record, indent=1, default=str)
         if args.json == "-":
             print(text)

@@ -165,8 +165,8 @@ class Study:
 
     def show(self, rows: list[dict], columns: list[str]) -> None:
         """Those columns that a row has."""
-        torch.set_num_threads(self.args.threads)  # what the record says of a run
         report(self.args, self.args.about, question="How near does an estimate come to the exact loss?", against="the exact loss",
+               threads=self.args.threads,
                tables=[table(rows, columns=[column for column in columns if any(column in row for row in rows)])], rows=rows)
 
 

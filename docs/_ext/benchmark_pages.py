@@ -81,11 +81,10 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
     parts = []
     if not bare:
         machine = record["machine"]
-        threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
         busy = " Other programs ran beside." if record["loaded"] else ""
         parts.append(f"```sh\n{record['command']}\n```")
-        parts.append(f"*Recorded {record['date']}, at commit {record['commit']}. Machine: {machine_name(record).rsplit(', ', 1)[0]}, "
-                     f"{machine['cores']} cores, {threads}; torch {machine['torch']}.{busy}*")
+        parts.append(f"*Recorded {record['date']}, at commit {record['commit']}. Machine: {machine_name(record)}, "
+                     f"of {machine['cores']} cores; torch {machine['torch']}.{busy}*")
     for one in chosen:
         wanted = [name for name in columns if name in one["columns"]] if columns else one["columns"]
         at = [one["columns"].index(name) for name in wanted]

@@ -224,7 +224,6 @@ def test_tables_of_examples_become_a_record(records, monkeypatch, tmp_path, caps
     example = ["examples/recommend/stream.py", "--data", str(tmp_path / "stream.txt"), "--rows", "full", "--threads", "1", "--batch-size", "16"]
     command = [str(ROOT / "benchmarks/example_tables.py"), "--question", "Which?", "--against", "none", "--out", str(tmp_path / "out"),
                "--json", str(tmp_path / "stream.json"), "--columns", "rows of", "Recall@10"]
-    monkeypatch.setattr(examples.torch, "set_num_threads", lambda threads: None)
 
     def run(*more: str) -> str:
         monkeypatch.setattr(sys, "argv", [*command, *more])
@@ -240,7 +239,7 @@ def test_tables_of_examples_become_a_record(records, monkeypatch, tmp_path, caps
     assert run("--", *example, "--", *example, "--lr", "0.3") == ""
     assert "expected some of rows of, rows, Recall@10" in run("--columns", "speed", "--", *example)  # of runs that are there
     found = json.loads((tmp_path / "stream.json").read_text())
-    assert found["tables"][0]["columns"] == ["options", "rows of", "Recall@10"]
+    assert found["tables"][0]["columns"] == ["options", "rows of", "Recall@10"] and found["machine"]["threads"] == 1
     assert [row[:2] for row in found["tables"][0]["rows"]] == [["", "full"], ["--lr 0.3", "full"]]
     assert found["command"].splitlines()[1] == "python examples/recommend/stream.py --data stream.txt --rows full --threads 1 --batch-size 16 --lr 0.3"
 
