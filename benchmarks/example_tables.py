@@ -3,8 +3,9 @@
     python benchmarks/example_tables.py --question "What do row-wise states cost?" --against "Adagrad" --out out/rowwise --json FILE -- \\
         examples/language_model/train.py --data ptb --lr 0.1 -- examples/language_model/train.py --data ptb --lr 0.1 --row-wise
 
-A command is what follows `python`, or one of torchrun, without --output. Of several commands the first column has the options in which they differ.
-What has been run is not run again: --out keeps it. Runs share the machine (--jobs), so their times mean nothing: name the columns that do.
+A command is what follows `python`, or one of torchrun, without --output. Of several commands the first column has the options in which they differ, or
+--names. With --mean those that differ in --seed alone are one: means over the seeds, and their standard errors. What has been run is not run again: --out keeps it.
+Runs share the machine (--jobs), so their times mean nothing: name the columns that do.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from pathlib import Path
 from records import BEGIN, add_json, commit, others, report, shown_words, table
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the package `examples`
+
+from examples.common.report import mean_and_error
 
 
 def split(words: list[str]) -> list[list[str]]:
@@ -74,11 +78,37 @@ def differences(commands: list[list[str]]) -> list[str]:
     return [" ".join(option for option in one if any(option not in other for other in options)) for one in options]
 
 
+def without_seed(command: list[str]) -> list[str]:
+    at = command.index("--seed") if "--seed" in command else len(command)
+    return command[:at] + command[at + 2 :]
+
+
+def mean(cells: tuple[str, ...]) -> str:
+    """Of one place of several tables: the mean of numbers, a text that all have, or nothing."""
+    try:
+        values = [float(cell.replace(",", "")) for cell in cells]
+    except ValueError:
+        return cells[0] if len(set(cells)) == 1 else ""
+    return mean_and_error(values, decimals=len(cells[0].partition(".")[2]))
+
+
+def over_seeds(commands: list[list[str]], found: list[tuple]) -> tuple[list[list[str]], list[tuple]]:
+    """Of commands that differ in --seed alone one, with the means of their tables."""
+    groups: dict[str, list[int]] = {}
+    for number, command in enumerate(commands):
+        groups.setdefault(shlex.join(without_seed(command)), []).append(number)
+    first = [numbers[0] for numbers in groups.values()]
+    means = [[[mean(cells) for cells in zip(*rows)] for rows in zip(*(found[number][1] for number in numbers))] for numbers in groups.values()]
+    return [without_seed(commands[number]) for number in first], [(found[number][0], rows, found[number][2]) for number, rows in zip(first, means)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--question", required=True, help="that the tables answer")
     parser.add_argument("--against", required=True, help="what xsoftmax is compared with")
     parser.add_argument("--columns", nargs="+", help="of the table; the others are left out")
+    parser.add_argument("--names", nargs="+", help="of the commands, in the table's first column")
+    parser.add_argument("--mean", action="store_true", help="over the seeds of commands that are alike but for --seed")
     parser.add_argument("--out", type=Path, required=True, help="a folder a run; kept between calls")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once (default: %(default)s)")
     add_json(parser)
@@ -90,12 +120,17 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         found = list(pool.map(lambda command: run(command, args.out), commands))
     threads = {command[command.index("--threads") + 1] for command in commands if "--threads" in command}
-    names = differences(commands) if len(commands) > 1 else [""]
-    rows = [({"options": name} if len(commands) > 1 else {}) | dict(zip(columns, row)) for name, (columns, several, _) in zip(names, found) for row in several]
+    shown, tables = over_seeds(commands, found) if args.mean else (commands, found)
+    if args.names and len(args.names) != len(shown):
+        parser.error(f"--names: expected one for each of {len(shown)} commands, got {len(args.names)}")
+    first_column = "run" if args.names else "options"
+    names = args.names or (differences(shown) if len(shown) > 1 else [])
+    rows = [({first_column: names[number]} if names else {}) | dict(zip(columns, row))
+            for number, (columns, several, _) in enumerate(tables) for row in several]
     known = list(dict.fromkeys(column for row in rows for column in row))
     if unknown := set(args.columns or []) - set(known):
         parser.error(f"--columns: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    wanted = [column for column in known if not args.columns or column in ("options", *args.columns)]
+    wanted = [column for column in known if not args.columns or column in (first_column, *args.columns)]
     lines = [shlex.join([*([] if command[0] == "torchrun" else ["python"]), *shown_words(command)]) for command in commands]
     first, busy = min((about for _, _, about in found), key=lambda about: about["date"]), max(about["other_programs_cores"] for _, _, about in found)
     about = ast.get_docstring(ast.parse(programs[0].read_text()))

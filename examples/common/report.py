@@ -27,10 +27,10 @@ def markdown(rows: list[dict[str, str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def mean_and_error(values: list[float]) -> str:
+def mean_and_error(values: list[float], decimals: int = 4) -> str:
     """The mean over seeds, and its standard error where there are several."""
-    error = f" +- {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{error}"
+    error = f" +- {statistics.stdev(values) / len(values) ** 0.5:.{decimals}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.{decimals}f}{error}"
 
 
 def cost(run: dict) -> dict[str, str]:

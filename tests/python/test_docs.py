@@ -243,6 +243,19 @@ def test_tables_of_examples_become_a_record(records, monkeypatch, tmp_path, caps
     assert [row[:2] for row in found["tables"][0]["rows"]] == [["", "full"], ["--lr 0.3", "full"]]
     assert found["command"].splitlines()[1] == "python examples/recommend/stream.py --data stream.txt --rows full --threads 1 --batch-size 16 --lr 0.3"
 
+    assert "expected one for each of 2 commands, got 1" in run("--names", "slow", "--", *example, "--", *example, "--lr", "0.3")
+    assert run("--mean", "--names", "slow", "--", *example, "--lr", "0.3") == ""
+    assert json.loads((tmp_path / "stream.json").read_text())["tables"][0]["columns"] == ["run", "rows of", "Recall@10"]
+
+
+def test_means_over_seeds(records):
+    examples = importlib.import_module("example_tables")
+    commands = [["e.py", "--seed", "1", "--lr", "1"], ["e.py", "--lr", "1", "--seed", "2"], ["e.py", "--lr", "2", "--seed", "1"]]
+    found = [(["loss", "test"], [["full", "1,000.0"]], "a"), (["loss", "test"], [["full", "1002.0"]], "b"), (["loss", "test"], [["half", "7.25"]], "c")]
+    assert examples.over_seeds(commands, found) == ([["e.py", "--lr", "1"], ["e.py", "--lr", "2"]],
+                                                    [(["loss", "test"], [["full", "1,001.0 +- 1.0"]], "a"), (["loss", "test"], [["half", "7.25"]], "c")])
+    assert examples.mean(("a", "b")) == ""
+
 
 def test_the_table_of_steps_in_the_readme_is_that_of_its_record():
     record = json.loads((DOCS / "benchmarks/training_step.json").read_text())
