@@ -2,7 +2,7 @@
 # they need: a virtual environment in .venv with torch, and for the tests GoogleTest from the distribution. Targets are incremental.
 #
 #   make build       the package, installed into .venv
-#   make test        Python tests, C++ tests, and a C++ project on the installed package (12 minutes on two cores, set-up and build included)
+#   make test        Python tests, C++ tests, and a C++ project on the installed package (from nothing 11 to 30 minutes on two cores, by CPU)
 #   make tutorials   the notebooks of docs/tutorials, from top to bottom (5 minutes)
 #   make wheel       dist/xsoftmax-*.whl for all Pythons, of the torch in .venv; make sdist: the sources in one file
 #   make test-wheel  installs that wheel into a new environment and tests it there; make test-sdist: a wheel built from the sdist (minutes)

@@ -4,7 +4,7 @@
     python benchmarks/classifiers.py --gaussians 10000 --out out/gaussians           # generated: classes in clusters
     python benchmarks/classifiers.py --delicious delicious.arff --out out/delicious  # the rarest label of each document
 
-As in the CANE paper, section 7.1: only the last layer is trained. For each method the --finalists learning rates with the best validation
+As in Han et al. (2018), section 7.1: only the last layer is trained. For each method the --finalists learning rates with the best validation
 accuracy after --search-epochs train for --epochs, and the best of those counts. The times are those of the long runs, one after another on
 --threads threads; test time is that of finding the best class of every test row. Coverage: test targets among the candidates of the beam. "Edges as in
 the paper": never balanced (BeamTreeLoss.balance). Every run is kept in --out, and not made again. --vw-python names an interpreter that has

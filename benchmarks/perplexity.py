@@ -41,7 +41,7 @@ def one_denominator(classes: int, noises: int) -> list[str]:
     return cane("head", classes - noises, "--noises", str(noises), "--noise", "unigram", "--noise-reduction", "log_of_mean")
 
 
-# CANE beside NCE and BlackOut at equal counts (CANE paper, section 7.2); routed: in one layer of subsets, uniform noise, as there; one noise
+# CANE beside NCE and BlackOut at equal counts (Han et al., 2018, section 7.2); routed: in one layer of subsets, uniform noise, as there; one noise
 # beside the candidates, but where more of the classes are noises.
 CANE = {"exact": EXACT}
 for count in (40, 60, 80):

@@ -21,7 +21,7 @@ copyright = author
 release = version = xsoftmax.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "breathe", "sphinx_copybutton",
-              "sphinx_design", "benchmark_pages", "command_line", "notebooks", "operators", "record_directive"]
+              "sphinx_design", "benchmark_pages", "command_line", "notebooks", "operators", "paper_page", "record_directive"]
 exclude_patterns = ["_ext", "_templates", "requirements.txt", "README.md"]
 templates_path = ["_templates"]
 nitpicky = True

@@ -24,7 +24,7 @@ at::Tensor hierarchical_softmax_loss(const at::Tensor& input, const at::Tensor& 
                                      const HierarchicalSoftmaxOptions& options);
 
 // beam_tree_loss(input, weight, bias, target, tree, layer_sizes, ids, log_count, target_log_count, distinct, class_weight, options) -> loss:
-// candidate_loss (xsoftmax/ops.h) where the score of a class is the sum over the edges on its path (CANE paper, Algorithm 2).
+// candidate_loss (xsoftmax/ops.h) where the score of a class is the sum over the edges on its path (Han et al., 2018, Algorithm 2).
 //
 //     edges = F.linear(input, weight, bias)                                                       # E(c): the edges on the path to class c
 //     scores[q] = stack([edges[q, E(c)].sum() for c in (target[q], *ids[q])])

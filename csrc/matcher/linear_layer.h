@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-// A layer of a hierarchical linear model: a row of weights for each child of each parent, sparse, siblings together (PECOS paper, section
+// A layer of a hierarchical linear model: a row of weights for each child of each parent, sparse, siblings together (Yu et al., 2022, section
 // 3; the layout after Etter et al., "Accelerating inference for sparse extreme multi-label ranking trees", WWW 2022).
 //
 //   first_child int64 [P + 1]  parent p has the children first_child[p] .. first_child[p + 1] - 1

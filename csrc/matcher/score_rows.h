@@ -7,7 +7,7 @@
 
 namespace xsoftmax {
 
-// What the score of a child makes of its parent's (PECOS paper, section 2.3).
+// What the score of a child makes of its parent's (Yu et al., 2022, section 2.3).
 
 enum class ScoreCombiner : int { Multiply = 0, Add = 1, Last = 2 };
 

@@ -8,7 +8,7 @@
 namespace xsoftmax {
 
 // shortlist(parents, targets, first_child, parent, most) -> (nodes [P], offsets [Q + 1], right [P]): the children of the nodes that a beam has
-// reached and of those above the right ones (PECOS paper, section 4), as ragged_scores takes them.
+// reached and of those above the right ones (Yu et al., 2022, section 4), as ragged_scores takes them.
 //
 // parents [Q, W] int64: nodes of a tree, -1 where there is none. targets [Q, T] int64: the right nodes of the layer below, -1 where there is
 // none; their parents are taken as well. first_child [V + 1], parent [V] as in label_tree.h. nodes: of each query, each once, rising. right,

@@ -9,7 +9,7 @@
 namespace xsoftmax {
 
 // beam_search(input, weight, bias, first_child, node_class, width, transform) -> (scores, classes): the best classes of a tree that a beam of `width`
-// nodes finds from the root, by falling score (CANE paper, Algorithm 2).
+// nodes finds from the root, by falling score (Han et al., 2018, Algorithm 2).
 //
 // input [Q, D]; weight [E, D] and bias [E] or none: a row for each edge, edge e ends in node e + 1; first_child [E + 2] and node_class
 // [E + 1] as in label_tree.h. The score of a class is the sum over the edges on its path of transform(input . weight[e] + bias[e]);

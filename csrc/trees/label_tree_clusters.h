@@ -6,7 +6,7 @@ namespace xsoftmax {
 
 // label_tree_clusters(seed, offsets [N + 1], columns, values, features, arity, max_leaf_size, iterations, spherical) -> (parents, classes), which
 // label_tree takes: classes with near vectors near each other, in clusters of at most max_leaf_size, below as few layers of at most `arity`
-// children as those take (PECOS paper, section 2.1). All classes are on the last layer.
+// children as those take (Yu et al., 2022, section 2.1). All classes are on the last layer.
 //
 // The vectors are sparse rows: offsets int64, columns int32 below `features`, values float32. A node is cut into parts whose sizes differ as
 // little as the counts allow, by halves, each by 2-means whose halves have their sizes: rows are ordered by how much nearer they are to the

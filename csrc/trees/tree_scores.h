@@ -11,7 +11,7 @@
 namespace xsoftmax {
 
 // tree_scores(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad) -> scores [Q, P]: sums along paths of a tree
-// (CANE paper, Algorithm 2), an edge scored once a query however many of its paths share it.
+// (Han et al., 2018, Algorithm 2), an edge scored once a query however many of its paths share it.
 //
 //     edges = F.linear(input, weight, bias)                                                     # edge e ends in node e + 1
 //     scores[q, p] = sum(edges[q, v - 1] for v on the path from below the root to nodes[q, p])    # the root itself: 0

@@ -64,7 +64,7 @@ def build_loss(args: argparse.Namespace, name: str, counts: Tensor, dim: int, bi
 
 
 def build_cane(args: argparse.Namespace, counts: Tensor, dim: int, bias: bool, tree: xs.LabelTree | None) -> xs.CaneLoss | xs.BeamTreeLoss:
-    """Candidates against noises; routed: in a tree of one layer of subsets (CANE paper, section 5)."""
+    """Candidates against noises; routed: in a tree of one layer of subsets (Han et al., 2018, section 5)."""
     noise = args.noise
     if noise != "uniform":  # which a loss draws outside the candidates at once; of the others each noise has up to four tries
         noise = build_sampler(args, noise, counts, dim, 4 * args.noises, bias, private=True, distinct=False)

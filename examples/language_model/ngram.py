@@ -1,4 +1,4 @@
-"""Which words are likely after a word, counted in a text: what CANE takes as candidates (CANE paper, section 5, its last suggestion)."""
+"""Which words are likely after a word, counted in a text: what CANE takes as candidates (Han et al., 2018, section 5, its last suggestion)."""
 
 import torch
 from torch import Tensor

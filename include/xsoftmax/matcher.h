@@ -15,7 +15,7 @@ namespace xsoftmax {
 
 class BeamLayer;
 
-/// The layers of a tree of labels, with a sparse linear classifier for each child of each node (PECOS paper, section 3). Never changes; any
+/// The layers of a tree of labels, with a sparse linear classifier for each child of each node (Yu et al., 2022, section 3). Never changes; any
 /// number of threads may ask it at once.
 class XRLinear : public torch::CustomClassHolder {
  public:

@@ -180,7 +180,7 @@ struct CaneOptions {
   bool sparse_grad = true;                    ///< row-sparse gradient of the table
 };
 
-/// Candidates against noises (CANE paper, Algorithm 1) in train(), the exact loss in eval(). No label smoothing.
+/// Candidates against noises (Han et al., 2018, Algorithm 1) in train(), the exact loss in eval(). No label smoothing.
 class CaneLossImpl : public CandidateLossImpl {
  public:
   CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneOptions& cane, const LossOptions& options = {});

@@ -54,7 +54,7 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// ones, of both the distinct ones first. target [Q] int64. A candidate of log count +inf takes no part. Sets that are distinct weigh
 /// 1 / count as they stand. The others are independent draws, with replacement; where all of them are of one set, its q is renormalised to
 /// the classes other than the target.
-/// options.estimator: "sampled_softmax" (MIDX paper, section 3.2; with remove_accidental_hits=false its Eq. 1), or "ranking", which lowers the
+/// options.estimator: "sampled_softmax" (Chen et al., 2025, section 3.2; with remove_accidental_hits=false its Eq. 1), or "ranking", which lowers the
 /// target's score by its log expected count in all sets as well (TensorFlow's sampled softmax; -inf corrects nothing) and never renormalises.
 /// "ranking", "nce" and CANE keep the hits among independent draws, whatever remove_accidental_hits says: the softmax is their optimum for any
 /// number of draws only so.
@@ -67,7 +67,7 @@ at::Tensor ragged_scores(const at::Tensor& input, const at::Tensor& weight, cons
 /// or, with the distinct sets as candidates C, the others as n draws of noise from q, s' = adjusted over C, m_j = adjusted_j + log n over the
 /// noise, and m_y = a_y + log n (-inf corrects nothing):
 ///     "cane"               y in C: mean_j log(e^{s_y} + sum e^{s'} + e^{m_j}) - s_y; else log(sum e^{s'} + e^{m_y}) - s_y
-///                          (CANE paper, Algorithm 1; noise from the classes outside C)
+///                          (Han et al., 2018, Algorithm 1; noise from the classes outside C)
 ///     "cane_log_of_mean"   y in C: log(e^{s_y} + sum e^{s'} + mean_j e^{m_j}) - s_y; else the same without e^{s_y}, and with m_y in the
 ///                          place of the first draw. One noise: the same loss. More: less variance than "cane"
 /// or one that register_estimator was given (xsoftmax/estimators.h).

@@ -91,7 +91,7 @@ struct BeamTreeOptions {
   bool sparse_grad = true;
 };
 
-/// The beam tree (CANE paper, Algorithm 2): CANE in train(), whose candidates a beam search finds; in eval() the exact loss over all paths.
+/// The beam tree (Han et al., 2018, Algorithm 2): CANE in train(), whose candidates a beam search finds; in eval() the exact loss over all paths.
 class BeamTreeLossImpl : public TreeLossImpl {
  public:
   BeamTreeLossImpl(int64_t in_features, LabelTree tree, const BeamTreeOptions& beam, const LossOptions& options = {});

@@ -18,9 +18,9 @@ namespace xsoftmax {
 struct TreeFromVectors {
   int64_t arity = 10;
   int64_t iterations = 10;   ///< of each K-means
-  int64_t max_leaf_size = 0; ///< 0: recursive K-means with `arity` clusters, whose leaves are laid from left to right into a balanced tree (CANE
-                             ///< paper, appendix C). Else clusters of at most so many classes, cut by balanced 2-means, below as few layers of at
-                             ///< most `arity` children as those take (PECOS paper, section 2.1): the tree of a hierarchical matcher
+  int64_t max_leaf_size = 0; ///< 0: recursive K-means with `arity` clusters, whose leaves are laid from left to right into a balanced tree (Han
+                             ///< et al., 2018, appendix C). Else clusters of at most so many classes, cut by balanced 2-means, below as few layers of at
+                             ///< most `arity` children as those take (Yu et al., 2022, section 2.1): the tree of a hierarchical matcher
   bool spherical = true; ///< beside max_leaf_size: centres are normalised, so that directions count; the vectors should be, too
 
   template <typename Visitor>
@@ -74,7 +74,7 @@ class LabelTree : public torch::nn::ModuleHolder<LabelTreeImpl> {
 
   /// As the constructor.
   static LabelTree from_parents(const torch::Tensor& parents, const torch::Tensor& classes = {});
-  /// The classes of `order`, a permutation, as leaves from left to right, in ceil(log_arity N) layers (CANE paper, appendix C).
+  /// The classes of `order`, a permutation, as leaves from left to right, in ceil(log_arity N) layers (Han et al., 2018, appendix C).
   static LabelTree balanced(const torch::Tensor& order, int64_t arity = 10);
   static LabelTree balanced(int64_t num_classes, int64_t arity = 10);
   /// The same, the classes in random order.

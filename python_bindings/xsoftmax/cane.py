@@ -23,7 +23,7 @@ def estimator_of(owner: str, noise_reduction: str) -> str:
 
 
 class CaneLoss(CandidateLoss):
-    r"""Candidates against noises (CANE paper, Algorithm 1) in train(); the exact loss in eval().
+    r"""Candidates against noises (Han et al., 2018, Algorithm 1) in train(); the exact loss in eval().
 
     For each query, a set C of candidates that is found without looking at the target y; n noises from a distribution q over the classes
     outside C. With s the scores::

@@ -22,7 +22,7 @@ class Diagnosis:
     """KL(q || p), nats, the mean over queries."""
     renyi: float
     """log sum_i p_i^2 / q_i, the mean over queries. It is the log of the Renyi divergence of order 2 of p from q, which bounds the bias of the
-    gradient (MIDX paper, Theorem 6). Infinite where a class of p > 0 is never proposed."""
+    gradient (Chen et al., 2025, Theorem 6). Infinite where a class of p > 0 is never proposed."""
     gradient_bias: float
     """Norm of (mean sampled gradient - exact gradient) over that of the exact one, for `input`; less what is left of the noise."""
     gradient_noise: float

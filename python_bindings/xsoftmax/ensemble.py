@@ -17,7 +17,7 @@ METHODS = ("average", "rank", "softmax", "round_robin")
 def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method: str = "average", topk: int = 10,
                         weights: Optional[Sequence[float]] = None) -> "scipy.sparse.csr_matrix":
     """The ``topk`` best labels of each row by several predictions [n, L], such as :meth:`XRLinear.predict` gives; entries stand best first,
-    equal ones by label (PECOS paper, section 2.5).
+    equal ones by label (Yu et al., 2022, section 2.5).
 
     Args:
         predictions: of any models, a row of scores a query. A label that one of them does not name has the score 0 from it.

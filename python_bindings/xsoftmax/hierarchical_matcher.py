@@ -27,7 +27,7 @@ def _fake_shortlist(parents: Tensor, targets: Tensor, first_child: Tensor, paren
 
 
 class HierarchicalMatcher(TableModule):
-    r"""A tree of labels with a linear classifier for each node, trained layer after layer over one encoder (PECOS paper, section 4).
+    r"""A tree of labels with a linear classifier for each node, trained layer after layer over one encoder (Yu et al., 2022, section 4).
 
     On the layer at work, a query's shortlist S holds the children of the ``beam`` best nodes of the layer above, and those of the nodes above
     its right labels. With y_c = 1 where a right label is c or below it, else -1, its loss is::

@@ -121,7 +121,7 @@ class LabelTree(Module):
     @staticmethod
     def balanced(order: Union[Tensor, Sequence[int], int], arity: int = 10) -> "LabelTree":
         """The classes of ``order`` (a permutation, or their number) as leaves from left to right, in ceil(log_arity N) layers: every inner
-        node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (CANE paper, appendix C)."""
+        node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (Han et al., 2018, appendix C)."""
         if isinstance(order, (int, np.integer)) and not isinstance(order, bool):
             order = torch.arange(check_count("LabelTree.balanced", "the number of classes", order, 1))
         order = _int64("balanced", "order", order)  # type: ignore[arg-type]
@@ -137,10 +137,10 @@ class LabelTree(Module):
                      generator: Optional[torch.Generator] = None, *, max_leaf_size: Optional[int] = None, spherical: bool = True,
                      group: Union["torch.distributed.ProcessGroup", "torch.distributed.DeviceMesh", None] = None) -> "LabelTree":
         """:meth:`balanced`, with near classes near each other: recursive K-means with ``arity`` clusters, whose leaves are then laid from
-        left to right into a balanced tree (CANE paper, appendix C).
+        left to right into a balanced tree (Han et al., 2018, appendix C).
 
         With ``max_leaf_size``: clusters of at most so many classes, below as few layers of at most ``arity`` children as those take, cut by
-        balanced 2-means (PECOS paper, section 2.1): the tree of a hierarchical matcher.
+        balanced 2-means (Yu et al., 2022, section 2.1): the tree of a hierarchical matcher.
 
         Args:
             vectors: [N, D], floating, finite: a vector for each class, such as the mean of the features of its examples, or the rows of a
@@ -185,7 +185,7 @@ class LabelTree(Module):
 
     @staticmethod
     def from_frequencies(counts: Tensor, subsets: int) -> "LabelTree":
-        """One layer of ``subsets`` nodes with nearly the same sum of counts; below them the classes, by falling count (CANE paper,
+        """One layer of ``subsets`` nodes with nearly the same sum of counts; below them the classes, by falling count (Han et al., 2018,
         section 5).
 
         Args:

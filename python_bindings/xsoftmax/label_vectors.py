@@ -1,4 +1,4 @@
-r"""Vectors of labels, for :meth:`xsoftmax.LabelTree.from_vectors`: labels with near vectors share a branch of the tree (PECOS paper, section 2.2).
+r"""Vectors of labels, for :meth:`xsoftmax.LabelTree.from_vectors`: labels with near vectors share a branch of the tree (Yu et al., 2022, section 2.2).
 
 Where X [n, D] are the examples and Y [n, L] says which labels each has, both scipy sparse matrices::
 

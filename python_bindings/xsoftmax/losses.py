@@ -267,7 +267,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         loss = log(e^{s_y} + sum_{j drawn, j != y} e^{s_j} / c_j) - s_y
 
     For independent draws the sum is renormalised to the classes other than y, times (M - c_y) / m where m draws are not y
-    (MIDX paper, section 3.2).
+    (Chen et al., 2025, section 3.2).
 
     ``loss(input, target, negatives=ids)`` scores further classes, ``ids [P]`` for the batch or ``[*, P]`` for each query (int64, -1 where there is
     none): hard negatives, or those that a data loader drew. They are always there, each once: their expected count is 1, and what the sampler would
@@ -295,7 +295,7 @@ class SampledSoftmaxLoss(CandidateLoss):
             draws from the classes other than the target, each query its own, by :class:`xsoftmax.samplers.ComplementSampler` (Botev et
             al., 2017). Or one that :func:`xsoftmax.register_estimator` was given.
         log_z: of "nce", by which all scores are lowered: a number, or "learned": a parameter of that name, which begins at 0.
-        remove_accidental_hits: drop draws that equal the target. False with "sampled_softmax" is Eq. 1 of the MIDX paper, whose gradient
+        remove_accidental_hits: drop draws that equal the target. False with "sampled_softmax" is Eq. 1 of Chen et al. (2025), whose gradient
             is the full one times about 1 / (1 + p_y). "ranking", "nce" and CANE keep those among independent draws in any case: without
             them their optimum is not the softmax.
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.

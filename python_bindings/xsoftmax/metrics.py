@@ -119,7 +119,7 @@ def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: flo
 
 
 def coverage(candidates: Tensor, target: Tensor, ignore_index: int = -100) -> float:
-    """How often the target is among the candidates, `(candidates == target[..., None]).any(-1).mean()` (CANE paper, Table 3).
+    """How often the target is among the candidates, `(candidates == target[..., None]).any(-1).mean()` (Han et al., 2018, Table 3).
 
     Args:
         candidates: int64 [*, C], -1 where there is none; or [C] for all queries.

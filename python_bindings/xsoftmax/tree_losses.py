@@ -39,7 +39,7 @@ class TreeLoss(TableModule):
 
 
 class BeamTreeLoss(TreeLoss):
-    r"""The beam tree (CANE paper, Algorithm 2): CANE whose candidates a beam search in a tree of the classes finds, at a cost of O(log N).
+    r"""The beam tree (Han et al., 2018, Algorithm 2): CANE whose candidates a beam search in a tree of the classes finds, at a cost of O(log N).
 
     Each edge of the tree has a row w of parameters, and the score of a class is the sum of w . input along its path. Classes near each other
     in the tree share most of it. In train() the loss is that of :class:`CaneLoss`, the candidates being the best `num_candidates` classes of

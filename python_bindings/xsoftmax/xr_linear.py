@@ -30,7 +30,7 @@ _FEW = 256  # queries, which take no time that anybody would interrupt
 
 
 class XRLinear:
-    r"""A tree of labels with a sparse linear classifier for each of its nodes (PECOS paper, section 3: XR-Linear).
+    r"""A tree of labels with a sparse linear classifier for each of its nodes (Yu et al., 2022, section 3: XR-Linear).
 
     A query x is looked up by beam search. A node c below p, at which x arrives with the score s_p, has
 

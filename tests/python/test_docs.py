@@ -18,7 +18,7 @@ import xsoftmax as xs
 DOCS = ROOT / "docs"
 # What is generated, and tutorials, which are notebooks with tests of their own.
 PAGES = [path for path in sorted(DOCS.rglob("*.md")) if not {"tutorials", "generated", "benchmarks"} & set(path.relative_to(DOCS).parts)
-         and path.name not in ("operators.md", "command_line.md")]
+         and path.name not in ("operators.md", "command_line.md", "papers.md")]
 
 
 # distributed.md: below; deployment.md: test_deployment.py.

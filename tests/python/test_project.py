@@ -48,6 +48,23 @@ def test_methods_are_cited():
         assert name in known, name
 
 
+def test_papers_that_docstrings_name_are_cited():
+    """By the first author and the year: a nickname, such as "the CANE paper", would lead nobody to it."""
+    cited = set()
+    for entry in read("CITATION.cff").split("  - type: ")[1:]:
+        cited.add((re.search(r'family-names: "(.*)"', entry)[1].split("-")[0], re.search(r"year: (\d+)", entry)[1]))
+    public = [*(ROOT / "python_bindings").rglob("*.py"), *(ROOT / "include").rglob("*.h"), *(ROOT / "docs").glob("[chst]*/*.md")]
+    year = r"(?:,? (?:[A-Z]\w+ )?(?:et al\.|and [A-Z]\w+))?,? ?\(?(?:\"[^\"]*\", (?:\w+ )?|[A-Z]\w+ )?((?:19|20)\d\d)\b"
+    found = 0
+    for path in public:
+        text = re.sub(r"\s*\n\s*(///|//|#)?\s*", " ", path.read_text())
+        assert not re.search(r"\b(CANE|MIDX|PECOS) paper", text), path
+        for name, when in re.findall(rf"\b([A-Z]\w+){year}", text):
+            assert (name, when) in cited, f"{path.relative_to(ROOT)}: {name} {when}"
+            found += 1
+    assert found > 30
+
+
 def estimators():
     return {*torch.ops.xsoftmax.estimator_names(), "complementary_sum"}
 

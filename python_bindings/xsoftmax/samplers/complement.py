@@ -11,8 +11,8 @@ from .sampler import CandidateSet, Sampler, make_sampler
 
 
 class ComplementSampler(Sampler):
-    """Draws from the classes outside the target, or outside a set: the complementary sums of Botev et al. (2017), the noise of CANE (CANE
-    paper, Eq. 2).
+    """Draws from the classes outside the target, or outside a set: the complementary sums of Botev et al. (2017), the noise of CANE (Han et
+    al., 2018, Eq. 2).
 
     A draw of ``sampler`` is made up to ``tries`` times, until it is outside; if none is, it is uniform over the classes outside. Its
     probability is known in closed form, with f the mass that the sampler's q gives the set C::

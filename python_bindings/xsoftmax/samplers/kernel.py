@@ -31,7 +31,7 @@ class SphereSampler(KernelSampler):
 
         q(i | z) = (alpha s_i^2 + 1) / sum_j (alpha s_j^2 + 1),        s_i = z.w_i + bias_i
 
-    (Blanc and Rendle, 2018; MIDX paper, section 6.1.3). O(D^2 log N) a draw, and about three times the table's memory. Note that classes with
+    (Blanc and Rendle, 2018; Chen et al., 2025, section 6.1.3). O(D^2 log N) a draw, and about three times the table's memory. Note that classes with
     very negative scores are drawn as often as those with high ones.
 
     Args:
@@ -51,7 +51,7 @@ class RffSampler(KernelSampler):
 
         K(z, w) = max(phi(z).phi(w), floor),   phi(x) = [cos U x', sin U x'] / sqrt(R),   x' = x / |x|,   U ~ N(0, tau)
 
-    (Rawat et al., "Sampled softmax with random Fourier features", NeurIPS 2019; MIDX paper, section 6.1.3). phi(z).phi(w) is about
+    (Rawat et al., "Sampled softmax with random Fourier features", NeurIPS 2019; Chen et al., 2025, section 6.1.3). phi(z).phi(w) is about
     e^{-tau |z' - w'|^2 / 2}, and may be negative: each level of the tree raises what it compares to ``floor`` a class, and q is the product
     of the shares that result, exactly. O(R log N) a draw.
 

@@ -11,7 +11,7 @@ from .static import Exclude
 
 @register("lsh")
 class LshSampler(AdaptiveSampler):
-    r"""Draws classes that share a bucket with the query in one of several hash tables (MIDX paper, section 6.1.3).
+    r"""Draws classes that share a bucket with the query in one of several hash tables (Chen et al., 2025, section 6.1.3).
 
     Each table hashes a vector to the side on which it lies of ``bits`` random planes (SimHash; Charikar, 2002). A draw picks one of the T'
     tables in which the query's bucket is not empty, and any class of the bucket::
