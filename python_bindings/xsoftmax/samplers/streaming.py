@@ -21,7 +21,7 @@ def _number(owner: str, argument: str, value: Optional[float]) -> Optional[float
 
 
 class StreamingCounts(KeepsTables):
-    """The probability of ids in a stream of batches, as the stream has it lately.
+    """Estimates the probability of ids in a stream of batches, with more weight on recent batches.
 
     **Dense ids** in [0, N): an exact decayed count of each. After a batch of B ids all counts fall by ``2^(-B / half_life)``, and those of its ids rise
     by 1 a time: ``count_i = sum_b n_ib 2^(-(ids after batch b) / half_life)`` with ``n_ib`` the times that i stands in batch b, ``total = sum_i count_i`` and
@@ -58,6 +58,11 @@ class StreamingCounts(KeepsTables):
     int64 counts ``last``, int64 of count's shape, and ``seen``, int64: the ids seen up to a row's last sighting, and altogether.
 
     A process counts what it is given. :func:`xsoftmax.distributed.share_counts` has it count the ids of all ranks.
+
+    Raises:
+        ValueError: an option out of range; alpha of dense ids, or beside half_life.
+        TypeError: an option of another type; ids that are not int64; a mask that is not bool.
+        IndexError: a dense id is not in [0, N) and not -1 (checked on the CPU).
     """
 
     num_ids: Optional[int]
@@ -81,7 +86,10 @@ class StreamingCounts(KeepsTables):
         return ", ".join([text, *(option for option in shown if self.num_ids is None or option.startswith("half_life"))])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``log_prob(ids)`` after ``update(ids)``: in train() each of them has a q above 0."""
+        """Counts a batch and gives its probabilities: ``log_prob(ids)`` after ``update(ids)``. In train() each of the ids has a q above 0.
+
+        ids int64 [*] -> float32 [*]. Errors as :meth:`update`.
+        """
         self.update(ids, None)
         return self.log_prob(ids)
 
@@ -115,8 +123,15 @@ class StreamingCounts(KeepsTables):
 
     @torch.jit.unused
     def resize(self, num_ids: int) -> None:
-        """Counts ``num_ids`` dense ids from now on: new ones were never seen, and the counts of those that are gone leave ``total``. In amortised O(the ids
-        that come or go). Open ids have no number: nothing happens."""
+        """Counts ``num_ids`` dense ids from now on: new ids were never seen, and the counts of those that are gone leave ``total``. Open ids have no number:
+        nothing happens.
+
+        A call costs O(the ids that come or go), averaged over many.
+
+        Raises:
+            ValueError: num_ids below 1.
+            TypeError: num_ids is not an int.
+        """
         num_ids = check_count("StreamingCounts", "num_ids", num_ids, 1)
         self.options = torch.ops.xsoftmax.streaming_resize_(self.count, self.total, self.last, self.seen, num_ids, self.options)
         self.num_ids = None if self.num_ids is None else num_ids
@@ -133,10 +148,19 @@ class StreamingCounts(KeepsTables):
 
     @torch.jit.export
     def counts(self, ids: Tensor) -> Tensor:
-        """The decayed counts, float64 of ids' shape; of open ids ``total q``, with ``total`` the decayed number of all ids (with ``alpha`` their number)."""
+        """The decayed counts: ids int64 [*] -> float64 [*]. Of open ids ``total q``, with ``total`` the decayed number of all ids (with ``alpha`` their
+        number).
+
+        Raises:
+            TypeError, IndexError: as :meth:`update`
+        """
         return torch.ops.xsoftmax.streaming_count(ids, self.count, self.total, self.last, self.seen, self.options)
 
     @torch.jit.export
     def log_prob(self, ids: Tensor) -> Tensor:
-        """log q, float32 of ids' shape: -inf for what was never seen, and for a dense id of -1."""
+        """log q: ids int64 [*] -> float32 [*]. It is -inf for an id that was never seen, and for a dense id of -1.
+
+        Raises:
+            TypeError, IndexError: as :meth:`update`
+        """
         return torch.ops.xsoftmax.streaming_log_prob(ids, self.count, self.total, self.last, self.seen, self.options).float()
