@@ -95,6 +95,8 @@ class Sampler(KeepsTables):
         default_estimator: the estimator that suits its draws, which a loss takes where none is named.
         follows_table: it defines :meth:`prepare`, and goes with losses that have a class table alone.
 
+    Shapes: queries [Q, D] and target int64 [Q] or [Q, T] give sets of ids int64 [M], or [Q, M] for each query; see :meth:`sample`.
+
     Raises:
         ValueError: num_classes or num_samples out of range.
         TypeError: num_classes or num_samples is not an int.
