@@ -201,15 +201,16 @@ class HierarchicalMatcher(TableModule):
     @torch.jit.unused
     @torch.no_grad()
     def init_from_prototypes(self, input: Tensor, target: Tensor) -> None:
-        r"""Lets the nodes of the layer at work begin as the sums of their examples, in place of their parents' weights: of the embedded examples
-        h_i (mean m), n_c of which have a right label at or below c::
+        r"""Sets the rows of the layer at work to sums of their examples, in place of their parents' weights.
+
+        With the embedded examples h_i, their mean m, and the n_c examples i that have a right label at or below the node c::
 
             w_c = scale * sum_{i of c} (h_i - m) / sqrt(n_c)
             b_c = offset - w_c . m
 
-        ``scale`` and ``offset`` are those of the least loss on (at most) 4,096 of the examples, which are also part of the sums: scores are more
-        certain than they should be. A node without examples has w_c = 0; without bias, m and the offset are 0. Where most labels have a handful
-        of examples this can be better than what training finds (``docs/experiments/many_labels.md``).
+        ``scale`` and ``offset`` are those of the least loss on (at most) 4,096 of the examples. These are also part of the sums, so scores are more certain
+        than they should be. A node without examples has w_c = 0; without bias, m and the offset are 0. Where most labels have a handful of examples this can be
+        better than what training finds (``docs/experiments/many_labels.md``).
 
         The layers above are left as they are, and go stale where the encoder is trained after them: go back to them then (`layer`).
 
@@ -218,8 +219,8 @@ class HierarchicalMatcher(TableModule):
             target: [*, T], as in the loss.
 
         Raises:
-            ValueError: no example, another shape, or input, sums or scores that are not finite. TypeError: input of another dtype than the
-                weights. Nothing has changed then.
+            ValueError: no example, another shape, or input, sums or scores that are not finite. Nothing has changed then.
+            TypeError: input of another dtype than the weights, or target not int64.
         """
         queries, table = self._examples(input, target), self.edges.weight
         if len(queries) == 0:

@@ -73,37 +73,39 @@ class LinearLoss(TableModule):
         return tables
 
     def resize_classes(self, num_classes: int, *, weight: Optional[Tensor] = None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        """Gives the loss another number of classes, in place: classes come behind the others, and those past the end go.
+        """Gives the loss another number of classes, in place. New classes stand behind the others; classes past the end are gone.
 
         The parameters of ``linear`` stay the same objects, so optimizers and modules that share them go on. The rows of the first ``min(N, num_classes)``
-        classes and what optimizers keep for them stay; new ones begin as ``nn.Linear.reset_parameters()`` makes them (uniform in ``1 / sqrt(D)``, whatever the
-        number of classes is, by torch's default generator), and as before their first step. An error changes nothing.
+        classes stay, with what optimizers keep for them. New rows begin as ``nn.Linear.reset_parameters()`` makes them (uniform in ``1 / sqrt(D)``, whatever
+        the number of classes is, by torch's default generator), and as before their first step. An error changes nothing.
 
-        A call costs the new rows, averaged over many: the memory of a table grows by quarters, and the first call copies the table. ``state_dict()``,
-        ``torch.save``, pickle and deepcopy hold the rows alone. Where a table is copied, what shared its memory without being the parameter (``.data``,
-        ``detach()``, a view, numpy, a mapped file, shared memory, a CUDA graph) keeps the old one.
+        A call costs O(the new rows), averaged over many: the memory of a table grows by quarters, and the first call copies the table. ``state_dict()``,
+        ``torch.save``, pickle and deepcopy hold the rows alone. Where a table is copied, tensors that shared its memory without being the parameter (``.data``,
+        ``detach()``, a view, numpy, a mapped file, shared memory, a CUDA graph) keep the old one.
 
-        - Row optimizers (:mod:`xsoftmax.optim`) that have stepped the parameters are found, whoever holds them; what rows owe stays owed, or is made up.
-        - Optimizers of ``torch.optim`` are not: give them as ``optimizers``. One that was not given, and has state, raises at its next step:
-          call this again with it.
-        - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`): expected counts stay exact, what is gone is never drawn. New classes cost
-          themselves alone, averaged over many: those of a static law have their weight at once; an index that follows the table knows their places, and
-          draws them evenly until it is next laid out (:meth:`AdaptiveSampler.plan_growth <xsoftmax.samplers.adaptive.AdaptiveSampler.plan_growth>`). O(N) a
-          call are the tables of a static law and an index where other classes go than those that have come since the last layout, and where classes come an
-          index of distinct draws.
-        - ``.grad`` of the parameters, which is of the former size, becomes None: call this after ``step()``. A backward pass of an earlier forward pass is
-          refused. The number that the loss has already changes neither.
+        - Row optimizers (:mod:`xsoftmax.optim`) that have taken a step for the parameters are found by the library. The steps that rows owe (lazy updates) stay
+          owed, or are applied.
+        - Optimizers of ``torch.optim`` are not found: give them as ``optimizers``. One that was not given, and has state, raises at its next step: call this
+          again with it.
+        - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`). Expected counts stay exact, and classes that are gone are never drawn.
+          New classes cost O(1) each, averaged over many: those of a static distribution have their weight at once; an index that follows the table knows their
+          places, and draws them evenly until it is next laid out (:meth:`AdaptiveSampler.plan_growth
+          <xsoftmax.samplers.adaptive.AdaptiveSampler.plan_growth>`). Three cases cost O(N) a call: the tables of a static distribution, and an index, where
+          other classes go than those that have come since the last layout; and an index of distinct draws where classes come.
+        - ``.grad`` of the parameters, which has the former size, becomes None: call this after ``step()``. A backward pass of an earlier forward pass is
+          refused. A call with the present number of classes changes neither.
         - ``num_embeddings`` of an nn.Embedding that is tied to ``linear.weight`` is not known here: set it.
-        - A scripted loss keeps its number of classes and says so; wrap the model in DistributedDataParallel anew.
+        - A scripted loss keeps its number of classes, and refuses the table. Wrap the model in DistributedDataParallel anew.
 
         Args:
             num_classes: at least 1, and above the head classes and the candidates that the loss was given.
-            weight: class weights [num_classes - N] of new classes, where the loss has some. None: 1.
+            weight: class weights floating [num_classes - N] of new classes, where the loss has some. None: 1.
             optimizers: of ``torch.optim``: SGD, Adagrad, Adadelta, RMSprop and the Adams.
 
         Raises:
-            ValueError: a class that is always scored would be gone; too few classes for a sampler's distinct draws; a weight of another shape.
-            TypeError: a parametrized table, a sampler that does not define ``plan_resize``, another optimizer.
+            ValueError: a class that is always scored would be gone; too few classes for a sampler's distinct draws; a weight of another shape, or one for a
+                loss without class weights.
+            TypeError: a parametrized table, a sampler that does not define ``plan_resize``, another optimizer, or num_classes that is not an int.
             RuntimeError: a table that is split or replicated over ranks.
         """
         resize_classes(self, num_classes, weight, optimizers)

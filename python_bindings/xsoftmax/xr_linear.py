@@ -77,16 +77,16 @@ class XRLinear:
             beam: of the search for ``"man"``.
             loss: ``"squared_hinge"``, ``max(0, 1 - m)^2``; ``"hinge"``, ``max(0, 1 - m)``; ``"logistic"``, ``log(1 + e^-m)``, whose model
                 has the transform ``"sigmoid"``, the others ``"l3-hinge"``.
-            positive_cost, negative_cost: C_i where y_i is 1 or -1.
+            positive_cost, negative_cost: C_i where y_i is 1 or -1; above 0.
             relevance: [n, L], non-negative, a number for each pair of Y: multiplies positive_cost. Of an inner node: the largest of the
                 labels below it.
-            tolerance: a classifier is done when the projected gradients of a sweep are no further from each other and from 0. sweeps: at
-                most.
-            bias: the value of a feature that every row and query has beside its own; 0: none.
-            threshold: weights nearer to 0 are dropped: those of rows much longer than 1 are small. max_weights: then all but so many of each
-                classifier. None: none is.
-            initial: a model with the same tree and features, whose weights training begins from. It takes fewer sweeps where those are nearly
-                the answer, of training to a smaller tolerance with threshold=0 and dtype=torch.float32; else more than without.
+            tolerance: above 0. A classifier is done when the projected gradients of a sweep differ by no more, and are no further from 0.
+            sweeps: at most so many passes over the rows, at least 1.
+            bias: the value of one more feature, which every row and query has; 0: no such feature.
+            threshold: weights nearer to 0 are dropped. Rows much longer than 1 have small weights, and need a smaller threshold.
+            max_weights: after that, each classifier keeps at most so many weights, at least 1. None: all.
+            initial: a model with the same tree and features, whose weights training begins from. Training takes fewer sweeps where these weights are nearly the
+                answer: trained to a smaller tolerance, with threshold=0 and dtype=torch.float32. Else it takes more sweeps than without.
             dtype: of the weights that are kept: torch.float16 or torch.float32. None: float16, unless a weight is too small or too large
                 for it. Training is in float32.
             generator: for the tree and the orders in which rows are visited.

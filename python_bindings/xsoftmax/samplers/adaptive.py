@@ -147,9 +147,11 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.unused
     def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
-        """Of private independent draws (but of the exact form of MIDX): new classes are placed as by :meth:`plan_resize`, and drawn evenly, each as if all
-        classes were, until the index is next laid out: by a refresh, by an update, or here where a quarter as many as it holds would have come. O(the new
-        classes), averaged over many."""
+        """Plans a growth by O(the new classes), averaged over many; for private independent draws, but not for :class:`ExactMidxSampler`.
+
+        New classes are placed as by :meth:`plan_resize`. They are drawn evenly, each as if all classes were, until the index is next laid out: by a refresh, by
+        an update, or here where a quarter as many classes as the index holds would have come. See :meth:`Sampler.plan_growth`.
+        """
         gained = torch.ops.xsoftmax.adaptive_grow(self.family, type(self).__name__, num_classes, rows, bias, self._index(), self.options)
 
         def grow() -> None:
@@ -161,9 +163,11 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
-        """New classes are placed under the codewords, planes or directions that the index has; without their rows, and before the first refresh, all classes
-        are drawn alike until the next step refreshes. All biases are taken in. O(N), but no pass over the rows of a table but the new ones (a kernel sampler
-        sums up its copy)."""
+        """Plans a resize: new classes are placed under the codewords, planes or directions that the index has.
+
+        Without the rows of the new classes, and before the first refresh, all classes are drawn alike until the next step refreshes. All biases are taken in.
+        It costs O(N), but reads no rows of a table other than the new ones (a kernel sampler sums up its copy). See :meth:`Sampler.plan_resize`.
+        """
         index = torch.ops.xsoftmax.adaptive_resize(self.family, type(self).__name__, num_classes, rows, bias, self._index(), self.options)
 
         def resize() -> None:

@@ -208,30 +208,56 @@ class Sampler(KeepsTables):
 
     @torch.jit.unused
     def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
-        """What does :meth:`resize` in the time that the new classes take, of which alone it is given the biases ``[A]``. None where only :meth:`plan_resize`
-        does, as by default in a sampler that follows the table."""
+        """Plans a :meth:`resize` to more classes that costs O(the new classes).
+
+        Args:
+            num_classes: the new number of classes.
+            rows: ``[A, D]``, the rows of the A new classes, or None.
+            bias: ``[A]``, the biases of the new classes alone, or None.
+
+        Returns:
+            A function that does the resize and cannot fail. None where only :meth:`plan_resize` does it, as by default in a sampler that follows the table.
+        """
         return None if self.follows_table else self.plan_resize(num_classes, rows, bias)
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
-        """What does :meth:`resize`, after all checks: it cannot fail. A sampler of your own that knows how defines it, and sets ``num_classes`` there."""
+        """Plans a :meth:`resize`: checks all that can go wrong. A sampler of a user defines it where its number of classes may change, and sets
+        ``num_classes`` in the function.
+
+        Args:
+            num_classes: the new number of classes.
+            rows: ``[A, D]``, the rows of the A new classes, or None.
+            bias: ``[num_classes]``, the biases of all classes, or None.
+
+        Returns:
+            A function that does the resize and cannot fail.
+
+        Raises:
+            TypeError: the sampler does not define it.
+        """
         raise TypeError(f"{type(self).__name__}: expected a sampler that defines plan_resize, got one whose number of classes is fixed")
 
     @torch.jit.unused
     def forget(self, ids: Tensor) -> None:
-        """What a sampler does about classes (int64 [R]) that stand for something else from now on, as :class:`xsoftmax.IdTable` says: one that counts forgets
-        their counts."""
+        """Forgets what a sampler has counted of classes that stand for something else from now on, as :class:`xsoftmax.IdTable` says.
+
+        Args:
+            ids: int64 ``[R]`` in [0, N).
+        """
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> Optional["Sampler"]:
-        """A sampler like this one that does not draw the classes ``ids`` (int64, one dimension) either; None where it cannot leave classes out:
-        their counts then add up beside a head."""
+        """A sampler like this one that does not draw the classes ``ids`` (int64 [E]) either. None where the sampler cannot leave classes out: beside a head
+        the expected counts then add up.
+        """
         return None
 
     @torch.jit.unused
     def outside_target(self) -> "Sampler":
-        """One whose draws are this one's, from the classes other than the target: what the estimator "complementary_sum" asks for. This one belongs
-        to it from then on."""
+        """A sampler whose draws are those of this one, from the classes other than the target: for the estimator "complementary_sum". This sampler belongs to
+        it from then on.
+        """
         from .complement import ComplementSampler
 
         return ComplementSampler(self, self.num_samples)
@@ -246,8 +272,9 @@ class Sampler(KeepsTables):
 
     @classmethod
     def for_table(cls, num_classes: int, num_samples: int, *, dim: int, bias: bool, **options: Any) -> "Sampler":
-        """One for a class table of width ``dim``, with or without a bias: what a loss calls where a sampler is named by a string. ``options``:
-        the constructor's."""
+        """Makes a sampler for a class table of width ``dim``, with or without a bias. A loss calls it where a sampler is named by a string. ``options``: the
+        constructor's.
+        """
         return cls(num_classes, num_samples, **options)
 
 

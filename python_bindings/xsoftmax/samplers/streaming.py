@@ -25,22 +25,22 @@ class StreamingCounts(KeepsTables):
 
     **Dense ids** in [0, N): an exact decayed count of each. After a batch of B ids all counts fall by ``2^(-B / half_life)``, and those of its ids rise
     by 1 a time: ``count_i = sum_b n_ib 2^(-(ids after batch b) / half_life)`` with ``n_ib`` the times that i stands in batch b, ``total = sum_i count_i`` and
-    ``q_i = count_i / total``. A batch touches the rows of its ids alone, whatever N is: 16 bytes each (8 without a half-life). Of a law that stays, an
-    estimate has the relative standard deviation ``sqrt(ln 2 / (2 half_life q))``: 5 % where an id is seen 139 times in a half-life.
+    ``q_i = count_i / total``. A batch touches the rows of its ids alone, whatever N is: 16 bytes each (8 without a half-life). Where the distribution
+    does not change, an estimate has the relative standard deviation ``sqrt(ln 2 / (2 half_life q))``: 5 % where an id is seen 139 times in a half-life.
 
     **Open ids**, ``num_ids=None``: any int64, in memory that is fixed, ``16 hashes buckets`` bytes. A bucket keeps the number of ids seen up to its last
     sighting, A, and a smoothed gap between sightings, B, in ids; ``q = 1 / B`` (Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
-    Recommendations", RecSys 2019, Algorithm 2). There a step counts batches, and 1 / B is the probability that a batch holds the id. Here a step counts
-    ids, so that 1 / B is the probability of one draw, as ``q`` of dense ids is, also for ids that stand in a batch several times: n sightings in a batch, with
-    ``t`` ids seen, are n gaps of ``(t - A) / n`` each, whatever the order in the batch::
+    Recommendations", RecSys 2019, Algorithm 2). In the paper a step is a batch, and 1 / B is the probability that a batch holds the id. Here a step is an id,
+    so that 1 / B is the probability of one draw, as ``q`` of dense ids is, also for ids that stand in a batch several times: n sightings in a batch, with ``t``
+    ids seen, are n gaps of ``(t - A) / n`` each, whatever the order in the batch::
 
         B <- B + w ((t - A) / n - B),   A <- t,   w = n B / (n B + min(A, half_life / ln 2))
 
     ``w`` is the share that n gaps of length B have in a window of ``half_life / ln 2`` ids, so a sighting counts half after ``half_life`` ids, frequent or
     rare; while less than that was seen (and always without a half-life), ``1 / B`` is sightings over ids at the id's last sighting. ``alpha`` gives the paper's
-    weight of a gap in its place, ``w = 1 - (1 - alpha)^n``: an id then forgets half in ``ln 2 / alpha`` of its own sightings. The first estimate is n / t.
-    Ids that share a bucket shorten its gaps, so of several hash functions the longest gap counts. An estimate changes only when its id is seen: what is
-    not seen any more keeps its last one, and estimates do not sum to 1. Where ids are dense, their counts are the better estimate.
+    weight of a gap in its place, ``w = 1 - (1 - alpha)^n``: half of an estimate is forgotten in ``ln 2 / alpha`` sightings of the id. The first estimate is n /
+    t. Ids that share a bucket shorten its gaps, so of several hash functions the longest gap counts. An estimate changes only when its id is seen: what is not
+    seen any more keeps its last one, and estimates do not sum to 1. Where ids are dense, their counts are the better estimate.
 
     Collisions: of 100,000 to 10,000,000 ids by Zipf's law in 2^20 buckets, the 1,000 most frequent had a q at most 2.2 % too high with two hash functions,
     0.8 % with four; with one, 6 to 18 of them were more than 5 % too high (``benchmarks/streaming_counts.py --only collisions``).
@@ -138,8 +138,9 @@ class StreamingCounts(KeepsTables):
 
     @torch.jit.export
     def forget(self, ids: Tensor) -> None:
-        """Dense ids (int64 in [0, num_ids), any shape) as if they had never been seen, in train() and eval() alike: for an id that stands for something else
-        from now on. ``total`` is that of the others then.
+        """Forgets the counts of dense ids (int64 [*] in [0, num_ids)), in train() and eval() alike, as if they had never been seen.
+
+        It is for ids that stand for something else from now on. ``total`` is then that of the other ids.
 
         Raises:
             TypeError, ValueError, IndexError: ids of another dtype or outside the range, or counts of open ids; nothing is forgotten then
