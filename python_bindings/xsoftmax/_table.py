@@ -16,8 +16,11 @@ from .optim.settle import settle
 
 
 class TableModule(Module):
-    """Base of modules over a table, an nn.Linear whose rows a row optimizer may owe steps to. Whatever reads all of it settles it first: `eval()`,
-    `state_dict`, moves to another device or dtype, and the methods that say so."""
+    """Base of modules over a table, an ``nn.Linear`` whose rows may owe steps to a row optimizer (:mod:`xsoftmax.optim`; lazy updates, in the literature).
+
+    What reads the whole table brings it up to date first (:meth:`settle`): `eval()`, `state_dict`, moves to another device or dtype, and the methods that say
+    so.
+    """
 
     # Attributes that are part of the text of options, which follows them; prefixes of names that a state dict may lack, or have too many of.
     _option_names: Tuple[str, ...] = ("reduction", "ignore_index", "sparse_grad")
@@ -57,8 +60,11 @@ class TableModule(Module):
 
     @torch.jit.export
     def settle(self) -> None:
-        """Brings all rows up to date: applies the steps that a row optimizer owes them. What reads the whole table does so by itself; call it
-        before the table is read by other means."""
+        """Brings all rows of the table up to date: applies the steps that a row optimizer owes them (the catch-up of lazy updates).
+
+        The library calls it before it reads a whole table. Call it before the table is read by other means. It touches all N rows where rows owe steps, and is
+        a look-up otherwise.
+        """
         for table in self._tables():
             settle(table)
 

@@ -23,39 +23,64 @@ def estimator_of(owner: str, noise_reduction: str) -> str:
 
 
 class CaneLoss(CandidateLoss):
-    r"""Candidates against noises (Han et al., 2018, Algorithm 1) in train(); the exact loss in eval().
+    r"""CANE, candidates against noises (Han et al., 2018, Algorithm 1), in train(); the exact cross entropy in eval().
 
-    For each query, a set C of candidates that is found without looking at the target y; n noises from a distribution q over the classes
-    outside C. With s the scores::
+    Each query has a set C of candidate classes, which is found without looking at the target y, and n noises, classes that are drawn from a distribution q over
+    the classes outside C. Let s be the scores. The loss of a query is::
 
-        y in C:    loss = mean_j log(sum_C e^s + e^{s_j} / q_j) - s_y          j the noises        (Eq. 2)
-        else:      loss = log(sum_C e^s + e^{s_y} / q_y) - s_y                 y is its own noise  (Eq. 3)
+        y in C:    loss = mean_j log(sum_C e^s + e^{s_j} / q_j) - s_y          j the noises                      (Eq. 2)
+        else:      loss = log(sum_C e^s + e^{s_y} / q_y) - s_y                 y takes the place of the noises   (Eq. 3)
 
-    Its optimum is the softmax for any C that holds something, q and n >= 1; the more targets C covers, the nearer its variance is to that of
-    the exact loss. A query without candidates has a constant loss: it teaches nothing.
+    In PyTorch, with `candidates` [C] and `noise` [Q, n]::
+
+        of_candidates = F.linear(input, linear.weight[candidates]).logsumexp(1, keepdim=True)                # [Q, 1]
+        of_noise = (input[:, None] * linear.weight[noise]).sum(2) - q[noise].log()                           # [Q, n]
+        s_y = (input * linear.weight[target]).sum(1)
+        inside = torch.logaddexp(of_candidates, of_noise).mean(1) - s_y                                      # where the target is a candidate
+        outside = torch.logaddexp(of_candidates[:, 0], s_y - q[target].log()) - s_y                          # elsewhere
+
+    The optimum of the loss is the softmax for any C that is not empty, any q > 0 and n >= 1. The more targets C covers, the nearer is the variance to that of
+    the exact loss. The loss of a query without candidates is a constant, so the query teaches nothing.
+
+    In eval() the loss is :meth:`exact`, as in :class:`LinearCrossEntropyLoss`.
 
     Args:
-        in_features: D, the width of a query.
-        num_classes: N.
-        candidates: where C comes from:
-            an int h: the classes 0 .. h - 1, the most frequent ones where classes are sorted by falling frequency;
-            an int64 tensor of different class ids: those, for all queries;
-            a :class:`xsoftmax.samplers.Sampler`: what it draws, as a set (a MIDX sampler: what is near each query);
-            None: each call says, ``loss(input, target, candidates)``.
-        num_noises: n >= 0, for each query. With 0 all that is outside C counts as nothing, but a target there, as its own noise: not
-            consistent.
-        noise_sampler: the name of a sampler that draws every class outside C; or a Sampler of private independent draws, num_samples =
-            tries * num_noises for each query: a noise has so many tries to be outside C, and is uniform over the classes outside where none is
-            (see :class:`xsoftmax.samplers.ComplementSampler`; a name has four tries, "uniform" needs one). Where C is always the same the
-            draws are those of q renormalised.
-        noise_reduction: "mean_of_logs", as above; or "log_of_mean": all noises in one denominator, with weights 1 / (n q_j), where a target
-            outside C takes the place of the first. Less variance for n > 1, at the same cost.
-        bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
-        positives: what several of a query come to; in train() "mean" alone.
-        sparse_grad: as in :class:`SampledSoftmaxLoss`.
+        in_features: D, the width of a query; at least 0.
+        num_classes: N, at least 1.
+        candidates: where C comes from.
 
-    Shape: input [*, D], target [*] or [*, T] int64; candidates [C] for all queries, or [*, C] of their own, int64, -1 where there is none; a class
-    that stands twice counts once. A scalar, or [*] with reduction="none".
+            - An int h >= 1: the classes 0 .. h - 1, the most frequent ones where classes are sorted by falling frequency.
+            - An int64 tensor [C] of different class ids: those, for all queries.
+            - A :class:`xsoftmax.samplers.Sampler`: what it draws, as a set (a MIDX sampler: what is near each query). It must not count targets.
+            - None: each call gives them, ``loss(input, target, candidates)``.
+
+        num_noises: n >= 0, for each query. With 0 all classes outside C count as nothing, except a target there, which is its own noise. The loss is then not
+            consistent.
+        noise_sampler: q: the name of a sampler that draws every class outside C, or a :class:`xsoftmax.samplers.Sampler` of private independent draws with
+            num_samples = tries * num_noises for each query. A noise is drawn up to `tries` times, until it is outside C; if no draw is, it is uniform over the
+            classes outside (see :class:`xsoftmax.samplers.ComplementSampler`). A name has four tries; "uniform" needs one. Where C is always the same, the
+            draws are those of q renormalised to the classes outside.
+        noise_reduction: "mean_of_logs": the formula above. "log_of_mean": all noises stand in one denominator, with weights 1 / (n q_j), and a target outside C
+            takes the place of the first. This has less variance for n > 1, at the same cost.
+        bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
+        positives: as in :class:`LinearCrossEntropyLoss`; in train() "mean" alone.
+        sparse_grad: as in :class:`SampledSoftmaxLoss`.
+        device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
+
+    Shape:
+        - input: [*, D], in the dtype of the table.
+        - target: int64 [*] in [0, N) or ignore_index, or [*, T].
+        - candidates: int64 [C] for all queries, or [*, C] for each, in [0, N), -1 where there is none. A class that stands twice counts once.
+        - output: a scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
+
+    Raises:
+        ValueError: an option out of range; no candidates; a sampler of another number of classes, one that belongs to another loss, or one for both candidates
+            and noise; a noise_sampler that shares its draws, draws distinct classes, never draws a class outside C, or whose num_samples is no multiple of
+            num_noises; a shape that does not fit; candidates with a call where the loss has some, or none where it has none; positives="sum" in train().
+        TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype or device than the table; `target` or candidates
+            not int64.
+        IndexError: a target is not in [0, N) and not ignore_index, or a candidate is not in [0, N) (checked on the CPU).
+        RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
     def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Tensor, Sampler, None] = None, num_noises: int = 1,
@@ -103,6 +128,20 @@ class CaneLoss(CandidateLoss):
 
     def forward(self, input: Tensor, target: Tensor, candidates: Optional[Tensor] = None,
                 generator: Optional[torch.Generator] = None) -> Tensor:
+        """The CANE loss in train(); the exact loss in eval().
+
+        Args:
+            input: [*, D], in the dtype of the table.
+            target: int64, [*] or [*, T], in [0, N) or ignore_index.
+            candidates: int64 [C] or [*, C], in [0, N), -1 where there is none; for a loss that was made with candidates=None alone. Not used in eval().
+            generator: on the device of `input`. None: torch's default generator.
+
+        Returns:
+            A scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
+
+        Raises:
+            ValueError, TypeError, IndexError, RuntimeError: as :class:`CaneLoss`
+        """
         if not self.training:
             return self.exact(input, target)
         queries, counted = self._counted(input, target)

@@ -36,19 +36,20 @@ _REGISTERED: Dict[str, Tuple[Callable[[CandidateBatch], Tensor], Dict[str, bool]
 
 
 def register_estimator(name: str, loss: Callable[[CandidateBatch], Tensor], **traits: bool) -> None:
-    """From then on ``estimator=name`` of :class:`xsoftmax.SampledSoftmaxLoss` is ``loss``.
+    """Gives an estimator a name: from then on ``estimator=name`` of :class:`xsoftmax.SampledSoftmaxLoss` is ``loss``.
 
     Args:
         loss: the losses ``[Q]`` of a :class:`CandidateBatch`, in differentiable PyTorch expressions. It runs in Python, not in TorchScript (C++
             programs register one by ``xsoftmax::register_estimator``, which serves TorchScript as well).
-        traits: what it asks of the candidates, False where it is not named: weighs (candidates weigh 1 / expected count, not 1),
+        traits: what the estimator asks of the candidates, each False where it is not named: weighs (candidates weigh 1 / expected count, not 1),
             drops_distinct_hits and drops_drawn_hits (candidates that are the target are removed, among distinct sets, among independent
             draws), renormalizes (q to the classes other than the target, where such draws are removed), needs_target_count, corrects_target (the
             target's score is lowered by its log expected count, which is then needed), takes_a_draw (beside distinct sets, a target in
             none of them takes the place of the first independent draw), has_noise (it wants distinct sets and independent draws).
 
     Raises:
-        ValueError: a name that is taken; TypeError: a trait that there is not, or a loss that cannot be called
+        ValueError: a name that is taken. In a call of the loss: `loss` gives another shape than ``[Q]``, or the target is ``[*, T]``.
+        TypeError: a trait that is unknown, or a loss that cannot be called.
     """
     if name in _REGISTERED or name in torch.ops.xsoftmax.estimator_names():
         raise ValueError(f"register_estimator: expected a name that is not taken, got {name!r}")

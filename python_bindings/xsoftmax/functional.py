@@ -15,17 +15,26 @@ __all__ = ["linear_cross_entropy", "sampled_softmax_loss", "tower_loss"]
 
 def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias: Optional[Tensor] = None, class_weight: Optional[Tensor] = None,
                          reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
-    """``F.cross_entropy(F.linear(input, weight, bias), target, ...)`` without the logits ``[Q, N]`` in memory.
+    """The exact cross entropy, ``F.cross_entropy(F.linear(input, weight, bias), target, class_weight, ...)``, without the logits [Q, N] in memory.
 
     Args:
-        input: ``[*, D]``; weight ``[N, D]`` and bias ``[N]``: a class table, or vectors that a network has made; target int64 ``[*]``.
-        class_weight: ``[N]``. The other arguments are those of ``F.cross_entropy``.
+        input: ``[*, D]``, float32, float64, bfloat16 or float16.
+        weight: ``[N, D]``, in the dtype of `input`: a class table, or vectors that a network has made.
+        target: int64 ``[*]``, in [0, N) or ignore_index.
+        bias: ``[N]``, in the dtype of `input`, or None.
+        class_weight: ``[N]``, floating, or None; as ``weight`` of ``F.cross_entropy``. It takes no gradient.
+        reduction: "mean", "sum" or "none".
+        ignore_index: targets of this value have no loss and no gradient.
+        label_smoothing: in [0, 1].
 
     Returns:
-        A scalar, or ``[*]`` with reduction="none"; in float32 or float64. Where gradients are recorded they are made together with the value.
+        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Where gradients are recorded, they are computed together with the
+        value: evaluate under torch.no_grad().
 
     Raises:
-        ValueError, TypeError, IndexError: as :class:`xsoftmax.LinearCrossEntropyLoss`
+        ValueError: a shape that does not fit; an option out of range.
+        TypeError: `weight` or `bias` of another dtype or device than `input`; `target` not int64; `class_weight` not floating.
+        IndexError: a target is not in [0, N) and not ignore_index (checked on the CPU).
     """
     name = "linear_cross_entropy"
     check_reduction(name, reduction)
@@ -39,52 +48,76 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
 
 def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: List[CandidateSet], *, bias: Optional[Tensor] = None,
                          class_weight: Optional[Tensor] = None, log_z: Optional[Tensor] = None, **options: Union[str, bool, int, float]) -> Tensor:
-    """What :class:`xsoftmax.SampledSoftmaxLoss` computes in train() once its sampler has drawn.
+    """The sampled loss of a class table on candidate sets that the caller has: what :class:`xsoftmax.SampledSoftmaxLoss` computes in train() once its sampler
+    has drawn.
+
+    For one set of distinct classes that the batch shares, and the estimator "sampled_softmax", it equals::
+
+        s = F.linear(input, weight[ids], bias[ids]) - log_count                                # [Q, M], a candidate weighs 1 / expected count
+        s = s.masked_fill(ids == target[:, None], -inf)                                        # remove_accidental_hits
+        s_y = (input * weight[target]).sum(1) + bias[target]                                   # [Q]
+        F.cross_entropy(torch.cat([s_y[:, None], s], 1), torch.zeros_like(target))
+
+    The forward pass reads the rows of the targets and of the candidates alone, and so does the backward pass. Independent draws are renormalised (Chen et al.,
+    2025, section 3.2): ``log((M - target_log_count.exp()) / m)`` is added to their ``s``, where m of the M draws are not the target.
 
     Args:
-        input: ``[*, D]``; weight ``[N, D]`` and bias ``[N]``: the class table; target int64 ``[*]``, or ``[*, T]`` several positives.
-        sets: of a sampler (``sampler.sample(queries, target)``) or of yours: ids ``[M]`` or ``[Q, M]``, how often each would be there, and whether no class
-            stands twice. For several positives ``target_log_count`` is ``[Q, T]``, of the different positives in falling order.
-        class_weight: ``[N]``.
-        log_z: 0-dim, with a gradient where it asks for one: all scores are lowered by it, which matters to the estimator "nce".
+        input: ``[*, D]``, float32, float64, bfloat16 or float16.
+        weight: ``[N, D]``, in the dtype of `input`: the class table.
+        target: int64 ``[*]`` in [0, N) or ignore_index, or ``[*, T]``, several positives.
+        sets: a list of :class:`xsoftmax.samplers.CandidateSet`, from a sampler (``sampler.sample(queries, target)``) or made by the caller: ids ``[M]`` or
+            ``[Q, M]``, how often each would be there, and whether no class stands twice. For several positives ``target_log_count`` is ``[Q, T]``, of the
+            different positives in falling order.
+        bias: ``[N]``, in the dtype of `input`, or None.
+        class_weight: ``[N]``, floating, or None.
+        log_z: 0-dim, floating, or None. It is subtracted from all scores, which changes the loss of the estimators "nce" and "negative_sampling"
+            alone. It has a gradient where it asks for one.
         options: ``estimator="sampled_softmax"``, ``remove_accidental_hits=True``, ``label_smoothing=0.0``, ``reduction="mean"``, ``ignore_index=-100``,
-            ``positives="mean"`` and ``sparse_grad=True``, as those of the module.
+            ``positives="mean"`` and ``sparse_grad=True``, as in :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and
+            "complementary_sum", are not among them.
 
     Returns:
-        A scalar, or ``[*]`` with reduction="none"; in float32 or float64.
+        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Without candidates the softmax losses are 0.
 
     Raises:
-        ValueError, TypeError, IndexError: as the module; ValueError: an option that is none of these
+        ValueError: a shape that does not fit; an option that is unknown or out of range; options that do not go together; a set without target_log_count for an
+            estimator that needs it, such as "ranking"; sets that do not fit CANE.
+        TypeError: `weight` or `bias` of another dtype or device than `input`; `target` or ids not int64.
+        IndexError: a target is not in [0, N) and not ignore_index, or an id is not in [0, N) (checked on the CPU).
+        RuntimeError: a call inside ``torch.func.vmap``.
     """
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options))
 
 
 def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tuple[Tensor, CandidateSet]], *, estimator: str = "sampled_softmax",
                remove_accidental_hits: bool = True, weight: Optional[Tensor] = None, reduction: str = "mean") -> Tensor:
-    """What :class:`xsoftmax.TwoTowerLoss` computes of its candidates and their counts.
+    """The loss of queries against vectors that a network has just made: what :class:`xsoftmax.TwoTowerLoss` computes from its candidates and their counts.
 
-    The equivalent PyTorch expression, for one shared set of distinct candidates and the estimator "sampled_softmax"::
+    For one shared set of distinct candidates, and the estimator "sampled_softmax", it equals::
 
         s = query @ vectors.T - log_count
         s = s.masked_fill(ids == item_id[:, None], -inf)
         positive = (query * item).sum(1, keepdim=True)
-        F.cross_entropy(torch.cat([positive, s], 1), zeros)
+        F.cross_entropy(torch.cat([positive, s], 1), torch.zeros_like(item_id))
 
     without ``[Q, S]`` in memory, forward or backward (on the CPU).
 
     Args:
-        query, item: ``[Q, D]``, each query beside the vector of its item.
+        query, item: ``[Q, D]``, each query beside the vector of its item; float32, float64, bfloat16 or float16. Vectors of
+            another dtype are cast to that of `query`.
         item_id: int64 ``[Q]``, any numbers.
-        candidates: vectors and what they are: ``[S, D]`` beside a set of ids ``[S]`` that all queries share, ``[Q, P, D]`` beside one of ids ``[Q, P]``.
-            All vectors have gradients.
+        candidates: pairs of vectors and a :class:`xsoftmax.samplers.CandidateSet`: ``[S, D]`` beside a set of ids ``[S]`` that all queries share, ``[Q, P, D]``
+            beside one of ids ``[Q, P]``. All vectors have gradients.
         estimator, remove_accidental_hits: as in :class:`xsoftmax.TwoTowerLoss`.
-        weight: ``[Q]`` of the losses; the mean is weighted by it, and NaN over no query.
+        weight: floating ``[Q]``, multiplies the losses, or None. The mean is weighted by it. It takes no gradient.
+        reduction: "mean", "sum" or "none".
 
     Returns:
-        A scalar, or ``[Q]`` with reduction="none"; in float32 or float64.
+        A scalar, or ``[Q]`` with reduction="none"; float64 for float64 `query`, else float32. Over no query the mean is NaN.
 
     Raises:
-        ValueError: shapes that do not fit together, an estimator without a kernel; TypeError: dtypes
+        ValueError: a shape that does not fit; an option out of range; a set without target_log_count for an estimator that needs it, such as "ranking".
+        TypeError: `item_id` or ids not int64; vectors or `weight` of no floating dtype; tensors on different devices.
     """
     options = option_text(estimator=estimator, remove_accidental_hits=remove_accidental_hits, reduction=reduction)
     vectors, sets = [part for part, _ in candidates], [one for _, one in candidates]

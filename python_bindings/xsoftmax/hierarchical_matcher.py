@@ -29,29 +29,41 @@ def _fake_shortlist(parents: Tensor, targets: Tensor, first_child: Tensor, paren
 class HierarchicalMatcher(TableModule):
     r"""A tree of labels with a linear classifier for each node, trained layer after layer over one encoder (Yu et al., 2022, section 4).
 
-    On the layer at work, a query's shortlist S holds the children of the ``beam`` best nodes of the layer above, and those of the nodes above
-    its right labels. With y_c = 1 where a right label is c or below it, else -1, its loss is::
+    Training is at one layer at a time, the layer at work. There the shortlist S of a query holds the children of the ``beam`` best nodes of the layer above,
+    and those of the nodes above its right labels. With y_c = 1 where a right label is c or below c, else -1, the loss of a query is::
 
         sum_{c in S} max(0, 1 - y_c (w_c . input + b_c))^2         # "squared_hinge"
         sum_{c in S} log(1 + e^{-y_c (w_c . input + b_c)})         # "logistic"
 
-    and only the rows of S have a gradient. Training begins on the first layer; :meth:`next_layer` goes on to the next one, whose rows begin
-    as those of their parents, or, where labels have few examples, :meth:`init_from_prototypes`. After the last, :meth:`topk` finds the best
-    labels by beam search.
+    Only the rows of S have a gradient. In PyTorch, for the scores ``s`` [S] and the right nodes ``y`` [S] in {-1, 1} of one query: ``F.relu(1 - y *
+    s).square().sum()`` and ``F.softplus(-y * s).sum()``.
+
+    Training begins on the first layer. :meth:`next_layer` goes on to the next one, whose rows begin as those of their parents. Where labels have few examples,
+    :meth:`init_from_prototypes` begins them in another way. After the last layer, :meth:`topk` finds the best labels by beam search.
 
     Args:
-        in_features: D.
-        tree: of the labels, such as ``LabelTree.from_vectors(label_vectors.pifa(X, Y), 16, max_leaf_size=100)``.
+        in_features: D, the width of a query; at least 0.
+        tree: a :class:`LabelTree` of the L labels, such as ``LabelTree.from_vectors(label_vectors.pifa(X, Y), 16, max_leaf_size=100)``; at least 2 nodes. It is
+            copied.
         loss: "squared_hinge" or "logistic".
-        beam: nodes of a layer that are looked below, in training and in :meth:`topk`.
+        beam: at least 1: the nodes of a layer whose children are scored, in training and in :meth:`topk`.
         reduction: over queries: "mean", "sum" or "none".
         bias, sparse_grad: as in :class:`SampledSoftmaxLoss`.
+        device, dtype: of the edges. The dtype is float32, float64, bfloat16 or float16.
 
-    The parameters are `edges.weight` [E, D] and `edges.bias`: edge e ends in node e + 1 of the tree. The buffer `layer` is the layer at work, 1
-    to `tree.depth`; ``layer.fill_(1)`` goes back to the first, with the rows that it has, to train it again for an encoder that has moved on.
+    The parameters are `edges.weight` [E, D] and `edges.bias` [E]: edge e ends in node e + 1 of the tree. The buffer `layer` is the layer at work, 1 to
+    `tree.depth`. ``layer.fill_(1)`` goes back to the first, with the rows that it has, to train it again for an encoder that has moved on.
 
-    Shape: input [*, D]; target [*, T] int64 with T below L, the right labels of each query in [0, L), -1 where there are fewer than T. A scalar, or [*] with
-    reduction="none".
+    Shape:
+        - input: [*, D], in the dtype of the edges.
+        - target: int64 [*, T] with T below L, the right labels of each query in [0, L), -1 where there are fewer than T.
+        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+
+    Raises:
+        ValueError: an option out of range; a tree of one node; a shape that does not fit; multi-hot targets [*, L].
+        TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype than the edges; `target` not int64.
+        IndexError: a label is not in [0, L) and not -1 (checked on the CPU).
+        RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
     def __init__(self, in_features: int, tree: LabelTree, *, loss: str = "squared_hinge", beam: int = 10, bias: bool = True,
@@ -81,6 +93,9 @@ class HierarchicalMatcher(TableModule):
         return tables
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss on the layer at work: input [*, D] and target int64 [*, T] -> a scalar, or [*] with reduction="none". Errors as
+        :class:`HierarchicalMatcher`.
+        """
         queries = self._examples(input, target)
         self._check_step()
         layer = int(self.layer.item())
@@ -166,7 +181,11 @@ class HierarchicalMatcher(TableModule):
     @torch.jit.unused
     @torch.no_grad()
     def next_layer(self) -> bool:
-        """Goes on to the next layer, each node of which begins with the weights of its parent. False, and nothing done, after the last."""
+        """Goes on to the next layer, where each node begins with the weights of its parent.
+
+        Returns:
+            False after the last layer, where it does nothing; else True.
+        """
         layer = int(self.layer)
         if layer == self.tree.depth:
             return False
@@ -182,15 +201,16 @@ class HierarchicalMatcher(TableModule):
     @torch.jit.unused
     @torch.no_grad()
     def init_from_prototypes(self, input: Tensor, target: Tensor) -> None:
-        r"""Lets the nodes of the layer at work begin as the sums of their examples, in place of their parents' weights: of the embedded examples
-        h_i (mean m), n_c of which have a right label at or below c::
+        r"""Sets the rows of the layer at work to sums of their examples, in place of their parents' weights.
+
+        With the embedded examples h_i, their mean m, and the n_c examples i that have a right label at or below the node c::
 
             w_c = scale * sum_{i of c} (h_i - m) / sqrt(n_c)
             b_c = offset - w_c . m
 
-        ``scale`` and ``offset`` are those of the least loss on (at most) 4,096 of the examples, which are also part of the sums: scores are more
-        certain than they should be. A node without examples has w_c = 0; without bias, m and the offset are 0. Where most labels have a handful
-        of examples this can be better than what training finds (``docs/experiments/many_labels.md``).
+        ``scale`` and ``offset`` are those of the least loss on (at most) 4,096 of the examples. These are also part of the sums, so scores are more certain
+        than they should be. A node without examples has w_c = 0; without bias, m and the offset are 0. Where most labels have a handful of examples this can be
+        better than what training finds (``docs/experiments/many_labels.md``).
 
         The layers above are left as they are, and go stale where the encoder is trained after them: go back to them then (`layer`).
 
@@ -199,8 +219,8 @@ class HierarchicalMatcher(TableModule):
             target: [*, T], as in the loss.
 
         Raises:
-            ValueError: no example, another shape, or input, sums or scores that are not finite. TypeError: input of another dtype than the
-                weights. Nothing has changed then.
+            ValueError: no example, another shape, or input, sums or scores that are not finite. Nothing has changed then.
+            TypeError: input of another dtype than the weights, or target not int64.
         """
         queries, table = self._examples(input, target), self.edges.weight
         if len(queries) == 0:
@@ -270,12 +290,24 @@ class HierarchicalMatcher(TableModule):
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, beam: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """The best k labels that a beam (None: the larger of k and ``beam``) finds: (scores, labels), both [*, k], best first; 0 and -1 behind the
-        last of fewer than k. A score is the product of ``e^{-max(0, 1 - z)^3}``, logistic ``1 / (1 + e^-z)``, z = w . input + b, along the path.
-        exclude: [*, E], int64: the labels that each query does not want, -1 for none; the beam is then of at least k + E.
+        """The best k labels that a beam search finds, best first.
+
+        A score is the product, along the path, of ``e^{-max(0, 1 - z)^3}``, or with loss="logistic" of ``1 / (1 + e^-z)``, z = w . input + b.
+
+        Args:
+            input: [*, D], in the dtype of the edges.
+            k: in [0, L].
+            beam: at least k. None: the larger of k and ``beam``.
+            exclude: int64 [*, E]: the labels that each query does not want, -1 for none. The beam is then of at least k + E.
+
+        Returns:
+            (scores, labels), both [*, k]: float64 for float64 edges, else float32; and int64. Where fewer than k are found, the last places are 0 and -1.
 
         Raises:
-            ValueError: a layer is still to be trained. RuntimeError where a program was exported before it was, when the program runs.
+            ValueError: a layer is still to be trained; k is not in [0, L], beam is below k, or a shape does not fit.
+            TypeError: k is not an int, `input` is of another dtype than the edges, or `exclude` is not int64.
+            IndexError: an id of `exclude` is not in [0, L) or -1 (checked on the CPU).
+            RuntimeError: a program runs that was exported before all layers were trained.
         """
         exporting = False
         if not torch.jit.is_scripting():
@@ -297,12 +329,16 @@ class HierarchicalMatcher(TableModule):
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
-        """The best label: [*, D] -> [*]."""
+        """The best label that the beam finds: input [*, D] -> int64 [*]. Errors as :meth:`topk`."""
         return self.topk(input, 1, None, None)[1].squeeze(-1)
 
     @staticmethod
     def targets(Y: Any) -> Tensor:
-        """The non-zeros of a scipy sparse matrix [n, L] as forward() takes them: int64 [n, T], -1 where a row has fewer than T."""
+        """Targets of a scipy sparse matrix: the non-zeros of Y [n, L] as int64 [n, T], -1 where a row has fewer than T.
+
+        Raises:
+            TypeError: Y is not a scipy sparse matrix.
+        """
         Y = checked("HierarchicalMatcher.targets", "Y", Y).copy()
         Y.eliminate_zeros()
         counts = np.diff(Y.indptr)

@@ -21,16 +21,17 @@ Attached = Union[Tensor, nn.Module, torch.optim.Optimizer]
 
 
 class IdTable(Module):
-    """Raw ids, any int64, to rows [0, capacity) of a class table or an embedding. Ids may come and go for ever; the tables keep their size.
+    """A hash table from raw ids, any int64, to rows [0, capacity) of a class table or an embedding. Ids may come and go for ever; the tables keep their size.
 
-    In train() a call counts its ids and gives rows to new ones; in eval() it looks up alone. Row 0 is shared by all ids without a row: those that have not been
-    seen ``admission`` times, those that gave way, and, in eval(), those never seen. In a table without a free row an id gives way to a new one: the least
-    often seen ("lfu"; ties: seen longest ago), or the one seen longest ago ("lru"; ties: seen least often). Who gives way is chosen for a sixteenth of the rows
-    at a time, in O(capacity); who has been seen since is passed over. So an id of the batch never gives way, a new id is safe until the next choice, and a new
-    id costs O(1) on average. Where nobody can give way, or with ``eviction=None``, an id stays without a row.
+    In train() a call counts its ids and gives rows to new ones; in eval() it only looks them up. All ids without a row share row 0: those that have not been
+    seen ``admission`` times, those that were evicted, and, in eval(), those never seen.
 
-    A row that goes from an id to another starts anew: what :meth:`attach` was given, tables, state of optimizers and counts, is reset there before the call
-    returns::
+    In a table without a free row, a new id evicts another one: the least often seen ("lfu"; ties: seen longest ago), or the one seen longest ago ("lru"; ties:
+    seen least often). The ids to evict are chosen for a sixteenth of the rows at a time, in O(capacity); an id that has been seen since is passed over. So an
+    id of the batch is never evicted, a new id is safe until the next choice, and a new id costs O(1) on average. Where no id can be evicted, or with
+    ``eviction=None``, a new id stays without a row.
+
+    A row that goes from one id to another is reset before the call returns, in all that :meth:`attach` was given: tables, state of optimizers and counts::
 
         ids = xs.IdTable(1_000_000, eviction="lfu", admission=3)
         loss = xs.SampledSoftmaxLoss(64, ids.capacity, sampler="midx")
@@ -40,25 +41,26 @@ class IdTable(Module):
 
     Call it between an optimizer's step and the next forward pass. Rows are given out in the order of the batch, whatever the number of threads: two tables that
     see the same batches are equal bit for bit. Threads of a program may look up side by side, but only while none inserts or removes. A copy (copy.deepcopy,
-    pickle, torch.save) has the same rows and is attached to nothing. It is one process's: ranks that see other batches give their ids other rows, so replicated
-    and split tables are refused.
+    pickle, torch.save) has the same rows and is attached to nothing. It serves one process: ranks that see other batches give their ids other rows, so
+    replicated and split tables are refused.
 
     Look-ups in eval() script, compile and export. A scripted table counts and evicts in train(), but resets nothing: :meth:`insert` returns the rows to reset.
     In a compiled function a call in train() breaks the graph (an error under ``fullgraph=True``): call it before, and give the function rows.
 
     Args:
         capacity: C >= 2, the rows with the shared one.
-        eviction: "lfu", "lru", or None: nobody gives way.
+        eviction: "lfu", "lru", or None: no id is evicted.
         admission: in [1, 1,000,000]: an id gets its row when it has been seen so often. Ids that wait are kept in the same memory, C of them at most: where
             one more comes, the half seen longest ago is forgotten.
 
     Memory: 57 bytes a row, 89 with ``admission`` above 1, on the CPU. Buffers, all in the state dict, int64: ``slots`` [2 C, 2] ([4 C, 2] with ``admission``
-    above 1), the hash table; ``row_ids`` [C]; ``seen`` [C, 2], count and last batch; ``victims`` [C / 16], who gives way next; ``counters`` [9].
+    above 1), the hash table; ``row_ids`` [C]; ``seen`` [C, 2], count and last batch; ``victims`` [C / 16], the ids to evict next; ``counters`` [9].
 
     Shape: ids [*], int64 on any device; rows [*], on the same device.
 
     Raises:
-        TypeError: ids of another dtype. ValueError: an option out of range
+        ValueError: an option out of range.
+        TypeError: an option of another type, or ids that are not an int64 tensor.
     """
 
     def __init__(self, capacity: int, *, eviction: Optional[str] = "lfu", admission: int = 1):
@@ -78,17 +80,25 @@ class IdTable(Module):
         return [self.slots, self.row_ids, self.seen, self.victims, self.counters]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows of a batch: :meth:`insert` in train(), :meth:`find` in eval()."""
+        """Rows of a batch, :meth:`insert` in train() and :meth:`find` in eval(): ids int64 [*] -> rows int64 [*]."""
         if self.training:
             return self.insert(ids)[0]
         return self.find(ids)
 
     @torch.jit.export
     def insert(self, ids: Tensor) -> Tuple[Tensor, Tensor]:
-        """A batch that is counted, in train() and eval() alike.
+        """Counts a batch and gives rows to its new ids, in train() and eval() alike.
+
+        Args:
+            ids: int64 [*].
 
         Returns:
-            rows [*], and int64 [E]: the rows that went from an id to another, which have been reset in all that is attached (in TorchScript they have not)
+            (rows int64 [*], evicted int64 [E]): the rows of the ids, and the rows that went from one id to another. The latter have been reset in all that is
+            attached (but not in TorchScript).
+
+        Raises:
+            TypeError: ids are not an int64 tensor.
+            ValueError: what is attached has another number of rows by now.
         """
         if not torch.jit.is_scripting():
             for table, _ in self._attached:
@@ -101,18 +111,27 @@ class IdTable(Module):
 
     @torch.jit.export
     def find(self, ids: Tensor) -> Tensor:
-        """Rows of ids, 0 for one without a row. Counts nothing."""
+        """Rows of ids, without counting them: ids int64 [*] -> rows int64 [*], 0 for an id without a row. Errors as :meth:`insert`."""
         return torch.ops.xsoftmax.id_table_find(self._given("ids", ids), self._state())
 
     @torch.jit.export
     def remove(self, ids: Tensor) -> Tensor:
-        """Takes their rows from ids, and forgets those that wait. Returns the rows they had, 0 for one without. The rows go to new ids before all others,
-        and are reset then."""
+        """Takes the rows from ids, and forgets those ids that wait for one. The rows go to new ids before all others, and are reset then.
+
+        ids int64 [*] -> the rows that they had, int64 [*], 0 for an id without one. Errors as :meth:`insert`.
+        """
         return torch.ops.xsoftmax.id_table_remove_(self._given("ids", ids), self._state())
 
     @torch.jit.export
     def ids_of(self, rows: Tensor, missing: int = -1) -> Tensor:
-        """The raw ids of rows [*] in [0, capacity), ``missing`` where no id has the row (so for row 0): what turns the classes of ``topk`` into items."""
+        """The raw ids of rows: what turns the classes of ``topk`` into items.
+
+        rows int64 [*] in [0, capacity) -> ids int64 [*], ``missing`` where no id has the row (so for row 0).
+
+        Raises:
+            TypeError: rows are not an int64 tensor.
+            IndexError: a row is not in [0, capacity).
+        """
         return torch.ops.xsoftmax.id_table_ids(self._given("rows", rows), self._state(), missing)
 
     def _given(self, name: str, numbers: Tensor) -> Tensor:

@@ -23,16 +23,19 @@ Nested = Sequence[Union[int, "Nested"]]
 
 
 class LabelTree(Module):
-    """A tree whose leaves are the classes 0 .. N - 1, as tensors: the tree of a beam tree, a hierarchical softmax, a hierarchical matcher.
+    """A tree whose leaves are the classes 0 .. N - 1, as tensors: for :class:`BeamTreeLoss`, :class:`HierarchicalSoftmaxLoss`, :class:`HierarchicalMatcher`
+    and :class:`XRLinear`.
 
-    Nodes are numbered breadth-first: node 0 is the root, and the children of a node stand together. A node other than the root stands for
-    the edge that leads to it: edge e ends in node e + 1. Any shape will do: leaves at any depth, nodes with one child, a single node.
+    Nodes are numbered breadth-first: node 0 is the root, and the children of a node stand together. A node other than the root stands for the edge that leads
+    to it: edge e ends in node e + 1. Any shape is allowed: leaves at any depth, nodes with one child, a single node.
 
     Made by :meth:`from_vectors`, :meth:`from_frequencies`, :meth:`huffman`, :meth:`from_parents`, :meth:`from_nested`, :meth:`balanced` or
     :meth:`random`.
 
-    Buffers, all int64: ``first_child`` [V + 1], node v has the children ``first_child[v]`` .. ``first_child[v + 1] - 1``; ``parent`` [V],
-    -1 for the root; ``node_class`` [V], the class of a leaf, else -1; ``class_node`` [N], the leaf of a class.
+    Buffers, all int64, with V the number of nodes: ``first_child`` [V + 1], node v has the children ``first_child[v]`` .. ``first_child[v + 1] - 1``;
+    ``parent`` [V], -1 for the root; ``node_class`` [V], the class of a leaf, else -1; ``class_node`` [N], the leaf of a class.
+
+    The methods that make a tree say which errors they raise.
     """
 
     layer_sizes: List[int]
@@ -81,21 +84,27 @@ class LabelTree(Module):
 
     @staticmethod
     def from_parents(parents: Union[Tensor, Sequence[int]], classes: Union[Tensor, Sequence[int], None] = None) -> "LabelTree":
-        """Of nodes in any numbering: the parent of each, -1 for the root.
+        """Makes a tree of nodes in any numbering: the parent of each, -1 for the root.
 
         Args:
-            parents: [V] int64.
-            classes: [V] int64, the class of each leaf and -1 for other nodes. None: the leaves are the classes in the order of their nodes.
+            parents: int64 [V], at least one node.
+            classes: int64 [V], the class of each leaf and -1 for other nodes. None: the leaves are the classes in the order of their nodes.
 
         Raises:
-            ValueError: two roots or none, a cycle, a parent that is no node, a leaf without a class, a class twice or left out.
+            ValueError: two roots or none, a cycle, a parent that is no node, a leaf without a class, a class twice or left out, another shape.
+            TypeError: parents or classes are not int64 numbers.
         """
         known = None if classes is None else _int64("from_parents", "classes", classes)
         return LabelTree._of((_int64("from_parents", "parents", parents), known))
 
     @staticmethod
     def from_nested(nested: Nested) -> "LabelTree":
-        """Of lists in lists, whose numbers are the classes: ``from_nested([[0, 3], [1, [2, 4]]])``. A list stands in one place."""
+        """Makes a tree of lists in lists, whose numbers are the classes: ``from_nested([[0, 3], [1, [2, 4]]])``. A list stands in one place.
+
+        Raises:
+            ValueError: an empty list, a list that stands in two places, a class below 0, twice or left out.
+            TypeError: a part that is neither a list nor an int.
+        """
         parents: List[int] = []
         classes: List[int] = []
         open_, seen = [(nested, -1)], set()
@@ -120,8 +129,18 @@ class LabelTree(Module):
 
     @staticmethod
     def balanced(order: Union[Tensor, Sequence[int], int], arity: int = 10) -> "LabelTree":
-        """The classes of ``order`` (a permutation, or their number) as leaves from left to right, in ceil(log_arity N) layers: every inner
-        node cuts its own into at most ``arity`` parts whose sizes differ by at most 1 (Han et al., 2018, appendix C)."""
+        """Makes a balanced tree: the classes of ``order`` as leaves from left to right, in ceil(log_arity N) layers.
+
+        Every inner node cuts its classes into at most ``arity`` parts whose sizes differ by at most 1 (Han et al., 2018, appendix C).
+
+        Args:
+            order: int64 [N], a permutation of the classes; or N, for the classes in their order.
+            arity: children of a node, at least 2.
+
+        Raises:
+            ValueError: no classes, an order that is no permutation, an arity below 2.
+            TypeError: order is not of int64 numbers, or arity is not an int.
+        """
         if isinstance(order, (int, np.integer)) and not isinstance(order, bool):
             order = torch.arange(check_count("LabelTree.balanced", "the number of classes", order, 1))
         order = _int64("balanced", "order", order)  # type: ignore[arg-type]
@@ -129,26 +148,44 @@ class LabelTree(Module):
 
     @staticmethod
     def random(num_classes: int, arity: int = 10, generator: Optional[torch.Generator] = None) -> "LabelTree":
-        """:meth:`balanced`, the classes in random order."""
+        """Makes a :meth:`balanced` tree with the classes in random order.
+
+        Args:
+            num_classes: N >= 1.
+            arity: children of a node, at least 2.
+            generator: on the CPU. None: torch's default one.
+
+        Raises:
+            ValueError, TypeError: as :meth:`balanced`
+        """
         return LabelTree.balanced(torch.randperm(check_count("LabelTree.random", "num_classes", num_classes, 1), generator=generator), arity)
 
     @staticmethod
     def from_vectors(vectors: Union[Tensor, "scipy.sparse.csr_matrix"], arity: int = 10, iterations: int = 10,
                      generator: Optional[torch.Generator] = None, *, max_leaf_size: Optional[int] = None, spherical: bool = True,
                      group: Union["torch.distributed.ProcessGroup", "torch.distributed.DeviceMesh", None] = None) -> "LabelTree":
-        """:meth:`balanced`, with near classes near each other: recursive K-means with ``arity`` clusters, whose leaves are then laid from
-        left to right into a balanced tree (Han et al., 2018, appendix C).
+        """Makes a :meth:`balanced` tree with near classes near each other, by recursive K-means.
 
-        With ``max_leaf_size``: clusters of at most so many classes, below as few layers of at most ``arity`` children as those take, cut by
-        balanced 2-means (Yu et al., 2022, section 2.1): the tree of a hierarchical matcher.
+        K-means cuts the classes into ``arity`` clusters, and each cluster again. The leaves are then laid from left to right into a balanced tree (Han et al.,
+        2018, appendix C).
+
+        With ``max_leaf_size`` the tree has clusters of at most that many classes. Above them stand as few layers of at most ``arity`` children as that takes,
+        cut by balanced 2-means (Yu et al., 2022, section 2.1). It is the tree of :class:`HierarchicalMatcher` and :class:`XRLinear`.
 
         Args:
-            vectors: [N, D], floating, finite: a vector for each class, such as the mean of the features of its examples, or the rows of a
+            vectors: floating [N, D], finite, a tensor or an array: a vector for each class, such as the mean of the features of its examples, or the rows of a
                 trained output layer. Beside ``max_leaf_size`` a scipy CSR matrix, too.
-            iterations: of each K-means.
-            spherical: beside ``max_leaf_size``: centres are normalised, so that directions count; the vectors should be, too.
-            group: beside ``max_leaf_size`` and a CSR matrix: whose ranks share the work, all with the same arguments. The tree is that of one
+            arity: at least 2.
+            iterations: of each K-means, at least 1.
+            generator: on the CPU. None: torch's default one.
+            max_leaf_size: at least 1, or None.
+            spherical: beside ``max_leaf_size``: centres are normalised, so that directions count; the vectors should be normalised, too.
+            group: beside ``max_leaf_size`` and a CSR matrix: a process group whose ranks share the work, all with the same arguments. The tree is that of one
                 process with the first rank's generator. A process group with a backend for the CPU, or a DeviceMesh of one dimension.
+
+        Raises:
+            ValueError: no vectors, or vectors that are not finite or not of two dimensions; an option out of range; arguments that differ between ranks.
+            TypeError: vectors of another type or dtype, a CSR matrix without ``max_leaf_size``, or group without a CSR matrix; an option of another type.
         """
         owner = "LabelTree.from_vectors"
         arity, iterations = check_count(owner, "arity", arity, None), check_count(owner, "iterations", iterations, 1)
@@ -185,18 +222,32 @@ class LabelTree(Module):
 
     @staticmethod
     def from_frequencies(counts: Tensor, subsets: int) -> "LabelTree":
-        """One layer of ``subsets`` nodes with nearly the same sum of counts; below them the classes, by falling count (Han et al., 2018,
+        """Makes a tree of one layer of ``subsets`` nodes with nearly the same sum of counts, and below them the classes, by falling count (Han et al., 2018,
         section 5).
 
         Args:
-            counts: [N], of any number type, none below 0.
+            counts: [N] of any real dtype, finite, none below 0.
+            subsets: in [1, N].
+
+        Raises:
+            ValueError: counts or subsets that are not as above.
+            TypeError: counts are not numbers, or subsets is not an int.
         """
         subsets = check_count("LabelTree.from_frequencies", "subsets", subsets, None)
         return LabelTree._of(torch.ops.xsoftmax.label_tree_equal_mass(torch.as_tensor(counts), subsets))
 
     @staticmethod
     def huffman(counts: Tensor, arity: int = 2) -> "LabelTree":
-        """The tree of the least expected depth when classes come with frequencies ``counts`` [N] (Huffman, 1952)."""
+        """Makes the tree of the least expected depth, for classes that come with the frequencies ``counts`` (Huffman, 1952).
+
+        Args:
+            counts: [N] of any real dtype, finite, none below 0.
+            arity: children of a node, at least 2.
+
+        Raises:
+            ValueError: counts or arity that are not as above.
+            TypeError: counts are not numbers, or arity is not an int.
+        """
         arity = check_count("LabelTree.huffman", "arity", arity, None)
         return LabelTree._of(torch.ops.xsoftmax.label_tree_huffman(torch.as_tensor(counts), arity))
 
@@ -211,13 +262,18 @@ class LabelTree(Module):
 
     @torch.jit.unused
     def save(self, path: Union[str, "PathLike[str]"]) -> None:
-        """For :meth:`load`, by torch.save: the file is whole, or as it was."""
+        """Writes a file for :meth:`load`, by torch.save. An error leaves an older file as it was."""
         with replaced(path) as draft:
             torch.save(self.state_dict(), draft)
 
     @staticmethod
     def load(path: Union[str, "PathLike[str]"]) -> "LabelTree":
-        """What :meth:`save` wrote, checked."""
+        """Reads and checks what :meth:`save` wrote.
+
+        Raises:
+            FileNotFoundError: no file there.
+            ValueError: a file that does not hold a tree.
+        """
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
@@ -234,7 +290,12 @@ class LabelTree(Module):
 
     @torch.jit.export
     def path(self, ids: Tensor) -> Tensor:
-        """The nodes from below the root to each class of ``ids`` [*] in [0, N): [*, depth], -1 behind the leaf."""
+        """The nodes from below the root to each class: ids int64 [*] in [0, N) -> int64 [*, depth], -1 behind the leaf.
+
+        Raises:
+            TypeError: ids are not int64.
+            IndexError: an id is not in [0, N) (checked on the CPU).
+        """
         return torch.ops.xsoftmax.label_tree_path(self.class_node, self.parent, ids, self.depth)
 
     def extra_repr(self) -> str:
@@ -246,6 +307,10 @@ class LabelTree(Module):
 
         Args:
             names: of the classes, for the leaves; None: their ids.
+            ax: the axes to draw on. None: new ones.
+
+        Raises:
+            ValueError: a tree of more nodes.
         """
         from ._plot import plot_tree
 

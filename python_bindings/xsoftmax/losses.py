@@ -21,10 +21,15 @@ Loss = TypeVar("Loss", bound="LinearLoss")
 
 
 class LinearLoss(TableModule):
-    """Base of losses over a plain class table: the table as `.linear`, the exact loss, and prediction.
+    """Base of losses over a class table: the table as `.linear`, the exact loss, and prediction.
 
-    The state dict holds `linear.weight`, `linear.bias` and, where class weights were given, `weight`: the keys of
-    :class:`torch.nn.LinearCrossEntropyLoss`, whose checkpoints load here, and the other way round (with strict=False where a sampler keeps state).
+    The table is an ``nn.Linear`` with a row for each class: `linear.weight` [N, D] and, where there is a bias, `linear.bias` [N]. A subclass defines
+    ``forward``.
+
+    The state dict holds `linear.weight`, `linear.bias` and, where class weights were given, `weight`. These are the keys of
+    :class:`torch.nn.LinearCrossEntropyLoss`: its checkpoints load here, and the other way round (with strict=False where a sampler keeps state).
+
+    Args, shapes, dtypes and errors as :class:`LinearCrossEntropyLoss`.
     """
 
     # What a sampler kept, or a log Z, is of no use to a loss without one, and stays as it is where a checkpoint has none.
@@ -45,11 +50,15 @@ class LinearLoss(TableModule):
 
     @classmethod
     def from_linear(cls: Type[Loss], linear: nn.Linear, **kwargs: Any) -> Loss:
-        """The loss over the classes of an existing Linear, whose parameters it shares: `loss.linear is linear`.
+        """Makes the loss over the classes of an existing ``nn.Linear``, and shares its parameters: `loss.linear is linear`.
 
         Args:
-            linear: its rows are the classes.
-            **kwargs: the constructor's, without in_features, num_classes and bias.
+            linear: an ``nn.Linear`` with `weight` [N, D] and `bias` [N] or None. Its rows are the classes; its device and dtype are those of the loss.
+            **kwargs: the other arguments of the constructor, without in_features, num_classes, bias, device and dtype, which `linear` gives.
+
+        Raises:
+            TypeError: `linear` is no ``nn.Linear``, or `kwargs` has an argument that `linear` gives.
+            ValueError: as the constructor.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: expected an nn.Linear, got {type(linear).__name__}")
@@ -64,37 +73,39 @@ class LinearLoss(TableModule):
         return tables
 
     def resize_classes(self, num_classes: int, *, weight: Optional[Tensor] = None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        """Gives the loss another number of classes, in place: classes come behind the others, and those past the end go.
+        """Gives the loss another number of classes, in place. New classes stand behind the others; classes past the end are gone.
 
         The parameters of ``linear`` stay the same objects, so optimizers and modules that share them go on. The rows of the first ``min(N, num_classes)``
-        classes and what optimizers keep for them stay; new ones begin as ``nn.Linear.reset_parameters()`` makes them (uniform in ``1 / sqrt(D)``, whatever the
-        number of classes is, by torch's default generator), and as before their first step. An error changes nothing.
+        classes stay, with what optimizers keep for them. New rows begin as ``nn.Linear.reset_parameters()`` makes them (uniform in ``1 / sqrt(D)``, whatever
+        the number of classes is, by torch's default generator), and as before their first step. An error changes nothing.
 
-        A call costs the new rows, averaged over many: the memory of a table grows by quarters, and the first call copies the table. ``state_dict()``,
-        ``torch.save``, pickle and deepcopy hold the rows alone. Where a table is copied, what shared its memory without being the parameter (``.data``,
-        ``detach()``, a view, numpy, a mapped file, shared memory, a CUDA graph) keeps the old one.
+        A call costs O(the new rows), averaged over many: the memory of a table grows by quarters, and the first call copies the table. ``state_dict()``,
+        ``torch.save``, pickle and deepcopy hold the rows alone. Where a table is copied, tensors that shared its memory without being the parameter (``.data``,
+        ``detach()``, a view, numpy, a mapped file, shared memory, a CUDA graph) keep the old one.
 
-        - Row optimizers (:mod:`xsoftmax.optim`) that have stepped the parameters are found, whoever holds them; what rows owe stays owed, or is made up.
-        - Optimizers of ``torch.optim`` are not: give them as ``optimizers``. One that was not given, and has state, raises at its next step:
-          call this again with it.
-        - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`): expected counts stay exact, what is gone is never drawn. New classes cost
-          themselves alone, averaged over many: those of a static law have their weight at once; an index that follows the table knows their places, and
-          draws them evenly until it is next laid out (:meth:`AdaptiveSampler.plan_growth <xsoftmax.samplers.adaptive.AdaptiveSampler.plan_growth>`). O(N) a
-          call are the tables of a static law and an index where other classes go than those that have come since the last layout, and where classes come an
-          index of distinct draws.
-        - ``.grad`` of the parameters, which is of the former size, becomes None: call this after ``step()``. A backward pass of an earlier forward pass is
-          refused. The number that the loss has already changes neither.
+        - Row optimizers (:mod:`xsoftmax.optim`) that have taken a step for the parameters are found by the library. The steps that rows owe (lazy updates) stay
+          owed, or are applied.
+        - Optimizers of ``torch.optim`` are not found: give them as ``optimizers``. One that was not given, and has state, raises at its next step: call this
+          again with it.
+        - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`). Expected counts stay exact, and classes that are gone are never drawn.
+          New classes cost O(1) each, averaged over many: those of a static distribution have their weight at once; an index that follows the table knows their
+          places, and draws them evenly until it is next laid out (:meth:`AdaptiveSampler.plan_growth
+          <xsoftmax.samplers.adaptive.AdaptiveSampler.plan_growth>`). Three cases cost O(N) a call: the tables of a static distribution, and an index, where
+          other classes go than those that have come since the last layout; and an index of distinct draws where classes come.
+        - ``.grad`` of the parameters, which has the former size, becomes None: call this after ``step()``. A backward pass of an earlier forward pass is
+          refused. A call with the present number of classes changes neither.
         - ``num_embeddings`` of an nn.Embedding that is tied to ``linear.weight`` is not known here: set it.
-        - A scripted loss keeps its number of classes and says so; wrap the model in DistributedDataParallel anew.
+        - A scripted loss keeps its number of classes, and refuses the table. Wrap the model in DistributedDataParallel anew.
 
         Args:
             num_classes: at least 1, and above the head classes and the candidates that the loss was given.
-            weight: class weights [num_classes - N] of new classes, where the loss has some. None: 1.
+            weight: class weights floating [num_classes - N] of new classes, where the loss has some. None: 1.
             optimizers: of ``torch.optim``: SGD, Adagrad, Adadelta, RMSprop and the Adams.
 
         Raises:
-            ValueError: a class that is always scored would be gone; too few classes for a sampler's distinct draws; a weight of another shape.
-            TypeError: a parametrized table, a sampler that does not define ``plan_resize``, another optimizer.
+            ValueError: a class that is always scored would be gone; too few classes for a sampler's distinct draws; a weight of another shape, or one for a
+                loss without class weights.
+            TypeError: a parametrized table, a sampler that does not define ``plan_resize``, another optimizer, or num_classes that is not an int.
             RuntimeError: a table that is split or replicated over ranks.
         """
         resize_classes(self, num_classes, weight, optimizers)
@@ -115,10 +126,21 @@ class LinearLoss(TableModule):
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
-        """`F.cross_entropy(self.linear(input), target, ...)` without the [Q, N] logits; what `forward` gives in eval().
+        """The exact loss, in train() and in eval(): what `forward` gives in eval().
 
-        Where gradients are recorded they are made together with the loss: evaluate under torch.no_grad(). Of several positives, target [*, T],
-        see :class:`LinearCrossEntropyLoss`.
+        It equals ``F.cross_entropy(self.linear(input), target, self.weight, reduction=..., ignore_index=..., label_smoothing=...)`` and never holds the [Q, N]
+        logits. Where gradients are recorded, they are computed together with the loss: evaluate under torch.no_grad(). :class:`LinearCrossEntropyLoss` has the
+        formula for several positives of a query, target [*, T].
+
+        Args:
+            input: [*, D], in the dtype of the table.
+            target: int64, [*] or [*, T], in [0, N) or ignore_index.
+
+        Returns:
+            A scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :class:`LinearCrossEntropyLoss`
         """
         if self._given(target).dim() == input.dim():
             return self._exact_of_several(input, target)
@@ -136,20 +158,45 @@ class LinearLoss(TableModule):
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
-        """`F.log_softmax(self.linear(input), -1)`: [*, D] -> [*, N]. This one is as large as it looks."""
+        """The log-probabilities of all classes, ``F.log_softmax(self.linear(input), -1)``, with the whole result in memory.
+
+        Args:
+            input: [*, D], in the dtype of the table.
+
+        Returns:
+            [*, N], in the dtype of the table.
+
+        Raises:
+            ValueError: `input` is not of shape [*, D].
+            TypeError: `input` is not a dense tensor.
+            RuntimeError: `input` is of another dtype than the table.
+        """
         self._table_queries(input, None)
         return torch.log_softmax(self.linear(input), dim=-1)
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, index: Optional[str] = None, recall: Optional[float] = None,
              max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """`self.log_prob(input).topk(k)`: (log-probabilities, class ids), both [*, k], best first, without [*, N] in memory;
-        log-probabilities in float32 for 16-bit tables.
+        """The k most probable classes of each query, ``self.log_prob(input).topk(k)``, best first, without [*, N] in memory.
 
-        With index="midx", see :meth:`search`, whose scores and ids it gives: not log-probabilities, since their normaliser takes all classes.
+        Equal scores: the lower id comes first. The result has no gradient. With index="midx" the classes come from :meth:`search`. The values are then scores,
+        not log-probabilities, since the normaliser takes all classes.
 
-        exclude: [*, E], int64: the ids that each query does not want, such as items already seen, in any order; -1 for none. The best k of all others come
-        back, exactly; log-probabilities stay those among all classes. -inf and -1 behind the last of fewer than k."""
+        Args:
+            input: [*, D], in the dtype of the table.
+            k: in [0, N].
+            index, recall, max_cells: None, or as in :meth:`search`.
+            exclude: int64 [*, E]: the ids that each query does not want, such as items already seen, in any order; -1 for none. The best k of all other classes
+                are returned, exactly. Log-probabilities stay those among all classes. Where fewer than k classes are left, the last places are -inf and -1.
+
+        Returns:
+            (log-probabilities, class ids), both [*, k]: float64 for a float64 table, else float32; and int64.
+
+        Raises:
+            ValueError: k is not in [0, N], `input` is not of shape [*, D], or `exclude` is not of shape [*, E]; recall or max_cells without an index.
+            TypeError: k is not an int, `input` is of another dtype than the table, or `exclude` is not int64.
+            IndexError: an id of `exclude` is not in [0, N) or -1 (checked on the CPU).
+        """
         k = self._best(k)
         if index is not None or recall is not None or max_cells is not None:
             if torch.jit.is_scripting():
@@ -163,37 +210,59 @@ class LinearLoss(TableModule):
 
     def search(self, input: Tensor, k: int, *, index: str = "midx", recall: Optional[float] = None,
                max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> retrieval.SearchResult:
-        """`self.linear(input).topk(k)` without most of the classes: (scores, ids, cells_read, certified); equal scores: the lower id first.
+        """The best k classes of each query, ``self.linear(input).topk(k)``, without scoring most of the classes.
 
-        Classes stand in cells, a copy of the table in 8 bits bounds the scores of a cell and of its classes, and classes that may be among the best are
-        scored from the table. The index is that of :meth:`search_index`; where the table has changed since, it is made anew and knows neither
-        queries nor codewords given. Writes that no version counts go unseen, by ``.data``, numpy or to tables made in ``torch.inference_mode()``: call
-        :meth:`search_index` then. A table on CPU, of finite numbers below 2^100; no gradient.
+        An index sorts the classes into cells. A copy of the table in 8 bits bounds the scores of a cell and of its classes, and the classes that may be among
+        the best are scored from the table. Equal scores: the lower id comes first. The result has no gradient.
+
+        The index is the one that :meth:`search_index` made. Where the table has changed since, a new one is made, without the queries and the codewords that
+        were given. Some writes to the table are not noticed: through ``.data``, through numpy, and to tables made in ``torch.inference_mode()``. Call
+        :meth:`search_index` after them.
 
         Args:
             input: [*, D], in the dtype of the table. A query with a NaN or an infinity has scores of NaN at the first classes, and is not certified.
             k: in [0, N].
             index: "midx".
-            recall: none: certified, the k best of all classes, exactly. In (0, 1): cells are read in the order of how likely they hold one of the
-                best, as many as made 256 queries find this share of their best k: a target for queries like them, no guarantee for each. They are those that
-                search_index was given, or the first of the calls, which until then are certified.
-            max_cells: reads so many cells, or as many as hold k classes; a query may be certified all the same.
+            recall: None: certified, the k best of all classes, exactly. In (0, 1): the cells are read in the order of how likely they hold one of the best. As
+                many are read as 256 example queries needed to find this share of their best k: a target for queries like them, and no guarantee for each. The
+                example queries are those that :meth:`search_index` was given, or the first of the calls, which until then are certified. 1: as None.
+            max_cells: at least 1: this many cells are read, or as many as hold k classes. A query may be certified all the same. Not beside recall.
+            exclude: int64 [*, E], as in :meth:`topk`.
+
+        Returns:
+            :class:`SearchResult <xsoftmax.SearchResult>`: (scores [*, k], ids int64 [*, k], cells_read int64 [*], certified bool [*]). Scores are float64 for a
+            float64 table, else float32.
+
+        Raises:
+            ValueError: an argument out of its range or of another shape; a table that is not on the CPU, or holds numbers that are not finite or not below
+                2^100.
+            TypeError: `input` is of another dtype than the table; k or max_cells is not an int.
+            IndexError: an id of `exclude` is not in [0, N) or -1.
         """
         return retrieval.search(self, input, k, index, recall, max_cells, exclude)
 
     def search_index(self, queries: Optional[Tensor] = None, *, codewords: Optional[int] = None) -> retrieval.SearchIndex:
-        """Makes the index of :meth:`search` from the table as it is now, and keeps it: 0.3 of the memory of a float32 table of width 64.
+        """Makes the index of :meth:`search` from the table as it is now, and keeps it with the loss. It takes 0.3 of the memory of a float32 table of width
+        64.
 
         Args:
             queries: [*, D], some hundreds like those to come: they say how many cells a recall takes.
-            codewords: K, for K x K cells of a residual quantizer that K-means makes; none: those of the loss's MIDX sampler, where it has one
-                that has been refreshed and whose cells hold 32 classes on average, or else sqrt(N / 256) and at most 256.
+            codewords: K in [1, 1024], for K x K cells of a residual quantizer that K-means makes. None: those of the loss's MIDX sampler, where it has one that
+                has been refreshed and whose cells hold 32 classes on average; else sqrt(N / 256), at most 256.
+
+        Returns:
+            The :class:`SearchIndex <xsoftmax.SearchIndex>`.
+
+        Raises:
+            ValueError: `queries` is not of shape [*, D]; codewords out of range; a table that is not on the CPU, or holds numbers that are not finite or not
+                below 2^100.
+            TypeError: codewords is not an int.
         """
         return retrieval.build_index(self, queries, codewords)
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
-        """`self.log_prob(input).argmax(-1)`: the best class of each query, [*, D] -> [*]."""
+        """The most probable class of each query, ``self.log_prob(input).argmax(-1)``: input [*, D] -> int64 [*]. Errors as :meth:`topk`."""
         return self.topk(input, 1, None, None, None, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
@@ -201,34 +270,43 @@ class LinearLoss(TableModule):
 
 
 class LinearCrossEntropyLoss(LinearLoss):
-    r"""The exact loss of a linear layer and a softmax over its outputs, without ever holding the logits.
+    r"""The exact cross entropy of a linear layer and a softmax over its outputs, computed without the logits in memory.
 
-    ``loss(input, target) == F.cross_entropy(loss.linear(input), target, weight, reduction=..., ignore_index=...,
-    label_smoothing=...)``, computed over chunks of classes; gradients too.
+    ``loss(input, target) == F.cross_entropy(loss.linear(input), target, weight, reduction=..., ignore_index=..., label_smoothing=...)``. The loss and its
+    gradients are computed over chunks of classes. Gradients of the table are dense.
 
     Args:
-        in_features: D, the width of a query.
-        num_classes: N.
+        in_features: D, the width of a query; at least 0.
+        num_classes: N, at least 1.
         bias: the classes have a bias.
-        weight: [N], rescales the loss of each class, as in :class:`torch.nn.CrossEntropyLoss`.
+        weight: floating [N], rescales the loss of each class, as in :class:`torch.nn.CrossEntropyLoss`.
         reduction: "mean" (weighted, over targets that are not ignored), "sum" or "none".
         ignore_index: targets of this value have no loss and no gradient.
-        label_smoothing: in [0, 1].
-        positives: what several of a query come to, target [*, T]. "mean": the mean over its positives y of -log of the softmax of s_y over y and the
-            classes that are no positive of the query; class weights are those of the positives. "sum": -log of the sum of the positives'
-            probabilities; no class weights. Entries of ignore_index are padding, a class that stands twice counts once, and a query whose entries are
-            all padding is ignored. No label smoothing.
+        label_smoothing: in [0, 1]. 0 with several positives.
+        positives: how the loss combines several positives of a query, target [*, T]. "mean": the mean, over its positives y, of -log of the softmax of s_y over
+            y and the classes that are no positive of the query; class weights are those of the positives. "sum": -log of the sum of the positives'
+            probabilities; no class weights. Entries of ignore_index are padding. A class that stands twice counts once. A query whose entries are all padding
+            is ignored.
+        device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
-    Shape: input [*, D] (float32, float64, bfloat16, float16), target [*] int64 in [0, N), or [*, T] with T below N: [*, N], as one-hot targets are, is a
-    ValueError. Returns a scalar, or [*] for "none"; in float32 for 16-bit inputs.
+    Shape:
+        - input: [*, D], in the dtype of the table; under autocast also in a 16-bit one.
+        - target: int64 [*] in [0, N) or ignore_index; or [*, T] with T below N. One-hot targets [*, N] are a ValueError.
+        - output: a scalar, or [*] with reduction="none"; float64 for a float64 table, else float32. Over no query "mean" is NaN, as in torch.
 
-    Errors: ValueError for shapes, TypeError for dtypes, IndexError for a target out of range, naming its place.
+    Raises:
+        ValueError: an option out of range; a shape that does not fit; label_smoothing with several positives; class weights with several positives and
+            positives="sum".
+        TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype or device than the table; `target` not int64.
+        IndexError: a target is not in [0, N) and not ignore_index (checked on the CPU). The message names its place.
+        RuntimeError: a call inside a transform of ``torch.func``.
     """
 
     def _row_gradients(self) -> bool:
         return False
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The exact loss, as :meth:`exact` gives it: input [*, D] and target int64 [*] or [*, T] -> a scalar, or [*] with reduction="none"."""
         return self.exact(input, target)
 
 
@@ -258,57 +336,83 @@ class CandidateLoss(LinearLoss):
 
 
 class SampledSoftmaxLoss(CandidateLoss):
-    r"""Cross entropy over sampled classes in train(); the exact loss in eval(), which belongs under torch.no_grad().
+    r"""Sampled softmax: the cross entropy over sampled classes in train(), and the exact cross entropy in eval().
 
-    A step scores the target, the `head_classes` and the drawn classes, and touches no other row of the table: not in the
-    forward pass, and not in the gradient, which is row-sparse. With s the scores, y the target, c_j the expected count of class j
-    (M q_j for M independent draws, its inclusion probability for distinct draws, 1 for a head class)::
+    In eval() ``loss(input, target) == F.cross_entropy(loss.linear(input), target, weight, ...)``, as :class:`LinearCrossEntropyLoss` computes it. Evaluate
+    under torch.no_grad(): where gradients are recorded, the exact gradients are computed together with the loss.
+
+    In train() a step scores the target, the `head_classes` and the drawn classes. The forward pass reads no other row of the table, and the gradient of the
+    table is row-sparse. Let s be the scores, y the target, and c_j the expected count of class j: M q_j for M independent draws from q, the inclusion
+    probability for distinct draws, 1 for a head class. The loss of a query is::
 
         loss = log(e^{s_y} + sum_{j drawn, j != y} e^{s_j} / c_j) - s_y
 
-    For independent draws the sum is renormalised to the classes other than y, times (M - c_y) / m where m draws are not y
-    (Chen et al., 2025, section 3.2).
+    This is, for one set of distinct classes that the batch shares, with `ids` [M] and `log_count` [M]::
 
-    ``loss(input, target, negatives=ids)`` scores further classes, ``ids [P]`` for the batch or ``[*, P]`` for each query (int64, -1 where there is
-    none): hard negatives, or those that a data loader drew. They are always there, each once: their expected count is 1, and what the sampler would
-    draw of them is added, so that the sampled loss is that of the exact normaliser still. With ``negative_log_count``, of their shape, they are
-    independent draws of yours, and it is the log of how often all that the step proposes would hold each of them: where the sampler draws the same
-    classes, give it the law of your negatives instead, as a part of a :class:`xsoftmax.samplers.UnionSampler`. In eval() negatives take no part.
+        s = F.linear(input, linear.weight[ids], linear.bias[ids]) - log_count                                  # [Q, M]
+        s = s.masked_fill(ids == target[:, None], -inf)
+        s_y = (input * linear.weight[target]).sum(1) + linear.bias[target]                                      # [Q]
+        loss = F.cross_entropy(torch.cat([s_y[:, None], s], 1), torch.zeros_like(target))
+
+    Independent draws are renormalised to the classes other than y: their sum is multiplied by (M - c_y) / m, where m of the M draws are not y (Chen et al.,
+    2025, section 3.2).
 
     Args:
-        in_features: D, the width of a query.
-        num_classes: N.
-        sampler: None: candidates are the head and the negatives of each call. Or a :class:`xsoftmax.samplers.Sampler`, which says how many classes it draws,
-            for the batch or for each query; or the name of one: "uniform", "log_uniform" (classes sorted by falling frequency), "in_batch", "midx", "lsh",
-            "sphere", "rff", or one that :func:`xsoftmax.samplers.register` was given. It is found as `loss.sampler`, which beside a head is another than the
-            one given. It belongs to this loss.
-        num_samples: draws of a sampler that is named: for the batch (shared) or for each query. None: as many as it draws by default.
-        shared: of a sampler that is named: one set of draws for the whole batch (one matrix product), or one for each query. None: as suits it.
-        estimator: "sampled_softmax", or "ranking", which lowers the target's score by its log expected count too
-            (TensorFlow's form; near the softmax its gradient is the full one times about M / (M + 1), and its value is not that of the
-            exact loss, not even about: see it in eval()). Beside a head a target outside it takes the place of a draw. None: what suits the
-            sampler, "ranking" where all draws are private and independent and follow the class table (they are few and near the softmax, and
-            its optimum is the softmax for any number of them), else "sampled_softmax". Or one that is no estimate of the softmax loss:
-            "nce", "negative_sampling", "one_vs_each", "blackout", "importance", or CANE, "cane" and "cane_log_of_mean", whose candidates
-            are the head and distinct draws, and its noise the independent draws (see :class:`CaneLoss`). Their formulas stand with
-            ``xsoftmax::candidate_loss`` in ops.h; none of them takes label_smoothing. Or "complementary_sum": "sampled_softmax" with all
-            draws from the classes other than the target, each query its own, by :class:`xsoftmax.samplers.ComplementSampler` (Botev et
-            al., 2017). Or one that :func:`xsoftmax.register_estimator` was given.
-        log_z: of "nce", by which all scores are lowered: a number, or "learned": a parameter of that name, which begins at 0.
-        remove_accidental_hits: drop draws that equal the target. False with "sampled_softmax" is Eq. 1 of Chen et al. (2025), whose gradient
-            is the full one times about 1 / (1 + p_y). "ranking", "nce" and CANE keep those among independent draws in any case: without
-            them their optimum is not the softmax.
-        bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
-        positives: as there. Draws that hit another positive of the query take no part; independent draws of one set are renormalised to the classes
-            outside. "sum" goes with all estimators but CANE.
-        label_smoothing: e: (1 - e) of the loss, and e of (log normaliser - mean score of all classes), that mean estimated from the target
-            and the candidates with the weights above. Not beside class weights.
-        head_classes: classes that are always scored: how many of the first ids, or a 1-D tensor of ids. The sampler draws from the
-            others, or, where it cannot leave classes out, the counts add up.
-        sparse_grad: the gradient of the table is sparse COO with a static number of rows (for xsoftmax.optim, or torch.optim.SGD, Adagrad,
-            SparseAdam); False: dense.
+        in_features: D, the width of a query; at least 0.
+        num_classes: N, at least 1.
+        sampler: where the drawn classes come from. The loss has it as `loss.sampler`; beside head classes that is another object than the one given.
 
-    Shape: as :class:`LinearCrossEntropyLoss`.
+            - A :class:`xsoftmax.samplers.Sampler`. It says itself how many classes it draws, for the batch or for each query, and belongs to this loss alone.
+            - The name of one: "uniform", "log_uniform" (for classes sorted by falling frequency), "in_batch", "midx", "lsh", "sphere", "rff", or a name that
+              :func:`xsoftmax.samplers.register` was given.
+            - None: the candidates are the head and the negatives of each call.
+
+        num_samples: of a sampler that is named: how many classes it draws for the batch (shared) or for each query. None: its default; "uniform" and
+            "log_uniform" have none, and "in_batch" takes None alone.
+        shared: of a sampler that is named: True: one set of draws for the whole batch (one matrix product); False: one for each query. None: as suits it.
+        estimator: how the scores become a loss. None takes what suits the sampler: "ranking" where all draws are private, independent and follow the class
+            table (there are few of them, near the softmax, and the optimum of "ranking" is the softmax for any number of them), else "sampled_softmax".
+
+            - "sampled_softmax": the formula above.
+            - "ranking": lowers the target's score by its log expected count as well, as TensorFlow's sampled softmax does. Near the softmax its gradient is the
+              full one times about M / (M + 1). Its value does not estimate that of the exact loss: look at the loss in eval(). With head classes, a target
+              outside the head takes the place of a draw.
+            - "complementary_sum": "sampled_softmax" with all draws from the classes other than the target, private to each query, by
+              :class:`xsoftmax.samplers.ComplementSampler` (Botev et al., 2017).
+            - "nce" (Gutmann and Hyvärinen, 2012), "negative_sampling" (Mikolov et al., 2013), "one_vs_each" (Titsias, 2016), "blackout" (Ji et al., 2016) and
+              "importance" (Bengio and Senécal, 2003). These do not estimate the softmax loss.
+            - "cane" and "cane_log_of_mean" (Han et al., 2018, Algorithm 1): the candidates are the head and distinct draws, and the noise is the independent
+              draws; see :class:`CaneLoss`.
+            - a name that :func:`xsoftmax.register_estimator` was given.
+
+            ``xsoftmax::candidate_loss`` in ops.h has the formulas. Only the first two take label_smoothing.
+        log_z: for "nce": the log normaliser, which is subtracted from all scores. A finite number, or "learned": a 0-dim parameter `log_z` that begins at 0.
+        remove_accidental_hits: draws that equal the target are dropped. False with "sampled_softmax" is Eq. 1 of Chen et al. (2025), whose gradient is the full
+            one times about 1 / (1 + p_y), p_y the probability of the target. "ranking", "nce" and CANE keep such draws among independent ones in any case:
+            without them their optimum is not the softmax.
+        bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
+        label_smoothing: e in [0, 1]: (1 - e) of the loss, and e of (log normaliser - mean score of all classes). That mean is estimated from the target and the
+            candidates, with the weights above. Not beside class weights.
+        positives: as in :class:`LinearCrossEntropyLoss`. Draws that hit another positive of the query take no part, and independent draws of one set are
+            renormalised to the classes that are no positive. "sum" goes with all estimators but CANE.
+        head_classes: classes that are always scored: how many of the first ids, or an int64 tensor [H] of different ids. The sampler then draws from the other
+            classes. Where it cannot leave classes out, the expected counts of head and draws add up.
+        sparse_grad: True: the gradient of the table is sparse COO with a static number of rows, for xsoftmax.optim and for torch.optim.SGD, Adagrad and
+            SparseAdam. False: it is dense.
+        device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
+
+    Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*] or [*, T]; a scalar, or [*] with reduction="none".
+
+    Raises:
+        ValueError: an option out of range, or options that do not go together; a name of a sampler or an estimator that is not known; a sampler of another
+            number of classes, or one that belongs to another loss; more distinct draws than classes; a shape that does not fit; a call without candidates; a
+            table with a NaN or an infinity when a sampler that follows the table refreshes; a parametrized table beside sparse_grad=True.
+        TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype or device than the table; `target` or ids not
+            int64.
+        IndexError: an id of head_classes is not in [0, N); a target is not in [0, N) and not ignore_index; a negative is not in [0, N) and not -1 (all checked
+            on the CPU).
+        RuntimeError: a call inside a transform of ``torch.func``, or in a DistributedDataParallel model whose table was not prepared by
+            :mod:`xsoftmax.distributed`.
     """
 
     def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str, None], num_samples: Optional[int] = None,
@@ -391,6 +495,27 @@ class SampledSoftmaxLoss(CandidateLoss):
 
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None, negatives: Optional[Tensor] = None,
                 negative_log_count: Optional[Tensor] = None) -> Tensor:
+        """The sampled loss in train(); the exact loss, :meth:`exact`, in eval().
+
+        Negatives are further classes that the caller has: hard negatives, or classes that a data loader drew. Without `negative_log_count` each of them is
+        always there, once: its expected count is 1, and what the sampler would draw of it is added. The sampled loss still estimates the exact one. With
+        `negative_log_count` the negatives are independent draws of the caller, with these expected counts. Where the sampler can draw the same classes, give it
+        the distribution of the negatives instead, as a part of a :class:`xsoftmax.samplers.UnionSampler`. In eval() negatives are not used.
+
+        Args:
+            input: [*, D], in the dtype of the table.
+            target: int64, [*] or [*, T], in [0, N) or ignore_index.
+            generator: on the device of `input`. None: torch's default generator.
+            negatives: int64 [P] for the batch, or [*, P] for each query, in [0, N), -1 where there is none.
+            negative_log_count: floating, the shape of `negatives`: the log of how often the whole proposal, sampler and negatives together, would hold each of
+                them.
+
+        Returns:
+            A scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
+
+        Raises:
+            ValueError, TypeError, IndexError, RuntimeError: as :class:`SampledSoftmaxLoss`; nothing has changed then
+        """
         if not self.training:
             return self.exact(input, target)
         return self._sampled(input, target, generator, negatives, negative_log_count, True)
@@ -398,7 +523,11 @@ class SampledSoftmaxLoss(CandidateLoss):
     @torch.jit.export
     def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None, negatives: Optional[Tensor] = None,
                  negative_log_count: Optional[Tensor] = None) -> Tensor:
-        """The sampled loss, also in eval(), from the sampler as it is, without a refresh. In eval() nothing counts as a step."""
+        """The sampled loss, in train() and in eval(), from the sampler as it is, without a refresh. In eval() the call does not count as a step of the
+        sampler.
+
+        Arguments, shapes and errors as :meth:`forward`.
+        """
         return self._sampled(input, target, generator, negatives, negative_log_count, False)
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
@@ -457,7 +586,19 @@ class SampledSoftmaxLoss(CandidateLoss):
 
     @torch.jit.export
     def propose(self, queries: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        """One draw: the head and what the sampler proposes, for ``queries [Q, D]`` and ``target [Q]`` as a sampler takes them."""
+        """Draws once: the candidate sets of a step, the head and what the sampler proposes.
+
+        Args:
+            queries: [Q, D], zeros where a query does not count.
+            target: int64 [Q] in [0, N), -1 where a query does not count, or [Q, T]; see :meth:`Sampler.sample <xsoftmax.samplers.Sampler.sample>`.
+            generator: on the device of `queries`. None: torch's default generator.
+
+        Returns:
+            A list of :class:`xsoftmax.samplers.CandidateSet`.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :meth:`Sampler.sample <xsoftmax.samplers.Sampler.sample>`
+        """
         return self._with_head(self.sampler.sample(queries, target, generator))
 
     def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet]) -> Tensor:

@@ -18,6 +18,10 @@ and T the number of right classes of a query::
 and with p_i the propensity of the i-th prediction, how likely it is to be said where it is right, a ratio of sums over all queries::
 
     psp_at_k       = sum_q sum_{i <= k} hit_i / p_i  /  sum_q of the k largest 1 / p of its right classes
+
+Errors of all: a ValueError for k below 1, for predictions with fewer than k columns, a class twice in a row or below -1, for scores that are NaN, for truth of
+another number of queries or with a class below 0, and where nothing is right for any query; a TypeError for k that is not an int, and for predictions or truth
+of another type or dtype.
 """
 
 import math
@@ -41,31 +45,56 @@ __all__ = ["coverage", "ndcg_at_k", "precision_at_k", "propensity", "psp_at_k", 
 
 
 def precision_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
-    """The share of the first k predictions that are right, `sum_{i <= k} hit_i / k`, the mean over queries; see :mod:`xsoftmax.metrics`.
+    """The share of the first k predictions that are right, `sum_{i <= k} hit_i / k`, as the mean over queries. A missing prediction (-1) is a wrong one.
 
-    A missing prediction (-1) is a wrong one.
+    Args:
+        predictions: int64 [Q, at least k], or a scipy CSR matrix [Q, N] of scores; see :mod:`xsoftmax.metrics`.
+        truth: int64 [Q], a list of Q sequences, or a scipy CSR matrix [Q, N]; see there.
+        k: at least 1.
+
+    Raises:
+        ValueError, TypeError: as :mod:`xsoftmax.metrics` says
     """
     return _precisions(predictions, truth, k).mean().item()
 
 
 def recall_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
-    """The share of the right classes that are among the first k predictions, `sum_{i <= k} hit_i / T`, the mean over queries; see
-    :mod:`xsoftmax.metrics`."""
+    """The share of the right classes that are among the first k predictions, `sum_{i <= k} hit_i / T`, as the mean over queries.
+
+    Args:
+        predictions, truth, k: as in :func:`precision_at_k`.
+
+    Raises:
+        ValueError, TypeError: as :mod:`xsoftmax.metrics` says
+    """
     return _recalls(predictions, truth, k).mean().item()
 
 
 def ndcg_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
-    """How high the right classes stand, 1 where they are all on top:
-    `sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)`, the mean over queries; see :mod:`xsoftmax.metrics`."""
+    """The normalised discounted cumulative gain: how high the right classes stand, 1 where they are all on top.
+
+    It is `sum_{i <= k} hit_i / log2(i + 1)  /  sum_{i <= min(T, k)} 1 / log2(i + 1)`, as the mean over queries.
+
+    Args:
+        predictions, truth, k: as in :func:`precision_at_k`.
+
+    Raises:
+        ValueError, TypeError: as :mod:`xsoftmax.metrics` says
+    """
     return _ndcgs(predictions, truth, k).mean().item()
 
 
 def psp_at_k(predictions: Predictions, truth: Truth, k: int, propensity: Tensor) -> float:
-    """Precision that counts a right class by how rarely it is said, 1 where the rarest are on top; see :mod:`xsoftmax.metrics` (Jain, Prabhu
-    and Varma, KDD 2016).
+    """Propensity-scored precision: a right class counts by how rarely it is labelled, 1 where the rarest are on top (Jain et al., 2016).
+    :mod:`xsoftmax.metrics` has the formula.
 
     Args:
-        propensity: [N], in (0, 1], of each class: :func:`propensity`.
+        predictions, truth, k: as in :func:`precision_at_k`.
+        propensity: floating [N], in (0, 1], of each class: :func:`propensity`.
+
+    Raises:
+        ValueError: a propensity of another shape or not in (0, 1]; and as :mod:`xsoftmax.metrics` says.
+        TypeError: a propensity that is not a floating tensor; and as :mod:`xsoftmax.metrics` says.
     """
     found, best = _psp_sums(predictions, truth, k, propensity)
     return (found / best).item()
@@ -103,12 +132,21 @@ def _psp_sums(predictions: Predictions, truth: Truth, k: int, propensity: Tensor
 
 
 def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: float = 0.55, b: float = 1.5) -> Tensor:
-    """How likely each class is said where it is right, by how often it is: ``1 / (1 + C (counts + b)^-a)``, C = (log n - 1) (b + 1)^a
-    (Jain, Prabhu and Varma, KDD 2016): float64 [N].
+    """The propensity of each class, how likely it is labelled where it is right, from how often it is labelled (Jain et al., 2016).
+
+    It is ``1 / (1 + C (counts + b)^-a)``, with C = (log n - 1) (b + 1)^a.
 
     Args:
-        counts: [N], the examples of each class in training.
-        num_examples: n, of all of training.
+        counts: [N], the examples of each class in training; finite, at least 0.
+        num_examples: n, the number of examples in training; at least 3.
+        a, b: as in the paper.
+
+    Returns:
+        float64 [N].
+
+    Raises:
+        ValueError: counts of another shape or below 0, or num_examples below 3.
+        TypeError: counts are not numbers, or num_examples is not an int.
     """
     counts = torch.as_tensor(counts, dtype=torch.float64)
     num_examples = check_count("propensity", "num_examples", num_examples, 3)
@@ -119,11 +157,16 @@ def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: flo
 
 
 def coverage(candidates: Tensor, target: Tensor, ignore_index: int = -100) -> float:
-    """How often the target is among the candidates, `(candidates == target[..., None]).any(-1).mean()` (Han et al., 2018, Table 3).
+    """The share of the targets that are among the candidates, `(candidates == target[..., None]).any(-1).mean()` (Han et al., 2018, Table 3).
 
     Args:
         candidates: int64 [*, C], -1 where there is none; or [C] for all queries.
-        target: int64 [*], at least one that counts; those that are ignore_index or below 0 do not.
+        target: int64 [*], of at least one dimension. Targets that are ignore_index or below 0 do not count; at least one does.
+        ignore_index: targets of this value do not count.
+
+    Raises:
+        ValueError: another shape, or no target that counts.
+        TypeError: candidates or target are not int64 tensors.
     """
     for argument, tensor in (("candidates", candidates), ("target", target)):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:

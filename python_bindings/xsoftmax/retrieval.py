@@ -20,8 +20,11 @@ _CALIBRATING = 256     # queries that say how many cells a recall takes
 
 
 class SearchResult(NamedTuple):
-    """What a search found: of each query the scores and ids of its best classes ``[*, k]``, how many cells were read ``[*]``, and whether the
-    classes are certified to be the best ``[*]``."""
+    """What :meth:`xsoftmax.LinearLoss.search` found: of each query the scores and ids of its best classes, how many cells were read, and whether the classes
+    are certified to be the best.
+
+    Shapes: ``scores`` floating [*, k], ``ids`` int64 [*, k], ``cells_read`` int64 [*], ``certified`` bool [*].
+    """
 
     scores: Tensor
     ids: Tensor
@@ -42,7 +45,7 @@ class SearchIndex:
         self._budgets: Dict[Tuple[int, float], int] = {}
 
     def calibrate(self, queries: Tensor) -> None:
-        """Takes queries [Q, D] like those to come as those that say how many cells a recall takes."""
+        """Takes queries floating [Q, D], like those to come, as those that say how many cells a recall takes. At least 256 are needed."""
         self._queries = queries.detach().to(self.weight.dtype, copy=True)
         self._budgets.clear()
 
@@ -56,6 +59,7 @@ class SearchIndex:
         return self._budgets[k, recall]
 
     def search(self, queries: Tensor, k: int, recall: Optional[float], max_cells: Optional[int]) -> SearchResult:
+        """Searches for the k best classes of queries [Q, D], as :meth:`xsoftmax.LinearLoss.search` does. Errors as there."""
         if recall is not None and recall < 1:
             missing = _CALIBRATING - len(self._queries)
             if missing > 0:

@@ -18,7 +18,7 @@ from .samplers.sampler import draw_seed
 
 
 class TreeLoss(TableModule):
-    """Base of losses over a tree: the tree, and its edges as `.edges`, a Linear with a row for each."""
+    """Base of losses over a tree of classes: the tree, and its edges as `.edges`, an ``nn.Linear`` with a row for each edge."""
 
     # Losses over one tree share their checkpoints: only a beam tree counts steps, or has noise, which may keep nothing.
     _optional_state = ("steps", "noise.")
@@ -39,36 +39,49 @@ class TreeLoss(TableModule):
 
 
 class BeamTreeLoss(TreeLoss):
-    r"""The beam tree (Han et al., 2018, Algorithm 2): CANE whose candidates a beam search in a tree of the classes finds, at a cost of O(log N).
+    r"""The beam tree (Han et al., 2018, Algorithm 2): CANE over a tree of the classes, whose candidates a beam search finds in O(log N).
 
-    Each edge of the tree has a row w of parameters, and the score of a class is the sum of w . input along its path. Classes near each other
-    in the tree share most of it. In train() the loss is that of :class:`CaneLoss`, the candidates being the best `num_candidates` classes of
-    a beam of that width; edges are scored once a query, however many paths share them, and those on all its paths are left out
-    (Proposition 1). In eval() it is the exact loss over all paths, which takes O(N) for a query; `topk` and `predict` search with a beam.
+    Each edge of the tree has a row w of parameters. The score of a class is the sum of w . input along its path from the root, so classes that are near each
+    other in the tree share most of their score.
+
+    In train() the loss is that of :class:`CaneLoss`. The candidates are the best `num_candidates` classes that a beam of width `beam` finds. Each edge is
+    scored once for a query, however many paths share it, and edges on all paths of a query are left out (Proposition 1).
+
+    In eval() the loss is exact, over the paths of all classes, ``F.cross_entropy(loss.scores(input), target, weight, ...)``, at a cost of O(N) for a query.
+    :meth:`topk` and :meth:`predict` search with a beam.
 
     Args:
-        in_features: D.
-        tree: of the classes; 10 children a node is a good size.
-        num_candidates: Nc >= 1.
-        beam: the width of the search, in `topk` and `predict`, too: the best Nc of what it finds are the candidates. None: Nc, as in the paper.
-            Twice or four times that finds more of the best classes, where the tree fits them loosely (docs/experiments/classifiers.md, Omniglot).
-        num_noises: Nn >= 0, noises a query.
-        noise_sampler: as in :class:`CaneLoss`, of a sampler that follows no class table.
+        in_features: D, the width of a query; at least 0.
+        tree: a :class:`LabelTree` of the N classes; 10 children a node is a good size. The loss copies it.
+        num_candidates: Nc >= 1; above N: N.
+        num_noises: Nn >= 0, noises a query. 0 where all classes are candidates.
+        beam: the width of the search, at least Nc, in :meth:`topk` and :meth:`predict`, too. The best Nc of the classes found are the candidates. None: Nc, as
+            in the paper. Twice or four times that finds more of the best classes where the tree fits them loosely (docs/experiments/classifiers.md, Omniglot).
+        noise_sampler: as in :class:`CaneLoss`; a sampler that follows no class table.
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
-        routed: for a tree of one layer of subsets with the classes below them (LabelTree.from_frequencies): candidates are drawn
-            uniformly, without repeats, from the subset of the best score, in the place of the beam search (section 5); fewer where it has
-            fewer classes.
-        balance_every: steps between two calls of :meth:`balance`, which does not change the loss, and lets the beam find more of what it
-            looks for; 0: never, as in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same; never
-            with 16-bit edges, whose rounding would move the scores. Modules that were scripted or compiled leave it to the training loop
-            (`loss.balance()`), and frozen edges, calls under torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose
-            0 where rows of edges serve as something else, too, such as a tied embedding.
+        routed: for a tree of one layer of subsets with the classes below them (:meth:`LabelTree.from_frequencies`). Instead of a beam search, candidates are
+            drawn uniformly, without repeats, from the subset of the best score (section 5). There are fewer where the subset has fewer classes.
+        balance_every: steps between two calls of :meth:`balance`, which does not change the loss and lets the beam find more of the best classes. 0: never, as
+            in the paper. None: 100, more where the tree has more than 50,000 edges, so that a step costs the same on average; never with 16-bit edges, whose
+            rounding would move the scores. Modules that were scripted or compiled leave it to the training loop (`loss.balance()`). Frozen edges, calls under
+            torch.no_grad() and torch.func.functional_call leave the edges as they are. Choose 0 where rows of edges serve as something else, too, such as a
+            tied embedding.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
+        device, dtype: of the edges. The dtype is float32, float64, bfloat16 or float16.
 
-    The parameters are `edges.weight` [E, D] (and `edges.bias`): edge e ends in node e + 1 of the tree.
+    The parameters are `edges.weight` [E, D] and, with a bias, `edges.bias` [E]. Edge e ends in node e + 1 of the tree.
 
-    Shape: input [*, D], target [*] int64 in [0, N). A scalar, or [*] with reduction="none"; in eval() in float32 for 16-bit edges. The beam of
-    a query that is not finite finds classes that mean nothing.
+    Shape:
+        - input: [*, D], in the dtype of the edges. The candidates of a query that is not finite mean nothing.
+        - target: int64 [*] in [0, N) or ignore_index. Several positives of a query are not supported.
+        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+
+    Raises:
+        ValueError: an option out of range; a beam below num_candidates; a tree without one layer of subsets beside routed=True; a noise_sampler that follows a
+            class table or that :class:`CaneLoss` refuses; a shape that does not fit.
+        TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype or device than the edges; `target` not int64.
+        IndexError: a target is not in [0, N) and not ignore_index (checked on the CPU).
+        RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
     _option_names = ("estimator", "reduction", "ignore_index", "sparse_grad")
@@ -113,6 +126,19 @@ class BeamTreeLoss(TreeLoss):
         return self
 
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+        """The loss of candidates and noises in train(); the exact loss in eval().
+
+        Args:
+            input: [*, D], in the dtype of the edges.
+            target: int64 [*], in [0, N) or ignore_index.
+            generator: on the device of `input`. None: torch's default generator.
+
+        Returns:
+            A scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+
+        Raises:
+            ValueError, TypeError, IndexError, RuntimeError: as :class:`BeamTreeLoss`
+        """
         if not self.training:
             return self.exact(input, target)
         self._queries(input, self._given(target))
@@ -146,15 +172,30 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def candidates(self, input: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
-        """The classes that a step takes as candidates: [*, D] -> int64 [*, Nc], -1 where there are fewer. See
-        :func:`xsoftmax.metrics.coverage`."""
+        """The classes that a step takes as candidates; :func:`xsoftmax.metrics.coverage` says how many targets they cover.
+
+        Args:
+            input: [*, D], in the dtype of the edges.
+            generator: of a routed loss, which draws them; on the device of `input`. None: torch's default generator.
+
+        Returns:
+            int64 [*, Nc], -1 where there are fewer.
+
+        Raises:
+            ValueError: `input` is not of shape [*, D].
+            TypeError: `input` is of another dtype than the edges.
+        """
         queries = self._queries(input, None).detach()
         return self._candidates(queries, generator).reshape(list(input.shape[:-1]) + [self.num_candidates])
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
-        """`F.cross_entropy(self.scores(input), target, ...)`; what `forward` gives in eval(). Each call makes :meth:`class_table`, [N, D] in
-        float32 for 16-bit edges, and nothing of [Q, N]: evaluate many queries at once."""
+        """The exact loss, in train() and in eval(): ``F.cross_entropy(self.scores(input), target, self.weight, ...)``; what `forward` gives in eval().
+
+        A call makes :meth:`class_table` ([N, D], in float32 for 16-bit edges), and nothing of size [Q, N]. Evaluate many queries at once.
+
+        Arguments, shapes and errors as :meth:`forward`.
+        """
         self._table_queries(input, self._given(target))
         return torch.ops.xsoftmax.tree_cross_entropy(input, self.edges.weight, self.edges.bias, target, self.tree.tables(), self.tree.layer_sizes,
                                                      self.weight, self._options)
@@ -175,10 +216,12 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def balance(self) -> None:
-        """Moves what the children of a node have in common to the edge above it: their mean, from the leaves up. No score changes, so the
-        loss does not either; but a beam that has come to a node then sees the mean score of what is below it, and finds more of the best
-        classes. O(E D). An optimizer's averages stay as they are. A loss that waits for its backward pass keeps its gradient: it depends
-        on sums along whole paths alone."""
+        """Moves the mean of the children of each node to the edge above the node, from the leaves up.
+
+        No score changes, so the loss does not change. A beam that has come to a node then sees the mean score of the classes below it, and finds more of the
+        best classes. The cost is O(E D). The averages of an optimizer stay as they are. A loss that waits for its backward pass keeps its gradient, which
+        depends on sums along whole paths alone.
+        """
         self.settle()  # a mean of rows that owe different steps would not decay as they do
         weight, bias = self.edges.weight.data, self.edges.bias  # .data: unseen by autograd, see above
         torch.ops.xsoftmax.tree_balance_(weight, self.tree.first_child, self.tree.layer_sizes)
@@ -187,27 +230,51 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def class_table(self) -> tuple[Tensor, Optional[Tensor]]:
-        """The same scores as a plain table: weight [N, D] and bias [N] of `F.linear(input, weight, bias) == self.scores(input)`."""
+        """The scores as a plain table: ``F.linear(input, weight, bias) == self.scores(input)``.
+
+        Returns:
+            (weight [N, D], bias [N] or None), in the dtype of the edges.
+        """
         self.settle()
         bias = self.edges.bias
         return self._along_paths(self.edges.weight, 0), None if bias is None else self._along_paths(bias, 0)
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:
-        """The scores of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
+        """The scores of all classes: input [*, D] -> [*, N], in the dtype of the edges.
+
+        The result is in memory as a whole, and the scores of the tree's inner nodes beside it.
+
+        Raises:
+            ValueError: `input` is not of shape [*, D].
+            RuntimeError: `input` is of another dtype than the edges.
+        """
         return self._along_paths(self.edges(self._table_queries(input, None)), 1).reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
-        """`F.log_softmax(self.scores(input), -1)`: [*, D] -> [*, N]."""
+        """The log-probabilities of all classes, ``F.log_softmax(self.scores(input), -1)``: input [*, D] -> [*, N]. Errors as :meth:`scores`."""
         return torch.log_softmax(self.scores(input), -1)
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, width: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """The best k classes that a beam of `width` (None: the larger of k and `beam`) finds: (scores, class ids), both [*, k], best first; -inf
-        and -1 behind the last of fewer than k. The scores are not normalised: that would take all classes.
+        """The best k classes that a beam finds, best first. They need not be the best of all classes.
 
-        exclude: [*, E], int64: the ids that each query does not want, -1 for none. The beam is then of at least k + E."""
+        Args:
+            input: [*, D], in the dtype of the edges.
+            k: in [0, N].
+            width: of the beam, at least k. None: the larger of k and `beam`.
+            exclude: int64 [*, E]: the ids that each query does not want, -1 for none. The beam is then of at least k + E.
+
+        Returns:
+            (scores, class ids), both [*, k]: float64 for float64 edges, else float32; and int64. Where fewer than k classes are found, the last places are -inf
+            and -1. The scores are not log-probabilities: their normaliser would take all classes.
+
+        Raises:
+            ValueError: k is not in [0, N], width is below k, `input` is not of shape [*, D], or `exclude` is not of shape [*, E].
+            TypeError: k is not an int, `input` is of another dtype than the edges, or `exclude` is not int64.
+            IndexError: an id of `exclude` is not in [0, N) or -1 (checked on the CPU).
+        """
         k = self._best(k)
         width = max(k, self.beam) if width is None else width
         if width < k:
@@ -218,7 +285,7 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
-        """The best class that the beam finds: [*, D] -> [*]."""
+        """The best class that the beam finds: input [*, D] -> int64 [*]. Errors as :meth:`topk`."""
         return self.topk(input, 1, None, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
@@ -229,19 +296,32 @@ class BeamTreeLoss(TreeLoss):
 
 
 class HierarchicalSoftmaxLoss(TreeLoss):
-    r"""Hierarchical softmax over any tree (Morin and Bengio, 2005): a class has the product of the probabilities on the way to it, a softmax over
-    the children of each node. Exact and normalised, in train() and eval() alike, at a cost of O(depth * arity) instead of O(N).
+    r"""Hierarchical softmax over any tree (Morin and Bengio, 2005), exact and normalised in train() and eval() alike.
+
+    The probability of a class is the product of the probabilities on its path from the root, where the children of each node have a softmax. A step costs
+    O(depth * arity) instead of O(N).
 
     ``loss(input, target) == F.nll_loss(loss.log_prob(input), target, weight, reduction=..., ignore_index=...)``.
 
     Args:
-        in_features: D.
-        tree: of the classes: LabelTree.huffman(counts) for the least expected cost, LabelTree.from_vectors for the better model.
+        in_features: D, the width of a query; at least 0.
+        tree: a :class:`LabelTree` of the N classes: :meth:`LabelTree.huffman` for the least expected cost, :meth:`LabelTree.from_vectors` for the better model.
+            The loss copies it.
         bias, weight, reduction, ignore_index, sparse_grad: as in :class:`SampledSoftmaxLoss`.
+        device, dtype: of the edges. The dtype is float32, float64, bfloat16 or float16.
 
-    The parameters are `edges.weight` [E, D] (and `edges.bias`): edge e ends in node e + 1 of the tree.
+    The parameters are `edges.weight` [E, D] and, with a bias, `edges.bias` [E]. Edge e ends in node e + 1 of the tree.
 
-    Shape: input [*, D], target [*] int64 in [0, N). A scalar, or [*] with reduction="none".
+    Shape:
+        - input: [*, D], in the dtype of the edges.
+        - target: int64 [*] in [0, N) or ignore_index. Several positives of a query are not supported.
+        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+
+    Raises:
+        ValueError: an option out of range; a shape that does not fit; parametrized edges beside sparse_grad=True.
+        TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype or device than the edges; `target` not int64.
+        IndexError: a target is not in [0, N) and not ignore_index (checked on the CPU).
+        RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
     def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
@@ -251,6 +331,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         self._init_options()
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss: input [*, D] and target int64 [*] -> a scalar, or [*] with reduction="none". Errors as :class:`HierarchicalSoftmaxLoss`."""
         if self.training:
             self._check_step()
         else:
@@ -261,21 +342,39 @@ class HierarchicalSoftmaxLoss(TreeLoss):
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss itself, which is exact."""
+        """The same as ``loss(input, target)``, which is exact."""
         self.settle()
         return self.forward(input, target)
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
-        """The log-probabilities of all classes: [*, D] -> [*, N]. As large as it looks, and larger by the tree's inner nodes."""
+        """The log-probabilities of all classes: input [*, D] -> [*, N], in the dtype of the edges.
+
+        The result is in memory as a whole, and the scores of the tree's inner nodes beside it.
+
+        Raises:
+            ValueError: `input` is not of shape [*, D].
+            RuntimeError: `input` is of another dtype than the edges.
+        """
         edges = self.edges(self._table_queries(input, None))
         log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """`self.log_prob(input).topk(k)`, by a best-first search that scores few of the classes: (log-probabilities, class ids), both [*, k],
-        best first. exclude: as of :meth:`LinearLoss.topk`."""
+        """The k most probable classes, ``self.log_prob(input).topk(k)``, best first, by a best-first search that scores few of the classes.
+
+        Args:
+            input: [*, D], in the dtype of the edges.
+            k: in [0, N].
+            exclude: int64 [*, E], as in :meth:`LinearLoss.topk`.
+
+        Returns:
+            (log-probabilities, class ids), both [*, k]: float64 for float64 edges, else float32; and int64.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :meth:`LinearLoss.topk`
+        """
         k = self._best(k)
         values, classes = torch.ops.xsoftmax.hierarchical_topk(self._table_queries(input, None), self.edges.weight, self.edges.bias,
                                                                self.tree.first_child, self.tree.node_class, self._with_excluded(k, input, exclude))
@@ -283,5 +382,5 @@ class HierarchicalSoftmaxLoss(TreeLoss):
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
-        """The most probable class: [*, D] -> [*]."""
+        """The most probable class: input [*, D] -> int64 [*]. Errors as :meth:`topk`."""
         return self.topk(input, 1, None)[1].squeeze(-1)

@@ -15,27 +15,31 @@ from .samplers import StreamingCounts
 
 
 class TwoTowerLoss(Module):
-    r"""Retrieval by two towers: each query against its item, with the items of the batch as candidates.
+    r"""The loss of two towers for retrieval: each query against its item, with the items of the batch as candidates.
 
-    With s the similarity of a query and an item over the temperature, y the query's item, C the different items among the candidates, and c_j how often
-    item j would be among them on average::
+    Let s be the similarity of a query and an item, divided by the temperature; y the query's item; C the different items among the candidates; and c_j the
+    expected count of item j, how often it would be among them on average. The loss of a query is an estimate of the cross entropy over all items::
 
         loss = log(e^{s_y} + sum_{j in C, j != y} e^{s_j} / c_j) - s_y                       estimator "sampled_softmax"
 
-    an estimate of the softmax over all items. Candidates are the other items of the batch; those of ``negatives``, a second batch that is drawn uniformly
-    (mixed negative sampling, Yang et al., 2020); and the last ``memory`` items of past batches (cross-batch memory, Wang et al., 2020). An item that stands
-    among them several times is a candidate once (the vector of the batch, or the newest in memory), an item equal to the query's is none, both by id. So c_j is
-    the probability that j is among them at all, ``1 - (1 - p_j)^k (1 - 1 / num_items)^S``, for k other items of batch and memory, p_j the frequency of item j
-    in the stream (the "logQ correction" of Yi et al., 2019), and S uniform negatives. Items that the caller gives to a query (hard negatives) are always there:
-    1 is added to their count.
+    :func:`xsoftmax.functional.tower_loss` has it as a PyTorch expression. The candidates are:
 
-    Which form corrects what: "sampled_softmax" weighs candidates alone. Its positive is in the sum because the softmax has it there, not because it was
-    drawn, and its gradient is that of Khrylchenko et al. ("Correcting the LogQ Correction", RecSys 2025), ``(1 - P_y)`` times that of ``log sum_{j != y}
-    e^{s_j} / c_j - s_y`` with P_y the estimated probability of y. "ranking" lowers s_y by ``log c_y`` as well, as Yi et al. do.
+    - the other items of the batch;
+    - those of ``negatives``, a second batch that is drawn uniformly (mixed negative sampling; Yang et al., 2020);
+    - the last ``memory`` items of past batches (cross-batch memory; Wang et al., 2020).
+
+    Items are compared by id. An item that stands among the candidates several times is a candidate once, with the vector of the batch, or the newest in memory.
+    An item equal to the query's is no candidate. So c_j is the probability that j is among the candidates at all, ``1 - (1 - p_j)^k (1 - 1 / num_items)^S``: k
+    is the number of other items of batch and memory, p_j the frequency of item j in the stream (the "logQ correction" of Yi et al., 2019), and S the number of
+    uniform negatives. Items that the caller gives to a query (hard negatives) are always there: 1 is added to their count.
+
+    The estimator says what is corrected. "sampled_softmax" weighs the candidates alone: the positive is in the sum because the softmax has it there, not
+    because it was drawn. Its gradient is that of Khrylchenko et al. (2025), ``(1 - P_y)`` times that of ``log sum_{j != y} e^{s_j} / c_j - s_y``, with P_y the
+    estimated probability of y. "ranking" lowers s_y by ``log c_y`` as well, as Yi et al. (2019) do.
 
     Args:
-        num_items: N, how many items there are. None: any int64 is an id, and frequencies are kept by hashing; uniform negatives then need ``counts`` and
-            num_items.
+        num_items: N, how many items there are. None: any int64 is an id, and frequencies are kept by hashing. Uniform negatives need num_items: where any int64
+            is an id, give it with ``counts=StreamingCounts(None)``.
         estimator: as in :class:`SampledSoftmaxLoss`, but for CANE and estimators that are written in Python.
         temperature: above 0: similarities are divided by it. A 0-dim :class:`torch.nn.Parameter` is trained.
         similarity: "dot", or "cosine", of vectors that are normalised here.
@@ -47,14 +51,22 @@ class TwoTowerLoss(Module):
         memory_warmup: how many calls in train() come before memory takes part: items of a tower that moves fast do not stay good candidates.
         reduction: "mean", "sum" or "none".
 
-    Shape: query [Q, D] and item [Q, D] of floating dtypes, item_id [Q] int64; a scalar, or [Q] for "none", in float32 or float64. Without a query
-    "sum" is 0 and "mean" NaN, as in torch; a query alone in its batch has a loss of 0. A NaN among the vectors makes the loss NaN, and that of each step whose
-    memory has it.
+    Shape:
+        - query, item: [Q, D], float32, float64, bfloat16 or float16. Vectors of another dtype are cast to that of query.
+        - item_id: int64 [Q].
+        - output: a scalar, or [Q] with reduction="none"; float64 for float64 query, else float32. Without a query "sum" is 0 and "mean" NaN, as in torch. A
+          query alone in its batch has a loss of 0. A NaN among the vectors makes the loss NaN, and that of each step whose memory has it.
 
     Buffers: memory [M, D], memory_id [M], memory_state [2] (items and calls so far), and those of ``counts``. In eval() the loss is the same of the
     batch, and neither counts nor memory change; items that were never counted are then no candidates.
 
     Under :func:`xsoftmax.distributed.share_candidates` the candidates are the items of all ranks.
+
+    Raises:
+        ValueError: an option out of range; CANE or an estimator that is written in Python; memory without dim; counts of another number of ids; and as
+            :meth:`forward`.
+        TypeError: an option of another type; and as :meth:`forward`.
+        IndexError: as :meth:`forward`.
     """
 
     reduction: str
@@ -96,17 +108,22 @@ class TwoTowerLoss(Module):
 
     def forward(self, query: Tensor, item: Tensor, item_id: Tensor, negatives: Optional[Tuple[Tensor, Tensor]] = None,
                 weight: Optional[Tensor] = None) -> Tensor:
-        """
+        """The loss. In train() the call counts the items of the batch, and remembers them where there is a memory.
+
         Args:
-            query, item: ``[Q, D]``, each query beside its item.
+            query, item: floating ``[Q, D]``, each query beside its item.
             item_id: int64 ``[Q]``; in [0, num_items) where that is given, unless ``counts`` are of open ids.
             negatives: vectors and ids of more items: ``([S, D], [S])``, drawn uniformly from all num_items, for all queries; or ``([Q, P, D], [Q, P])``, hard
                 negatives of each query.
-            weight: ``[Q]`` of the losses, whose mean is weighted by it. It takes no gradient.
+            weight: floating ``[Q]``, multiplies the losses, or None. The mean is weighted by it. It takes no gradient.
+
+        Returns:
+            A scalar, or ``[Q]`` with reduction="none"; float64 for float64 query, else float32.
 
         Raises:
-            ValueError: shapes that do not fit together, uniform negatives without num_items; TypeError: dtypes and devices; IndexError: an id out of range,
-                on the CPU. Nothing is counted or remembered then.
+            ValueError: shapes that do not fit together; uniform negatives without num_items, unless counts=False.
+            TypeError: vectors or weight of no floating dtype, ids that are not int64, tensors on different devices, negatives that are no tuple.
+            IndexError: an id is not in [0, num_items) (checked on the CPU). After an error nothing is counted or remembered.
         """
         more: List[Tensor] = []
         if negatives is not None:

@@ -30,17 +30,18 @@ _FEW = 256  # queries, which take no time that anybody would interrupt
 
 
 class XRLinear:
-    r"""A tree of labels with a sparse linear classifier for each of its nodes (Yu et al., 2022, section 3: XR-Linear).
+    r"""XR-Linear: a tree of labels with a sparse linear classifier for each of its nodes (Yu et al., 2022, section 3).
 
-    A query x is looked up by beam search. A node c below p, at which x arrives with the score s_p, has
+    A beam search looks up the labels of a query x [D]. A node c below p, which x reaches with the score s_p, has the score::
 
         s_c = s_p * e^{-max(0, 1 - w_c.x - b_c)^3}
 
-    and on each layer the ``beam`` best nodes go on. Any transform of w.x and any combination with the parent's score can be asked for.
+    and on each layer the ``beam`` best nodes go on. :meth:`predict` takes other transforms of w.x and other combinations with the parent's score.
 
-    Made by :meth:`train` or :meth:`load`. ``model`` is the torch class ``torch.classes.xsoftmax.XRLinear``: an attribute of a module that is
-    scripted, and in C++ ``xsoftmax::XRLinear``. ``stats``: of each layer, what training it took. ``notes``: anything that JSON has, kept with
-    a saved model.
+    Made by :meth:`train` or :meth:`load`. ``model`` is the torch class ``torch.classes.xsoftmax.XRLinear``: an attribute of a module that is scripted, and in
+    C++ ``xsoftmax::XRLinear``. ``stats``: for each layer, what its training took. ``notes``: anything that JSON has, kept with a saved model.
+
+    Shapes and dtypes: examples X [n, D] and labels Y [n, L], scipy sparse; scores float32 [n, L]. Errors as :meth:`train`, :meth:`predict` and :meth:`load`.
     """
 
     def __init__(self, model: Any, stats: Sequence[Dict[str, float]] = (), notes: Optional[Dict[str, Any]] = None):
@@ -56,34 +57,36 @@ class XRLinear:
               initial: Optional["XRLinear"] = None, dtype: Optional[torch.dtype] = None, generator: Optional[torch.Generator] = None,
               progress: Union[bool, Progress] = False,
               group: Union["torch.distributed.ProcessGroup", "torch.distributed.DeviceMesh", None] = None) -> "XRLinear":
-        r"""For each node c below p, over the rows that are p's::
+        r"""Trains a model: a linear classifier for each node of a tree, layer after layer from the top.
+
+        Each node p has some of the rows as its training set (``negatives``). The classifier of a child c of p is, over these rows::
 
             min_w  |w|^2 / 2 + sum_i C_i loss(y_i w.x_i)        y_i = 1 where a label below c is right, else -1
 
-        by dual coordinate descent (Hsieh et al., ICML 2008); layer after layer from the top. The same for any number of threads.
+        It is found by dual coordinate descent (Hsieh et al., 2008). The model is the same for any number of threads.
 
         Args:
-            X: [n, D], scipy sparse: an example a row. Rows of length 1 suit the defaults.
+            X: [n, D], scipy sparse, of finite real numbers: an example a row. Values are taken in float32. Rows of length 1 suit the defaults.
             Y: [n, L], scipy sparse: the labels of each example are its non-zeros.
             tree: over the L labels, all on its last layer. None: ``LabelTree.from_vectors(label_vectors.pifa(X, Y), arity,
                 max_leaf_size=max_leaf_size)``.
-            negatives: which rows are p's. ``"tfn"`` (teacher forcing): those with a label below p. ``"man"`` (matcher aware): those whose
+            negatives: which rows are the training set of p. ``"tfn"`` (teacher forcing): those with a label below p. ``"man"`` (matcher aware): those whose
                 beam, with the layers trained so far, reaches p. ``"user"``: those that ``user_negatives`` [n, L] pairs with a label below
                 p. Or several joined by ``+``, such as ``"tfn+man"``. One for all layers, or a list with one for each layer; the first layer
                 has all rows.
             beam: of the search for ``"man"``.
             loss: ``"squared_hinge"``, ``max(0, 1 - m)^2``; ``"hinge"``, ``max(0, 1 - m)``; ``"logistic"``, ``log(1 + e^-m)``, whose model
                 has the transform ``"sigmoid"``, the others ``"l3-hinge"``.
-            positive_cost, negative_cost: C_i where y_i is 1 or -1.
+            positive_cost, negative_cost: C_i where y_i is 1 or -1; above 0.
             relevance: [n, L], non-negative, a number for each pair of Y: multiplies positive_cost. Of an inner node: the largest of the
                 labels below it.
-            tolerance: a classifier is done when the projected gradients of a sweep are no further from each other and from 0. sweeps: at
-                most.
-            bias: the value of a feature that every row and query has beside its own; 0: none.
-            threshold: weights nearer to 0 are dropped: those of rows much longer than 1 are small. max_weights: then all but so many of each
-                classifier. None: none is.
-            initial: a model with the same tree and features, whose weights training begins from. It takes fewer sweeps where those are nearly
-                the answer, of training to a smaller tolerance with threshold=0 and dtype=torch.float32; else more than without.
+            tolerance: above 0. A classifier is done when the projected gradients of a sweep differ by no more, and are no further from 0.
+            sweeps: at most so many passes over the rows, at least 1.
+            bias: the value of one more feature, which every row and query has; 0: no such feature.
+            threshold: weights nearer to 0 are dropped. Rows much longer than 1 have small weights, and need a smaller threshold.
+            max_weights: after that, each classifier keeps at most so many weights, at least 1. None: all.
+            initial: a model with the same tree and features, whose weights training begins from. Training takes fewer sweeps where these weights are nearly the
+                answer: trained to a smaller tolerance, with threshold=0 and dtype=torch.float32. Else it takes more sweeps than without.
             dtype: of the weights that are kept: torch.float16 or torch.float32. None: float16, unless a weight is too small or too large
                 for it. Training is in float32.
             generator: for the tree and the orders in which rows are visited.
@@ -94,9 +97,14 @@ class XRLinear:
                 non-zeros times siblings); a rank receives the whole of each layer. A bar and warnings are the first rank's, a function is called
                 with the rank's share of a layer. ``stats``: of all ranks, the seconds those of the slowest. None: one process.
 
+        Returns:
+            The model.
+
         Raises:
-            TypeError, ValueError: what does not fit is named; where arguments differ between ranks, both values.
-            RuntimeError: another rank failed, and how.
+            ValueError: shapes that do not fit; numbers that are not finite; an option out of range; a tree with labels above its last layer; an ``initial`` of
+                another tree; arguments that differ between ranks. The message names the argument, and both values where ranks differ.
+            TypeError: X or Y is not a scipy sparse matrix of real numbers; an option of another type.
+            RuntimeError: another rank failed; the message says how.
         """
         ranks = ranks_of("XRLinear.train", group)
 
@@ -190,17 +198,27 @@ class XRLinear:
 
     def predict(self, X: Union[Matrix, Tensor, np.ndarray], topk: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
                 only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None, combiner: Optional[str] = None) -> Matrix:
-        """The ``topk`` best labels of each row, as a CSR matrix [n, L] of their scores: the entries of a row stand best first.
+        """The ``topk`` best labels of each row that the beam finds, as a matrix of their scores.
 
         Args:
-            X: [n, D], scipy sparse, or a tensor of layout torch.sparse_csr; or dense.
-            beam: nodes of a layer that are looked below.
-            dense: [n, d], beside a sparse X of D - d features: the last d.
-            only: the labels among which the best are wanted, their ids or a mask [L] of bool. None: all.
-            transform: of w.x: ``"l1-hinge"`` .. ``"l6-hinge"``, ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; ``"log-"`` before
-                the first two: their logs. None: the model's own.
-            combiner: of that and the parent's score: ``"multiply"``, ``"add"``, or ``"last"``, no regard to the parent's. None: ``"add"`` for
-                logs and ``"identity"``, else ``"multiply"``.
+            X: [n, D] of real numbers, finite: scipy sparse, a tensor of layout torch.sparse_csr, or a dense tensor or array. Values are taken in float32.
+            topk: labels of each row, at least 0.
+            beam: nodes of a layer whose children are scored, at least 1.
+            dense: [n, d], tensor or array, beside a sparse X of D - d features: the last d features.
+            only: the labels among which the best are wanted: their ids in [0, L), or a bool mask [L]. None: all.
+            transform: of w.x: ``"l1-hinge"`` .. ``"l6-hinge"``, ``e^-max(0, 1 - w.x)^p``; ``"sigmoid"``; ``"identity"``; ``"log-l1-hinge"`` ..
+                ``"log-l6-hinge"`` and ``"log-sigmoid"``, the logs of those. None: the transform of the model.
+            combiner: of that and the parent's score: ``"multiply"``, ``"add"``, or ``"last"``, which leaves the parent's score out. None: ``"add"`` for logs
+                and ``"identity"``, else ``"multiply"``.
+
+        Returns:
+            A scipy CSR matrix [n, L], float32: the entries of a row stand best first. A row has fewer than ``topk`` where the beam has found fewer.
+
+        Raises:
+            ValueError: another number of features or rows; numbers that are not finite; topk, beam, transform or combiner out of range; a mask of another
+                shape.
+            TypeError: X or dense is no matrix of real numbers; topk or beam is not an int; ``only`` is of another dtype; dense beside a dense X.
+            IndexError: an id of ``only`` is not in [0, L).
         """
         found = self._predict(X, topk, beam, dense, only, transform, combiner)
         return csr_matrix(*found, (len(found[0]) - 1, self.num_labels))
@@ -208,8 +226,20 @@ class XRLinear:
     def topk(self, X: Union[Matrix, Tensor, np.ndarray], k: int = 10, beam: int = 10, *, dense: Union[Tensor, np.ndarray, None] = None,
              only: Union[Tensor, Sequence[int], None] = None, transform: Optional[str] = None,
              combiner: Optional[str] = None, exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
-        """:meth:`predict` as tensors: (scores float32 [n, k], labels int64 [n, k]), 0 and -1 where the beam has found fewer. exclude: [n, E], int64: the labels
-        that each row does not want, -1 for none; the beam should have room for them."""
+        """The k best labels of each row that the beam finds, as tensors, best first.
+
+        Args:
+            X: [n, D], as in :meth:`predict`.
+            k: labels of each row, at least 0.
+            beam, dense, only, transform, combiner: as in :meth:`predict`.
+            exclude: int64 [n, E]: the labels that each row does not want, -1 for none. The beam should have room for them.
+
+        Returns:
+            (scores float32 [n, k], labels int64 [n, k]), 0 and -1 where fewer than k labels are found.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :meth:`predict`; an ``exclude`` of another shape or dtype, or with an id that is not in [0, L) or -1
+        """
         wanted = k if exclude is None else k + exclude.shape[-1]
         offsets, labels, scores = self._predict(X, wanted, beam, dense, only, transform, combiner)
         counts = offsets.diff()
@@ -246,7 +276,11 @@ class XRLinear:
         return self.model.predict(*arguments) if len(parts[0]) <= _FEW else _long_work.run("predict", self.model.predict, *arguments)
 
     def save(self, path: Union[str, "PathLike[str]"]) -> None:
-        """For :meth:`load`: a folder, which takes the place of an older model as a whole or not at all."""
+        """Writes a folder for :meth:`load`. It takes the place of an older model as a whole or not at all.
+
+        Raises:
+            RuntimeError: the folder cannot be written.
+        """
         self.model.save(fspath(path), json.dumps({"xsoftmax": "XRLinear", "features": self.num_features, "labels": self.num_labels,
                                                   "layers": self.stats, "notes": self.notes}, indent=1))
 

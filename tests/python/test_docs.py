@@ -1,6 +1,7 @@
 """The documentation: its programs run, every public name is in the reference, links between files lead somewhere, figures come from records."""
 
 import argparse
+import ast
 import importlib
 import json
 import os
@@ -117,6 +118,42 @@ def test_every_public_name_has_an_entry():
 @pytest.mark.usefixtures("other_libraries")
 def test_every_public_name_has_a_docstring():
     assert not [name for name in entries() if callable(resolve(name)) and not (resolve(name).__doc__ or "").strip()]
+
+
+PACKAGE = ROOT / "python_bindings/xsoftmax"
+
+
+def docstrings():
+    """Of classes and functions of the sources, which need not be installed, by name."""
+    return {node.name: ast.get_docstring(node) or "" for path in PACKAGE.rglob("*.py") for node in ast.parse(path.read_text()).body
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+
+
+def exported(path):
+    """``__all__`` of a source."""
+    return next(ast.literal_eval(node.value) for node in ast.parse((PACKAGE / path).read_text()).body
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+
+
+def says(pattern, name, known, seen=()):
+    """Whether a docstring has the pattern, or says that it is as in that of another class, which has it."""
+    text = known[name]
+    others = re.findall(r"\b(?:[Ss]hapes?|[Dd]types|[Ee]rrors)[^.]*? as :class:`[~\w.]*?(\w+)`", text)
+    return bool(re.search(pattern, text, re.MULTILINE)) or any(says(pattern, other, known, (*seen, name)) for other in others if other not in (*seen, name))
+
+
+def test_docstrings_of_what_users_build_have_shapes_and_errors():
+    """What a call takes, and what it raises where it is given something else, is known without a look at the source."""
+    known = docstrings()
+    names = [name for path in ("__init__.py", "samplers/__init__.py", "optim/__init__.py", "functional.py") for name in exported(path)]
+    models = {"XRLinear", "HierarchicalMatcher", "IdTable", "StreamingCounts"}
+    built = [name for name in names if name.endswith(("Loss", "Sampler")) or name in models or re.fullmatch(r"Row[A-Z]\w+", name)]
+    asked = built + exported("functional.py")
+    shape = r"\[(?:\*|[A-Z])(?:, \w+)*\]"  # [N, D], [*] or [*, T]
+    errors = r"^Raises:$|Errors as :meth:`"
+    assert len(built) > 25 and {"SampledSoftmaxLoss", "MidxSampler", "RowAdam", "XRLinear"} <= set(built)
+    assert [name for name in asked if not says(shape, name, known)] == []
+    assert [name for name in asked if not says(errors, name, known)] == []
 
 
 def test_every_header_has_a_place():

@@ -130,8 +130,17 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:  # type: ignore[override]  # torch's are overloads
-        """One step for all parameters that have a gradient. A step that is refused changes nothing. `closure`: as in torch.optim; its
-        loss is returned."""
+        """Takes one step for all parameters that have a gradient. A step that is refused changes nothing.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as in torch.optim.
+
+        Returns:
+            The loss of the closure, or None.
+
+        Raises:
+            ValueError, TypeError, IndexError, RuntimeError: as the class
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -161,11 +170,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Brings every row of every table up to date: applies what rows without a gradient still owe.
+        """Brings every row of every table up to date: applies the steps that rows without a gradient still owe (the catch-up of lazy updates).
 
-        Touches all N rows. Reading a table through the library (``eval()``, ``topk``, ``state_dict()`` and the like) does it by itself; call it
-        before tables are read by other means. An optimizer that is deleted calls it. Given the same gradients, training goes on as if it
-        had not been called, up to rounding.
+        It touches all N rows. Reading a table through the library (``eval()``, ``topk``, ``state_dict()`` and the like) does the same. Call it before tables
+        are read by other means. An optimizer that is deleted calls it. Given the same gradients, training goes on as if it had not been called, up to rounding.
         """
         for param, state in self.state.items():
             if state:

@@ -7,7 +7,7 @@ from ._base import RowOptimizer
 
 
 class RowAdagrad(RowOptimizer):
-    r"""Adagrad whose step costs the rows that have a gradient, not all rows of the table.
+    r"""Adagrad whose step costs the rows that have a gradient, not all N rows of the table.
 
     For the rows with a gradient, at step t of the parameter, as ``torch.optim.Adagrad``::
 
@@ -15,34 +15,34 @@ class RowAdagrad(RowOptimizer):
         sum   = sum + grad ** 2                           # row_wise: one number a row, sum + (grad ** 2).mean()
         param = param - lr / (1 + (t - 1) * lr_decay) * grad / (sum.sqrt() + eps)
 
-    Without weight decay a row without a gradient stays where it is under Adagrad, so this equals the dense optimizer. With it,
-    decay acts only in the steps in which a row has a gradient. Nothing is owed: :meth:`flush` does nothing. Parameters with dense
-    gradients are updated as by ``torch.optim.Adagrad``.
+    Without weight decay, a row without a gradient stays where it is under Adagrad, so this equals the dense optimizer. With it, the decay acts only in the
+    steps in which a row has a gradient. No update is lazy: rows never owe steps, and :meth:`flush` does nothing. Parameters with dense gradients are updated as
+    by ``torch.optim.Adagrad``.
 
     Args:
         params: parameters, or dicts of parameter groups
-        lr: learning rate, a number
-        lr_decay: of lr over the steps of a parameter
-        weight_decay: added to the gradient, as in ``torch.optim.Adagrad``
-        initial_accumulator_value: what ``sum`` starts from
+        lr: learning rate, a finite number of at least 0
+        lr_decay: decay of lr over the steps of a parameter
+        weight_decay: weight_decay * param is added to the gradient, as in ``torch.optim.Adagrad``; at least 0
+        initial_accumulator_value: what ``sum`` starts from, at least 0
         eps: added to the root
-        row_wise: one accumulator a row, the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient;
+        row_wise: one accumulator a row, the mean of squares: memory [N] instead of [N, D], in float32. Read at a parameter's first gradient; parameters with
+            dense gradients ignore it
+        stochastic_rounding: updates of rows of 16-bit tables round up or down at random, without bias, so that updates too small for a 16-bit number still move
+            it on average. The random numbers follow from step, row and element alone. Parameters with dense gradients round to nearest
+        state_dtype: dtype of ``sum`` [N, D]: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 ``sum`` is
+            always kept with stochastic rounding: to nearest, it would stop growing at 256 times what a step adds. Read at a parameter's first gradient;
             parameters with dense gradients ignore it
-        stochastic_rounding: steps of rows of 16-bit tables round up or down by chance, right on average, so that steps too small for a
-            16-bit number move it all the same; the chances follow from step, row and element alone.
-            Parameters with dense gradients round to nearest
-        state_dtype: of state with an element for each of the table's: ``torch.bfloat16`` or ``torch.float32``; None: as float32, and float64 for float64
-            tables. In bfloat16 ``sum`` is kept always with stochastic rounding: to nearest, it would stop growing at 256 times what a step
-            adds. Read at a parameter's first gradient; parameters with dense gradients
-            ignore it
+
+    Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
 
     State of a table: ``step``, and ``sum`` [N, D], or [N] with row_wise.
 
     Raises:
-        ValueError: an option out of range, or a gradient that does not fit its parameter
-        TypeError: lr is a tensor, or a parameter's dtype is not float32, float64, bfloat16 or float16
-        IndexError: a row of a gradient is not in the table
-        RuntimeError: a gradient that is sparse in another way than in its rows
+        ValueError: an option out of range; a parameter that is given twice; a gradient that does not fit its parameter.
+        TypeError: lr is a tensor; a parameter that is not float32, float64, bfloat16 or float16.
+        IndexError: a row of a gradient is not in [0, N).
+        RuntimeError: a sparse gradient that is not sparse COO in dimension 0 alone, or one of a parameter with more than 2 dimensions.
     """
 
     _op, _state_names = "row_adagrad", ("step", "sum")

@@ -5,12 +5,14 @@ from torch import Tensor
 
 
 def settle(table: Optional[Tensor]) -> None:
-    """Brings every row of a class table up to date if a row optimizer owes it steps; a look-up otherwise.
+    """Brings every row of a class table up to date if a row optimizer owes it steps (the catch-up of lazy updates); a look-up otherwise.
 
-    The losses call it before they read a whole table; call it (or the optimizer's ``flush``) before a table is read by other means. ``table``
-    is the parameter or an alias of its memory (``.data``, ``.detach()``). The table's version stays as it is: a loss that waits for its backward pass
-    goes on, with the rows as they are then.
-    What a step left behind is forgotten with the optimizer's state. Compiles and scripts; torch.export leaves it out, so settle before it.
+    The losses call it before they read a whole table. Call it, or the optimizer's ``flush``, before a table is read by other means. The table's version stays
+    as it is: a loss that waits for its backward pass goes on, with the rows as they are then. The steps that rows still owe are forgotten with the optimizer's
+    state. The function compiles and scripts. torch.export leaves it out, so call it before an export.
+
+    Args:
+        table: the parameter [N, D] or [N], or an alias of its memory (``.data``, ``.detach()``). None: nothing happens.
     """
     if table is None:
         return

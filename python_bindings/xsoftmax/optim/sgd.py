@@ -7,45 +7,47 @@ from ._base import RowOptimizer
 
 
 class RowSGD(RowOptimizer):
-    r"""Stochastic gradient descent whose step costs the rows that have a gradient, not all rows of the table.
+    r"""Stochastic gradient descent whose step costs the rows that have a gradient, not all N rows of the table.
 
-    In dense terms, for a parameter with row-sparse gradients::
+    In dense terms, for a parameter [N, D] with row-sparse gradients::
 
         param  = param * (1 - lr * weight_decay)
         buffer = momentum * buffer + (1 - dampening) * grad         # the first step of a parameter: buffer = grad
         param  = param - lr * (grad + momentum * buffer if nesterov else buffer)
 
-    Rows without a gradient go on moving by their momentum and decaying. Each such step is owed at its own lr and weight decay, and
-    applied when the row next has a gradient, by :meth:`flush`, and where the library reads the table. Every row is then where dense
-    ``torch.optim.SGD`` would have it to rounding, under any schedule, provided that gradients did not depend on rows that owed
-    steps. Where momentum or nesterov of a group change, all rows are made up first.
+    Rows without a gradient go on moving by their momentum, and decaying. The optimizer updates them lazily: a row *owes* the steps in which it had no gradient,
+    each at its own lr and weight decay, and catches up when it next has a gradient, by :meth:`flush`, and where the library reads the table. Every row is then
+    where dense ``torch.optim.SGD`` would have it to rounding, under any schedule, provided that gradients did not depend on rows that owed steps. Where
+    momentum or nesterov of a group change, all rows catch up first.
 
-    Differs from ``torch.optim.SGD`` in weight decay, which is decoupled (a factor on the parameter, outside the momentum buffer),
-    not a term of the gradient. Parameters with dense gradients are updated as by ``torch.optim.SGD``, its weight decay included.
+    It differs from ``torch.optim.SGD`` in weight decay, which is decoupled: a factor on the parameter, outside the momentum buffer, not a term of the gradient.
+    Parameters with dense gradients are updated as by ``torch.optim.SGD``, its weight decay included.
 
     Args:
         params: parameters, or dicts of parameter groups
-        lr: learning rate, a number
-        momentum: factor of the buffer [N, D] (0: none is kept)
+        lr: learning rate, a finite number of at least 0
+        momentum: factor of the buffer [N, D], at least 0 (0: none is kept)
         dampening: damps the gradient's share in the buffer
-        weight_decay: decoupled; lr * weight_decay must be below 1 for row-sparse gradients
+        weight_decay: decoupled, at least 0; lr * weight_decay must be below 1 for row-sparse gradients
         nesterov: look ahead along the buffer; needs a momentum and no dampening
         maximize: ascend
-        stochastic_rounding: steps of rows of 16-bit tables, and what :meth:`flush` makes up, round up or down by chance, right on average, so that
-            steps too small for a 16-bit number move it all the same; the chances follow from step, row and element alone.
-            Parameters with dense gradients round to nearest
-        state_dtype: of state with an element for each of the table's: ``torch.bfloat16`` or ``torch.float32``; None: as float32, and float64 for float64
-            tables. In bfloat16 the buffer is kept always with stochastic rounding: to nearest, it would stay behind the mean of gradients. Read at a
-            parameter's first gradient; parameters with dense gradients ignore it
+        stochastic_rounding: updates of rows of 16-bit tables, and what :meth:`flush` applies, round up or down at random, without bias, so that updates too
+            small for a 16-bit number still move it on average. The random numbers follow from step, row and element alone. Parameters with dense gradients
+            round to nearest
+        state_dtype: dtype of the momentum buffer: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 the
+            buffer is always kept with stochastic rounding: to nearest, it would stay behind the mean of gradients. Read at a parameter's first gradient;
+            parameters with dense gradients ignore it
+
+    Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
 
     State of a table: ``step``, ``momentum_buffer`` [N, D] (empty without momentum), ``last_step`` int32 [N],
     and ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).
 
     Raises:
-        ValueError: an option out of range, or a gradient that does not fit its parameter
-        TypeError: lr is a tensor, or a parameter's dtype is not float32, float64, bfloat16 or float16
-        IndexError: a row of a gradient is not in the table
-        RuntimeError: a gradient that is sparse in another way than in its rows
+        ValueError: an option out of range; a parameter that is given twice; a gradient that does not fit its parameter.
+        TypeError: lr is a tensor; a parameter that is not float32, float64, bfloat16 or float16.
+        IndexError: a row of a gradient is not in [0, N).
+        RuntimeError: a sparse gradient that is not sparse COO in dimension 0 alone, or one of a parameter with more than 2 dimensions.
     """
 
     _op, _state_names = "row_sgd", ("step", "momentum_buffer", "last_step", "owed")

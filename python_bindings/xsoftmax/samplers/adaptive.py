@@ -14,26 +14,33 @@ from .static import Exclude, _bool, _ids
 
 
 class AdaptiveSampler(Sampler):
-    """Base of samplers whose q follows the class table, from an index that a loss brings up to date in train() mode.
+    """Base of samplers whose q follows the class table, by an index that a loss brings up to date in train().
 
-    Expected counts are exact for what is drawn also while the table moves on: they come from the same index. ``prepare`` refreshes the index
-    before step 0, then ever less often up to step ``refresh_every``, and then at its multiples; a sampler that is not yet refreshed draws all
-    classes alike. A table with a bias where ``bias=False``, or the other way round, is a ValueError; so is one with a NaN or an infinity,
-    which leaves index, step and generator as they were.
+    Expected counts are exact for what is drawn, also while the table moves on: they come from the same index. ``prepare`` refreshes the index before step 0,
+    then ever less often up to step ``refresh_every``, and then at its multiples. A sampler that is not yet refreshed draws all classes alike.
 
     Args:
         num_classes: N >= 1.
-        dim: D, the width of a query.
-        num_samples: draws for each query, or for the batch where ``shared``.
+        dim: D >= 1, the width of a query.
+        num_samples: draws for each query, or for the batch where ``shared``; at least 0.
         bias: whether the class table has a bias.
         shared: one set for the batch, where a sampler can draw one.
-        exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
+        exclude: classes never drawn: an int h means the ids below h, an int64 tensor [E] means those ids.
         refresh_every: steps between two refreshes; 0: never again after step 0.
+
+    Shapes and dtypes: queries floating [Q, D]; weight floating [N, D] and bias [N]; ids int64 [Q, M], or [M] where shared, and log counts float32 of that
+    shape, or [Q, M]; see :class:`CandidateSet`.
 
     The index is in the state dict. One that is missing there, or that is of other options or of another head, is built anew: ``step`` is then 0. Of one that is
     there in part, ``load_state_dict`` names the missing keys (but for tables without elements, which it does not need), and builds it anew with strict=False.
     ``step`` stays on the CPU wherever the sampler moves, so that no step of training waits for a device to know whether a refresh is due; so does ``recent``,
     how many of the last classes have come since the index was laid out (:meth:`plan_growth`).
+
+    Raises:
+        ValueError: an option out of range, or an ``exclude`` that leaves no class. In :meth:`prepare` and :meth:`refresh`: a table of another shape; one with a
+            bias where ``bias=False``, or the other way round; one with a NaN or an infinity. Index, step and generator then stay as they were.
+        TypeError: an option of another type; queries or a table of no floating dtype; targets or ids that are not int64.
+        IndexError: an excluded class, a target or an id is not in [0, N) (checked on the CPU).
     """
 
     # What a family calls its operators (csrc/samplers/adaptive.h), its tables as they take them, those that are parameters, the one of
@@ -107,15 +114,28 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.unused
     def refresh_due(self) -> bool:
-        """Whether the next :meth:`prepare` follows the table anew. A table that costs much to make, such as all vectors of an item tower, need be made then
-        only: between two refreshes ``prepare`` reads no row of it, but for the updates of :class:`MidxSampler`."""
+        """Whether the next :meth:`prepare` follows the table anew.
+
+        A table that costs much to make, such as all vectors of an item tower, need be made then only: between two refreshes ``prepare`` reads no row of it, but
+        for the updates of :class:`MidxSampler`.
+        """
         every = dict(option.split("=") for option in self.options.split(","))["refresh_every"]
         return torch.ops.xsoftmax.refresh_is_due(int(self.step), int(every))
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
-        """Follows the class table at once: ``weight [N, D]`` and, where the sampler has one, ``bias [N]``. Returns the statistics that the
-        class names."""
+        """Follows the class table at once, whatever the schedule says.
+
+        Args:
+            weight: floating ``[N, D]``, the class table.
+            bias: floating ``[N]`` where the sampler was made with bias=True, else None.
+
+        Returns:
+            The statistics that the class names, by name.
+
+        Raises:
+            ValueError, TypeError: as :class:`AdaptiveSampler`; nothing has changed then
+        """
         if torch.jit.is_scripting():
             values: List[float] = torch.ops.xsoftmax.adaptive_refresh_(self.family, weight, bias, self.step, self._index()[:-1], self.options).tolist()
         else:
@@ -127,9 +147,11 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.unused
     def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
-        """Of private independent draws (but of the exact form of MIDX): new classes are placed as by :meth:`plan_resize`, and drawn evenly, each as if all
-        classes were, until the index is next laid out: by a refresh, by an update, or here where a quarter as many as it holds would have come. O(the new
-        classes), averaged over many."""
+        """Plans a growth by O(the new classes), averaged over many; for private independent draws, but not for :class:`ExactMidxSampler`.
+
+        New classes are placed as by :meth:`plan_resize`. They are drawn evenly, each as if all classes were, until the index is next laid out: by a refresh, by
+        an update, or here where a quarter as many classes as the index holds would have come. See :meth:`Sampler.plan_growth`.
+        """
         gained = torch.ops.xsoftmax.adaptive_grow(self.family, type(self).__name__, num_classes, rows, bias, self._index(), self.options)
 
         def grow() -> None:
@@ -141,9 +163,11 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
-        """New classes are placed under the codewords, planes or directions that the index has; without their rows, and before the first refresh, all classes
-        are drawn alike until the next step refreshes. All biases are taken in. O(N), but no pass over the rows of a table but the new ones (a kernel sampler
-        sums up its copy)."""
+        """Plans a resize: new classes are placed under the codewords, planes or directions that the index has.
+
+        Without the rows of the new classes, and before the first refresh, all classes are drawn alike until the next step refreshes. All biases are taken in.
+        It costs O(N), but reads no rows of a table other than the new ones (a kernel sampler sums up its copy). See :meth:`Sampler.plan_resize`.
+        """
         index = torch.ops.xsoftmax.adaptive_resize(self.family, type(self).__name__, num_classes, rows, bias, self._index(), self.options)
 
         def resize() -> None:

@@ -11,21 +11,31 @@ from .sampler import CandidateSet, Sampler, make_sampler
 
 
 class ComplementSampler(Sampler):
-    """Draws from the classes outside the target, or outside a set: the complementary sums of Botev et al. (2017), the noise of CANE (Han et
-    al., 2018, Eq. 2).
+    """Draws from the classes outside the target, or outside a set: the complementary sums of Botev et al. (2017), and the noise of CANE (Han et al., 2018, Eq.
+    2).
 
-    A draw of ``sampler`` is made up to ``tries`` times, until it is outside; if none is, it is uniform over the classes outside. Its
-    probability is known in closed form, with f the mass that the sampler's q gives the set C::
+    A draw of ``sampler`` is made up to ``tries`` times, until it is outside. If no try is, the draw is uniform over the classes outside. Its probability has a
+    closed form, with f the mass that the sampler's q gives the set C::
 
         q_x(j) = q_j (1 + f + ... + f^(tries - 1)) + f^tries / (N - |C|)        j outside C
 
-    which is q_j / (1 - f) where f is small, and which no data-dependent number of tries slows down. Draws are private and independent.
+    This is about q_j / (1 - f) where f is small. The number of tries is fixed, so the cost of a draw does not depend on the data. Draws are private and
+    independent.
 
     Args:
-        sampler: draws private independent classes, ``tries num_samples`` of them for each query, and belongs to this one from here on. None: draws
-            are uniform over what is outside, one try each.
-        num_samples: draws for each query.
+        sampler: draws private independent classes, ``tries num_samples`` of them for each query, and belongs to this one from here on. None: draws are uniform
+            over the classes outside, with one try each.
+        num_samples: draws for each query: at least 1, or 0 without a sampler.
         num_classes: N, where there is no sampler to say it.
+
+    Shapes and dtypes: ids int64 [Q, M], log counts float32 [Q, M].
+
+    Raises:
+        ValueError: a sampler that shares its draws, draws distinct classes, draws no multiple of num_samples, or belongs to a loss already; num_samples or
+            num_classes out of range; :meth:`log_count`, since the counts depend on the target. In a draw: a sampler of several sets, or a set with a class
+            twice.
+        TypeError: an option of another type; candidates or targets that are not int64.
+        IndexError: a candidate or a target is not in [0, N) and not -1 (checked on the CPU).
     """
 
     def __init__(self, sampler: Optional[Sampler], num_samples: int, *, num_classes: Optional[int] = None):
@@ -58,7 +68,7 @@ class ComplementSampler(Sampler):
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        """Outside the target; of several classes a query, outside the first."""
+        """Draws outside the target; of several classes of a query, outside the first. See :meth:`Sampler.sample`."""
         if target is None:
             outside_of = torch.zeros([0], dtype=torch.int64, device=queries.device)
         else:
@@ -71,12 +81,17 @@ class ComplementSampler(Sampler):
         """Draws for each query outside its set.
 
         Args:
-            queries: ``[Q, D]``.
+            queries: floating ``[Q, D]``.
             candidates: int64 ``[C]``, for all queries, or ``[Q, C]``: no class twice in a set; -1 where there is none.
             target: int64 ``[Q]`` or ``[Q, T]``, see :meth:`Sampler.sample`.
+            generator: on the queries' device. None: torch's default one.
 
         Returns:
-            Private draws with log counts ``log(num_samples q_x)``; of targets inside -inf. Where nothing is outside: log counts of +inf.
+            A :class:`CandidateSet` of private draws with log counts ``log(num_samples q_x)``; those of targets inside the set are -inf. Where no class is
+            outside, log counts are +inf.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :class:`ComplementSampler`
         """
         if candidates.dim() != 1 and (candidates.dim() != 2 or candidates.size(0) != queries.size(0)):
             raise ValueError(f"ComplementSampler: expected candidates of shape [C] or [{queries.size(0)}, C], got {list(candidates.shape)}")

@@ -13,26 +13,33 @@ from .streaming import StreamingCounts
 
 @register("in_batch")
 class InBatchSampler(Sampler):
-    """The candidates of each query are the targets of the others in the batch.
+    """Takes the targets of the other queries in the batch as the candidates of each query.
 
-    ``log_count [Q, Q] = log((n - 1) p_i)``, n the queries that count, with ``p_i = counts_i / total`` streamed over the training batches: each
-    ``sample`` in train() mode first adds the batch's targets, so a target always has p > 0 there (as BatchNorm's statistics, the counts so
-    take in a batch twice where activation checkpointing runs forward twice). The column of the query itself and those of queries that do not
-    count take no part for it: +inf. Unlike that of the other samplers, this expected count is an estimate, which approaches the frequency at
-    which the training data shows a class. In eval() mode nothing is counted, and a class never seen has a log count of -inf.
+    ``log_count [Q, Q] = log((n - 1) p_i)``, n the number of queries that count, with ``p_i = counts_i / total`` streamed over the training batches (the logQ
+    correction of in-batch sampled softmax; Yi et al., 2019). Each ``sample`` in train() first adds the batch's targets, so a target always has p > 0 there. (As
+    the statistics of BatchNorm do, the counts take in a batch twice where activation checkpointing runs forward twice.) The column of the query itself and
+    those of queries that do not count take no part for it: +inf. Unlike that of the other samplers, this expected count is an estimate, which approaches the
+    frequency at which the training data shows a class. In eval() nothing is counted, and a class never seen has a log count of -inf.
 
-    The draws are independent ones of the data (a class may stand several times), ``ids [Q]`` shared by the batch (0 in the place of a target of
-    -1). Which classes stand is up to the batch, so there is nothing to exclude. ``log_count`` of any ids speaks of the last batch.
+    The draws are independent ones of the data (a class may stand several times), ``ids [Q]`` shared by the batch (0 in the place of a target of -1). The batch
+    decides which classes stand there, so there is nothing to exclude. ``log_count`` of any ids speaks of the last batch.
 
     Of several positives of a query, target ``[Q, T]``, the first alone is counted and a candidate: of a loss, that of the greatest id.
 
-    With ``counts``, p follows the stream: recent batches count more. ``counts`` is then updated here, by nobody else, and is the submodule ``streaming``.
+    With ``counts``, p follows the stream: recent batches count more. ``counts`` is the submodule ``streaming``, and nothing else may update it.
 
     Buffers: without ``counts`` ``counts`` int64 [N], ``total`` int64; not in the state dict: ``drawn`` int64, how many queries of the last batch count.
 
     Args:
         num_classes: N >= 1.
         counts: a :class:`StreamingCounts` of N ids, or of open ones. None: all batches count alike, for ever.
+
+    Shapes and dtypes: target int64 [Q] or [Q, T]; ids int64 [Q], log counts float32 [Q, Q].
+
+    Raises:
+        ValueError: num_classes below 1, counts of another number of ids, or a draw without a target.
+        TypeError: num_classes or counts of another type; targets or ids that are not int64.
+        IndexError: a target or an id is not in [0, N) and not -1 (checked on the CPU).
     """
 
     def __init__(self, num_classes: int, *, counts: Optional[StreamingCounts] = None):

@@ -13,25 +13,27 @@ from .static import Exclude
 class LshSampler(AdaptiveSampler):
     r"""Draws classes that share a bucket with the query in one of several hash tables (Chen et al., 2025, section 6.1.3).
 
-    Each table hashes a vector to the side on which it lies of ``bits`` random planes (SimHash; Charikar, 2002). A draw picks one of the T'
-    tables in which the query's bucket is not empty, and any class of the bucket::
+    Each table hashes a vector to the side on which it lies of ``bits`` random planes (SimHash; Charikar, 2002). A draw picks one of the T' tables in which the
+    query's bucket is not empty, and any class of the bucket::
 
         q(i | z) = u / A + (1 - u) / T' sum_t [h_t(w_i) = h_t(z)] / |bucket_t(z)|
 
-    over the A classes that are not excluded, so u = ``uniform`` > 0 keeps every class within reach. This is the probability given the
-    planes at hand, exactly, not the collision probability averaged over planes that is often put in its place. A query costs O(T bits D), a
-    draw O(T). Draws are private and independent.
+    over the A classes that are not excluded, so that u = ``uniform`` > 0 keeps every class within reach. This is the exact probability given the planes at
+    hand, not the collision probability averaged over planes that is often put in its place. A query costs O(T bits D), a draw O(T). Draws are private and
+    independent.
 
     Args:
-        num_classes, dim, num_samples, bias, exclude, refresh_every: see :class:`AdaptiveSampler`. A bias is a last column of the rows, 1 of the
-            queries.
+        num_classes, dim, num_samples, bias, exclude, refresh_every: see :class:`AdaptiveSampler`. A bias is one more column of the rows, and queries are 1
+            there.
         shared: None or False; True is a ValueError.
-        tables: T.
+        tables: T >= 1.
         bits: in [1, 20].
         uniform: u in [0, 1].
 
     Buffers: ``planes`` float32 [T bits, D] (or D + 1), ``code`` int32 [N, T], ``order`` int64 [A, T], ``start`` int64
     [T, 2^bits + 1], ``recent`` and ``step`` int64. A refresh returns ``largest``, the share of the classes that the fullest bucket holds.
+
+    Shapes, dtypes and errors as :class:`AdaptiveSampler`.
     """
 
     _family = "lsh"

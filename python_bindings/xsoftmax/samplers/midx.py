@@ -12,39 +12,45 @@ from .static import Exclude
 
 @register("midx")
 class MidxSampler(AdaptiveSampler):
-    r"""Draws classes by their scores under a quantised copy of the class table ("Inverted multi-index sampled softmax", fast MIDX).
+    r"""Draws classes by their scores under a quantised copy of the class table (MIDX; Chen et al., 2025, the fast form).
 
-    K-means gives two codebooks of K codewords, and each class the cell (k1, k2) of its nearest ones. A query z draws a cell by the scores
-    of its two codewords and a class inside it (Theorem 2)::
+    K-means gives two codebooks of K codewords. Each class stands in the cell (k1, k2) of its nearest codewords. A query z draws a cell by the scores of its two
+    codewords, and a class inside the cell (Theorem 2)::
 
         q(i | z) = w_i e^{z1.c1[k1] + z2.c2[k2]} / Z,        w_i = e^{bias_i}, or 1 without a bias
 
-    at O(K D + K^2) a query and O(log K) a draw, whatever the number of classes. ``kind="rq"``: a row is about c1 + c2, z1 = z2 = z;
-    ``"pq"``: it is about [c1; c2], and z = [z1; z2].
+    This costs O(K D + K^2) for a query and O(log K) for a draw, whatever the number of classes. ``kind="rq"``: a row is about c1 + c2, and z1 = z2 = z.
+    ``"pq"``: a row is about [c1; c2], and z = [z1; z2].
 
-    Private draws are independent, as in the paper, or distinct; a set that the batch shares comes from the mixture of the queries' q, and
-    is distinct unless ``distinct=False``. The counts of distinct private draws are known by a draw alone: :meth:`log_count` refuses them.
+    Private draws are independent, as in the paper, or distinct. A set that the batch shares comes from the mixture of the queries' q, and is distinct unless
+    ``distinct=False``. The counts of distinct private draws are known to a draw alone, and :meth:`log_count` refuses them.
 
-    A *refresh* (new codebooks from the present ones by K-means on ``train_points`` rows, every class coded again) costs
-    O((N + iterations train_points) K D). Between refreshes, every ``update_every`` steps, the classes scored since are coded again under the
-    same codebooks: those drawn, and the targets.
+    A *refresh* computes new codebooks from the present ones, by K-means on ``train_points`` rows, and codes every class again. It costs O((N + iterations
+    train_points) K D). Between refreshes, every ``update_every`` steps, the classes scored since (those drawn, and the targets) are coded again under the same
+    codebooks.
 
     Args:
         num_classes, dim, num_samples, bias, shared, exclude, refresh_every: see :class:`AdaptiveSampler`. D is at least 2 for "pq".
         codewords: K in [1, 1024]: 64 suits a million classes.
-        kind: "rq" or "pq".
+        kind: "rq" (residual quantisation) or "pq" (product quantisation).
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
         mixture: a shared set is drawn from the "mean" of the queries' q, or from its root mean square, "rms", which minimises the variance.
-        update_every: steps between two updates; 0: none. An update recodes the touched classes only, but lays out all N anew.
-        iterations: of K-means, for each codebook.
-        train_points: rows that K-means sees; None: 256 a codeword.
+        update_every: steps between two updates; 0: none. An update codes the touched classes only, but lays out all N anew.
+        iterations: of K-means, for each codebook; at least 0.
+        train_points: rows that K-means sees, at least 1; None: 256 a codeword.
 
     Buffers (of size 0 where there is none): ``codewords1``, ``codewords2`` float32 [K, D1] and [K, D2], ``cell`` int32 [N], ``order`` int64 [A],
     ``start`` int64 [K K + 1], ``mass`` float64 [K, K]; with a bias ``log_weight`` float32 [N], ``prefix`` float64 [A], ``heaviest`` float64
-    [K K]; ``touched`` bool [N] where update_every > 0; ``recent`` and ``step`` int64.
+    [K K]; ``touched`` bool [N] where update_every > 0; ``recent`` and ``step`` int64. A is the number of classes that are not excluded.
 
-    A refresh returns ``distortion``: mean squared distance of a row from its codewords; ``mean_square``: of a row from 0; ``inertia1``,
-    ``inertia2``: what K-means left for each codebook, over its training rows; ``cells``: cells in use.
+    A refresh returns ``distortion``: mean squared distance of a row from its codewords; ``mean_square``: of a row from 0; ``inertia1``, ``inertia2``: what
+    K-means left for each codebook, over its training rows; ``cells``: cells in use.
+
+    Shapes and dtypes as :class:`AdaptiveSampler`.
+
+    Raises:
+        ValueError: an option out of range, more distinct draws than classes, :meth:`log_count` of distinct private draws; and as :class:`AdaptiveSampler`.
+        TypeError, IndexError: as :class:`AdaptiveSampler`
     """
 
     _family = "midx"
@@ -94,7 +100,17 @@ class MidxSampler(AdaptiveSampler):
 
     @torch.jit.export
     def update(self, weight: Tensor, bias: Optional[Tensor], rows: Tensor) -> None:
-        """Codes the classes ``rows`` (int64 [R]) again under the present codebooks, and takes in all biases."""
+        """Codes some classes again under the present codebooks, and takes in all biases.
+
+        Args:
+            weight: floating ``[N, D]``, the class table.
+            bias: floating ``[N]`` where the sampler was made with bias=True, else None.
+            rows: int64 ``[R]``, the classes.
+
+        Raises:
+            ValueError, TypeError: as :meth:`refresh`; rows that are not int64.
+            IndexError: a row is not in [0, N).
+        """
         detached: Optional[Tensor] = None
         if bias is not None:
             detached = bias.detach()

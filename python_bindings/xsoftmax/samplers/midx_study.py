@@ -12,10 +12,13 @@ from .sampler import register
 
 @register("midx_exact")
 class ExactMidxSampler(MidxSampler):
-    """Theorem 1: cells weigh what quantisation leaves out as well, and q is the softmax itself, in float32, at O(N D) a query. Draws are private
-    and independent, from a copy of the table that each training step renews.
+    """MIDX without its error (Chen et al., 2025, Theorem 1): a cell's weight includes what quantisation leaves out, so q is the softmax itself, in float32.
 
-    Args: see :class:`MidxSampler`. Buffers beside its: ``table`` float32 [N, D], ``table_bias`` float32 [N].
+    It costs O(N D) for a query. Draws are private and independent, from a copy of the table that each training step renews.
+
+    Args: as :class:`MidxSampler`. Buffers beside its: ``table`` float32 [N, D], ``table_bias`` float32 [N].
+
+    Shapes, dtypes and errors as :class:`MidxSampler`. ``shared=True`` or ``distinct=True`` is a ValueError.
     """
 
     _tables = (*MidxSampler._tables[:-2], "table", "table_bias", "recent", "step")
@@ -28,11 +31,14 @@ class ExactMidxSampler(MidxSampler):
 
 @register("midx_spread")
 class SpreadMidxSampler(MidxSampler):
-    """Weighs each class by e^{|r|^2 |z|^2 / 2D} as well, r being what the codewords leave of its row, |z|^2 a running mean over the queries that
-    were drawn for in train(): the mean of e^{z.r} were r Gaussian. Classes that the codewords describe badly are drawn more often. Weights
-    change with the next refresh or update.
+    """MIDX that draws classes which its codewords describe badly more often.
 
-    Args: see :class:`MidxSampler`. Buffers beside its: ``spread`` float32 [N], |r|^2; ``query_square`` float64, the mean.
+    Each class is weighed by e^{|r|^2 |z|^2 / 2D} as well: r is what the codewords leave of its row, and |z|^2 a running mean over the queries that were drawn
+    for in train(). The weight is the mean of e^{z.r}, were r Gaussian. Weights change with the next refresh or update.
+
+    Args: as :class:`MidxSampler`. Buffers beside its: ``spread`` float32 [N], |r|^2; ``query_square`` float64, the mean.
+
+    Shapes, dtypes and errors as :class:`MidxSampler`.
     """
 
     _tables = (*MidxSampler._tables[:-2], "spread", "query_square", "recent", "step")
@@ -48,12 +54,16 @@ class SpreadMidxSampler(MidxSampler):
 
 @register("midx_learnable")
 class LearnableMidxSampler(MidxSampler):
-    """The codewords are parameters. Add :meth:`codebook_loss` to the loss and give ``sampler.parameters()`` to an optimizer; a refresh codes the
-    classes anew under the codewords that were learnt, and leaves these as they are.
+    """MIDX whose codewords are parameters (after Chen et al., 2025, section 6.2.3).
+
+    Add :meth:`codebook_loss` to the loss, and give ``sampler.parameters()`` to an optimizer. A refresh codes the classes again under the learnt codewords, and
+    leaves the codewords as they are.
 
     Args:
-        learn_rows: so many classes, drawn anew each call, are what ``codebook_loss`` looks at.
-        others: see :class:`MidxSampler`.
+        learn_rows: how many classes ``codebook_loss`` looks at, drawn anew in each call; at least 1.
+        others: as :class:`MidxSampler`.
+
+    Shapes, dtypes and errors as :class:`MidxSampler`.
     """
 
     _learnt = ("codewords1", "codewords2")
@@ -71,8 +81,17 @@ class LearnableMidxSampler(MidxSampler):
     @torch.jit.export
     def codebook_loss(self, queries: Tensor, weight: Tensor, bias: Optional[Tensor] = None,
                       generator: Optional[torch.Generator] = None) -> Tensor:
-        """What the codewords minimise (after section 6.2.3): how far the codes are from the rows, and q from the softmax. A scalar with a gradient
-        in the codewords alone; queries of zeros do not count."""
+        """The loss that the codewords minimise (after Chen et al., 2025, section 6.2.3): how far the codes are from the rows, and q from the softmax.
+
+        Args:
+            queries: floating ``[Q, D]``. Queries of zeros do not count.
+            weight: floating ``[N, D]``, the class table.
+            bias: floating ``[N]`` or None.
+            generator: that draws the classes, on the device of the codewords.
+
+        Returns:
+            A float32 scalar, with a gradient in the codewords alone.
+        """
         size = self.order.size(0)
         ids = self.order[torch.randint(size, [min(self.learn_rows, size)], generator=generator, device=self.order.device)]
         bias_of_rows: Optional[Tensor] = None

@@ -82,11 +82,11 @@ class KeepsTables(Module):
 
 
 class Sampler(KeepsTables):
-    """Base of all samplers. One of your own defines :meth:`sample` and :meth:`log_count`; where it follows the class table, :meth:`prepare`.
+    """Base of all samplers. A sampler that a user writes defines :meth:`sample` and :meth:`log_count`, and :meth:`prepare` where it follows the class table.
 
     Args:
         num_classes: N >= 1.
-        num_samples: draws for the batch (``shared``) or for each query; OF_BATCH where the batch decides.
+        num_samples: draws for the batch (``shared``) or for each query, at least 0; OF_BATCH where the batch decides.
         shared: one set for the batch, or one for each query.
         distinct: whether no class stands twice in a set.
 
@@ -94,6 +94,12 @@ class Sampler(KeepsTables):
         has_distinct, has_independent: whether some of its sets are distinct, or independent draws: more than one kind only in a union.
         default_estimator: the estimator that suits its draws, which a loss takes where none is named.
         follows_table: it defines :meth:`prepare`, and goes with losses that have a class table alone.
+
+    Shapes: queries [Q, D] and target int64 [Q] or [Q, T] give sets of ids int64 [M], or [Q, M] for each query; see :meth:`sample`.
+
+    Raises:
+        ValueError: num_classes or num_samples out of range.
+        TypeError: num_classes or num_samples is not an int.
     """
 
     num_classes: int
@@ -117,20 +123,40 @@ class Sampler(KeepsTables):
         self._first_query = 0
 
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
-        """What one step proposes.
+        """Draws once: what one step proposes.
 
         Args:
-            queries: ``[Q, D]``, zeros where a query does not count.
-            target: int64 ``[Q]``, -1 where a query does not count (it then changes nothing for the others), or ``[Q, T]``, several classes of
-                each query, of which the first says whether it counts. Given, the sets say the expected counts of these as well. None: all
+            queries: floating ``[Q, D]``, zeros where a query does not count.
+            target: int64 ``[Q]`` in [0, N), -1 where a query does not count (it then changes nothing for the others); or ``[Q, T]``, several classes of each
+                query, of which the first says whether it counts. Where it is given, the sets have the expected counts of these classes as well. None: all
                 queries count.
-            generator: on the queries' device. None: torch's default one, which ``torch.manual_seed`` governs. One int64 is drawn a call.
+            generator: on the queries' device. None: torch's default one, which ``torch.manual_seed`` governs. A sampler draws one int64 from it in each call.
+
+        Returns:
+            A list of :class:`CandidateSet`: one, or of a union one or more for each part.
+
+        Raises:
+            ValueError: queries or targets of another shape; a generator on another device.
+            TypeError: queries of no floating dtype, where the sampler reads them; a target that is not int64.
+            IndexError: a target is not in [0, N) and not -1 (checked on the CPU).
         """
         raise NotImplementedError(f"{type(self).__name__} does not define sample")
 
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        """The log expected count of any classes in what :meth:`sample` proposes: float32; of ``ids [S]``, ``[S]``, or ``[Q, S]`` where it
-        depends on the query; of ``ids [Q, P]``, ``[Q, P]``. -inf for a class that is never drawn."""
+        """The log expected count of any classes in what :meth:`sample` proposes.
+
+        Args:
+            queries: floating ``[Q, D]``.
+            ids: int64 ``[S]`` or ``[Q, P]``, in [0, N).
+
+        Returns:
+            float32: of ``ids [S]`` ``[S]``, or ``[Q, S]`` where it depends on the query; of ``ids [Q, P]`` ``[Q, P]``. -inf for a class that is never drawn.
+
+        Raises:
+            ValueError: another shape; a sampler whose counts only a draw knows, such as one of distinct private draws.
+            TypeError: ids are not int64.
+            IndexError: an id is not in [0, N) (checked on the CPU).
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define log_count")
 
     def _seed(self, queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
@@ -140,53 +166,98 @@ class Sampler(KeepsTables):
 
     @torch.jit.export
     def prepare(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator] = None) -> None:
-        """What a loss calls before it draws in train(): a sampler that follows the class table ``weight [N, D]``, ``bias [N]`` brings itself up
-        to date here when its time has come."""
+        """Brings a sampler that follows the class table up to date when its time has come. A loss calls it before it draws in train(). A static sampler has
+        nothing to do.
+
+        Args:
+            weight: ``[N, D]``, the class table.
+            bias: ``[N]`` or None.
+            generator: as in :meth:`sample`.
+        """
 
     @torch.jit.export
     def refresh(self, weight: Tensor, bias: Optional[Tensor] = None) -> Dict[str, float]:
-        """Follows the class table at once, whatever the schedule says, and returns statistics. A static sampler has nothing to do."""
+        """Follows the class table at once, whatever the schedule says. A static sampler has nothing to do.
+
+        Args:
+            weight: ``[N, D]``, the class table.
+            bias: ``[N]`` or None.
+
+        Returns:
+            Statistics by name; none of a static sampler.
+        """
         stats: Dict[str, float] = {}
         return stats
 
     @torch.jit.unused
     def resize(self, num_classes: int, rows: Optional[Tensor] = None, bias: Optional[Tensor] = None) -> None:
-        """Draws from ``num_classes`` classes from now on: those past the end are gone, and never drawn; new ones stand behind the others. A loss calls
-        it (``resize_classes``); an error changes nothing.
+        """Draws from ``num_classes`` classes from now on. Classes past the end are gone and never drawn; new classes stand behind the others. A loss calls it
+        (``resize_classes``). An error changes nothing.
 
         Args:
             num_classes: at least 1.
-            rows, bias: of a class table, the rows ``[A, D]`` of the A classes that are new and the biases ``[num_classes]`` of all, for what follows the table.
+            rows: ``[A, D]``, the rows of the A new classes in the class table, for a sampler that follows the table. None: not known.
+            bias: ``[num_classes]``, the biases of all classes, or None.
+
+        Raises:
+            ValueError: num_classes below 1, or too few classes for the distinct draws.
+            TypeError: num_classes is not an int, or the sampler does not define ``plan_resize``.
         """
         num_classes = check_count(type(self).__name__, "num_classes", num_classes, 1)
         (self.plan_growth(num_classes, rows, bias) or self.plan_resize(num_classes, rows, bias))()
 
     @torch.jit.unused
     def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
-        """What does :meth:`resize` in the time that the new classes take, of which alone it is given the biases ``[A]``. None where only :meth:`plan_resize`
-        does, as by default in a sampler that follows the table."""
+        """Plans a :meth:`resize` to more classes that costs O(the new classes).
+
+        Args:
+            num_classes: the new number of classes.
+            rows: ``[A, D]``, the rows of the A new classes, or None.
+            bias: ``[A]``, the biases of the new classes alone, or None.
+
+        Returns:
+            A function that does the resize and cannot fail. None where only :meth:`plan_resize` does it, as by default in a sampler that follows the table.
+        """
         return None if self.follows_table else self.plan_resize(num_classes, rows, bias)
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
-        """What does :meth:`resize`, after all checks: it cannot fail. A sampler of your own that knows how defines it, and sets ``num_classes`` there."""
+        """Plans a :meth:`resize`: checks all that can go wrong. A sampler of a user defines it where its number of classes may change, and sets
+        ``num_classes`` in the function.
+
+        Args:
+            num_classes: the new number of classes.
+            rows: ``[A, D]``, the rows of the A new classes, or None.
+            bias: ``[num_classes]``, the biases of all classes, or None.
+
+        Returns:
+            A function that does the resize and cannot fail.
+
+        Raises:
+            TypeError: the sampler does not define it.
+        """
         raise TypeError(f"{type(self).__name__}: expected a sampler that defines plan_resize, got one whose number of classes is fixed")
 
     @torch.jit.unused
     def forget(self, ids: Tensor) -> None:
-        """What a sampler does about classes (int64 [R]) that stand for something else from now on, as :class:`xsoftmax.IdTable` says: one that counts forgets
-        their counts."""
+        """Forgets what a sampler has counted of classes that stand for something else from now on, as :class:`xsoftmax.IdTable` says.
+
+        Args:
+            ids: int64 ``[R]`` in [0, N).
+        """
 
     @torch.jit.unused
     def excluding(self, ids: Tensor) -> Optional["Sampler"]:
-        """A sampler like this one that does not draw the classes ``ids`` (int64, one dimension) either; None where it cannot leave classes out:
-        their counts then add up beside a head."""
+        """A sampler like this one that does not draw the classes ``ids`` (int64 [E]) either. None where the sampler cannot leave classes out: beside a head
+        the expected counts then add up.
+        """
         return None
 
     @torch.jit.unused
     def outside_target(self) -> "Sampler":
-        """One whose draws are this one's, from the classes other than the target: what the estimator "complementary_sum" asks for. This one belongs
-        to it from then on."""
+        """A sampler whose draws are those of this one, from the classes other than the target: for the estimator "complementary_sum". This sampler belongs to
+        it from then on.
+        """
         from .complement import ComplementSampler
 
         return ComplementSampler(self, self.num_samples)
@@ -201,8 +272,9 @@ class Sampler(KeepsTables):
 
     @classmethod
     def for_table(cls, num_classes: int, num_samples: int, *, dim: int, bias: bool, **options: Any) -> "Sampler":
-        """One for a class table of width ``dim``, with or without a bias: what a loss calls where a sampler is named by a string. ``options``:
-        the constructor's."""
+        """Makes a sampler for a class table of width ``dim``, with or without a bias. A loss calls it where a sampler is named by a string. ``options``: the
+        constructor's.
+        """
         return cls(num_classes, num_samples, **options)
 
 
@@ -210,7 +282,12 @@ _REGISTRY: Dict[str, Type[Sampler]] = {}
 
 
 def register(name: str) -> Callable[[Type[Sampler]], Type[Sampler]]:
-    """A class decorator: from then on ``sampler=name`` of a loss makes one, by its :meth:`Sampler.for_table`."""
+    """A class decorator that gives a sampler a name: from then on ``sampler=name`` of a loss makes one, by its :meth:`Sampler.for_table`.
+
+    Raises:
+        ValueError: a name that is taken.
+        TypeError: a class that does not derive from :class:`Sampler`.
+    """
     def add(cls: Type[Sampler]) -> Type[Sampler]:
         if not (isinstance(cls, type) and issubclass(cls, Sampler)):
             raise TypeError(f"register: expected a class that derives from Sampler, got {cls!r}")
@@ -222,13 +299,19 @@ def register(name: str) -> Callable[[Type[Sampler]], Type[Sampler]]:
 
 
 def make_sampler(name: str, num_classes: int, num_samples: Optional[int] = None, *, dim: int = 0, bias: bool = False, **options: Any) -> Sampler:
-    """A sampler by name: "uniform", "log_uniform", "unigram" (needs ``counts=``), "in_batch", "midx", "midx_exact",
-    "midx_spread", "midx_learnable", "lsh", "sphere", "rff", or one that :func:`register` was given.
+    """Makes a sampler by name.
 
     Args:
-        num_samples: None: as many as the sampler draws by default; a static one has no default.
-        dim, bias: of the class table.
-        options: the constructor's: shared, distinct, exclude, ...
+        name: "uniform", "log_uniform", "unigram" (needs ``counts=``), "in_batch", "midx", "midx_exact", "midx_spread", "midx_learnable", "lsh", "sphere",
+            "rff", or one that :func:`register` was given.
+        num_classes: N >= 1.
+        num_samples: None: as many as the sampler draws by default. "uniform", "log_uniform" and "unigram" have no default; "in_batch" takes None alone.
+        dim, bias: the width D of the class table, and whether it has a bias. Samplers that follow the table need dim.
+        options: of the constructor: shared, distinct, exclude, ...
+
+    Raises:
+        ValueError: a name that is not known, num_samples where there is a default or none where there is not, and what the constructor refuses.
+        TypeError: an option that the constructor does not have, or one of another type.
     """
     if name not in _REGISTRY:
         raise ValueError(f"make_sampler: expected one of {sorted(_REGISTRY)}, got {name!r}")

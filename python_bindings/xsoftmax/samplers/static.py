@@ -28,22 +28,30 @@ def _ids(owner: str, argument: str, ids: Exclude, num_classes: int) -> Optional[
 
 
 class StaticSampler(Sampler):
-    """Draws classes in proportion to fixed weights.
+    """Draws classes in proportion to fixed weights: ``q_i = w_i / sum(w)``, whatever the queries are.
 
-    ``q_i = w_i / sum(w)``. Independent draws take an alias table (O(1) each) and may repeat: a class's expected count is ``M q_i``, M the
-    number of draws. Distinct ones are systematic, with inclusion probability ``pi_i = min(1, c q_i)`` where c makes them sum to M
-    (``xsoftmax::systematic_sample``). The queries do not matter, but for their number.
+    Independent draws have the distribution of ``torch.multinomial(weights, num_samples, replacement=True)``, by an alias table (O(1) each). The expected count
+    of a class is ``M q_i``, M the number of draws. Distinct draws are systematic, with inclusion probability ``pi_i = min(1, c q_i)``, where c makes the
+    probabilities sum to M (``xsoftmax::systematic_sample``).
 
     Args:
-        weights: ``[N]`` of any real dtype, finite, not negative, not all zero; a class of zero weight is never drawn.
-        num_samples: draws for the batch, or for each query; distinct ones are at most as many as there are classes of positive weight.
+        weights: ``[N]`` of any real dtype, finite, not negative, not all zero. A class of zero weight is never drawn.
+        num_samples: draws for the batch, or for each query, at least 0. Distinct draws are at most as many as the classes of positive weight.
         shared: one set for the batch, or one for each query. None: one for the batch.
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
-        exclude: classes never drawn: an int h means the ids below h, a tensor (int64, one dimension) means those ids.
+        exclude: classes never drawn: an int h means the ids below h, an int64 tensor [E] means those ids.
+
+    Shapes and dtypes of draws: ids int64 [M] (shared) or [Q, M], log counts float32 of that shape; see :class:`CandidateSet`.
 
     Buffers (not in the state dict; size 0 where not needed): ``probability`` float64 [N], over its sum; ``bins`` of independent draws; ``order``,
     ``cumulative`` of distinct ones; ``tail`` float64 [3], on the CPU wherever the sampler moves: how many classes the tables are laid out for, and the weight
     of those behind them (:meth:`plan_resize`).
+
+    Raises:
+        ValueError: weights, num_samples or exclude that are not as above, such as more distinct draws than classes of positive weight, an ``exclude`` that
+            leaves no class, or one of another dtype or shape.
+        TypeError: weights are not a tensor of a real dtype, or an option is of another type.
+        IndexError: an excluded id is not in [0, N).
     """
 
     _law = ""  # where weights follow from the number of classes
@@ -132,14 +140,16 @@ class StaticSampler(Sampler):
 
 @register("uniform")
 class UniformSampler(StaticSampler):
-    """Every class alike: ``q_i = 1 / n`` over the n classes that are not excluded.
+    """Draws every class alike: ``q_i = 1 / n`` over the n classes that are not excluded.
 
-    Needs no tables, whatever ``num_classes`` is, unless ``exclude`` is a tensor other than ``0, 1, ..., h - 1``. Distinct draws then
-    have ``pi_i = M / n`` exactly.
+    Needs no tables, whatever ``num_classes`` is, unless ``exclude`` is a tensor other than ``0, 1, ..., h - 1``. Distinct draws then have ``pi_i = M / n``
+    exactly.
 
     Args:
         num_classes: N >= 1.
         num_samples, shared, distinct, exclude: see :class:`StaticSampler`.
+
+    Shapes, dtypes and errors as :class:`StaticSampler`.
     """
 
     def __init__(self, num_classes: int, num_samples: int, *, shared: Optional[bool] = None, distinct: Optional[bool] = None,
@@ -149,15 +159,18 @@ class UniformSampler(StaticSampler):
 
 @register("log_uniform")
 class LogUniformSampler(StaticSampler):
-    """Zipf's law for classes sorted by falling frequency.
+    """Draws classes by Zipf's law, for classes that are sorted by falling frequency.
 
-    ``q_i = (ln(i + 2) - ln(i + 1)) / (ln(N + 1) - ln(h + 1))`` for i in [h, N), h the number of excluded classes.
+    ``q_i = (ln(i + 2) - ln(i + 1)) / (ln(N + 1) - ln(h + 1))`` for i in [h, N), h the number of excluded classes. It is the distribution of TensorFlow's
+    ``log_uniform_candidate_sampler``.
 
     Independent draws need no tables unless ``exclude`` is a tensor other than ``0, 1, ..., h - 1``; distinct ones do.
 
     Args:
         num_classes: N >= 1.
         num_samples, shared, distinct, exclude: see :class:`StaticSampler`.
+
+    Shapes, dtypes and errors as :class:`StaticSampler`.
     """
 
     _law = "log_uniform"
@@ -169,21 +182,29 @@ class LogUniformSampler(StaticSampler):
 
 @register("unigram")
 class UnigramSampler(StaticSampler):
-    """Classes by their frequency: ``q_i = counts_i^power / sum_j counts_j^power``.
+    """Draws classes by their frequency: ``q_i = counts_i^power / sum_j counts_j^power``.
 
-    With ``counts`` of a stream, q follows it: ``q_i = (1 - u) counts_i^power / sum_j counts_j^power + u / n``, u the ``uniform_share`` and n the number of
-    classes that are not excluded, so that a class which was never seen can be drawn. Each :meth:`sample` in train() counts the targets, of several positives of
-    a query the first, which of a loss is that of the greatest id (``counts`` is updated here, by nobody else, and is the submodule ``streaming``). The tables
-    are rebuilt, in O(N) (O(N log N) for distinct draws), at step 0, then ever less often up to step ``refresh_every``, and then at its multiples. Expected
-    counts are exact at any time: they are those of the tables drawn from. The tables and ``step``, int64 on the CPU, are then in the state dict; tables of
-    other excluded classes, or for other draws, stay out, and the next step rebuilds them.
+    With a :class:`StreamingCounts`, q follows a stream: ``q_i = (1 - u) counts_i^power / sum_j counts_j^power + u / n``, u the ``uniform_share`` and n the
+    number of classes that are not excluded, so that a class which was never seen can be drawn. Each :meth:`sample` in train() counts the targets. Of several
+    positives of a query it counts the first, which of a loss is that of the greatest id. ``counts`` is the submodule ``streaming``, and nothing else may update
+    it.
+
+    The tables are rebuilt, in O(N) (O(N log N) for distinct draws), at step 0, then ever less often up to step ``refresh_every``, and then at its multiples.
+    Expected counts are exact at any time: they are those of the tables that the classes are drawn from. The tables and ``step``, int64 on the CPU, are then in
+    the state dict. Tables of other excluded classes, or for other draws, do not load, and the next step rebuilds them.
 
     Args:
         counts: ``[N]`` of any real dtype, finite, not negative, not all zero. A class of zero count is never drawn. Or a :class:`StreamingCounts` of dense ids.
         num_samples, shared, distinct, exclude: see :class:`StaticSampler`.
-        power: finite and at least 0. 0.75 flattens the frequencies, 0 draws all seen classes alike.
+        power: finite and at least 0. 0.75 flattens the frequencies (Mikolov et al., 2013); 0 draws all seen classes alike.
         refresh_every: of counts of a stream, steps between two rebuilds of the tables; 0: never again after step 0.
         uniform_share: of counts of a stream, in (0, 1].
+
+    Shapes and dtypes as :class:`StaticSampler`.
+
+    Raises:
+        ValueError: power, refresh_every or uniform_share out of range; a :class:`StreamingCounts` of open ids; and as :class:`StaticSampler`.
+        TypeError, IndexError: as :class:`StaticSampler`
     """
 
     def __init__(self, counts: Union[Tensor, StreamingCounts], num_samples: int, *, power: float = 0.75, shared: Optional[bool] = None,
@@ -278,12 +299,19 @@ class UnigramSampler(StaticSampler):
 
 
 class FixedSampler(StaticSampler):
-    """Classes that are always there, each once, for all queries: ``log_count`` 0. What stands beside a sampler in a :class:`UnionSampler` where
-    some classes are to be scored in any case.
+    """Proposes the same classes for all queries, each once, with ``log_count`` 0. It is a part of a :class:`UnionSampler` where some classes are to be scored
+    in any case.
 
     Args:
         num_classes: N >= 1.
-        ids: the classes: an int h means those below h, a tensor (int64, one dimension) means those ids, in any order.
+        ids: the classes: an int h means those below h, an int64 tensor [M] means those ids, in any order.
+
+    Shapes and dtypes as :class:`StaticSampler`: ids int64 [M], shared and distinct.
+
+    Raises:
+        ValueError: num_classes below 1, h below 0, or a tensor of another dtype or shape.
+        TypeError: num_classes or ids of another type.
+        IndexError: an id is not in [0, N).
     """
 
     def __init__(self, num_classes: int, ids: Union[int, Tensor]):

@@ -21,26 +21,26 @@ def _number(owner: str, argument: str, value: Optional[float]) -> Optional[float
 
 
 class StreamingCounts(KeepsTables):
-    """The probability of ids in a stream of batches, as the stream has it lately.
+    """Estimates the probability of ids in a stream of batches, with more weight on recent batches.
 
     **Dense ids** in [0, N): an exact decayed count of each. After a batch of B ids all counts fall by ``2^(-B / half_life)``, and those of its ids rise
     by 1 a time: ``count_i = sum_b n_ib 2^(-(ids after batch b) / half_life)`` with ``n_ib`` the times that i stands in batch b, ``total = sum_i count_i`` and
-    ``q_i = count_i / total``. A batch touches the rows of its ids alone, whatever N is: 16 bytes each (8 without a half-life). Of a law that stays, an
-    estimate has the relative standard deviation ``sqrt(ln 2 / (2 half_life q))``: 5 % where an id is seen 139 times in a half-life.
+    ``q_i = count_i / total``. A batch touches the rows of its ids alone, whatever N is: 16 bytes each (8 without a half-life). Where the distribution
+    does not change, an estimate has the relative standard deviation ``sqrt(ln 2 / (2 half_life q))``: 5 % where an id is seen 139 times in a half-life.
 
     **Open ids**, ``num_ids=None``: any int64, in memory that is fixed, ``16 hashes buckets`` bytes. A bucket keeps the number of ids seen up to its last
     sighting, A, and a smoothed gap between sightings, B, in ids; ``q = 1 / B`` (Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
-    Recommendations", RecSys 2019, Algorithm 2). There a step counts batches, and 1 / B is the probability that a batch holds the id. Here a step counts
-    ids, so that 1 / B is the probability of one draw, as ``q`` of dense ids is, also for ids that stand in a batch several times: n sightings in a batch, with
-    ``t`` ids seen, are n gaps of ``(t - A) / n`` each, whatever the order in the batch::
+    Recommendations", RecSys 2019, Algorithm 2). In the paper a step is a batch, and 1 / B is the probability that a batch holds the id. Here a step is an id,
+    so that 1 / B is the probability of one draw, as ``q`` of dense ids is, also for ids that stand in a batch several times: n sightings in a batch, with ``t``
+    ids seen, are n gaps of ``(t - A) / n`` each, whatever the order in the batch::
 
         B <- B + w ((t - A) / n - B),   A <- t,   w = n B / (n B + min(A, half_life / ln 2))
 
     ``w`` is the share that n gaps of length B have in a window of ``half_life / ln 2`` ids, so a sighting counts half after ``half_life`` ids, frequent or
     rare; while less than that was seen (and always without a half-life), ``1 / B`` is sightings over ids at the id's last sighting. ``alpha`` gives the paper's
-    weight of a gap in its place, ``w = 1 - (1 - alpha)^n``: an id then forgets half in ``ln 2 / alpha`` of its own sightings. The first estimate is n / t.
-    Ids that share a bucket shorten its gaps, so of several hash functions the longest gap counts. An estimate changes only when its id is seen: what is
-    not seen any more keeps its last one, and estimates do not sum to 1. Where ids are dense, their counts are the better estimate.
+    weight of a gap in its place, ``w = 1 - (1 - alpha)^n``: half of an estimate is forgotten in ``ln 2 / alpha`` sightings of the id. The first estimate is n /
+    t. Ids that share a bucket shorten its gaps, so of several hash functions the longest gap counts. An estimate changes only when its id is seen: what is not
+    seen any more keeps its last one, and estimates do not sum to 1. Where ids are dense, their counts are the better estimate.
 
     Collisions: of 100,000 to 10,000,000 ids by Zipf's law in 2^20 buckets, the 1,000 most frequent had a q at most 2.2 % too high with two hash functions,
     0.8 % with four; with one, 6 to 18 of them were more than 5 % too high (``benchmarks/streaming_counts.py --only collisions``).
@@ -58,6 +58,11 @@ class StreamingCounts(KeepsTables):
     int64 counts ``last``, int64 of count's shape, and ``seen``, int64: the ids seen up to a row's last sighting, and altogether.
 
     A process counts what it is given. :func:`xsoftmax.distributed.share_counts` has it count the ids of all ranks.
+
+    Raises:
+        ValueError: an option out of range; alpha of dense ids, or beside half_life.
+        TypeError: an option of another type; ids that are not int64; a mask that is not bool.
+        IndexError: a dense id is not in [0, N) and not -1 (checked on the CPU).
     """
 
     num_ids: Optional[int]
@@ -81,7 +86,10 @@ class StreamingCounts(KeepsTables):
         return ", ".join([text, *(option for option in shown if self.num_ids is None or option.startswith("half_life"))])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``log_prob(ids)`` after ``update(ids)``: in train() each of them has a q above 0."""
+        """Counts a batch and gives its probabilities: ``log_prob(ids)`` after ``update(ids)``. In train() each of the ids has a q above 0.
+
+        ids int64 [*] -> float32 [*]. Errors as :meth:`update`.
+        """
         self.update(ids, None)
         return self.log_prob(ids)
 
@@ -115,16 +123,24 @@ class StreamingCounts(KeepsTables):
 
     @torch.jit.unused
     def resize(self, num_ids: int) -> None:
-        """Counts ``num_ids`` dense ids from now on: new ones were never seen, and the counts of those that are gone leave ``total``. In amortised O(the ids
-        that come or go). Open ids have no number: nothing happens."""
+        """Counts ``num_ids`` dense ids from now on: new ids were never seen, and the counts of those that are gone leave ``total``. Open ids have no number:
+        nothing happens.
+
+        A call costs O(the ids that come or go), averaged over many.
+
+        Raises:
+            ValueError: num_ids below 1.
+            TypeError: num_ids is not an int.
+        """
         num_ids = check_count("StreamingCounts", "num_ids", num_ids, 1)
         self.options = torch.ops.xsoftmax.streaming_resize_(self.count, self.total, self.last, self.seen, num_ids, self.options)
         self.num_ids = None if self.num_ids is None else num_ids
 
     @torch.jit.export
     def forget(self, ids: Tensor) -> None:
-        """Dense ids (int64 in [0, num_ids), any shape) as if they had never been seen, in train() and eval() alike: for an id that stands for something else
-        from now on. ``total`` is that of the others then.
+        """Forgets the counts of dense ids (int64 [*] in [0, num_ids)), in train() and eval() alike, as if they had never been seen.
+
+        It is for ids that stand for something else from now on. ``total`` is then that of the other ids.
 
         Raises:
             TypeError, ValueError, IndexError: ids of another dtype or outside the range, or counts of open ids; nothing is forgotten then
@@ -133,10 +149,19 @@ class StreamingCounts(KeepsTables):
 
     @torch.jit.export
     def counts(self, ids: Tensor) -> Tensor:
-        """The decayed counts, float64 of ids' shape; of open ids ``total q``, with ``total`` the decayed number of all ids (with ``alpha`` their number)."""
+        """The decayed counts: ids int64 [*] -> float64 [*]. Of open ids ``total q``, with ``total`` the decayed number of all ids (with ``alpha`` their
+        number).
+
+        Raises:
+            TypeError, IndexError: as :meth:`update`
+        """
         return torch.ops.xsoftmax.streaming_count(ids, self.count, self.total, self.last, self.seen, self.options)
 
     @torch.jit.export
     def log_prob(self, ids: Tensor) -> Tensor:
-        """log q, float32 of ids' shape: -inf for what was never seen, and for a dense id of -1."""
+        """log q: ids int64 [*] -> float32 [*]. It is -inf for an id that was never seen, and for a dense id of -1.
+
+        Raises:
+            TypeError, IndexError: as :meth:`update`
+        """
         return torch.ops.xsoftmax.streaming_log_prob(ids, self.count, self.total, self.last, self.seen, self.options).float()

@@ -9,17 +9,26 @@ from .sampler import OF_BATCH, CandidateSet, Sampler, columns_of
 
 
 class UnionSampler(Sampler):
-    """The draws of several samplers together: what one of them misses, another proposes.
+    """Draws by several samplers together: what one of them misses, another proposes.
 
-    ``UnionSampler(UnigramSampler(counts, 64), MidxSampler(n, d, 20))`` draws 64 classes that the batch shares and 20 for each query.
-    Expected counts add up: a class's count is the sum of what each sampler would draw of it, whoever drew it (the balance heuristic of
-    multiple importance sampling; Veach and Guibas, 1995), so that no candidate weighs more than under any one of them.
+    ``UnionSampler(UnigramSampler(counts, 64), MidxSampler(n, d, 20))`` draws 64 classes that the batch shares and 20 for each query. Expected counts add up:
+    the count of a class is the sum of what each sampler would draw of it, whichever sampler drew it. This is the balance heuristic of multiple importance
+    sampling (Veach and Guibas, 1995). No candidate weighs more than it would under any one of the samplers.
 
-    The shared parts draw first, then the private ones, one after another, those of distinct draws last. A private part is asked what it would
-    draw of the ids before it while it draws, so a part whose counts only a draw knows may be in a union as its last.
+    The shared parts draw first, then the private ones, one after another, and those of distinct draws last. While a private part draws, it is asked what it
+    would draw of the ids before it. So a part whose counts only a draw knows may be in a union as its last.
 
     Args:
-        *parts: samplers of one number of classes, each of which belongs to this union from here on; unions may be among them.
+        *parts: samplers of one number of classes, each of which belongs to this union from here on. Unions may be among them.
+
+    Shapes and dtypes: a set for each set of the parts, ids int64 [M] or [Q, M]; log counts float32 of that shape, or [Q, M] where those of a part depend on the
+    query.
+
+    Raises:
+        ValueError: no part, parts of different numbers of classes, one part twice, or a part that belongs to a loss or a union already. In :meth:`sample`: two
+            parts whose counts only a draw knows.
+        TypeError: a part is no sampler.
+        IndexError: as the parts.
     """
 
     if TYPE_CHECKING:
