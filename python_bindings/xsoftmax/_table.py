@@ -111,10 +111,12 @@ class TableModule(Module):
         """input [*, D] as [Q, D], after its shape and target's have been checked."""
         return flat_queries(self._name, self.in_features, input, target)
 
-    def _given(self, target: Tensor) -> Tensor:
+    def _given(self, input: Tensor, target: Tensor) -> Tensor:
+        """target, after both were found to be tensors."""
         if not torch.jit.is_scripting():
-            if not isinstance(target, Tensor):
-                raise TypeError(f"{self._name}: expected target as a tensor, got {type(target).__name__}")
+            for name, tensor in (("input", input), ("target", target)):
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(f"{self._name}: expected {name} as a tensor, got {type(tensor).__name__}")
             if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
                 refuse_transforms(self._name)
         return target

@@ -142,7 +142,7 @@ def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.
     start = time.perf_counter()
     _check(loss, seconds, counts, samplers, model_ms, budget_ms)
     sizes = [check_count("advise", "draws", size, 1) for size in draws]
-    loss._queries(input, loss._given(target))
+    loss._queries(input, loss._given(input, target))
     inputs, targets = input.detach(), target.detach()
     counted = targets != loss.ignore_index
     places = (counted if targets.dim() < inputs.dim() else counted.any(-1)).reshape(-1).nonzero().squeeze(1)

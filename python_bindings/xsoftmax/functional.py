@@ -38,6 +38,8 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
     """
     name = "linear_cross_entropy"
     check_reduction(name, reduction)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: expected weight as a tensor, got {type(weight).__name__}")
     if weight.dim() != 2:
         raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
     queries = flat_queries(name, weight.size(1), input, target)

@@ -113,7 +113,7 @@ class HierarchicalMatcher(TableModule):
 
     def _examples(self, input: Tensor, target: Tensor) -> Tensor:
         queries = self._queries(input, None)
-        target = self._given(target)
+        target = self._given(input, target)
         if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
             raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
                              f"{list(target.shape)}")

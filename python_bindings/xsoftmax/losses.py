@@ -62,6 +62,8 @@ class LinearLoss(TableModule):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: expected an nn.Linear, got {type(linear).__name__}")
+        if given := {"in_features", "num_classes", "bias", "device", "dtype"} & set(kwargs):
+            raise TypeError(f"{cls.__name__}.from_linear: expected arguments that the linear layer does not give, got {', '.join(sorted(given))}")
         # The table made by the constructor would be thrown away: on the meta device it costs nothing.
         loss = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", **kwargs)
         loss.linear = linear
@@ -142,7 +144,7 @@ class LinearLoss(TableModule):
         Raises:
             ValueError, TypeError, IndexError: as :class:`LinearCrossEntropyLoss`
         """
-        if self._given(target).dim() == input.dim():
+        if self._given(input, target).dim() == input.dim():
             return self._exact_of_several(input, target)
         loss = torch.ops.xsoftmax.linear_cross_entropy(
             self._table_queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
@@ -325,7 +327,7 @@ class CandidateLoss(LinearLoss):
 
     def _counted(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """What samplers are shown: queries [Q, D] and targets [Q], zeros and -1 where a target is ignored; of several positives [Q, T]."""
-        self._queries(input, self._given(target))
+        self._queries(input, self._given(input, target))
         self._check_step()
         return torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index)
 
@@ -446,6 +448,8 @@ class SampledSoftmaxLoss(CandidateLoss):
             options = {} if shared is None else {"shared": shared}
             sampler = make_sampler(sampler, num_classes, num_samples, dim=in_features, bias=bias, **options)
         elif not isinstance(sampler, Sampler):
+            if none:
+                raise TypeError(f"{name}: expected a sampler, or its name, beside num_samples={num_samples} and shared={shared}, got None")
             raise TypeError(f"{name}: expected sampler to be a Sampler or a name, got {type(sampler).__name__}")
         elif num_samples is not None or shared is not None:
             raise ValueError(f"{name}: expected num_samples and shared beside the name of a sampler, since a {type(sampler).__name__} says itself "

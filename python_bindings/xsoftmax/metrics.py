@@ -145,13 +145,15 @@ def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: flo
         float64 [N].
 
     Raises:
-        ValueError: counts of another shape or below 0, or num_examples below 3.
+        ValueError: counts of another shape, not finite or below 0; num_examples below 3; or b at most -1.
         TypeError: counts are not numbers, or num_examples is not an int.
     """
     counts = torch.as_tensor(counts, dtype=torch.float64)
     num_examples = check_count("propensity", "num_examples", num_examples, 3)
     if counts.dim() != 1 or not ((counts >= 0) & counts.isfinite()).all():
-        raise ValueError(f"propensity: expected counts of shape [N], each at least 0, got shape {list(counts.shape)}")
+        raise ValueError(f"propensity: expected counts of shape [N], each finite and at least 0, got shape {list(counts.shape)} and values {counts}")
+    if not b > -1:
+        raise ValueError(f"propensity: expected b above -1, got {b}")
     c = (math.log(num_examples) - 1) * (b + 1) ** a
     return 1 / (1 + c * (counts + b) ** -a)
 

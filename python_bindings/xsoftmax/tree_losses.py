@@ -141,7 +141,7 @@ class BeamTreeLoss(TreeLoss):
         """
         if not self.training:
             return self.exact(input, target)
-        self._queries(input, self._given(target))
+        self._queries(input, self._given(input, target))
         self._check_step()
         weight, bias, tree = self.edges.weight, self.edges.bias, self.tree.tables()
         queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree, self.ignore_index)
@@ -196,7 +196,7 @@ class BeamTreeLoss(TreeLoss):
 
         Arguments, shapes and errors as :meth:`forward`.
         """
-        self._table_queries(input, self._given(target))
+        self._table_queries(input, self._given(input, target))
         return torch.ops.xsoftmax.tree_cross_entropy(input, self.edges.weight, self.edges.bias, target, self.tree.tables(), self.tree.layer_sizes,
                                                      self.weight, self._options)
 
@@ -336,7 +336,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
             self._check_step()
         else:
             self.settle()
-        self._queries(input, self._given(target))
+        self._queries(input, self._given(input, target))
         return torch.ops.xsoftmax.hierarchical_softmax_loss(input, self.edges.weight, self.edges.bias, target, self.tree.tables(),
                                                             self.tree.layer_sizes, self.tree.group_sizes, self.weight, self._options)
 

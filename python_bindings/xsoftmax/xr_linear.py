@@ -121,6 +121,9 @@ class XRLinear:
                 relevance = _relevance(relevance, Y)
             if user_negatives is not None:
                 user_negatives = _pairs("train", "user_negatives", user_negatives, Y.shape)
+            for name, value, kind in (("tree", tree, LabelTree), ("initial", initial, XRLinear)):
+                if value is not None and not isinstance(value, kind):
+                    raise TypeError(f"XRLinear.train: expected {name} as {kind.__name__} or None, got {type(value).__name__}")
             if tree is None:
                 arity = check_count("XRLinear.train", "arity", arity, 2)
                 max_leaf_size = check_count("XRLinear.train", "max_leaf_size", max_leaf_size, 1)

@@ -314,6 +314,7 @@ def test_extra_repr():
     (dict(num_samples=N - 2, head_classes=3), ValueError, f"UniformSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
     (dict(num_samples=None, sampler=UnionSampler(LogUniformSampler(N, N - 2), MidxSampler(N, D, 4, codewords=4)), head_classes=3),
      ValueError, f"LogUniformSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
+    (dict(sampler=None), TypeError, "expected a sampler, or its name, beside num_samples=8 and shared=None, got None"),
     (dict(num_samples=None), ValueError, "make_sampler: expected num_samples for a UniformSampler, got None"),
     (dict(sampler=UniformSampler(N, 3)), ValueError, "expected num_samples and shared beside the name of a sampler"),
     (dict(sampler=UniformSampler(N, 3), num_samples=None, shared=True), ValueError, "expected num_samples and shared beside the name of a sampler"),
@@ -330,7 +331,6 @@ def test_extra_repr():
     (dict(weight=torch.ones(N - 1)), ValueError, r"expected weight of shape \(40,\), got \(39,\)"),
     (dict(sampler="zipf"), ValueError, "make_sampler: expected"),
     (dict(sampler="unigram"), ValueError, "expected counts"),
-    (dict(sampler=None), TypeError, "expected sampler to be a Sampler or a name, got NoneType"),
     (dict(sampler=UniformSampler(N - 1, 3), num_samples=None), ValueError, "expected a sampler of 40 classes, got one of 39"),
     (dict(num_samples="3"), TypeError, "expected num_samples of type int, got str"),
     (dict(weight=torch.ones(N, dtype=torch.int64)), TypeError, "expected weight of a floating dtype, got torch.int64"),
@@ -349,6 +349,16 @@ def test_bad_arguments(kwargs, error, message):
         sampled(**kwargs)
 
 
+def test_from_linear_takes_no_argument_that_the_layer_gives():
+    with pytest.raises(TypeError, match="from_linear: expected arguments that the linear layer does not give, got device, dtype"):
+        xs.LinearCrossEntropyLoss.from_linear(torch.nn.Linear(D, N), dtype=torch.float64, device="cpu")
+
+
+def test_a_functional_table_that_is_no_tensor():
+    with pytest.raises(TypeError, match="linear_cross_entropy: expected weight as a tensor, got list"):
+        xs.functional.linear_cross_entropy(torch.zeros(3, D), [1.0], torch.zeros(3, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("loss", [sampled(), sampled().eval(), xs.LinearCrossEntropyLoss(D, N)], ids=["train", "eval", "exact"])
 @pytest.mark.parametrize("input, target, error, message", [
     (torch.zeros(3, D), torch.zeros(4, dtype=torch.int64), ValueError, r"expected target of shape \[3\]"),
@@ -358,6 +368,8 @@ def test_bad_arguments(kwargs, error, message):
     (torch.zeros(3, D), torch.zeros(3), TypeError, "expected target of dtype int64, got float32"),
     (torch.zeros(3, D).double(), torch.zeros(3, dtype=torch.int64), TypeError, "dtype"),
     (torch.zeros(3, D + 1), torch.zeros(3, dtype=torch.int64), ValueError, "7"),
+    ([1.0], torch.zeros(3, dtype=torch.int64), TypeError, "expected input as a tensor, got list"),
+    (torch.zeros(3, D), [1, 2, 3], TypeError, "expected target as a tensor, got list"),
     (torch.zeros(6, D // 2), torch.zeros(6, dtype=torch.int64), ValueError, "3"),
 ])
 def test_bad_batches(loss, input, target, error, message):

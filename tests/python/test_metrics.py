@@ -157,7 +157,7 @@ def test_propensities():
     for bad, error, message in (((torch.ones(3)), ValueError, "shape"), (torch.zeros(4), ValueError, r"in \(0, 1\], got 0"), ([1.0], TypeError, "list")):
         with pytest.raises(error, match=message):
             xs.metrics.psp_at_k(predictions, truth, 1, bad)
-    for arguments in ((counts, 2), (-counts, 5000), (counts.view(2, 2), 5000)):
+    for arguments in ((counts, 2), (-counts, 5000), (counts.view(2, 2), 5000), (torch.tensor([math.inf]), 5000), (counts, 5000, 0.5, -3.0)):
         with pytest.raises(ValueError, match="propensity: expected"):
             xs.metrics.propensity(*arguments)
 
