@@ -1,5 +1,6 @@
 """What modules share that train a table of rows: one for each class, or for each edge of a tree."""
 
+import copy
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -96,6 +97,17 @@ class TableModule(Module):
         super().__setstate__(state)
         _first_step.watch(self)
 
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "TableModule":
+        self.settle()
+        with torch.no_grad():
+            for table in self._tables():
+                if table is not None and id(table) in memo:  # copied before, with a module that shares it, and maybe while rows were owed steps
+                    memo[id(table)].copy_(table)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:
         self.settle()  # steps that are owed to the old table must not move the new one
@@ -177,6 +189,17 @@ def refuse_transforms(owner: str) -> None:
     """Losses are operators with a backward pass in C++, which torch.func does not look into."""
     raise RuntimeError(f"{owner}: expected a call outside of torch.func's transforms (grad, vjp, jvp, vmap), got one inside. For gradients use "
                        "torch.autograd.grad on torch.func.functional_call(loss, parameters, (input, target)); for a loss of each example, reduction=\"none\"")
+
+
+def check_linear(owner: str, linear: Any) -> None:
+    """Of from_linear. A hook that computes the weight before a forward pass of the Linear never runs here, and would train nothing."""
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"{owner}: expected an nn.Linear, got {type(linear).__name__}")
+    if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
+        raise TypeError(f"{owner}: expected an nn.Linear whose sizes are known, got {type(linear).__name__}: run the model once before")
+    if "parametrizations" not in linear._modules and ("weight" not in linear._parameters or "bias" not in linear._parameters):
+        raise ValueError(f"{owner}: expected an nn.Linear whose weight and bias are parameters, got one where a hook computes them (torch.nn.utils.weight_norm, "
+                         "spectral_norm, prune): use torch.nn.utils.parametrizations and sparse_grad=False, or prune.remove")
 
 
 def refuse_parametrized(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from . import retrieval
 from ._checks import check_bool, check_count
 from ._memory import device_of_values, moved_table
 from ._resize import resize_classes
-from ._table import TableModule, flat_queries, make_linear
+from ._table import TableModule, check_linear, flat_queries, make_linear, refuse_parametrized
 from .estimators import check_estimator, has_noise, registered_loss
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
 from .samplers.complement import noise_outside
@@ -57,16 +57,18 @@ class LinearLoss(TableModule):
             **kwargs: the other arguments of the constructor, without in_features, num_classes, bias, device and dtype, which `linear` gives.
 
         Raises:
-            TypeError: `linear` is no ``nn.Linear``, or `kwargs` has an argument that `linear` gives.
-            ValueError: as the constructor.
+            TypeError: `linear` is no ``nn.Linear``, or is a lazy one whose sizes are not known, or `kwargs` has an argument that `linear` gives.
+            ValueError: as the constructor; a hook computes the weight (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``); or a parametrization does,
+                beside sparse_grad=True.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"{cls.__name__}.from_linear: expected an nn.Linear, got {type(linear).__name__}")
+        check_linear(f"{cls.__name__}.from_linear", linear)
         if given := {"in_features", "num_classes", "bias", "device", "dtype"} & set(kwargs):
             raise TypeError(f"{cls.__name__}.from_linear: expected arguments that the linear layer does not give, got {', '.join(sorted(given))}")
         # The table made by the constructor would be thrown away: on the meta device it costs nothing.
         loss = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", **kwargs)
         loss.linear = linear
+        if loss._row_gradients():
+            refuse_parametrized(loss)
         loss.to(linear.weight.device)
         return loss
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call, grad, vmap
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import xsoftmax as xs
 
@@ -71,3 +71,21 @@ def test_transforms_of_functions_are_refused():
                      lambda: vmap(lambda x, y: loss(x.unsqueeze(0), y.unsqueeze(0)), randomness="different")(input, target)):
             with pytest.raises(RuntimeError, match=f"{type(loss).__name__}: expected a call outside of torch.func's transforms"):
                 call()
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.utils.spectral_norm, torch.nn.utils.weight_norm, lambda linear: prune.l1_unstructured(linear, "weight", 0.1)],
+                         ids=["spectral_norm", "weight_norm", "prune"])
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_weight_that_a_hook_computes_is_refused(wrap):
+    """The hook runs before the Linear's forward pass, which the loss never makes."""
+    with pytest.raises(ValueError, match="from_linear: expected an nn.Linear whose weight and bias are parameters"):
+        xs.LinearCrossEntropyLoss.from_linear(wrap(torch.nn.Linear(D, N)))
+
+
+def test_parametrized_and_lazy_layers_at_construction():
+    make, options = xs.SampledSoftmaxLoss.from_linear, dict(sampler="uniform", num_samples=4)
+    with pytest.raises(ValueError, match=r"table without parametrization beside sparse_grad=True, got linear with one \(weight\)"):
+        make(parametrizations.weight_norm(torch.nn.Linear(D, N)), **options)
+    make(parametrizations.weight_norm(torch.nn.Linear(D, N)), **options, sparse_grad=False)
+    with pytest.raises(TypeError, match="expected an nn.Linear whose sizes are known, got LazyLinear"):
+        make(torch.nn.LazyLinear(N), **options)

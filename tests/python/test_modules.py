@@ -298,3 +298,25 @@ def test_autocast():
         value.backward()
         assert hidden.dtype == torch.bfloat16 and value.dtype == torch.float32 and loss.linear.weight.grad.dtype == torch.float32
         assert loss.linear.weight.grad.to_dense().ne(0).any()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["embedding first", "loss first"])
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, roundtrip], ids=["deepcopy", "torch.save"])
+def test_a_copy_of_a_tied_table_has_what_rows_are_owed(first, copied_by):
+    """An embedding before the loss is copied before the loss can bring the table up to date."""
+    embedding, loss = nn.Embedding(N, D, sparse=True), sampled()
+    loss.linear.weight = embedding.weight
+    model = nn.ModuleList([embedding, loss] if first else [loss, embedding])
+    optimizer = xs.optim.RowAdam(model.parameters(), lr=0.05)
+    for _ in range(5):
+        input, target = batch(4)
+        optimizer.zero_grad()
+        loss(input, target).backward()
+        optimizer.step()
+    before = embedding.weight.detach().clone()
+    copied = copied_by(model)
+    got = copied[0 if first else 1].weight
+    assert got is copied[1 if first else 0].linear.weight
+    optimizer.flush()
+    assert not torch.equal(before, embedding.weight)
+    assert torch.equal(got, embedding.weight)

@@ -129,6 +129,7 @@ class _WithLoss:
     _xsoftmax_head: _Head
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._xsoftmax_head.loss.settle()  # the Linear, and what is tied to it, come first in a copy
         return _new, (self._base_class,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
 
     def resize_token_embeddings(self, new_num_tokens: Optional[int] = None, *args: Any, **kwargs: Any) -> Any:
