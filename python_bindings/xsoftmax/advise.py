@@ -136,11 +136,13 @@ def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.
 
     Raises:
         TypeError: a loss without a class table, such as a :class:`TwoTowerLoss` or one over a tree; an argument of another type
-        ValueError: shapes that do not fit; no target that counts; queries that are not finite; a name that no sampler has; counts of another size
+        ValueError: shapes that do not fit; no target that counts; queries that are not finite; a name that no sampler has; counts of another size, negative or all zero
         RuntimeError: a table that is split or replicated over ranks; fewer seconds than a step of each takes
     """
     start = time.perf_counter()
     _check(loss, seconds, counts, samplers, model_ms, budget_ms)
+    if isinstance(draws, (int, str)):
+        raise TypeError(f"advise: expected draws as a sequence of numbers, got {type(draws).__name__}: give [{draws}]")
     sizes = [check_count("advise", "draws", size, 1) for size in draws]
     loss._queries(input, loss._given(input, target))
     inputs, targets = input.detach(), target.detach()
@@ -186,6 +188,8 @@ def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor], samplers:
             raise TypeError(f"advise: expected counts as a tensor, got {type(counts).__name__}")
         if counts.shape != (loss.num_classes,):
             raise ValueError(f"advise: expected counts of shape [{loss.num_classes}], got {list(counts.shape)}")
+        if not (counts.isfinite().all() and (counts >= 0).all() and (counts > 0).any()):
+            raise ValueError("advise: expected counts that are finite, not negative and not all zero, got others")
     elif samplers is not None and not {"unigram", "in_batch"}.isdisjoint(samplers):
         raise ValueError("advise: expected counts beside the samplers \"unigram\" and \"in_batch\", got none")
 

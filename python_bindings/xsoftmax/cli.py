@@ -1,11 +1,11 @@
-"""``xsoftmax train|predict|evaluate``: extreme multi-label classification of files."""
+"""Extreme multi-label classification of files: `xsoftmax train`, `xsoftmax predict` and `xsoftmax evaluate`."""
 
 import argparse
 import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -54,57 +54,67 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"xsoftmax {version}")
     commands = parser.add_subparsers(dest="command", required=True)
 
+    class Formatter(argparse.HelpFormatter):
+        """Adds the default of an option that has one."""
+
+        def _get_help_string(self, action: argparse.Action) -> Optional[str]:
+            is_told = action.option_strings and action.default not in (None, False, argparse.SUPPRESS) and "(default:" not in (action.help or "")
+            return f"{action.help} (default: %(default)s)" if is_told else action.help
+
     def command(name: str, run: Callable[[argparse.Namespace], Any], about: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub = commands.add_parser(name, help=about, description=about, formatter_class=Formatter)
         sub.set_defaults(run=run)
         return sub
 
     def data(sub: argparse.ArgumentParser, about: str) -> None:
         sub.add_argument("data", help=f"{about}: text with a header \"examples features labels\", plain or .gz (-: standard input), "
                                       "or .npz of scipy.sparse with --labels")
-        sub.add_argument("--labels", help="the labels of a .npz, as another")
+        sub.add_argument("--labels", help="the labels of examples in a .npz: another .npz, of shape [examples, labels]")
 
-    train = command("train", run_train, "trains a hierarchical linear model; under torchrun by all its processes together")
+    train = command("train", run_train, "trains a hierarchical linear model; under torchrun all its processes train one together")
     data(train, "examples")
     train.add_argument("model", help="the folder to write")
     train.add_argument("--force", action="store_true", help="replace a model that is there")
-    train.add_argument("--normalize", action="store_true", help="scale rows to length 1, in prediction, too")
-    train.add_argument("--arity", type=int, default=16, help="of the tree of labels")
-    train.add_argument("--max-leaf-size", type=int, default=100, help="labels below one node")
-    train.add_argument("--label-features", help=".npz [labels, F]: beside what the examples say of a label, for the tree")
-    train.add_argument("--negatives", default="tfn", help="tfn, man, or tfn+man")
-    train.add_argument("--beam", type=int, default=10, help="of the search for man")
-    train.add_argument("--loss", default="squared_hinge", choices=["squared_hinge", "hinge", "logistic"])
-    train.add_argument("--positive-cost", type=float, default=1.0)
-    train.add_argument("--negative-cost", type=float, default=1.0)
-    train.add_argument("--tolerance", type=float, default=0.1, help="of the solver")
-    train.add_argument("--sweeps", type=int, default=100, help="of the solver, at most")
-    train.add_argument("--bias", type=float, default=1.0, help="a feature that all have; 0: none")
+    train.add_argument("--normalize", action="store_true", help="scale rows to length 1; predictions of the model do so, too")
+    train.add_argument("--arity", type=int, default=16, help="children of a node of the tree of labels")
+    train.add_argument("--max-leaf-size", type=int, default=100, help="labels below a node of the lowest layer")
+    train.add_argument("--label-features", help=".npz [labels, F]: features of the labels, which the tree takes beside the examples of a label")
+    train.add_argument("--negatives", default="tfn", help="the examples that a node learns to refuse. tfn: those with a label below its parent. man: those that a "
+                       "search brings to its parent. tfn+man: both")
+    train.add_argument("--beam", type=int, default=10, help="nodes of a layer that the search for man goes on from")
+    train.add_argument("--loss", default="squared_hinge", choices=["squared_hinge", "hinge", "logistic"], help="of each node's classifier")
+    train.add_argument("--positive-cost", type=float, default=1.0, help="weight of the examples that a node should accept")
+    train.add_argument("--negative-cost", type=float, default=1.0, help="weight of those that it should refuse")
+    train.add_argument("--tolerance", type=float, default=0.1, help="the solver stops where its gradients differ by less")
+    train.add_argument("--sweeps", type=int, default=100, help="the solver's most passes over the examples of a node")
+    train.add_argument("--bias", type=float, default=1.0, help="value of a feature that all examples have; 0: none")
     train.add_argument("--threshold", type=float, default=0.1, help="weights nearer to 0 are dropped")
-    train.add_argument("--max-weights", type=int, help="of a label (default: all)")
-    train.add_argument("--seed", type=int, default=0)
-    train.add_argument("--quiet", action="store_true", help="no bar")
+    train.add_argument("--max-weights", type=int, help="most weights of a node (default: all)")
+    train.add_argument("--seed", type=int, default=0, help="of the tree and of the order of examples")
+    train.add_argument("--quiet", action="store_true", help="no progress bar")
 
     predict = command("predict", run_predict, "finds the best labels of each example")
-    data(predict, "queries; their labels are not looked at")
-    predict.add_argument("predictions", help=".npz to write: the scores, scipy.sparse CSR")
-    predict.add_argument("models", nargs="+", help="folders of models; several: their predictions are combined")
+    data(predict, "examples, whose labels are not looked at")
+    predict.add_argument("predictions", help=".npz to write, or to replace: the scores, scipy.sparse CSR")
+    predict.add_argument("models", nargs="+", help="folders of models; the predictions of several are combined")
     predict.add_argument("--topk", type=int, default=10, help="labels of an example")
-    predict.add_argument("--beam", type=int, default=10, help="nodes that are looked below")
-    predict.add_argument("--transform", help="of a classifier's score (default: the model's own)")
-    predict.add_argument("--combiner", choices=["multiply", "add", "last"], help="of that and the parent's (default: add for logs, else multiply)")
-    predict.add_argument("--ensemble", default="average", choices=METHODS, help="of several models")
+    predict.add_argument("--beam", type=int, default=10, help="nodes of a layer that the search goes on from; more find more, and take longer")
+    predict.add_argument("--transform", help="what becomes of a node's score: identity, sigmoid, l1-hinge to l6-hinge, or log- and one of the last two "
+                         "(default: as the model was trained)")
+    predict.add_argument("--combiner", choices=["multiply", "add", "last"], help="how it joins the parent's: the product, the sum, or the node's alone "
+                         "(default: add for logs and identity, else multiply)")
+    predict.add_argument("--ensemble", default="average", choices=METHODS, help="how the predictions of several models are combined")
 
-    evaluate = command("evaluate", run_evaluate, "precision, recall, nDCG and propensity-scored precision of predictions")
+    evaluate = command("evaluate", run_evaluate, "precision, recall, nDCG and propensity-scored precision (PSP) of predictions")
     data(evaluate, "examples with the right labels")
     evaluate.add_argument("predictions", help=".npz that predict wrote")
-    evaluate.add_argument("-k", type=int, nargs="+", default=[1, 3, 5])
-    evaluate.add_argument("--train", help="what the model was trained on, for propensities; text, or the labels as .npz")
-    evaluate.add_argument("-a", type=float, default=0.55, help="of propensities")
-    evaluate.add_argument("-b", type=float, default=1.5, help="of propensities")
+    evaluate.add_argument("-k", type=int, nargs="+", default=[1, 3, 5], help="how many of the best labels count")
+    evaluate.add_argument("--train", help="what the model was trained on, text, or the labels as .npz: adds PSP, for which rare labels count more")
+    evaluate.add_argument("-a", type=float, default=0.55, help="of the propensities (xsoftmax.metrics.propensity)")
+    evaluate.add_argument("-b", type=float, default=1.5, help="of the propensities")
 
     for sub in (train, predict, evaluate):
-        sub.add_argument("--threads", type=int, help="(default: all cores)")
+        sub.add_argument("--threads", type=int, help="most threads (default: all cores)")
         sub.add_argument("--json", action="store_true", help="print a line of JSON instead of text for people")
     return parser
 
@@ -136,7 +146,9 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
         torch.ops.xsoftmax.xr_linear_check_target(args.model)
         if Path(args.model).exists() and not args.force:
             raise FileExistsError(f"there is a model in {args.model} already: --force replaces it")
-    X, Y = read_examples(args.data, args.labels)
+    X, Y = given_examples(args)
+    if X.shape[0] == 0:
+        raise ValueError(f"expected at least one example in {args.data}, got none")
     X = unit_rows(X) if args.normalize else X
     generator = torch.Generator().manual_seed(args.seed)
     vectors = pifa(X, Y) if args.label_features is None else pifa_lf(X, Y, read_sparse(args.label_features))
@@ -159,6 +171,12 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
               file=sys.stderr)
 
 
+def given_examples(args: argparse.Namespace) -> Tuple[Any, Any]:
+    if args.data.endswith(".npz") and args.labels is None:
+        raise ValueError(f"--labels: expected the .npz with the labels of {args.data}, got none")
+    return read_examples(args.data, args.labels)
+
+
 def check_parent(path: Path) -> None:
     """Before hours of work whose result has no place."""
     if not path.absolute().parent.is_dir():
@@ -170,6 +188,8 @@ def run_predict(args: argparse.Namespace) -> None:
 
     if not args.predictions.endswith(".npz"):
         raise ValueError(f"expected the name of a .npz for the predictions, got {args.predictions}")
+    if args.topk < 1:
+        raise ValueError(f"--topk: expected at least 1, got {args.topk}")
     check_parent(Path(args.predictions))
     X = read_sparse(args.data) if args.data.endswith(".npz") else read_examples(args.data)[0]
     found = []
@@ -189,7 +209,7 @@ def run_predict(args: argparse.Namespace) -> None:
 def run_evaluate(args: argparse.Namespace) -> None:
     if args.data != "-" and not Path(args.data).is_file():
         raise FileNotFoundError(f"there is no file {args.data}")
-    truth = read_sparse(args.labels) if args.labels else read_examples(args.data)[1]
+    truth = read_sparse(args.labels) if args.labels else given_examples(args)[1]
     predictions = read_sparse(args.predictions)
     if predictions.shape != truth.shape:
         raise ValueError(f"expected predictions of shape {list(truth.shape)}, as the examples have, got {list(predictions.shape)}")

@@ -32,7 +32,7 @@ def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["s
         labels: Y, beside an X in ``.npz``.
 
     Raises:
-        FileNotFoundError: there is no such file. ValueError: file, line and text of what is wrong.
+        FileNotFoundError: there is no such file. IsADirectoryError: it is a folder. ValueError: file, line and text of what is wrong.
     """
     if str(path).endswith(".npz"):
         if labels is None:
@@ -45,8 +45,10 @@ def read_examples(path: PathName, labels: Optional[PathName] = None) -> Tuple["s
         return X, Y
     if labels is not None:
         raise ValueError(f"read_examples: expected labels beside a .npz file alone, got {labels} beside {path}")
-    if fspath(path) != "-" and not Path(path).is_file():
+    if fspath(path) != "-" and not Path(path).exists():
         raise FileNotFoundError(f"read_examples: there is no file {path}")
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"read_examples: expected a file, got the folder {path}")
     with _plain_text(path) as plain:
         try:
             offsets, features, values, label_offsets, ids, num_features, num_labels = torch.ops.xsoftmax.read_examples(plain)
@@ -87,6 +89,6 @@ def read_sparse(path: PathName) -> "scipy.sparse.csr_matrix":
         matrix = sp.load_npz(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"read_sparse: there is no file {path}") from None
-    except Exception as error:  # zip's, numpy's and scipy's own
-        raise ValueError(f"read_sparse: expected {path} as scipy.sparse.save_npz writes it, got another file ({error})") from error
+    except Exception as error:  # zip's, numpy's and scipy's own, which advise to load what nobody checks
+        raise ValueError(f"read_sparse: expected {path} as scipy.sparse.save_npz writes it, got another file") from error
     return checked("read_sparse", str(path), matrix)

@@ -271,15 +271,15 @@ class LabelTree(Module):
         """Reads and checks what :meth:`save` wrote.
 
         Raises:
-            FileNotFoundError: no file there.
+            FileNotFoundError, IsADirectoryError, PermissionError: no file there, or one that cannot be read.
             ValueError: a file that does not hold a tree.
         """
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # whatever torch.load meets in a file that it did not write
-            raise ValueError(f"LabelTree.load: expected a file of LabelTree.save, got another one: {path} ({error})") from error
+        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            raise type(error)(f"LabelTree.load: expected a file that can be read, got {path}: {error.strerror}") from None
+        except Exception as error:  # whatever torch.load meets in a file that it did not write; it advises to load what nobody checks
+            raise ValueError(f"LabelTree.load: expected a file of LabelTree.save, got another one, or a part of one: {path}") from error
         names = ("first_child", "parent", "node_class", "class_node")
         if not isinstance(state, dict) or not all(isinstance(state.get(name), Tensor) for name in names):
             raise ValueError(f"LabelTree.load: expected a file of LabelTree.save, got another one: {path}")

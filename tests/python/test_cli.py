@@ -111,7 +111,10 @@ def test_json_and_version(files, capsys):
 
 @pytest.mark.parametrize("command, message", [
     (["train", "{path}/none.txt", "{path}/m"], "train: read_examples: there is no file"),
-    (["train", "{path}/train.x.npz", "{path}/m"], "train: read_examples: expected labels beside"),
+    (["train", "{path}/train.x.npz", "{path}/m"], "train: --labels: expected the .npz with the labels of"),
+    (["train", "{path}", "{path}/m"], "train: read_examples: expected a file, got the folder"),
+    (["train", "{path}/empty.txt", "{path}/m"], "expected at least one example"),
+    (["predict", "{path}/test.txt", "{path}/found.npz", "{path}/m", "--topk", "0"], "--topk: expected at least 1, got 0"),
     (["train", "{path}/train.txt", "{path}"], "expected path as a new folder or one with a model"),
     (["train", "{path}/train.txt", "{path}/m", "--negatives", "hard"], "--negatives: expected tfn, man, or tfn+man, got hard"),
     (["train", "{path}/train.txt", "{path}/m", "--negatives", "user"], "--negatives: expected tfn, man, or tfn+man, got user"),
@@ -122,6 +125,7 @@ def test_json_and_version(files, capsys):
     (["evaluate", "{path}/test.txt", "{path}/test.y.npz", "--train", "{path}/train.x.npz"], "--train with 30 labels"),
 ])
 def test_errors_are_one_line(files, capsys, command, message):
+    (files[0] / "empty.txt").write_text("0 3 2\n")
     assert main([part.format(path=files[0]) for part in command] + (["--quiet"] if command[0] == "train" else [])) == 1
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("xsoftmax ")

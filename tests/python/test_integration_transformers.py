@@ -143,7 +143,7 @@ def test_train_save_generate_restore(tied, tmp_path):
         xs.restore_head(model, loss)
 
 
-def test_what_rows_owe_is_made_up_before_logits_and_saves():
+def test_what_rows_owe_is_made_up_before_logits_saves_and_copies():
     """Rows of a table owe steps after each step of RowAdam. Tied or not, logits and state dicts must be those of a flushed table."""
     model = llama()
     xs.integrations.transformers.replace_head(model, **SAMPLED)
@@ -159,8 +159,10 @@ def test_what_rows_owe_is_made_up_before_logits_and_saves():
         optimizer.zero_grad()
         model(**tokens(seed=step)).loss.backward()
         optimizer.step()
+    copied = copy.deepcopy(model)._modules["lm_head"].weight.detach().clone()
     logits = model(tokens()["input_ids"]).logits.detach()
     optimizer.flush()
+    assert torch.equal(copied, model.lm_head.weight)
     assert torch.equal(model(tokens()["input_ids"]).logits, logits)
 
 
