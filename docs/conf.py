@@ -29,6 +29,8 @@ suppress_warnings = ["duplicate_declaration.cpp"]  # every header opens the same
 
 # ---- pages
 
+smartquotes = False  # commands are shown with their `--`
+
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 4
 # Pages show programs and do not run them: tests do. A site to be published has the output of notebooks: `XSOFTMAX_DOCS_EXECUTE=cache make docs`.

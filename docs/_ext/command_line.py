@@ -11,7 +11,7 @@ DOCS = Path(__file__).parent.parent
 
 
 def generate(app=None) -> None:
-    os.environ["COLUMNS"] = "100"  # of argparse
+    os.environ["COLUMNS"] = "85"  # of argparse
     parser = make_parser()
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
     parts = ["# Command line\n\nGenerated from `xsoftmax --help`.\n", f"```text\n{parser.format_help()}```\n"]

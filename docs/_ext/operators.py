@@ -73,8 +73,7 @@ def generate(app=None) -> None:
             documented = [name for name in by_stem[stem] if name in public]
             if documented:
                 parts.append("Explained under " + ", ".join(f"{{cpp:func}}`xsoftmax::{name}`" for name in documented) + ".\n")
-            text = "\n".join(schema for name in by_stem[stem] for schema in found[name])
-            parts.append(f"```{{code-block}} text\n:class: wrapped\n\n{text}\n```\n")
+            parts += [f"```{{code-block}} text\n:class: wrapped\n\n{schema}\n```\n" for name in by_stem[stem] for schema in found[name]]
             if contract(stem):
                 parts.append(f":::{{dropdown}} Contract, from `csrc/{stem}.h`\n```text\n{contract(stem)}\n```\n:::\n")
     pages.write(DOCS / "reference/operators.md", "\n".join(parts))

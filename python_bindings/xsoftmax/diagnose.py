@@ -39,9 +39,21 @@ class Diagnosis:
     """Candidates that are the target, a query."""
 
     def __str__(self) -> str:
-        rows = [(field.name.replace("_", " "), f"{getattr(self, field.name):.4g}") for field in dataclasses.fields(self)]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value:>10}" for name, value in rows)
+        width = max(map(len, _MEANINGS))
+        return "\n".join(f"{name.replace('_', ' '):<{width}}  {getattr(self, name):>9.4g}  {meaning}" for name, meaning in _MEANINGS.items())
+
+
+_MEANINGS = {
+    "kl": "nats from the softmax to the proposal; 0 where they are equal",
+    "renyi": "log of E[p / q]; 0 where they are equal, and what bounds the gradient's bias",
+    "gradient_bias": "of the exact gradient's norm; 0 is best",
+    "gradient_noise": "of the exact gradient's norm, for one step; less with more draws",
+    "sample_size": "candidates that carry weight",
+    "candidates": "candidates of a query",
+    "log_z_bias": "nats, mean error of the log normaliser; 0 is best",
+    "log_z_error": "nats, root mean square of that error",
+    "hits": "candidates of a query that are its target",
+}
 
 
 def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: int = 32,

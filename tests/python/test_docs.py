@@ -176,7 +176,7 @@ def test_links_between_files_lead_somewhere():
         text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             target, _, anchor = link.partition("#")
-            generated = re.search(r"reference/(operators|command_line)\.md$|^(operators|command_line)\.md$|^\.\./operators\.md$", target)
+            generated = re.search(r"reference/(operators|command_line|papers)\.md$|^(operators|command_line)\.md$|^\.\./operators\.md$", target)
             record = re.search(r"benchmarks/(\w+)\.md$", target)  # a page of the site
             if "://" in target or generated or record and list((DOCS / "benchmarks").glob(f"{record[1]}.*json")):
                 continue
