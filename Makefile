@@ -16,7 +16,7 @@
 #                    make cuda-emulate-brief: one order, the operators that launch kernels themselves (8 minutes)
 #   make cuda-page   fills the tables of docs/howto/cuda.md from what cuda-emulate and cuda-check built
 #   make docs        the site, into build/docs/html, and its checks: warnings, links within it, spelling, a browser at two widths;
-#                    XSOFTMAX_DOCS_EXECUTE=cache make docs: with the output of its notebooks, which takes 5 minutes more
+#                    XSOFTMAX_DOCS_EXECUTE=off make docs: without the output of its notebooks, which takes 5 minutes less
 #   make docs-links  the site's links to elsewhere, which takes the network
 #   make clean       removes all that make made
 #
@@ -259,7 +259,7 @@ docs: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
 	$(DOCS_VENV)/bin/python docs/check_site.py $(SITE)
 
 docs-links: $(INSTALLED) $(INTEGRATIONS) $(DOCS_READY) | doxygen
-	$(DOCS_VENV)/bin/python -m sphinx -q -b linkcheck -d build/docs/doctrees docs build/docs/links
+	XSOFTMAX_DOCS_EXECUTE=off $(DOCS_VENV)/bin/python -m sphinx -q -b linkcheck -d build/docs/doctrees docs build/docs/links
 
 clean:
 	rm -rf build $(VENV) out

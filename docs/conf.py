@@ -33,8 +33,8 @@ smartquotes = False  # commands are shown with their `--`
 
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 4
-# Pages show programs and do not run them: tests do. A site to be published has the output of notebooks: `XSOFTMAX_DOCS_EXECUTE=cache make docs`.
-nb_execution_mode = os.environ.get("XSOFTMAX_DOCS_EXECUTE", "off")
+# Notebooks are run once, and kept until they change. XSOFTMAX_DOCS_EXECUTE=off leaves their output out.
+nb_execution_mode = os.environ.get("XSOFTMAX_DOCS_EXECUTE", "cache")
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_execution_cache_path = str(ROOT / "build/docs/jupyter")
