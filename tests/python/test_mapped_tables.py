@@ -440,6 +440,26 @@ def test_checkpoints_and_copies(path):
         loss.resize_classes(N + 1)
 
 
+@pytest.mark.parametrize("last", ["in a file", "in memory"])
+def test_a_refused_load_changes_no_file(path, last):
+    """What is wrong with the state of the last parameter is found before that of the first is written."""
+    weights = [made(path), made(path + "2") if last == "in a file" else nn.Parameter(torch.zeros(N, D))]
+    optimizer = xs.optim.RowAdagrad(weights, lr=0.1)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        for weight in weights:
+            weight.grad = torch.sparse_coo_tensor(torch.randint(N, (1, 50)), torch.randn(50, D), weight.shape)
+        optimizer.step()
+        if seed == 0:
+            saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["sum"] = saved["state"][1]["sum"].double()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises((ValueError, TypeError), match="RowAdagrad: expected sum of parameter 1|row_adagrad_flush_: expected sum of dtype"):
+        optimizer.load_state_dict(saved)
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before["state"][number][name]) for name, value in state.items()), number
+
+
 def test_losses_over_a_file(path):
     """Exact values, the best classes and an index are those of the table in memory."""
     weight = made(path)
