@@ -187,15 +187,32 @@ void let_go(void* hold) { delete static_cast<Hold*>(hold); }
 bool write_all(int handle, const char* from, uint64_t bytes, uint64_t offset) {
   while (bytes > 0) {
     const ssize_t done = pwrite(handle, from, std::min<uint64_t>(bytes, uint64_t(1) << 30), off_t(offset));
-    if (done <= 0 && errno != EINTR) {
+    if (done < 0 && errno == EINTR) {
+      continue;
+    }
+    if (done <= 0) {
       return false;
     }
-    const uint64_t moved = uint64_t(std::max<ssize_t>(done, 0));
-    from += moved;
-    bytes -= moved;
-    offset += moved;
+    from += done;
+    bytes -= uint64_t(done);
+    offset += uint64_t(done);
   }
   return true;
+}
+
+/// A second handle of an open file, for writes past memory, or -1. The file may have another name by now, and its name may be another file's.
+int open_direct(int handle, const std::string& path) {
+  constexpr int kFlags = O_WRONLY | O_DIRECT | O_CLOEXEC;
+  int direct = ::open(("/proc/self/fd/" + std::to_string(handle)).c_str(), kFlags);
+  if (direct < 0) { // there may be no /proc
+    direct = ::open(path.c_str(), kFlags);
+  }
+  struct stat known, found;
+  if (direct >= 0 && (fstat(handle, &known) != 0 || fstat(direct, &found) != 0 || known.st_dev != found.st_dev || known.st_ino != found.st_ino)) {
+    close(direct);
+    return -1;
+  }
+  return direct;
 }
 
 std::string random_name() {
@@ -392,7 +409,7 @@ void MappedFile::write(uint64_t offset, const Tensor& values) {
     at = until;
   };
   copy(std::min(end, (at + kPage - 1) / kPage * kPage));
-  const int direct = ::open(path_.c_str(), O_WRONLY | O_DIRECT | O_CLOEXEC);
+  const int direct = open_direct(handle_, path_);
   const std::unique_ptr<void, decltype(&std::free)> buffer(std::aligned_alloc(kPage, kDirectBytes), &std::free);
   while (direct >= 0 && buffer && end - at >= kPage) {
     const uint64_t bytes = std::min(kDirectBytes, (end - at) / kPage * kPage);

@@ -566,3 +566,13 @@ def test_rows_that_init_leaves_out(path):
 
     weight = made(path, init=half)
     assert weight[: N // 2].eq(2).all() and weight[N // 2:].eq(0).all()
+
+
+def test_rows_follow_a_renamed_file(path):
+    """They go to the file that is open, not to another one that has taken its name."""
+    table = ops.mapped_table_create(path, [N, D], torch.float32)
+    os.rename(path, path + "2")
+    Path(path).write_bytes(bytes(4096 + N * D * 4))
+    rows = torch.randn(N, D)
+    ops.mapped_table_fill_(table, 0, rows)
+    assert torch.equal(table, rows) and not any(Path(path).read_bytes())
