@@ -320,7 +320,7 @@ void MappedFile::read_header(const char* op) {
   state_ = header_.state;
 }
 
-std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& given_path, bool writable, bool recover) {
+std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& given_path, bool writable, bool recover, const Check& check) {
   check_path(op, given_path);
   const std::string path = whole_path(given_path);
   const int handle = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
@@ -332,15 +332,18 @@ std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& 
     const struct stat other = status_of(op, known->path_, known->handle_);
     if (other.st_dev == found.st_dev && other.st_ino == found.st_ino && known->process_ == getpid()) {
       TORCH_CHECK(known->writable_ == writable, op, ": ", path, " is open in this process for ", known->writable_ ? "writing" : "reading", " already");
+      check(*known);
       return known;
     }
   }
   file->lock(op);
   file->read_header(op);
+  check(*file);
   TORCH_CHECK(file->header_.state != FileState::kDirty || recover, op, ": ", path,
               " is not whole: its process ended while it was written to. Go back to a "
               "copy, or open it with recover=True: each of its numbers is one that was written, but rows may be of different steps");
   file->recovered_ = recover;
+  file->torn_ = file->header_.state == FileState::kDirty;
   file->map(op);
   if (writable) { // from here on: nobody knows who writes to memory
     file->set_state(FileState::kDirty);
@@ -458,17 +461,20 @@ void MappedFile::will_change() {
   }
 }
 
-void MappedFile::flush() {
+void MappedFile::flush() { write_back(/*asked=*/true); }
+
+void MappedFile::write_back(bool asked) {
   TORCH_CHECK(writable_, "tables: ", path_, " is open for reading: what was written to its table is in memory alone");
   check_process();
   struct stat found;
   TORCH_CHECK(fstat(handle_, &found) != 0 || found.st_nlink > 0, "tables: ", path_, " was deleted while it was open: its table is lost with this process");
   for (const auto& other : beside()) {
-    other->flush();
+    other->write_back(asked);
   }
   const std::lock_guard guard(mutex_);
   TORCH_CHECK(msync(begin_, bytes(), MS_SYNC) == 0, "tables: cannot write ", path_, ": ", reason());
-  if (state_ != FileState::kWhole) {
+  torn_ = torn_ && !asked;
+  if (state_ != FileState::kWhole && !torn_) {
     set_state(FileState::kWhole);
   }
 }
@@ -478,7 +484,7 @@ void MappedFile::finish() noexcept {
     return;
   }
   try {
-    flush();
+    write_back(/*asked=*/false);
   } catch (const c10::Error&) { // the disk has failed
   }
 }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -47,8 +48,10 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
  public:
   /// A new file, of zeros, "begun".
   static std::shared_ptr<MappedFile> create(const char* op, const std::string& path, MappedHeader header);
-  /// One that exists. recover: also a "dirty" one. What this process has open already is shared.
-  static std::shared_ptr<MappedFile> open(const char* op, const std::string& path, bool writable, bool recover);
+  /// Throws where a file is not the one that is looked for, which is then left as it is.
+  using Check = std::function<void(const MappedFile&)>;
+  /// One that exists. recover: also a "dirty" one, which stays so until a flush. What this process has open already is shared.
+  static std::shared_ptr<MappedFile> open(const char* op, const std::string& path, bool writable, bool recover, const Check& check);
   /// The file that a tensor lies in, or null.
   static MappedFile* of(const at::Tensor& tensor);
   static bool exists(const std::string& path);
@@ -71,7 +74,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void will_change();
   /// All that was written is on the disk; then it says so. Those beside it first.
   void flush();
-  /// The same where a program or a tensor ends: where it fails, the file says that it is not whole.
+  /// The same where a program or a tensor ends: where it fails, the file says that it is not whole. So does one that was recovered, and not flushed since.
   void finish() noexcept;
 
   /// A file that is written together with this one: state of an optimizer.
@@ -90,6 +93,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void map(const char* op);
   void read_header(const char* op);
   void set_state(FileState state);
+  void write_back(bool asked);
   uint64_t bytes() const;
   void check_process() const; ///< which opened the file
   std::vector<std::shared_ptr<MappedFile>> beside();
@@ -105,7 +109,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
 
   std::string path_;
   int handle_;
-  bool writable_, recovered_ = false;
+  bool writable_, recovered_ = false, torn_ = false; ///< torn: it was dirty when it was opened, and was not flushed since
   int64_t process_ = 0;
   char* begin_ = nullptr;
   MappedHeader header_;

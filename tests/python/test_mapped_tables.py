@@ -241,7 +241,27 @@ def test_what_a_killed_process_leaves(path):
     train(weight, optimizer, 1)
     assert int(optimizer.state[weight]["step"]) == 2, "what is recovered has its state with it"
     del weight, optimizer
-    assert state_of(path) == "whole"
+    assert state_of(path) == state_of(path + ".row_sgd") == "dirty", "nobody has said that it is good"
+    weight = xs.tables.open(path, recover=True)
+    train(weight, optimizer := xs.optim.RowSGD([weight]), 1)
+    xs.tables.flush(weight)
+    del weight, optimizer
+    assert state_of(path) == state_of(path + ".row_sgd") == "whole"
+
+
+def test_a_refused_file_keeps_its_mark(path):
+    """A torn file does not become whole by an attempt to open it."""
+    child, ear = in_a_child(change_and(""), path)
+    os.waitpid(child, 0)
+    os.close(ear)
+    before = Path(path + ".row_sgd").read_bytes()
+    with pytest.raises(ValueError, match="as the file of a table, got one of kind"):
+        xs.tables.open(path + ".row_sgd", recover=True)
+    weight = xs.tables.open(path, recover=True)
+    with pytest.raises(ValueError, match="as state under the same options"):
+        train(weight, xs.optim.RowSGD([weight], momentum=0.5), 1)
+    xs.tables.flush(weight)
+    assert state_of(path) == "whole" and Path(path + ".row_sgd").read_bytes() == before and state_of(path + ".row_sgd") == "dirty"
 
 
 def test_the_end_of_a_process(path):
