@@ -455,10 +455,25 @@ void MappedFile::will_change() {
   for (const auto& other : beside()) {
     other->will_change();
   }
+  const std::lock_guard guard(mutex_); // a flush of another thread has ended, or sees what is written from here on
   if (writable_ && state_ == FileState::kWhole) {
-    const std::lock_guard guard(mutex_);
     set_state(FileState::kDirty);
   }
+}
+
+std::vector<std::shared_ptr<MappedFile>> MappedFile::begin_write() {
+  std::vector<std::shared_ptr<MappedFile>> files = beside();
+  files.push_back(shared_from_this());
+  for (const auto& file : files) {
+    const std::lock_guard guard(file->mutex_);
+    ++file->writers_;
+  }
+  return files;
+}
+
+void MappedFile::end_write() {
+  const std::lock_guard guard(mutex_);
+  --writers_;
 }
 
 void MappedFile::flush() { write_back(/*asked=*/true); }
@@ -474,7 +489,7 @@ void MappedFile::write_back(bool asked) {
   const std::lock_guard guard(mutex_);
   TORCH_CHECK(msync(begin_, bytes(), MS_SYNC) == 0, "tables: cannot write ", path_, ": ", reason());
   torn_ = torn_ && !asked;
-  if (state_ != FileState::kWhole && !torn_) {
+  if (state_ != FileState::kWhole && !torn_ && writers_ == 0) {
     set_state(FileState::kWhole);
   }
 }

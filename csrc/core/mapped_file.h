@@ -72,6 +72,9 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void write(uint64_t offset, const at::Tensor& values);
   /// Before something is written to the memory of a whole file, and of those beside it.
   void will_change();
+  /// This file and those beside it are being written to, each until its end_write(): a flush of another thread does not find them whole.
+  std::vector<std::shared_ptr<MappedFile>> begin_write();
+  void end_write();
   /// All that was written is on the disk; then it says so. Those beside it first.
   void flush();
   /// The same where a program or a tensor ends: where it fails, the file says that it is not whole. So does one that was recovered, and not flushed since.
@@ -114,7 +117,8 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   char* begin_ = nullptr;
   MappedHeader header_;
   std::atomic<FileState> state_ = FileState::kBegun;
-  std::mutex mutex_;
+  std::mutex mutex_; ///< of what follows, and of changes of the state
+  int64_t writers_ = 0;
   std::vector<std::weak_ptr<MappedFile>> beside_;
   std::unique_ptr<std::atomic<uint32_t>[]> recent_; ///< pages that were asked for, each at a place that its number decides
 };

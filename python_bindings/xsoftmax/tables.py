@@ -140,7 +140,8 @@ def linear(weight: Tensor, bias: Optional[Tensor] = None) -> nn.Linear:
 
 def flush(weight: Tensor) -> None:
     """Makes up what row optimizers owe the table, and waits until it and their state are on the disk: from then until the next step of an optimizer the files
-    say that they are whole, and can be copied. What writes to a table by other means (``weight.data.copy_(...)``) is not seen: flush after it."""
+    say that they are whole, and can be copied. A step of another thread that is not over leaves them as being written to. What writes to a table by other
+    means (``weight.data.copy_(...)``) is not seen: flush after it."""
     with torch.no_grad():
         torch.ops.xsoftmax.mapped_table_flush_(weight)
 

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -586,6 +587,26 @@ def test_rows_that_init_leaves_out(path):
 
     weight = made(path, init=half)
     assert weight[: N // 2].eq(2).all() and weight[N // 2:].eq(0).all()
+
+
+def test_a_flush_in_the_middle_of_a_step(path):
+    """What another thread is writing is not whole."""
+    weight = made(path)
+    optimizer = xs.optim.RowAdagrad([weight], lr=0.1)
+    step_by_hand(weight, optimizer, 0)
+    state, rows, values = optimizer._tensors(optimizer.state[weight]), torch.randint(N, (1_000_000,)), torch.randn(1_000_000, D)
+    xs.tables.flush(weight)
+    # By the operator: the optimizer takes the mark away before it begins.
+    thread = threading.Thread(target=ops.row_adagrad_step_, args=([weight.detach()], [rows], [values], state, ["lr=0.1"], [1]))
+    thread.start()
+    while state_of(path) == "whole":
+        time.sleep(0.001)
+    xs.tables.flush(weight)
+    state, writing = state_of(path) + state_of(path + ".row_adagrad"), thread.is_alive()
+    thread.join()
+    assert writing and state == "dirtydirty"
+    xs.tables.flush(weight)
+    assert state_of(path) == state_of(path + ".row_adagrad") == "whole"
 
 
 def test_rows_follow_a_renamed_file(path):
