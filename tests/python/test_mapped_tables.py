@@ -436,6 +436,21 @@ def test_state_of_another_table(path):
         train(weight, optimizer, 1)
 
 
+def test_a_late_momentum_changes_nothing(path):
+    """Also of the parameters before the table."""
+    params = [nn.Parameter(torch.zeros(50, D)), made(path)]
+    optimizer = xs.optim.RowSGD(params, lr=0.1)
+    for param in params:
+        param.grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, D), param.shape)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    before = copy.deepcopy([[param, optimizer.state[param]["step"]] for param in params])
+    with pytest.raises(ValueError, match="momentum of a mapped table from its first step on"):
+        optimizer.step()
+    for param, (table, step) in zip(params, before):
+        assert torch.equal(param, table) and torch.equal(optimizer.state[param]["step"], step)
+
+
 def test_checkpoints_and_copies(path):
     """state_dict and its load go by the memory of the file; copies are in memory."""
     weight = made(path)
