@@ -187,15 +187,32 @@ void let_go(void* hold) { delete static_cast<Hold*>(hold); }
 bool write_all(int handle, const char* from, uint64_t bytes, uint64_t offset) {
   while (bytes > 0) {
     const ssize_t done = pwrite(handle, from, std::min<uint64_t>(bytes, uint64_t(1) << 30), off_t(offset));
-    if (done <= 0 && errno != EINTR) {
+    if (done < 0 && errno == EINTR) {
+      continue;
+    }
+    if (done <= 0) {
       return false;
     }
-    const uint64_t moved = uint64_t(std::max<ssize_t>(done, 0));
-    from += moved;
-    bytes -= moved;
-    offset += moved;
+    from += done;
+    bytes -= uint64_t(done);
+    offset += uint64_t(done);
   }
   return true;
+}
+
+/// A second handle of an open file, for writes past memory, or -1. The file may have another name by now, and its name may be another file's.
+int open_direct(int handle, const std::string& path) {
+  constexpr int kFlags = O_WRONLY | O_DIRECT | O_CLOEXEC;
+  int direct = ::open(("/proc/self/fd/" + std::to_string(handle)).c_str(), kFlags);
+  if (direct < 0) { // there may be no /proc
+    direct = ::open(path.c_str(), kFlags);
+  }
+  struct stat known, found;
+  if (direct >= 0 && (fstat(handle, &known) != 0 || fstat(direct, &found) != 0 || known.st_dev != found.st_dev || known.st_ino != found.st_ino)) {
+    close(direct);
+    return -1;
+  }
+  return direct;
 }
 
 std::string random_name() {
@@ -303,7 +320,7 @@ void MappedFile::read_header(const char* op) {
   state_ = header_.state;
 }
 
-std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& given_path, bool writable, bool recover) {
+std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& given_path, bool writable, bool recover, const Check& check) {
   check_path(op, given_path);
   const std::string path = whole_path(given_path);
   const int handle = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
@@ -315,15 +332,18 @@ std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& 
     const struct stat other = status_of(op, known->path_, known->handle_);
     if (other.st_dev == found.st_dev && other.st_ino == found.st_ino && known->process_ == getpid()) {
       TORCH_CHECK(known->writable_ == writable, op, ": ", path, " is open in this process for ", known->writable_ ? "writing" : "reading", " already");
+      check(*known);
       return known;
     }
   }
   file->lock(op);
   file->read_header(op);
+  check(*file);
   TORCH_CHECK(file->header_.state != FileState::kDirty || recover, op, ": ", path,
               " is not whole: its process ended while it was written to. Go back to a "
               "copy, or open it with recover=True: each of its numbers is one that was written, but rows may be of different steps");
   file->recovered_ = recover;
+  file->torn_ = file->header_.state == FileState::kDirty;
   file->map(op);
   if (writable) { // from here on: nobody knows who writes to memory
     file->set_state(FileState::kDirty);
@@ -392,7 +412,7 @@ void MappedFile::write(uint64_t offset, const Tensor& values) {
     at = until;
   };
   copy(std::min(end, (at + kPage - 1) / kPage * kPage));
-  const int direct = ::open(path_.c_str(), O_WRONLY | O_DIRECT | O_CLOEXEC);
+  const int direct = open_direct(handle_, path_);
   const std::unique_ptr<void, decltype(&std::free)> buffer(std::aligned_alloc(kPage, kDirectBytes), &std::free);
   while (direct >= 0 && buffer && end - at >= kPage) {
     const uint64_t bytes = std::min(kDirectBytes, (end - at) / kPage * kPage);
@@ -435,23 +455,41 @@ void MappedFile::will_change() {
   for (const auto& other : beside()) {
     other->will_change();
   }
+  const std::lock_guard guard(mutex_); // a flush of another thread has ended, or sees what is written from here on
   if (writable_ && state_ == FileState::kWhole) {
-    const std::lock_guard guard(mutex_);
     set_state(FileState::kDirty);
   }
 }
 
-void MappedFile::flush() {
+std::vector<std::shared_ptr<MappedFile>> MappedFile::begin_write() {
+  std::vector<std::shared_ptr<MappedFile>> files = beside();
+  files.push_back(shared_from_this());
+  for (const auto& file : files) {
+    const std::lock_guard guard(file->mutex_);
+    ++file->writers_;
+  }
+  return files;
+}
+
+void MappedFile::end_write() {
+  const std::lock_guard guard(mutex_);
+  --writers_;
+}
+
+void MappedFile::flush() { write_back(/*asked=*/true); }
+
+void MappedFile::write_back(bool asked) {
   TORCH_CHECK(writable_, "tables: ", path_, " is open for reading: what was written to its table is in memory alone");
   check_process();
   struct stat found;
   TORCH_CHECK(fstat(handle_, &found) != 0 || found.st_nlink > 0, "tables: ", path_, " was deleted while it was open: its table is lost with this process");
   for (const auto& other : beside()) {
-    other->flush();
+    other->write_back(asked);
   }
   const std::lock_guard guard(mutex_);
   TORCH_CHECK(msync(begin_, bytes(), MS_SYNC) == 0, "tables: cannot write ", path_, ": ", reason());
-  if (state_ != FileState::kWhole) {
+  torn_ = torn_ && !asked;
+  if (state_ != FileState::kWhole && !torn_ && writers_ == 0) {
     set_state(FileState::kWhole);
   }
 }
@@ -461,7 +499,7 @@ void MappedFile::finish() noexcept {
     return;
   }
   try {
-    flush();
+    write_back(/*asked=*/false);
   } catch (const c10::Error&) { // the disk has failed
   }
 }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -47,8 +48,10 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
  public:
   /// A new file, of zeros, "begun".
   static std::shared_ptr<MappedFile> create(const char* op, const std::string& path, MappedHeader header);
-  /// One that exists. recover: also a "dirty" one. What this process has open already is shared.
-  static std::shared_ptr<MappedFile> open(const char* op, const std::string& path, bool writable, bool recover);
+  /// Throws where a file is not the one that is looked for, which is then left as it is.
+  using Check = std::function<void(const MappedFile&)>;
+  /// One that exists. recover: also a "dirty" one, which stays so until a flush. What this process has open already is shared.
+  static std::shared_ptr<MappedFile> open(const char* op, const std::string& path, bool writable, bool recover, const Check& check);
   /// The file that a tensor lies in, or null.
   static MappedFile* of(const at::Tensor& tensor);
   static bool exists(const std::string& path);
@@ -69,9 +72,12 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void write(uint64_t offset, const at::Tensor& values);
   /// Before something is written to the memory of a whole file, and of those beside it.
   void will_change();
+  /// This file and those beside it are being written to, each until its end_write(): a flush of another thread does not find them whole.
+  std::vector<std::shared_ptr<MappedFile>> begin_write();
+  void end_write();
   /// All that was written is on the disk; then it says so. Those beside it first.
   void flush();
-  /// The same where a program or a tensor ends: where it fails, the file says that it is not whole.
+  /// The same where a program or a tensor ends: where it fails, the file says that it is not whole. So does one that was recovered, and not flushed since.
   void finish() noexcept;
 
   /// A file that is written together with this one: state of an optimizer.
@@ -90,6 +96,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   void map(const char* op);
   void read_header(const char* op);
   void set_state(FileState state);
+  void write_back(bool asked);
   uint64_t bytes() const;
   void check_process() const; ///< which opened the file
   std::vector<std::shared_ptr<MappedFile>> beside();
@@ -105,12 +112,13 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
 
   std::string path_;
   int handle_;
-  bool writable_, recovered_ = false;
+  bool writable_, recovered_ = false, torn_ = false; ///< torn: it was dirty when it was opened, and was not flushed since
   int64_t process_ = 0;
   char* begin_ = nullptr;
   MappedHeader header_;
   std::atomic<FileState> state_ = FileState::kBegun;
-  std::mutex mutex_;
+  std::mutex mutex_; ///< of what follows, and of changes of the state
+  int64_t writers_ = 0;
   std::vector<std::weak_ptr<MappedFile>> beside_;
   std::unique_ptr<std::atomic<uint32_t>[]> recent_; ///< pages that were asked for, each at a place that its number decides
 };

@@ -52,11 +52,12 @@ MappedState mapped_state(const Tensor& table, std::string rows_op, const std::ve
   const bool existed = MappedFile::exists(path);
   std::shared_ptr<MappedFile> file;
   if (existed) {
-    file = MappedFile::open(kind.c_str(), path, /*writable=*/true, of_table.recovered());
-    TORCH_CHECK_VALUE(file->header().kind == kind && file->header().table == header.table, kind, ": expected ", path, " as state of the table ",
-                      of_table.path(), ", got that of another one: delete it to begin anew");
-    TORCH_CHECK_VALUE(file->header().tensors == header.tensors, kind, ": expected ", path,
-                      " as state under the same options, got other tensors: delete it to begin anew");
+    file = MappedFile::open(kind.c_str(), path, /*writable=*/true, of_table.recovered(), [&](const MappedFile& found) {
+      TORCH_CHECK_VALUE(found.header().kind == kind && found.header().table == header.table, kind, ": expected ", path, " as state of the table ",
+                        of_table.path(), ", got that of another one: delete it to begin anew");
+      TORCH_CHECK_VALUE(found.header().tensors == header.tensors, kind, ": expected ", path,
+                        " as state under the same options, got other tensors: delete it to begin anew");
+    });
   } else {
     file = MappedFile::create(kind.c_str(), path, std::move(header));
     try {

@@ -69,18 +69,35 @@ std::vector<Tensor> tensors_of(const RowRule& rule, const torch::optim::Optimize
   return tensors;
 }
 
-// Into the file beside the table.
-void load_mapped(const RowRule& rule, const Tensor& param, const std::string& text, std::map<std::string, Tensor>& tensors) {
-  const torch::NoGradGuard no_grad;
-  const auto state = rule.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state").call(param, true, text);
-  for (size_t i = 0; i < state.size(); ++i) {
-    const Tensor& loaded = tensors.at(rule.state[i]);
-    TORCH_CHECK_VALUE(loaded.sizes() == state[i].sizes() && loaded.scalar_type() == state[i].scalar_type(), rule.name, ": expected ", rule.state[i],
-                      " of shape ", state[i].sizes(), " for a table in a file, got shape ", loaded.sizes());
+bool keeps_rows(const RowParamState& state) { return state.tensors.at("step").scalar_type() == at::kLong; }
+
+// What the next step of a parameter would refuse of its state, and what does not fit into the file beside its table.
+void check_loaded(const RowRule& rule, const Tensor& param, const std::string& text, const RowParamState& state) {
+  const auto names = [&] {
+    std::string list;
+    for (const auto& [name, tensor] : state.tensors) {
+      list += (list.empty() ? "" : ", ") + name;
+    }
+    return list;
+  };
+  TORCH_CHECK_VALUE(state.tensors.contains("step"), rule.name, ": expected a state with step, got one of ", names());
+  if (!keeps_rows(state)) {
+    return;
   }
-  table_changes(param);
-  for (size_t i = 0; i < state.size(); ++i) {
-    tensors.at(rule.state[i]) = Tensor(state[i]).copy_(tensors.at(rule.state[i]));
+  std::vector<Tensor> tensors;
+  for (const char* name : rule.state) {
+    TORCH_CHECK_VALUE(state.tensors.contains(name), rule.name, ": expected a state of rows with ", name, ", got one of ", names());
+    tensors.push_back(state.tensors.at(name).to(at::kMeta));
+  }
+  const Tensor like = param.to(at::kMeta);
+  rule.find<void(const Tensor&, at::TensorList)>("_flush_").call(like, tensors); // on meta tensors it checks, and does nothing
+  if (lies_in_file(param)) {
+    const auto in_file = rule.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state").call(like, true, text);
+    for (size_t i = 0; i < in_file.size(); ++i) {
+      TORCH_CHECK_VALUE(tensors[i].sizes() == in_file[i].sizes() && tensors[i].scalar_type() == in_file[i].scalar_type(), rule.name, ": expected ",
+                        rule.state[i], " of shape ", in_file[i].sizes(), " and dtype ", in_file[i].scalar_type(), " for a table in a file, got shape ",
+                        tensors[i].sizes(), " and dtype ", tensors[i].scalar_type());
+    }
   }
 }
 
@@ -267,12 +284,36 @@ void RowOptimizer::check_shapes() const {
 }
 
 void RowOptimizer::load(InputArchive& archive) {
+  const torch::NoGradGuard no_grad;
   auto replaced = std::move(state_);
   auto groups = param_groups_; // whose options are copies
   state_.clear();
+  const auto for_loaded = [this](const auto& visit) {
+    for (const auto& group : param_groups_) {
+      for (const Tensor& param : group.params()) {
+        if (const auto found = state_.find(param.unsafeGetTensorImpl()); found != state_.end()) {
+          visit(param, group.options(), static_cast<RowParamState&>(*found->second));
+        }
+      }
+    }
+  };
+  std::map<const void*, std::vector<Tensor>> files; // of parameters, the state beside them
   try {
     rule_.load(archive, *this);
     check_shapes();
+    for_loaded([&](const Tensor& param, const AnyOptions& options, RowParamState& state) {
+      for (auto& [name, tensor] : state.tensors) {
+        tensor = tensor.to(param.device()); // a checkpoint may come from another
+      }
+      check_loaded(rule_, param, rule_.text(options), state);
+    });
+    const auto open = rule_.find<std::vector<Tensor>(const Tensor&, bool, std::string_view)>("_state");
+    for_loaded([&](const Tensor& param, const AnyOptions& options, const RowParamState& state) {
+      if (lies_in_file(param) && keeps_rows(state)) {
+        files[param.unsafeGetTensorImpl()] = open.call(param, true, rule_.text(options));
+        table_changes(param);
+      }
+    });
   } catch (...) { // an error changes nothing
     state_ = std::move(replaced);
     param_groups_.swap(groups);
@@ -283,24 +324,19 @@ void RowOptimizer::load(InputArchive& archive) {
   }
   const auto register_debt =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::register_debt", "").typed<void(const Tensor&, at::TensorList, std::string_view)>();
-  for (const auto& group : param_groups_) {
-    for (const Tensor& param : group.params()) {
-      const auto found = state_.find(param.unsafeGetTensorImpl());
-      if (found != state_.end()) {
-        auto& tensors = static_cast<RowParamState&>(*found->second).tensors;
-        for (auto& [name, tensor] : tensors) {
-          tensor = tensor.to(param.device()); // a checkpoint may come from another
-        }
-        if (lies_in_file(param) && tensors_of(rule_, *found->second)[0].scalar_type() == at::kLong) {
-          load_mapped(rule_, param, rule_.text(group.options()), tensors);
-        }
-        record_row_state(param, tensors_of(rule_, *found->second), rule_.initial(group.options()));
-      }
-      if (found != state_.end() && static_cast<const RowParamState&>(*found->second).tensors.contains("owed")) {
-        register_debt.call(param, tensors_of(rule_, *found->second), rule_.op);
+  for_loaded([&](const Tensor& param, const AnyOptions& options, RowParamState& state) {
+    if (const auto file = files.find(param.unsafeGetTensorImpl()); file != files.end()) {
+      for (size_t i = 0; i < file->second.size(); ++i) {
+        Tensor& loaded = state.tensors.at(rule_.state[i]);
+        loaded = file->second[i].copy_(loaded);
       }
     }
-  }
+    const std::vector<Tensor> tensors = tensors_of(rule_, state);
+    record_row_state(param, tensors, rule_.initial(options));
+    if (state.tensors.contains("owed")) {
+      register_debt.call(param, tensors, rule_.op);
+    }
+  });
 }
 
 } // namespace xsoftmax::optim

@@ -48,7 +48,7 @@ struct AdagradRule {
   }
 
   static void check_dense(const char* op, const Tensor& param, TensorList state) { check_dense_state(op, "sum", state[kSum], param); }
-  static void check_step(const Options&) {}
+  static void check_step(const ParamStep<Options>&) {}
 
   static bool fits_kernel(const Tensor& param, TensorList state) { return has_row_view(param) && has_row_view(state[kSum]); }
 

@@ -53,7 +53,8 @@ struct AdamRule : OwingRule<AdamRule> {
     check_dense_state(op, "exp_avg_sq", state[kExpAvgSq], param);
   }
 
-  static void check_step(const Options& options) {
+  static void check_step(const ParamStep<Options>& step) {
+    const Options& options = *step.options;
     TORCH_CHECK_VALUE(options.lr() * options.weight_decay() < 1, "RowAdam: expected lr * weight_decay below 1, got ", options.lr(), " * ",
                       options.weight_decay());
   }

@@ -33,9 +33,6 @@ bool has_buffer(const Tensor& param, TensorList state) { return state[kBuffer].s
 bool make_buffer(const Tensor& param, TensorList state) {
   const bool missing = !has_buffer(param, state);
   if (missing) {
-    TORCH_CHECK_VALUE(MappedFile::of(state[kLastStep]) == nullptr,
-                      "RowSGD: expected the momentum of a mapped table from its first step on: its state has no room for a "
-                      "buffer. Delete the file of the state to begin anew");
     state[kBuffer].set_(table_zeros(param.sizes(), state[kBuffer].options()));
   }
   return missing;
@@ -66,9 +63,13 @@ struct SgdRule : OwingRule<SgdRule> {
     }
   }
 
-  static void check_step(const Options& options) {
+  static void check_step(const ParamStep<Options>& step) {
+    const Options& options = *step.options;
     TORCH_CHECK_VALUE(options.lr() * options.weight_decay() < 1, "RowSGD: expected lr * weight_decay below 1, got ", options.lr(), " * ",
                       options.weight_decay());
+    TORCH_CHECK_VALUE(options.momentum() == 0 || has_buffer(step.param, step.state) || MappedFile::of(step.state[kLastStep]) == nullptr,
+                      "RowSGD: expected the momentum of a mapped table from its first step on, got ", options.momentum(),
+                      " later: its state has no room for a buffer. Delete the file of the state to begin anew");
   }
 
   static bool fits_kernel(const Tensor& param, TensorList state) { return has_row_view(param) && has_row_view(state[kBuffer]); }

@@ -70,7 +70,7 @@ struct ParamStep {
 ///     Options, kStep, kRows, kState, kFlush (names of its ops), kRowState, kDenseState (numbers of state tensors)
 ///     new_state(param, rows, options)            the tensors
 ///     check_rows(op, param, state), check_dense  shapes and dtypes of state
-///     check_step(options)                        what row steps ask of options beyond options.check()
+///     check_step(step)                           what row steps ask of options beyond options.check()
 ///     fits_kernel(param, state)                  whether the kernels take tensors of these strides
 ///     kHostState                                 which state the two below read on the host
 ///     kNames                                     of the state for rows
@@ -112,7 +112,7 @@ void check_param(const char* op, const StepOf<Rule>& step) {
   if (rows) {
     check_row_step(op, step.state[0], step.param);
     Rule::check_rows(op, step.param, step.state);
-    Rule::check_step(*step.options);
+    Rule::check_step(step);
   } else {
     check_dense_step(op, step.state[0]);
     Rule::check_dense(op, step.param, step.state);

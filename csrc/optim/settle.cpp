@@ -1,5 +1,6 @@
 #include "optim/settle.h"
 
+#include "core/mapped_file.h"
 #include "optim/owed_steps.h"
 #include "optim/row_adam.h"
 #include "optim/row_sgd.h"
@@ -228,8 +229,22 @@ void record_debt(const Tensor& param, at::TensorList state, FlushRows flush) { D
 
 void made_up(const Tensor& param, at::TensorList state) { Debts::all().made_up(param, state); }
 
-WriteToTables::WriteToTables(at::TensorList params) : params_(params) { Debts::all().begin_write(params_); }
-WriteToTables::~WriteToTables() { Debts::all().end_write(params_); }
+WriteToTables::WriteToTables(at::TensorList params) : params_(params) {
+  Debts::all().begin_write(params_);
+  for (const Tensor& param : params_) {
+    if (MappedFile* const file = MappedFile::of(param)) {
+      auto written = file->begin_write();
+      std::move(written.begin(), written.end(), std::back_inserter(files_));
+    }
+  }
+}
+
+WriteToTables::~WriteToTables() {
+  for (const auto& file : files_) {
+    file->end_write();
+  }
+  Debts::all().end_write(params_);
+}
 
 void forget_debt(at::TensorList state) {
   if (!state.empty()) {

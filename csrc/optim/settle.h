@@ -2,7 +2,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+#include <vector>
+
 namespace xsoftmax {
+
+class MappedFile;
 
 // settle_(Tensor(a!) table, bool raised=False): brings every row of a class table up to date if a row optimizer owes it steps. Anything that reads a whole
 // table calls it first: eval(), exact losses, topk, predict, log_prob, refresh, balance, state dicts, and load_state_dict before it copies.
@@ -32,7 +37,7 @@ void made_up(const at::Tensor& param, at::TensorList state);
 void forget_debt(at::TensorList state);
 
 /// While an optimizer's operator writes to its tables, whose versions it has raised (core/guards.cpp), also where it then refuses the call. What others
-/// have written before is found at its begin; at its end the versions are those that the next one begins with.
+/// have written before is found at its begin; at its end the versions are those that the next one begins with. Meanwhile no file of theirs becomes whole.
 class WriteToTables {
  public:
   explicit WriteToTables(at::TensorList params);
@@ -42,6 +47,7 @@ class WriteToTables {
 
  private:
   at::TensorList params_;
+  std::vector<std::shared_ptr<MappedFile>> files_;
 };
 
 } // namespace xsoftmax

@@ -37,10 +37,11 @@ Tensor mapped_table_create(const std::string& path, at::IntArrayRef sizes, at::S
 
 Tensor mapped_table_open(const std::string& path, bool writable, bool recover) {
   constexpr const char* op = "mapped_table_open";
-  const auto file = MappedFile::open(op, path, writable, recover);
-  TORCH_CHECK_VALUE(file->header().kind == kKind && file->header().tensors.size() == 1, op, ": expected ", path, " as the file of a table, got one of kind \"",
-                    file->header().kind, "\"");
-  return file->tensors()[0];
+  const auto check = [&](const MappedFile& file) {
+    TORCH_CHECK_VALUE(file.header().kind == kKind && file.header().tensors.size() == 1, op, ": expected ", path, " as the file of a table, got one of kind \"",
+                      file.header().kind, "\"");
+  };
+  return MappedFile::open(op, path, writable, recover, check)->tensors()[0];
 }
 
 void mapped_table_fill_(const Tensor& table, int64_t first, const Tensor& rows) {
@@ -58,8 +59,8 @@ void mapped_table_fill_(const Tensor& table, int64_t first, const Tensor& rows) 
   if (table.dim() == 2) {
     check::size(op, "rows", rows, 1, table.size(1), "the table");
   }
-  file.will_change();
   const WriteToTables write(table);
+  file.will_change();
   file.write(uint64_t(first * (table.dim() == 2 ? table.size(1) : 1)) * table.itemsize(), rows.contiguous());
 }
 

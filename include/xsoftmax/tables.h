@@ -33,7 +33,7 @@ struct MappedOptions {
 torch::Tensor mapped(const std::string& path, int64_t num_rows, std::optional<int64_t> width = std::nullopt, const MappedOptions& options = {});
 
 /// The parameter of a file that exists. writable: false maps a private copy, which many processes can do at a time. recover: also a file whose process died
-/// while it was written to.
+/// while it was written to, which is whole again with the next flush.
 torch::Tensor open(const std::string& path, bool writable = true, bool recover = false);
 
 /// A Linear on the memory of a table [N, D], and of a bias [N] where there is one, for `linear` of a loss's options.

@@ -62,7 +62,7 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[...
         backward: how the backward pass of the loss begins: ``lambda value: scaler.scale(value).backward()`` beside a GradScaler.
 
     Returns:
-        The loss, without gradient. The gradients of all parameters have grown by those of the step.
+        The loss, without gradient. The gradients of all parameters have grown by those of the step; after an error perhaps by a part of them: zero them then.
 
     Raises:
         ValueError: a chunk_size below 1, inputs of several batch sizes, a tower that gives no row for each of its inputs
@@ -87,15 +87,17 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[...
     value = loss(*vectors, *args, **kwargs)
     backward(value)
     after = _RandomState()
-    for (tower, inputs), size, of_vectors, before in zip(towers, sizes, vectors, states):
-        if of_vectors.grad is None:  # the loss does not depend on it
-            continue
-        for (part, chunk), state in zip(_chunks(inputs, size, chunk_size), before):
-            state.restore()
-            alone = part.stop < size and hasattr(tower, "no_sync")
-            with tower.no_sync() if alone else contextlib.nullcontext():  # type: ignore[attr-defined]
-                made = _call(tower, chunk)
-                if made.requires_grad:
-                    made.backward(of_vectors.grad[part].to(made.dtype))
-    after.restore()
+    try:
+        for (tower, inputs), size, of_vectors, before in zip(towers, sizes, vectors, states):
+            if of_vectors.grad is None:  # the loss does not depend on it
+                continue
+            for (part, chunk), state in zip(_chunks(inputs, size, chunk_size), before):
+                state.restore()
+                alone = part.stop < size and hasattr(tower, "no_sync")
+                with tower.no_sync() if alone else contextlib.nullcontext():  # type: ignore[attr-defined]
+                    made = _call(tower, chunk)
+                    if made.requires_grad:
+                        made.backward(of_vectors.grad[part].to(made.dtype))
+    finally:
+        after.restore()  # later steps draw anew, also where a chunk fails
     return value.detach()

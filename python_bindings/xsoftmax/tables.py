@@ -119,6 +119,7 @@ def open(path: Union[str, "os.PathLike[str]"], *, writable: bool = True, recover
         writable: from here on the file says that it is being written to, until it is flushed or closed: with the last of its tensors, or at the end of the
             process. False: a private copy is mapped, which several processes can do at a time; what is written to it stays in memory.
         recover: opens a file whose process died while it was written to as well. Each number is one that was written, but rows may be of different steps.
+            The file says that it is not whole until a :func:`flush`: closing it is not enough.
 
     Raises:
         RuntimeError: a file that is missing, in use or not whole
@@ -139,7 +140,8 @@ def linear(weight: Tensor, bias: Optional[Tensor] = None) -> nn.Linear:
 
 def flush(weight: Tensor) -> None:
     """Makes up what row optimizers owe the table, and waits until it and their state are on the disk: from then until the next step of an optimizer the files
-    say that they are whole, and can be copied. What writes to a table by other means (``weight.data.copy_(...)``) is not seen: flush after it."""
+    say that they are whole, and can be copied. A step of another thread that is not over leaves them as being written to. What writes to a table by other
+    means (``weight.data.copy_(...)``) is not seen: flush after it."""
     with torch.no_grad():
         torch.ops.xsoftmax.mapped_table_flush_(weight)
 

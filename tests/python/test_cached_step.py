@@ -81,6 +81,24 @@ def test_the_random_state_goes_on():
     assert after[0] == after[1] == torch.rand(1)
 
 
+def test_the_random_state_goes_on_after_an_error():
+    model, (features, ids) = Towers(0.5), batch()
+
+    def fails(features):
+        if torch.is_grad_enabled():
+            raise MemoryError
+        return model.query(features)
+
+    torch.manual_seed(0)
+    with pytest.raises(MemoryError):
+        xs.cached_step(xs.TwoTowerLoss(N), [(fails, features), (model.item_vectors, ids)], ids[:, 0], chunk_size=6)
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    for part in features.split(6):
+        model.query(part)
+    assert torch.rand(1) == after
+
+
 def test_memory_of_activations():
     """No more than a chunk's rows go through a tower at a time."""
     model, (features, ids) = Towers(0.0), batch()

@@ -368,6 +368,44 @@ def test_a_folder(size, tmp_path):
     run_of(size, folder_of_checkpoints, str(tmp_path / "new" / "folder"))
 
 
+def refused_optimizers(rank, size, folder):
+    """What an optimizer refuses leaves the models as they were."""
+    run = Run(size)
+    run.train(rank, 0, 1)
+    xs.distributed.save_checkpoint(folder, run.state, 1)
+    run.train(rank, 1, 2)
+    before = run.whole()
+    params = list(run.model.parameters())
+    for others, message in (([*params, torch.nn.Parameter(torch.zeros(2))], r"'optimizer' with groups of \[5\] parameters, got one that .* groups of \[4\]"),
+                            (params[::-1], "RowAdam: expected exp_avg of")):
+        with pytest.raises(ValueError, match=message):
+            xs.distributed.load_checkpoint(folder, {"model": run.called, "optimizer": OPTIMIZERS["RowAdam"](others)})
+    assert same(run.whole(), before)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_that_is_refused(size, tmp_path):
+    run_of(size, refused_optimizers, str(tmp_path))
+
+
+def test_a_load_into_a_file_takes_its_mark_away_first(tmp_path, monkeypatch):
+    weight = xs.tables.mapped(tmp_path / "table", N, D, progress=False)
+    loss = xs.SampledSoftmaxLoss.from_linear(xs.tables.linear(weight), sampler="log_uniform", num_samples=7)
+    folder, marks = str(tmp_path / "checkpoints"), []
+    xs.distributed.save_checkpoint(folder, {"loss": loss}, 1)
+    xs.tables.flush(weight)
+    read = dcp.FileSystemReader.read_data
+
+    def reads(self, *args):
+        with open(tmp_path / "table", "rb") as file:
+            marks.append(b'"dirty"' in file.read(4096))
+        return read(self, *args)
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", reads)
+    xs.distributed.load_checkpoint(folder, {"loss": loss})
+    assert marks == [True]
+
+
 def fails_to_write(rank, folder):
     """On one rank, in the middle of a save: an error on both, and the last checkpoint is the one before."""
     run = Run(2)

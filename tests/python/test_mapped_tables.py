@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -241,7 +242,27 @@ def test_what_a_killed_process_leaves(path):
     train(weight, optimizer, 1)
     assert int(optimizer.state[weight]["step"]) == 2, "what is recovered has its state with it"
     del weight, optimizer
-    assert state_of(path) == "whole"
+    assert state_of(path) == state_of(path + ".row_sgd") == "dirty", "nobody has said that it is good"
+    weight = xs.tables.open(path, recover=True)
+    train(weight, optimizer := xs.optim.RowSGD([weight]), 1)
+    xs.tables.flush(weight)
+    del weight, optimizer
+    assert state_of(path) == state_of(path + ".row_sgd") == "whole"
+
+
+def test_a_refused_file_keeps_its_mark(path):
+    """A torn file does not become whole by an attempt to open it."""
+    child, ear = in_a_child(change_and(""), path)
+    os.waitpid(child, 0)
+    os.close(ear)
+    before = Path(path + ".row_sgd").read_bytes()
+    with pytest.raises(ValueError, match="as the file of a table, got one of kind"):
+        xs.tables.open(path + ".row_sgd", recover=True)
+    weight = xs.tables.open(path, recover=True)
+    with pytest.raises(ValueError, match="as state under the same options"):
+        train(weight, xs.optim.RowSGD([weight], momentum=0.5), 1)
+    xs.tables.flush(weight)
+    assert state_of(path) == "whole" and Path(path + ".row_sgd").read_bytes() == before and state_of(path + ".row_sgd") == "dirty"
 
 
 def test_the_end_of_a_process(path):
@@ -415,6 +436,21 @@ def test_state_of_another_table(path):
         train(weight, optimizer, 1)
 
 
+def test_a_late_momentum_changes_nothing(path):
+    """Also of the parameters before the table."""
+    params = [nn.Parameter(torch.zeros(50, D)), made(path)]
+    optimizer = xs.optim.RowSGD(params, lr=0.1)
+    for param in params:
+        param.grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, D), param.shape)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    before = copy.deepcopy([[param, optimizer.state[param]["step"]] for param in params])
+    with pytest.raises(ValueError, match="momentum of a mapped table from its first step on"):
+        optimizer.step()
+    for param, (table, step) in zip(params, before):
+        assert torch.equal(param, table) and torch.equal(optimizer.state[param]["step"], step)
+
+
 def test_checkpoints_and_copies(path):
     """state_dict and its load go by the memory of the file; copies are in memory."""
     weight = made(path)
@@ -438,6 +474,26 @@ def test_checkpoints_and_copies(path):
     assert loss.to("cpu").linear.weight is weight
     with pytest.raises(RuntimeError, match="one that lies in the file"):
         loss.resize_classes(N + 1)
+
+
+@pytest.mark.parametrize("last", ["in a file", "in memory"])
+def test_a_refused_load_changes_no_file(path, last):
+    """What is wrong with the state of the last parameter is found before that of the first is written."""
+    weights = [made(path), made(path + "2") if last == "in a file" else nn.Parameter(torch.zeros(N, D))]
+    optimizer = xs.optim.RowAdagrad(weights, lr=0.1)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        for weight in weights:
+            weight.grad = torch.sparse_coo_tensor(torch.randint(N, (1, 50)), torch.randn(50, D), weight.shape)
+        optimizer.step()
+        if seed == 0:
+            saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["sum"] = saved["state"][1]["sum"].double()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises((ValueError, TypeError), match="RowAdagrad: expected sum of parameter 1|row_adagrad_flush_: expected sum of dtype"):
+        optimizer.load_state_dict(saved)
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before["state"][number][name]) for name, value in state.items()), number
 
 
 def test_losses_over_a_file(path):
@@ -546,3 +602,33 @@ def test_rows_that_init_leaves_out(path):
 
     weight = made(path, init=half)
     assert weight[: N // 2].eq(2).all() and weight[N // 2:].eq(0).all()
+
+
+def test_a_flush_in_the_middle_of_a_step(path):
+    """What another thread is writing is not whole."""
+    weight = made(path)
+    optimizer = xs.optim.RowAdagrad([weight], lr=0.1)
+    step_by_hand(weight, optimizer, 0)
+    state, rows, values = optimizer._tensors(optimizer.state[weight]), torch.randint(N, (1_000_000,)), torch.randn(1_000_000, D)
+    xs.tables.flush(weight)
+    # By the operator: the optimizer takes the mark away before it begins.
+    thread = threading.Thread(target=ops.row_adagrad_step_, args=([weight.detach()], [rows], [values], state, ["lr=0.1"], [1]))
+    thread.start()
+    while state_of(path) == "whole":
+        time.sleep(0.001)
+    xs.tables.flush(weight)
+    state, writing = state_of(path) + state_of(path + ".row_adagrad"), thread.is_alive()
+    thread.join()
+    assert writing and state == "dirtydirty"
+    xs.tables.flush(weight)
+    assert state_of(path) == state_of(path + ".row_adagrad") == "whole"
+
+
+def test_rows_follow_a_renamed_file(path):
+    """They go to the file that is open, not to another one that has taken its name."""
+    table = ops.mapped_table_create(path, [N, D], torch.float32)
+    os.rename(path, path + "2")
+    Path(path).write_bytes(bytes(4096 + N * D * 4))
+    rows = torch.randn(N, D)
+    ops.mapped_table_fill_(table, 0, rows)
+    assert torch.equal(table, rows) and not any(Path(path).read_bytes())

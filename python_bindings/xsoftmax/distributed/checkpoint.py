@@ -13,8 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from .._checks import check_count
+from ..optim._base import RowOptimizer
 from ._state import rows_of_all, state_of_rank, whole_state
 
 _RANDOM = "random"  # generators, of which each rank has its state
@@ -92,6 +94,7 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
         FileNotFoundError: there is no checkpoint of `step`
         KeyError: a name that was not saved
         RuntimeError: a tensor that is missing or of another shape, and nothing was changed; a file that cannot be read
+        ValueError, TypeError: an optimizer that saved state does not fit, such as one of other parameters, on all ranks; nothing was changed
     """
     owner = "load_checkpoint"
     _check_names(owner, state)
@@ -113,15 +116,29 @@ def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = No
             raise KeyError(f"{owner}: expected names out of {sorted(saved - {_RANDOM})} of {_path(folder, found)}, got {name!r}")
     everything = _with_generators(state)
     target = {name: _target(owner, name, value, metadata) for name, value in everything.items()}
+    # Optimizers first, into memory of their own: what they refuse is known before the rest is read, which goes into the memory of models.
+    optimizers = {name: value for name, value in everything.items() if isinstance(value, torch.optim.Optimizer)}
+    of_optimizers, others = ({name: part for name, part in target.items() if (name in optimizers) == own} for own in (True, False))
+
+    def check_optimizers() -> None:
+        for name, optimizer in optimizers.items():
+            _check_optimizer(owner, name, optimizer, of_optimizers[name])
+
     with _plain_errors(owner, _path(folder, found)):
-        dcp.load(target, storage_reader=reader)
+        if optimizers:
+            dcp.load(of_optimizers, storage_reader=reader)
+            _on_all_ranks(check_optimizers)
+        for tensor in tree_leaves(others):
+            if isinstance(tensor, Tensor):
+                torch.ops.xsoftmax.mapped_table_changes(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        dcp.load(others, storage_reader=reader)
     for name, value in everything.items():
-        if isinstance(value, torch.optim.Optimizer):
-            value.load_state_dict(state_of_rank(value, target[name]))
+        if name in optimizers:
+            value.load_state_dict(state_of_rank(value, of_optimizers[name]))
         elif hasattr(value, "load_state_dict"):
-            value.load_state_dict(target[name])
+            value.load_state_dict(others[name])
         elif not isinstance(value, Tensor):
-            state[name] = target[name]
+            state[name] = others[name]
     return found
 
 
@@ -177,6 +194,32 @@ def _by_first_rank(function: Callable[[], Any]) -> Any:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def _on_all_ranks(check: Callable[[], None]) -> None:
+    """What it raises on any rank, on all of them."""
+    reason: Optional[Exception] = None
+    try:
+        check()
+    except Exception as error:
+        reason = error
+    reasons = [reason]
+    if dist.is_initialized():
+        reasons = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+    for each in reasons:
+        if each is not None:
+            raise each
+
+
+def _check_optimizer(owner: str, name: str, optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> None:
+    """Whether it takes what was read."""
+    expected, got = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, state_dict["param_groups"]))
+    if expected != got:
+        raise ValueError(f"{owner}: expected {name!r} with groups of {expected} parameters, got one that was saved with groups of {got}")
+    state_dict = state_of_rank(optimizer, state_dict)
+    if isinstance(optimizer, RowOptimizer):
+        optimizer._check_state(state_dict)
 
 
 class _Generators:

@@ -52,6 +52,11 @@ def _is_fixed(value: Any) -> bool:
     return all(map(_is_fixed, value)) if type(value) is tuple else value is None or type(value) in (bool, int, float, str, torch.dtype)
 
 
+def _is_of_rows(state: Dict[str, Any]) -> bool:
+    step = state.get("step")
+    return isinstance(step, torch.Tensor) and step.dtype == torch.int64
+
+
 class _Hidden:
     """Hides a tensor from torch.optim's cast of loaded state to the parameter's dtype."""
 
@@ -203,12 +208,13 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: state of a parameter of another shape, such as one from before a resize_classes, or of another kind of optimizer; nothing is
                 loaded then
+            TypeError: state of rows of another dtype; nothing is loaded then
         """
         state_dict = _with_numbers(state_dict)
         if _is_split(self):
             from ..distributed._state import state_of_rank
             state_dict = state_of_rank(self, state_dict)
-        self._check_shapes(state_dict)
+        self._check_state(state_dict)
         before = self.state, self.param_groups
         replaced = [self._tensors(state) for state in self.state.values() if state]
         hide = self.register_load_state_dict_pre_hook(_hide_tensors)
@@ -225,15 +231,16 @@ class RowOptimizer(torch.optim.Optimizer):
             torch.ops.xsoftmax.forget_debt(tensors)
         _first_step.look_again(self)
 
-    def _check_shapes(self, state_dict: Dict[str, Any]) -> None:
+    def _check_state(self, state_dict: Dict[str, Any]) -> None:
+        """Whether it can be loaded: for all parameters, before anything is written to the file of the first."""
         for group in state_dict["param_groups"]:
             missing = [name for name in self._option_names if name not in group and name not in self._later_options]
             if missing:
                 raise ValueError(f"{self._name}: expected the state dict of such an optimizer, with the options {', '.join(self._option_names)}, "
                                  f"got one without {', '.join(missing)}")
         params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for number, param in zip(numbers, params) if len(numbers) == len(params) else ():  # else torch.optim says so
+        numbers = [(number, group) for group in state_dict["param_groups"] for number in group["params"]]
+        for (number, group), param in zip(numbers, params) if len(numbers) == len(params) else ():  # else torch.optim says so
             state = state_dict["state"].get(number)
             for name, value in state.items() if isinstance(state, dict) else ():
                 # `owed` has room for steps, not for rows, and an absent tensor is of size 0.
@@ -242,12 +249,29 @@ class RowOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{self._name}: expected {name} of parameter {number} with the shape {list(param.shape)} of the parameter or a number for "
                                      f"each of its rows, got {list(value.shape)}: a table loads the state of as many rows as it has (resize_classes)")
 
+            if isinstance(state, dict) and _is_of_rows(state):
+                self._check_rows(number, _local(param), group, {name: _local(value) for name, value in state.items()})
+
+    def _check_rows(self, number: int, param: Tensor, group: Dict[str, Any], state: Dict[str, Any]) -> None:
+        """State of rows: what the next step would refuse, and what does not fit into the file beside a table (:mod:`xsoftmax.tables`)."""
+        like = torch.empty_like(param, device="meta")
+        made = dict(zip(self._state_names, self._call("_state", like, True, option_text(**self._options({**self._later_options, **group})))))
+        given = {name: made[name] if state.get(name) is None else state[name] for name in self._state_names}
+        for name, tensor in made.items() if torch.ops.xsoftmax.mapped_table_path(param) else ():
+            if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype or (state.get(name) is None and tensor.numel()):
+                got = "none" if state.get(name) is None else f"shape {list(given[name].shape)} and dtype {given[name].dtype}"
+                raise ValueError(f"{self._name}: expected {name} of parameter {number} with the shape {list(tensor.shape)} and dtype {tensor.dtype} for a "
+                                 f"table in a file, got {got}")
+        self._call("_flush_", like, [given[name].to("meta") for name in self._state_names])  # on meta tensors it checks, and does nothing
+
     def _reveal_tensors(self) -> None:
         groups = {param: group for group in self.param_groups for param in group["params"]}
+        in_files = []
         for param, state in self.state.items():
             hidden = {name: value.tensor for name, value in state.items() if isinstance(value, _Hidden)}
-            if hidden and torch.ops.xsoftmax.mapped_table_path(_local(param)) and hidden["step"].dtype == torch.int64:
-                state.update(self._load_mapped(param, self._text(groups[param]), hidden))
+            if _is_of_rows(hidden) and torch.ops.xsoftmax.mapped_table_path(_local(param)):
+                state.update(zip(self._state_names, self._call("_state", _local(param), True, self._text(groups[param]))))
+                in_files.append((_local(param), state, hidden))
             else:
                 state.update({name: tensor.to(param.device, copy=True) for name, tensor in hidden.items()})
             if state and any(state.get(name) is None for name in self._state_names[:2]):  # torch.optim.SGD counts no steps
@@ -256,19 +280,12 @@ class RowOptimizer(torch.optim.Optimizer):
                 complete["step"].fill_(1)
                 state.update({name: tensor for name, tensor in complete.items() if state.get(name) is None})
         self._register_debts()
-
-    def _load_mapped(self, param: Tensor, text: str, loaded: Dict[str, Tensor]) -> Dict[str, Tensor]:
-        """The state in the file beside a table (:mod:`xsoftmax.tables`), with other values from now on."""
-        state = dict(zip(self._state_names, self._call("_state", param, True, text)))
-        for name, tensor in state.items():
-            if loaded[name].shape != tensor.shape or loaded[name].dtype != tensor.dtype:
-                raise ValueError(f"{self._name}: expected {name} of shape {list(tensor.shape)} and dtype {tensor.dtype} for a table in a file, got shape "
-                                 f"{list(loaded[name].shape)} and dtype {loaded[name].dtype}")
-        torch.ops.xsoftmax.mapped_table_changes(param)
-        with torch.no_grad():
-            for name, tensor in state.items():
-                tensor.copy_(loaded[name])
-        return state
+        for param, state, loaded in in_files:  # last, as it cannot be taken back
+            torch.ops.xsoftmax.mapped_table_changes(param)
+            with torch.no_grad():
+                for name in self._state_names:
+                    if name in loaded:
+                        state[name].copy_(loaded[name])
 
     def _register_debts(self) -> None:
         groups = {param: group for group in self.param_groups for param in group["params"]}
