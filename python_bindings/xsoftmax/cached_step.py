@@ -65,7 +65,8 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[...
         The loss, without gradient. The gradients of all parameters have grown by those of the step.
 
     Raises:
-        ValueError: a chunk_size below 1, inputs of several batch sizes, a tower that gives no row for each of its inputs
+        ValueError: a chunk_size below 1, inputs of several batch sizes, a tower that gives no row for each of its inputs.
+        What the loss or a tower raises. Some gradients may then have grown: zero them before the next step.
     """
     owner = "cached_step"
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
@@ -87,15 +88,17 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[...
     value = loss(*vectors, *args, **kwargs)
     backward(value)
     after = _RandomState()
-    for (tower, inputs), size, of_vectors, before in zip(towers, sizes, vectors, states):
-        if of_vectors.grad is None:  # the loss does not depend on it
-            continue
-        for (part, chunk), state in zip(_chunks(inputs, size, chunk_size), before):
-            state.restore()
-            alone = part.stop < size and hasattr(tower, "no_sync")
-            with tower.no_sync() if alone else contextlib.nullcontext():  # type: ignore[attr-defined]
-                made = _call(tower, chunk)
-                if made.requires_grad:
-                    made.backward(of_vectors.grad[part].to(made.dtype))
-    after.restore()
+    try:
+        for (tower, inputs), size, of_vectors, before in zip(towers, sizes, vectors, states):
+            if of_vectors.grad is None:  # the loss does not depend on it
+                continue
+            for (part, chunk), state in zip(_chunks(inputs, size, chunk_size), before):
+                state.restore()
+                alone = part.stop < size and hasattr(tower, "no_sync")
+                with tower.no_sync() if alone else contextlib.nullcontext():  # type: ignore[attr-defined]
+                    made = _call(tower, chunk)
+                    if made.requires_grad:
+                        made.backward(of_vectors.grad[part].to(made.dtype))
+    finally:
+        after.restore()  # also after an error: the next step must not draw what this one drew
     return value.detach()
