@@ -395,8 +395,8 @@ void static_grow_(at::TensorList tables, const Tensor& tail, int64_t num_classes
       gained.push_back(*rows[table]);
     }
   }
-  static const auto resize = find_op<void(at::TensorList, at::TensorList, int64_t)>("xsoftmax::resize_tables_");
-  resize.call(grown, gained, num_classes);
+  static const auto resize = find_op<void(at::TensorList, at::TensorList, at::IntArrayRef)>("xsoftmax::resize_tables_");
+  resize.call(grown, gained, std::vector<int64_t>(grown.size(), num_classes));
   tables[kTail].copy_(tail);
 }
 
