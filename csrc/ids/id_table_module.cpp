@@ -5,6 +5,11 @@
 #include "ids/id_table.h"
 #include "samplers/modules.h"
 
+#include <ATen/Context.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isin.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/init.h>
 #include <torch/serialize/input-archive.h>
 #include <torch/serialize/output-archive.h>
@@ -18,6 +23,24 @@ namespace {
 
 using at::Tensor;
 using samplers::find_op;
+using Init = std::function<void(Tensor)>;
+
+Tensor first_values(const Tensor& table, int64_t count, const Init& init) {
+  const torch::NoGradGuard no_grad;
+  std::vector<int64_t> sizes = table.sizes().vec();
+  sizes[0] = count;
+  Tensor values = at::empty(sizes, table.options().requires_grad(false));
+  init(values);
+  return values;
+}
+
+/// What does not fit a table throws now, and not when rows are to start anew. Draws nothing.
+void try_init(const Tensor& table, const Init& init) {
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  const Tensor before = generator.get_state();
+  const auto restore = c10::make_scope_exit([&] { generator.set_state(before); });
+  first_values(table, 1, init);
+}
 
 void check_rows(int64_t capacity, const Tensor& rows) {
   TORCH_CHECK_VALUE(rows.defined() && rows.dim() >= 1 && rows.size(0) == capacity, "IdTable: expected a table of ", capacity, " rows, the capacity, got ",
@@ -48,13 +71,14 @@ std::tuple<Tensor, Tensor> IdTableImpl::insert(const Tensor& ids) {
     reset(at::empty({0}, at::kLong));
   }
   const auto [rows, padded] = op.call(ids, state(), options_);
-  const Tensor evicted = padded.narrow(0, 0, counters[kEvicted].item<int64_t>());
-  if (evicted.numel() > 0) {
+  const Tensor now = padded.narrow(0, 0, counters[kEvicted].item<int64_t>());
+  pending_ = at::cat({pending_.masked_select(at::isin(pending_, now).logical_not()), now}); // what an error here left is made up by the next call
+  if (pending_.numel() > 0) {
     for (const auto& reset : attached_) {
-      reset(evicted);
+      reset(pending_);
     }
   }
-  return {rows, evicted};
+  return {rows, std::exchange(pending_, at::empty({0}, at::kLong))};
 }
 
 Tensor IdTableImpl::find(const Tensor& ids) const {
@@ -77,17 +101,12 @@ int64_t IdTableImpl::size() const { return counters[kSize].item<int64_t>(); }
 void IdTableImpl::attach(const Tensor& table, std::function<void(Tensor)> init) {
   check_rows(capacity(), table);
   TORCH_CHECK_VALUE(init != nullptr, "IdTable: expected init beside a parameter, which does not say how its rows begin");
+  try_init(table, init);
   attached_.emplace_back([table, init = std::move(init), capacity = capacity()](const Tensor& rows) {
     check_rows(capacity, table);
-    if (rows.numel() == 0) {
-      return;
+    if (rows.numel() > 0) {
+      reset_rows(table, rows.to(table.device()), first_values(table, rows.numel(), init));
     }
-    const torch::NoGradGuard no_grad;
-    std::vector<int64_t> sizes = table.sizes().vec();
-    sizes[0] = rows.numel();
-    const Tensor values = at::empty(sizes, table.options());
-    init(values);
-    reset_rows(table, rows.to(table.device()), values);
   });
 }
 
@@ -129,6 +148,7 @@ void IdTableImpl::load(torch::serialize::InputArchive& archive) {
   for (size_t i = 0; i < kIdTableState; ++i) {
     Tensor(mine[i]).copy_(loaded[i]);
   }
+  pending_ = at::empty({0}, at::kLong);
 }
 
 // Integers that the host looks up in.

@@ -73,9 +73,11 @@ void LinearLossImpl::resize_classes(int64_t num_classes, const Tensor& class_wei
   const int64_t more = std::max<int64_t>(0, num_classes - num_classes_);
   Tensor weights = class_weight;
   if (weight.defined()) {
-    weights = weights.defined() ? weights : at::ones({more}, weight.options());
-    TORCH_CHECK_VALUE(weights.dim() == 1 && weights.size(0) == more, name_, ": expected class_weight of shape [", more, "], the classes that are new, got ",
-                      weights.sizes());
+    TORCH_CHECK_VALUE(!weights.defined() || (weights.dim() == 1 && weights.size(0) == more), name_, ": expected class_weight of shape [", more,
+                      "], the classes that are new, got ", weights.sizes());
+    // An earlier call may have resized them, and found no memory for a sampler.
+    weights = weights.defined() ? weights.slice(0, std::max<int64_t>(0, weight.size(0) - num_classes_))
+                                : at::ones({std::max<int64_t>(0, num_classes - weight.size(0))}, weight.options());
   } else {
     TORCH_CHECK_VALUE(!weights.defined(), name_, ": expected no class_weight for a loss without class weights, got one");
   }
@@ -104,16 +106,20 @@ void LinearLossImpl::resize_classes(int64_t num_classes, const Tensor& class_wei
     const std::function<void()> grow = sampler->plan_growth(num_classes, rows, bias);
     plans.push_back(grow ? grow : sampler->plan_resize(num_classes, rows, biases(0)));
   }
-  static const auto resize = samplers::find_op<decltype(resize_tables_)>("xsoftmax::resize_tables_");
-  resize.call(tables, added, num_classes);
-  for (const auto& plan : plans) {
-    plan();
+  const Tensor alias = weight.defined() ? weight.detach() : Tensor(); // the tensor that the user gave keeps its memory
+  if (alias.defined()) {
+    tables.push_back(alias);
+    added.push_back(weights.to(weight.options()));
   }
-  if (weight.defined()) {
-    const Tensor alias = weight.detach(); // the tensor that the user gave keeps its memory
-    resize.call({alias}, {weights.to(weight.options())}, num_classes);
+  // All tables in one call: where there is no memory for one of them, none changes.
+  static const auto resize = samplers::find_op<decltype(resize_tables_)>("xsoftmax::resize_tables_");
+  resize.call(tables, added, std::vector<int64_t>(tables.size(), num_classes));
+  if (alias.defined()) {
     weight.set_data(alias);
     options_.weight = weight;
+  }
+  for (const auto& plan : plans) {
+    plan();
   }
   linear->options.out_features(num_classes);
   num_classes_ = num_classes;

@@ -104,11 +104,14 @@ class Resized {
   std::optional<c10::Storage> memory_;
 };
 
-/// What one optimizer keeps for a table.
+/// What one optimizer keeps for a table. Made and committed like the table.
 struct ResizedState {
   ResizedState(const Tensor& table, RowState kept, int64_t size) : state(std::move(kept)), num_rows(table.size(0)), owed(state.owed()) {
     for (const Tensor& tensor : state.of_rows(table)) {
       rows.emplace_back(tensor, Resized(tensor, size));
+    }
+    if (Resized::moves(table, size)) {
+      enlarge_owed(size);
     }
   }
 
@@ -120,30 +123,37 @@ struct ResizedState {
         tensor.scalar_type() == at::kInt ? added.copy_(state.tensors[0]) : added.fill_(state.initial);
       }
     }
-  }
-
-  /// More rows may owe more steps between two that make up all of them. Where nothing is owed.
-  void enlarge_owed(int64_t size) const {
-    if (owed.defined() && !owed.is_meta() && owed[0].item<double>() == state.tensors[0].item<double>()) {
-      const Tensor larger = OwedSteps::make(size, owed.device());
-      if (larger.numel() > owed.numel()) {
-        larger.narrow(0, 0, OwedTable::kHeader).copy_(owed.narrow(0, 0, OwedTable::kHeader));
-        Tensor(owed).set_(larger);
-      }
+    if (larger.defined()) {
+      Tensor(owed).set_(larger);
     }
   }
 
   RowState state;
   int64_t num_rows;
-  Tensor owed; // undefined: rows owe nothing
+  Tensor owed;   // undefined: rows owe nothing
+  Tensor larger; // what takes its place; undefined: it stays
   std::vector<std::pair<Tensor, Resized>> rows;
+
+ private:
+  /// More rows may owe more steps between two that make up all of them. Where nothing is owed.
+  void enlarge_owed(int64_t size) {
+    if (owed.defined() && !owed.is_meta() && owed[0].item<double>() == state.tensors[0].item<double>()) {
+      const Tensor made = OwedSteps::make(size, owed.device());
+      if (made.numel() > owed.numel()) {
+        made.narrow(0, 0, OwedTable::kHeader).copy_(owed.narrow(0, 0, OwedTable::kHeader));
+        larger = made;
+      }
+    }
+  }
 };
 
-void check_resize(at::TensorList tables, at::TensorList rows, int64_t size) {
-  TORCH_CHECK_VALUE(size >= 0 && size <= kMostRows, kName, ": expected size in [0, 2^40], got ", size);
+void check_resize(at::TensorList tables, at::TensorList rows, at::IntArrayRef sizes) {
   TORCH_CHECK_VALUE(tables.size() == rows.size(), kName, ": expected rows for each of ", tables.size(), " tables, got ", rows.size());
+  TORCH_CHECK_VALUE(tables.size() == sizes.size(), kName, ": expected a size of each of ", tables.size(), " tables, got ", sizes.size());
   for (size_t i = 0; i < tables.size(); ++i) {
     const Tensor &table = tables[i], &added = rows[i];
+    const int64_t size = sizes[i];
+    TORCH_CHECK_VALUE(size >= 0 && size <= kMostRows, kName, ": expected sizes in [0, 2^40], got ", size);
     TORCH_CHECK_VALUE(table.dim() >= 1, kName, ": expected tables with rows, got one of no dimension");
     TORCH_CHECK_VALUE(!table.unsafeGetTensorImpl()->has_symbolic_sizes_strides(), kName, ": expected tables whose sizes are known");
     check::in_memory(kName, "tables", table);
@@ -174,25 +184,26 @@ void forget_gradient(const Tensor& table) {
 
 } // namespace
 
-void resize_tables_(at::TensorList tables, at::TensorList rows, int64_t size) {
-  check_resize(tables, rows, size);
+void resize_tables_(at::TensorList tables, at::TensorList rows, at::IntArrayRef sizes) {
+  check_resize(tables, rows, sizes);
   const WriteToTables write(tables);
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView guard;
   std::vector<Resized> resized;
   std::vector<std::vector<ResizedState>> states;
-  for (const Tensor& table : tables) {
-    if (Resized::moves(table, size)) { // in O(N) as well
+  for (size_t i = 0; i < tables.size(); ++i) {
+    const Tensor& table = tables[i];
+    if (Resized::moves(table, sizes[i])) { // in O(N) as well
       settle(table, /*raised=*/true);
     }
-    resized.emplace_back(table, size);
+    resized.emplace_back(table, sizes[i]);
     states.emplace_back();
     for (RowState& state : row_states_of(table)) {
-      states.back().emplace_back(table, std::move(state), size);
+      states.back().emplace_back(table, std::move(state), sizes[i]);
     }
   }
-  for (size_t i = 0; i < tables.size(); ++i) {
-    const int64_t before = tables[i].size(0);
+  for (size_t i = 0; i < tables.size(); ++i) { // all memory is there: nothing fails from here on
+    const int64_t before = tables[i].size(0), size = sizes[i];
     resized[i].commit();
     if (size > before) {
       tables[i].narrow(0, before, size - before).copy_(rows[i]);
@@ -200,7 +211,6 @@ void resize_tables_(at::TensorList tables, at::TensorList rows, int64_t size) {
     for (const ResizedState& state : states[i]) {
       state.commit(size);
       if (resized[i].moved()) {
-        state.enlarge_owed(size);
         forget_debt(state.state.tensors); // it is known by the memory of the table: the next step finds it again
       }
     }
@@ -210,7 +220,7 @@ void resize_tables_(at::TensorList tables, at::TensorList rows, int64_t size) {
   }
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("resize_tables_(Tensor(a!)[] tables, Tensor[] rows, int size) -> ()"); }
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("resize_tables_(Tensor(a!)[] tables, Tensor[] rows, int[] sizes) -> ()"); }
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("resize_tables_", resize_tables_); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("resize_tables_", resize_tables_); }
 

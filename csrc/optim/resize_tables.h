@@ -4,8 +4,8 @@
 
 namespace xsoftmax {
 
-/// resize_tables_(tables!, rows, size) -> (): tables [N, ...], each with a row for each class, get `size` rows in place. The first min(N, size) rows stay,
-/// those behind them are `rows` [max(0, size - N), ...], of the table's dtype and on its device. Whatever row optimizers keep of a table
+/// resize_tables_(tables!, rows, sizes) -> (): tables [N, ...], each with a row for each class, get `sizes` rows in place. The first min(N, size) rows of a
+/// table stay, those behind them are its `rows` [max(0, size - N), ...], of the table's dtype and on its device. Whatever row optimizers keep of a table
 /// (optim/row_states.h) goes with it: state of the first rows stays, that of the new ones is as before their first step, and they owe nothing of the steps
 /// before.
 ///
@@ -16,7 +16,7 @@ namespace xsoftmax {
 /// storage that is too short to be saved.
 ///
 /// Versions rise: a graph that waits for its backward pass refuses it. Gradients, which are of the former size, are dropped.
-/// Errors, before anything changes: TypeError, ValueError.
-void resize_tables_(at::TensorList tables, at::TensorList rows, int64_t size);
+/// Errors, before any table changes: TypeError, ValueError; and of memory, since that of all tables is there before the first is resized.
+void resize_tables_(at::TensorList tables, at::TensorList rows, at::IntArrayRef sizes);
 
 } // namespace xsoftmax

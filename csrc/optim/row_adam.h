@@ -31,9 +31,15 @@ namespace xsoftmax {
 // stochastic_rounding: rows of 16-bit tables, in steps of rows and in what a flush makes up (optim/random_rounding.h). Moments in bfloat16 always round so: to
 // nearest, a second moment of beta2 = .999 would not see a gradient that changes it by less than a 256th.
 //
-// State for rows: step int64 [], exp_avg and exp_avg_sq of param's shape in opmath dtype or bfloat16 (state_dtype), row_wise: exp_avg_sq [N] in opmath
-// dtype, last_step int32 [N] (the step of a row's last gradient,
-// after which its moments were left; 0: it had none), owed. Dense: step float32 [], exp_avg, exp_avg_sq, as torch.optim.AdamW's.
+// State for rows, in this order:
+//
+//     step         int64 []
+//     exp_avg      of param's shape, in opmath dtype or bfloat16 (state_dtype)
+//     exp_avg_sq   likewise; row_wise: [N] in opmath dtype
+//     last_step    int32 [N], the step of a row's last gradient, since when its moments stay as they are; 0: it had none
+//     owed         optim/owed_steps.h
+//
+// Dense state: step float32 [], exp_avg, exp_avg_sq, as torch.optim.AdamW's.
 
 /// Whether a row has one second moment. Of a [N] table it may be either.
 inline bool one_second_moment(const at::Tensor& param, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq) {

@@ -16,6 +16,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
@@ -61,7 +62,7 @@ Tensor find_budget(const Tensor& input, const Tensor& weight, const OptionalTens
   const int64_t cells = SearchIndex(op, index, weight, bias).cells;
   const auto result = [&](int64_t budget) { return at::full({}, budget, input.options().dtype(at::kLong).requires_grad(false)); };
   const Tensor queries = input.index_select(0, input.isfinite().all(1).nonzero().squeeze(1)); // others find the same whatever is read
-  const Tensor best = std::get<1>(search_topk(queries, weight, bias, index, k, ""));
+  const Tensor best = std::get<0>(std::get<1>(search_topk(queries, weight, bias, index, k, "")).sort(1)); // for searches: [Q, k, k] may be gigabytes
   if (best.numel() == 0) {
     return result(cells);
   }
@@ -70,7 +71,8 @@ Tensor find_budget(const Tensor& input, const Tensor& weight, const OptionalTens
   for (int64_t budget = 1; budget < cells; budget = next(budget)) {
     work.check();
     const Tensor found = std::get<1>(search_topk(queries, weight, bias, index, k, "max_cells=" + std::to_string(budget)));
-    const Tensor share = found.unsqueeze(2).eq(best.unsqueeze(1)).any(2).to(at::kDouble).mean(1);
+    const Tensor place = at::searchsorted(best, found).clamp_max(best.size(1) - 1);
+    const Tensor share = best.gather(1, place).eq(found).to(at::kDouble).mean(1);
     const double error = share.size(0) > 1 ? share.std().item<double>() / std::sqrt(double(share.size(0))) : 0;
     if (share.mean().item<double>() - error >= recall) {
       return result(budget);

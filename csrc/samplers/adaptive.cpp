@@ -80,13 +80,18 @@ void adaptive_grow_(const Tensor& recent, at::TensorList index, at::TensorList g
       TORCH_CHECK_VALUE(index[i].size(0) + added >= 1, op, ": expected tables that keep a row, got one of shape ", index[i].sizes());
     }
   }
-  static const auto resize =
-      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::resize_tables_", "").typed<void(at::TensorList, at::TensorList, int64_t)>();
+  std::vector<Tensor> grown, rows;
+  std::vector<int64_t> sizes;
   for (size_t i = 0; i < index.size(); ++i) {
     if (gained[i].dim() > 0) {
-      resize.call({index[i]}, {gained[i]}, index[i].size(0) + added);
+      grown.push_back(index[i]);
+      rows.push_back(gained[i]);
+      sizes.push_back(index[i].size(0) + added);
     }
   }
+  static const auto resize =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::resize_tables_", "").typed<void(at::TensorList, at::TensorList, at::IntArrayRef)>();
+  resize.call(grown, rows, sizes);
   recent.add_(added);
 }
 

@@ -59,8 +59,8 @@ std::vector<at::Tensor> adaptive_resize(std::string_view family, std::string_vie
                                         const OptionalTensor& bias, at::TensorList index, std::string_view options);
 std::vector<at::Tensor> adaptive_grow(std::string_view family, std::string_view owner, int64_t num_classes, const OptionalTensor& rows,
                                       const OptionalTensor& bias, at::TensorList index, std::string_view options);
-/// adaptive_grow_(recent!, index!, gained, num_classes) -> (): what X_grow plans, in place. `index`: without `recent` and `step`; num_classes: how many there
-/// were and are.
+/// adaptive_grow_(recent!, index!, gained, before, num_classes) -> (): what X_grow plans, in place. `index`: without `recent` and `step`. `gained`: what X_grow
+/// returned. before, num_classes: how many classes there were and are.
 void adaptive_grow_(const at::Tensor& recent, at::TensorList index, at::TensorList gained, int64_t before, int64_t num_classes);
 PrivateDraws adaptive_sample(std::string_view family, const at::Tensor& seed, const at::Tensor& queries, const OptionalTensor& target, at::TensorList index,
                              std::string_view options);

@@ -377,6 +377,7 @@ void static_grow_(at::TensorList tables, const Tensor& tail, int64_t num_classes
   check::size(op, "tail", tail, 0, 3, "what it says of the classes behind the tables");
   check::same_dtype(op, "tail", tail, "probability", tables[kProbability]);
   check::dtype(op, "tail of tables", tables[kTail], at::kDouble);
+  check::same_device(op, "tail", tail, "tail of tables", tables[kTail]);
   TORCH_CHECK_VALUE(tables[kTail].sizes() == tail.sizes(), op, ": expected tables with a tail of 3 numbers, got ", tables[kTail].sizes());
   const StaticTail behind = static_tail(op, tail, num_classes);
   const int64_t before = tables[kProbability].size(0), count = std::max<int64_t>(0, num_classes - before);
@@ -395,8 +396,8 @@ void static_grow_(at::TensorList tables, const Tensor& tail, int64_t num_classes
       gained.push_back(*rows[table]);
     }
   }
-  static const auto resize = find_op<void(at::TensorList, at::TensorList, int64_t)>("xsoftmax::resize_tables_");
-  resize.call(grown, gained, num_classes);
+  static const auto resize = find_op<void(at::TensorList, at::TensorList, at::IntArrayRef)>("xsoftmax::resize_tables_");
+  resize.call(grown, gained, std::vector<int64_t>(grown.size(), num_classes));
   tables[kTail].copy_(tail);
 }
 

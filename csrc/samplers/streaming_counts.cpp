@@ -239,7 +239,7 @@ std::string streaming_resize_(Tensor& count, Tensor& total, Tensor& last, const 
   for (const Tensor& table : tables) {
     rows.push_back(at::zeros({std::max<int64_t>(0, num_ids - before)}, table.options()));
   }
-  resize_tables_(tables, rows, num_ids);
+  resize_tables_(tables, rows, std::vector<int64_t>(tables.size(), num_ids));
   options.num_ids = num_ids;
   return print_options(options);
 }

@@ -8,15 +8,12 @@ namespace xsoftmax {
 
 // Class tables whose memory is a file (core/mapped_file.h). Each raises RuntimeError for what the system refuses, and ValueError for a file that does not fit.
 //
-// mapped_table_create(str path, int[] sizes, ScalarType dtype) -> Tensor: a new file of zeros, whose space is reserved. It is whole after the first flush; a
-// file
-//     that was left before says that its creation was not finished.
-// mapped_table_open(str path, bool writable=True, bool recover=False) -> Tensor: that of a file that is whole; recover: also of one that was written to when
-// its
-//     process ended. What this process has open already is the same memory.
-// mapped_table_fill_(Tensor(a!) table, int first, Tensor rows) -> (): table[first:first + len(rows)] = rows without a page fault for each 4 KB, on its way to
-// the
-//     disk at once.
+// mapped_table_create(str path, int[] sizes, ScalarType dtype) -> Tensor: a new file of zeros, whose space is reserved. It is whole after the first flush. To
+//     open one whose process ended before that is an error, which says that its creation was not finished.
+// mapped_table_open(str path, bool writable=True, bool recover=False) -> Tensor: that of a file that is whole. With `recover` also that of a file which was
+//     written to when its process ended. What this process has open already is the same memory.
+// mapped_table_fill_(Tensor(a!) table, int first, Tensor rows) -> (): table[first:first + len(rows)] = rows. It takes no page fault for each 4 KB, and what it
+//     writes is on its way to the disk at once.
 // mapped_table_flush_(Tensor(a!) table) -> (): makes up what row optimizers owe, waits until table and state are on the disk, and marks them as whole.
 // mapped_table_changes(Tensor table) -> (): takes the mark away, before something is written by other means than our operators.
 // mapped_table_prefetch(Tensor table, Tensor rows) -> (): starts to read rows, and what row optimizers keep for them, without waiting. For a table in memory

@@ -29,7 +29,8 @@ class IdTableImpl : public torch::nn::Module {
 
   /// The rows of ids [*].
   torch::Tensor forward(const torch::Tensor& ids);
-  /// A batch that is counted: rows [*], and the rows [E] that went from an id to another, which have been reset in all that is attached.
+  /// A batch that is counted: rows [*], and the rows [E] that went from an id to another, which have been reset in all that is attached. Where that throws, the
+  /// ids have their rows already; the next call resets and returns these rows, too.
   std::tuple<torch::Tensor, torch::Tensor> insert(const torch::Tensor& ids);
   torch::Tensor find(const torch::Tensor& ids) const;
   /// Takes their rows from ids; returns those they had, 0 for an id without.
@@ -41,7 +42,7 @@ class IdTableImpl : public torch::nn::Module {
   int64_t capacity() const { return row_ids.size(0); }
 
   /// What starts anew in a row that goes from an id to another: a parameter [capacity, ...] and what row optimizers keep for its rows. `init` fills a tensor
-  /// [E, ...] as functions of torch::nn::init do; a Linear (that of a loss, say) and an Embedding begin as theirs do.
+  /// [E, ...] as functions of torch::nn::init do, and is tried with one row here; a Linear (that of a loss, say) and an Embedding begin as theirs do.
   void attach(const torch::Tensor& table, std::function<void(torch::Tensor)> init);
   void attach(const torch::nn::Linear& linear);
   void attach(const torch::nn::Embedding& embedding);
@@ -61,6 +62,7 @@ class IdTableImpl : public torch::nn::Module {
 
   std::string options_;
   std::vector<std::function<void(const torch::Tensor&)>> attached_; ///< called with the rows that start anew
+  torch::Tensor pending_ = torch::empty({0}, torch::kLong);         ///< rows that an error kept from it
 };
 TORCH_MODULE(IdTable);
 

@@ -95,7 +95,8 @@ class LinearLossImpl : public TableLossImpl {
   /// The parameters stay the same tensors; rows of the first classes and what row optimizers keep for them stay, new ones are as before their first step. A
   /// call costs the new rows, averaged over many; where classes go that have not just come, and where classes come to an index of distinct draws, tables of
   /// samplers are laid out anew, O(N). Gradients are dropped. class_weight: of the new classes, where the loss has class weights; undefined: 1. Optimizers of
-  /// torch::optim do not follow: make new ones. Errors, before anything changes: ValueError, of a sampler that does not define plan_resize TypeError.
+  /// torch::optim do not follow: make new ones. Errors, before anything changes: ValueError, of a sampler that does not define plan_resize TypeError. Where
+  /// there is no memory for a sampler, the tables may be resized, and the loss refuses them: call this again.
   void resize_classes(int64_t num_classes, const torch::Tensor& class_weight = {});
 
   torch::nn::Linear linear{nullptr}; ///< share or tie the table by assigning linear->weight

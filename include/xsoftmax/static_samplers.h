@@ -29,8 +29,8 @@ class StaticSamplerImpl : public SamplerImpl {
   Proposal sample(const torch::Tensor& queries, const torch::Tensor& target = {}, std::optional<at::Generator> generator = {}) override;
   torch::Tensor log_count(const torch::Tensor& queries, const torch::Tensor& ids) override;
   std::shared_ptr<SamplerImpl> excluding(const torch::Tensor& ids) const override;
-  /// New classes weigh as much as the lightest one that is drawn. Tables are laid out anew, O(N), where classes go that have not come since the last time, and
-  /// where a quarter as many have come.
+  /// New classes weigh as much as the lightest one that is drawn; in a log-uniform law what it gives their ids. Tables are laid out anew, O(N), where classes
+  /// go that have not come since the last time, and where a quarter as many have come.
   std::function<void()> plan_resize(int64_t num_classes, const torch::Tensor& rows, const std::optional<torch::Tensor>& bias) override;
 
   using SamplerImpl::to;

@@ -29,8 +29,9 @@ def progress(enabled: bool = True) -> Iterator[None]:
 
 
 def run(name: str, op: Callable[..., Any], *args: Any, show: Optional[Show] = None) -> Any:
-    """``op(*args)``, which Ctrl-C stops: KeyboardInterrupt, and what the operator would have changed is as it was. Where a program handles SIGINT by a function
-    of its own, that is called when the operator has returned, as ever.
+    """``op(*args)``, which Ctrl-C stops with KeyboardInterrupt. What the operator would have changed is then as it was. After its last look for the signal the
+    operator finishes its change, and KeyboardInterrupt follows. Where a program handles SIGINT by a function of its own, that is called when the operator has
+    returned, as ever.
 
     Args:
         name: of the work, for a bar.

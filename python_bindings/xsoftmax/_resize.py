@@ -1,6 +1,6 @@
 """Classes that come and go: what becomes of a table, its optimizers and its samplers where a loss gets another number of classes."""
 
-from typing import Any, Callable, Dict, Iterable, List, Optional, TYPE_CHECKING
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ _hook = None
 
 
 def resize_classes(loss: "LinearLoss", num_classes: int, weight: Optional[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """See :meth:`LinearLoss.resize_classes`. All that may fail comes before the first change."""
+    """See :meth:`LinearLoss.resize_classes`. What may fail comes before the first change, but for the memory of samplers; the loss has its former number until
+    they have followed, so that another call goes on."""
     owner, linear = loss._name, loss.linear
     num_classes = check_count(owner, "num_classes", num_classes, 1)
     tables = _tables(owner, loss)
@@ -33,24 +34,29 @@ def resize_classes(loss: "LinearLoss", num_classes: int, weight: Optional[Tensor
         if ids.numel() > 0 and int(ids.max()) >= num_classes:
             raise ValueError(f"{owner}: expected num_classes above {int(ids.max())}, one of {argument}, got {num_classes}")
     before, known = len(linear.weight), loss.num_classes
-    more_weights = _class_weights(owner, loss.weight, num_classes, weight)
+    more_weights = _class_weights(owner, loss, num_classes, weight)
+    changes = not num_classes == before == known  # else gradients and graphs stay; an optimizer that a former call went without follows
+    plans: List[Callable[[], None]] = []
     with torch.no_grad():
-        made = fresh_rows(linear, num_classes - before) if num_classes > before else {"weight": tables[0][:0], "bias": tables[-1][:0]}
-        rows = [made["weight"], made["bias"]][:len(tables)]
-        plans = [plan for optimizer in optimizers for plan in _plans(owner, optimizer, tables, num_classes)]
-        if num_classes == before == known:  # gradients and graphs stay; an optimizer that a former call went without follows
-            for plan in plans:
-                plan()
-            return
-        plans += _sampler_plans(loss, made, min(known, num_classes), num_classes)
-        torch.ops.xsoftmax.resize_tables_(tables, rows, num_classes)
+        states = {id(state.value): state for optimizer in optimizers for state in _states(owner, optimizer, tables, num_classes)}.values()
+        sparse = [(state, state.sparse(num_classes)) for state in states if state.is_sparse]
+        resized = [(state.value, state.rows(num_classes)) for state in states if not state.is_sparse]
+        if changes:
+            made = fresh_rows(linear, num_classes - before) if num_classes > before else {"weight": tables[0][:0], "bias": tables[-1][:0]}
+            resized += zip(tables, (made["weight"], made["bias"]))
+            plans += _sampler_plans(loss, made, min(known, num_classes), num_classes)
+            if more_weights is not None:
+                loss.weight = loss.weight.detach()  # the tensor that the user gave keeps its size
+                resized.append((loss.weight, more_weights))
+        # All in one call: where there is no memory for one of them, none changes.
+        torch.ops.xsoftmax.resize_tables_([table for table, _ in resized], [rows for _, rows in resized], [num_classes] * len(resized))
+        for state, value in sparse:
+            state.of_table[state.name] = value
         for plan in plans:
             plan()
-        if more_weights is not None:
-            loss.weight = loss.weight.detach()  # the tensor that the user gave keeps its size
-            torch.ops.xsoftmax.resize_tables_([loss.weight], [more_weights], num_classes)
-    linear.out_features = loss.num_classes = num_classes
-    _watch(tables)
+    if changes:
+        linear.out_features = loss.num_classes = num_classes
+        _watch(tables)
 
 
 def _tables(owner: str, loss: "LinearLoss") -> List[Any]:
@@ -66,20 +72,21 @@ def _tables(owner: str, loss: "LinearLoss") -> List[Any]:
     return tables
 
 
-def _class_weights(owner: str, before: Optional[Tensor], num_classes: int, given: Optional[Tensor]) -> Optional[Tensor]:
-    """Those of new classes, where there are any."""
+def _class_weights(owner: str, loss: "LinearLoss", num_classes: int, given: Optional[Tensor]) -> Optional[Tensor]:
+    """The rows that class weights gain, where there are any."""
+    before = loss.weight
     if before is None:
         if given is not None:
             raise ValueError(f"{owner}: expected no weight of new classes for a loss without class weights, got one")
         return None
-    added = max(0, num_classes - len(before))
     if given is None:
-        given = before.new_ones(added)
+        return before.new_ones(max(0, num_classes - len(before)))
     if not isinstance(given, Tensor):
         raise TypeError(f"{owner}: expected weight as a tensor, got {type(given).__name__}")
+    added = max(0, num_classes - loss.num_classes)
     if given.shape != (added,):
         raise ValueError(f"{owner}: expected weight of shape [{added}], the classes that are new, got {list(given.shape)}")
-    return given.to(before)
+    return given.to(before)[max(0, len(before) - loss.num_classes):]  # an earlier call may have found no memory for a sampler
 
 
 def _sampler_plans(loss: "LinearLoss", made: Any, known: int, num_classes: int) -> List[Callable[[], None]]:
@@ -103,13 +110,37 @@ def _sampler_plans(loss: "LinearLoss", made: Any, known: int, num_classes: int) 
     return plans
 
 
-def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Parameter], num_classes: int) -> List[Callable[[], None]]:
-    """What resizes the state of tables in an optimizer of torch.optim. Row optimizers need none: the operator finds them."""
+class _State(NamedTuple):
+    """A tensor that an optimizer of torch.optim keeps for a table."""
+
+    of_table: Dict[str, Any]
+    name: str
+    value: Tensor
+    initial: float
+
+    @property
+    def is_sparse(self) -> bool:
+        """The momentum of SGD after sparse gradients."""
+        return self.value.layout == torch.sparse_coo
+
+    def rows(self, num_classes: int) -> Tensor:
+        """Those of new classes, in no memory."""
+        return self.value.new_full((), self.initial).expand(max(0, num_classes - len(self.value)), *self.value.shape[1:])
+
+    def sparse(self, num_classes: int) -> Tensor:
+        """With another number of rows."""
+        value = self.value.coalesce()
+        stays = value.indices()[0] < num_classes
+        return torch.sparse_coo_tensor(value.indices()[:, stays], value.values()[stays], (num_classes, *value.shape[1:]), check_invariants=False)
+
+
+def _states(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Parameter], num_classes: int) -> List[_State]:
+    """The state of tables in an optimizer of torch.optim that has another number of rows. Of row optimizers none: the operator finds it."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{owner}: expected optimizers, got {type(optimizer).__name__}")
-    plans: List[Callable[[], None]] = []
+    states: List[_State] = []
     if isinstance(optimizer, RowOptimizer):
-        return plans
+        return states
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for table in tables:
         for name, value in optimizer.state.get(table, {}).items():
@@ -119,19 +150,8 @@ def _plans(owner: str, optimizer: torch.optim.Optimizer, tables: List[nn.Paramet
                 names = ", ".join(known.__name__ for known in KNOWN_OPTIMIZERS)
                 raise TypeError(f"{owner}: expected optimizers among {names}, whose state has the parameter's shape, got a {type(optimizer).__name__} with "
                                 f"{name} of shape {list(value.shape)}")
-            initial = groups[table].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
-            plans.append(lambda state=optimizer.state[table], name=name, value=value, initial=initial: _resize_state(state, name, value, initial, num_classes))  # type: ignore[misc]
-    return plans
-
-
-def _resize_state(state: Dict[str, Any], name: str, value: Tensor, initial: float, num_classes: int) -> None:
-    if value.layout == torch.sparse_coo:  # the momentum of SGD after sparse gradients
-        value = value.coalesce()
-        stays = value.indices()[0] < num_classes
-        state[name] = torch.sparse_coo_tensor(value.indices()[:, stays], value.values()[stays], (num_classes, *value.shape[1:]), check_invariants=False)
-        return
-    rows = value.new_full((max(0, num_classes - len(value)), *value.shape[1:]), initial)
-    torch.ops.xsoftmax.resize_tables_([value], [rows], num_classes)
+            states.append(_State(optimizer.state[table], name, value, groups[table].get("initial_accumulator_value", 0.0) if name == "sum" else 0.0))
+    return states
 
 
 def _watch(tables: List[nn.Parameter]) -> None:

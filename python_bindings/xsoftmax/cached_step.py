@@ -65,7 +65,8 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[...
         The loss, without gradient. The gradients of all parameters have grown by those of the step; after an error perhaps by a part of them: zero them then.
 
     Raises:
-        ValueError: a chunk_size below 1, inputs of several batch sizes, a tower that gives no row for each of its inputs
+        ValueError: a chunk_size below 1, inputs of several batch sizes, a tower that gives no row for each of its inputs.
+        What the loss or a tower raises.
     """
     owner = "cached_step"
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
@@ -99,5 +100,5 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[...
                     if made.requires_grad:
                         made.backward(of_vectors.grad[part].to(made.dtype))
     finally:
-        after.restore()  # later steps draw anew, also where a chunk fails
+        after.restore()  # also after an error: the next step must not draw what this one drew
     return value.detach()

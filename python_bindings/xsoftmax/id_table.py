@@ -75,6 +75,7 @@ class IdTable(Module):
         for name, tensor in zip(STATE, state):
             self.register_buffer(name, tensor)
         self._attached = []  # type: ignore[var-annotated]  # (table, init) each
+        self._pending = torch.empty(0, dtype=torch.int64, device="cpu")  # rows that an error kept from starting anew
 
     def _state(self) -> List[Tensor]:
         return [self.slots, self.row_ids, self.seen, self.victims, self.counters]
@@ -94,7 +95,8 @@ class IdTable(Module):
 
         Returns:
             (rows int64 [*], evicted int64 [E]): the rows of the ids, and the rows that went from one id to another. The latter have been reset in all that is
-            attached (but not in TorchScript).
+            attached (but not in TorchScript). Where that raises, as an ``init`` may, the ids have their rows already; the next call resets and returns these
+            rows, too.
 
         Raises:
             TypeError: ids are not an int64 tensor.
@@ -105,8 +107,11 @@ class IdTable(Module):
                 self._check_attached(table)
         rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._given("ids", ids), self._state(), self.options)
         evicted = evicted[:int(self.counters[8])]  # how many they are (csrc/ids/id_table.h)
-        if not torch.jit.is_scripting() and evicted.numel() > 0:
-            self._reset(evicted)
+        if not torch.jit.is_scripting():
+            evicted = self._pending = torch.cat([self._pending[~torch.isin(self._pending, evicted)], evicted])
+            if evicted.numel() > 0:
+                self._reset(evicted)
+            self._pending = evicted[:0]
         return rows, evicted
 
     @torch.jit.export
@@ -247,6 +252,7 @@ class IdTable(Module):
                 error_msgs.append(f"IdTable at \"{prefix}\": {error}")
                 return
             state_dict |= {prefix + name: tensor for name, tensor in zip(STATE, state)}
+            self._pending = self._pending[:0]  # whose rows the loaded tables have
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def extra_repr(self) -> str:

@@ -81,7 +81,8 @@ class LinearLoss(TableModule):
 
         The parameters of ``linear`` stay the same objects, so optimizers and modules that share them go on. The rows of the first ``min(N, num_classes)``
         classes stay, with what optimizers keep for them. New rows begin as ``nn.Linear.reset_parameters()`` makes them (uniform in ``1 / sqrt(D)``, whatever
-        the number of classes is, by torch's default generator), and as before their first step. An error changes nothing.
+        the number of classes is, by torch's default generator), and as before their first step. An error changes nothing, except where there is no memory for a
+        sampler: then the tables may be resized, and the loss refuses them until this is called again.
 
         A call costs O(the new rows), averaged over many: the memory of a table grows by quarters, and the first call copies the table. ``state_dict()``,
         ``torch.save``, pickle and deepcopy hold the rows alone. Where a table is copied, tensors that shared its memory without being the parameter (``.data``,

@@ -75,6 +75,39 @@ TEST(IdTable, ARowThatAnotherIdGetsStartsAnew) {
   EXPECT_EQ(counts->total.item<int64_t>(), kCapacity - 1);
 }
 
+TEST(IdTable, AnInitThatDoesNotFitSaysSoWhenItIsAttached) {
+  xsoftmax::nn::IdTable ids = full_table();
+  torch::manual_seed(7);
+  const Tensor expected = torch::rand({1});
+  torch::manual_seed(7);
+  EXPECT_THROW(ids->attach(torch::ones({kCapacity}), [](Tensor rows) { torch::nn::init::kaiming_uniform_(rows); }), c10::Error); // of two dimensions or more
+  ids->attach(torch::ones({kCapacity, 2}), [](Tensor rows) { torch::nn::init::normal_(rows); });
+  EXPECT_TRUE(torch::equal(torch::rand({1}), expected)); // to try it takes no draw
+  ids(longs({500}));
+}
+
+TEST(IdTable, RowsThatAnErrorKeptFromStartingAnewDoSoInTheNextCall) {
+  xsoftmax::nn::IdTable ids = full_table();
+  const Tensor first = torch::ones({kCapacity, 2}), second = torch::ones({kCapacity, 2});
+  bool fails = false;
+  ids->attach(first, [](Tensor rows) { torch::nn::init::constant_(rows, 3); });
+  ids->attach(second, [&](Tensor rows) {
+    TORCH_CHECK(!fails, "no memory");
+    torch::nn::init::constant_(rows, 3);
+  });
+  fails = true;
+  EXPECT_THROW(ids(longs({500})), c10::Error);
+  fails = false;
+  const auto [rows, started] = ids->insert(longs({500}));
+  EXPECT_TRUE(torch::equal(rows, started));
+  EXPECT_EQ(started.numel(), 1);
+  for (const Tensor& table : {first, second}) {
+    EXPECT_TRUE(table.index_select(0, started).eq(3).all().item<bool>());
+    EXPECT_EQ(table.eq(3).sum().item<int64_t>(), 2);
+  }
+  EXPECT_EQ(std::get<1>(ids->insert(longs({500}))).numel(), 0);
+}
+
 TEST(IdTable, StateGoesOnAndADamagedOneIsRefused) {
   const xsoftmax::IdTableOptions options{.eviction = "lru", .admission = 2};
   xsoftmax::nn::IdTable ids = full_table(options), other(kCapacity, options);

@@ -1,5 +1,6 @@
 // loss->resize_classes: a loss that was resized goes on as one that was built at that size and given its state.
 
+#include <c10/core/Allocator.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <xsoftmax/xsoftmax.h>
@@ -208,6 +209,77 @@ TEST(ResizeClasses, OfCandidatesAndClassWeights) {
   EXPECT_EQ(loss->linear->weight.size(0), 29);
   loss->resize_classes(17);
   EXPECT_EQ(loss->weight.size(0), 17);
+}
+
+/// Memory of the CPU, of which one allocation is refused.
+class Refusing : public c10::Allocator {
+ public:
+  Refusing() : inner_(*c10::GetAllocator(c10::kCPU)) { c10::SetAllocator(c10::kCPU, this, kPriority); }
+  ~Refusing() override { c10::SetAllocator(c10::kCPU, &inner_, kPriority); }
+  at::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(--left != 0, "no memory");
+    return inner_.allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return inner_.raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { inner_.copy_data(to, from, bytes); }
+
+  int64_t left = -1; ///< allocations up to the one that is refused
+
+ private:
+  static constexpr uint8_t kPriority = 100;
+  c10::Allocator& inner_;
+};
+
+// Tables of different sizes cannot be trained, saved or resized again.
+TEST(ResizeClasses, WithoutMemoryTablesAndStateChangeTogetherOrNotAtAllAndAnotherCallGoesOn) {
+  constexpr int64_t kBefore = 5000, kAfter = 7000; // rows of so many classes may owe more steps at once
+  for (const auto& [name, make_sampler] : kSamplers) {
+    std::vector<Tensor> expected;
+    bool all_there = false;
+    // First without a refusal, then with one of ever later allocations.
+    for (int64_t refused = 0; !all_there; refused += expected.empty() || name == kSamplers[0].first ? 1 : 7) {
+      torch::manual_seed(0);
+      const std::string what = std::string(name) + ", allocation " + std::to_string(refused);
+      SampledSoftmaxLoss loss(kWidth, kBefore, make_sampler(kBefore), SamplingOptions{}, LossOptions{.bias = true, .weight = torch::ones({kBefore})});
+      optim::RowAdam optimizer(loss->parameters(), optim::RowAdamOptions(0.05));
+      train(loss, optimizer, kBefore, 2, 1);
+      const auto sizes = [&] {
+        std::vector<int64_t> found{loss->linear->weight.size(0), loss->linear->bias.size(0), loss->weight.size(0)};
+        for (const Tensor& table : {loss->linear->weight, loss->linear->bias}) {
+          const auto& state = static_cast<const optim::RowParamState&>(*optimizer.state().at(table.unsafeGetTensorImpl())).tensors;
+          for (const char* each : {"exp_avg", "exp_avg_sq", "last_step"}) {
+            found.push_back(state.at(each).size(0));
+          }
+          found.push_back(state.at("owed").numel() > 3000 ? kAfter : kBefore);
+        }
+        return found;
+      };
+      all_there = refused > 0;
+      {
+        Refusing memory;
+        memory.left = refused;
+        torch::manual_seed(5);
+        try {
+          loss->resize_classes(kAfter);
+        } catch (const c10::Error&) {
+          all_there = false;
+        }
+      }
+      if (refused > 0 && !all_there) {
+        const std::vector<int64_t> found = sizes();
+        EXPECT_EQ(found, std::vector<int64_t>(found.size(), found[0])) << what;
+        EXPECT_EQ(loss->linear->options.out_features(), kBefore) << what;
+        torch::manual_seed(5);
+        loss->resize_classes(kAfter);
+      }
+      EXPECT_EQ(sizes(), std::vector<int64_t>(sizes().size(), kAfter)) << what;
+      const std::vector<Tensor> values = train(loss, optimizer, kAfter, 2, 7);
+      if (refused == 0) {
+        expected = values;
+      }
+      expect_equal(values, expected, what);
+    }
+  }
 }
 
 class FixedLaw : public samplers::SamplerImpl {

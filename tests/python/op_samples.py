@@ -245,7 +245,7 @@ def samples():
         read_examples=("examples.txt",),
         reduced_loss=(torch.rand(Q), target, class_weight, reduction),
         refresh_is_due=(5, 10),
-        resize_tables_=([weight, bias], [torch.randn(3, D), torch.randn(3)], N + 3),
+        resize_tables_=([weight, bias], [torch.randn(3, D), torch.randn(3)], [N + 3, N + 3]),
         sampled_softmax_loss=(input, weight, bias, target, *sets, class_weight, torch.tensor(0.5), options.replace("0.1", "0")),
         scale_gradient=(input, torch.rand(Q, 1), input),
         search_budget=(input, weight, bias, ops.search_index(weight, bias, integers(K, N, dtype=torch.int32), K), 3, 0.9),

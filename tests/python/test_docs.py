@@ -162,6 +162,37 @@ def test_every_header_has_a_place():
     assert sorted(shown) == sorted({path.name for path in (ROOT / "include/xsoftmax").glob("*.h")} - {"xsoftmax.h"})
 
 
+def written_arguments(text):
+    """Of a call in a comment: each argument's words, without its shape, its default and what stands in brackets."""
+    text = re.sub(r"\[[^][]*\]|\([^()]*\)|=[^,]*", "", text)
+    return [re.findall(r"\w+|\.\.\.", part) for part in text.split(",")]
+
+
+def names_in_order(written, names):
+    """Whether each written argument has its name among its words. "..." stands for any number of arguments."""
+    if not written:
+        return not names
+    if written[0] == ["..."]:
+        return any(names_in_order(written[1:], names[skipped:]) for skipped in range(len(names) + 1))
+    return bool(names) and names[0] in written[0] and names_in_order(written[1:], names[1:])
+
+
+def test_contracts_name_the_arguments_of_their_operators():
+    """Where a header says ``operator(arguments) -> result``, which the reference of operators may show, the arguments are those of the schema, in order."""
+    schemas = {schema.name.removeprefix("xsoftmax::"): schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("xsoftmax::")}
+    checked, wrong = set(), []
+    for header in sorted((ROOT / "csrc").rglob("*.h")):
+        comments = " ".join(re.findall(r"^ *//[/!]? ?(.*)$", header.read_text(), re.MULTILINE))
+        comments = re.sub(r"\bX_(?=\w)", "midx_", comments)  # what all families of samplers/adaptive.h have
+        for name, call in re.findall(r"\b(\w+)\(((?:[^()]|\([^()]*\))+)\) ->", comments):
+            if name in schemas:
+                checked.add(name)
+                if not names_in_order(written_arguments(call), [argument.name for argument in schemas[name].arguments]):
+                    wrong.append(f"{header.relative_to(ROOT)}: {name}({call}), but the schema is {schemas[name]}")
+    assert not wrong, "\n".join(wrong)
+    assert len(checked) > 90
+
+
 # ---- links and words
 
 def anchors(page):

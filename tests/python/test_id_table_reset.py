@@ -335,6 +335,46 @@ def test_what_cannot_be_attached():
     assert len(ids._attached) == 1
 
 
+def test_rows_that_an_error_kept_from_starting_anew_do_so_in_the_next_call():
+    """An id must not go on with what another one learnt, whatever an `init` did in between."""
+    fails = [False, True, False]  # when tried, for the first batch, for the second
+
+    def begin_or_fail(rows):
+        if fails.pop(0):
+            raise MemoryError("no memory")
+        begin(rows)
+
+    first, second = (torch.nn.Parameter(torch.ones(C, D)) for _ in range(2))
+    ids = full_table().attach(first, init=begin).attach(second, init=begin_or_fail)
+    with pytest.raises(MemoryError):
+        ids(torch.tensor([500]))
+    assert second.eq(1).all()
+    rows, started = ids.insert(torch.tensor([500]))
+    assert torch.equal(rows, started) and len(started) == 1
+    for table in (first, second):
+        assert table[started].eq(BEGIN).all() and table.eq(BEGIN).sum() == D
+    assert ids.insert(torch.tensor([500]))[1].numel() == 0 and not fails
+
+
+def test_a_row_that_waits_and_is_given_away_again_starts_anew_once():
+    fails = [False, True, False]
+    starts = []
+
+    def begin_or_fail(rows):
+        starts.append(len(rows))
+        if fails.pop(0):
+            raise MemoryError("no memory")
+        begin(rows)
+
+    table = torch.nn.Parameter(torch.ones(C, D))
+    ids = full_table(eviction="lru").attach(table, init=begin_or_fail)
+    with pytest.raises(MemoryError):
+        ids(torch.tensor([500]))
+    ids.remove(torch.tensor([500]))
+    rows, started = ids.insert(torch.tensor([501]))
+    assert torch.equal(rows, started) and starts == [1, 1, 1]  # when tried, for 500, for 501
+
+
 def test_a_table_that_has_another_size_by_now_is_refused_before_anything_changes():
     embedding = torch.nn.Embedding(C, D)
     ids = full_table().attach(embedding)

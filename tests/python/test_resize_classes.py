@@ -2,6 +2,10 @@
 
 import copy
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -398,9 +402,9 @@ def test_tables_on_memory_of_others_move_to_memory_of_their_own(tmp_path):
 def test_a_table_without_rows_takes_nothing_from_what_shared_its_memory():
     table = torch.ones(N, D)
     whole = table.detach()
-    torch.ops.xsoftmax.resize_tables_([table], [torch.empty(0, D)], 0)
+    torch.ops.xsoftmax.resize_tables_([table], [torch.empty(0, D)], [0])
     assert table.shape == (0, D) and whole.untyped_storage().nbytes() == N * D * 4
-    torch.ops.xsoftmax.resize_tables_([table], [torch.zeros(N, D)], N)
+    torch.ops.xsoftmax.resize_tables_([table], [torch.zeros(N, D)], [N])
     assert not table.any() and (whole == 1).all()
 
 
@@ -547,6 +551,71 @@ def test_tables_over_ranks_are_refused_and_those_resized_before_go_over_ranks(tm
         dist.destroy_process_group()
 
 
+NO_MEMORY = """
+import resource, torch, xsoftmax as xs
+torch.manual_seed(0)
+N, D, MORE = 1_000_000, 16, 1_100_000
+loss = xs.LinearCrossEntropyLoss(D, N, weight=torch.ones(N))
+adam = torch.optim.Adam(loss.parameters())
+loss.linear.weight.grad = torch.ones_like(loss.linear.weight)
+adam.step()
+loss.linear.weight.grad = None
+state, old = adam.state[loss.linear.weight], loss.linear.weight.detach()  # which keeps the former memory
+
+def sizes():
+    return [len(each) for each in (loss.linear.weight, state["exp_avg"], state["exp_avg_sq"], loss.weight)] + [loss.num_classes, loss.linear.out_features]
+
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 120_000_000, resource.RLIM_INFINITY))  # of three tables, 80 MB each, one
+try:
+    loss.resize_classes(MORE, optimizers=[adam])
+    print("expected an error of memory")
+except (RuntimeError, MemoryError):
+    assert sizes() == [N] * 6, sizes()
+    assert torch.equal(loss.linear.weight, old)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    loss.resize_classes(MORE, optimizers=[adam])
+    assert sizes() == [MORE] * 6, sizes()
+    assert state["exp_avg"][:N].all() and not state["exp_avg"][N:].any() and loss.weight.eq(1).all()
+    print("nothing changed")
+"""
+
+
+def test_without_memory_for_one_of_the_tables_none_changes():
+    """What has other numbers of rows than its neighbours cannot be trained, saved or resized again."""
+    if not Path("/proc/self/statm").is_file():
+        pytest.skip("needs /proc")
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "nothing changed", done.stdout + done.stderr
+
+
+def test_another_call_goes_on_where_a_sampler_found_no_memory(monkeypatch):
+    loss, call = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=5, weight=torch.ones(N)), dict(weight=torch.full((LARGER - N,), 2.0))
+
+    def no_memory():
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loss.sampler, "plan_resize", lambda *given: no_memory)
+        with pytest.raises(MemoryError):
+            loss.resize_classes(LARGER, **call)
+    with pytest.raises(ValueError, match=f"expected linear.weight with a row for each of {N} classes, got shape"):
+        loss(torch.randn(3, D), torch.tensor([1, 2, 3]))
+    loss.resize_classes(LARGER, **call)
+    assert loss.weight.tolist() == [1.0] * N + [2.0] * (LARGER - N) and loss.sampler.num_classes == LARGER
+    assert loss(torch.randn(3, D), torch.tensor([1, 2, LARGER - 1])).isfinite()
+
+
+def test_an_optimizer_given_twice_follows_once():
+    loss = xs.LinearCrossEntropyLoss(D, N)
+    adam = torch.optim.Adam(loss.parameters())
+    loss.linear.weight.grad = torch.ones_like(loss.linear.weight)
+    adam.step()
+    loss.resize_classes(LARGER, optimizers=[adam, adam])
+    assert adam.state[loss.linear.weight]["exp_avg"].shape == (LARGER, D)
+
+
 def test_streaming_counts_of_ids_that_come_and_go():
     counts = xs.samplers.StreamingCounts(6, half_life=8.0)
     counts.update(torch.tensor([0, 1, 1, 5, 5, 5]))
@@ -561,4 +630,4 @@ def test_streaming_counts_of_ids_that_come_and_go():
 
 def test_operator_is_what_its_schema_says():
     table, rows = torch.randn(N, D), torch.randn(3, D)
-    torch.library.opcheck(torch.ops.xsoftmax.resize_tables_.default, ([table], [rows], N + 3), test_utils=("test_schema",))
+    torch.library.opcheck(torch.ops.xsoftmax.resize_tables_.default, ([table], [rows], [N + 3]), test_utils=("test_schema",))

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -266,6 +268,37 @@ def test_queries_that_are_not_finite_lower_no_budget():
     budget = loss.search_index(like).budget(10, 0.9)
     # They find the same whatever is read: counted, they would lower the number of cells that a recall takes.
     assert loss.search_index(torch.cat([like, torch.full((3000, 5), float("nan"))])).budget(10, 0.9) == budget > 1
+
+
+@pytest.mark.parametrize("k, wanted", [(1, 0.5), (7, 0.8), (7, 1.0), (60, 0.9)])
+def test_the_budget_is_the_first_whose_searches_find_enough(k, wanted):
+    query, weight, bias = problem(200, 6, 900)
+    index, want = made(weight, bias, codewords=5), expected(query, weight, bias, k)[1]
+
+    def finds_enough(budget):
+        found = ops.search_topk(query, weight, bias, index, k, f"max_cells={budget}")[1]
+        of_query = (found.unsqueeze(2) == want.unsqueeze(1)).any(2).double().mean(1)
+        return of_query.mean() - of_query.std() / len(query) ** 0.5 >= wanted
+
+    tried = [budget for budget in (1, 2, 3, 4, 6, 8, 12, 16, 24) if budget < 25]
+    assert ops.search_budget(query, weight, bias, index, k, wanted).item() == next((budget for budget in tried if finds_enough(budget)), 25)
+
+
+PEAK = """
+import resource, torch, xsoftmax
+torch.manual_seed(0)
+query, weight = torch.randn(1500, 4), torch.randn(1200, 4)
+index = torch.ops.xsoftmax.midx_search_index(weight, None, None, None, 3, torch.tensor(0))
+torch.ops.xsoftmax.search_topk(query, weight, None, index, 1000, "")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+torch.ops.xsoftmax.search_budget(query, weight, None, index, 1000, 1.0)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+"""
+
+
+def test_memory_of_a_budget():
+    """[Q, k, k] of one byte would be 1.5 GB; [Q, k] of int64 is 12 MB."""
+    assert int(subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True).stdout) < 20 * 12e6
 
 
 def test_errors():

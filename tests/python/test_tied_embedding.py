@@ -72,6 +72,26 @@ def test_a_replicated_table_is_left_out_by_all_its_names():
     assert torch.equal(first, second) and torch.equal(table, other) and first.ne(0).any()
 
 
+def look_up(rank, id_of_the_second):
+    torch.manual_seed(0)
+    loss = xs.distributed.shard_classes(Model("mean", True).loss)
+    embedding, message = xs.distributed.TiedEmbedding(loss), None
+    try:
+        embedding(torch.tensor([[3, 20], [id_of_the_second if rank == 1 else 0, 5]]))
+    except IndexError as error:
+        message = str(error)
+    return message, embedding(torch.tensor([rank, 22])).detach()  # the ranks still work together
+
+
+@pytest.mark.parametrize("bad", [-1, N, 1000])  # N: in what the last rank's chunk would have, were it full
+def test_an_id_out_of_range_is_an_error_on_all_ranks(bad):
+    """One that raised alone would leave the others waiting for it."""
+    (first, rows), (second, others) = ranks(2).run(look_up, bad)
+    assert second == f"TiedEmbedding: expected ids in [0, {N}), got {bad} on rank 1"
+    assert first == f"TiedEmbedding: expected ids in [0, {N}), got another on rank 1"
+    assert rows.shape == (2, D) and torch.equal(rows[1], others[1])
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match="TiedEmbedding: expected a loss that shard_classes was called with, got SampledSoftmaxLoss"):
         xs.distributed.TiedEmbedding(xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=3))

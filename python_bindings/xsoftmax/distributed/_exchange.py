@@ -139,16 +139,20 @@ class Requests:
     Args:
         numbers: int64, those for the first rank first.
         owners: which rank each of them is asked of, rising.
+        valid: whether there are such numbers. Where a rank says that there are not, no rank asks for any.
     """
 
-    def __init__(self, numbers: Tensor, owners: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, numbers: Tensor, owners: Tensor, group: dist.ProcessGroup, valid: bool = True) -> None:
         self.group = group
-        counts = torch.bincount(owners, minlength=dist.get_world_size(group))
+        ranks = dist.get_world_size(group)
+        counts = torch.bincount(owners, minlength=ranks) if valid else owners.new_full([ranks], -1)
         others = torch.empty_like(counts)
         dist.all_to_all_single(others, counts, group=group)
         self.asked: List[int] = counts.tolist()
         self.owed: List[int] = others.tolist()
-        self.numbers = self.give_back(numbers)
+        self.refused_by = [rank for rank, count in enumerate(self.owed) if count < 0]
+        """The ranks whose numbers were not valid, which all ranks know."""
+        self.numbers = numbers[:0] if self.refused_by else self.give_back(numbers)
         """That this rank is asked for, by the first rank, the second, ..."""
 
     def answer(self, answers: Tensor) -> Tensor:
@@ -184,10 +188,16 @@ def row_gradient(rows: Tensor, values: Tensor, num_rows: int, sparse: bool) -> T
     return grad if sparse else grad.to_dense()
 
 
-def row_requests(classes: Tensor, shards: ClassShards) -> Requests:
-    """Of the rows of rising, different classes, which each rank numbers from its first one."""
-    owners = shards.owners(classes)
-    return Requests(classes - owners * shards.chunk, owners, shards.group)
+def row_requests(owner: str, argument: str, classes: Tensor, shards: ClassShards) -> Requests:
+    """Of the rows of rising, different classes, which each rank numbers from its first one. Where a rank has a class that is none, all ranks raise
+    IndexError: one that raised alone would leave the others waiting."""
+    owners, bad = shards.owners(classes), (classes < 0) | (classes >= shards.num_classes)
+    wrong = classes[bad][:1].tolist()
+    requests = Requests(classes - owners * shards.chunk, owners, shards.group, valid=not wrong)
+    if requests.refused_by:
+        raise IndexError(f"{owner}: expected {argument} in [0, {shards.num_classes}), got {wrong[0] if wrong else 'another'} on rank "
+                         f"{shards.rank if wrong else requests.refused_by[0]}")
+    return requests
 
 
 def same_generator(generator: Optional[torch.Generator], device: torch.device, group: dist.ProcessGroup) -> torch.Generator:

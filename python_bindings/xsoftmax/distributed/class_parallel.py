@@ -247,7 +247,7 @@ class ShardedLoss(LinearLoss):
         classes, places = unique_of([mine[mine >= 0], *ids])
         known = torch.full_like(mine, NO_CLASS)
         known[mine >= 0] = places[0]
-        requests = row_requests(classes, self._shards)
+        requests = row_requests(self._name, "candidates", classes, self._shards)
         weight = FetchRows.apply(self.linear.weight, requests, self.sparse_grad)
         bias = None if self.linear.bias is None else FetchRows.apply(self.linear.bias, requests, self.sparse_grad)
         options = {name: getattr(self, name) for name in self._option_names}

@@ -34,11 +34,11 @@ class TiedEmbedding(Module):
         return self._of[0].linear.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: int64, any shape -> their rows [*ids.shape, D]."""
+        """ids: int64 in [0, N), any shape -> their rows [*ids.shape, D]. Where a rank has others, all ranks raise IndexError."""
         loss, = self._of
         shards = loss._shards
         classes, (places,) = unique_of([ids])
-        rows = F.embedding(places, FetchRows.apply(self.weight, row_requests(classes, shards), self.sparse))
+        rows = F.embedding(places, FetchRows.apply(self.weight, row_requests("TiedEmbedding", "ids", classes, shards), self.sparse))
         # What arrives of a mean or a sum is W times a rank's share, see shard_classes.
         return rows if loss.reduction == "none" else ScaleGradient.apply(rows, 1 / shards.size)
 

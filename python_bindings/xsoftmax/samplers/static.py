@@ -102,8 +102,8 @@ class StaticSampler(Sampler):
 
     @torch.jit.unused
     def plan_resize(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Callable[[], None]:
-        """New classes weigh as much as the lightest one that is drawn. Tables are laid out anew, O(N), where classes go that have not come since the last
-        time, and where a quarter as many have come: so classes that come cost O(1) each, averaged over many."""
+        """New classes weigh as much as the lightest one that is drawn; in a log-uniform law what it gives their ids. Tables are laid out anew, O(N), where
+        classes go that have not come since the last time, and where a quarter as many have come: so classes that come cost O(1) each, averaged over many."""
         tables, options = torch.ops.xsoftmax.static_resize(type(self).__name__, self._tables(), num_classes, self._law, self.options)
 
         def resize() -> None:
