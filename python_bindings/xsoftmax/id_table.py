@@ -183,6 +183,8 @@ class IdTable(Module):
                     for rows in _tables_of(table):
                         init(torch.empty_like(rows[:1]))  # what does not fit says so now, and not when rows are to be reset
         self._attached += [(table, init) for table in tables]
+        if not hasattr(IdTable._reset, "_torchdynamo_disable"):  # here and not where it is defined: it imports torch's compiler, which takes seconds
+            IdTable._reset = torch.compiler.disable(IdTable._reset)  # type: ignore[method-assign]
         return self
 
     @torch.jit.unused
@@ -208,7 +210,6 @@ class IdTable(Module):
             raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")  # type: ignore[attr-defined]
 
     @torch.jit.unused
-    @torch.compiler.disable
     @torch.no_grad()
     def _reset(self, rows: Tensor) -> None:
         optimizers = [table for table, _ in self._attached if isinstance(table, torch.optim.Optimizer)]

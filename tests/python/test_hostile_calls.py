@@ -15,7 +15,7 @@ from pathlib import Path
 from hostile_calls import NOTE
 
 CALLS = int(os.environ.get("XSOFTMAX_HOSTILE_CALLS", 12_000))
-LIMIT = float(os.environ.get("XSOFTMAX_HOSTILE_SECONDS", 30))  # for one call; more than any takes on a machine that is busy
+LIMIT = float(os.environ.get("XSOFTMAX_HOSTILE_SECONDS", 90))  # for one call; more than any takes on a machine that is busy
 WORKERS = 2
 
 
