@@ -4,7 +4,7 @@
         examples/language_model/train.py --data ptb --lr 0.1 -- examples/language_model/train.py --data ptb --lr 0.1 --row-wise
 
 A command is what follows `python`, or one of torchrun, without --output. Of several commands the first column has the options in which they differ, or
---names. With --mean those that differ in --seed alone are one: means over the seeds, and their standard errors. What has been run is not run again: --out keeps it.
+--names. With --mean those that differ in --seed alone are one: means over the seeds, and their standard errors. --out keeps runs, which are not made again.
 Runs share the machine (--jobs), so their times mean nothing: name the columns that do.
 """
 

@@ -198,8 +198,8 @@ def check_linear(owner: str, linear: Any) -> None:
     if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
         raise TypeError(f"{owner}: expected an nn.Linear whose sizes are known, got {type(linear).__name__}: run the model once before")
     if "parametrizations" not in linear._modules and ("weight" not in linear._parameters or "bias" not in linear._parameters):
-        raise ValueError(f"{owner}: expected an nn.Linear whose weight and bias are parameters, got one where a hook computes them (torch.nn.utils.weight_norm, "
-                         "spectral_norm, prune): use torch.nn.utils.parametrizations and sparse_grad=False, or prune.remove")
+        raise ValueError(f"{owner}: expected an nn.Linear whose weight and bias are parameters, got one where a hook computes them "
+                         "(torch.nn.utils.weight_norm, spectral_norm, prune): use torch.nn.utils.parametrizations and sparse_grad=False, or prune.remove")
 
 
 def refuse_parametrized(module: nn.Module) -> None:

@@ -136,7 +136,8 @@ def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.
 
     Raises:
         TypeError: a loss without a class table, such as a :class:`TwoTowerLoss` or one over a tree; an argument of another type
-        ValueError: shapes that do not fit; no target that counts; queries that are not finite; a name that no sampler has; counts of another size, negative or all zero
+        ValueError: shapes that do not fit; no target that counts; queries that are not finite; a name that no sampler has; counts of another
+            size, negative or all zero
         RuntimeError: a table that is split or replicated over ranks; fewer seconds than a step of each takes
     """
     start = time.perf_counter()

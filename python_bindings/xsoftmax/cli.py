@@ -79,8 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--arity", type=int, default=16, help="children of a node of the tree of labels")
     train.add_argument("--max-leaf-size", type=int, default=100, help="labels below a node of the lowest layer")
     train.add_argument("--label-features", help=".npz [labels, F]: features of the labels, which the tree takes beside the examples of a label")
-    train.add_argument("--negatives", default="tfn", help="the examples that a node learns to refuse. tfn: those with a label below its parent. man: those that a "
-                       "search brings to its parent. tfn+man: both")
+    train.add_argument("--negatives", default="tfn", help="the examples that a node learns to refuse. tfn: those with a label below its parent. man: "
+                       "those that a search brings to its parent. tfn+man: both")
     train.add_argument("--beam", type=int, default=10, help="nodes of a layer that the search for man goes on from")
     train.add_argument("--loss", default="squared_hinge", choices=["squared_hinge", "hinge", "logistic"], help="of each node's classifier")
     train.add_argument("--positive-cost", type=float, default=1.0, help="weight of the examples that a node should accept")

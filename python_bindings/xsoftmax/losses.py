@@ -58,8 +58,8 @@ class LinearLoss(TableModule):
 
         Raises:
             TypeError: `linear` is no ``nn.Linear``, or is a lazy one whose sizes are not known, or `kwargs` has an argument that `linear` gives.
-            ValueError: as the constructor; a hook computes the weight (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``); or a parametrization does,
-                beside sparse_grad=True.
+            ValueError: as the constructor; a hook computes the weight (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``); or a parametrization
+                does, beside sparse_grad=True.
         """
         check_linear(f"{cls.__name__}.from_linear", linear)
         if given := {"in_features", "num_classes", "bias", "device", "dtype"} & set(kwargs):
