@@ -66,7 +66,6 @@ def cached_step(loss: Callable[..., Tensor], towers: Sequence[Tuple[Callable[...
 
     Raises:
         ValueError: a chunk_size below 1, inputs of several batch sizes, a tower that gives no row for each of its inputs.
-        What the loss or a tower raises.
     """
     owner = "cached_step"
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:

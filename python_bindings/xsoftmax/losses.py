@@ -94,8 +94,8 @@ class LinearLoss(TableModule):
           again with it.
         - Samplers follow (:meth:`Sampler.resize <xsoftmax.samplers.Sampler.resize>`). Expected counts stay exact, and classes that are gone are never drawn.
           New classes cost O(1) each, averaged over many: those of a static distribution have their weight at once; an index that follows the table knows their
-          places, and draws them evenly until it is next laid out (:meth:`AdaptiveSampler.plan_growth
-          <xsoftmax.samplers.adaptive.AdaptiveSampler.plan_growth>`). Three cases cost O(N) a call: the tables of a static distribution, and an index, where
+          places, and draws them evenly until it is next laid out
+          (:meth:`xsoftmax.samplers.AdaptiveSampler.plan_growth`). Three cases cost O(N) a call: the tables of a static distribution, and an index, where
           other classes go than those that have come since the last layout; and an index of distinct draws where classes come.
         - ``.grad`` of the parameters, which has the former size, becomes None: call this after ``step()``. A backward pass of an earlier forward pass is
           refused. A call with the present number of classes changes neither.
