@@ -65,6 +65,18 @@ def test_papers_that_docstrings_name_are_cited():
     assert found > 30
 
 
+def test_folders_of_csrc_include_those_below():
+    """The floors that CONTRIBUTING.md names."""
+    sentence = re.search(r"includes headers of those below it alone: (.*?)\. A test", read("CONTRIBUTING.md"), re.S)[1]
+    floors = [re.findall(r"`(\w+)`", floor) for floor in sentence.split("<")]
+    height = {folder: number for number, floor in enumerate(floors) for folder in floor}
+    assert set(height) == {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        for folder in set(re.findall(r'#include "(\w+)/', path.read_text())) & set(height):
+            here = path.parent.name
+            assert folder == here or height[folder] < height[here], f"{path.relative_to(ROOT)} includes a header of {folder}"
+
+
 def estimators():
     return {*torch.ops.xsoftmax.estimator_names(), "complementary_sum"}
 
