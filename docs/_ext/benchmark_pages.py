@@ -82,7 +82,7 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
     if not bare:
         machine = record["machine"]
         busy = " Other programs ran beside." if record["loaded"] else ""
-        parts.append(f"```sh\n{record['command']}\n```")
+        parts.append(f"```{{code-block}} sh\n:class: wrapped\n\n{record['command']}\n```")
         parts.append(f"*Recorded {record['date']}, at commit {record['commit']}. Machine: {machine_name(record)}, "
                      f"of {machine['cores']} cores; torch {machine['torch']}.{busy}*")
     for one in chosen:
