@@ -72,7 +72,11 @@ std::tuple<Tensor, Tensor> IdTableImpl::insert(const Tensor& ids) {
   }
   const auto [rows, padded] = op.call(ids, state(), options_);
   const Tensor now = padded.narrow(0, 0, counters[kEvicted].item<int64_t>());
-  pending_ = at::cat({pending_.masked_select(at::isin(pending_, now).logical_not()), now}); // what an error here left is made up by the next call
+  if (pending_.numel() > 0) { // what an error here left is made up by the next call
+    pending_ = at::cat({pending_.masked_select(at::isin(pending_, now).logical_not()), now});
+  } else {
+    pending_ = now;
+  }
   if (pending_.numel() > 0) {
     for (const auto& reset : attached_) {
       reset(pending_);

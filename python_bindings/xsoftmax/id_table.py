@@ -108,10 +108,12 @@ class IdTable(Module):
         rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._given("ids", ids), self._state(), self.options)
         evicted = evicted[:int(self.counters[8])]  # how many they are (csrc/ids/id_table.h)
         if not torch.jit.is_scripting():
-            evicted = self._pending = torch.cat([self._pending[~torch.isin(self._pending, evicted)], evicted])
+            if self._pending.numel() > 0:
+                evicted = torch.cat([self._pending[~torch.isin(self._pending, evicted)], evicted])
             if evicted.numel() > 0:
+                self._pending = evicted
                 self._reset(evicted)
-            self._pending = evicted[:0]
+                self._pending = evicted[:0]
         return rows, evicted
 
     @torch.jit.export
