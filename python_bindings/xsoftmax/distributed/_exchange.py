@@ -139,13 +139,15 @@ class Requests:
     Args:
         numbers: int64, those for the first rank first.
         owners: which rank each of them is asked of, rising.
-        valid: whether there are such numbers. Where a rank says that there are not, no rank asks for any.
+        invalid: bool [], whether one of the numbers is none; it travels with the counts, so no step waits for it. Where it is so on a rank, no rank asks.
     """
 
-    def __init__(self, numbers: Tensor, owners: Tensor, group: dist.ProcessGroup, valid: bool = True) -> None:
+    def __init__(self, numbers: Tensor, owners: Tensor, group: dist.ProcessGroup, invalid: Optional[Tensor] = None) -> None:
         self.group = group
         ranks = dist.get_world_size(group)
-        counts = torch.bincount(owners, minlength=ranks) if valid else owners.new_full([ranks], -1)
+        counts = torch.bincount(owners.clamp(0, ranks - 1), minlength=ranks)
+        if invalid is not None:
+            counts = counts.masked_fill(invalid, -1)
         others = torch.empty_like(counts)
         dist.all_to_all_single(others, counts, group=group)
         self.asked: List[int] = counts.tolist()
@@ -192,9 +194,9 @@ def row_requests(owner: str, argument: str, classes: Tensor, shards: ClassShards
     """Of the rows of rising, different classes, which each rank numbers from its first one. Where a rank has a class that is none, all ranks raise
     IndexError: one that raised alone would leave the others waiting."""
     owners, bad = shards.owners(classes), (classes < 0) | (classes >= shards.num_classes)
-    wrong = classes[bad][:1].tolist()
-    requests = Requests(classes - owners * shards.chunk, owners, shards.group, valid=not wrong)
+    requests = Requests(classes - owners * shards.chunk, owners, shards.group, invalid=bad.any())
     if requests.refused_by:
+        wrong = classes[bad][:1].tolist()
         raise IndexError(f"{owner}: expected {argument} in [0, {shards.num_classes}), got {wrong[0] if wrong else 'another'} on rank "
                          f"{shards.rank if wrong else requests.refused_by[0]}")
     return requests
