@@ -25,9 +25,10 @@ from .hierarchical_matcher import HierarchicalMatcher
 from .id_table import IdTable
 from ._long_work import progress
 from .label_tree import LabelTree
-from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
+from .linear_losses import LinearCrossEntropyLoss, LinearLoss
 from .replace import replace_head, restore_head
 from .retrieval import SearchIndex, SearchResult, to_faiss
+from .sampled_softmax_loss import SampledSoftmaxLoss
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear

@@ -13,7 +13,7 @@ from .optim._base import RowOptimizer
 from .optim.settle import settle
 
 if TYPE_CHECKING:
-    from .losses import LinearLoss
+    from .linear_losses import LinearLoss
 
 # Whose state of a parameter is 0 before the parameter's first gradient, but for the sum of Adagrad.
 KNOWN_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SparseAdam,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ._checks import check_count
 from .diagnose import GradientError
-from .losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
+from .linear_losses import LinearCrossEntropyLoss, LinearLoss
+from .sampled_softmax_loss import SampledSoftmaxLoss
 from .samplers import InBatchSampler, Sampler, UnionSampler, make_sampler
 from .two_tower import TwoTowerLoss
 

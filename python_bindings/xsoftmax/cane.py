@@ -8,7 +8,7 @@ from torch.types import Device
 
 from ._checks import check_bool, check_count
 from ._memory import device_of_values
-from .losses import CandidateLoss, different_ids
+from .linear_losses import CandidateLoss, different_ids
 from .samplers import CandidateSet, Sampler, StreamingCounts
 from .samplers.complement import noise_outside
 

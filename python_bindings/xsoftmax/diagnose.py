@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._checks import check_count
 from ._table import flat_queries
-from .losses import SampledSoftmaxLoss
+from .sampled_softmax_loss import SampledSoftmaxLoss
 
 _CHUNK = 1 << 22  # (query, class) pairs at once
 

@@ -10,7 +10,7 @@ from ._options import option_text
 from ._resize import KNOWN_OPTIMIZERS
 from ._table import fresh_rows
 from ._typing import Module
-from .losses import LinearLoss
+from .linear_losses import LinearLoss
 from .optim import reset_rows
 from .optim._base import RowOptimizer
 from .samplers import Sampler

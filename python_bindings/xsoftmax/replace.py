@@ -5,7 +5,7 @@ from typing import Any, List, Optional, Tuple, Type
 
 from torch import nn
 
-from .losses import LinearLoss, Loss, check_loss_class
+from .linear_losses import LinearLoss, Loss, check_loss_class
 
 
 class MovedHead(nn.Identity):

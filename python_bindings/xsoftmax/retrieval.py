@@ -13,7 +13,7 @@ from ._table import flat_queries
 from .samplers import MidxSampler
 
 if TYPE_CHECKING:
-    from .losses import LinearLoss
+    from .linear_losses import LinearLoss
 
 _CELL_SIZE = 32        # of a sampler's cells, at least: smaller ones cost more than they save
 _CALIBRATING = 256     # queries that say how many cells a recall takes

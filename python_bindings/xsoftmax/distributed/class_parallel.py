@@ -13,7 +13,8 @@ from .._memory import device_of_values, table_empty
 from .._options import option_text
 from .._table import TableModule, flat_queries, refuse_data_parallel
 from ..estimators import is_registered
-from ..losses import LinearCrossEntropyLoss, LinearLoss, SampledSoftmaxLoss
+from ..linear_losses import LinearCrossEntropyLoss, LinearLoss
+from ..sampled_softmax_loss import SampledSoftmaxLoss
 from ..samplers import columns_of
 from ._candidates import candidate_numbers, draws_for_a_part, drawing_for, of_rank, without_a_draw
 from ._exchange import (ClassShards, FetchRows, GatherQueries, ScaleGradient, ScatterShares, ScoresOfAll, SumOverRanks, rank_generator,

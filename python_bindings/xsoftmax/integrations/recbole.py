@@ -6,7 +6,7 @@ from typing import Any, Type, TypeVar
 from torch import Tensor, nn
 
 from .. import tables
-from ..losses import LinearLoss, check_loss_class
+from ..linear_losses import LinearLoss, check_loss_class
 
 __all__ = ["replace_head"]
 

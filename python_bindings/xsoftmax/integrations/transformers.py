@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 from .. import optim
 from .._first_step import row_optimizer, row_sparse_tables
 from .._table import _settle_linear
-from ..losses import LinearLoss, check_loss_class
+from ..linear_losses import LinearLoss, check_loss_class
 from .accelerate import Accelerator
 
 __all__ = ["NoLogits", "RowTrainer", "Trainer", "replace_head", "restore_head"]

@@ -1,0 +1,306 @@
+"""Sampled softmax over a class table."""
+
+import math
+import numbers
+from typing import Any, Callable, Dict, List, Optional, Union
+
+import torch
+from torch import Tensor, nn
+from torch.types import Device
+
+from ._checks import check_bool
+from ._memory import device_of_values, moved_table
+from .estimators import check_estimator, has_noise, registered_loss
+from .linear_losses import CandidateLoss, different_ids
+from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
+from .samplers.complement import noise_outside
+
+
+class SampledSoftmaxLoss(CandidateLoss):
+    r"""Sampled softmax: the cross entropy over sampled classes in train(), and the exact cross entropy in eval().
+
+    In eval() ``loss(input, target) == F.cross_entropy(loss.linear(input), target, weight, ...)``, as :class:`LinearCrossEntropyLoss` computes it. Evaluate
+    under torch.no_grad(): where gradients are recorded, the exact gradients are computed together with the loss.
+
+    In train() a step scores the target, the `head_classes` and the drawn classes. The forward pass reads no other row of the table, and the gradient of the
+    table is row-sparse. Let s be the scores, y the target, and c_j the expected count of class j: M q_j for M independent draws from q, the inclusion
+    probability for distinct draws, 1 for a head class. The loss of a query is::
+
+        loss = log(e^{s_y} + sum_{j drawn, j != y} e^{s_j} / c_j) - s_y
+
+    This is, for one set of distinct classes that the batch shares, with `ids` [M] and `log_count` [M]::
+
+        s = F.linear(input, linear.weight[ids], linear.bias[ids]) - log_count                                  # [Q, M]
+        s = s.masked_fill(ids == target[:, None], -inf)
+        s_y = (input * linear.weight[target]).sum(1) + linear.bias[target]                                      # [Q]
+        loss = F.cross_entropy(torch.cat([s_y[:, None], s], 1), torch.zeros_like(target))
+
+    Independent draws are renormalised to the classes other than y: their sum is multiplied by (M - c_y) / m, where m of the M draws are not y (Chen et al.,
+    2025, section 3.2).
+
+    Args:
+        in_features: D, the width of a query; at least 0.
+        num_classes: N, at least 1.
+        sampler: where the drawn classes come from. The loss has it as `loss.sampler`; beside head classes that is another object than the one given.
+
+            - A :class:`xsoftmax.samplers.Sampler`. It says itself how many classes it draws, for the batch or for each query, and belongs to this loss alone.
+            - The name of one: "uniform", "log_uniform" (for classes sorted by falling frequency), "in_batch", "midx", "lsh", "sphere", "rff", or a name that
+              :func:`xsoftmax.samplers.register` was given.
+            - None: the candidates are the head and the negatives of each call.
+
+        num_samples: of a sampler that is named: how many classes it draws for the batch (shared) or for each query. None: its default; "uniform" and
+            "log_uniform" have none, and "in_batch" takes None alone.
+        shared: of a sampler that is named: True: one set of draws for the whole batch (one matrix product); False: one for each query. None: as suits it.
+        estimator: how the scores become a loss. None takes what suits the sampler: "ranking" where all draws are private, independent and follow the class
+            table (there are few of them, near the softmax, and the optimum of "ranking" is the softmax for any number of them), else "sampled_softmax".
+
+            - "sampled_softmax": the formula above.
+            - "ranking": lowers the target's score by its log expected count as well, as TensorFlow's sampled softmax does. Near the softmax its gradient is the
+              full one times about M / (M + 1). Its value does not estimate that of the exact loss: look at the loss in eval(). With head classes, a target
+              outside the head takes the place of a draw.
+            - "complementary_sum": "sampled_softmax" with all draws from the classes other than the target, private to each query, by
+              :class:`xsoftmax.samplers.ComplementSampler` (Botev et al., 2017).
+            - "nce" (Gutmann and Hyvärinen, 2012), "negative_sampling" (Mikolov et al., 2013), "one_vs_each" (Titsias, 2016), "blackout" (Ji et al., 2016) and
+              "importance" (Bengio and Senécal, 2003). These do not estimate the softmax loss.
+            - "cane" and "cane_log_of_mean" (Han et al., 2018, Algorithm 1): the candidates are the head and distinct draws, and the noise is the independent
+              draws; see :class:`CaneLoss`.
+            - a name that :func:`xsoftmax.register_estimator` was given.
+
+            ``xsoftmax::candidate_loss`` in ops.h has the formulas. Only the first two take label_smoothing.
+        log_z: for "nce": the log normaliser, which is subtracted from all scores. A finite number, or "learned": a 0-dim parameter `log_z` that begins at 0.
+        remove_accidental_hits: draws that equal the target are dropped. False with "sampled_softmax" is Eq. 1 of Chen et al. (2025), whose gradient is the full
+            one times about 1 / (1 + p_y), p_y the probability of the target. "ranking", "nce" and CANE keep such draws among independent ones in any case:
+            without them their optimum is not the softmax.
+        bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
+        label_smoothing: e in [0, 1]: (1 - e) of the loss, and e of (log normaliser - mean score of all classes). That mean is estimated from the target and the
+            candidates, with the weights above. Not beside class weights.
+        positives: as in :class:`LinearCrossEntropyLoss`. Draws that hit another positive of the query take no part, and independent draws of one set are
+            renormalised to the classes that are no positive. "sum" goes with all estimators but CANE.
+        head_classes: classes that are always scored: how many of the first ids, or an int64 tensor [H] of different ids. The sampler then draws from the other
+            classes. Where it cannot leave classes out, the expected counts of head and draws add up.
+        sparse_grad: True: the gradient of the table is sparse COO with a static number of rows, for xsoftmax.optim and for torch.optim.SGD, Adagrad and
+            SparseAdam. False: it is dense.
+        device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
+
+    Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*] or [*, T]; a scalar, or [*] with reduction="none".
+
+    Raises:
+        ValueError: an option out of range, or options that do not go together; a name of a sampler or an estimator that is not known; a sampler of another
+            number of classes, or one that belongs to another loss; more distinct draws than classes; a shape that does not fit; a call without candidates; a
+            table with a NaN or an infinity when a sampler that follows the table refreshes; a parametrized table beside sparse_grad=True.
+        TypeError: an option of another type; an argument that is not a dense tensor; `input` of another dtype or device than the table; `target` or ids not
+            int64.
+        IndexError: an id of head_classes is not in [0, N); a target is not in [0, N) and not ignore_index; a negative is not in [0, N) and not -1 (all checked
+            on the CPU).
+        RuntimeError: a call inside a transform of ``torch.func``, or in a DistributedDataParallel model whose table was not prepared by
+            :mod:`xsoftmax.distributed`.
+    """
+
+    def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str, None], num_samples: Optional[int] = None,
+                 shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
+                 log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+                 ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", head_classes: Union[int, Tensor] = 0,
+                 sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+        super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
+                         label_smoothing=label_smoothing, positives=positives, device=device, dtype=dtype)
+        name = self._name
+        outside = estimator == "complementary_sum"
+        if not outside and estimator is not None:
+            check_estimator(name, estimator, label_smoothing, more=("complementary_sum",))
+        if weight is not None and label_smoothing != 0.0:
+            raise ValueError(f"{name}: expected label_smoothing=0 beside class weights: their weighted mean over all classes "
+                             f"cannot be had from a sample; got {label_smoothing}")
+        device = device_of_values(device)
+        head = different_ids(name, "head_classes", head_classes, num_classes, device)
+        self.register_buffer("head", head, persistent=False)
+        if outside and (shared or head.numel() > 0 or label_smoothing != 0.0):
+            raise ValueError(f"{name}: expected private draws, head_classes=0 and label_smoothing=0 beside "
+                             f"estimator=\"complementary_sum\", got shared={shared}, {head.numel()} classes and {label_smoothing}")
+        none = sampler is None
+        if none and num_samples is None and shared is None:
+            sampler = FixedSampler(num_classes, 0)
+        if isinstance(sampler, str) and outside:
+            sampler = noise_outside(name, sampler, 20 if num_samples is None else num_samples, num_classes, in_features, bias)
+        elif isinstance(sampler, str):
+            if shared is None and estimator is not None and has_noise(estimator):
+                shared = False  # draws that stand for what others leave out are each query's
+            options = {} if shared is None else {"shared": shared}
+            sampler = make_sampler(sampler, num_classes, num_samples, dim=in_features, bias=bias, **options)
+        elif not isinstance(sampler, Sampler):
+            if none:
+                raise TypeError(f"{name}: expected a sampler, or its name, beside num_samples={num_samples} and shared={shared}, got None")
+            raise TypeError(f"{name}: expected sampler to be a Sampler or a name, got {type(sampler).__name__}")
+        elif num_samples is not None or shared is not None:
+            raise ValueError(f"{name}: expected num_samples and shared beside the name of a sampler, since a {type(sampler).__name__} says itself "
+                             f"how it draws, got {num_samples} and {shared}")
+        if sampler.num_classes != num_classes:
+            raise ValueError(f"{name}: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
+        if sampler.num_samples == 0 and head.numel() == 0 and not none:
+            raise ValueError(f"{name}: expected candidates to learn from, got num_samples=0 and head_classes=0")
+        estimator = "sampled_softmax" if outside else sampler.default_estimator if estimator is None else estimator
+        check_estimator(name, estimator, label_smoothing)
+        if has_noise(estimator) and not ((head.numel() > 0 or sampler.has_distinct) and sampler.has_independent):
+            raise ValueError(f"{name}: expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with "
+                             f"estimator={estimator!r}, got {head.numel()} head classes and {sampler}")
+        self._init_options(estimator=estimator, remove_accidental_hits=check_bool(name, "remove_accidental_hits", remove_accidental_hits),
+                           sparse_grad=check_bool(name, "sparse_grad", sparse_grad))
+        self._init_log_z(log_z, device)
+        if outside:  # the sampler is claimed below: all other checks come before
+            sampler = sampler.outside_target()
+        elif head.numel() > 0:
+            left = sampler.excluding(head)
+            if left is None:
+                left, self.head = UnionSampler(FixedSampler(num_classes, head), sampler), head[:0]
+            sampler = left
+        sampler._claim(name)
+        self.sampler = sampler.to(device)
+
+    def _samplers(self) -> List[Sampler]:
+        return [self.sampler]
+
+    def _fixed_ids(self) -> Dict[str, Tensor]:
+        return {"head_classes": self.head}
+
+    def _init_log_z(self, log_z: Union[float, str], device: Device) -> None:
+        learned = isinstance(log_z, str) and log_z == "learned"
+        if not learned and (isinstance(log_z, bool) or not isinstance(log_z, numbers.Real) or not math.isfinite(log_z)):
+            raise ValueError(f"SampledSoftmaxLoss: expected log_z as a finite number or \"learned\", got {log_z!r}")
+        if log_z != 0 and self.estimator != "nce":
+            raise ValueError(f"SampledSoftmaxLoss: expected log_z=0 with estimator={self.estimator!r}, which knows no log Z, got {log_z!r}")
+        self.fixed_log_z = 0.0 if learned else float(log_z)
+        self.register_parameter("log_z", nn.Parameter(torch.zeros((), device=device)) if learned else None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        head = self.head
+        super()._apply(fn, recurse)
+        self.head = moved_table(self._name, head, self.head)
+        return self
+
+    def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None, negatives: Optional[Tensor] = None,
+                negative_log_count: Optional[Tensor] = None) -> Tensor:
+        """The sampled loss in train(); the exact loss, :meth:`exact`, in eval().
+
+        Negatives are further classes that the caller has: hard negatives, or classes that a data loader drew. Without `negative_log_count` each of them is
+        always there, once: its expected count is 1, and what the sampler would draw of it is added. The sampled loss still estimates the exact one. With
+        `negative_log_count` the negatives are independent draws of the caller, with these expected counts. Where the sampler can draw the same classes, give it
+        the distribution of the negatives instead, as a part of a :class:`xsoftmax.samplers.UnionSampler`. In eval() negatives are not used.
+
+        Args:
+            input: [*, D], in the dtype of the table.
+            target: int64, [*] or [*, T], in [0, N) or ignore_index.
+            generator: on the device of `input`. None: torch's default generator.
+            negatives: int64 [P] for the batch, or [*, P] for each query, in [0, N), -1 where there is none.
+            negative_log_count: floating, the shape of `negatives`: the log of how often the whole proposal, sampler and negatives together, would hold each of
+                them.
+
+        Returns:
+            A scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
+
+        Raises:
+            ValueError, TypeError, IndexError, RuntimeError: as :class:`SampledSoftmaxLoss`; nothing has changed then
+        """
+        if not self.training:
+            return self.exact(input, target)
+        return self._sampled(input, target, generator, negatives, negative_log_count, True)
+
+    @torch.jit.export
+    def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None, negatives: Optional[Tensor] = None,
+                 negative_log_count: Optional[Tensor] = None) -> Tensor:
+        """The sampled loss, in train() and in eval(), from the sampler as it is, without a refresh. In eval() the call does not count as a step of the
+        sampler.
+
+        Arguments, shapes and errors as :meth:`forward`.
+        """
+        return self._sampled(input, target, generator, negatives, negative_log_count, False)
+
+    def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
+                 negative_log_count: Optional[Tensor], prepares: bool) -> Tensor:
+        queries, counted = self._counted(input, target)
+        given = self._given_set(input, negatives, negative_log_count)  # before the sampler changes
+        if prepares:
+            self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
+        if given is None:
+            sets = self.propose(queries, counted, generator)
+        elif given.distinct:
+            sets = self._with_head(self._beside(given, queries, counted, generator))
+        else:
+            sets = self.propose(queries, counted, generator) + [given]
+        return self._loss(input, target, sets)
+
+    def _given_set(self, input: Tensor, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> Optional[CandidateSet]:
+        if negatives is None:
+            if log_count is not None:
+                raise ValueError(f"{self._name}: expected negatives beside negative_log_count, got none")
+            if self.sampler.num_samples == 0 and self.head.numel() == 0:
+                raise ValueError(f"{self._name}: expected negatives with each call of a loss without a sampler, got none")
+            return None
+        if not torch.jit.is_scripting():
+            for name, tensor in (("negatives", negatives), ("negative_log_count", log_count)):
+                if tensor is not None and not isinstance(tensor, Tensor):
+                    raise TypeError(f"{self._name}: expected {name} as a tensor, got {type(tensor).__name__}")
+        ids, counts = torch.ops.xsoftmax.given_set(negatives, log_count, input, self.head, self.num_classes, self._name)
+        return CandidateSet(ids, counts, None, log_count is None)
+
+    def _beside(self, given: CandidateSet, queries: Tensor, target: Tensor, generator: Optional[torch.Generator]) -> List[CandidateSet]:
+        """Classes that are always there beside what the sampler draws: the counts add up, as those of the parts of a union."""
+        shared = self.sampler.shared
+        shown = target if shared else torch.ops.xsoftmax.union_classes(queries, target, [given.ids])
+        sets = [given] + self.sampler.sample(queries, shown, generator)
+        ids, log_count, target_log_count, distinct = columns_of(sets)
+        of_target = torch.ops.xsoftmax.present_log_count(given.ids, given.log_count, target if target.dim() == 2 else target.unsqueeze(1))
+        target_log_count[0] = of_target.view_as(target)
+        asked = [torch.ops.xsoftmax.present_log_count(given.ids, given.log_count, part) for part in ids[1:]]
+        of_set = [k + 1 for k in range(len(asked))]
+        if shared:
+            asked.append(self.sampler.log_count(queries, given.ids))
+            of_set.append(0)
+        merged, of_targets = torch.ops.xsoftmax.union_merge(ids, log_count, target_log_count, [int(k > 0) for k in range(len(sets))],
+                                                            len(sets) if shared else 1, asked, of_set, target)
+        proposal: List[CandidateSet] = []
+        for k, one in enumerate(sets):
+            known = target_log_count[k] is not None
+            proposal.append(CandidateSet(one.ids, merged[k], of_targets[k] if known else None, one.distinct))
+        return proposal
+
+    def _with_head(self, sets: List[CandidateSet]) -> List[CandidateSet]:
+        if self.head.numel() > 0:
+            return [CandidateSet(self.head, torch.zeros_like(self.head, dtype=torch.float32), None, True)] + sets
+        return sets
+
+    @torch.jit.export
+    def propose(self, queries: Tensor, target: Tensor, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
+        """Draws once: the candidate sets of a step, the head and what the sampler proposes.
+
+        Args:
+            queries: [Q, D], zeros where a query does not count.
+            target: int64 [Q] in [0, N), -1 where a query does not count, or [Q, T]; see :meth:`Sampler.sample <xsoftmax.samplers.Sampler.sample>`.
+            generator: on the device of `queries`. None: torch's default generator.
+
+        Returns:
+            A list of :class:`xsoftmax.samplers.CandidateSet`.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :meth:`Sampler.sample <xsoftmax.samplers.Sampler.sample>`
+        """
+        return self._with_head(self.sampler.sample(queries, target, generator))
+
+    def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet]) -> Tensor:
+        log_z: Optional[Tensor] = None
+        learned = self.log_z
+        if learned is not None:
+            log_z = learned
+        elif self.fixed_log_z != 0.0:
+            log_z = torch.full([], self.fixed_log_z, device=input.device)
+        if not torch.jit.is_scripting():
+            loss = registered_loss(self, input, target, sets)
+            if loss is not None:
+                return loss
+        return self._candidate_loss(input, target, sets, log_z)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.head.numel():
+            text += f", head_classes={self.head.numel()}"
+        if self.estimator != "sampled_softmax":
+            text += f", estimator={self.estimator!r}"
+        return text
