@@ -5,8 +5,9 @@
     python benchmarks/classifiers.py --delicious delicious.arff --out out/delicious  # the rarest label of each document
 
 As in Han et al. (2018), section 7.1: only the last layer is trained. For each method the --finalists learning rates with the best validation
-accuracy after --search-epochs train for --epochs, and the best of those counts. The times are those of the long runs, one after another on
---threads threads; test time is that of finding the best class of every test row. Coverage: test targets among the candidates of the beam. "Edges as in
+accuracy after --search-epochs train for --epochs, and the best of those counts, with --seeds trees, starts and orders of the rows: the table has means
+and standard errors. The times are those of the long runs with the first seed, one after another on --threads threads; test time is that of finding the
+best class of every test row. Coverage: test targets among the candidates of the beam. "Edges as in
 the paper": never balanced (BeamTreeLoss.balance). Every run is kept in --out, and not made again. --vw-python names an interpreter that has
 vowpalwabbit and numpy, for its rivals, on the same features; its times include the parsing of text.
 """
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import subprocess
+import sys
 import time
 import zlib
 from dataclasses import dataclass
@@ -28,6 +30,10 @@ from torch import Tensor
 import xsoftmax as xs
 from extreme_data import read_delicious
 from records import add_json, report, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `examples`
+
+from examples.common.report import mean_and_error
 
 BATCH = 100
 WIDE = 40
@@ -90,12 +96,12 @@ def from_file(path: str) -> Problem:
     return Problem(Path(path).name, classes, {k: part["x"] / scale for k, part in found.items()}, {k: part["y"] for k, part in found.items()})
 
 
-def methods(problem: Problem) -> dict[str, Callable[[], torch.nn.Module]]:
+def methods(problem: Problem, seed: int = 0) -> dict[str, Callable[[], torch.nn.Module]]:
     dim, classes = problem.x["train"].shape[1], problem.classes
     counts = torch.bincount(problem.y["train"], minlength=classes).clamp(min=1)
 
     def tree() -> xs.LabelTree:
-        return xs.LabelTree.from_vectors(problem.means(), 10, generator=torch.Generator().manual_seed(0))
+        return xs.LabelTree.from_vectors(problem.means(), 10, generator=torch.Generator().manual_seed(seed))
 
     def rival(estimator: str) -> xs.SampledSoftmaxLoss:
         return xs.SampledSoftmaxLoss(dim, classes, sampler=xs.samplers.UnigramSampler(counts, 10, power=1.0, shared=False),
@@ -112,9 +118,9 @@ def methods(problem: Problem) -> dict[str, Callable[[], torch.nn.Module]]:
     return found
 
 
-def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs: int) -> dict:
+def fit(problem: Problem, make: Callable[[], torch.nn.Module], lr: float, epochs: int, seed: int = 0) -> dict:
     """Figures of one run: the learning rate falls to 0 along a cosine."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     loss = make()
     if isinstance(loss, xs.SampledSoftmaxLoss):
         torch.nn.init.zeros_(loss.linear.weight)  # NCE with log Z = 0 begins where all classes are alike
@@ -220,6 +226,7 @@ def main() -> None:
     parser.add_argument("--search-epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.003, 0.01, 0.03, 0.1], help="to choose from (default: %(default)s)")
     parser.add_argument("--finalists", type=int, default=2, help="learning rates that are trained for --epochs (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="long runs of each method, but for Vowpal Wabbit's (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="METHOD")
     parser.add_argument("--vw-python")
     parser.add_argument("--vw-lr", type=float, nargs="+", default=[0.1, 0.5, 2.0])
@@ -249,29 +256,35 @@ def main() -> None:
         parser.error(f"--only: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     rows = []
     for name in args.only or known:
-        if name in VOWPAL:
-            rates, epochs = args.vw_lr, args.vw_epochs
-            def train(lr: float, epochs: int, name: str = name) -> dict:
-                return vowpal(problem, args.vw_python, VOWPAL[name], lr, epochs, args.out)
-        else:
-            rates, epochs = args.lr, args.epochs
-            def train(lr: float, epochs: int, name: str = name) -> dict:
-                return fit(problem, known[name], lr, epochs)
-        searched = {lr: kept(f"{name} lr {lr:g} epochs {args.search_epochs}", lambda: train(lr, args.search_epochs)) for lr in rates}
-        finals = sorted(rates, key=lambda rate: -searched[rate]["valid"])[: args.finalists]
-        found = {lr: kept(f"{name} lr {lr:g} epochs {epochs}", lambda: train(lr, epochs)) for lr in finals}
-        lr = max(finals, key=lambda rate: found[rate]["valid"])
-        rows.append({"method": name, "learning rate": f"{lr:g}"} | found[lr])
+        ours = name not in VOWPAL
+        rates, epochs = (args.lr, args.epochs) if ours else (args.vw_lr, args.vw_epochs)
+
+        def train(lr: float, epochs: int, seed: int = 0, name: str = name) -> dict:
+            def run() -> dict:
+                if name in VOWPAL:
+                    return vowpal(problem, args.vw_python, VOWPAL[name], lr, epochs, args.out)
+                return fit(problem, methods(problem, seed)[name], lr, epochs, seed)
+            return kept(f"{name} lr {lr:g} epochs {epochs}" + (f" seed {seed}" if seed else ""), run)
+
+        searched = {lr: train(lr, args.search_epochs) for lr in rates}
+        found = {lr: train(lr, epochs) for lr in sorted(rates, key=lambda rate: -searched[rate]["valid"])[: args.finalists]}
+        lr = max(found, key=lambda rate: found[rate]["valid"])
+        several = [train(lr, epochs, seed) for seed in range(args.seeds if ours else 1)]
+        rows.append({"method": name, "learning rate": f"{lr:g}"} | found[lr]
+                    | {part: [run[part] for run in several] for part in ("test", "top5", "coverage") if part in found[lr]})
     if any("curve" in row for row in rows):
         plot(rows, args.out / "accuracy.png", problem.name)
     sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}" for split, verb in (("train", "train"), ("valid", "validate"), ("test", "test")))
-    texts = [row | {"accuracy": f"{100 * row['test']:.2f} %", "top-5": f"{100 * row['top5']:.2f} %" if "top5" in row else "",
-                "coverage": f"{100 * row['coverage']:.2f} %" if "coverage" in row else "",
+    def percent(row: dict, part: str) -> str:
+        return mean_and_error([100 * share for share in row[part]], decimals=2) if part in row else ""
+
+    texts = [row | {"accuracy %": percent(row, "test"), "top-5 %": percent(row, "top5"), "coverage %": percent(row, "coverage"),
                 "training": f"{row['train_seconds']:.1f} s", "test": f"{row['test_seconds']:.2f} s"} for row in rows]
     title = f"{problem.name}: {problem.classes:,} classes, D {problem.x['train'].shape[1]}, {sizes}"
     report(args, __doc__, question="How good are classifiers whose cost does not grow with the number of classes?",
            against="the softmax over all classes; NCE and BlackOut; trees of Vowpal Wabbit",
-           tables=[table(texts, title, ["method", "learning rate", "accuracy", "top-5", "coverage", "training", "test"])], problem=problem.name, rows=rows)
+           tables=[table(texts, title, ["method", "learning rate", "accuracy %", "top-5 %", "coverage %", "training", "test"])],
+           problem=problem.name, rows=rows)
 
 
 if __name__ == "__main__":
