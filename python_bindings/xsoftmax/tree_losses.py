@@ -56,7 +56,7 @@ class BeamTreeLoss(TreeLoss):
         num_candidates: Nc >= 1; above N: N.
         num_noises: Nn >= 0, noises a query. 0 where all classes are candidates.
         beam: the width of the search, at least Nc, in :meth:`topk` and :meth:`predict`, too. The best Nc of the classes found are the candidates. None: Nc, as
-            in the paper. Twice or four times that finds more of the best classes where the tree fits them loosely (docs/experiments/classifiers.md, Omniglot).
+            in the paper. Twice or four times that finds more of the best classes where the tree fits them loosely (docs/experiments/classifiers.md).
         noise_sampler: as in :class:`CaneLoss`; a sampler that follows no class table.
         noise_reduction: "mean_of_logs" or "log_of_mean", as in :class:`CaneLoss`.
         routed: for a tree of one layer of subsets with the classes below them (:meth:`LabelTree.from_frequencies`). Instead of a beam search, candidates are
