@@ -284,7 +284,7 @@ def test_a_page_shows_a_record(records, tmp_path):
 
 
 # Pages whose tables are from before there were records. A page that is measured again leaves the list.
-WITHOUT_RECORDS = {"midx_language", "recommendation"}
+WITHOUT_RECORDS = {"recommendation"}
 
 
 def test_tables_of_experiments_come_from_records():
