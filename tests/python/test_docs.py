@@ -283,17 +283,12 @@ def test_a_page_shows_a_record(records, tmp_path):
     assert [line for line in part.splitlines() if line.startswith("|")] == ["| time |", "| --- |", "| 2 ms |", "| 1 ms |"] and record["date"] not in part
 
 
-# Pages whose tables are from before there were records. A page that is measured again leaves the list.
-WITHOUT_RECORDS = {"recommendation"}
-
-
 def test_tables_of_experiments_come_from_records():
     for page in sorted((DOCS / "experiments").glob("*.md")):
         text = re.sub(r"^```(?!\{record\}).*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         typed = re.findall(r"^\|.*\|$", text, re.MULTILINE)
-        if page.stem != "index":
-            assert bool(typed) == (page.stem in WITHOUT_RECORDS), f"{page.name}: expected tables by {{record}}, got {typed[:1]}"
-            assert page.stem in WITHOUT_RECORDS or "```{record} " in text
+        assert not typed, f"{page.name}: expected tables by {{record}}, got {typed[:1]}"
+        assert page.stem == "index" or "```{record} " in text
 
 
 def test_tables_of_examples_become_a_record(records, monkeypatch, tmp_path, capsys):
