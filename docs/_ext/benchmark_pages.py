@@ -3,7 +3,9 @@ or set of options."""
 
 import json
 import re
+import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pages
@@ -68,6 +70,20 @@ def section(record: dict, titles: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def wrapped(command: str) -> str:
+    """A command in lines that fit the page, and that a shell still takes."""
+    words = (shlex.quote(word).replace(" ", "\0") for word in shlex.split(command))
+    lines = textwrap.wrap(" ".join(words), 84, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines).replace("\0", " ")
+
+
+def commands(record: dict) -> str:
+    """A record's commands; those of many runs are folded."""
+    several = record["command"].splitlines()
+    block = "```{code-block} sh\n:class: command\n\n" + "\n".join(map(wrapped, several)) + "\n```"
+    return block if len(several) <= 2 else f":::{{dropdown}} The {len(several)} commands\n{block}\n:::"
+
+
 def shown(record: dict, columns: list[str] | None = None, tables: list[int] | None = None, bare: bool = False) -> str:
     """
     A record on another page.
@@ -82,7 +98,7 @@ def shown(record: dict, columns: list[str] | None = None, tables: list[int] | No
     if not bare:
         machine = record["machine"]
         busy = " Other programs ran beside." if record["loaded"] else ""
-        parts.append(f"```{{code-block}} sh\n:class: wrapped\n\n{record['command']}\n```")
+        parts.append(commands(record))
         parts.append(f"*Recorded {record['date']}, at commit {record['commit']}. Machine: {machine_name(record)}, "
                      f"of {machine['cores']} cores; torch {machine['torch']}.{busy}*")
     for one in chosen:
