@@ -234,6 +234,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     add_json(parser)
     args = parser.parse_args()
+    if args.seeds < 1:
+        parser.error(f"--seeds: expected at least 1, got {args.seeds}")
     torch.set_num_threads(args.threads)
     problem = gaussians(args.gaussians) if args.gaussians else delicious(args.delicious) if args.delicious else from_file(args.features)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -242,10 +244,14 @@ def main() -> None:
         parser.error(f"--out: {args.out} holds runs of another problem, or with other --threads or --vw-epochs")
     (args.out / "problem.json").write_text(about)
 
-    def kept(name: str, run: Callable[[], dict]) -> dict:
-        file = args.out / f"{name.replace(',', '').replace(' ', '-')}.json"
+    def train(name: str, lr: float, epochs: int, seed: int = 0) -> dict:
+        file = args.out / (f"{name} lr {lr:g} epochs {epochs}" + (f" seed {seed}" if seed else "") + ".json").replace(",", "").replace(" ", "-")
         if not file.is_file():
-            file.write_text(json.dumps(run()))
+            if name in VOWPAL:
+                found = vowpal(problem, args.vw_python, VOWPAL[name], lr, epochs, args.out)
+            else:
+                found = fit(problem, methods(problem, seed)[name], lr, epochs, seed)
+            file.write_text(json.dumps(found))
         return json.loads(file.read_text())
 
     known = methods(problem)
@@ -256,25 +262,18 @@ def main() -> None:
         parser.error(f"--only: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     rows = []
     for name in args.only or known:
-        ours = name not in VOWPAL
-        rates, epochs = (args.lr, args.epochs) if ours else (args.vw_lr, args.vw_epochs)
-
-        def train(lr: float, epochs: int, seed: int = 0, name: str = name) -> dict:
-            def run() -> dict:
-                if name in VOWPAL:
-                    return vowpal(problem, args.vw_python, VOWPAL[name], lr, epochs, args.out)
-                return fit(problem, methods(problem, seed)[name], lr, epochs, seed)
-            return kept(f"{name} lr {lr:g} epochs {epochs}" + (f" seed {seed}" if seed else ""), run)
-
-        searched = {lr: train(lr, args.search_epochs) for lr in rates}
-        found = {lr: train(lr, epochs) for lr in sorted(rates, key=lambda rate: -searched[rate]["valid"])[: args.finalists]}
+        rates, epochs, seeds = (args.vw_lr, args.vw_epochs, 1) if name in VOWPAL else (args.lr, args.epochs, args.seeds)
+        searched = {lr: train(name, lr, args.search_epochs) for lr in rates}
+        found = {lr: train(name, lr, epochs) for lr in sorted(rates, key=lambda rate: -searched[rate]["valid"])[: args.finalists]}
         lr = max(found, key=lambda rate: found[rate]["valid"])
-        several = [train(lr, epochs, seed) for seed in range(args.seeds if ours else 1)]
+        several = [train(name, lr, epochs, seed) for seed in range(seeds)]
         rows.append({"method": name, "learning rate": f"{lr:g}"} | found[lr]
                     | {part: [run[part] for run in several] for part in ("test", "top5", "coverage") if part in found[lr]})
     if any("curve" in row for row in rows):
         plot(rows, args.out / "accuracy.png", problem.name)
+
     sizes = ", ".join(f"{len(problem.y[split]):,} rows to {verb}" for split, verb in (("train", "train"), ("valid", "validate"), ("test", "test")))
+
     def percent(row: dict, part: str) -> str:
         return mean_and_error([100 * share for share in row[part]], decimals=2) if part in row else ""
 

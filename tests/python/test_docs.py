@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 
@@ -277,10 +278,20 @@ def test_a_page_shows_a_record(records, tmp_path):
     write(records[0], tmp_path / "step.json")
     record = json.loads((tmp_path / "step.json").read_text()) | {"loaded": False}
     whole, part = records[1].shown(record), records[1].shown(record, columns=["time"], bare=True)
+    whole = whole.replace(" \\\n    ", " ")  # the lines of the command
     for shown in (record["command"], record["date"], record["machine"]["torch"], "**A step**", "| exact | 2 ms |"):
         assert shown in whole
     assert "beside" not in whole and "beside" in records[1].shown(record | {"loaded": True})
     assert [line for line in part.splitlines() if line.startswith("|")] == ["| time |", "| --- |", "| 2 ms |", "| 1 ms |"] and record["date"] not in part
+
+
+def test_commands_of_records_are_what_a_shell_takes(records):
+    pages = importlib.import_module("benchmark_pages")
+    command = "python benchmarks/some.py --only 'a method, of many words' " + "--option 'two words' " * 10 + "-- --more 1"
+    lines = pages.wrapped(command).split(" \\\n")
+    assert len(lines) > 1 and max(map(len, lines)) <= 84 and shlex.split(" ".join(lines)) == shlex.split(command)
+    assert "dropdown" not in pages.commands({"command": "one\ntwo"})
+    assert ":::{dropdown} The 3 commands" in pages.commands({"command": "one\ntwo\nthree"})
 
 
 def test_tables_of_experiments_come_from_records():
