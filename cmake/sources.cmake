@@ -73,6 +73,7 @@ set(XSOFTMAX_SOURCES
   csrc/optim/row_step.cpp
   csrc/optim/row_update.cpp
   csrc/optim/settle.cpp
+  csrc/optim/sparse_clipping.cpp
   csrc/retrieval/midx_search_index.cpp
   csrc/retrieval/search_index.cpp
   csrc/retrieval/search_topk.cpp

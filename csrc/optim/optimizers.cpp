@@ -8,6 +8,7 @@
 #include <torch/torch.h>
 #include <xsoftmax/optim.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <type_traits>
@@ -71,6 +72,10 @@ std::vector<Tensor> tensors_of(const RowRule& rule, const torch::optim::Optimize
 
 bool keeps_rows(const RowParamState& state) { return state.tensors.at("step").scalar_type() == at::kLong; }
 
+// Advice for the archive of another optimizer.
+constexpr const char* kOtherArchive =
+    "Load what the same class of this library saved, or begin with fresh state (in Python, xs.optim takes checkpoints of torch.optim)";
+
 // What the next step of a parameter would refuse of its state, and what does not fit into the file beside its table.
 void check_loaded(const RowRule& rule, const Tensor& param, const std::string& text, const RowParamState& state) {
   const auto names = [&] {
@@ -81,6 +86,10 @@ void check_loaded(const RowRule& rule, const Tensor& param, const std::string& t
     return list;
   };
   TORCH_CHECK_VALUE(state.tensors.contains("step"), rule.name, ": expected a state with step, got one of ", names());
+  for (const auto& [name, tensor] : state.tensors) {
+    const bool known = std::find(rule.state.begin(), rule.state.end(), name) != rule.state.end();
+    TORCH_CHECK_VALUE(known, rule.name, ": expected no ", name, " in its state, got one of ", names(), ", which is that of another optimizer. ", kOtherArchive);
+  }
   if (!keeps_rows(state)) {
     return;
   }
@@ -115,10 +124,12 @@ void check_state_dtype(const char* name, std::optional<at::ScalarType> dtype) {
 }
 
 template <typename Options>
-void read_options(Options& options, InputArchive& archive) {
+void read_options(const char* name, Options& options, InputArchive& archive) {
   c10::IValue text;
-  archive.read("options", text);
-  options = parse_options<Options>("load", text.toStringRef());
+  TORCH_CHECK_VALUE(archive.try_read("options", text) && text.isString(), name, ": expected the archive of a ", name, ", got the options ", archive.keys(),
+                    " of another optimizer, such as torch::optim's. ", kOtherArchive);
+  options = parse_options<Options>(name, text.toStringRef());
+  options.check();
 }
 
 template <typename Options>
@@ -155,11 +166,11 @@ void RowAdamOptions::check() const {
 }
 
 void RowSGDOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowSGDOptions::serialize(InputArchive& archive) { read_options(*this, archive); }
+void RowSGDOptions::serialize(InputArchive& archive) { read_options("RowSGD", *this, archive); }
 void RowAdagradOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowAdagradOptions::serialize(InputArchive& archive) { read_options(*this, archive); }
+void RowAdagradOptions::serialize(InputArchive& archive) { read_options("RowAdagrad", *this, archive); }
 void RowAdamOptions::serialize(OutputArchive& archive) const { write_options(*this, archive); }
-void RowAdamOptions::serialize(InputArchive& archive) { read_options(*this, archive); }
+void RowAdamOptions::serialize(InputArchive& archive) { read_options("RowAdam", *this, archive); }
 
 void RowParamState::serialize(OutputArchive& archive) const {
   for (const auto& [name, tensor] : tensors) {
@@ -169,6 +180,10 @@ void RowParamState::serialize(OutputArchive& archive) const {
 
 void RowParamState::serialize(InputArchive& archive) {
   for (const std::string& name : archive.keys()) {
+    c10::IValue value;
+    archive.read(name, value);
+    TORCH_CHECK_VALUE(value.isTensor(), "load: expected the state of a row optimizer, all of it tensors, got a ", value.tagKind(), " as ", name,
+                      ", which is that of another optimizer, such as torch::optim's. ", kOtherArchive);
     archive.read(name, tensors[name], /*is_buffer=*/true);
   }
 }

@@ -58,7 +58,8 @@ struct AdagradRule {
     int64_t& step = *item.state[kCount].mutable_data_ptr<int64_t>();
     const double rate = row_adagrad_rate(options.lr(), options.lr_decay(), step + 1);
     (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)(
-        {item.param, sum, rate, options.weight_decay(), options.eps(), options.stochastic_rounding(), step + 1}, *item.rows, item.values);
+        {item.param, sum, rate, options.weight_decay(), options.eps(), options.stochastic_rounding(), step + 1}, *item.rows,
+        descent_of(options, item.values));
     ++step;
   }
 
@@ -74,11 +75,12 @@ struct AdagradRule {
     at::_foreach_add_(steps, 1);
     if (fused) {
       at::_fused_adagrad_(params_of(items), values_of(items), state_of(items, kSum), steps, options.lr(), options.lr_decay(), options.weight_decay(),
-                          options.eps(), /*maximize=*/false);
+                          options.eps(), options.maximize());
       return;
     }
     for (const auto& item : items) {
-      const Tensor g = options.weight_decay() != 0 ? item.values.add(item.param, options.weight_decay()) : item.values;
+      const Tensor descent = descent_of(options, item.values);
+      const Tensor g = options.weight_decay() != 0 ? descent.add(item.param, options.weight_decay()) : descent;
       item.state[kSum].addcmul_(g, g);
       const Tensor slower = (item.state[kCount].to(at::kDouble) - 1) * options.lr_decay() + 1;
       item.param.addcdiv_(g, item.state[kSum].sqrt().add_(options.eps()).mul_(slower), -options.lr());
@@ -108,7 +110,7 @@ void row_adagrad_rows_reference(const RowAdagradUpdate& u, const Tensor& rows, c
 RowAdagradNumbers check_row_adagrad_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
   const auto options = parse_options<optim::RowAdagradOptions>(AdagradRule::kRows, text);
   plan_rows<AdagradRule>(param, state, rows, values, options);
-  return {options.lr(), options.lr_decay(), options.weight_decay(), options.eps(), options.stochastic_rounding()};
+  return {options.lr(), options.lr_decay(), options.weight_decay(), options.eps(), options.stochastic_rounding(), options.maximize()};
 }
 
 void row_adagrad_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {

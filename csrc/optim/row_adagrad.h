@@ -14,7 +14,8 @@ namespace xsoftmax {
 //     sum += g^2                                     row_wise: one number a row, sum [N] += mean(g^2)
 //     param -= lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps)
 //
-// Weight decay acts in the steps in which a row has a gradient. Rows owe nothing.
+// maximize: the same with -g in the place of the gradient g. Weight decay acts in the steps in which a row has a gradient.
+// Rows owe nothing.
 //
 // stochastic_rounding: rows of 16-bit tables, in steps of rows (optim/random_rounding.h). A sum in bfloat16 always rounds so: to nearest, it would stop growing
 // at 256 times what a step adds.
@@ -24,7 +25,7 @@ namespace xsoftmax {
 /// What CUDA kernels ask of this file: the checks, the options as numbers, and the composite.
 struct RowAdagradNumbers {
   double lr, lr_decay, weight_decay, eps;
-  bool stochastic_rounding;
+  bool stochastic_rounding, maximize = false;
 };
 RowAdagradNumbers check_row_adagrad_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values,
                                          std::string_view options);

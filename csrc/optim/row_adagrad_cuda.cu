@@ -107,7 +107,7 @@ void step_rows(const Tensor& param, TensorList state, const Tensor& rows, const 
   AdagradRows<T, S, kRowWise> rule{device_rows<T>(param), device_rows<S>(state[kSum]), state[kCount].const_data_ptr<int64_t>(), numbers, false};
   constexpr int64_t kPack = 16 / sizeof(T);
   rule.wide = rule.param.packs(kPack) && (kRowWise || rule.sum.packs(kPack)) && (param.dim() < 2 || param.size(1) % kPack == 0);
-  update_rows(rule, rows, values, param.size(0));
+  update_rows(rule, rows, numbers.maximize ? values.neg() : values, param.size(0));
 }
 
 void row_adagrad_rows_cuda(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view options) {

@@ -82,7 +82,7 @@ struct AdamRule : OwingRule<AdamRule> {
                              options.lr(),
                              1 - options.lr() * options.weight_decay(),
                              options.stochastic_rounding()};
-    (kernel ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows, item.values);
+    (kernel ? row_adam_rows_cpu : row_adam_rows_reference)(next, *item.rows, descent_of(options, item.values));
     ++step;
     OwedSteps::set_rounds(state[kOwed], options.stochastic_rounding());
     owed.add(row_adam_owed_rate(options.lr(), power(beta1, step), power(beta2, step)), std::log1p(-options.lr() * options.weight_decay()));
@@ -107,14 +107,14 @@ struct AdamRule : OwingRule<AdamRule> {
     at::_foreach_add_(steps, 1);
     if (fused) {
       at::_fused_adamw_(params_of(items), values_of(items), state_of(items, kExpAvg), state_of(items, kExpAvgSq), {}, steps, options.lr(), beta1, beta2,
-                        options.weight_decay(), options.eps(), /*amsgrad=*/false, /*maximize=*/false);
+                        options.weight_decay(), options.eps(), /*amsgrad=*/false, options.maximize());
       return;
     }
     for (const auto& item : items) {
       const Tensor step = item.state[kCount].to(at::kDouble);
       const Tensor &first = item.state[kExpAvg], &second = item.state[kExpAvgSq];
       item.param.mul_(1 - options.lr() * options.weight_decay());
-      first.lerp_(item.values, 1 - beta1);
+      first.lerp_(descent_of(options, item.values), 1 - beta1);
       second.mul_(beta2).addcmul_(item.values, item.values, 1 - beta2);
       const Tensor root = second.sqrt().div_((1 - at::pow(at::Scalar(beta2), step)).sqrt_()).add_(options.eps());
       item.param.addcdiv_(first, root.mul_(1 - at::pow(at::Scalar(beta1), step)), -options.lr());
@@ -192,7 +192,7 @@ void row_adam_flush_reference(const RowAdamUpdate& u) {
 RowAdamNumbers check_row_adam_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
   const auto options = parse_options<optim::RowAdamOptions>(AdamRule::kRows, text);
   plan_rows<AdamRule>(param, state, rows, values, options);
-  return {options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(), options.weight_decay(), options.stochastic_rounding()};
+  return {options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(), options.weight_decay(), options.stochastic_rounding(), options.maximize()};
 }
 
 void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {

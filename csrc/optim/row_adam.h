@@ -17,6 +17,8 @@ namespace xsoftmax {
 //     exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) g^2
 //     param -= lr / (1 - beta1^t) exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
 //
+// maximize: the same with -g in the place of g.
+//
 // row_wise (partial row-wise Adam, as FBGEMM has it): one second moment a row, exp_avg_sq [N] = beta2 exp_avg_sq + (1 - beta2) mean(g^2).
 //
 // A row without a gradient owes its steps (optim/owed_steps.h). With m, v its moments after step s, its movement in step i > s is
@@ -53,7 +55,7 @@ void flush_row_adam(const at::Tensor& param, at::TensorList state);
 /// What CUDA kernels ask of this file: the checks, the options as numbers, and the composites.
 struct RowAdamNumbers {
   double lr, beta1, beta2, eps, weight_decay;
-  bool stochastic_rounding;
+  bool stochastic_rounding, maximize = false;
 };
 RowAdamNumbers check_row_adam_rows(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);
 void row_adam_rows_composite(const at::Tensor& param, at::TensorList state, const at::Tensor& rows, const at::Tensor& values, std::string_view options);

@@ -235,7 +235,7 @@ void row_adam_rows_cuda(const Tensor& param, TensorList state, const Tensor& row
   const Owing steps = owing(state[kCount], state[kOwed], numbers.beta1, numbers.beta2, numbers.eps, numbers.stochastic_rounding);
   with_rule(param, state, steps, numbers, [&](const auto& rule) {
     make_up(rule, param);
-    update_rows(rule, rows, values, param.size(0));
+    update_rows(rule, rows, numbers.maximize ? values.neg() : values, param.size(0));
     advance(steps, AdamRate{numbers.lr, numbers.beta1, numbers.beta2}, rule.ratio, std::log1p(-numbers.lr * numbers.weight_decay),
             /*always=*/true);
   });

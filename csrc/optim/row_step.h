@@ -119,6 +119,12 @@ void check_param(const char* op, const StepOf<Rule>& step) {
   }
 }
 
+/// The gradient that a descent follows: its negative under "maximize".
+template <typename Options>
+at::Tensor descent_of(const Options& options, const at::Tensor& values) {
+  return options.maximize() ? values.neg() : values;
+}
+
 /// The step, cut into its parameters and checked.
 template <typename Rule>
 std::vector<StepOf<Rule>> plan_step(at::TensorList params, const c10::List<std::optional<at::Tensor>>& rows, at::TensorList values, at::TensorList state,

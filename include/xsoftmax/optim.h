@@ -67,6 +67,7 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
   TORCH_ARG(double, weight_decay) = 0;
   TORCH_ARG(double, initial_accumulator_value) = 0;
   TORCH_ARG(double, eps) = 1e-10;
+  TORCH_ARG(bool, maximize) = false;
   /// One accumulator a row, the mean of squares: [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
   /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and
@@ -79,8 +80,8 @@ struct RowAdagradOptions : public torch::optim::OptimizerCloneableOptions<RowAda
   template <typename Visitor>
   void visit(Visitor& v) {
     v("lr", lr_), v("lr_decay", lr_decay_), v("weight_decay", weight_decay_);
-    v("initial_accumulator_value", initial_accumulator_value_), v("eps", eps_), v("row_wise", row_wise_);
-    v("stochastic_rounding", stochastic_rounding_), v("state_dtype", state_dtype_);
+    v("initial_accumulator_value", initial_accumulator_value_), v("eps", eps_), v("maximize", maximize_);
+    v("row_wise", row_wise_), v("stochastic_rounding", stochastic_rounding_), v("state_dtype", state_dtype_);
   }
   void check() const;
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -97,6 +98,7 @@ struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOp
   TORCH_ARG(double, eps) = 1e-8;
   /// Decoupled: param *= 1 - lr weight_decay at every step. lr weight_decay must be below 1 for row-sparse gradients.
   TORCH_ARG(double, weight_decay) = 0;
+  TORCH_ARG(bool, maximize) = false;
   /// One second moment a row, of the mean of squares (partial row-wise Adam): [N] instead of [N, D] memory, in float32. Read at a parameter's first gradient.
   TORCH_ARG(bool, row_wise) = false;
   /// Steps of rows of 16-bit tables, and what a flush makes up, round up or down by chance, right on average, by numbers that follow from step, row and
@@ -109,7 +111,7 @@ struct RowAdamOptions : public torch::optim::OptimizerCloneableOptions<RowAdamOp
   template <typename Visitor>
   void visit(Visitor& v) {
     v("lr", lr_), v("beta1", std::get<0>(betas_)), v("beta2", std::get<1>(betas_)), v("eps", eps_), v("weight_decay", weight_decay_);
-    v("row_wise", row_wise_), v("stochastic_rounding", stochastic_rounding_), v("state_dtype", state_dtype_);
+    v("maximize", maximize_), v("row_wise", row_wise_), v("stochastic_rounding", stochastic_rounding_), v("state_dtype", state_dtype_);
   }
   void check() const;
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -137,6 +139,8 @@ class RowOptimizer : public torch::optim::Optimizer {
   /// Brings every row of every table up to date: applies what rows without a gradient still owe. O(N).
   void flush() const;
   void save(torch::serialize::OutputArchive& archive) const override;
+  /// Reads what save() of the same class wrote. ValueError for the archive of another optimizer, torch::optim's included,
+  /// and for state that does not fit the parameters; nothing is loaded then.
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
@@ -190,7 +194,8 @@ void reset_rows(const torch::Tensor& table, const torch::Tensor& rows, const tor
 
 /// torch::nn::utils::clip_grad_norm_ for dense and row-sparse gradients together: scales them in place so that their norm is at
 /// most max_norm, and returns the norm before. That of a sparse gradient is the norm of its sums over equal rows; nothing dense is
-/// built. norm_type > 0, infinity included. Throws on a norm that is not finite if `error_if_nonfinite`.
+/// built. norm_type > 0, infinity included. Throws on a norm that is not finite if `error_if_nonfinite`. Do not use
+/// torch::nn::utils::clip_grad_norm_ for row-sparse gradients: it returns their norm and leaves them unclipped.
 double clip_grad_norm_(const std::vector<torch::Tensor>& parameters, double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
 } // namespace xsoftmax

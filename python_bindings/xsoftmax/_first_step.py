@@ -1,8 +1,8 @@
-"""What an optimizer is told in its first step of parameters with row-sparse gradients: that it cannot take them, or that it misses what they save."""
+"""Checks of an optimizer's first step: errors for row-sparse gradients and state that it cannot take, warnings for gradients that are dense for no reason."""
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, Optional, Type
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Type
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -11,21 +11,23 @@ if TYPE_CHECKING:
     from ._table import TableModule
 
 _modules: "weakref.WeakSet[TableModule]" = weakref.WeakSet()
-_seen: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # optimizers whose first step is behind them: they cost a look-up a step
+# The groups of optimizers whose first step is behind them, which costs a look-up a step. A load of state makes new groups.
+_seen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
 _hook: Any = None
+_MANY_ROWS = 10_000  # from so many on, a dense gradient of a few rows is worth a warning
 
 
 def watch(module: "TableModule") -> None:
     """From the first table on, each optimizer's first step is looked at."""
-    global _hook
     _modules.add(module)
+    watch_steps()
+
+
+def watch_steps() -> None:
+    """Has torch call :func:`_before_step`."""
+    global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_before_step)
-
-
-def look_again(optimizer: torch.optim.Optimizer) -> None:
-    """Its next step counts as its first: it has loaded other state."""
-    _seen.discard(optimizer)
 
 
 def row_sparse_tables() -> Dict[int, "TableModule"]:
@@ -48,7 +50,7 @@ def _takes_rows(optimizer: torch.optim.Optimizer, group: Dict[str, Any]) -> bool
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """torch's hook: what it returns takes the place of the step's arguments."""
-    if torch.compiler.is_compiling() or optimizer in _seen:
+    if torch.compiler.is_compiling() or _seen.get(optimizer) is optimizer.param_groups:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
@@ -57,7 +59,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
     def looked_at() -> Any:  # gradients are those of the closure
         value = closure()
-        if optimizer not in _seen:
+        if _seen.get(optimizer) is not optimizer.param_groups:
             _look(optimizer)
         return value
 
@@ -69,6 +71,7 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
     stepped = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     if not stepped or all(group["lr"] == 0 for group, _ in stepped):  # torch.distributed.checkpoint makes state by such a step
         return
+    _refuse_row_state(optimizer)
     dense = None
     for group, param in stepped:
         if param.grad.layout != torch.strided:
@@ -83,8 +86,51 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
                               "step costs all of its rows. Begin with fresh state of this optimizer to step only the rows that have a gradient", stacklevel=5)
         elif id(param) in tables and not hasattr(param.grad, "full_tensor"):
             dense = dense or (param, tables[id(param)])
+    if row_optimizer(type(optimizer)) is None and hasattr(optimizer, "flush"):
+        _hint_at_embeddings(name, [param for _, param in stepped])
     if dense is not None:
         warnings.warn(f"{dense[1]._name}: expected a row-sparse gradient of its table of shape {list(dense[0].shape)}, since sparse_grad=True, got a dense "
                       "one, so each step costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with "
                       "sparse=True", stacklevel=5)
-    _seen.add(optimizer)
+    _seen[optimizer] = optimizer.param_groups
+
+
+def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:
+    """torch.optim loads any state: that of rows, which it would step as if they owed nothing, and that of other steps."""
+    if row_optimizer(type(optimizer)) is None:
+        return
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if "stochastic_rounding" not in group:  # an option of all optimizers of ours
+            continue
+        ours = "RowAdam" if "betas" in group else "RowAdagrad" if "lr_decay" in group else "RowSGD"
+        kinds: Any = dict(RowAdam=torch.optim.Adam, RowAdagrad=torch.optim.Adagrad, RowSGD=torch.optim.SGD)[ours]
+        if not isinstance(optimizer, kinds):
+            raise RuntimeError(f"{name}: expected state of its own kind, got that of xs.optim.{ours}: load it into that, or begin with fresh state")
+        if ours == "RowAdam" and group["weight_decay"] and not group["decoupled_weight_decay"]:
+            raise RuntimeError(f"{name}: expected state of its own kind, got that of xs.optim.RowAdam with weight_decay={group['weight_decay']}, which is "
+                               "decoupled: load it into torch.optim.AdamW or xs.optim.RowAdam")
+        for param in group["params"]:
+            of_rows = [key for key, value in optimizer.state.get(param, {}).items()
+                       if key == "owed" or (isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape)]
+            if of_rows:
+                raise RuntimeError(f"{name}: expected state of dense gradients for a parameter of shape {list(param.shape)}, got {of_rows[0]}, which "
+                                   f"xs.optim.{ours} keeps for rows: load it into that, or begin with fresh state")
+
+
+@torch.no_grad()
+def _hint_at_embeddings(name: str, params: List[Any]) -> None:
+    """Warns of the first of many rows whose dense gradient has few that are not zero, as an nn.Embedding makes it."""
+    known = {id(table) for module in list(_modules) for table in module._tables() if table is not None}
+    for param in params:
+        grad = param.grad
+        if (grad.layout != torch.strided or grad.dim() != 2 or len(grad) < _MANY_ROWS or id(param) in known or hasattr(grad, "full_tensor")
+                or (grad.is_cuda and torch.cuda.is_current_stream_capturing())):
+            continue
+        share = grad[::len(grad) // 4096].ne(0).any(1).double().mean()  # of some rows: a step reads all of them anyway, but needs no copy
+        if bool((share < 0.5) & grad.any()):
+            warnings.warn(f"{name}: a parameter of shape {list(param.shape)} has a dense gradient, most of whose rows are zero, so each step costs all of "
+                          "its rows. If it is that of an nn.Embedding, make it nn.Embedding(..., sparse=True), or set embedding.sparse = True: a step then "
+                          "costs the rows that have a gradient", stacklevel=6)
+            return
+

@@ -140,6 +140,65 @@ TEST(Optimizers, ResumeBitForBit) {
   expect_resumes<optim::RowAdam>(optim::RowAdamOptions(0.1).weight_decay(0.1).betas({0.7, 0.8}));
 }
 
+template <typename Optimizer, typename Options>
+void expect_ascent(const Options& options) {
+  for (const bool is_sparse : {true, false}) {
+    Tensor up = parameter(torch::ones({12, 5})), down = parameter(torch::ones({12, 5}));
+    Optimizer ascends({up}, Options(options).maximize(true)), descends({down}, options);
+    for (int i = 0; i < 4; ++i) {
+      const Tensor grad = sparse(torch::randint(12, {6}, torch::kLong), torch::randn({6, 5}), {12, 5});
+      up.mutable_grad() = is_sparse ? grad : grad.to_dense();
+      down.mutable_grad() = is_sparse ? -grad : -grad.to_dense();
+      ascends.step();
+      descends.step();
+    }
+    ascends.flush();
+    descends.flush();
+    EXPECT_TRUE(torch::equal(up, down));
+    EXPECT_FALSE(torch::equal(up, torch::ones({12, 5})));
+  }
+}
+
+TEST(Optimizers, MaximizeIsTheSignOfTheGradient) {
+  expect_ascent<optim::RowSGD>(optim::RowSGDOptions(0.1).momentum(0.9));
+  expect_ascent<optim::RowAdagrad>(optim::RowAdagradOptions(0.1).weight_decay(0.1));
+  expect_ascent<optim::RowAdagrad>(optim::RowAdagradOptions(0.1).row_wise(true));
+  expect_ascent<optim::RowAdam>(optim::RowAdamOptions(0.1).weight_decay(0.1));
+  expect_ascent<optim::RowAdam>(optim::RowAdamOptions(0.1).row_wise(true));
+}
+
+// Says what a load of the other's archive is refused by; it changes nothing.
+template <typename Other, typename Ours>
+std::string refusal(Other other, Ours ours) {
+  for (torch::optim::Optimizer* each : {static_cast<torch::optim::Optimizer*>(&other), static_cast<torch::optim::Optimizer*>(&ours)}) {
+    table_of(*each).mutable_grad() = torch::ones_like(table_of(*each));
+    each->step();
+  }
+  std::stringstream file;
+  torch::save(other, file);
+  const double lr = ours.param_groups()[0].options().get_lr();
+  const auto* state = ours.state().begin()->second.get();
+  std::string message;
+  try {
+    torch::load(ours, file);
+  } catch (const c10::ValueError& error) {
+    message = error.what_without_backtrace();
+  }
+  EXPECT_EQ(ours.param_groups()[0].options().get_lr(), lr);
+  EXPECT_EQ(ours.state().begin()->second.get(), state);
+  return message;
+}
+
+TEST(Optimizers, ArchivesOfOtherOptimizersAreRefusedByName) {
+  const auto table = [] { return std::vector<Tensor>{parameter(torch::ones({4, 2}))}; };
+  const auto expect = [](const std::string& message, const char* part) { EXPECT_NE(message.find(part), std::string::npos) << message; };
+  expect(refusal(torch::optim::AdamW(table()), optim::RowAdam(table())), "such as torch::optim's");
+  expect(refusal(torch::optim::Adagrad(table()), optim::RowAdagrad(table())), "such as torch::optim's");
+  expect(refusal(torch::optim::SGD(table(), torch::optim::SGDOptions(0.1).momentum(0.9)), optim::RowSGD(table())), "RowSGD: expected the archive of a RowSGD");
+  expect(refusal(optim::RowSGD(table()), optim::RowAdam(table())), "RowAdam: expected options among lr");
+  expect(refusal(optim::RowAdam(table()), optim::RowAdagrad(table())), "RowAdagrad: expected options among lr");
+}
+
 TEST(Optimizers, FollowDenseUnderASchedule) {
   const auto options = torch::kDouble;
   const Tensor table = torch::randn({12, 5}, options);
@@ -236,6 +295,33 @@ TEST(ClipGradNorm, EqualsTorchOnDense) {
     for (size_t i = 0; i < params.size(); ++i) {
       EXPECT_TRUE(torch::allclose(params[i].grad().to_dense(), twins[i].grad()));
     }
+  }
+}
+
+// Errors name the function of this library. The documentation says that a finite norm leaves row-sparse gradients unclipped.
+TEST(ClipGradNorm, OfTorchOnRowSparseGradients) {
+  const Tensor table = parameter(torch::zeros({5, 4})), twin = parameter(torch::zeros({5, 4}));
+  const auto fresh = [&] {
+    table.mutable_grad() = sparse(torch::tensor({3, 1, 3}), torch::randn({3, 4}), {5, 4});
+    twin.mutable_grad() = table.grad().to_dense().clone();
+  };
+  fresh();
+  torch::nn::utils::clip_grad_norm_(table, 1e-3);
+  EXPECT_TRUE(torch::equal(table.grad().to_dense(), twin.grad()));
+  xsoftmax::clip_grad_norm_({table}, 1e-3);
+  EXPECT_LT(table.grad().to_dense().norm().item<float>(), 1.1e-3);
+  const auto message_of = [&](const auto& call) -> std::string {
+    fresh();
+    try {
+      call();
+    } catch (const c10::NotImplementedError& error) {
+      return error.what_without_backtrace();
+    }
+    return "";
+  };
+  for (const std::string& message : {message_of([&] { torch::nn::utils::clip_grad_norm_(table, 0.5, std::numeric_limits<double>::infinity()); }),
+                                     message_of([&] { torch::nn::utils::clip_grad_value_(table, 0.5); })}) {
+    EXPECT_NE(message.find("xsoftmax::clip_grad_norm_"), std::string::npos) << message;
   }
 }
 

@@ -174,3 +174,112 @@ def test_compiled_steps():
     before = loss.linear.weight.detach().clone()
     torch.compile(optimizer.step, backend="eager")()
     assert not torch.equal(before, loss.linear.weight)
+
+
+EVERY = {name: kind for name, kind in vars(torch.optim).items()
+         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_optimizer_of_torch_steps_or_gives_our_error(kind):
+    """A raw error of an operator would not say what to take."""
+    for options in ({}, dict(foreach=True), dict(fused=True), dict(maximize=True), dict(weight_decay=0.1), dict(capturable=True),
+                    dict(momentum=0.9, nesterov=True), dict(momentum=0.9, foreach=True), dict(amsgrad=True)):
+        loss = sampled()
+        try:
+            optimizer = EVERY[kind](loss.parameters(), lr=0.1, **options)
+        except TypeError:
+            assert options, "each takes a learning rate"
+            continue  # it has no such option
+        steps_or_gives_our_error(kind, loss, optimizer)
+
+
+def steps_or_gives_our_error(kind, loss, optimizer):
+    hidden, target = torch.randn(4, D), torch.randint(N, (4,))
+
+    def closure():
+        loss.zero_grad()
+        value = loss(hidden, target, generator=torch.Generator().manual_seed(0))
+        value.backward()
+        return value
+    before = loss.linear.weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse")
+        try:
+            for _ in range(2):
+                optimizer.step(closure)
+            assert not torch.equal(loss.linear.weight, before)
+        except RuntimeError as error:
+            assert str(error).startswith(f"{kind}") and ": expected dense gradients, got a row-sparse one" in str(error) and "use xs.optim.Row" in str(error)
+            assert torch.equal(loss.linear.weight, before)
+
+
+ROW_OPTIMIZERS = [xs.optim.RowAdam, xs.optim.RowAdagrad, xs.optim.RowSGD]
+
+
+def hints(optimizer, steps=3):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            optimizer.step()
+    return [str(each.message) for each in caught if "dense gradient" in str(each.message)]
+
+
+@pytest.mark.parametrize("make", ROW_OPTIMIZERS)
+def test_a_dense_embedding_of_many_rows_is_warned_of_once(make):
+    for rows in (10_000, 12_345):
+        embedding, loss = torch.nn.Embedding(rows, 3), sampled()
+        optimizer = make([*embedding.parameters(), *loss.parameters()])
+        embedding(torch.tensor([5, rows - 1])).sum().backward()
+        (message,) = hints(optimizer)
+        assert message.startswith(f"{make.__name__}: a parameter of shape [{rows}, 3] has a dense gradient, most of whose rows are zero")
+        assert "nn.Embedding(..., sparse=True)" in message
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert len(hints(optimizer, 2)) == 1, "a load begins anew"
+
+
+def test_gradients_that_are_dense_for_a_reason_hear_no_hint():
+    few, many = torch.nn.Embedding(9_999, 3), torch.nn.Embedding(12_000, 3)
+    sparse = torch.nn.Embedding(12_000, 3, sparse=True)
+    exact, head = xs.SampledSoftmaxLoss(3, 12_000, sampler="uniform", num_samples=8, sparse_grad=False), torch.nn.Linear(3, 12_000)
+    zero = torch.nn.Linear(3, 12_000)
+    few(torch.tensor([3])).sum().backward()
+    many(torch.arange(7_000)).sum().backward()
+    sparse(torch.tensor([3])).sum().backward()
+    exact(torch.randn(2, 3), torch.tensor([1, 2])).backward()
+    head(torch.ones(1, 3)).square().sum().backward()
+    (zero(torch.randn(1, 3)) * 0).sum().backward()
+    assert hints(xs.optim.RowAdam([each for module in (few, many, sparse, exact, head, zero) for each in module.parameters()])) == []
+
+
+def test_clipping_of_torch_names_ours():
+    """It ends in operators that torch lacks for sparse tensors, whose own message would not say what to call."""
+    loss, encoder = sampled(), torch.nn.Linear(D, D)
+    parameters = [*encoder.parameters(), *loss.parameters()]
+    loss(encoder(torch.randn(4, D)), torch.randint(N, (4,))).backward()
+    grads = [param.grad for param in parameters]
+    before = [grad.to_dense().clone() for grad in grads]
+    utils = torch.nn.utils
+    for call, told in ((lambda **how: utils.clip_grad_norm_(parameters, 0.1, **how), "use xs.clip_grad_norm_"),
+                       (lambda **how: utils.clip_grad_norm_(parameters, 0.1, float("inf"), **how), "use xs.clip_grad_norm_"),
+                       (lambda **how: utils.get_total_norm(grads, **how), "use xs.clip_grad_norm_"),
+                       (lambda **how: utils.clip_grad_value_(parameters, 0.1, **how), "clip by norm, with xs.clip_grad_norm_")):
+        for foreach in (None, False, True):
+            with pytest.raises(NotImplementedError, match=f"expected a dense tensor, got a sparse one. To clip row-sparse gradients, {told}"):
+                call(foreach=foreach)
+    assert all(torch.equal(grad.to_dense(), was) for grad, was in zip(grads[-1:], before[-1:]))
+    xs.clip_grad_norm_(parameters, 0.1)
+    torch.nn.utils.clip_grad_norm_(encoder.parameters(), 0.1)
+
+
+def test_gradients_are_unscaled_as_dense_ones():
+    loss = sampled()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), xs.optim.RowAdam(loss.parameters())
+    torch.manual_seed(0)
+    scaler.scale(loss(torch.randn(4, D), torch.randint(N, (4,)), generator=torch.Generator().manual_seed(0))).backward()
+    scaled = loss.linear.weight.grad.to_dense()
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(loss.linear.weight.grad.to_dense() * 8, scaled)
+    before = loss.linear.weight.detach().clone()
+    scaler.step(optimizer)
+    assert not torch.equal(loss.linear.weight, before)

@@ -89,7 +89,7 @@ def test_sgd_decoupled_weight_decay(momentum, nesterov):
 
 
 @pytest.mark.parametrize("width", [0, 5])
-@pytest.mark.parametrize("options", [dict(), dict(lr_decay=0.1), dict(initial_accumulator_value=0.5), dict(eps=0.1)], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(lr_decay=0.1), dict(initial_accumulator_value=0.5), dict(eps=0.1), dict(maximize=True)], ids=str)
 def test_adagrad_equals_dense_adagrad(options, width):
     mine, other = pair(width=width)
     got, expected = run_both(RowAdagrad([mine], lr=0.1, **options), torch.optim.Adagrad([other], lr=0.1, **options), 20)
@@ -135,7 +135,7 @@ def test_adam_equals_dense_adamw_where_every_row_is_touched(options, width, dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("width", [0, 5])
 @pytest.mark.parametrize("options, every", [(dict(), 1), (dict(), 40), (dict(betas=(0.5, 0.9)), 3), (dict(betas=(0.95, 0.99)), 3),
-                                            (dict(betas=(0.0, 0.9)), 3)], ids=str)
+                                            (dict(betas=(0.0, 0.9)), 3), (dict(maximize=True), 3)], ids=str)
 def test_adam_follows_dense_adamw_after_a_flush(options, every, width, dtype):
     """Rows that often have no gradient, flushed at times: as dense AdamW on the same gradients, zero where there is none."""
     n = 12
@@ -311,6 +311,8 @@ def test_torch_optimizers_take_our_gradients(make):
     (RowSGD, torch.optim.SGD, dict(lr=0.1, momentum=0.9, dampening=0.2, weight_decay=0.1)),
     (RowSGD, torch.optim.SGD, dict(lr=0.1, momentum=0.9, nesterov=True, maximize=True)),
     (RowAdagrad, torch.optim.Adagrad, dict(lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.3, eps=1e-3)),
+    (RowAdagrad, torch.optim.Adagrad, dict(lr=0.1, weight_decay=0.1, maximize=True)),
+    (RowAdam, torch.optim.AdamW, dict(lr=0.1, weight_decay=0.1, maximize=True)),
     (RowAdam, torch.optim.AdamW, dict(lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1))], ids=str)
 def test_dense_gradients_equal_torch(ours, theirs, options, dtype):
     shapes = [(3, 4), (7,), (2, 3, 4), ()]

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the C++ tests, whi
 
 CASES = {"sgd": (RowSGD, dict(lr=0.1)), "nesterov": (RowSGD, dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=1 / 3)),
          "adagrad": (RowAdagrad, dict(lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1)),
-         "adagrad-row": (RowAdagrad, dict(lr=0.1, row_wise=True)), "adam": (RowAdam, dict(lr=0.1, weight_decay=1 / 3)),
-         "adam-row": (RowAdam, dict(lr=0.1, weight_decay=1 / 3, row_wise=True)),
+         "adagrad-row": (RowAdagrad, dict(lr=0.1, row_wise=True, maximize=True)), "adam": (RowAdam, dict(lr=0.1, weight_decay=1 / 3)),
+         "adam-row": (RowAdam, dict(lr=0.1, weight_decay=1 / 3, row_wise=True, maximize=True)),
          "momentum-bfloat16": (RowSGD, dict(lr=0.1, momentum=0.9, state_dtype=torch.bfloat16)),
          "adagrad-bfloat16": (RowAdagrad, dict(lr=0.1, state_dtype=torch.bfloat16)),
          "adam-row-bfloat16": (RowAdam, dict(lr=0.1, row_wise=True, stochastic_rounding=True, state_dtype=torch.bfloat16))}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _first_step
 from .._options import option_text
+from . import _torch_options
 
 
 def sparse_rows(who: str, param: Tensor, grad: Tensor) -> Tuple[Tensor, Tensor]:
@@ -80,13 +81,21 @@ class RowOptimizer(torch.optim.Optimizer):
     """Base of RowSGD, RowAdagrad and RowAdam: parameters, options and the tensors of state. The step is an operator (csrc/optim/row_step.h).
 
     A subclass gives ``_op`` (its operators are ``_op + "_state"``, ``"_step_"``, ``"_flush_"``), ``_state_names`` (of the state tensors, in
-    the operators' order; dense state has the first of them alone) and ``_option_names`` (as in a group of parameters).
+    the operators' order), ``_dense_names`` (those that dense state always has), ``_option_names`` (as in a group of parameters) and ``_counterpart`` (the
+    optimizer of torch.optim with the same steps).
     """
 
     _op: str
     _state_names: Tuple[str, ...]
+    _dense_names: Tuple[str, ...]
     _option_names: Tuple[str, ...]
+    _counterpart: str
     _later_options: Dict[str, Any] = dict(stochastic_rounding=False, state_dtype=None)  # which older checkpoints and torch.optim's know nothing of
+
+    def __init__(self, params: Any, options: Dict[str, Any], torch_options: Dict[str, Any]) -> None:
+        _torch_options.check_keywords(self._name, torch_options, options, self._option_names)
+        super().__init__(_torch_options.check_parameters(self._name, params), options)
+        _first_step.watch_steps()
 
     def _call(self, suffix: str, *args: Any) -> Any:
         return getattr(torch.ops.xsoftmax, self._op + suffix)(*args)
@@ -106,13 +115,16 @@ class RowOptimizer(torch.optim.Optimizer):
         known, text = texts.get(id(group), ((), None))
         if text is not None and len(known) == len(values) and all(map(operator.is_, known, values)):
             return str(text)
-        try:
-            text = option_text(**self._options(group))
-        except TypeError as error:
-            raise TypeError(f"{self._name}: {error}") from None
+        text = self._new_text(group)
         if all(_is_fixed(value) for value in values):
             texts[id(group)] = values, text
         return text
+
+    def _new_text(self, group: Dict[str, Any]) -> str:
+        try:
+            return option_text(**self._options(group))
+        except TypeError as error:
+            raise TypeError(f"{self._name}: {error}") from None
 
     def _tensors(self, state: Dict[str, Any]) -> List[Tensor]:
         return [_local(state[name]) for name in self._state_names if name in state]
@@ -121,6 +133,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            _torch_options.check_group(self._name, group, self._option_names)
             seen: Dict[int, Any] = {}
             for number, param in enumerate(group["params"]):
                 first = seen.setdefault(id(param), number)
@@ -202,8 +215,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
-        16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer of the same name load as
-        dense state. Of a table that is split over ranks: DTensors of any placement, whole tables, or this rank's rows.
+        16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer with the same steps (AdamW, Adagrad,
+        SGD) load as dense state; those with an option that would change the steps, or of another optimizer, are refused. Of a table that is split over ranks: DTensors of any placement, whole tables, or this rank's rows.
 
         Raises:
             ValueError: state of a parameter of another shape, such as one from before a resize_classes, or of another kind of optimizer; nothing is
@@ -229,15 +242,13 @@ class RowOptimizer(torch.optim.Optimizer):
             reveal.remove()
         for tensors in replaced:
             torch.ops.xsoftmax.forget_debt(tensors)
-        _first_step.look_again(self)
 
     def _check_state(self, state_dict: Dict[str, Any]) -> None:
         """Whether it can be loaded: for all parameters, before anything is written to the file of the first."""
+        notes = {name for group in self.param_groups for name in group}
         for group in state_dict["param_groups"]:
-            missing = [name for name in self._option_names if name not in group and name not in self._later_options]
-            if missing:
-                raise ValueError(f"{self._name}: expected the state dict of such an optimizer, with the options {', '.join(self._option_names)}, "
-                                 f"got one without {', '.join(missing)}")
+            _torch_options.check_loaded_group(self, group, self._counterpart, notes)
+            self._call("_state", torch.empty(0, device="meta"), False, self._new_text({**self._later_options, **group}))  # checks the options
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [(number, group) for group in state_dict["param_groups"] for number in group["params"]]
         for (number, group), param in zip(numbers, params) if len(numbers) == len(params) else ():  # else torch.optim says so
@@ -248,7 +259,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 if is_of_rows and value.shape not in (param.shape, param.shape[:1]):
                     raise ValueError(f"{self._name}: expected {name} of parameter {number} with the shape {list(param.shape)} of the parameter or a number for "
                                      f"each of its rows, got {list(value.shape)}: a table loads the state of as many rows as it has (resize_classes)")
-
+            if isinstance(state, dict):
+                _torch_options.check_loaded_state(self, number, state)
             if isinstance(state, dict) and _is_of_rows(state):
                 self._check_rows(number, _local(param), group, {name: _local(value) for name, value in state.items()})
 

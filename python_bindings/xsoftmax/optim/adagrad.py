@@ -1,4 +1,4 @@
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -26,6 +26,7 @@ class RowAdagrad(RowOptimizer):
         weight_decay: weight_decay * param is added to the gradient, as in ``torch.optim.Adagrad``; at least 0
         initial_accumulator_value: what ``sum`` starts from, at least 0
         eps: added to the root
+        maximize: ascend: the gradient counts with the other sign
         row_wise: one accumulator a row, the mean of squares: memory [N] instead of [N, D], in float32. Read at a parameter's first gradient; parameters with
             dense gradients ignore it
         stochastic_rounding: updates of rows of 16-bit tables round up or down at random, without bias, so that updates too small for a 16-bit number still move
@@ -33,24 +34,31 @@ class RowAdagrad(RowOptimizer):
         state_dtype: dtype of ``sum`` [N, D]: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 ``sum`` is
             always kept with stochastic rounding: to nearest, it would stop growing at 256 times what a step adds. Read at a parameter's first gradient;
             parameters with dense gradients ignore it
+        torch_options: options of ``torch.optim.Adagrad`` that choose among its implementations:
+            ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
+            operator takes the step on every device. ``differentiable=True`` is refused
 
     Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
 
     State of a table: ``step``, and ``sum`` [N, D], or [N] with row_wise.
 
     Raises:
-        ValueError: an option out of range; a parameter that is given twice; a gradient that does not fit its parameter.
-        TypeError: lr is a tensor; a parameter that is not float32, float64, bfloat16 or float16.
+        ValueError: an option out of range, or of torch.optim that would change the steps; a parameter that is given twice; a gradient that does not fit its
+            parameter.
+        TypeError: lr is a tensor (give ``float(lr)``); a module in the place of parameters; another keyword; a parameter that is not float32,
+            float64, bfloat16 or float16.
         IndexError: a row of a gradient is not in [0, N).
         RuntimeError: a sparse gradient that is not sparse COO in dimension 0 alone, or one of a parameter with more than 2 dimensions.
     """
 
     _op, _state_names = "row_adagrad", ("step", "sum")
-    _later_options = dict(RowOptimizer._later_options, row_wise=False)
-    _option_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "row_wise", "stochastic_rounding", "state_dtype")
+    _dense_names, _counterpart = ("step", "sum"), "Adagrad"
+    _later_options = dict(RowOptimizer._later_options, row_wise=False, maximize=False)
+    _option_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize", "row_wise", "stochastic_rounding", "state_dtype")
 
     def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
-                 eps: float = 1e-10, *, row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None) -> None:
+                 eps: float = 1e-10, *, maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False,
+                 state_dtype: Optional[torch.dtype] = None, **torch_options: Any) -> None:
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
-                                      initial_accumulator_value=initial_accumulator_value, eps=eps, row_wise=row_wise,
-                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))
+                                      initial_accumulator_value=initial_accumulator_value, eps=eps, maximize=maximize, row_wise=row_wise,
+                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), torch_options)

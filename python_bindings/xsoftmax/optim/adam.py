@@ -38,6 +38,7 @@ class RowAdam(RowOptimizer):
         betas: decay of the two moments a step, numbers in [0, 1); betas[0] ** 2 < betas[1]
         eps: added to the root, at least 0
         weight_decay: decoupled, at least 0; 0 by default, as in ``torch.optim.Adam``. lr * weight_decay must be below 1 for row-sparse gradients
+        maximize: ascend: the gradient counts with the other sign
         row_wise: one second moment a row, of the mean of squares: memory [N] instead of [N, D], in float32. Read at a parameter's first gradient; parameters
             with dense gradients ignore it
         stochastic_rounding: updates of rows of 16-bit tables, and what :meth:`flush` applies, round up or down at random, without bias, so that updates too
@@ -46,6 +47,10 @@ class RowAdam(RowOptimizer):
         state_dtype: dtype of the moments [N, D]: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 moments
             are always kept with stochastic rounding: to nearest, a second moment of beta2 = 0.999 would not see a gradient that changes it by less than a
             256th. Read at a parameter's first gradient; parameters with dense gradients ignore it
+        torch_options: options of ``torch.optim.AdamW`` that choose among its implementations:
+            ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
+            operator takes the step on every device. ``amsgrad=True``, ``differentiable=True`` and
+            a weight decay with ``decoupled_weight_decay=False`` are refused
 
     Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
 
@@ -53,20 +58,24 @@ class RowAdam(RowOptimizer):
     ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).
 
     Raises:
-        ValueError: an option out of range; a parameter that is given twice; a gradient that does not fit its parameter.
-        TypeError: lr or betas are tensors; a parameter that is not float32, float64, bfloat16 or float16.
+        ValueError: an option out of range, or of torch.optim that would change the steps; a parameter that is given twice; a gradient that does not fit its
+            parameter.
+        TypeError: lr or betas are tensors (give ``float(lr)``); a module in the place of parameters; another keyword; a parameter that is not float32,
+            float64, bfloat16 or float16.
         IndexError: a row of a gradient is not in [0, N).
         RuntimeError: a sparse gradient that is not sparse COO in dimension 0 alone, or one of a parameter with more than 2 dimensions.
     """
 
     _op, _state_names = "row_adam", ("step", "exp_avg", "exp_avg_sq", "last_step", "owed")
-    _later_options = dict(RowOptimizer._later_options, row_wise=False)
-    _option_names = ("lr", "betas", "eps", "weight_decay", "row_wise", "stochastic_rounding", "state_dtype")
+    _dense_names, _counterpart = ("step", "exp_avg", "exp_avg_sq"), "AdamW"
+    _later_options = dict(RowOptimizer._later_options, row_wise=False, maximize=False)
+    _option_names = ("lr", "betas", "eps", "weight_decay", "maximize", "row_wise", "stochastic_rounding", "state_dtype")
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, *,
-                 row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None) -> None:
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, row_wise=row_wise,
-                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))
+                 maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
+                 **torch_options: Any) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, row_wise=row_wise,
+                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), torch_options)
 
     def _options(self, group: Dict[str, Any]) -> Dict[str, Any]:
         options = super()._options(group)

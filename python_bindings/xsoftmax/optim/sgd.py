@@ -1,4 +1,4 @@
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -37,6 +37,9 @@ class RowSGD(RowOptimizer):
         state_dtype: dtype of the momentum buffer: ``torch.bfloat16`` or ``torch.float32``. None: float32, and float64 for float64 tables. In bfloat16 the
             buffer is always kept with stochastic rounding: to nearest, it would stay behind the mean of gradients. Read at a parameter's first gradient;
             parameters with dense gradients ignore it
+        torch_options: options of ``torch.optim.SGD`` that choose among its implementations:
+            ``foreach``, ``fused``, ``capturable``. They are accepted and ignored, since one
+            operator takes the step on every device. ``differentiable=True`` is refused
 
     Shape: tables [N, D] or [N] with row-sparse gradients (sparse COO in dimension 0, of R rows); other parameters of any shape, with dense gradients.
 
@@ -44,16 +47,19 @@ class RowSGD(RowOptimizer):
     and ``owed``, the steps that rows may owe (csrc/optim/owed_steps.h).
 
     Raises:
-        ValueError: an option out of range; a parameter that is given twice; a gradient that does not fit its parameter.
-        TypeError: lr is a tensor; a parameter that is not float32, float64, bfloat16 or float16.
+        ValueError: an option out of range, or of torch.optim that would change the steps; a parameter that is given twice; a gradient that does not fit its
+            parameter.
+        TypeError: lr is a tensor (give ``float(lr)``); a module in the place of parameters; another keyword; a parameter that is not float32,
+            float64, bfloat16 or float16.
         IndexError: a row of a gradient is not in [0, N).
         RuntimeError: a sparse gradient that is not sparse COO in dimension 0 alone, or one of a parameter with more than 2 dimensions.
     """
 
     _op, _state_names = "row_sgd", ("step", "momentum_buffer", "last_step", "owed")
+    _dense_names, _counterpart = (), "SGD"
     _option_names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "stochastic_rounding", "state_dtype")
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
-                 maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None) -> None:
+                 maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None, **torch_options: Any) -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-                                      maximize=maximize, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype))
+                                      maximize=maximize, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), torch_options)
