@@ -58,8 +58,7 @@ struct AdagradRule {
     int64_t& step = *item.state[kCount].mutable_data_ptr<int64_t>();
     const double rate = row_adagrad_rate(options.lr(), options.lr_decay(), step + 1);
     (kernel ? row_adagrad_rows_cpu : row_adagrad_rows_reference)(
-        {item.param, sum, rate, options.weight_decay(), options.eps(), options.stochastic_rounding(), step + 1}, *item.rows,
-        descent_of(options, item.values));
+        {item.param, sum, rate, options.weight_decay(), options.eps(), options.stochastic_rounding(), step + 1}, *item.rows, descent_of(options, item.values));
     ++step;
   }
 

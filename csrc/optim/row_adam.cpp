@@ -192,7 +192,8 @@ void row_adam_flush_reference(const RowAdamUpdate& u) {
 RowAdamNumbers check_row_adam_rows(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {
   const auto options = parse_options<optim::RowAdamOptions>(AdamRule::kRows, text);
   plan_rows<AdamRule>(param, state, rows, values, options);
-  return {options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(), options.weight_decay(), options.stochastic_rounding(), options.maximize()};
+  return {options.lr(),      std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(), options.weight_decay(), options.stochastic_rounding(),
+          options.maximize()};
 }
 
 void row_adam_rows_composite(const Tensor& param, TensorList state, const Tensor& rows, const Tensor& values, std::string_view text) {

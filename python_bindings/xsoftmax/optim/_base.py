@@ -215,8 +215,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """As torch.optim's, except that state keeps the dtype it was saved in: counters stay integers, and the float32 state of
-        16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of torch.optim's optimizer with the same steps (AdamW, Adagrad,
-        SGD) load as dense state; those with an option that would change the steps, or of another optimizer, are refused. Of a table that is split over ranks: DTensors of any placement, whole tables, or this rank's rows.
+        16-bit parameters stays float32; it moves to the parameter's device. Checkpoints of
+        torch.optim's optimizer with the same steps (AdamW, Adagrad, SGD) load as dense state; those
+        with an option that would change the steps, or of another optimizer, are refused. Of a table
+        that is split over ranks: DTensors of any placement, whole tables, or this rank's rows.
 
         Raises:
             ValueError: state of a parameter of another shape, such as one from before a resize_classes, or of another kind of optimizer; nothing is
