@@ -70,7 +70,7 @@ class HierarchicalMatcher(TableModule):
                  reduction: str = "mean", sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
-            raise TypeError(f"HierarchicalMatcher: expected tree to be a LabelTree, got {type(tree).__name__}")
+            raise TypeError(f"HierarchicalMatcher: expected tree as a LabelTree, got {type(tree).__name__}")
         if tree.depth == 0:
             raise ValueError("HierarchicalMatcher: expected a tree of at least 2 nodes, got 1")
         if loss not in _TRANSFORMS:
@@ -79,7 +79,7 @@ class HierarchicalMatcher(TableModule):
         self.loss, self.transform = loss, _TRANSFORMS[loss]
         self.beam = check_count("HierarchicalMatcher", "beam", beam, 1)
         self.tree = tree.clone().to(device_of_values(device))
-        self.edges = make_linear(self.in_features, tree.num_edges, bias, device, dtype)
+        self.edges = make_linear(self._name, self.in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("layer", torch.ones((), dtype=torch.int64, device="cpu"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -115,7 +115,7 @@ class HierarchicalMatcher(TableModule):
         queries = self._queries(input, None)
         target = self._given(input, target)
         if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
-            raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
+            raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} with one more dimension, for several labels, got "
                              f"{list(target.shape)}")
         if 1 < target.shape[-1] == self.num_classes:
             raise ValueError(f"HierarchicalMatcher: expected ids of labels, [*, T] with T below their number, got shape {list(target.shape)}, a number "

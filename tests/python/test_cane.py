@@ -195,7 +195,7 @@ def test_samplers_belong_to_one_loss():
     with pytest.raises(ValueError, match="ComplementSampler: expected a sampler that draws a multiple"):
         CaneLoss(6, 20, candidates=candidates, noise_sampler=noise, num_noises=3)
     CaneLoss(6, 20, candidates=candidates, noise_sampler=noise, num_noises=2)
-    with pytest.raises(ValueError, match="expected a sampler of its own, got a UniformSampler that a CaneLoss has already"):
+    with pytest.raises(ValueError, match="expected a sampler that no other module uses, got a UniformSampler that belongs to a CaneLoss"):
         CaneLoss(6, 20, candidates=candidates)
 
 

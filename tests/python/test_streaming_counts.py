@@ -372,7 +372,7 @@ def test_unigram_goes_on_from_its_state(draws):
 
 
 def test_candidates_of_cane_count_no_targets():
-    with pytest.raises(ValueError, match="CaneLoss: expected candidates that do not look at the target, got a UnigramSampler that counts targets"):
+    with pytest.raises(ValueError, match="CaneLoss: expected candidates that do not depend on the target, got a UnigramSampler that counts targets"):
         xs.CaneLoss(4, N, candidates=UnigramSampler(StreamingCounts(N), 5))
 
 
