@@ -204,7 +204,7 @@ std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t 
   samplers::SamplerRequest request{
       .num_classes = num_classes, .num_samples = sampling.num_samples, .dim = in_features, .bias = bias, .shared = sampling.shared, .exclude = {}};
   if (sampling.estimator == kComplementary) {
-    TORCH_CHECK_VALUE(!sampling.shared.value_or(false), kName, ": expected private draws beside estimator \"", kComplementary, "\", got shared");
+    TORCH_CHECK_VALUE(!sampling.shared.value_or(false), kName, ": expected shared=false with estimator \"", kComplementary, "\", got true");
     const int64_t draws = sampling.num_samples.value_or(20);
     if (name == "uniform") {
       return samplers::ComplementSampler(num_classes, draws).ptr();
@@ -246,10 +246,10 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
                     given_sampler->num_classes());
   const bool outside = sampling.estimator == kComplementary;
   head = sampling.head.defined() ? different_ids(sampling.head, num_classes, kName, "head") : at::zeros({0}, at::kLong);
-  TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName, ": expected no head and label_smoothing of 0 beside estimator \"",
+  TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName, ": expected no head and label_smoothing of 0 with estimator \"",
                     kComplementary, "\"");
   TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0 || none, kName, ": expected classes to score, got num_samples of 0 and no head");
-  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 beside class weights, got ",
+  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 with class weights, got ",
                     options.label_smoothing);
   step_.estimator = outside ? "sampled_softmax" : sampling.estimator.empty() ? given_sampler->default_estimator() : sampling.estimator;
   step_.remove_accidental_hits = sampling.remove_accidental_hits;

@@ -126,7 +126,7 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
 void BeamTreeLossImpl::check_tree(const LabelTree& loaded) const {
   TreeLossImpl::check_tree(loaded);
   TORCH_CHECK_VALUE(!beam_.routed || (loaded->depth() == 2 && loaded->parent.index_select(0, loaded->class_node).gt(0).all().item<bool>()), name_,
-                    ": expected a tree of one layer of subsets beside routed");
+                    ": expected a tree of one layer of subsets for routed");
 }
 
 Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {

@@ -56,7 +56,7 @@ TwoTowerOptions checked_options(const char* owner, std::string_view text) {
   at_least("memory", options.memory, 0);
   at_least("memory_warmup", options.memory_warmup, 0);
   at_least("dim", options.dim.value_or(1), 1);
-  TORCH_CHECK_VALUE(options.memory == 0 || options.dim.has_value(), owner, ": expected dim, the width of the vectors, beside memory=", options.memory,
+  TORCH_CHECK_VALUE(options.memory == 0 || options.dim.has_value(), owner, ": expected dim, the width of the vectors, for memory=", options.memory,
                     ", got none");
   return options;
 }

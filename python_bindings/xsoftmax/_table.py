@@ -217,9 +217,8 @@ def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
     """DistributedDataParallel cannot reduce a row-sparse gradient of ours, and dies in the backward pass."""
     active = nn.parallel.DistributedDataParallel._active_ddp_module if torch.distributed.is_available() else None
     if active is not None and any(parameter is table for table in tables for parameter in active._module_parameters):
-        raise RuntimeError(f"{owner}: expected a model that xs.distributed.replicate(model) or shard_classes(model) was called with before "
-                           "DistributedDataParallel(model), whose reducer knows no row-sparse gradient and no part of a class table, or a whole "
-                           "table with sparse_grad=False")
+        raise RuntimeError(f"{owner}: expected a table with sparse_grad=False under DistributedDataParallel, which cannot reduce row-sparse gradients, got "
+                           "True: call xs.distributed.replicate(model) or shard_classes(model) before DistributedDataParallel(model)")
 
 
 def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges: Any) -> None:

@@ -143,10 +143,15 @@ class CaneLoss(CandidateLoss):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: as :class:`CaneLoss`
         """
-        if not self.training:
-            return self.exact(input, target)
         if not torch.jit.is_scripting():
             check_generator(self._name, generator)
+            if candidates is not None:
+                check_tensor(self._name, "candidates", candidates)
+                if candidates.dtype != torch.int64:  # maybe meant as something else
+                    hint = "class weights are an argument of the constructor, weight=..." if candidates.is_floating_point() else "use candidates.long()"
+                    raise TypeError(f"{self._name}: expected candidates of dtype int64, got {str(candidates.dtype).removeprefix('torch.')}: {hint}")
+        if not self.training:
+            return self.exact(input, target)
         queries, counted = self._counted(input, target)
         found = self._candidates(queries, counted, list(input.shape[:-1]), candidates, generator)
         self.noise.prepare(self.linear.weight, self.linear.bias, generator)
@@ -159,11 +164,6 @@ class CaneLoss(CandidateLoss):
         """[C] or [Q, C], -1 where there is none."""
         sampler, fixed = self.candidate_sampler, self.candidates
         if given is not None:
-            if not torch.jit.is_scripting():
-                check_tensor(self._name, "candidates", given)
-                if given.dtype != torch.int64:  # maybe meant as something else
-                    hint = ("class weights are an argument of the constructor, weight=..." if given.is_floating_point() else "use candidates.long()")
-                    raise TypeError(f"{self._name}: expected candidates of dtype int64, got {str(given.dtype).removeprefix('torch.')}: {hint}")
             if sampler is not None or fixed is not None:
                 raise ValueError(f"{self._name}: expected no candidates in the call of a loss that has its own, got some: make it with candidates=None")
             if given.dim() == 0 or (given.dim() != 1 and list(given.shape[:-1]) != batch):

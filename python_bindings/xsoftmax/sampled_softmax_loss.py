@@ -214,6 +214,8 @@ class SampledSoftmaxLoss(CandidateLoss):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: as :class:`SampledSoftmaxLoss`; nothing has changed then
         """
+        if not torch.jit.is_scripting():
+            check_generator(self._name, generator)
         if not self.training:
             return self.exact(input, target)
         return self._sampled(input, target, generator, negatives, negative_log_count, True)
@@ -226,12 +228,12 @@ class SampledSoftmaxLoss(CandidateLoss):
 
         Arguments, shapes and errors as :meth:`forward`.
         """
+        if not torch.jit.is_scripting():
+            check_generator(self._name, generator)
         return self._sampled(input, target, generator, negatives, negative_log_count, False)
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
                  negative_log_count: Optional[Tensor], prepares: bool) -> Tensor:
-        if not torch.jit.is_scripting():
-            check_generator(self._name, generator)
         queries, counted = self._counted(input, target)
         given = self._given_set(input, negatives, negative_log_count)  # before the sampler changes
         if prepares:

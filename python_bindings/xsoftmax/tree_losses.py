@@ -148,11 +148,11 @@ class BeamTreeLoss(TreeLoss):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: as :class:`BeamTreeLoss`
         """
+        if not torch.jit.is_scripting():
+            check_generator(self._name, generator)
         if not self.training:
             return self.exact(input, target)
         self._queries(input, self._given(input, target))
-        if not torch.jit.is_scripting():
-            check_generator(self._name, generator)
         self._check_step()
         weight, bias, tree = self.edges.weight, self.edges.bias, self.tree.tables()
         queries, counted = torch.ops.xsoftmax.tree_queries(input, target, weight, bias, tree, self.ignore_index)

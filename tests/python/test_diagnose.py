@@ -95,5 +95,5 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="input with finite values"):
         xs.diagnose(loss, torch.full_like(x, math.nan), target)
     for sampler in (MidxSampler(N, D, 4), UnionSampler(UniformSampler(N, 4), MidxSampler(N, D, 4))):
-        with pytest.raises(ValueError, match="a MidxSampler that knows the class table"):
+        with pytest.raises(ValueError, match="a MidxSampler that has seen the class table"):
             xs.diagnose(xs.SampledSoftmaxLoss(D, N, sampler=sampler), x, target)

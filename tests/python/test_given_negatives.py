@@ -167,7 +167,7 @@ def test_bad_input():
             (IndexError, rf"expected negatives in \[0, {N}\)", dict(negatives=torch.tensor([N]))),
             (TypeError, "expected negatives of dtype int64, got float32", dict(negatives=torch.zeros(3))),
             (TypeError, "expected negatives as a tensor, got list", dict(negatives=[1, 2])),
-            (ValueError, rf"expected negatives of shape \[P\], or \[P\] behind that of the queries, \[{Q}\], got \[3, 2\]",
+            (ValueError, rf"expected negatives of shape \[P\], or with one more dimension than the queries, \[{Q}\], got \[3, 2\]",
              dict(negatives=torch.zeros(3, 2, dtype=torch.int64))),
             (ValueError, "expected negatives with negative_log_count, got none", dict(negative_log_count=torch.zeros(3))),
             (ValueError, "expected negative_log_count of the shape of negatives",

@@ -472,7 +472,7 @@ def test_autocast():
     (dict(weight=torch.zeros(9, 4)), ValueError, "expected weight with size 3"),
     (dict(shared_ids=torch.tensor([9])), IndexError, r"expected shared ids in \[0, 9\), got 9 at \[0\]"),
     (dict(class_weight=torch.zeros(8)), ValueError, "expected class_weight with size 9"),
-    (dict(class_weight=torch.zeros(9), label_smoothing=0.1), ValueError, "expected label_smoothing of 0 beside class weights"),
+    (dict(class_weight=torch.zeros(9), label_smoothing=0.1), ValueError, "expected label_smoothing of 0 with class weights"),
     (dict(log_z=torch.zeros(2)), ValueError, "expected log_z with 0 dimensions"),
     (dict(reduction="max"), ValueError, 'expected reduction to be "mean", "sum" or "none", got "max"'),
     (dict(label_smoothing=-0.1), ValueError, r"expected label_smoothing in \[0, 1\]"),

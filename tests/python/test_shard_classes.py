@@ -215,7 +215,7 @@ def refuse(rank):
         shard(loss_of("uniform", "plain"), exchange=["auto", "rows"][rank])
     with pytest.raises(TypeError, match="shard_classes: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, .* got CaneLoss"):
         shard(xs.CaneLoss(D, N, candidates=3))
-    with pytest.raises(ValueError, match="shard_classes: expected label_smoothing=0 beside class weights"):
+    with pytest.raises(ValueError, match="shard_classes: expected label_smoothing=0 with class weights"):
         shard(xs.LinearCrossEntropyLoss(D, N, weight=torch.ones(N), label_smoothing=0.1))
     with pytest.raises(ValueError, match="shard_classes: expected the same on all ranks, got (?s:.*num_samples=4.* on rank 0 and .*num_samples=5.*) on rank 1"):
         shard(xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=4 + rank))
