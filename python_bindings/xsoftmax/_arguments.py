@@ -66,11 +66,12 @@ def _check(owner: str, parameters: Dict[str, inspect.Parameter], args: Any, kwar
             if name not in parameters:
                 meant = _meant(name, parameters)
                 hint = f"did you mean {meant}?" if meant else f"it has {', '.join(parameters)}"
-                raise TypeError(f"{owner}: expected arguments of the constructor, got {name}: {hint}")
+                raise TypeError(f"{owner}: expected arguments of the constructor, got {name}: "
+                                f"{hint}")
     if len(args) > len(by_place) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         names = ", ".join(by_place) or "none"
-        raise TypeError(f"{owner}: expected at most {len(by_place)} arguments without a name ({names}), "
-                        f"got {len(args)}: pass the others by name")
+        raise TypeError(f"{owner}: expected at most {len(by_place)} arguments without a name "
+                        f"({names}), got {len(args)}: pass the others by name")
     given = {*by_place[:len(args)], *kwargs}
     for name, parameter in parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind in (
@@ -83,8 +84,8 @@ def _check(owner: str, parameters: Dict[str, inspect.Parameter], args: Any, kwar
 def explain_constructors(classes: Iterable[Any]) -> None:
     """Makes the constructors of classes name the argument that a caller meant or left out.
 
-    Only the error is another one: signatures (``inspect.signature``), subclasses and TorchScript see
-    the constructors as they are written.
+    Only the error is another one: ``inspect.signature``, subclasses and TorchScript see the
+    constructors as they are written.
     """
     for cls in classes:
         original = vars(cls).get("__init__")

@@ -33,7 +33,8 @@ def check_tensor(owner: str, argument: str, value: Any) -> None:
             hint = f": use torch.as_tensor({argument})"
         elif isinstance(value, torch.Generator):
             hint = ": pass it by name, generator=..."
-        raise TypeError(f"{owner}: expected {argument} as a tensor, got {type(value).__name__}{hint}")
+        raise TypeError(f"{owner}: expected {argument} as a tensor, got "
+                        f"{type(value).__name__}{hint}")
 
 
 def check_generator(owner: str, generator: Any) -> None:
@@ -86,7 +87,8 @@ def class_weights(owner: str, weight: Any, num_classes: int) -> Optional[Tensor]
     if given is not weight and not weight.is_floating_point():
         weight = weight.to(torch.get_default_dtype())
     if not weight.is_floating_point():
-        raise TypeError(f"{owner}: expected weight of a floating dtype, got {weight.dtype}: use weight.float()")
+        raise TypeError(f"{owner}: expected weight of a floating dtype, got {weight.dtype}: use "
+                        "weight.float()")
     return weight
 
 

@@ -152,7 +152,8 @@ class TableModule(Module):
         if not torch.jit.is_scripting():
             check_tensor(self._name, "exclude", exclude)
         if exclude.dim() != input.dim() or exclude.shape[:-1] != input.shape[:-1]:
-            raise ValueError(f"{self._name}: expected exclude of shape {list(input.shape[:-1])} with one more dimension, got {list(exclude.shape)}")
+            raise ValueError(f"{self._name}: expected exclude of shape {list(input.shape[:-1])} "
+                             f"with one more dimension, got {list(exclude.shape)}")
         return min(k + exclude.shape[-1], self.num_classes)
 
     def _without_excluded(self, values: Tensor, ids: Tensor, k: int, input: Tensor, exclude: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
@@ -198,7 +199,8 @@ def check_linear(owner: str, linear: Any) -> None:
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"{owner}: expected an nn.Linear, got {type(linear).__name__}")
     if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
-        raise TypeError(f"{owner}: expected an nn.Linear whose sizes are known, got {type(linear).__name__}: run the model once first")
+        raise TypeError(f"{owner}: expected an nn.Linear whose sizes are known, got "
+                        f"{type(linear).__name__}: run the model once first")
     if "parametrizations" not in linear._modules and ("weight" not in linear._parameters or "bias" not in linear._parameters):
         raise ValueError(f"{owner}: expected an nn.Linear whose weight and bias are parameters, got one where a hook computes them "
                          "(torch.nn.utils.weight_norm, spectral_norm, prune): use torch.nn.utils.parametrizations and sparse_grad=False, or prune.remove")
@@ -209,16 +211,20 @@ def refuse_parametrized(module: nn.Module) -> None:
     for name, child in module._modules.items():
         parametrizations: Any = child._modules.get("parametrizations") if isinstance(child, nn.Linear) else None
         if parametrizations is not None:
-            raise ValueError(f"{module._name}: expected a table without parametrization for sparse_grad=True, got {name} with one "
-                             f"({', '.join(parametrizations)}): make the loss with sparse_grad=False")
+            raise ValueError(f"{module._name}: expected a table without parametrization for "
+                             f"sparse_grad=True, got {name} with one "
+                             f"({', '.join(parametrizations)}): make the loss with "
+                             "sparse_grad=False")
 
 
 def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
     """DistributedDataParallel cannot reduce a row-sparse gradient of ours, and dies in the backward pass."""
     active = nn.parallel.DistributedDataParallel._active_ddp_module if torch.distributed.is_available() else None
     if active is not None and any(parameter is table for table in tables for parameter in active._module_parameters):
-        raise RuntimeError(f"{owner}: expected a table with sparse_grad=False under DistributedDataParallel, which cannot reduce row-sparse gradients, got "
-                           "True: call xs.distributed.replicate(model) or shard_classes(model) before DistributedDataParallel(model)")
+        raise RuntimeError(f"{owner}: expected a table with sparse_grad=False under "
+                           "DistributedDataParallel, which cannot reduce row-sparse gradients, "
+                           "got True: call xs.distributed.replicate(model) or "
+                           "shard_classes(model) before DistributedDataParallel(model)")
 
 
 def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges: Any) -> None:
@@ -241,11 +247,13 @@ def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[T
         hint = ""
         if input.dim() >= 1 and input.shape[-1] == num_classes:
             hint = ", whose width is num_classes: in_features comes before num_classes in the constructor"
-        raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got {list(input.shape)}{hint}")
+        raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got "
+                         f"{list(input.shape)}{hint}")
     if target is not None:
         if input.shape[:-1] != target.shape and not (several and target.dim() == input.dim() and target.shape[:-1] == input.shape[:-1]):
             more = ", or with one more dimension for several positives" if several else ""
-            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}{more}, got {list(target.shape)}")
+            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}{more}, "
+                             f"got {list(target.shape)}")
     return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 
 
@@ -273,8 +281,10 @@ def make_linear(owner: str, in_features: int, num_rows: int, bias: bool, device:
             if not any(word in str(error).lower() for word in ("memory", "overflow")):
                 raise
             size = num_rows * in_features * (dtype or torch.get_default_dtype()).itemsize / 2**30
-            raise RuntimeError(f"{owner}: expected memory on {device} for a table of shape [{num_rows}, {in_features}], {size:.4g} GiB, got none: keep the "
-                               "table in a file with xs.tables.mapped, or split it over ranks with xs.distributed.shard_classes") from error
+            raise RuntimeError(f"{owner}: expected memory on {device} for a table of shape "
+                               f"[{num_rows}, {in_features}], {size:.4g} GiB, got none: keep the "
+                               "table in a file with xs.tables.mapped, or split it over ranks "
+                               "with xs.distributed.shard_classes") from error
         if device.type != "meta":
             advise_huge_pages(linear.weight.detach())
             linear.reset_parameters()

@@ -169,9 +169,10 @@ def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.
 def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor], samplers: Optional[Sequence[str]], model_ms: float,
            budget_ms: Optional[float]) -> None:
     if isinstance(loss, TwoTowerLoss):
-        raise TypeError("advise: expected a loss over a class table, got TwoTowerLoss, whose classes are vectors that a network makes: to compare in-batch "
-                        "candidates with others, advise on xs.LinearCrossEntropyLoss.from_linear(linear) with the vectors of all items as "
-                        "linear.weight")
+        raise TypeError("advise: expected a loss over a class table, got TwoTowerLoss, whose "
+                        "classes are vectors that a network makes: to compare in-batch candidates "
+                        "with others, advise on xs.LinearCrossEntropyLoss.from_linear(linear) "
+                        "with the vectors of all items as linear.weight")
     if not isinstance(loss, LinearLoss):
         raise TypeError(f"advise: expected a SampledSoftmaxLoss, LinearCrossEntropyLoss or CaneLoss, got {type(loss).__name__}")
     for name, value, least in (("seconds", seconds, 0.0), ("model_ms", model_ms, -1e-300), ("budget_ms", budget_ms, 0.0)):
@@ -182,8 +183,8 @@ def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor], samplers:
         if not math.isfinite(value) or value <= least:
             raise ValueError(f"advise: expected {name} above 0, got {value}" if least == 0.0 else f"advise: expected {name} of at least 0, got {value}")
     if "_exchanges" in loss.__dict__ or any(hasattr(table, "_class_shards") for table in loss._tables() if table is not None):
-        raise RuntimeError("advise: expected a table of one process, got one that is split or replicated over ranks: call advise before "
-                           "xs.distributed")
+        raise RuntimeError("advise: expected a table of one process, got one that is split or "
+                           "replicated over ranks: call advise before xs.distributed")
     if isinstance(samplers, str):
         raise TypeError(f"advise: expected samplers as a sequence of names, got a string: give [{samplers!r}]")
     if counts is not None:
@@ -192,7 +193,8 @@ def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor], samplers:
         if not (counts.isfinite().all() and (counts >= 0).all() and (counts > 0).any()):
             raise ValueError("advise: expected counts that are finite, not negative and not all zero, got others")
     elif samplers is not None and not {"unigram", "in_batch"}.isdisjoint(samplers):
-        raise ValueError("advise: expected counts for the samplers \"unigram\" and \"in_batch\", got none")
+        raise ValueError("advise: expected counts for the samplers \"unigram\" and \"in_batch\", "
+                         "got none")
 
 
 @dataclasses.dataclass(frozen=True)

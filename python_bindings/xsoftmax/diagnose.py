@@ -76,8 +76,9 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
     check_count("diagnose", "draws", draws, 2)
     for part in loss.sampler.modules():
         if getattr(part, "follows_table", False) and getattr(part, "step", None) == 0:
-            raise ValueError(f"diagnose: expected a {type(part).__name__} that has seen the class table, got one that was never refreshed: take a "
-                             "step in train(), or call loss.sampler.refresh(loss.linear.weight, loss.linear.bias)")
+            raise ValueError(f"diagnose: expected a {type(part).__name__} that has seen the class "
+                             "table, got one that was never refreshed: take a step in train(), or "
+                             "call loss.sampler.refresh(loss.linear.weight, loss.linear.bias)")
     check_tensor("diagnose", "input", input)
     queries = flat_queries("diagnose", loss.in_features, input.detach(), target, num_classes=loss.num_classes)
     counted = (target != loss.ignore_index).reshape(-1)

@@ -36,7 +36,8 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
         label_smoothing: in [0, 1].
 
     Returns:
-        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Over no query the sum is 0 and the mean NaN. Where gradients are
+        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Over
+        no query the sum is 0 and the mean NaN. Where gradients are
         recorded, they are computed together with the value: evaluate under torch.no_grad().
 
     Raises:
@@ -87,7 +88,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
             "complementary_sum", are not among them.
 
     Returns:
-        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Without candidates the softmax losses are 0. Over no query the
+        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32.
+        Without candidates the softmax losses are 0. Over no query the
         sum is 0 and the mean NaN.
 
     Raises:

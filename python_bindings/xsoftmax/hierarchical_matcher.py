@@ -70,7 +70,8 @@ class HierarchicalMatcher(TableModule):
                  reduction: str = "mean", sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
-            raise TypeError(f"HierarchicalMatcher: expected tree as a LabelTree, got {type(tree).__name__}")
+            raise TypeError("HierarchicalMatcher: expected tree as a LabelTree, got "
+                            f"{type(tree).__name__}")
         if tree.depth == 0:
             raise ValueError("HierarchicalMatcher: expected a tree of at least 2 nodes, got 1")
         if loss not in _TRANSFORMS:
@@ -115,8 +116,9 @@ class HierarchicalMatcher(TableModule):
         queries = self._queries(input, None)
         target = self._given(input, target)
         if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
-            raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} with one more dimension, for several labels, got "
-                             f"{list(target.shape)}")
+            raise ValueError("HierarchicalMatcher: expected target of shape "
+                             f"{list(input.shape[:-1])} with one more dimension, for several "
+                             f"labels, got {list(target.shape)}")
         if 1 < target.shape[-1] == self.num_classes:
             raise ValueError(f"HierarchicalMatcher: expected ids of labels, [*, T] with T below their number, got shape {list(target.shape)}, a number "
                              "for each label as multi-hot targets have")

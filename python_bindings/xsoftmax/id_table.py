@@ -176,7 +176,8 @@ class IdTable(Module):
         for table in tables:
             self._check_attached(table)
             if init is None and isinstance(table, nn.Parameter):
-                raise TypeError("IdTable: expected init with a parameter, to fill the rows of new ids, got none")
+                raise TypeError("IdTable: expected init with a parameter, to fill the rows of new "
+                                "ids, got none")
             if init is not None and not callable(init):
                 raise TypeError(f"IdTable: expected init as a function of a tensor, got {type(init).__name__}")
             if init is not None:
@@ -205,8 +206,9 @@ class IdTable(Module):
             raise ValueError(f"IdTable: expected a {type(table).__name__} of {self.capacity} rows, the capacity, got {other}")
         split = any(hasattr(rows, "_class_shards") for rows in _tables_of(table))
         if split or hasattr(table, "_exchanges") or any(count._group is not None for count in counts):
-            raise ValueError("IdTable: expected tables and counts of one process, got some that are replicated or split over ranks, where ids would have other "
-                             "rows on each")
+            raise ValueError("IdTable: expected tables and counts of one process, got some that "
+                             "are replicated or split over ranks, where ids would have other rows "
+                             "on each")
         if getattr(table, "padding_idx", None):
             raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")  # type: ignore[attr-defined]
 

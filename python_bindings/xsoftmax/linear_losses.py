@@ -60,7 +60,8 @@ class LinearLoss(TableModule):
         """
         check_linear(f"{cls.__name__}.from_linear", linear)
         if given := {"in_features", "num_classes", "bias", "device", "dtype"} & set(kwargs):
-            raise TypeError(f"{cls.__name__}.from_linear: expected arguments other than those of the linear layer, got {', '.join(sorted(given))}")
+            raise TypeError(f"{cls.__name__}.from_linear: expected arguments other than those of "
+                            f"the linear layer, got {', '.join(sorted(given))}")
         # The table made by the constructor would be thrown away: on the meta device it costs nothing.
         loss = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", **kwargs)
         loss.linear = linear
@@ -177,7 +178,8 @@ class LinearLoss(TableModule):
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            TypeError: `input` is not a dense tensor, or is of another dtype than the table (RuntimeError in TorchScript).
+            TypeError: `input` is not a dense tensor, or is of another dtype than the table
+                (RuntimeError in TorchScript).
         """
         self._table_queries(input, None)
         if not torch.jit.is_scripting():
@@ -188,12 +190,14 @@ class LinearLoss(TableModule):
     def topk(self, input: Tensor, k: int, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """The k most probable classes of each query, ``self.log_prob(input).topk(k)``, best first, without [*, N] in memory.
 
-        It scores all classes; :meth:`search` finds the same ids from a few of them, with scores in the place of log-probabilities. Equal scores: the lower id
+        It scores all classes; :meth:`search` finds the same ids from a few of them, with scores in
+        the place of log-probabilities. Equal scores: the lower id
         comes first. The result has no gradient.
 
         Args:
-            input: [*, D], in the dtype of the table. A query with a NaN or an infinity has values of NaN at the first classes; see
-                :func:`torch.autograd.set_detect_anomaly` to raise there.
+            input: [*, D], in the dtype of the table. A query with a NaN or an infinity has values
+                of NaN at the first classes; under ``torch.autograd.detect_anomaly()`` it is a
+                ValueError.
             k: in [0, N].
             exclude: int64 [*, E]: the ids that each query does not want, such as items already seen, in any order; -1 for none. The best k of all other classes
                 are returned, exactly. Log-probabilities stay those among all classes. Where fewer than k classes are left, the last places are -inf and -1.
@@ -202,7 +206,8 @@ class LinearLoss(TableModule):
             (log-probabilities, class ids), both [*, k]: float64 for a float64 table, else float32; and int64.
 
         Raises:
-            ValueError: k is not in [0, N], `input` is not of shape [*, D], or `exclude` is not of shape [*, E].
+            ValueError: k is not in [0, N], `input` is not of shape [*, D], or `exclude` is not of
+                shape [*, E].
             TypeError: k is not an int, `input` is of another dtype than the table, or `exclude` is not int64.
             IndexError: an id of `exclude` is not in [0, N) or -1 (checked on the CPU).
         """
@@ -215,7 +220,8 @@ class LinearLoss(TableModule):
                max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> retrieval.SearchResult:
         """The best k classes of each query with their scores, ``self.linear(input).topk(k)``, without scoring most of the classes.
 
-        The values are scores, not the log-probabilities of :meth:`topk`, whose normaliser takes all classes.
+        The values are scores, not the log-probabilities of :meth:`topk`, whose normaliser takes
+        all classes.
 
         An index sorts the classes into cells. A copy of the table in 8 bits bounds the scores of a cell and of its classes, and the classes that may be among
         the best are scored from the table. Equal scores: the lower id comes first. The result has no gradient.
@@ -284,7 +290,8 @@ class LinearCrossEntropyLoss(LinearLoss):
         in_features: D, the width of a query; at least 0.
         num_classes: N, at least 1.
         bias: the classes have a bias.
-        weight: floating [N], a tensor, an array or a list: rescales the loss of each class, as in :class:`torch.nn.CrossEntropyLoss`.
+        weight: floating [N], a tensor, an array or a list: rescales the loss of each class, as in
+            :class:`torch.nn.CrossEntropyLoss`.
         reduction: "mean" (weighted, over targets that are not ignored), "sum" or "none".
         ignore_index: targets of this value have no loss and no gradient.
         label_smoothing: in [0, 1]. 0 with several positives.
@@ -297,7 +304,8 @@ class LinearCrossEntropyLoss(LinearLoss):
     Shape:
         - input: [*, D], in the dtype of the table; under autocast also in a 16-bit one.
         - target: int64 [*] in [0, N) or ignore_index; or [*, T] with T below N. One-hot targets [*, N] are a ValueError.
-        - output: a scalar, or [*] with reduction="none"; float64 for a float64 table, else float32. Over no query (an empty batch, or all targets ignored)
+        - output: a scalar, or [*] with reduction="none"; float64 for a float64 table, else
+          float32. Over no query (an empty batch, or all targets ignored)
           "sum" is 0 and "mean" NaN, as in torch.
 
     Raises:
@@ -320,8 +328,8 @@ def check_loss_class(owner: str, loss_class: Any) -> None:
     """What takes the place of a Linear: a class that has :meth:`LinearLoss.from_linear`."""
     if not (isinstance(loss_class, type) and issubclass(loss_class, LinearLoss)):
         got = loss_class.__name__ if isinstance(loss_class, type) else f"an instance of {type(loss_class).__name__}"
-        raise TypeError(f"{owner}: expected one of the classes SampledSoftmaxLoss, CaneLoss and LinearCrossEntropyLoss, followed by its arguments, "
-                        f"got {got}")
+        raise TypeError(f"{owner}: expected one of the classes SampledSoftmaxLoss, CaneLoss and "
+                        f"LinearCrossEntropyLoss, followed by its arguments, got {got}")
 
 
 class CandidateLoss(LinearLoss):

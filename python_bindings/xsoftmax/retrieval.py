@@ -98,9 +98,11 @@ def build_index(loss: "LinearLoss", queries: Optional[Tensor] = None, codewords:
         check_count(loss._name, "codewords", codewords, 1)
     weight, bias = loss.linear.weight, loss.linear.bias
     if len(weight) != loss.num_classes:
-        raise ValueError(f"{loss._name}: expected a class table of {loss.num_classes} rows to search by an index, got one of {len(weight)}")
+        raise ValueError(f"{loss._name}: expected a class table of {loss.num_classes} rows to "
+                         f"search by an index, got one of {len(weight)}")
     if weight.device.type != "cpu":
-        raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on {weight.device}: topk scores all classes there")
+        raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on "
+                         f"{weight.device}: topk scores all classes there")
     _hook = _hook or register_optimizer_step_post_hook(_count_fused_step)
     loss.settle()
     table = _version(weight), _version(bias)  # what another thread writes from here on makes the index stale
@@ -117,7 +119,8 @@ def search(loss: "LinearLoss", input: Tensor, k: int, index: str, recall: Option
     name, k = loss._name, loss._best(k)
     check_tensor(name, "input", input)
     if torch.compiler.is_exporting():
-        raise ValueError(f"{name}: expected topk in torch.export, got search: export torch.ops.xsoftmax.search_topk with the tensors of a SearchIndex")
+        raise ValueError(f"{name}: expected topk in torch.export, got search: export "
+                         "torch.ops.xsoftmax.search_topk with the tensors of a SearchIndex")
     if index != "midx":
         raise ValueError(f"{name}: expected index=\"midx\", got {index!r}")
     if recall is not None and not (isinstance(recall, (int, float)) and 0 < recall <= 1):
@@ -125,7 +128,8 @@ def search(loss: "LinearLoss", input: Tensor, k: int, index: str, recall: Option
     if max_cells is not None:
         check_count(name, "max_cells", max_cells, 1)
         if recall is not None:
-            raise ValueError(f"{name}: expected recall or max_cells, got both, {recall} and {max_cells}")
+            raise ValueError(f"{name}: expected recall or max_cells, got both, {recall} and "
+                             f"{max_cells}")
     queries = flat_queries(name, loss.in_features, input, None)
     loss.settle()
     table, made = _indices.get(loss, (None, None))

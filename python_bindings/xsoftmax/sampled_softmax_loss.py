@@ -78,13 +78,15 @@ class SampledSoftmaxLoss(CandidateLoss):
             candidates, with the weights above. Not beside class weights.
         positives: as in :class:`LinearCrossEntropyLoss`. Draws that hit another positive of the query take no part, and independent draws of one set are
             renormalised to the classes that are no positive. "sum" goes with all estimators but CANE.
-        head_classes: classes that are always scored: how many of the first ids, or different ids, an int64 tensor [H], an array or a list. The sampler then draws from the other
+        head_classes: classes that are always scored: how many of the first ids, or different ids,
+            an int64 tensor [H], an array or a list. The sampler then draws from the other
             classes. Where it cannot leave classes out, the expected counts of head and draws add up.
         sparse_grad: True: the gradient of the table is sparse COO with a static number of rows, for xsoftmax.optim and for torch.optim.SGD, Adagrad and
             SparseAdam. False: it is dense.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
-    Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*] or [*, T]; a scalar, or [*] with reduction="none". Over no
+    Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*]
+    or [*, T]; a scalar, or [*] with reduction="none". Over no
     query "sum" is 0 and "mean" NaN.
 
     Raises:
@@ -111,14 +113,16 @@ class SampledSoftmaxLoss(CandidateLoss):
         if not outside and estimator is not None:
             check_estimator(name, estimator, label_smoothing, more=("complementary_sum",))
         if weight is not None and label_smoothing != 0.0:
-            raise ValueError(f"{name}: expected label_smoothing=0 with class weights, got {label_smoothing}: a sample does not estimate the weighted mean "
+            raise ValueError(f"{name}: expected label_smoothing=0 with class weights, got "
+                             f"{label_smoothing}: a sample does not estimate the weighted mean "
                              "over all classes")
         device = device_of_values(device)
         head = different_ids(name, "head_classes", head_classes, num_classes, device)
         self.register_buffer("head", head, persistent=False)
         if outside and (shared or head.numel() > 0 or label_smoothing != 0.0):
-            raise ValueError(f"{name}: expected shared=False, head_classes=0 and label_smoothing=0 with estimator=\"complementary_sum\", got "
-                             f"shared={shared}, {head.numel()} head classes and label_smoothing={label_smoothing}")
+            raise ValueError(f"{name}: expected shared=False, head_classes=0 and label_smoothing=0 "
+                             f"with estimator=\"complementary_sum\", got shared={shared}, "
+                             f"{head.numel()} head classes and label_smoothing={label_smoothing}")
         none = sampler is None
         if none and num_samples is None and shared is None:
             sampler = FixedSampler(num_classes, 0)
@@ -132,20 +136,25 @@ class SampledSoftmaxLoss(CandidateLoss):
         elif not isinstance(sampler, Sampler):
             argument = f"num_samples={num_samples}" if num_samples is not None else f"shared={shared}"
             used, got = (f" with {argument}", "None") if none else ("", type(sampler).__name__)
-            raise TypeError(f"{name}: expected sampler as a Sampler or one of {sampler_names()}{used}, got {got}")
+            raise TypeError(f"{name}: expected sampler as a Sampler or one of "
+                            f"{sampler_names()}{used}, got {got}")
         elif num_samples is not None or shared is not None:
             argument = f"num_samples={num_samples}" if num_samples is not None else f"shared={shared}"
-            raise ValueError(f"{name}: expected no {argument.split('=')[0]} with a sampler object, got {argument}: pass it to the constructor of the "
+            raise ValueError(f"{name}: expected no {argument.split('=')[0]} with a sampler object, "
+                             f"got {argument}: pass it to the constructor of the "
                              f"{type(sampler).__name__}, or give the sampler by name")
         if sampler.num_classes != num_classes:
             raise ValueError(f"{name}: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
         if sampler.num_samples == 0 and head.numel() == 0 and not none:
-            raise ValueError(f"{name}: expected classes to score, got num_samples=0 and head_classes=0")
+            raise ValueError(f"{name}: expected classes to score, got num_samples=0 and "
+                             "head_classes=0")
         estimator = "sampled_softmax" if outside else sampler.default_estimator if estimator is None else estimator
         check_estimator(name, estimator, label_smoothing)
         if has_noise(estimator) and not ((head.numel() > 0 or sampler.has_distinct) and sampler.has_independent):
-            raise ValueError(f"{name}: expected candidates (head classes, or draws without replacement) and noise (draws with replacement) with "
-                             f"estimator={estimator!r}, got {head.numel()} head classes and {sampler}")
+            raise ValueError(f"{name}: expected candidates (head classes, or draws without "
+                             "replacement) and noise (draws with replacement) with "
+                             f"estimator={estimator!r}, got {head.numel()} head classes and "
+                             f"{sampler}")
         self._init_options(estimator=estimator, remove_accidental_hits=check_bool(name, "remove_accidental_hits", remove_accidental_hits),
                            sparse_grad=check_bool(name, "sparse_grad", sparse_grad))
         self._init_log_z(log_z, device)
@@ -168,7 +177,8 @@ class SampledSoftmaxLoss(CandidateLoss):
         except ValueError as error:
             if num_samples is None or not self.num_classes < num_samples <= self.in_features:
                 raise
-            raise ValueError(f"{error}; of in_features={self.in_features} and num_classes={self.num_classes}, in_features comes first") from None
+            raise ValueError(f"{error}; of in_features={self.in_features} and "
+                             f"num_classes={self.num_classes}, in_features comes first") from None
 
     def _samplers(self) -> List[Sampler]:
         return [self.sampler]
@@ -181,7 +191,9 @@ class SampledSoftmaxLoss(CandidateLoss):
         if not learned and (isinstance(log_z, bool) or not isinstance(log_z, numbers.Real) or not math.isfinite(log_z)):
             raise ValueError(f"SampledSoftmaxLoss: expected log_z as a finite number or \"learned\", got {log_z!r}")
         if log_z != 0 and self.estimator != "nce":
-            raise ValueError(f"SampledSoftmaxLoss: expected log_z=0 with estimator={self.estimator!r}, which does not use it, got {log_z!r}: only \"nce\" does")
+            raise ValueError("SampledSoftmaxLoss: expected log_z=0 with "
+                             f"estimator={self.estimator!r}, which does not use it, got {log_z!r}: "
+                             "only \"nce\" does")
         self.fixed_log_z = 0.0 if learned else float(log_z)
         self.register_parameter("log_z", nn.Parameter(torch.zeros((), device=device)) if learned else None)
 
@@ -249,9 +261,11 @@ class SampledSoftmaxLoss(CandidateLoss):
     def _given_set(self, input: Tensor, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> Optional[CandidateSet]:
         if negatives is None:
             if log_count is not None:
-                raise ValueError(f"{self._name}: expected negatives with negative_log_count, got none")
+                raise ValueError(f"{self._name}: expected negatives with negative_log_count, got "
+                                 "none")
             if self.sampler.num_samples == 0 and self.head.numel() == 0:
-                raise ValueError(f"{self._name}: expected negatives in each call of a loss without a sampler, got none")
+                raise ValueError(f"{self._name}: expected negatives in each call of a loss without "
+                                 "a sampler, got none")
             return None
         if not torch.jit.is_scripting():
             for name, tensor in (("negatives", negatives), ("negative_log_count", log_count)):

@@ -28,7 +28,8 @@ class TreeLoss(TableModule):
                  ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
-            raise TypeError(f"{type(self).__name__}: expected tree as a LabelTree, such as LabelTree.balanced(num_classes), got {type(tree).__name__}")
+            raise TypeError(f"{type(self).__name__}: expected tree as a LabelTree, such as "
+                            f"LabelTree.balanced(num_classes), got {type(tree).__name__}")
         self._init_table(in_features, tree.num_classes, reduction=reduction, weight=weight, ignore_index=ignore_index, sparse_grad=sparse_grad)
         # Its own: a checkpoint that is loaded changes no other loss.
         self.tree = tree.clone().to(device_of_values(device))
@@ -82,7 +83,8 @@ class BeamTreeLoss(TreeLoss):
     Shape:
         - input: [*, D], in the dtype of the edges. The candidates of a query that is not finite mean nothing.
         - target: int64 [*] in [0, N) or ignore_index. Several positives of a query are not supported.
-        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32. Over no query (an empty batch, or all targets ignored) "sum"
+        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+          Over no query (an empty batch, or all targets ignored) "sum"
           is 0 and "mean" NaN, as in torch.
 
     Raises:
@@ -108,7 +110,8 @@ class BeamTreeLoss(TreeLoss):
             self.num_noises = 0  # nothing is outside; a routed query has the classes of its own subset alone
         self.beam = self.num_candidates if beam is None else min(check_count(name, "beam", beam, 1), tree.num_classes)
         if self.beam < self.num_candidates:
-            raise ValueError(f"{name}: expected beam of at least num_candidates={self.num_candidates}, got {beam}")
+            raise ValueError(f"{name}: expected beam of at least "
+                             f"num_candidates={self.num_candidates}, got {beam}")
         estimator = estimator_of(name, noise_reduction)
         device = device_of_values(device)
         self.noise = noise_outside(name, noise_sampler, self.num_noises, tree.num_classes, in_features, bias, follows_table=False).to(device)
@@ -121,7 +124,8 @@ class BeamTreeLoss(TreeLoss):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
         self.routed = routed
         if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
-            raise ValueError(f"{name}: expected a tree of one layer of subsets for routed=True, as LabelTree.from_frequencies makes it, got {tree}")
+            raise ValueError(f"{name}: expected a tree of one layer of subsets for routed=True, as "
+                             f"LabelTree.from_frequencies makes it, got {tree}")
         self._init_options(estimator=estimator)
         self._search = option_text(num_candidates=self.num_candidates, beam=self.beam, routed=routed)
         if not self.edges.weight.is_meta and tree.depth > 1:
@@ -329,7 +333,8 @@ class HierarchicalSoftmaxLoss(TreeLoss):
     Shape:
         - input: [*, D], in the dtype of the edges.
         - target: int64 [*] in [0, N) or ignore_index. Several positives of a query are not supported.
-        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32. Over no query (an empty batch, or all targets ignored) "sum"
+        - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+          Over no query (an empty batch, or all targets ignored) "sum"
           is 0 and "mean" NaN, as in torch.
 
     Raises:

@@ -81,12 +81,14 @@ class TwoTowerLoss(Module):
                 raise ValueError(f"{name}: expected temperature as a number or a 0-dim floating tensor, got shape {list(temperature.shape)} of "
                                  f"{temperature.dtype}")
             if temperature.requires_grad and not isinstance(temperature, nn.Parameter):
-                raise ValueError(f"{name}: expected temperature as a torch.nn.Parameter to train it, got another tensor that requires a gradient")
+                raise ValueError(f"{name}: expected temperature as a torch.nn.Parameter to train "
+                                 "it, got another tensor that requires a gradient")
         elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
             raise ValueError(f"{name}: expected temperature above 0, got {temperature!r}")
         if counts is True or not (counts is None or counts is False or isinstance(counts, StreamingCounts)):
             hint = ": the loss counts the items of the batches itself" if counts is not True else ""
-            raise TypeError(f"{name}: expected counts as a StreamingCounts, None or False, got {True if counts is True else type(counts).__name__}{hint}")
+            raise TypeError(f"{name}: expected counts as a StreamingCounts, None or False, got "
+                            f"{True if counts is True else type(counts).__name__}{hint}")
         self._options = option_text(
             num_items=None if num_items is None else check_count(name, "num_items", num_items, 1), estimator=estimator,
             temperature=float(temperature.detach() if isinstance(temperature, Tensor) else temperature), similarity=similarity,

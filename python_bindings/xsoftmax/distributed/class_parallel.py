@@ -367,7 +367,8 @@ def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
             raise ValueError(f"{owner}: expected an estimator whose candidates enter as one sum (sampled_softmax, ranking, nce, negative_sampling or "
                              f"importance) with exchange=\"queries\", got {loss.estimator!r}: use exchange=\"rows\"")
     if loss.label_smoothing != 0.0 and loss.weight is not None:
-        raise ValueError(f"{owner}: expected label_smoothing=0 with class weights, got {loss.label_smoothing}")
+        raise ValueError(f"{owner}: expected label_smoothing=0 with class weights, got "
+                         f"{loss.label_smoothing}")
 
 
 class ClassParallel(ParallelStyle):

@@ -41,7 +41,8 @@ def draw_seed(queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
     if not torch.jit.is_scripting():
         check_generator("sample", generator)
         if generator is not None and generator.device.type != queries.device.type:
-            raise ValueError(f"sample: expected generator on the queries' device {queries.device}, got one on {generator.device}")
+            raise ValueError(f"sample: expected generator on the queries' device {queries.device}, "
+                             f"got one on {generator.device}")
     return torch.randint(0, 9223372036854775807, [], dtype=torch.int64, device=queries.device, generator=generator)
 
 
@@ -267,8 +268,9 @@ class Sampler(KeepsTables):
     def _claim(self, owner: str) -> None:
         """A sampler belongs to one loss, whose steps it counts."""
         if self._owner:
-            raise ValueError(f"{owner}: expected a sampler that no other module uses, got a {type(self).__name__} that belongs to a {self._owner}: "
-                             "make a second one")
+            raise ValueError(f"{owner}: expected a sampler that no other module uses, got a "
+                             f"{type(self).__name__} that belongs to a {self._owner}: make a "
+                             "second one")
         self._owner = owner
 
     @classmethod

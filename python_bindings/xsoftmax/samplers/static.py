@@ -39,11 +39,13 @@ class StaticSampler(Sampler):
     probabilities sum to M (``xsoftmax::systematic_sample``).
 
     Args:
-        weights: ``[N]``, a tensor of any real dtype, an array or a list, finite, not negative, not all zero. A class of zero weight is never drawn.
+        weights: ``[N]``, a tensor of any real dtype, an array or a list, finite, not negative, not
+            all zero. A class of zero weight is never drawn.
         num_samples: draws for the batch, or for each query, at least 0. Distinct draws are at most as many as the classes of positive weight.
         shared: one set for the batch, or one for each query. None: one for the batch.
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
-        exclude: classes never drawn: an int h means the ids below h, an int64 tensor [E] (or an array or a list) means those ids.
+        exclude: classes never drawn: an int h means the ids below h, an int64 tensor [E] (or an
+            array or a list) means those ids.
 
     Shapes and dtypes of draws: ids int64 [M] (shared) or [Q, M], log counts float32 of that shape; see :class:`CandidateSet`.
 
@@ -135,7 +137,8 @@ class StaticSampler(Sampler):
     @classmethod
     def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options: Any) -> "StaticSampler":
         if num_samples is None:
-            raise ValueError(f"make_sampler: expected num_samples for a {cls.__name__}, got None: give how many classes to draw")
+            raise ValueError(f"make_sampler: expected num_samples for a {cls.__name__}, got None: "
+                             "give how many classes to draw")
         return cls(num_classes, num_samples, **options)  # type: ignore[arg-type]  # the constructor is that of a subclass
 
     def extra_repr(self) -> str:
@@ -198,7 +201,9 @@ class UnigramSampler(StaticSampler):
     the state dict. Tables of other excluded classes, or for other draws, do not load, and the next step rebuilds them.
 
     Args:
-        counts: ``[N]``, a tensor of any real dtype, an array or a list, finite, not negative, not all zero. A class of zero count is never drawn. Or a :class:`StreamingCounts` of dense ids.
+        counts: ``[N]``, a tensor of any real dtype, an array or a list, finite, not negative, not
+            all zero. A class of zero count is never drawn. Or a :class:`StreamingCounts` of dense
+            ids.
         num_samples, shared, distinct, exclude: see :class:`StaticSampler`.
         power: finite and at least 0. 0.75 flattens the frequencies (Mikolov et al., 2013); 0 draws all seen classes alike.
         refresh_every: of counts of a stream, steps between two rebuilds of the tables; 0: never again after step 0.
@@ -308,7 +313,8 @@ class FixedSampler(StaticSampler):
 
     Args:
         num_classes: N >= 1.
-        ids: the classes: an int h means those below h, an int64 tensor [M] (or an array or a list) means those ids, in any order.
+        ids: the classes: an int h means those below h, an int64 tensor [M] (or an array or a list)
+            means those ids, in any order.
 
     Shapes and dtypes as :class:`StaticSampler`: ids int64 [M], shared and distinct.
 
