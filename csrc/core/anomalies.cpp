@@ -28,8 +28,8 @@ void finite_queries(const char* op, const char* arg, const at::Tensor& queries, 
       value = value.select(0, place[axis].item<int64_t>());
     }
     const int64_t* const begin = place.const_data_ptr<int64_t>();
-    TORCH_CHECK_VALUE(false, op, ": expected ", arg, " with finite values, got ", value.item<double>(), " at ",
-                      at::IntArrayRef(begin, begin + place.size(0)), " (looked for since autograd's anomaly detection is on)");
+    TORCH_CHECK_VALUE(false, op, ": expected ", arg, " with finite values, got ", value.item<double>(), " at ", at::IntArrayRef(begin, begin + place.size(0)),
+                      " (looked for since autograd's anomaly detection is on)");
   }
 }
 

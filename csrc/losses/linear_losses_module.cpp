@@ -237,7 +237,8 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
                                                const SamplingOptions& sampling, const LossOptions& options)
     : CandidateLossImpl(kName, in_features, num_classes, options) {
   for (const char* const argument : {sampling.num_samples.has_value() ? "num_samples" : "", sampling.shared.has_value() ? "shared" : ""}) {
-    TORCH_CHECK_VALUE(*argument == '\0', kName, ": expected no ", argument, " with a sampler object, got one: pass it to the sampler's constructor, or give "
+    TORCH_CHECK_VALUE(*argument == '\0', kName, ": expected no ", argument,
+                      " with a sampler object, got one: pass it to the sampler's constructor, or give "
                       "the sampler by name");
   }
   const bool none = sampler_or_none == nullptr;

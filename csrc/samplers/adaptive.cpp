@@ -218,8 +218,8 @@ void check_class_table(const char* op, const Tensor& weight, const OptionalTenso
   check::floating(op, "weight", weight);
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(0) == num_classes && weight.sym_size(1) == dim, op, ": expected weight of shape [", num_classes, ", ",
                     dim, "], got ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(given(bias) == has_bias, op, ": expected ", has_bias ? "a bias" : "no bias",
-                    " for a sampler built with bias=", has_bias ? "True" : "False", ", got ", given(bias) ? "one" : "none");
+  TORCH_CHECK_VALUE(given(bias) == has_bias, op, ": expected ", has_bias ? "a bias" : "no bias", " for a sampler built with bias=", has_bias ? "True" : "False",
+                    ", got ", given(bias) ? "one" : "none");
   if (given(bias)) {
     check::dim(op, "bias", *bias, 1);
     check::floating(op, "bias", *bias);

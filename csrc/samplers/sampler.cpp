@@ -48,7 +48,8 @@ std::function<void()> SamplerImpl::plan_resize(int64_t, const Tensor&, const std
 }
 
 void SamplerImpl::claim(const std::string& owner) {
-  TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler that no other module uses, got a ", name(), " that belongs to a ", owner_, ": make a second one");
+  TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler that no other module uses, got a ", name(), " that belongs to a ", owner_,
+                    ": make a second one");
   owner_ = owner;
 }
 

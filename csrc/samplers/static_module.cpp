@@ -58,7 +58,8 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
   register_law<LogUniformSamplerImpl>("log_uniform");
   register_sampler("unigram", make_unigram);
   register_sampler("in_batch", [](const SamplerRequest& request) {
-    TORCH_CHECK_VALUE(!request.num_samples.has_value(), "make_sampler: expected no num_samples for \"in_batch\", whose candidates are the targets of the batch");
+    TORCH_CHECK_VALUE(!request.num_samples.has_value(),
+                      "make_sampler: expected no num_samples for \"in_batch\", whose candidates are the targets of the batch");
     return std::make_shared<InBatchSamplerImpl>(request.num_classes);
   });
   return true;

@@ -326,8 +326,8 @@ std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner, co
     options.law = "table";
     options.low = 0;
   }
-  TORCH_CHECK_VALUE(ids.numel() < options.num_classes && options.low < options.num_classes, owner,
-                    ": expected exclude to leave at least one of ", options.num_classes, " classes, got all of them");
+  TORCH_CHECK_VALUE(ids.numel() < options.num_classes && options.low < options.num_classes, owner, ": expected exclude to leave at least one of ",
+                    options.num_classes, " classes, got all of them");
   int64_t drawable = options.num_classes - options.low;
   if (mass.defined()) {
     mass = mass.index_fill(0, ids.to(device), 0.0);

@@ -58,6 +58,7 @@ class HierarchicalMatcher(TableModule):
         - input: [*, D], in the dtype of the edges.
         - target: int64 [*, T] with T below L, the right labels of each query in [0, L), -1 where there are fewer than T.
         - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+          Over no query "sum" is 0 and "mean" NaN, as in torch.
 
     Raises:
         ValueError: an option out of range; a tree of one node; a shape that does not fit; multi-hot targets [*, L].

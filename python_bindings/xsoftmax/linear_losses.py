@@ -78,8 +78,10 @@ class LinearLoss(TableModule):
         saved, rows = state_dict.get(prefix + "linear.weight"), self.linear.weight
         if not isinstance(saved, Tensor) or saved.shape[1:] != rows.shape[1:] or saved.shape == rows.shape:
             return []
-        return [f"{self._name}: expected a checkpoint of {len(rows)} classes, got one of {len(saved)}: call resize_classes({len(saved)}) before "
-                "load_state_dict, and give the loss its former number by resize_classes after it"]
+        hint = (f"call resize_classes({len(saved)}) before load_state_dict, and give the loss its "
+                "former number by resize_classes after it")
+        got = f"expected a checkpoint of {len(rows)} classes, got one of {len(saved)}"
+        return [f"{self._name}: {got}: {hint}"]
 
     def resize_classes(self, num_classes: int, *, weight: Optional[Tensor] = None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Gives the loss another number of classes, in place. New classes stand behind the others; classes past the end are gone.
@@ -354,7 +356,7 @@ def different_ids(owner: str, argument: str, ids: Union[int, Numbers], num_class
     if isinstance(ids, (list, tuple, range, np.ndarray)):
         ids = as_ids(owner, argument, ids)
     if not isinstance(ids, Tensor):
-        count = check_count(owner, argument, ids, 0)
+        count = check_count(owner, argument, ids, 0)  # type: ignore[arg-type]
         if count > num_classes:
             raise ValueError(f"{owner}: expected {argument} in [0, {num_classes}], got {count}")
         return torch.arange(count, device=device)

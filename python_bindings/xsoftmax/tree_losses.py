@@ -43,8 +43,10 @@ class TreeLoss(TableModule):
         saved, rows = state_dict.get(prefix + "edges.weight"), self.edges.weight
         if not isinstance(saved, Tensor) or len(saved) == len(rows):
             return []
-        return [f"{self._name}: expected a checkpoint of a tree of {len(rows)} edges, got one of {len(saved)}: make the loss with the tree that was saved, "
-                "xs.LabelTree(first_child, parent, node_class, class_node) of the checkpoint's tree.*"]
+        got = f"expected a checkpoint of a tree of {len(rows)} edges, got one of {len(saved)}"
+        hint = ("make the loss with the tree that was saved, xs.LabelTree(first_child, parent, "
+                "node_class, class_node) of the checkpoint's tree.*")
+        return [f"{self._name}: {got}: {hint}"]
 
 
 class BeamTreeLoss(TreeLoss):

@@ -523,7 +523,7 @@ BAD = [
      "expected a sampler of private independent draws"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler=UniformSampler(200, 4, shared=False, exclude=torch.arange(7))), ValueError,
      "BeamTreeLoss: expected a noise_sampler that draws every class outside the candidates, got one that never draws 7 of them, such as 0"),
-    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, weight="even"), TypeError, "BeamTreeLoss: expected weight as a tensor, an array or a list of numbers, got str"),
+    (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, weight="even"), TypeError, "BeamTreeLoss: expected weight as a tensor, .*got str"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, ignore_index=None), TypeError, "expected ignore_index of type int, got NoneType"),
     (lambda: make_tree_loss()([1.0] * 5, torch.tensor(0)), TypeError, "BeamTreeLoss: expected input as a tensor, got list"),
     (lambda: routed_from(torch.tensor([1, 5, -(2**63)])), ValueError, r"tree_routed_candidates: expected the children of node 1 in \[0, 107\)"),

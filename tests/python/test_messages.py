@@ -304,7 +304,7 @@ TABLE = [  # what a user calls, the error, and words that must be in it
     (lambda: sampled(sampler=None, num_samples=5), TypeError,
      '"uniform", "unigram" with num_samples=5, got None'),
     (lambda: sampled(sampler=3), TypeError, '"uniform", "unigram", got int'),
-    (lambda: sampled(sampler="unifrom", num_samples=5), ValueError, 'one of "in_batch", "log_un'),
+    (lambda: sampled(sampler="unifom", num_samples=5), ValueError, 'one of "in_batch", "log_un'),
     (lambda: sampled(sampler=SAMPLER, num_samples=5), ValueError,
      "expected no num_samples with a sampler object, got num_samples=5: pass it to the constr"),
     (lambda: sampled(sampler="uniform", num_samples=21), ValueError,
@@ -327,8 +327,7 @@ TABLE = [  # what a user calls, the error, and words that must be in it
     (lambda: sampled(sampler="unigram", num_samples=3), ValueError,
      "use xs.samplers.UnigramSampler(counts, num_samples)"),
     (lambda: xs.SampledSoftmaxLoss(64, 10**13, sampler="uniform", num_samples=3), RuntimeError,
-     "memory on cpu for a table of shape [10000000000000, 64], 2.384e+06 GiB, got none: keep the "
-     "table in a file with xs.tables.mapped"),
+     "of shape [10000000000000, 64], 2.384e+06 GiB, got none: keep the table in a file with xs.tab"),
     (lambda: xs.LinearCrossEntropyLoss(64, 2**62), RuntimeError, "expected memory on cpu for a"),
     # another error of nn.Linear stays what it is
     (lambda: xs.LinearCrossEntropyLoss(D, N, dtype=torch.int64), RuntimeError, "floating point"),
@@ -389,7 +388,7 @@ def test_a_checkpoint_of_another_number_of_classes(cls, strict):
     loss, saved = made(cls), made(cls, D, N + 5)
     model = torch.nn.ModuleDict({"loss": loss})
     state = {"loss." + name: value for name, value in saved.state_dict().items()}
-    words = [f"{cls.__name__}: expected a checkpoint of {N} classes, got one of {N + 5}: "
+    words = [f"{cls.__name__}: expected a checkpoint of {N} classes, got one of {N + 5}: ",
              f"call resize_classes({N + 5}) before load_state_dict", "loss.linear.weight"]
     refused(RuntimeError, words, model.load_state_dict, state, strict)
     loss.resize_classes(N + 5)  # as the message says
