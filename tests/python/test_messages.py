@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import xsoftmax as xs
-from xsoftmax.samplers import FixedSampler, StaticSampler, UniformSampler, UnigramSampler
+from xsoftmax.samplers import (FixedSampler, LearnableMidxSampler, StaticSampler, UniformSampler,
+                               UnigramSampler)
 
 from gradient_checks import seeded  # noqa: F401 (a fixture of every test)
 
@@ -263,11 +264,11 @@ def test_misspelt_arguments(name):
     assert list(inspect.signature(cls.__init__).parameters)[1:] == list(parameters)
     known = [name for name, one in parameters.items() if one.kind not in VARIADIC]
     start = f"{name}: expected arguments of the constructor, got "
-    if known and all(one.kind != inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        longest = max(known, key=len)
-        words = f"{start}{longest}x: did you mean {longest}?"
+    if all(one.kind != inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        refused(TypeError, start + "qqqqqq: ", cls, qqqqqq=1)
+        longest = max(known, key=len, default="")
+        words = f"{start}{longest}x: did you mean {longest}?" if longest else start
         refused(TypeError, words, cls, **{longest + "x": 1})
-    refused(TypeError, start + "qqqqqq: ", cls, qqqqqq=1)
     needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     if needed:
         refused(TypeError, f"{name}: expected argument {needed[0]}, got none", cls)
@@ -294,6 +295,8 @@ TABLE = [  # what a user calls, the error, and words that must be in it
     (lambda: xs.optim.RowAdam([], learning_rate=0.1), TypeError, "did you mean lr?"),
     (lambda: UniformSampler(N, 3, zipf=True), TypeError,
      "got zipf: it has num_classes, num_samples, shared, distinct, exclude"),
+    (lambda: LearnableMidxSampler(N, D, codeword=4), TypeError,  # which hands them on
+     "LearnableMidxSampler: expected arguments of the constructor, got codeword: did you mean cod"),
     (lambda: sampled(), TypeError,
      'SampledSoftmaxLoss: expected argument sampler, got none: give one of "in_batch", "log_'),
     (lambda: sampled("uniform", 5), TypeError,
@@ -371,7 +374,7 @@ def test_constructors_take_arrays_and_lists_of_counts_and_ids(make):
     assert torch.equal(StaticSampler(make(counts), 4).probability, static)
     named = xs.samplers.make_sampler("unigram", N, 4, counts=make(counts))
     assert torch.equal(named.probability, UnigramSampler(torch.tensor(counts), 4).probability)
-    assert FixedSampler(N, make(ids)).order.tolist() == ids
+    assert FixedSampler(N, make(ids)).order.tolist() == [1, 3]
     assert made(xs.SampledSoftmaxLoss, head_classes=make(ids)).head.tolist() == [1, 3]
     assert made(xs.CaneLoss, candidates=make(ids)).candidates.tolist() == [1, 3]
     assert UniformSampler(N, 2, exclude=make([])).options == UniformSampler(N, 2).options
