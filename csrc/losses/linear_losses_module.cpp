@@ -257,7 +257,7 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   step_.sparse_grad = sampling.sparse_grad;
   const EstimatorTraits& traits = find_estimator(kName, step_.estimator).traits;
   TORCH_CHECK_VALUE(!traits.has_noise || ((head.numel() > 0 || given_sampler->has_distinct()) && given_sampler->has_independent()), kName,
-                    ": expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with estimator \"", step_.estimator,
+                    ": expected candidates (head classes, or draws without replacement) and noise (draws with replacement) with estimator \"", step_.estimator,
                     "\", got ", head.numel(), " head classes and a ", given_sampler->name());
   TORCH_CHECK_VALUE(traits.smooths || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 with estimator \"", step_.estimator, "\", got ",
                     options.label_smoothing);

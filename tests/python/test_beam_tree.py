@@ -510,7 +510,7 @@ def routed_from(first_child):
 
 BAD = [
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1, noise_sampler="midx"), ValueError,
-     "BeamTreeLoss: expected a noise_sampler that follows no class table, which a tree has none of, got MidxSampler"),
+     "BeamTreeLoss: expected a noise_sampler that does not follow a class table, since a tree has none, got MidxSampler"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1).topk(torch.zeros(2, 5), -1), ValueError, r"expected k in \[0, 200\], got -1"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=3, num_noises=1).topk(torch.zeros(2, 5), 201), ValueError, r"expected k in \[0, 200\]"),
     (lambda: BeamTreeLoss(5, TREE, num_candidates=0, num_noises=1), ValueError, "BeamTreeLoss: expected num_candidates of at least 1, got 0"),

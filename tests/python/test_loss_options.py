@@ -310,7 +310,7 @@ def test_extra_repr():
     (dict(num_samples=N - 2, head_classes=3), ValueError, f"UniformSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
     (dict(num_samples=None, sampler=UnionSampler(LogUniformSampler(N, N - 2), MidxSampler(N, D, 4, codewords=4)), head_classes=3),
      ValueError, f"LogUniformSampler: expected num_samples of at most {N - 3}, .*got {N - 2}"),
-    (dict(sampler=None), TypeError, "expected sampler as a Sampler or one of .*\"uniform\" with num_samples=8, got None"),
+    (dict(sampler=None), TypeError, "expected sampler as a Sampler or one of .*\"uniform\", .* with num_samples=8, got None"),
     (dict(num_samples=None), ValueError, "make_sampler: expected num_samples for a UniformSampler, got None"),
     (dict(sampler=UniformSampler(N, 3)), ValueError, "expected no num_samples with a sampler object, got num_samples=8"),
     (dict(sampler=UniformSampler(N, 3), num_samples=None, shared=True), ValueError, "expected no shared with a sampler object, got shared=True"),
@@ -396,7 +396,7 @@ def test_options_may_change_after_construction():
 
 
 def test_cane_needs_candidates():
-    with pytest.raises(ValueError, match="expected a head or a sampler of distinct classes as candidates, and independent draws as noise"):
+    with pytest.raises(ValueError, match="expected candidates .head classes, or draws without replacement. and noise .draws with replacement. with"):
         sampled(estimator="cane")
     loss = sampled(shared=False)
     loss.estimator = "cane"
