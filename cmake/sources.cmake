@@ -2,6 +2,7 @@
 set(XSOFTMAX_SOURCES
   csrc/clusters/kmeans.cpp
   csrc/clusters/nearest.cpp
+  csrc/core/anomalies.cpp
   csrc/core/block_product.cpp
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp

@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 
 #include <sstream>
+#include <string>
+#include <string_view>
 
 namespace xsoftmax::check {
 namespace {
@@ -71,7 +73,15 @@ const char* name(at::ScalarType dtype) {
 }
 
 void dtype(const char* op, const char* arg, const at::Tensor& tensor, at::ScalarType dtype) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, op, ": expected ", arg, " of dtype ", name(dtype), ", got ", name(tensor.scalar_type()));
+  const at::ScalarType found = tensor.scalar_type();
+  if (found == dtype) [[likely]] {
+    return;
+  }
+  // Integers of another width, and ids that went through numpy or pandas as floats. A bool is a mask, which is no list of ids.
+  const bool casts = dtype == at::kLong && found != at::kBool && !at::isComplexType(found);
+  const bool is_name = std::string_view(arg).find(' ') == std::string_view::npos;
+  TORCH_CHECK_TYPE(false, op, ": expected ", arg, " of dtype ", name(dtype), ", got ", name(found),
+                   casts ? std::string(": use ") + (is_name ? arg : "") + ".long()" : std::string());
 }
 
 void floating(const char* op, const char* arg, const at::Tensor& tensor) {
@@ -82,8 +92,15 @@ void floating(const char* op, const char* arg, const at::Tensor& tensor) {
 }
 
 void same_dtype(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == reference.scalar_type(), op, ": expected ", arg, " of ", other, "'s dtype ", name(reference.scalar_type()), ", got ",
-                   name(tensor.scalar_type()));
+  const at::ScalarType found = tensor.scalar_type(), wanted = reference.scalar_type();
+  if (found == wanted) [[likely]] {
+    return;
+  }
+  // A table and what comes from an encoder: either may be the one to change.
+  const bool is_table = std::string_view(arg) == "weight" && std::string_view(other) == "input";
+  TORCH_CHECK_TYPE(!is_table, op, ": expected input of the table's dtype ", name(found), ", got ", name(wanted), ": cast the input, input.to(torch.",
+                   name(found), "), or call loss.to(torch.", name(wanted), ")");
+  TORCH_CHECK_TYPE(false, op, ": expected ", arg, " of ", other, "'s dtype ", name(wanted), ", got ", name(found));
 }
 
 void int64(const char* op, const char* arg, const at::Tensor& tensor) { dtype(op, arg, tensor, at::kLong); }

@@ -104,7 +104,7 @@ int64_t IdTableImpl::size() const { return counters[kSize].item<int64_t>(); }
 
 void IdTableImpl::attach(const Tensor& table, std::function<void(Tensor)> init) {
   check_rows(capacity(), table);
-  TORCH_CHECK_VALUE(init != nullptr, "IdTable: expected init beside a parameter, which does not say how its rows begin");
+  TORCH_CHECK_VALUE(init != nullptr, "IdTable: expected init with a parameter, to fill the rows of new ids, got none");
   try_init(table, init);
   attached_.emplace_back([table, init = std::move(init), capacity = capacity()](const Tensor& rows) {
     check_rows(capacity, table);

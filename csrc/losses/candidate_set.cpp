@@ -57,8 +57,8 @@ void check_given(const std::string& owner, const Tensor& negatives, const Option
   check::int64(op, "negatives", negatives);
   const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
   const bool of_query = negatives.dim() == input.dim() && negatives.sym_sizes().slice(0, queries.size()) == queries;
-  TORCH_CHECK_VALUE(negatives.dim() > 0 && (negatives.dim() == 1 || of_query), op, ": expected negatives of shape [P], or [P] behind that of the queries, ",
-                    queries, ", got ", negatives.sym_sizes());
+  TORCH_CHECK_VALUE(negatives.dim() > 0 && (negatives.dim() == 1 || of_query), op,
+                    ": expected negatives of shape [P], or with one more dimension than the queries, ", queries, ", got ", negatives.sym_sizes());
   check::same_device(op, "negatives", negatives, "input", input);
   if (given(log_count)) {
     check::floating(op, "negative_log_count", *log_count);

@@ -61,16 +61,16 @@ CaneLossImpl::CaneLossImpl(int64_t in_features, int64_t num_classes, const CaneO
                       candidate_sampler->num_samples());
     for (const auto& part : candidate_sampler->modules()) {
       TORCH_CHECK_VALUE(std::dynamic_pointer_cast<samplers::StreamingCountsImpl>(part) == nullptr, kName,
-                        ": expected candidates that do not look at the target, got a ", candidate_sampler->name(), " that counts targets");
+                        ": expected candidates that do not depend on the target, got a ", candidate_sampler->name(), " that counts targets");
     }
-    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler, kName, ": expected two samplers for candidates and noise, got one for both: build a second one");
+    TORCH_CHECK_VALUE(candidate_sampler != cane.noise_sampler, kName, ": expected two samplers for candidates and noise, got one for both: make a second one");
     if (candidate_sampler->claimed()) { // before the noise is
       candidate_sampler->claim(kName);
     }
     register_module("candidate_sampler", candidate_sampler);
   } else if (cane.candidates.defined()) {
     candidates_ = different_ids(cane.candidates, num_classes, kName, "candidates");
-    TORCH_CHECK_VALUE(candidates_.numel() > 0, kName, ": expected at least one of candidates, without which there is nothing to learn, got none");
+    TORCH_CHECK_VALUE(candidates_.numel() > 0, kName, ": expected at least one class as candidates, got none");
   }
   noise = register_module("noise", noise_outside(kName, cane.noise_sampler, cane.num_noises, num_classes, in_features, candidates_));
   noise->claim(kName);
@@ -91,16 +91,16 @@ Tensor CaneLossImpl::find_candidates(const Tensor& queries, const Tensor& target
                                      std::optional<at::Generator> generator) {
   if (given(given_ids)) {
     TORCH_CHECK_VALUE(candidate_sampler == nullptr && !candidates_.defined(), kName,
-                      ": expected candidates with the call of a loss whose options name none alone");
+                      ": expected no candidates in the call of a loss that has its own, got some");
     const Tensor& ids = *given_ids;
     TORCH_CHECK_VALUE(ids.dim() == 1 || (ids.dim() >= 1 && ids.sizes().slice(0, ids.dim() - 1) == batch), kName,
-                      ": expected candidates of shape [C] or that of target and one more dimension, got ", ids.sizes());
+                      ": expected candidates of shape [C], or that of target with one more dimension, got ", ids.sizes());
     return candidate_set(ids.dim() <= 2 ? ids : ids.flatten(0, -2), num_classes_);
   }
   if (candidates_.defined()) {
     return candidates_ = candidates_.to(queries.device());
   }
-  TORCH_CHECK_VALUE(candidate_sampler != nullptr, kName, ": expected candidates, which a loss whose options name none takes with each call");
+  TORCH_CHECK_VALUE(candidate_sampler != nullptr, kName, ": expected candidates in each call of a loss whose options have none, got none");
   candidate_sampler->prepare(linear->weight, optional(linear->bias), generator);
   // Candidates must not look at the target: it says no more than which queries count.
   const Proposal sets = candidate_sampler->sample(queries, target.clamp_max(0), generator);

@@ -1,5 +1,6 @@
 #include "losses/linear_cross_entropy.h"
 
+#include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
@@ -174,6 +175,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
 Tensor without_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
                         int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+  check::finite_queries(kOp, "input", input, target, ignore_index.expect_int());
   const Tensor loss = std::get<0>(call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/false));
   return reduce(loss, target, class_weight, reduction, ignore_index);
 }
@@ -190,6 +192,7 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
     at::AutoDispatchBelowADInplaceOrView guard;
     return linear_cross_entropy(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
   }
+  check::finite_queries(kOp, "input", input, target, ignore_index.expect_int());
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   if (reduction != at::Reduction::None && input.scalar_type() == opmath_dtype(input.scalar_type())) {
     const Tensor divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, ignore_index, input.scalar_type()) : at::ones({}, input.options());

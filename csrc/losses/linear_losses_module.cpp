@@ -1,5 +1,6 @@
 #include "losses/modules.h"
 
+#include "core/checks.h"
 #include "core/optional.h"
 #include "losses/candidate_set.h"
 #include "losses/estimators.h"
@@ -14,6 +15,7 @@
 #include <xsoftmax/nn.h>
 #include <xsoftmax/ops.h>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -128,12 +130,13 @@ void LinearLossImpl::resize_classes(int64_t num_classes, const Tensor& class_wei
 void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) const {
   TORCH_CHECK_VALUE(linear->weight.size(0) == num_classes_, name_, ": expected linear->weight with a row for each of ", num_classes_, " classes, got shape ",
                     linear->weight.sizes());
+  const bool swapped = input.dim() >= 1 && input.size(-1) == num_classes_;
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == linear->weight.size(1), name_, ": expected input of shape [*, ", linear->weight.size(1), "], got ",
-                    input.sizes());
+                    input.sizes(), swapped ? ", whose width is num_classes: in_features comes before num_classes" : "");
   const at::IntArrayRef queries = input.sizes().slice(0, input.dim() - 1);
   const bool several = target.defined() && target.dim() == input.dim() && target.sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(!target.defined() || several || queries == target.sizes(), name_, ": expected target of shape ", queries,
-                    ", input's without its last dimension, or with that of several positives in its place, got ", target.sizes());
+                    ", or with one more dimension for several positives, got ", target.sizes());
 }
 
 Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
@@ -155,6 +158,10 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
 }
 
 Tensor LinearLossImpl::log_prob(const Tensor& input) {
+  check_table(input);
+  if (!at::autocast::is_autocast_enabled(input.device().type())) {
+    check::same_dtype(name_, "weight", linear->weight, "input", input);
+  }
   settle();
   return at::log_softmax(linear->forward(input), -1);
 }
@@ -197,7 +204,7 @@ std::shared_ptr<samplers::SamplerImpl> by_name(const std::string& name, int64_t 
   samplers::SamplerRequest request{
       .num_classes = num_classes, .num_samples = sampling.num_samples, .dim = in_features, .bias = bias, .shared = sampling.shared, .exclude = {}};
   if (sampling.estimator == kComplementary) {
-    TORCH_CHECK_VALUE(!sampling.shared.value_or(false), kName, ": expected private draws beside estimator \"", kComplementary, "\", got shared");
+    TORCH_CHECK_VALUE(!sampling.shared.value_or(false), kName, ": expected shared=false with estimator \"", kComplementary, "\", got true");
     const int64_t draws = sampling.num_samples.value_or(20);
     if (name == "uniform") {
       return samplers::ComplementSampler(num_classes, draws).ptr();
@@ -229,31 +236,34 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
 SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, std::shared_ptr<samplers::SamplerImpl> sampler_or_none,
                                                const SamplingOptions& sampling, const LossOptions& options)
     : CandidateLossImpl(kName, in_features, num_classes, options) {
-  TORCH_CHECK_VALUE(!sampling.num_samples.has_value() && !sampling.shared.has_value(), kName,
-                    ": expected num_samples and shared beside the name of a sampler, since a sampler says itself how it draws");
+  for (const char* const argument : {sampling.num_samples.has_value() ? "num_samples" : "", sampling.shared.has_value() ? "shared" : ""}) {
+    TORCH_CHECK_VALUE(*argument == '\0', kName, ": expected no ", argument,
+                      " with a sampler object, got one: pass it to the sampler's constructor, or give "
+                      "the sampler by name");
+  }
   const bool none = sampler_or_none == nullptr;
   const auto given_sampler = none ? samplers::FixedSampler(num_classes, at::empty({0}, at::kLong)).ptr() : sampler_or_none;
   TORCH_CHECK_VALUE(given_sampler->num_classes() == num_classes, kName, ": expected a sampler of ", num_classes, " classes, got one of ",
                     given_sampler->num_classes());
   const bool outside = sampling.estimator == kComplementary;
   head = sampling.head.defined() ? different_ids(sampling.head, num_classes, kName, "head") : at::zeros({0}, at::kLong);
-  TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName, ": expected no head and label_smoothing of 0 beside estimator \"",
+  TORCH_CHECK_VALUE(!outside || (head.numel() == 0 && options.label_smoothing == 0), kName, ": expected no head and label_smoothing of 0 with estimator \"",
                     kComplementary, "\"");
-  TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0 || none, kName, ": expected candidates to learn from, got neither draws nor a head");
-  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 beside class weights, got ",
+  TORCH_CHECK_VALUE(given_sampler->num_samples() != 0 || head.numel() > 0 || none, kName, ": expected classes to score, got num_samples of 0 and no head");
+  TORCH_CHECK_VALUE(!options.weight.defined() || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 with class weights, got ",
                     options.label_smoothing);
   step_.estimator = outside ? "sampled_softmax" : sampling.estimator.empty() ? given_sampler->default_estimator() : sampling.estimator;
   step_.remove_accidental_hits = sampling.remove_accidental_hits;
   step_.sparse_grad = sampling.sparse_grad;
   const EstimatorTraits& traits = find_estimator(kName, step_.estimator).traits;
   TORCH_CHECK_VALUE(!traits.has_noise || ((head.numel() > 0 || given_sampler->has_distinct()) && given_sampler->has_independent()), kName,
-                    ": expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with estimator \"", step_.estimator,
+                    ": expected candidates (head classes, or draws without replacement) and noise (draws with replacement) with estimator \"", step_.estimator,
                     "\", got ", head.numel(), " head classes and a ", given_sampler->name());
   TORCH_CHECK_VALUE(traits.smooths || options.label_smoothing == 0, kName, ": expected label_smoothing of 0 with estimator \"", step_.estimator, "\", got ",
                     options.label_smoothing);
   TORCH_CHECK_VALUE(std::isfinite(sampling.log_z), kName, ": expected log_z as a finite number, got ", sampling.log_z);
   TORCH_CHECK_VALUE((sampling.log_z == 0 && !sampling.learn_log_z) || step_.estimator == "nce", kName, ": expected log_z of 0 with estimator \"",
-                    step_.estimator, "\", which knows no log Z");
+                    step_.estimator, "\", which does not use it");
   sampler = given_sampler; // it is claimed below: all other checks come before
   if (outside) {
     sampler = given_sampler->outside_target();
@@ -331,9 +341,9 @@ Proposal SampledSoftmaxLossImpl::beside(const CandidateSet& present, const Tenso
 Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target, bool prepares, std::optional<at::Generator> generator,
                                        const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count) {
   check_table(input, target);
-  TORCH_CHECK_VALUE(given(negatives) || !given(negative_log_count), kName, ": expected negatives beside negative_log_count, got none");
+  TORCH_CHECK_VALUE(given(negatives) || !given(negative_log_count), kName, ": expected negatives with negative_log_count, got none");
   TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
-                    ": expected negatives with each call of a loss without a sampler, got none");
+                    ": expected negatives in each call of a loss without a sampler, got none");
   const auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index);
   CandidateSet more;
   if (given(negatives)) { // before the sampler changes

@@ -1,5 +1,6 @@
 #include "losses/linear_topk.h"
 
+#include "core/anomalies.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
@@ -58,6 +59,7 @@ TopK linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor
 
 void check_linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& k) {
   check::linear(kOp, input, weight, bias);
+  check::finite_queries(kOp, "input", input);
   TORCH_CHECK_VALUE(k >= 0, kOp, ": expected k >= 0, got ", k);
   TORCH_CHECK_VALUE(weight.sym_size(0) >= k, kOp, ": expected k of at most ", weight.sym_size(0), " (the rows of weight), got ", k);
 }

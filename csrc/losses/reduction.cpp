@@ -1,5 +1,6 @@
 #include "losses/reduction.h"
 
+#include "core/anomalies.h"
 #include "core/checks.h"
 #include "core/options.h"
 #include "losses/several_positives.h"
@@ -14,6 +15,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <sstream>
+#include <string>
 
 namespace xsoftmax {
 
@@ -39,14 +42,30 @@ void check_class_weight(const char* op, const OptionalTensor& class_weight, cons
   }
 }
 
+namespace {
+
+// "[2, 3, T]" for the queries [2, 3].
+std::string positives_shape(c10::SymIntArrayRef queries) {
+  std::ostringstream text;
+  text << '[';
+  for (const c10::SymInt& size : queries) {
+    text << size << ", ";
+  }
+  text << "T]";
+  return text.str();
+}
+
+} // namespace
+
 void check_batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index) {
   const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
   const bool several = target.dim() == input.dim() && target.sym_sizes().slice(0, queries.size()) == queries;
-  TORCH_CHECK_VALUE(input.dim() >= 1 && (several || target.sym_sizes() == queries), op, ": expected target of the shape of input without its last dimension, ",
-                    queries, ", or with that of several positives in its place, got ", target.sym_sizes());
+  TORCH_CHECK_VALUE(input.dim() >= 1, op, ": expected input of shape [*, D], got a tensor without dimensions");
+  TORCH_CHECK_VALUE(several || target.sym_sizes() == queries, op, ": expected target of shape ", queries, ", or ", positives_shape(queries),
+                    " for several positives, got ", target.sym_sizes());
   TORCH_CHECK_VALUE(!several || target.sym_size(-1) == 1 || weight.dim() != 2 || !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))), op,
-                    ": expected target to hold ids of classes, ", queries, " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
-                    ", a number for each class as one-hot targets have: give target.argmax(-1), or of several classes their ids, padded with ", ignore_index);
+                    ": expected target as class ids, of shape ", queries, " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
+                    ", a number for each class as one-hot targets have: use target.argmax(-1), or for several classes their ids, padded with ", ignore_index);
   check::floating(op, "input", input);
   check::int64(op, "target", target);
   check::same_device(op, "target", target, "input", input);
@@ -55,6 +74,7 @@ void check_batch(const char* op, const Tensor& input, const Tensor& target, cons
   if (target.is_cpu() && !at::isTensorSubclassLike(target)) { // values can be read
     check::class_ids(op, "target", target, weight.size(0), ignore_index);
   }
+  check::finite_queries(op, "input", input, target, ignore_index);
 }
 
 Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, const ReductionOptions& options) {

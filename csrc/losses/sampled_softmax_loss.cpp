@@ -27,8 +27,8 @@ void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& ta
                      const SampledSoftmaxOptions& options) {
   check_batch(kOp, input, target, weight, options.ignore_index);
   check_class_weight(kOp, class_weight, weight.sym_size(0), target);
-  TORCH_CHECK_VALUE(!given(class_weight) || options.label_smoothing == 0, kOp, ": expected label_smoothing of 0 beside class weights, got ",
-                    options.label_smoothing, " (the weighted mean over all classes cannot be had from a sample)");
+  TORCH_CHECK_VALUE(!given(class_weight) || options.label_smoothing == 0, kOp, ": expected label_smoothing of 0 with class weights, got ",
+                    options.label_smoothing, ": a sample does not estimate the weighted mean over all classes");
   if (given(log_z)) {
     check::dim(kOp, "log_z", *log_z, 0);
     check::floating(kOp, "log_z", *log_z);

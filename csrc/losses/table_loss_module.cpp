@@ -7,6 +7,7 @@
 #include <torch/serialize/output-archive.h>
 
 #include <algorithm>
+#include <string>
 
 namespace xsoftmax::nn {
 
@@ -48,8 +49,10 @@ void TableLossImpl::load(torch::serialize::InputArchive& archive) {
     if (child.value() == table().ptr() && archive.try_read(child.key(), state)) {
       Tensor rows;
       state.read("weight", rows);
-      TORCH_CHECK_VALUE(rows.sizes() == table()->weight.sizes(), name_, ": expected a checkpoint with ", child.key(), ".weight of shape ",
-                        table()->weight.sizes(), ", got ", rows.sizes());
+      const Tensor& weight = table()->weight;
+      const bool other_classes = child.key() == "linear" && rows.dim() == 2 && rows.size(1) == weight.size(1);
+      TORCH_CHECK_VALUE(rows.sizes() == weight.sizes(), name_, ": expected a checkpoint with ", child.key(), ".weight of shape ", weight.sizes(), ", got ",
+                        rows.sizes(), other_classes ? ": call resize_classes(" + std::to_string(rows.size(0)) + ") first" : std::string());
     }
   }
   settle(); // steps that are owed to the old table must not move the new one

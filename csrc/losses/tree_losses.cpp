@@ -1,5 +1,6 @@
 #include "losses/tree_losses.h"
 
+#include "core/anomalies.h"
 #include "core/checks.h"
 #include "core/options.h"
 #include "losses/candidates.h"
@@ -38,9 +39,9 @@ struct Batch {
 
   Batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
         const OptionalTensor& class_weight, int64_t ignore_index) {
-    TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_sizes().slice(0, input.dim() - 1) == target.sym_sizes(), op,
-                      ": expected target of the shape of input without its last dimension, ", input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1)),
-                      ", got ", target.sym_sizes());
+    TORCH_CHECK_VALUE(input.dim() >= 1, op, ": expected input of shape [*, D], got a tensor without dimensions");
+    TORCH_CHECK_VALUE(input.sym_sizes().slice(0, input.dim() - 1) == target.sym_sizes(), op, ": expected target of shape ",
+                      input.sym_sizes().slice(0, input.dim() - 1), ", got ", target.sym_sizes());
     check::int64(op, "target", target);
     check::same_device(op, "target", target, "input", input);
     check::dim(op, "class_node", tree.class_node, 1);
@@ -54,6 +55,7 @@ struct Batch {
     if (target.is_cpu() && !at::isTensorSubclassLike(target)) { // values can be read
       check::class_ids(op, "target", target, tree.class_node.size(0), ignore_index);
     }
+    check::finite_queries(op, "input", input, target, ignore_index);
   }
 
   c10::SymInt size() const { return target.sym_size(0); }

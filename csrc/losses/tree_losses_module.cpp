@@ -1,3 +1,4 @@
+#include "core/checks.h"
 #include "losses/candidate_set.h"
 #include "losses/exclude_topk.h"
 #include "losses/modules.h"
@@ -8,6 +9,7 @@
 
 #include <xsoftmax/optim.h>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/randint.h>
@@ -86,6 +88,9 @@ std::tuple<Tensor, Tensor> HierarchicalSoftmaxLossImpl::topk(const Tensor& input
 }
 
 Tensor HierarchicalSoftmaxLossImpl::log_prob(const Tensor& input) {
+  if (!at::autocast::is_autocast_enabled(input.device().type())) {
+    check::same_dtype(name_, "weight", edges->weight, "input", input);
+  }
   settle();
   const Tensor found = hierarchical_log_prob(edges->forward(as_rows(input)), tree->parent, tree->class_node, tree->layer_sizes);
   return found.reshape(with_last(input, tree->num_classes()));
@@ -108,7 +113,7 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
   // Nothing is outside all classes; a routed query has those of its own subset alone.
   const bool outside = beam_.num_candidates < tree->num_classes() || beam.routed;
   TORCH_CHECK_VALUE(beam.noise_sampler == nullptr || !beam.noise_sampler->follows_table(), name_,
-                    ": expected a noise_sampler that follows no class table, which a tree has none of, got ", beam.noise_sampler->name());
+                    ": expected a noise_sampler that does not follow a class table, since a tree has none, got ", beam.noise_sampler->name());
   noise = register_module("noise", noise_outside(name_, beam.noise_sampler, outside ? beam.num_noises : 0, tree->num_classes(), in_features));
   noise->claim(name_);
   steps = register_buffer("steps", at::zeros({}, at::kLong));
@@ -121,7 +126,7 @@ BeamTreeLossImpl::BeamTreeLossImpl(int64_t in_features, LabelTree given_tree, co
 void BeamTreeLossImpl::check_tree(const LabelTree& loaded) const {
   TreeLossImpl::check_tree(loaded);
   TORCH_CHECK_VALUE(!beam_.routed || (loaded->depth() == 2 && loaded->parent.index_select(0, loaded->class_node).gt(0).all().item<bool>()), name_,
-                    ": expected a tree of one layer of subsets beside routed");
+                    ": expected a tree of one layer of subsets for routed");
 }
 
 Tensor BeamTreeLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator) {

@@ -1,5 +1,6 @@
 #include "losses/two_tower_loss.h"
 
+#include "core/anomalies.h"
 #include "core/checks.h"
 #include "core/options.h"
 #include "losses/estimators.h"
@@ -55,7 +56,7 @@ TwoTowerOptions checked_options(const char* owner, std::string_view text) {
   at_least("memory", options.memory, 0);
   at_least("memory_warmup", options.memory_warmup, 0);
   at_least("dim", options.dim.value_or(1), 1);
-  TORCH_CHECK_VALUE(options.memory == 0 || options.dim.has_value(), owner, ": expected dim, the width of the vectors, beside memory=", options.memory,
+  TORCH_CHECK_VALUE(options.memory == 0 || options.dim.has_value(), owner, ": expected dim, the width of the vectors, for memory=", options.memory,
                     ", got none");
   return options;
 }
@@ -64,6 +65,7 @@ void check_vectors(const char* name, const Tensor& vectors, const Tensor& query)
   check::strided(kOp, name, vectors); // of one tensor among many, which composites are called with as well
   check::floating(kOp, name, vectors);
   check::same_device(kOp, name, vectors, "query", query);
+  check::finite_queries(kOp, name, vectors);
 }
 
 void check_ids(const char* name, const Tensor& ids, c10::SymIntArrayRef shape, const Tensor& query) {

@@ -1,5 +1,6 @@
 #include "retrieval/search_topk.h"
 
+#include "core/anomalies.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/long_work.h"
@@ -100,6 +101,7 @@ Tensor search_budget(const Tensor& input, const Tensor& weight, const OptionalTe
 
 SearchOptions check_search_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& k, std::string_view text) {
   check::linear(kOp, input, weight, bias);
+  check::finite_queries(kOp, "input", input);
   TORCH_CHECK_VALUE(k >= 0 && k <= weight.sym_size(0), kOp, ": expected k in [0, ", weight.sym_size(0), "] (the rows of weight), got ", k);
   const auto options = parse_options<SearchOptions>(kOp, text);
   TORCH_CHECK_VALUE(!options.max_cells.has_value() || *options.max_cells >= 1, kOp, ": expected max_cells of at least 1, got ", options.max_cells.value_or(0));

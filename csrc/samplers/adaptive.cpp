@@ -162,6 +162,12 @@ void check_at_least(std::string_view owner, const char* argument, int64_t value,
   TORCH_CHECK_VALUE(value >= least, owner, ": expected ", argument, " of at least ", least, ", got ", value);
 }
 
+void check_distinct(std::string_view owner, int64_t num_samples, int64_t drawable) {
+  TORCH_CHECK_VALUE(num_samples <= drawable, owner, ": expected num_samples of at most ", drawable,
+                    ", the number of classes that can be drawn, since a class is drawn at most once, got ", num_samples,
+                    ": draw fewer, or with replacement (distinct=False)");
+}
+
 Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim, int64_t least_dim, const Tensor& exclude, int64_t drawn) {
   check_at_least(owner, "num_classes", num_classes, 1);
   check_at_least(owner, "dim", dim, least_dim);
@@ -173,8 +179,8 @@ Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t di
   }
   const Tensor is_drawn = at::ones({num_classes}, exclude.options().dtype(at::kBool)).index_fill_(0, exclude, false);
   const int64_t left = is_drawn.sum().item<int64_t>();
-  TORCH_CHECK_VALUE(left >= 1, owner, ": expected exclude to leave a class of ", num_classes, ", got all of them");
-  TORCH_CHECK_VALUE(left >= drawn, owner, ": expected num_samples of at most ", left, " (the classes, of which each is drawn once), got ", drawn);
+  TORCH_CHECK_VALUE(left >= 1, owner, ": expected exclude to leave at least one of ", num_classes, " classes, got all of them");
+  check_distinct(owner, drawn, left);
   return is_drawn;
 }
 
@@ -212,8 +218,8 @@ void check_class_table(const char* op, const Tensor& weight, const OptionalTenso
   check::floating(op, "weight", weight);
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(0) == num_classes && weight.sym_size(1) == dim, op, ": expected weight of shape [", num_classes, ", ",
                     dim, "], got ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(given(bias) == has_bias, op, ": expected ", has_bias ? "a bias" : "no bias",
-                    ", as the sampler was built with bias=", has_bias ? "True" : "False", ", got ", given(bias) ? "one" : "none");
+  TORCH_CHECK_VALUE(given(bias) == has_bias, op, ": expected ", has_bias ? "a bias" : "no bias", " for a sampler built with bias=", has_bias ? "True" : "False",
+                    ", got ", given(bias) ? "one" : "none");
   if (given(bias)) {
     check::dim(op, "bias", *bias, 1);
     check::floating(op, "bias", *bias);

@@ -90,6 +90,8 @@ at::Tensor with_seed(const at::Device& device, const std::optional<at::Generator
 /// where exclude is: whether a class is drawn.
 at::Tensor check_constructor(std::string_view owner, int64_t num_classes, int64_t dim, int64_t least_dim, const at::Tensor& exclude, int64_t drawn = 1);
 void check_at_least(std::string_view owner, const char* argument, int64_t value, int64_t least);
+/// Samples without replacement are no more than the classes that can be drawn.
+void check_distinct(std::string_view owner, int64_t num_samples, int64_t drawable);
 
 /// Of a family without shared sets.
 void check_private(std::string_view owner, bool shared);

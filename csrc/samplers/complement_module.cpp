@@ -75,7 +75,8 @@ CandidateSet ComplementSamplerImpl::sample_outside(const Tensor& queries, const 
 }
 
 Tensor ComplementSamplerImpl::log_count(const Tensor&, const Tensor&) {
-  TORCH_CHECK_VALUE(false, kName, ": its counts depend on the target, so only a draw knows them: it can be but the last private part of a union");
+  TORCH_CHECK_VALUE(false, kName,
+                    ": expected counts of a draw, got a call of log_count: they depend on the target, so in a union it has to be the last private part");
 }
 
 std::function<void()> ComplementSamplerImpl::plan_growth(int64_t num_classes, const Tensor& rows, const std::optional<Tensor>& bias) {

@@ -15,7 +15,7 @@ using at::Tensor;
 
 Tensor draw_seed(const Tensor& queries, const std::optional<at::Generator>& generator) {
   TORCH_CHECK_VALUE(!generator.has_value() || !generator->defined() || generator->device().type() == queries.device().type(),
-                    "sample: expected a generator on the queries' device ", queries.device(), ", got one on ", generator->device());
+                    "sample: expected generator on the queries' device ", queries.device(), ", got one on ", generator->device());
   return at::randint(0, std::numeric_limits<int64_t>::max(), {}, generator, at::TensorOptions(at::kLong).device(queries.device()));
 }
 
@@ -48,7 +48,8 @@ std::function<void()> SamplerImpl::plan_resize(int64_t, const Tensor&, const std
 }
 
 void SamplerImpl::claim(const std::string& owner) {
-  TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler of its own, got a ", name(), " that a ", owner_, " has already: build a second one");
+  TORCH_CHECK_VALUE(owner_.empty(), owner, ": expected a sampler that no other module uses, got a ", name(), " that belongs to a ", owner_,
+                    ": make a second one");
   owner_ = owner;
 }
 

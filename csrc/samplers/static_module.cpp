@@ -58,7 +58,8 @@ std::shared_ptr<SamplerImpl> make_unigram(const SamplerRequest& request) {
   register_law<LogUniformSamplerImpl>("log_uniform");
   register_sampler("unigram", make_unigram);
   register_sampler("in_batch", [](const SamplerRequest& request) {
-    TORCH_CHECK_VALUE(!request.num_samples.has_value(), "make_sampler: expected no num_samples for \"in_batch\", whose draws are the batch's targets");
+    TORCH_CHECK_VALUE(!request.num_samples.has_value(),
+                      "make_sampler: expected no num_samples for \"in_batch\", whose candidates are the targets of the batch");
     return std::make_shared<InBatchSamplerImpl>(request.num_classes);
   });
   return true;
@@ -302,7 +303,7 @@ std::vector<Tensor> InBatchSamplerImpl::state() const {
 }
 
 Proposal InBatchSamplerImpl::sample(const Tensor&, const Tensor& target, std::optional<at::Generator>) {
-  TORCH_CHECK_VALUE(target.defined(), "InBatchSampler: expected target, got none");
+  TORCH_CHECK_VALUE(target.defined(), "InBatchSampler: expected target, whose classes are the candidates, got none");
   static const auto op = find_op<decltype(in_batch_sample)>("xsoftmax::in_batch_sample");
   std::vector<Tensor> now = state();
   const std::optional<Tensor> counted = is_training() ? std::optional<Tensor>(target) : std::nullopt;

@@ -326,8 +326,8 @@ std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner, co
     options.law = "table";
     options.low = 0;
   }
-  TORCH_CHECK_VALUE(ids.numel() < options.num_classes && options.low < options.num_classes, owner, ": expected exclude to leave a class of ",
-                    options.num_classes, ", got all of them");
+  TORCH_CHECK_VALUE(ids.numel() < options.num_classes && options.low < options.num_classes, owner, ": expected exclude to leave at least one of ",
+                    options.num_classes, " classes, got all of them");
   int64_t drawable = options.num_classes - options.low;
   if (mass.defined()) {
     mass = mass.index_fill(0, ids.to(device), 0.0);
@@ -335,8 +335,9 @@ std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner, co
     TORCH_CHECK_VALUE(drawable > 0, owner, ": expected a class of positive weight that is not excluded, got none");
     fill_tables(tables, mass, options.distinct);
   }
-  TORCH_CHECK_VALUE(!options.distinct || options.num_samples <= drawable, owner, ": expected num_samples of at most ", drawable,
-                    ", the classes that are ever drawn, of which a set holds none twice, got ", options.num_samples);
+  if (options.distinct) {
+    check_distinct(owner, options.num_samples, drawable);
+  }
   return {tables, print_options(options)};
 }
 

@@ -132,7 +132,7 @@ StreamingOptions streaming_options(const char* owner, std::string_view text) {
   TORCH_CHECK_VALUE(!options.alpha.has_value() || (*options.alpha > 0 && *options.alpha <= 1), owner, ": expected alpha in (0, 1], got ",
                     options.alpha.value_or(0));
   TORCH_CHECK_VALUE(!options.alpha.has_value() || (options.open() && !options.half_life.has_value()), owner,
-                    ": expected alpha with open ids alone, in the place of half_life, got one beside ", options.open() ? "half_life" : "num_ids");
+                    ": expected alpha only with open ids and without half_life, got alpha with ", options.open() ? "half_life" : "num_ids");
   TORCH_CHECK_VALUE(options.buckets >= 1, owner, ": expected buckets of at least 1, got ", options.buckets);
   TORCH_CHECK_VALUE(options.hashes >= 1 && options.hashes <= kMaxHashes, owner, ": expected hashes in [1, ", kMaxHashes, "], got ", options.hashes);
   return options;

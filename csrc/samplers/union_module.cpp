@@ -24,7 +24,7 @@ const Parts& checked_parts(const Parts& parts) {
     TORCH_CHECK_VALUE(part != nullptr, kName, ": expected samplers, got none");
     TORCH_CHECK_VALUE(part->num_classes() == parts[0]->num_classes(), kName, ": expected samplers of one number of classes, got ", parts[0]->num_classes(),
                       " and ", part->num_classes());
-    TORCH_CHECK_VALUE(std::count(parts.begin(), parts.end(), part) == 1, kName, ": expected samplers of their own, got one of them twice");
+    TORCH_CHECK_VALUE(std::count(parts.begin(), parts.end(), part) == 1, kName, ": expected different samplers, got one of them twice");
     if (part->claimed()) { // an error claims none of them
       part->claim(kName);
     }

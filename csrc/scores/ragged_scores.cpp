@@ -1,5 +1,6 @@
 #include "scores/ragged_scores.h"
 
+#include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
@@ -90,6 +91,7 @@ Tensor ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTe
 
 void check_ragged_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets) {
   check::linear(kOp, input, weight, bias);
+  check::finite_queries(kOp, "input", input);
   check::dim(kOp, "ids", ids, 1);
   check::int64(kOp, "ids", ids);
   check::same_device(kOp, "ids", ids, "input", input);

@@ -1,5 +1,6 @@
 #include "trees/beam_search.h"
 
+#include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
@@ -74,6 +75,7 @@ BeamSearchResult beam_search(const Tensor& input, const Tensor& weight, const Op
 void check_beam_search(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
                        const c10::SymInt& width, std::string_view transform) {
   check::linear(kOp, input, weight, bias);
+  check::finite_queries(kOp, "input", input);
   check_nodes(kOp, "first_child", first_child, input, weight.sym_size(0) + 2);
   check_nodes(kOp, "node_class", node_class, input, weight.sym_size(0) + 1);
   TORCH_CHECK_VALUE(width >= 1, kOp, ": expected width of at least 1, got ", width);

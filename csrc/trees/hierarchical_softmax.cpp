@@ -1,5 +1,6 @@
 #include "trees/hierarchical_softmax.h"
 
+#include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
@@ -213,6 +214,7 @@ void check_hierarchical_backward(const Tensor& scale, const Tensor& grad_edges, 
 void check_hierarchical_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& node_class,
                              const c10::SymInt& k) {
   check::linear(kTopk, input, weight, bias);
+  check::finite_queries(kTopk, "input", input);
   check_nodes(kTopk, "first_child", first_child, input, weight.sym_size(0) + 2);
   check_nodes(kTopk, "node_class", node_class, input, weight.sym_size(0) + 1);
   TORCH_CHECK_VALUE(k >= 0, kTopk, ": expected k of at least 0, got ", k);

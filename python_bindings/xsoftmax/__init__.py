@@ -1,14 +1,15 @@
 """Output layers for very many classes: what replaces nn.Linear + nn.CrossEntropyLoss where one dot product a class is too much."""
 
-import importlib
-from typing import TYPE_CHECKING
+import importlib as _importlib
+import sys as _sys
+import typing as _typing
 
-import torch
+import torch as _torch
 
-if torch.distributed.is_available():
+if _torch.distributed.is_available():
     # Its defaults take hold of the process group that they find when it is first imported, as many modules of torch do with theirs.
     # A group that outlives destroy_process_group() has threads, which abort a process that ends while they let go of a tensor.
-    import torch.distributed.nn.functional
+    _importlib.import_module("torch.distributed.nn.functional")
 
 from . import _library  # noqa: F401 (loads the operators)
 from . import datasets, functional, label_vectors, metrics, optim, samplers, tables
@@ -32,16 +33,18 @@ from .sampled_softmax_loss import SampledSoftmaxLoss
 from .tree_losses import BeamTreeLoss, HierarchicalSoftmaxLoss
 from .two_tower import TwoTowerLoss
 from .xr_linear import XRLinear
+from ._arguments import explain_constructors as _explain_constructors
+from ._public import public_names as _public_names
 
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import distributed as distributed
     from . import integrations as integrations
 else:
     def __getattr__(name):
         # With the first use: torch.distributed takes long to import, and not every build of torch has it; integrations are of packages that may be absent.
         if name in ("distributed", "integrations"):
-            return importlib.import_module("." + name, __name__)
+            return _importlib.import_module("." + name, __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -89,3 +92,8 @@ __all__ = [
     "to_faiss",
     "use_impl",
 ]
+
+__dir__ = _public_names([*__all__, "__version__", "distributed", "integrations"])
+
+_explain_constructors(found for module in (_sys.modules[__name__], optim, samplers)
+                      for name in module.__all__ if isinstance(found := getattr(module, name), type))

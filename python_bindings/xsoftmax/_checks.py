@@ -1,9 +1,12 @@
 """Checks of what constructors take, which name owner, argument, expected and got."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from ._memory import device_of_values
 
 
 def check_count(owner: str, argument: str, value: int, least: Optional[int]) -> int:
@@ -22,15 +25,71 @@ def check_bool(owner: str, argument: str, value: bool) -> bool:
     return bool(value)
 
 
-def check_class_weights(owner: str, weight: Optional[Tensor], num_classes: int) -> None:
+def check_tensor(owner: str, argument: str, value: Any) -> None:
+    """Checks an argument of a step, where an array or a list would be copied in every call."""
+    if not isinstance(value, Tensor):
+        hint = ""
+        if isinstance(value, (np.ndarray, np.generic, list, tuple)):
+            hint = f": use torch.as_tensor({argument})"
+        elif isinstance(value, torch.Generator):
+            hint = ": pass it by name, generator=..."
+        raise TypeError(f"{owner}: expected {argument} as a tensor, got "
+                        f"{type(value).__name__}{hint}")
+
+
+def check_generator(owner: str, generator: Any) -> None:
+    """Checks what stands in the place of a generator: a tensor there is meant as something else."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        hint = (": class weights are an argument of the constructor, weight=..., and other tensors "
+                "are passed by name" if isinstance(generator, Tensor) else "")
+        raise TypeError(f"{owner}: expected generator as a torch.Generator or None, "
+                        f"got {type(generator).__name__}{hint}")
+
+
+def check_table_dtype(owner: str, input: Tensor, weight: Tensor) -> None:
+    """The check of the operators (csrc/core/checks.cpp), for methods that call nn.Linear."""
+    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
+        table, got = str(weight.dtype).removeprefix("torch."), str(input.dtype).removeprefix("torch.")
+        hint = (f": cast the input, input.to(torch.{table}), or call loss.to(torch.{got})"
+                if input.is_floating_point() else "")
+        raise TypeError(f"{owner}: expected input of the table's dtype {table}, got {got}{hint}")
+
+
+def as_tensor(owner: str, argument: str, value: Any) -> Tensor:
+    """Returns an argument of a constructor as a tensor: a tensor as it is; a copy of an array or of
+    numbers in lists."""
+    if isinstance(value, Tensor):
+        return value
+    kind = "a tensor, an array or a list of numbers"
+    if not isinstance(value, (np.ndarray, list, tuple, range)) and not hasattr(value, "__array__"):
+        raise TypeError(f"{owner}: expected {argument} as {kind}, got {type(value).__name__}")
+    try:
+        numbers = np.asarray(value) if hasattr(value, "__array__") else value
+        return torch.tensor(numbers, device=device_of_values(None))
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{owner}: expected {argument} as {kind}, got {type(value).__name__} "
+                        f"({error})") from error
+
+
+def as_ids(owner: str, argument: str, value: Any) -> Tensor:
+    """Returns :func:`as_tensor` of class ids: an empty list is one of no ids."""
+    ids = as_tensor(owner, argument, value)
+    return ids.to(torch.int64) if ids.numel() == 0 and not isinstance(value, Tensor) else ids
+
+
+def class_weights(owner: str, weight: Any, num_classes: int) -> Optional[Tensor]:
+    """Returns class weights floating [num_classes] as a tensor, checked, or None."""
     if weight is None:
-        return
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{owner}: expected weight as a tensor, got {type(weight).__name__}")
+        return None
+    given, weight = weight, as_tensor(owner, "weight", weight)
     if weight.shape != (num_classes,):
         raise ValueError(f"{owner}: expected weight of shape ({num_classes},), got {tuple(weight.shape)}")
+    if given is not weight and not weight.is_floating_point():
+        weight = weight.to(torch.get_default_dtype())
     if not weight.is_floating_point():
-        raise TypeError(f"{owner}: expected weight of a floating dtype, got {weight.dtype}")
+        raise TypeError(f"{owner}: expected weight of a floating dtype, got {weight.dtype}: use "
+                        "weight.float()")
+    return weight
 
 
 def check_reduction(owner: str, reduction: str) -> str:

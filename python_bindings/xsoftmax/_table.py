@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from . import _first_step
-from ._checks import check_bool, check_class_weights, check_count, check_reduction
+from ._checks import check_bool, check_count, check_reduction, check_tensor, class_weights
 from ._memory import advise_huge_pages
 from ._options import option_text
-from ._typing import Module
+from ._typing import Module, Numbers
 from .optim.settle import settle
 
 
@@ -27,16 +27,15 @@ class TableModule(Module):
     _option_names: Tuple[str, ...] = ("reduction", "ignore_index", "sparse_grad")
     _optional_state: Tuple[str, ...] = ()
 
-    def _init_table(self, in_features: int, num_classes: int, *, reduction: str, weight: Optional[Tensor] = None, ignore_index: int = -100,
+    def _init_table(self, in_features: int, num_classes: int, *, reduction: str, weight: Optional[Numbers] = None, ignore_index: int = -100,
                     sparse_grad: bool = True) -> None:
         self._name = name = type(self).__name__
         self.in_features = check_count(name, "in_features", in_features, 0)
         self.num_classes = check_count(name, "num_classes", num_classes, 1)
-        check_class_weights(name, weight, num_classes)
         self.reduction = reduction
         self.ignore_index = check_count(name, "ignore_index", ignore_index, None)
         self.sparse_grad = check_bool(name, "sparse_grad", sparse_grad)
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight", class_weights(name, weight, self.num_classes))
         self.register_state_dict_pre_hook(_settle_before)
         _first_step.watch(self)
 
@@ -114,21 +113,25 @@ class TableModule(Module):
         for table in self._tables():
             if table is not None:
                 torch.ops.xsoftmax.mapped_table_changes(table)
+        error_msgs.extend(self._other_table(state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         optional = tuple(prefix + name for name in self._optional_state)
         for keys in (missing_keys, unexpected_keys):
             keys[:] = [key for key in keys if not key.startswith(optional)]
 
+    def _other_table(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
+        """Returns what to do where a checkpoint has a table of another number of rows; torch names the shapes."""
+        return []
+
     def _queries(self, input: Tensor, target: Optional[Tensor]) -> Tensor:
         """input [*, D] as [Q, D], after its shape and target's have been checked."""
-        return flat_queries(self._name, self.in_features, input, target)
+        return flat_queries(self._name, self.in_features, input, target, num_classes=self.num_classes)
 
     def _given(self, input: Tensor, target: Tensor) -> Tensor:
         """target, after both were found to be tensors."""
         if not torch.jit.is_scripting():
-            for name, tensor in (("input", input), ("target", target)):
-                if not isinstance(tensor, Tensor):
-                    raise TypeError(f"{self._name}: expected {name} as a tensor, got {type(tensor).__name__}")
+            check_tensor(self._name, "input", input)
+            check_tensor(self._name, "target", target)
             if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
                 refuse_transforms(self._name)
         return target
@@ -147,10 +150,10 @@ class TableModule(Module):
         if exclude is None:
             return k
         if not torch.jit.is_scripting():
-            if not isinstance(exclude, Tensor):
-                raise TypeError(f"{self._name}: expected exclude as a tensor of ids, got {type(exclude).__name__}")
+            check_tensor(self._name, "exclude", exclude)
         if exclude.dim() != input.dim() or exclude.shape[:-1] != input.shape[:-1]:
-            raise ValueError(f"{self._name}: expected exclude of shape [*, E], input's but for its last dimension, got {list(exclude.shape)}")
+            raise ValueError(f"{self._name}: expected exclude of shape {list(input.shape[:-1])} "
+                             f"with one more dimension, got {list(exclude.shape)}")
         return min(k + exclude.shape[-1], self.num_classes)
 
     def _without_excluded(self, values: Tensor, ids: Tensor, k: int, input: Tensor, exclude: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
@@ -196,7 +199,8 @@ def check_linear(owner: str, linear: Any) -> None:
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"{owner}: expected an nn.Linear, got {type(linear).__name__}")
     if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
-        raise TypeError(f"{owner}: expected an nn.Linear whose sizes are known, got {type(linear).__name__}: run the model once before")
+        raise TypeError(f"{owner}: expected an nn.Linear whose sizes are known, got "
+                        f"{type(linear).__name__}: run the model once first")
     if "parametrizations" not in linear._modules and ("weight" not in linear._parameters or "bias" not in linear._parameters):
         raise ValueError(f"{owner}: expected an nn.Linear whose weight and bias are parameters, got one where a hook computes them "
                          "(torch.nn.utils.weight_norm, spectral_norm, prune): use torch.nn.utils.parametrizations and sparse_grad=False, or prune.remove")
@@ -207,17 +211,20 @@ def refuse_parametrized(module: nn.Module) -> None:
     for name, child in module._modules.items():
         parametrizations: Any = child._modules.get("parametrizations") if isinstance(child, nn.Linear) else None
         if parametrizations is not None:
-            raise ValueError(f"{module._name}: expected a table without parametrization beside sparse_grad=True, got {name} with one "
-                             f"({', '.join(parametrizations)}): make the loss with sparse_grad=False")
+            raise ValueError(f"{module._name}: expected a table without parametrization for "
+                             f"sparse_grad=True, got {name} with one "
+                             f"({', '.join(parametrizations)}): make the loss with "
+                             "sparse_grad=False")
 
 
 def refuse_data_parallel(owner: str, tables: List[Optional[Tensor]]) -> None:
     """DistributedDataParallel cannot reduce a row-sparse gradient of ours, and dies in the backward pass."""
     active = nn.parallel.DistributedDataParallel._active_ddp_module if torch.distributed.is_available() else None
     if active is not None and any(parameter is table for table in tables for parameter in active._module_parameters):
-        raise RuntimeError(f"{owner}: expected a model that xs.distributed.replicate(model) or shard_classes(model) was called with before "
-                           "DistributedDataParallel(model), whose reducer knows no row-sparse gradient and no part of a class table, or a whole "
-                           "table with sparse_grad=False")
+        raise RuntimeError(f"{owner}: expected a table with sparse_grad=False under "
+                           "DistributedDataParallel, which cannot reduce row-sparse gradients, "
+                           "got True: call xs.distributed.replicate(model) or "
+                           "shard_classes(model) before DistributedDataParallel(model)")
 
 
 def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges: Any) -> None:
@@ -227,20 +234,25 @@ def check_replicated(owner: str, tables: List[Optional[Tensor]], exchanges: Any)
                            "fully_shard(model, ..., ignored_params=set(loss.parameters())), which leaves the table out")
 
 
-def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor], several: bool = False) -> Tensor:
-    """input [*, D] as [Q, D], after its shape and target's have been checked. several: the target may be [*, T]."""
+def flat_queries(owner: str, in_features: int, input: Tensor, target: Optional[Tensor], several: bool = False, num_classes: int = -1) -> Tensor:
+    """input [*, D] as [Q, D], after its shape and target's have been checked. several: the target may be [*, T]. num_classes: of the module, to tell where it
+    was confused with in_features."""
     if not torch.jit.is_scripting():
         for name, tensor in (("input", input), ("target", target)):
-            if not isinstance(tensor, Tensor) and (name == "input" or tensor is not None):
-                raise TypeError(f"{owner}: expected {name} as a tensor, got {type(tensor).__name__}")
+            if name == "input" or tensor is not None:
+                check_tensor(owner, name, tensor)
             if tensor is not None and tensor.layout != torch.strided:
                 raise TypeError(f"{owner}: expected {name} as a dense tensor, got layout {tensor.layout}")
     if input.dim() < 1 or input.shape[-1] != in_features:
-        raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got {list(input.shape)}")
+        hint = ""
+        if input.dim() >= 1 and input.shape[-1] == num_classes:
+            hint = ", whose width is num_classes: in_features comes before num_classes in the constructor"
+        raise ValueError(f"{owner}: expected input of shape [*, {in_features}], got "
+                         f"{list(input.shape)}{hint}")
     if target is not None:
         if input.shape[:-1] != target.shape and not (several and target.dim() == input.dim() and target.shape[:-1] == input.shape[:-1]):
-            more = ", or with that of several positives in its place" if several else ""
-            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}, input's without its last dimension{more}, "
+            more = ", or with one more dimension for several positives" if several else ""
+            raise ValueError(f"{owner}: expected target of shape {list(input.shape[:-1])}{more}, "
                              f"got {list(target.shape)}")
     return input.unsqueeze(0).flatten(0, -2)  # reshape(-1, D) knows no -1 where D = 0
 
@@ -255,15 +267,25 @@ def _settle_linear(linear: nn.Linear, *_: Any) -> None:
     settle(linear.bias)
 
 
-def make_linear(in_features: int, num_classes: int, bias: bool, device: Device, dtype: Optional[torch.dtype]) -> nn.Linear:
+def make_linear(owner: str, in_features: int, num_rows: int, bias: bool, device: Device, dtype: Optional[torch.dtype]) -> nn.Linear:
     """nn.Linear on memory of our choice."""
-    check_bool("nn.Linear", "bias", bias)
+    check_bool(owner, "bias", bias)
     device = torch.get_default_device() if device is None else torch.device(device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # a tree of one class has no edges
-        linear = nn.Linear(in_features, num_classes, bias=bias, device="meta", dtype=dtype)
+        try:
+            linear = nn.Linear(in_features, num_rows, bias=bias, device="meta", dtype=dtype)
+            if device.type != "meta":
+                linear.to_empty(device=device)
+        except (RuntimeError, MemoryError) as error:
+            if not any(word in str(error).lower() for word in ("memory", "overflow")):
+                raise
+            size = num_rows * in_features * (dtype or torch.get_default_dtype()).itemsize / 2**30
+            raise RuntimeError(f"{owner}: expected memory on {device} for a table of shape "
+                               f"[{num_rows}, {in_features}], {size:.4g} GiB, got none: keep the "
+                               "table in a file with xs.tables.mapped, or split it over ranks "
+                               "with xs.distributed.shard_classes") from error
         if device.type != "meta":
-            linear.to_empty(device=device)
             advise_huge_pages(linear.weight.detach())
             linear.reset_parameters()
     linear.register_state_dict_pre_hook(_settle_linear)

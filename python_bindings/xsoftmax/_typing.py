@@ -1,9 +1,13 @@
 """What modules are to a checker of types: their buffers and submodules are found by torch's __getattr__, which says Tensor or Module of each. A call gives
 what `forward` gives, a tensor, where torch says Any."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Sequence, Union
 
+import numpy as np
 from torch import Tensor, nn
+
+# What constructors take as numbers.
+Numbers = Union[Tensor, "np.ndarray[Any, Any]", Sequence[int], Sequence[float]]
 
 if TYPE_CHECKING:
     class Module(nn.Module):

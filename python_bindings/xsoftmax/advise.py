@@ -13,7 +13,7 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_count
+from ._checks import as_tensor, check_count
 from .diagnose import GradientError
 from .linear_losses import LinearCrossEntropyLoss, LinearLoss
 from .sampled_softmax_loss import SampledSoftmaxLoss
@@ -142,6 +142,7 @@ def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.
         RuntimeError: a table that is split or replicated over ranks; fewer seconds than a step of each takes
     """
     start = time.perf_counter()
+    counts = None if counts is None else as_tensor("advise", "counts", counts)
     _check(loss, seconds, counts, samplers, model_ms, budget_ms)
     if isinstance(draws, (int, str)):
         raise TypeError(f"advise: expected draws as a sequence of numbers, got {type(draws).__name__}: give [{draws}]")
@@ -151,7 +152,7 @@ def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.
     counted = targets != loss.ignore_index
     places = (counted if targets.dim() < inputs.dim() else counted.any(-1)).reshape(-1).nonzero().squeeze(1)
     if len(places) == 0:
-        raise ValueError("advise: expected a target that counts, got none")
+        raise ValueError("advise: expected a target that is not ignored, got none")
     if not inputs.isfinite().all():
         raise ValueError("advise: expected input with finite values, got an infinity or NaN")
     devices = [inputs.device] if inputs.is_cuda else []
@@ -168,9 +169,10 @@ def advise(loss: LinearLoss, input: Tensor, target: Tensor, seconds: float = 30.
 def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor], samplers: Optional[Sequence[str]], model_ms: float,
            budget_ms: Optional[float]) -> None:
     if isinstance(loss, TwoTowerLoss):
-        raise TypeError("advise: expected a loss over a class table, got TwoTowerLoss, whose classes are vectors that a network makes: to see what in-batch "
-                        "candidates are worth beside others, advise on xs.LinearCrossEntropyLoss.from_linear(linear) with the vectors of all items as "
-                        "linear.weight")
+        raise TypeError("advise: expected a loss over a class table, got TwoTowerLoss, whose "
+                        "classes are vectors that a network makes: to compare in-batch candidates "
+                        "with others, advise on xs.LinearCrossEntropyLoss.from_linear(linear) "
+                        "with the vectors of all items as linear.weight")
     if not isinstance(loss, LinearLoss):
         raise TypeError(f"advise: expected a SampledSoftmaxLoss, LinearCrossEntropyLoss or CaneLoss, got {type(loss).__name__}")
     for name, value, least in (("seconds", seconds, 0.0), ("model_ms", model_ms, -1e-300), ("budget_ms", budget_ms, 0.0)):
@@ -181,19 +183,18 @@ def _check(loss: LinearLoss, seconds: float, counts: Optional[Tensor], samplers:
         if not math.isfinite(value) or value <= least:
             raise ValueError(f"advise: expected {name} above 0, got {value}" if least == 0.0 else f"advise: expected {name} of at least 0, got {value}")
     if "_exchanges" in loss.__dict__ or any(hasattr(table, "_class_shards") for table in loss._tables() if table is not None):
-        raise RuntimeError("advise: expected a table of one process, got one that is split or replicated over ranks: ask before "
-                           "xs.distributed takes it")
+        raise RuntimeError("advise: expected a table of one process, got one that is split or "
+                           "replicated over ranks: call advise before xs.distributed")
     if isinstance(samplers, str):
         raise TypeError(f"advise: expected samplers as a sequence of names, got a string: give [{samplers!r}]")
     if counts is not None:
-        if not isinstance(counts, Tensor):
-            raise TypeError(f"advise: expected counts as a tensor, got {type(counts).__name__}")
         if counts.shape != (loss.num_classes,):
             raise ValueError(f"advise: expected counts of shape [{loss.num_classes}], got {list(counts.shape)}")
         if not (counts.isfinite().all() and (counts >= 0).all() and (counts > 0).any()):
             raise ValueError("advise: expected counts that are finite, not negative and not all zero, got others")
     elif samplers is not None and not {"unigram", "in_batch"}.isdisjoint(samplers):
-        raise ValueError("advise: expected counts beside the samplers \"unigram\" and \"in_batch\", got none")
+        raise ValueError("advise: expected counts for the samplers \"unigram\" and \"in_batch\", "
+                         "got none")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from ._checks import check_bool, check_count
+from ._checks import check_bool, check_count, check_generator, check_tensor
 from ._memory import device_of_values
+from ._typing import Numbers
 from .linear_losses import CandidateLoss, different_ids
 from .samplers import CandidateSet, Sampler, StreamingCounts
 from .samplers.complement import noise_outside
@@ -50,7 +51,8 @@ class CaneLoss(CandidateLoss):
         candidates: where C comes from.
 
             - An int h >= 1: the classes 0 .. h - 1, the most frequent ones where classes are sorted by falling frequency.
-            - An int64 tensor [C] of different class ids: those, for all queries.
+            - An int64 tensor [C] of different class ids, an array or a list: those, for all
+              queries.
             - A :class:`xsoftmax.samplers.Sampler`: what it draws, as a set (a MIDX sampler: what is near each query). It must not count targets.
             - None: each call gives them, ``loss(input, target, candidates)``.
 
@@ -71,7 +73,8 @@ class CaneLoss(CandidateLoss):
         - input: [*, D], in the dtype of the table.
         - target: int64 [*] in [0, N) or ignore_index, or [*, T].
         - candidates: int64 [C] for all queries, or [*, C] for each, in [0, N), -1 where there is none. A class that stands twice counts once.
-        - output: a scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
+        - output: a scalar, or [*] with reduction="none"; float64 for a float64 table, else
+          float32. Over no query "sum" is 0 and "mean" NaN, as in torch.
 
     Raises:
         ValueError: an option out of range; no candidates; a sampler of another number of classes, one that belongs to another loss, or one for both candidates
@@ -83,9 +86,9 @@ class CaneLoss(CandidateLoss):
         RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
-    def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Tensor, Sampler, None] = None, num_noises: int = 1,
+    def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Numbers, Sampler, None] = None, num_noises: int = 1,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", bias: bool = False,
-                 weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", sparse_grad: bool = True,
+                 weight: Optional[Numbers] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", sparse_grad: bool = True,
                  device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, positives=positives,
                          device=device, dtype=dtype)
@@ -96,24 +99,27 @@ class CaneLoss(CandidateLoss):
         self.candidate_sampler = None
         ids: Optional[Tensor] = None
         if isinstance(candidates, str):
-            raise TypeError(f"{name}: expected candidates as a number, a tensor of ids, a Sampler or None, got the str {candidates!r}: give a "
-                            f"sampler of them as a module")
+            raise TypeError(f"{name}: expected candidates as a number, a tensor of ids, a Sampler "
+                            f"or None, got the str {candidates!r}: pass a Sampler object, not its "
+                            "name")
         if isinstance(candidates, Sampler):
             if candidates.num_classes != num_classes:
                 raise ValueError(f"{name}: expected a sampler of {num_classes} classes for candidates, got one of {candidates.num_classes}")
             if candidates.num_samples < 1:
                 raise ValueError(f"{name}: expected a sampler that draws at least one class as candidates, got {candidates}")
             if any(isinstance(part, StreamingCounts) for part in candidates.modules()):
-                raise ValueError(f"{name}: expected candidates that do not look at the target, got a {type(candidates).__name__} that counts targets")
+                raise ValueError(f"{name}: expected candidates that do not depend on the target, "
+                                 f"got a {type(candidates).__name__} that counts targets")
             if candidates is noise_sampler:
-                raise ValueError(f"{name}: expected two samplers for candidates and noise, got one for both: build a second one")
+                raise ValueError(f"{name}: expected two samplers for candidates and noise, got one "
+                                 "for both: make a second one")
             if candidates._owner:  # before the noise is claimed
                 candidates._claim(name)
             self.candidate_sampler = candidates.to(device)
         elif candidates is not None:
             ids = different_ids(name, "candidates", candidates, num_classes, device)
             if ids.numel() == 0:
-                raise ValueError(f"{name}: expected at least one of candidates, without which there is nothing to learn, got none")
+                raise ValueError(f"{name}: expected at least one class as candidates, got none")
         self.noise = noise_outside(name, noise_sampler, num_noises, num_classes, in_features, bias, ids).to(device)
         self.noise._claim(name)
         if self.candidate_sampler is not None:
@@ -142,6 +148,14 @@ class CaneLoss(CandidateLoss):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: as :class:`CaneLoss`
         """
+        if not torch.jit.is_scripting():
+            check_generator(self._name, generator)
+            if candidates is not None:
+                check_tensor(self._name, "candidates", candidates)
+                if candidates.dtype != torch.int64:  # maybe meant as something else
+                    hint = "class weights are an argument of the constructor, weight=..." if candidates.is_floating_point() else "use candidates.long()"
+                    raise TypeError(f"{self._name}: expected candidates of dtype int64, got "
+                                    f"{str(candidates.dtype).removeprefix('torch.')}: {hint}")
         if not self.training:
             return self.exact(input, target)
         queries, counted = self._counted(input, target)
@@ -157,19 +171,17 @@ class CaneLoss(CandidateLoss):
         sampler, fixed = self.candidate_sampler, self.candidates
         if given is not None:
             if sampler is not None or fixed is not None:
-                raise ValueError(f"{self._name}: expected candidates with the call of a loss that was built with candidates=None alone")
-            if not torch.jit.is_scripting() and not isinstance(given, Tensor):
-                raise TypeError(f"{self._name}: expected candidates as an int64 tensor, got {type(given).__name__}")
-            if given.dtype != torch.int64:
-                raise TypeError(f"{self._name}: expected candidates of dtype torch.int64, got {given.dtype}")
+                raise ValueError(f"{self._name}: expected no candidates in the call of a loss that "
+                                 "has its own, got some: make it with candidates=None")
             if given.dim() == 0 or (given.dim() != 1 and list(given.shape[:-1]) != batch):
-                raise ValueError(f"{self._name}: expected candidates of shape [C] or {batch} + [C], the shape of target and one more, got "
-                                 f"{list(given.shape)}")
+                raise ValueError(f"{self._name}: expected candidates of shape [C], or that of "
+                                 f"target with one more dimension, got {list(given.shape)}")
             return torch.ops.xsoftmax.candidate_set(given if given.dim() <= 2 else given.flatten(0, -2), self.num_classes)
         if fixed is not None:
             return fixed
         if sampler is None:
-            raise ValueError(f"{self._name}: expected candidates, which a loss built with candidates=None takes with each call, got none")
+            raise ValueError(f"{self._name}: expected candidates in each call of a loss that was "
+                             "made with candidates=None, got none")
         sampler.prepare(self.linear.weight, self.linear.bias, generator)
         # Candidates must not look at the target: it says no more than which queries count.
         sets = sampler.sample(queries, target.clamp(max=0), generator)

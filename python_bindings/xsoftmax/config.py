@@ -7,6 +7,10 @@ from typing import Iterator
 import torch
 
 from . import _library
+from ._public import public_names
+
+__all__ = ["cmake_prefix_path", "cpu_capability", "cpu_products", "use_impl"]
+__dir__ = public_names(__all__)
 
 #: For CMake: the prefix of the installed CMake package, as torch.utils.cmake_prefix_path is of torch's.
 cmake_prefix_path: str = str(Path(_library.path).parent.parent / "share" / "cmake")

@@ -12,12 +12,14 @@ from typing import Any, Iterator, Optional, Tuple, TYPE_CHECKING, Union
 
 import torch
 
+from ._public import public_names
 from ._sparse import checked, csr_matrix
 
 if TYPE_CHECKING:
     import scipy.sparse
 
 __all__ = ["read_examples", "read_sparse"]
+__dir__ = public_names(__all__)
 
 PathName = Union[str, "PathLike[str]"]
 

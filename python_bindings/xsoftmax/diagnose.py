@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ._checks import check_count
+from ._checks import check_count, check_tensor
 from ._table import flat_queries
 from .sampled_softmax_loss import SampledSoftmaxLoss
 
@@ -76,13 +76,15 @@ def diagnose(loss: SampledSoftmaxLoss, input: Tensor, target: Tensor, *, draws: 
     check_count("diagnose", "draws", draws, 2)
     for part in loss.sampler.modules():
         if getattr(part, "follows_table", False) and getattr(part, "step", None) == 0:
-            raise ValueError(f"diagnose: expected a {type(part).__name__} that knows the class table, got one that was never refreshed: take a "
-                             "step in train(), or call loss.sampler.refresh(loss.linear.weight, loss.linear.bias)")
-    queries = flat_queries("diagnose", loss.in_features, input.detach(), target)
+            raise ValueError(f"diagnose: expected a {type(part).__name__} that has seen the class "
+                             "table, got one that was never refreshed: take a step in train(), or "
+                             "call loss.sampler.refresh(loss.linear.weight, loss.linear.bias)")
+    check_tensor("diagnose", "input", input)
+    queries = flat_queries("diagnose", loss.in_features, input.detach(), target, num_classes=loss.num_classes)
     counted = (target != loss.ignore_index).reshape(-1)
     queries, targets = queries[counted], target.reshape(-1)[counted]
     if len(targets) == 0:
-        raise ValueError("diagnose: expected a target that counts, got none")
+        raise ValueError("diagnose: expected a target that is not ignored, got none")
     if not queries.isfinite().all():
         raise ValueError("diagnose: expected input with finite values, got an infinity or NaN")
     modes = {module: module.training for module in loss.modules()}

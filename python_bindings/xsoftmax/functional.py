@@ -5,12 +5,20 @@ from typing import List, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from ._checks import check_reduction
+from ._checks import check_reduction, check_tensor
 from ._options import option_text
+from ._public import public_names
 from ._table import flat_queries
 from .samplers import CandidateSet, columns_of
 
 __all__ = ["linear_cross_entropy", "sampled_softmax_loss", "tower_loss"]
+__dir__ = public_names(__all__)
+
+
+def _check_tensors(owner: str, **arguments: Optional[Tensor]) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            check_tensor(owner, name, value)
 
 
 def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias: Optional[Tensor] = None, class_weight: Optional[Tensor] = None,
@@ -28,8 +36,9 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
         label_smoothing: in [0, 1].
 
     Returns:
-        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Where gradients are recorded, they are computed together with the
-        value: evaluate under torch.no_grad().
+        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Over
+        no query the sum is 0 and the mean NaN. Where gradients are
+        recorded, they are computed together with the value: evaluate under torch.no_grad().
 
     Raises:
         ValueError: a shape that does not fit; an option out of range.
@@ -38,8 +47,8 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
     """
     name = "linear_cross_entropy"
     check_reduction(name, reduction)
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{name}: expected weight as a tensor, got {type(weight).__name__}")
+    check_tensor(name, "weight", weight)
+    _check_tensors(name, input=input, target=target, bias=bias, class_weight=class_weight)
     if weight.dim() != 2:
         raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
     queries = flat_queries(name, weight.size(1), input, target)
@@ -79,7 +88,9 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
             "complementary_sum", are not among them.
 
     Returns:
-        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Without candidates the softmax losses are 0.
+        A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32.
+        Without candidates the softmax losses are 0. Over no query the
+        sum is 0 and the mean NaN.
 
     Raises:
         ValueError: a shape that does not fit; an option that is unknown or out of range; options that do not go together; a set without target_log_count for an
@@ -88,6 +99,7 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         IndexError: a target is not in [0, N) and not ignore_index, or an id is not in [0, N) (checked on the CPU).
         RuntimeError: a call inside ``torch.func.vmap``.
     """
+    _check_tensors("sampled_softmax_loss", input=input, weight=weight, target=target, bias=bias, class_weight=class_weight, log_z=log_z)
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options))
 
 
@@ -121,6 +133,7 @@ def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tu
         ValueError: a shape that does not fit; an option out of range; a set without target_log_count for an estimator that needs it, such as "ranking".
         TypeError: `item_id` or ids not int64; vectors or `weight` of no floating dtype; tensors on different devices.
     """
+    _check_tensors("tower_loss", query=query, item=item, item_id=item_id, weight=weight)
     options = option_text(estimator=estimator, remove_accidental_hits=remove_accidental_hits, reduction=reduction)
     vectors, sets = [part for part, _ in candidates], [one for _, one in candidates]
     return torch.ops.xsoftmax.tower_loss(query, item, item_id, vectors, *columns_of(sets), weight, options)

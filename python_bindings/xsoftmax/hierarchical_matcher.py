@@ -58,6 +58,7 @@ class HierarchicalMatcher(TableModule):
         - input: [*, D], in the dtype of the edges.
         - target: int64 [*, T] with T below L, the right labels of each query in [0, L), -1 where there are fewer than T.
         - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+          Over no query "sum" is 0 and "mean" NaN, as in torch.
 
     Raises:
         ValueError: an option out of range; a tree of one node; a shape that does not fit; multi-hot targets [*, L].
@@ -70,7 +71,8 @@ class HierarchicalMatcher(TableModule):
                  reduction: str = "mean", sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
-            raise TypeError(f"HierarchicalMatcher: expected tree to be a LabelTree, got {type(tree).__name__}")
+            raise TypeError("HierarchicalMatcher: expected tree as a LabelTree, got "
+                            f"{type(tree).__name__}")
         if tree.depth == 0:
             raise ValueError("HierarchicalMatcher: expected a tree of at least 2 nodes, got 1")
         if loss not in _TRANSFORMS:
@@ -79,7 +81,7 @@ class HierarchicalMatcher(TableModule):
         self.loss, self.transform = loss, _TRANSFORMS[loss]
         self.beam = check_count("HierarchicalMatcher", "beam", beam, 1)
         self.tree = tree.clone().to(device_of_values(device))
-        self.edges = make_linear(self.in_features, tree.num_edges, bias, device, dtype)
+        self.edges = make_linear(self._name, self.in_features, tree.num_edges, bias, device, dtype)
         self.register_buffer("layer", torch.ones((), dtype=torch.int64, device="cpu"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -115,8 +117,9 @@ class HierarchicalMatcher(TableModule):
         queries = self._queries(input, None)
         target = self._given(input, target)
         if target.dim() != input.dim() or target.shape[:-1] != input.shape[:-1]:
-            raise ValueError(f"HierarchicalMatcher: expected target of shape {list(input.shape[:-1])} and one more dimension, got "
-                             f"{list(target.shape)}")
+            raise ValueError("HierarchicalMatcher: expected target of shape "
+                             f"{list(input.shape[:-1])} with one more dimension, for several "
+                             f"labels, got {list(target.shape)}")
         if 1 < target.shape[-1] == self.num_classes:
             raise ValueError(f"HierarchicalMatcher: expected ids of labels, [*, T] with T below their number, got shape {list(target.shape)}, a number "
                              "for each label as multi-hot targets have")

@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_count
+from ._checks import check_count, check_tensor
 from ._options import option_text
 from ._resize import KNOWN_OPTIMIZERS
 from ._table import fresh_rows
@@ -143,8 +143,7 @@ class IdTable(Module):
 
     def _given(self, name: str, numbers: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
-            if not isinstance(numbers, Tensor):
-                raise TypeError(f"IdTable: expected {name} as a tensor, got {type(numbers).__name__}")
+            check_tensor("IdTable", name, numbers)
         return numbers
 
     def __len__(self) -> int:
@@ -177,7 +176,8 @@ class IdTable(Module):
         for table in tables:
             self._check_attached(table)
             if init is None and isinstance(table, nn.Parameter):
-                raise TypeError("IdTable: expected init beside a parameter, which does not say how its rows begin")
+                raise TypeError("IdTable: expected init with a parameter, to fill the rows of new "
+                                "ids, got none")
             if init is not None and not callable(init):
                 raise TypeError(f"IdTable: expected init as a function of a tensor, got {type(init).__name__}")
             if init is not None:
@@ -206,8 +206,9 @@ class IdTable(Module):
             raise ValueError(f"IdTable: expected a {type(table).__name__} of {self.capacity} rows, the capacity, got {other}")
         split = any(hasattr(rows, "_class_shards") for rows in _tables_of(table))
         if split or hasattr(table, "_exchanges") or any(count._group is not None for count in counts):
-            raise ValueError("IdTable: expected tables and counts of this process alone, got some that ranks replicate or split: their ids would have other "
-                             "rows on each")
+            raise ValueError("IdTable: expected tables and counts of one process, got some that "
+                             "are replicated or split over ranks, where ids would have other rows "
+                             "on each")
         if getattr(table, "padding_idx", None):
             raise ValueError(f"IdTable: expected padding_idx to be 0, which no id has, or None, got {table.padding_idx}")  # type: ignore[attr-defined]
 

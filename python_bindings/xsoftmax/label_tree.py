@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from . import _long_work
-from ._checks import check_count
+from ._checks import as_tensor, check_count
 from ._files import replaced
 from ._memory import moved_table
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
 from ._sparse import checked, sparse_tensors
-from ._typing import Module
+from ._typing import Module, Numbers
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -221,7 +221,7 @@ class LabelTree(Module):
         return LabelTree._of(ops.label_tree_of_clusters(order, arity, leaf_size))
 
     @staticmethod
-    def from_frequencies(counts: Tensor, subsets: int) -> "LabelTree":
+    def from_frequencies(counts: Numbers, subsets: int) -> "LabelTree":
         """Makes a tree of one layer of ``subsets`` nodes with nearly the same sum of counts, and below them the classes, by falling count (Han et al., 2018,
         section 5).
 
@@ -234,10 +234,10 @@ class LabelTree(Module):
             TypeError: counts are not numbers, or subsets is not an int.
         """
         subsets = check_count("LabelTree.from_frequencies", "subsets", subsets, None)
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_equal_mass(torch.as_tensor(counts), subsets))
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_equal_mass(as_tensor("LabelTree.from_frequencies", "counts", counts), subsets))
 
     @staticmethod
-    def huffman(counts: Tensor, arity: int = 2) -> "LabelTree":
+    def huffman(counts: Numbers, arity: int = 2) -> "LabelTree":
         """Makes the tree of the least expected depth, for classes that come with the frequencies ``counts`` (Huffman, 1952).
 
         Args:
@@ -249,7 +249,7 @@ class LabelTree(Module):
             TypeError: counts are not numbers, or arity is not an int.
         """
         arity = check_count("LabelTree.huffman", "arity", arity, None)
-        return LabelTree._of(torch.ops.xsoftmax.label_tree_huffman(torch.as_tensor(counts), arity))
+        return LabelTree._of(torch.ops.xsoftmax.label_tree_huffman(as_tensor("LabelTree.huffman", "counts", counts), arity))
 
     @staticmethod
     def _of(nodes: Tuple[Tensor, Optional[Tensor]]) -> "LabelTree":

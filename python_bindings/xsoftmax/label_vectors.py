@@ -17,6 +17,7 @@ import torch
 
 from . import _long_work
 from ._checks import check_count
+from ._public import public_names
 from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Matrix = Union["scipy.sparse.spmatrix", "scipy.sparse.sparray"]
 
 __all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]
+__dir__ = public_names(__all__)
 
 
 def pii(Y: Matrix) -> "scipy.sparse.csr_matrix":

@@ -2,14 +2,16 @@
 
 from typing import Any, Dict, Iterable, List, Optional, Type, TypeVar, Union
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from . import retrieval
-from ._checks import check_count
+from ._checks import as_ids, check_count, check_table_dtype
 from ._resize import resize_classes
 from ._table import TableModule, check_linear, flat_queries, make_linear, refuse_parametrized
+from ._typing import Numbers
 from .samplers import CandidateSet, Sampler, columns_of
 
 Loss = TypeVar("Loss", bound="LinearLoss")
@@ -30,7 +32,7 @@ class LinearLoss(TableModule):
     # What a sampler kept, or a log Z, is of no use to a loss without one, and stays as it is where a checkpoint has none.
     _optional_state = ("sampler.", "noise.", "candidate_sampler.", "log_z")
 
-    def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Optional[Tensor] = None,
+    def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Optional[Numbers] = None,
                  reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", device: Device = None,
                  dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class LinearLoss(TableModule):
         self.label_smoothing = float(label_smoothing)
         if positives not in ("mean", "sum"):
             raise ValueError(f"{self._name}: expected positives to be \"mean\" or \"sum\", got {positives!r}")
-        self.linear = make_linear(self.in_features, self.num_classes, bias, device, dtype)
+        self.linear = make_linear(self._name, self.in_features, self.num_classes, bias, device, dtype)
 
     @classmethod
     def from_linear(cls: Type[Loss], linear: nn.Linear, **kwargs: Any) -> Loss:
@@ -58,7 +60,8 @@ class LinearLoss(TableModule):
         """
         check_linear(f"{cls.__name__}.from_linear", linear)
         if given := {"in_features", "num_classes", "bias", "device", "dtype"} & set(kwargs):
-            raise TypeError(f"{cls.__name__}.from_linear: expected arguments that the linear layer does not give, got {', '.join(sorted(given))}")
+            raise TypeError(f"{cls.__name__}.from_linear: expected arguments other than those of "
+                            f"the linear layer, got {', '.join(sorted(given))}")
         # The table made by the constructor would be thrown away: on the meta device it costs nothing.
         loss = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", **kwargs)
         loss.linear = linear
@@ -70,6 +73,15 @@ class LinearLoss(TableModule):
     def _tables(self) -> List[Optional[Tensor]]:
         tables: List[Optional[Tensor]] = [self.linear.weight, self.linear.bias]
         return tables
+
+    def _other_table(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
+        saved, rows = state_dict.get(prefix + "linear.weight"), self.linear.weight
+        if not isinstance(saved, Tensor) or saved.shape[1:] != rows.shape[1:] or saved.shape == rows.shape:
+            return []
+        hint = (f"call resize_classes({len(saved)}) before load_state_dict, and give the loss its "
+                "former number by resize_classes after it")
+        got = f"expected a checkpoint of {len(rows)} classes, got one of {len(saved)}"
+        return [f"{self._name}: {got}: {hint}"]
 
     def resize_classes(self, num_classes: int, *, weight: Optional[Tensor] = None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Gives the loss another number of classes, in place. New classes stand behind the others; classes past the end are gone.
@@ -122,7 +134,7 @@ class LinearLoss(TableModule):
         if self.linear.weight.shape[0] != self.num_classes:
             raise ValueError(f"{self._name}: expected linear.weight with a row for each of {self.num_classes} classes, "
                              f"got shape {list(self.linear.weight.shape)}")
-        return flat_queries(self._name, self.in_features, input, target, several=True)
+        return flat_queries(self._name, self.in_features, input, target, several=True, num_classes=self.num_classes)
 
     @torch.jit.export
     def exact(self, input: Tensor, target: Tensor) -> Tensor:
@@ -168,24 +180,27 @@ class LinearLoss(TableModule):
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            TypeError: `input` is not a dense tensor.
-            RuntimeError: `input` is of another dtype than the table.
+            TypeError: `input` is not a dense tensor, or is of another dtype than the table
+                (RuntimeError in TorchScript).
         """
         self._table_queries(input, None)
+        if not torch.jit.is_scripting():
+            check_table_dtype(self._name, input, self.linear.weight)
         return torch.log_softmax(self.linear(input), dim=-1)
 
     @torch.jit.export
-    def topk(self, input: Tensor, k: int, index: Optional[str] = None, recall: Optional[float] = None,
-             max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    def topk(self, input: Tensor, k: int, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """The k most probable classes of each query, ``self.log_prob(input).topk(k)``, best first, without [*, N] in memory.
 
-        Equal scores: the lower id comes first. The result has no gradient. With index="midx" the classes come from :meth:`search`. The values are then scores,
-        not log-probabilities, since the normaliser takes all classes.
+        It scores all classes; :meth:`search` finds the same ids from a few of them, with scores in
+        the place of log-probabilities. Equal scores: the lower id
+        comes first. The result has no gradient.
 
         Args:
-            input: [*, D], in the dtype of the table.
+            input: [*, D], in the dtype of the table. A query with a NaN or an infinity has values
+                of NaN at the first classes; under ``torch.autograd.detect_anomaly()`` it is a
+                ValueError.
             k: in [0, N].
-            index, recall, max_cells: None, or as in :meth:`search`.
             exclude: int64 [*, E]: the ids that each query does not want, such as items already seen, in any order; -1 for none. The best k of all other classes
                 are returned, exactly. Log-probabilities stay those among all classes. Where fewer than k classes are left, the last places are -inf and -1.
 
@@ -193,24 +208,22 @@ class LinearLoss(TableModule):
             (log-probabilities, class ids), both [*, k]: float64 for a float64 table, else float32; and int64.
 
         Raises:
-            ValueError: k is not in [0, N], `input` is not of shape [*, D], or `exclude` is not of shape [*, E]; recall or max_cells without an index.
+            ValueError: k is not in [0, N], `input` is not of shape [*, D], or `exclude` is not of
+                shape [*, E].
             TypeError: k is not an int, `input` is of another dtype than the table, or `exclude` is not int64.
             IndexError: an id of `exclude` is not in [0, N) or -1 (checked on the CPU).
         """
         k = self._best(k)
-        if index is not None or recall is not None or max_cells is not None:
-            if torch.jit.is_scripting():
-                raise ValueError(f"{self._name}: expected topk without index in TorchScript: torch.ops.xsoftmax.search_topk takes a SearchIndex's tensors")
-            else:
-                found = retrieval.search(self, input, k, index, recall, max_cells, exclude)
-                return found.scores, found.ids
         values, indices = torch.ops.xsoftmax.linear_topk(
             self._table_queries(input, None), self.linear.weight, self.linear.bias, self._with_excluded(k, input, exclude))
         return self._without_excluded(values, indices, k, input, exclude)
 
     def search(self, input: Tensor, k: int, *, index: str = "midx", recall: Optional[float] = None,
                max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> retrieval.SearchResult:
-        """The best k classes of each query, ``self.linear(input).topk(k)``, without scoring most of the classes.
+        """The best k classes of each query with their scores, ``self.linear(input).topk(k)``, without scoring most of the classes.
+
+        The values are scores, not the log-probabilities of :meth:`topk`, whose normaliser takes
+        all classes.
 
         An index sorts the classes into cells. A copy of the table in 8 bits bounds the scores of a cell and of its classes, and the classes that may be among
         the best are scored from the table. Equal scores: the lower id comes first. The result has no gradient.
@@ -263,7 +276,7 @@ class LinearLoss(TableModule):
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:
         """The most probable class of each query, ``self.log_prob(input).argmax(-1)``: input [*, D] -> int64 [*]. Errors as :meth:`topk`."""
-        return self.topk(input, 1, None, None, None, None)[1].squeeze(-1)
+        return self.topk(input, 1, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", label_smoothing={self.label_smoothing}" if self.label_smoothing != 0.0 else "")
@@ -279,7 +292,8 @@ class LinearCrossEntropyLoss(LinearLoss):
         in_features: D, the width of a query; at least 0.
         num_classes: N, at least 1.
         bias: the classes have a bias.
-        weight: floating [N], rescales the loss of each class, as in :class:`torch.nn.CrossEntropyLoss`.
+        weight: floating [N], a tensor, an array or a list: rescales the loss of each class, as in
+            :class:`torch.nn.CrossEntropyLoss`.
         reduction: "mean" (weighted, over targets that are not ignored), "sum" or "none".
         ignore_index: targets of this value have no loss and no gradient.
         label_smoothing: in [0, 1]. 0 with several positives.
@@ -292,7 +306,9 @@ class LinearCrossEntropyLoss(LinearLoss):
     Shape:
         - input: [*, D], in the dtype of the table; under autocast also in a 16-bit one.
         - target: int64 [*] in [0, N) or ignore_index; or [*, T] with T below N. One-hot targets [*, N] are a ValueError.
-        - output: a scalar, or [*] with reduction="none"; float64 for a float64 table, else float32. Over no query "mean" is NaN, as in torch.
+        - output: a scalar, or [*] with reduction="none"; float64 for a float64 table, else
+          float32. Over no query (an empty batch, or all targets ignored)
+          "sum" is 0 and "mean" NaN, as in torch.
 
     Raises:
         ValueError: an option out of range; a shape that does not fit; label_smoothing with several positives; class weights with several positives and
@@ -314,8 +330,8 @@ def check_loss_class(owner: str, loss_class: Any) -> None:
     """What takes the place of a Linear: a class that has :meth:`LinearLoss.from_linear`."""
     if not (isinstance(loss_class, type) and issubclass(loss_class, LinearLoss)):
         got = loss_class.__name__ if isinstance(loss_class, type) else f"an instance of {type(loss_class).__name__}"
-        raise TypeError(f"{owner}: expected one of the classes SampledSoftmaxLoss, CaneLoss and LinearCrossEntropyLoss, with its arguments beside it, "
-                        f"got {got}")
+        raise TypeError(f"{owner}: expected one of the classes SampledSoftmaxLoss, CaneLoss and "
+                        f"LinearCrossEntropyLoss, followed by its arguments, got {got}")
 
 
 class CandidateLoss(LinearLoss):
@@ -335,10 +351,12 @@ class CandidateLoss(LinearLoss):
                                                        distinct, self.weight, log_z, self._options)
 
 
-def different_ids(owner: str, argument: str, ids: Union[int, Tensor], num_classes: int, device: Device) -> Tensor:
-    """A set of classes, the first so many or those of a 1-D int64 tensor: sorted, int64; checked."""
+def different_ids(owner: str, argument: str, ids: Union[int, Numbers], num_classes: int, device: Device) -> Tensor:
+    """A set of classes, the first so many or those of a 1-D int64 tensor, an array or a list: sorted, int64; checked."""
+    if isinstance(ids, (list, tuple, range, np.ndarray)):
+        ids = as_ids(owner, argument, ids)
     if not isinstance(ids, Tensor):
-        count = check_count(owner, argument, ids, 0)
+        count = check_count(owner, argument, ids, 0)  # type: ignore[arg-type]
         if count > num_classes:
             raise ValueError(f"{owner}: expected {argument} in [0, {num_classes}], got {count}")
         return torch.arange(count, device=device)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_count
+from ._public import public_names
 
 from .ensemble import ranks
 
@@ -42,6 +43,7 @@ Predictions = Union[Tensor, "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
 
 __all__ = ["coverage", "ndcg_at_k", "precision_at_k", "propensity", "psp_at_k", "recall_at_k"]
+__dir__ = public_names(__all__)
 
 
 def precision_at_k(predictions: Predictions, truth: Truth, k: int) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _long_work
-from ._checks import check_count
+from ._checks import check_count, check_tensor
 from ._table import flat_queries
 from .samplers import MidxSampler
 
@@ -98,9 +98,11 @@ def build_index(loss: "LinearLoss", queries: Optional[Tensor] = None, codewords:
         check_count(loss._name, "codewords", codewords, 1)
     weight, bias = loss.linear.weight, loss.linear.bias
     if len(weight) != loss.num_classes:
-        raise ValueError(f"{loss._name}: expected all {loss.num_classes} rows of the class table to search them by an index, got {len(weight)}")
+        raise ValueError(f"{loss._name}: expected a class table of {loss.num_classes} rows to "
+                         f"search by an index, got one of {len(weight)}")
     if weight.device.type != "cpu":
-        raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on {weight.device}: topk without index scores all classes")
+        raise ValueError(f"{loss._name}: expected a table on CPU to search by an index, got one on "
+                         f"{weight.device}: topk scores all classes there")
     _hook = _hook or register_optimizer_step_post_hook(_count_fused_step)
     loss.settle()
     table = _version(weight), _version(bias)  # what another thread writes from here on makes the index stale
@@ -111,20 +113,23 @@ def build_index(loss: "LinearLoss", queries: Optional[Tensor] = None, codewords:
     return made
 
 
-def search(loss: "LinearLoss", input: Tensor, k: int, index: Optional[str], recall: Optional[float], max_cells: Optional[int],
+def search(loss: "LinearLoss", input: Tensor, k: int, index: str, recall: Optional[float], max_cells: Optional[int],
            exclude: Optional[Tensor] = None) -> SearchResult:
     """See :meth:`xsoftmax.LinearLoss.search`."""
     name, k = loss._name, loss._best(k)
+    check_tensor(name, "input", input)
     if torch.compiler.is_exporting():
-        raise ValueError(f"{name}: expected topk without index in torch.export: torch.ops.xsoftmax.search_topk takes a SearchIndex's tensors")
+        raise ValueError(f"{name}: expected topk in torch.export, got search: export "
+                         "torch.ops.xsoftmax.search_topk with the tensors of a SearchIndex")
     if index != "midx":
-        raise ValueError(f"{name}: expected index=\"midx\" to search by, got {index!r}")
+        raise ValueError(f"{name}: expected index=\"midx\", got {index!r}")
     if recall is not None and not (isinstance(recall, (int, float)) and 0 < recall <= 1):
         raise ValueError(f"{name}: expected recall in (0, 1], got {recall!r}")
     if max_cells is not None:
         check_count(name, "max_cells", max_cells, 1)
         if recall is not None:
-            raise ValueError(f"{name}: expected recall or max_cells, got {recall} and {max_cells}")
+            raise ValueError(f"{name}: expected recall or max_cells, got both, {recall} and "
+                             f"{max_cells}")
     queries = flat_queries(name, loss.in_features, input, None)
     loss.settle()
     table, made = _indices.get(loss, (None, None))

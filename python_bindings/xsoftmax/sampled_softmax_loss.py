@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ._checks import check_bool
+from ._checks import check_bool, check_count, check_generator, check_tensor
 from ._memory import device_of_values, moved_table
 from .estimators import check_estimator, has_noise, registered_loss
 from .linear_losses import CandidateLoss, different_ids
+from ._typing import Numbers
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
 from .samplers.complement import noise_outside
+from .samplers.sampler import sampler_names
 
 
 class SampledSoftmaxLoss(CandidateLoss):
@@ -76,13 +78,16 @@ class SampledSoftmaxLoss(CandidateLoss):
             candidates, with the weights above. Not beside class weights.
         positives: as in :class:`LinearCrossEntropyLoss`. Draws that hit another positive of the query take no part, and independent draws of one set are
             renormalised to the classes that are no positive. "sum" goes with all estimators but CANE.
-        head_classes: classes that are always scored: how many of the first ids, or an int64 tensor [H] of different ids. The sampler then draws from the other
+        head_classes: classes that are always scored: how many of the first ids, or different ids,
+            an int64 tensor [H], an array or a list. The sampler then draws from the other
             classes. Where it cannot leave classes out, the expected counts of head and draws add up.
         sparse_grad: True: the gradient of the table is sparse COO with a static number of rows, for xsoftmax.optim and for torch.optim.SGD, Adagrad and
             SparseAdam. False: it is dense.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
-    Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*] or [*, T]; a scalar, or [*] with reduction="none".
+    Shapes and dtypes are those of :class:`LinearCrossEntropyLoss`: input [*, D], target int64 [*]
+    or [*, T]; a scalar, or [*] with reduction="none". Over no
+    query "sum" is 0 and "mean" NaN.
 
     Raises:
         ValueError: an option out of range, or options that do not go together; a name of a sampler or an estimator that is not known; a sampler of another
@@ -98,8 +103,8 @@ class SampledSoftmaxLoss(CandidateLoss):
 
     def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str, None], num_samples: Optional[int] = None,
                  shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
-                 log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
-                 ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", head_classes: Union[int, Tensor] = 0,
+                 log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
+                 ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", head_classes: Union[int, Numbers] = 0,
                  sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          label_smoothing=label_smoothing, positives=positives, device=device, dtype=dtype)
@@ -108,14 +113,16 @@ class SampledSoftmaxLoss(CandidateLoss):
         if not outside and estimator is not None:
             check_estimator(name, estimator, label_smoothing, more=("complementary_sum",))
         if weight is not None and label_smoothing != 0.0:
-            raise ValueError(f"{name}: expected label_smoothing=0 beside class weights: their weighted mean over all classes "
-                             f"cannot be had from a sample; got {label_smoothing}")
+            raise ValueError(f"{name}: expected label_smoothing=0 with class weights, got "
+                             f"{label_smoothing}: a sample does not estimate the weighted mean "
+                             "over all classes")
         device = device_of_values(device)
         head = different_ids(name, "head_classes", head_classes, num_classes, device)
         self.register_buffer("head", head, persistent=False)
         if outside and (shared or head.numel() > 0 or label_smoothing != 0.0):
-            raise ValueError(f"{name}: expected private draws, head_classes=0 and label_smoothing=0 beside "
-                             f"estimator=\"complementary_sum\", got shared={shared}, {head.numel()} classes and {label_smoothing}")
+            raise ValueError(f"{name}: expected shared=False, head_classes=0 and label_smoothing=0 "
+                             f"with estimator=\"complementary_sum\", got shared={shared}, "
+                             f"{head.numel()} head classes and label_smoothing={label_smoothing}")
         none = sampler is None
         if none and num_samples is None and shared is None:
             sampler = FixedSampler(num_classes, 0)
@@ -125,23 +132,29 @@ class SampledSoftmaxLoss(CandidateLoss):
             if shared is None and estimator is not None and has_noise(estimator):
                 shared = False  # draws that stand for what others leave out are each query's
             options = {} if shared is None else {"shared": shared}
-            sampler = make_sampler(sampler, num_classes, num_samples, dim=in_features, bias=bias, **options)
+            sampler = self._named(sampler, num_samples, bias, options)
         elif not isinstance(sampler, Sampler):
-            if none:
-                raise TypeError(f"{name}: expected a sampler, or its name, beside num_samples={num_samples} and shared={shared}, got None")
-            raise TypeError(f"{name}: expected sampler to be a Sampler or a name, got {type(sampler).__name__}")
+            argument = f"num_samples={num_samples}" if num_samples is not None else f"shared={shared}"
+            used, got = (f" with {argument}", "None") if none else ("", type(sampler).__name__)
+            raise TypeError(f"{name}: expected sampler as a Sampler or one of "
+                            f"{sampler_names()}{used}, got {got}")
         elif num_samples is not None or shared is not None:
-            raise ValueError(f"{name}: expected num_samples and shared beside the name of a sampler, since a {type(sampler).__name__} says itself "
-                             f"how it draws, got {num_samples} and {shared}")
+            argument = f"num_samples={num_samples}" if num_samples is not None else f"shared={shared}"
+            raise ValueError(f"{name}: expected no {argument.split('=')[0]} with a sampler object, "
+                             f"got {argument}: pass it to the constructor of the "
+                             f"{type(sampler).__name__}, or give the sampler by name")
         if sampler.num_classes != num_classes:
             raise ValueError(f"{name}: expected a sampler of {num_classes} classes, got one of {sampler.num_classes}")
         if sampler.num_samples == 0 and head.numel() == 0 and not none:
-            raise ValueError(f"{name}: expected candidates to learn from, got num_samples=0 and head_classes=0")
+            raise ValueError(f"{name}: expected classes to score, got num_samples=0 and "
+                             "head_classes=0")
         estimator = "sampled_softmax" if outside else sampler.default_estimator if estimator is None else estimator
         check_estimator(name, estimator, label_smoothing)
         if has_noise(estimator) and not ((head.numel() > 0 or sampler.has_distinct) and sampler.has_independent):
-            raise ValueError(f"{name}: expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with "
-                             f"estimator={estimator!r}, got {head.numel()} head classes and {sampler}")
+            raise ValueError(f"{name}: expected candidates (head classes, or draws without "
+                             "replacement) and noise (draws with replacement) with "
+                             f"estimator={estimator!r}, got {head.numel()} head classes and "
+                             f"{sampler}")
         self._init_options(estimator=estimator, remove_accidental_hits=check_bool(name, "remove_accidental_hits", remove_accidental_hits),
                            sparse_grad=check_bool(name, "sparse_grad", sparse_grad))
         self._init_log_z(log_z, device)
@@ -155,6 +168,18 @@ class SampledSoftmaxLoss(CandidateLoss):
         sampler._claim(name)
         self.sampler = sampler.to(device)
 
+    def _named(self, sampler: str, num_samples: Optional[int], bias: bool, options: Dict[str, bool]) -> Sampler:
+        """Makes a sampler by its name."""
+        if num_samples is not None:
+            check_count(self._name, "num_samples", num_samples, 0)
+        try:
+            return make_sampler(sampler, self.num_classes, num_samples, dim=self.in_features, bias=bias, **options)
+        except ValueError as error:
+            if num_samples is None or not self.num_classes < num_samples <= self.in_features:
+                raise
+            raise ValueError(f"{error}; of in_features={self.in_features} and "
+                             f"num_classes={self.num_classes}, in_features comes first") from None
+
     def _samplers(self) -> List[Sampler]:
         return [self.sampler]
 
@@ -166,7 +191,9 @@ class SampledSoftmaxLoss(CandidateLoss):
         if not learned and (isinstance(log_z, bool) or not isinstance(log_z, numbers.Real) or not math.isfinite(log_z)):
             raise ValueError(f"SampledSoftmaxLoss: expected log_z as a finite number or \"learned\", got {log_z!r}")
         if log_z != 0 and self.estimator != "nce":
-            raise ValueError(f"SampledSoftmaxLoss: expected log_z=0 with estimator={self.estimator!r}, which knows no log Z, got {log_z!r}")
+            raise ValueError("SampledSoftmaxLoss: expected log_z=0 with "
+                             f"estimator={self.estimator!r}, which does not use it, got {log_z!r}: "
+                             "only \"nce\" does")
         self.fixed_log_z = 0.0 if learned else float(log_z)
         self.register_parameter("log_z", nn.Parameter(torch.zeros((), device=device)) if learned else None)
 
@@ -199,6 +226,8 @@ class SampledSoftmaxLoss(CandidateLoss):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: as :class:`SampledSoftmaxLoss`; nothing has changed then
         """
+        if not torch.jit.is_scripting():
+            check_generator(self._name, generator)
         if not self.training:
             return self.exact(input, target)
         return self._sampled(input, target, generator, negatives, negative_log_count, True)
@@ -211,6 +240,8 @@ class SampledSoftmaxLoss(CandidateLoss):
 
         Arguments, shapes and errors as :meth:`forward`.
         """
+        if not torch.jit.is_scripting():
+            check_generator(self._name, generator)
         return self._sampled(input, target, generator, negatives, negative_log_count, False)
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
@@ -230,14 +261,16 @@ class SampledSoftmaxLoss(CandidateLoss):
     def _given_set(self, input: Tensor, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> Optional[CandidateSet]:
         if negatives is None:
             if log_count is not None:
-                raise ValueError(f"{self._name}: expected negatives beside negative_log_count, got none")
+                raise ValueError(f"{self._name}: expected negatives with negative_log_count, got "
+                                 "none")
             if self.sampler.num_samples == 0 and self.head.numel() == 0:
-                raise ValueError(f"{self._name}: expected negatives with each call of a loss without a sampler, got none")
+                raise ValueError(f"{self._name}: expected negatives in each call of a loss without "
+                                 "a sampler, got none")
             return None
         if not torch.jit.is_scripting():
             for name, tensor in (("negatives", negatives), ("negative_log_count", log_count)):
-                if tensor is not None and not isinstance(tensor, Tensor):
-                    raise TypeError(f"{self._name}: expected {name} as a tensor, got {type(tensor).__name__}")
+                if tensor is not None:
+                    check_tensor(self._name, name, tensor)
         ids, counts = torch.ops.xsoftmax.given_set(negatives, log_count, input, self.head, self.num_classes, self._name)
         return CandidateSet(ids, counts, None, log_count is None)
 

@@ -10,11 +10,13 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
+from ._public import public_names
 from .label_tree import LabelTree
 from .label_vectors import pifa
 from .xr_linear import XRLinear
 
 __all__ = ["XRLinearClassifier"]
+__dir__ = public_names(__all__)
 
 
 class XRLinearClassifier(ClassifierMixin, BaseEstimator):

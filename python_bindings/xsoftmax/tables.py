@@ -23,9 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._checks import check_bool, check_count
+from ._public import public_names
 from .optim.settle import settle
 
 __all__ = ["flush", "linear", "mapped", "open", "prefetch"]
+__dir__ = public_names(__all__)
 
 _BLOCK = 64 << 20  # bytes of rows that are made at a time
 _MAPPED = WeakTensorKeyDictionary()  # table -> the process that opened it

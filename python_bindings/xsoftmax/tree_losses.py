@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ._checks import check_count
+from ._checks import check_count, check_generator, check_table_dtype
 from ._memory import device_of_values
 from ._options import option_text
 from ._table import TableModule, make_linear
+from ._typing import Numbers
 from .cane import estimator_of
 from .label_tree import LabelTree
 from .samplers import Sampler
@@ -23,19 +24,29 @@ class TreeLoss(TableModule):
     # Losses over one tree share their checkpoints: only a beam tree counts steps, or has noise, which may keep nothing.
     _optional_state = ("steps", "noise.")
 
-    def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+    def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
                  ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         if not isinstance(tree, LabelTree):
-            raise TypeError(f"{type(self).__name__}: expected tree to be a LabelTree, got {type(tree).__name__}")
+            raise TypeError(f"{type(self).__name__}: expected tree as a LabelTree, such as "
+                            f"LabelTree.balanced(num_classes), got {type(tree).__name__}")
         self._init_table(in_features, tree.num_classes, reduction=reduction, weight=weight, ignore_index=ignore_index, sparse_grad=sparse_grad)
         # Its own: a checkpoint that is loaded changes no other loss.
         self.tree = tree.clone().to(device_of_values(device))
-        self.edges = make_linear(self.in_features, tree.num_edges, bias, device, dtype)
+        self.edges = make_linear(self._name, self.in_features, tree.num_edges, bias, device, dtype)
 
     def _tables(self) -> List[Optional[Tensor]]:
         tables: List[Optional[Tensor]] = [self.edges.weight, self.edges.bias]
         return tables
+
+    def _other_table(self, state_dict: Dict[str, Any], prefix: str) -> List[str]:
+        saved, rows = state_dict.get(prefix + "edges.weight"), self.edges.weight
+        if not isinstance(saved, Tensor) or len(saved) == len(rows):
+            return []
+        got = f"expected a checkpoint of a tree of {len(rows)} edges, got one of {len(saved)}"
+        hint = ("make the loss with the tree that was saved, xs.LabelTree(first_child, parent, "
+                "node_class, class_node) of the checkpoint's tree.*")
+        return [f"{self._name}: {got}: {hint}"]
 
 
 class BeamTreeLoss(TreeLoss):
@@ -75,6 +86,8 @@ class BeamTreeLoss(TreeLoss):
         - input: [*, D], in the dtype of the edges. The candidates of a query that is not finite mean nothing.
         - target: int64 [*] in [0, N) or ignore_index. Several positives of a query are not supported.
         - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+          Over no query (an empty batch, or all targets ignored) "sum"
+          is 0 and "mean" NaN, as in torch.
 
     Raises:
         ValueError: an option out of range; a beam below num_candidates; a tree without one layer of subsets beside routed=True; a noise_sampler that follows a
@@ -88,7 +101,7 @@ class BeamTreeLoss(TreeLoss):
 
     def __init__(self, in_features: int, tree: LabelTree, *, num_candidates: int, num_noises: int, beam: Optional[int] = None,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", routed: bool = False,
-                 balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+                 balance_every: Optional[int] = None, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
                  ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          sparse_grad=sparse_grad, device=device, dtype=dtype)
@@ -99,7 +112,8 @@ class BeamTreeLoss(TreeLoss):
             self.num_noises = 0  # nothing is outside; a routed query has the classes of its own subset alone
         self.beam = self.num_candidates if beam is None else min(check_count(name, "beam", beam, 1), tree.num_classes)
         if self.beam < self.num_candidates:
-            raise ValueError(f"{name}: expected beam of at least num_candidates, {self.num_candidates}, got {beam}")
+            raise ValueError(f"{name}: expected beam of at least "
+                             f"num_candidates={self.num_candidates}, got {beam}")
         estimator = estimator_of(name, noise_reduction)
         device = device_of_values(device)
         self.noise = noise_outside(name, noise_sampler, self.num_noises, tree.num_classes, in_features, bias, follows_table=False).to(device)
@@ -112,7 +126,8 @@ class BeamTreeLoss(TreeLoss):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
         self.routed = routed
         if routed and not (tree.depth == 2 and bool((tree.parent[tree.class_node] > 0).all())):
-            raise ValueError(f"{name}: expected a tree of one layer of subsets beside routed=True, got {tree}")
+            raise ValueError(f"{name}: expected a tree of one layer of subsets for routed=True, as "
+                             f"LabelTree.from_frequencies makes it, got {tree}")
         self._init_options(estimator=estimator)
         self._search = option_text(num_candidates=self.num_candidates, beam=self.beam, routed=routed)
         if not self.edges.weight.is_meta and tree.depth > 1:
@@ -139,6 +154,8 @@ class BeamTreeLoss(TreeLoss):
         Raises:
             ValueError, TypeError, IndexError, RuntimeError: as :class:`BeamTreeLoss`
         """
+        if not torch.jit.is_scripting():
+            check_generator(self._name, generator)
         if not self.training:
             return self.exact(input, target)
         self._queries(input, self._given(input, target))
@@ -162,7 +179,7 @@ class BeamTreeLoss(TreeLoss):
         if self.routed and parent is not None and leaf is not None and parent.shape == self.tree.parent.shape:
             subsets = parent == 0
             if not bool(subsets[parent[leaf].clamp(min=0)].all()):
-                error_msgs.append(f"{self._name}: expected {prefix}tree.* to hold one layer of subsets beside routed=True, got another tree")
+                error_msgs.append(f"{self._name}: expected {prefix}tree.* to hold one layer of subsets for routed=True, got another tree")
 
     def _candidates(self, queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
         """[Q, Nc], -1 where there are fewer."""
@@ -247,9 +264,12 @@ class BeamTreeLoss(TreeLoss):
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            RuntimeError: `input` is of another dtype than the edges.
+            TypeError: `input` is of another dtype than the edges (RuntimeError in TorchScript).
         """
-        return self._along_paths(self.edges(self._table_queries(input, None)), 1).reshape(list(input.shape[:-1]) + [self.num_classes])
+        queries = self._table_queries(input, None)
+        if not torch.jit.is_scripting():
+            check_table_dtype(self._name, input, self.edges.weight)
+        return self._along_paths(self.edges(queries), 1).reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
@@ -316,6 +336,8 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         - input: [*, D], in the dtype of the edges.
         - target: int64 [*] in [0, N) or ignore_index. Several positives of a query are not supported.
         - output: a scalar, or [*] with reduction="none"; float64 for float64 edges, else float32.
+          Over no query (an empty batch, or all targets ignored) "sum"
+          is 0 and "mean" NaN, as in torch.
 
     Raises:
         ValueError: an option out of range; a shape that does not fit; parametrized edges beside sparse_grad=True.
@@ -324,7 +346,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
         RuntimeError: as :class:`SampledSoftmaxLoss`.
     """
 
-    def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
+    def __init__(self, in_features: int, tree: LabelTree, *, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
                  ignore_index: int = -100, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, tree, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, sparse_grad=sparse_grad,
                          device=device, dtype=dtype)
@@ -354,9 +376,12 @@ class HierarchicalSoftmaxLoss(TreeLoss):
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            RuntimeError: `input` is of another dtype than the edges.
+            TypeError: `input` is of another dtype than the edges (RuntimeError in TorchScript).
         """
-        edges = self.edges(self._table_queries(input, None))
+        queries = self._table_queries(input, None)
+        if not torch.jit.is_scripting():
+            check_table_dtype(self._name, input, self.edges.weight)
+        edges = self.edges(queries)
         log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 

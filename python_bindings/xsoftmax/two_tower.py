@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ._checks import check_bool, check_count
+from ._checks import check_bool, check_count, check_tensor
 from ._memory import device_of_values, fill_empty, moved_table
 from ._options import option_text
 from ._typing import Module
@@ -81,11 +81,14 @@ class TwoTowerLoss(Module):
                 raise ValueError(f"{name}: expected temperature as a number or a 0-dim floating tensor, got shape {list(temperature.shape)} of "
                                  f"{temperature.dtype}")
             if temperature.requires_grad and not isinstance(temperature, nn.Parameter):
-                raise ValueError(f"{name}: expected a torch.nn.Parameter as temperature that is trained, got another tensor that requires a gradient")
+                raise ValueError(f"{name}: expected temperature as a torch.nn.Parameter to train "
+                                 "it, got another tensor that requires a gradient")
         elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
             raise ValueError(f"{name}: expected temperature above 0, got {temperature!r}")
         if counts is True or not (counts is None or counts is False or isinstance(counts, StreamingCounts)):
-            raise TypeError(f"{name}: expected counts as a StreamingCounts, None or False, got {counts!r}")
+            hint = ": the loss counts the items of the batches itself" if counts is not True else ""
+            raise TypeError(f"{name}: expected counts as a StreamingCounts, None or False, got "
+                            f"{True if counts is True else type(counts).__name__}{hint}")
         self._options = option_text(
             num_items=None if num_items is None else check_count(name, "num_items", num_items, 1), estimator=estimator,
             temperature=float(temperature.detach() if isinstance(temperature, Tensor) else temperature), similarity=similarity,
@@ -126,6 +129,11 @@ class TwoTowerLoss(Module):
             IndexError: an id is not in [0, num_items) (checked on the CPU). After an error nothing is counted or remembered.
         """
         more: List[Tensor] = []
+        if not torch.jit.is_scripting():
+            for name, tensor in (("query", query), ("item", item), ("item_id", item_id)):
+                check_tensor(self._name, name, tensor)
+            if weight is not None:
+                check_tensor(self._name, "weight", weight)
         if negatives is not None:
             if not torch.jit.is_scripting() and not (isinstance(negatives, tuple) and len(negatives) == 2):
                 raise TypeError(f"{self._name}: expected negatives as (vectors, ids), got {type(negatives).__name__}")

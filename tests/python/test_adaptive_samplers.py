@@ -271,7 +271,7 @@ def test_sixteen_bit_queries_and_tables():
     ("lsh", dict(tables=0), ValueError, "tables of at least 1"), ("lsh", dict(bits=0), ValueError, "bits of at least 1"),
     ("lsh", dict(bits=21), ValueError, "bits of at most 20"), ("lsh", dict(uniform=1.5), ValueError, r"uniform in \[0, 1\]"),
     ("lsh", dict(tables=2.5), ValueError, "tables"), ("sphere", dict(alpha=0), ValueError, "alpha as a finite number above 0"),
-    ("sphere", dict(dim=0), ValueError, "dim of at least 1"), ("sphere", dict(exclude=N), ValueError, "exclude to leave a class"),
+    ("sphere", dict(dim=0), ValueError, "dim of at least 1"), ("sphere", dict(exclude=N), ValueError, "exclude to leave at least one of"),
     ("rff", dict(features=0), ValueError, "features of at least 1"), ("rff", dict(tau=-1), ValueError, "tau as a finite"),
     ("lsh", dict(uniform="a"), ValueError, "uniform"), ("sphere", dict(alpha=None), ValueError, "alpha"),
     ("sphere", dict(bias=1), ValueError, "bias"), ("sphere", dict(shared=True), ValueError, "expected shared=False, got True"),

@@ -188,14 +188,14 @@ def test_other_losses(counts):
     (dict(seconds="3"), TypeError, "seconds as a number, got str"),
     (dict(model_ms=-1), ValueError, "model_ms of at least 0, got -1"),
     (dict(counts=torch.ones(3)), ValueError, r"counts of shape \[600\], got \[3\]"),
-    (dict(counts=[1]), TypeError, "counts as a tensor, got list"),
-    (dict(samplers=["unigram"]), ValueError, "counts beside the samplers"),
+    (dict(counts="all"), TypeError, "counts as a tensor, an array or a list of numbers, got str"),
+    (dict(samplers=["unigram"]), ValueError, "counts for the samplers"),
     (dict(samplers=["nearest"]), ValueError, "nearest"),
     (dict(samplers="midx"), TypeError, r"samplers as a sequence of names, got a string: give \['midx'\]"),
     (dict(draws=[0]), ValueError, "draws of at least 1, got 0"),
     (dict(input=torch.full((Q, D), torch.nan)), ValueError, "input with finite values"),
     (dict(input=torch.ones(Q, D + 1)), ValueError, "expected input of shape"),
-    (dict(target=torch.full((Q,), -100)), ValueError, "a target that counts, got none"),
+    (dict(target=torch.full((Q,), -100)), ValueError, "a target that is not ignored, got none"),
 ])
 def test_bad_arguments(counts, change, error, message):
     loss, input, target = batch(counts)

@@ -397,7 +397,7 @@ def test_rows_of_weight_that_no_id_names_are_not_read(impl):
     (dict(input=torch.zeros(3)), ValueError, "expected input with 2 dimensions"),
     (dict(weight=torch.zeros(9, 5)), ValueError, "expected weight with size 3"),
     (dict(weight=torch.zeros(9)), ValueError, "expected weight with 2 dimensions"),
-    (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected weight of input's dtype float32, got float64"),
+    (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected input of the table's dtype float64, got float32: cast the input"),
     (dict(weight=torch.zeros(9, 3, device="meta")), TypeError, "expected weight on input's device cpu, got meta"),
     (dict(shared_ids=torch.zeros(2, dtype=torch.int64, device="meta")), TypeError, "expected shared_ids on input's device cpu, got meta"),
     (dict(input=torch.zeros(2, 3, dtype=torch.complex64), weight=torch.zeros(9, 3, dtype=torch.complex64)), TypeError,

@@ -36,7 +36,7 @@ def test_sparse_gradients_are_refused_and_dense_ones_reduced(one_process):
     input, target = torch.randn(5, 4), torch.tensor([0, 1, 2, 3, 8])
     for loss in losses():
         parallel = nn.parallel.DistributedDataParallel(Model(loss))
-        with pytest.raises(RuntimeError, match=f"{type(loss).__name__}: expected a model that xs.distributed.replicate"):
+        with pytest.raises(RuntimeError, match=f"{type(loss).__name__}: expected a table with sparse_grad=False under DistributedDataParallel"):
             parallel(input, target)
         assert Model(loss)(input, target).isfinite()  # outside of it
     for loss in losses(sparse_grad=False):

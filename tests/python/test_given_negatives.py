@@ -167,16 +167,16 @@ def test_bad_input():
             (IndexError, rf"expected negatives in \[0, {N}\)", dict(negatives=torch.tensor([N]))),
             (TypeError, "expected negatives of dtype int64, got float32", dict(negatives=torch.zeros(3))),
             (TypeError, "expected negatives as a tensor, got list", dict(negatives=[1, 2])),
-            (ValueError, rf"expected negatives of shape \[P\], or \[P\] behind that of the queries, \[{Q}\], got \[3, 2\]",
+            (ValueError, rf"expected negatives of shape \[P\], or with one more dimension than the queries, \[{Q}\], got \[3, 2\]",
              dict(negatives=torch.zeros(3, 2, dtype=torch.int64))),
-            (ValueError, "expected negatives beside negative_log_count, got none", dict(negative_log_count=torch.zeros(3))),
+            (ValueError, "expected negatives with negative_log_count, got none", dict(negative_log_count=torch.zeros(3))),
             (ValueError, "expected negative_log_count of the shape of negatives",
              dict(negatives=torch.zeros(3, dtype=torch.int64), negative_log_count=torch.zeros(2)))]:
         with pytest.raises(error, match=message):
             loss(input, target, **arguments)
     assert loss.sampler.total == counted  # an error changes nothing
-    with pytest.raises(ValueError, match="expected negatives with each call of a loss without a sampler, got none"):
+    with pytest.raises(ValueError, match="expected negatives in each call of a loss without a sampler, got none"):
         loss_of(None)(input, target)
     assert loss_of(None, head_classes=3)(input, target).isfinite().all()
-    with pytest.raises(TypeError, match="expected a sampler, or its name, beside num_samples="):
+    with pytest.raises(TypeError, match="expected sampler as a Sampler or one of .* with num_samples=4, got None"):
         loss_of(None, num_samples=4)

@@ -254,8 +254,8 @@ def test_prototypes_refuse_what_does_not_fit_and_change_nothing():
     broken = input.clone()
     broken[3, 2] = float("nan")
     for one, other, error, message in ((input[:0], target[:0], ValueError, "expected at least one example, got none"),
-                                       (input, target[:3], ValueError, r"expected target of shape \[20\] and one more dimension"),
-                                       (input, target[:, 0], ValueError, r"expected target of shape \[20\] and one more dimension"),
+                                       (input, target[:3], ValueError, r"expected target of shape \[20\] with one more dimension"),
+                                       (input, target[:, 0], ValueError, r"expected target of shape \[20\] with one more dimension"),
                                        (input.bfloat16(), target, TypeError, "expected input of the weights' dtype, torch.float32, got torch.bfloat16"),
                                        (broken, target, ValueError, "expected input of finite numbers"),
                                        (input * 1e38, target, ValueError, "expected input .*finite"),
@@ -340,7 +340,7 @@ def test_no_right_labels_and_no_queries():
 
 BAD = [
     (lambda m, x, t: m(x[:, :5], t), ValueError, "6"),
-    (lambda m, x, t: m(x, t[:3]), ValueError, r"target of shape \[20\] and one more dimension"),
+    (lambda m, x, t: m(x, t[:3]), ValueError, r"target of shape \[20\] with one more dimension"),
     (lambda m, x, t: m(x, t + 40), IndexError, "40"),
     (lambda m, x, t: m(x, t.float()), TypeError, "int64"),
     (lambda m, x, t: m.topk(x, 3), ValueError, "all of .* layers trained, got layer 1 at work"),

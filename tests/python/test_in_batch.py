@@ -56,7 +56,7 @@ def test_log_count_is_the_mean_count():
 def test_errors_change_nothing():
     sampler = InBatchSampler(10)
     sampler.sample(queries(2), torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="expected target, got None"):
+    with pytest.raises(ValueError, match="expected target, .* got None"):
         sampler.sample(queries(2))
     with pytest.raises(IndexError, match=r"in_batch_sample: expected target in \[0, 10\).*got 10"):
         sampler.sample(queries(2), torch.tensor([1, 10]))

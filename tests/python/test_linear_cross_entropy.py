@@ -356,7 +356,7 @@ def test_peak_memory():
     (dict(target=torch.tensor([0, 1, 2])), ValueError, "expected target with size 2"),
     (dict(target=torch.tensor([[0, 1]])), ValueError, "expected target with 1 dimension"),
     (dict(weight=torch.zeros(9, 5)), ValueError, "expected weight with size 3"),
-    (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected weight of input's dtype float32, got float64"),
+    (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected input of the table's dtype float64, got float32: cast the input"),
     (dict(bias=torch.zeros(8)), ValueError, "expected bias with size 9"),
     (dict(class_weight=torch.zeros(8)), ValueError, "expected class_weight with size 9"),
     (dict(label_smoothing=1.5), ValueError, r"expected label_smoothing in \[0, 1\], got 1.5"),

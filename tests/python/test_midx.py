@@ -291,7 +291,7 @@ def test_kernels_agree_with_the_composites(bias, options):
     (dict(codewords=0), ValueError, "codewords of at least 1"), (dict(codewords=2000), ValueError, "at most 1024"),
     (dict(kind="opq"), ValueError, "kind as"), (dict(dim=0), ValueError, "dim of at least 1"), (dict(dim=1, kind="pq"), ValueError, "dim of at least 2"),
     (dict(mixture="max"), ValueError, "mixture as"), (dict(distinct=1), TypeError, "distinct as"), (dict(codewords=6.5), ValueError, "codewords"),
-    (dict(exclude=N), ValueError, "exclude to leave a class"), (dict(train_points=0), ValueError, "train_points"),
+    (dict(exclude=N), ValueError, "exclude to leave at least one of"), (dict(train_points=0), ValueError, "train_points"),
     (dict(exclude=torch.tensor([N])), IndexError, "exclude in"), (dict(num_samples=N + 1, shared=True), ValueError, "num_samples of at most 400"),
     (dict(refresh_every=-1), ValueError, "refresh_every of at least 0"), (dict(bias=1), ValueError, "bias"),
     (dict(num_samples=1.5), TypeError, "num_samples of type int"),

@@ -117,8 +117,8 @@ def test_a_moved_head_raises_where_the_linear_is_asked_for():
                                              (xs.LinearCrossEntropyLoss(D, N), "an instance of LinearCrossEntropyLoss")])
 def test_replace_head_names_the_classes_that_it_takes(loss_class, got):
     model = Model()
-    with pytest.raises(TypeError, match="replace_head: expected one of the classes SampledSoftmaxLoss, CaneLoss and LinearCrossEntropyLoss, with its "
-                                        f"arguments beside it, got {got}$"):
+    with pytest.raises(TypeError, match="replace_head: expected one of the classes SampledSoftmaxLoss, CaneLoss and LinearCrossEntropyLoss, followed by "
+                                        f"its arguments, got {got}$"):
         xs.replace_head(model, "decoder", loss_class)
     assert isinstance(model.decoder, nn.Linear)
 

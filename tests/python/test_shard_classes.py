@@ -205,7 +205,7 @@ def refuse(rank):
     split = shard(loss_of("uniform", "plain"))
     with pytest.raises(ValueError, match="expected no negatives with a table that is split over ranks"):
         split(torch.zeros(2, D), torch.zeros(2, dtype=torch.int64), negatives=torch.arange(3))
-    with pytest.raises(ValueError, match=r"expected target of shape \[2\], input's without its last dimension, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"expected target of shape \[2\], got \[2, 3\]"):
         split(torch.zeros(2, D), torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="shard_classes: expected exchange as one of .*, got 'columns'"):
         shard(loss_of("uniform", "plain"), exchange="columns")
@@ -215,7 +215,7 @@ def refuse(rank):
         shard(loss_of("uniform", "plain"), exchange=["auto", "rows"][rank])
     with pytest.raises(TypeError, match="shard_classes: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, .* got CaneLoss"):
         shard(xs.CaneLoss(D, N, candidates=3))
-    with pytest.raises(ValueError, match="shard_classes: expected label_smoothing=0 beside class weights"):
+    with pytest.raises(ValueError, match="shard_classes: expected label_smoothing=0 with class weights"):
         shard(xs.LinearCrossEntropyLoss(D, N, weight=torch.ones(N), label_smoothing=0.1))
     with pytest.raises(ValueError, match="shard_classes: expected the same on all ranks, got (?s:.*num_samples=4.* on rank 0 and .*num_samples=5.*) on rank 1"):
         shard(xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=4 + rank))

@@ -259,8 +259,8 @@ def test_bad_arguments_are_named():
             (ValueError, "half_life as a finite number above 0, got nan", dict(num_ids=3, half_life=math.nan)),
             (TypeError, "StreamingCounts: expected half_life as a number or None, got str", dict(num_ids=3, half_life="4")),
             (ValueError, r"expected alpha in \(0, 1\], got 1.5", dict(num_ids=None, alpha=1.5)),
-            (ValueError, "expected alpha with open ids alone, in the place of half_life, got one beside num_ids", dict(num_ids=3, alpha=0.5)),
-            (ValueError, "got one beside half_life", dict(num_ids=None, alpha=0.5, half_life=3)),
+            (ValueError, "expected alpha only with open ids and without half_life, got alpha with num_ids", dict(num_ids=3, alpha=0.5)),
+            (ValueError, "got alpha with half_life", dict(num_ids=None, alpha=0.5, half_life=3)),
             (ValueError, "StreamingCounts: expected buckets of at least 1, got 0", dict(num_ids=None, buckets=0)),
             (ValueError, r"expected hashes in \[1, 64\], got 65", dict(num_ids=None, hashes=65))]:
         with pytest.raises(error, match=match):
@@ -372,7 +372,7 @@ def test_unigram_goes_on_from_its_state(draws):
 
 
 def test_candidates_of_cane_count_no_targets():
-    with pytest.raises(ValueError, match="CaneLoss: expected candidates that do not look at the target, got a UnigramSampler that counts targets"):
+    with pytest.raises(ValueError, match="CaneLoss: expected candidates that do not depend on the target, got a UnigramSampler that counts targets"):
         xs.CaneLoss(4, N, candidates=UnigramSampler(StreamingCounts(N), 5))
 
 

@@ -186,7 +186,7 @@ def test_on_the_meta_device_only_the_table_is_left_unmade(name):
 
 def test_an_estimator_with_noise_wants_candidates_and_noise():
     for options in (dict(sampler="midx"), dict(sampler=xs.samplers.UniformSampler(N, 4), head_classes=0)):
-        with pytest.raises(ValueError, match="expected a head or a sampler of distinct classes as candidates, and independent draws as noise"):
+        with pytest.raises(ValueError, match="expected candidates .head classes, or draws without replacement. and noise"):
             xs.SampledSoftmaxLoss(D, N, estimator="cane", **options)
     union = xs.samplers.UnionSampler(xs.samplers.UniformSampler(N, 4), xs.samplers.UniformSampler(N, 4, shared=False))
     assert xs.SampledSoftmaxLoss(D, N, sampler=union, estimator="cane")(torch.randn(2, D), torch.tensor([0, 1])).isfinite()

@@ -377,9 +377,9 @@ def test_bad_input():
             (ValueError, "expected temperature above 0, got nan", dict(temperature=math.nan)),
             (ValueError, "expected temperature above 0, got -1", dict(temperature=torch.tensor(-1.0))),
             (ValueError, "expected temperature above 0, got 0", dict(temperature=torch.nn.Parameter(torch.tensor(0.0)))),
-            (ValueError, "expected a torch.nn.Parameter as temperature that is trained", dict(temperature=torch.zeros((), requires_grad=True).exp())),
+            (ValueError, "expected temperature as a torch.nn.Parameter to train it", dict(temperature=torch.zeros((), requires_grad=True).exp())),
             (ValueError, "expected similarity to be one of", dict(similarity="l2")),
-            (ValueError, "expected dim, the width of the vectors, beside memory=4, got none", dict(memory=4)),
+            (ValueError, "expected dim, the width of the vectors, for memory=4, got none", dict(memory=4)),
             (ValueError, "expected counts of 30 ids, got those of 4", dict(num_items=N, counts=xs.samplers.StreamingCounts(4))),
             (TypeError, "expected counts as a StreamingCounts, None or False, got True", dict(counts=True)),
             (ValueError, "reduction", dict(reduction="max"))]:

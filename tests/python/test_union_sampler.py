@@ -265,10 +265,10 @@ def test_parts_follow_the_table():
 
 @pytest.mark.parametrize("make, error, message", [
     (lambda: UnionSampler(), ValueError, "UnionSampler: expected at least one sampler, got none"),
-    (lambda: UnionSampler((UniformSampler(N, 3), 3)), TypeError, "UnionSampler: expected samplers, got"),
+    (lambda: UnionSampler((UniformSampler(N, 3), 3)), TypeError, "UnionSampler: expected Sampler objects, got"),
     (lambda: UnionSampler(UniformSampler(N, 3), UniformSampler(N + 1, 3)), ValueError, r"one number of classes, got \[30, 31\]"),
     (lambda: UnionSampler(OnlyWhileDrawing(table(), 2), OnlyWhileDrawing(table(), 2)).sample(*inputs()), ValueError, "only a draw knows"),
-    (lambda: UnionSampler(*[UNIONS["complement"]().parts[0]]), ValueError, "expected a sampler of its own, got a UniformSampler"),
+    (lambda: UnionSampler(*[UNIONS["complement"]().parts[0]]), ValueError, "expected a sampler that no other module uses, got a UniformSampler"),
 ])
 def test_bad_input(make, error, message):
     with pytest.raises(error, match=message):
@@ -278,9 +278,9 @@ def test_bad_input(make, error, message):
 def test_a_sampler_is_part_of_one_union():
     part, other = UniformSampler(N, 3), UniformSampler(N, 3)
     UnionSampler(part)
-    with pytest.raises(ValueError, match="UnionSampler: expected a sampler of its own, got a UniformSampler that a UnionSampler has already"):
+    with pytest.raises(ValueError, match="UnionSampler: expected a sampler that no other module uses, got a UniformSampler that belongs to a UnionSampler"):
         UnionSampler(other, part)
     UnionSampler(other)  # an error claims nothing
-    with pytest.raises(ValueError, match="UnionSampler: expected samplers of their own, got one of them twice"):
+    with pytest.raises(ValueError, match="UnionSampler: expected different samplers, got one of them twice"):
         both = UniformSampler(N, 3)
         UnionSampler(both, both)

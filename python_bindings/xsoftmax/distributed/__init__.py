@@ -1,5 +1,6 @@
 """Class tables on several machines, over torch.distributed: each rank is a process, as torchrun starts them."""
 
+from .._public import public_names
 from ._group import leave_out
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .class_parallel import ClassParallel, shard_classes
@@ -10,3 +11,4 @@ from .two_tower import share_candidates
 
 __all__ = ["ClassParallel", "TiedEmbedding", "latest_checkpoint", "leave_out", "load_checkpoint", "no_sync", "replicate", "save_checkpoint",
            "shard_classes", "share_candidates", "share_counts"]
+__dir__ = public_names(__all__)

@@ -144,10 +144,7 @@ class ShardedLoss(LinearLoss):
         return whole[:, :self.num_classes].log_softmax(-1).reshape(*input.shape[:-1], self.num_classes)
 
     @torch.no_grad()
-    def topk(self, input: Tensor, k: int, index: Optional[str] = None, recall: Optional[float] = None,
-             max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
-        if index is not None or recall is not None or max_cells is not None:
-            raise ValueError(f"{self._name}: expected topk without index of a class table that is split over ranks, got {index!r}")
+    def topk(self, input: Tensor, k: int, exclude: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         self.settle()
         shards, k = self._shards, self._best(k)
         # All ranks ask for as many, the most that one of them wants.
@@ -370,7 +367,8 @@ def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
             raise ValueError(f"{owner}: expected an estimator whose candidates enter as one sum (sampled_softmax, ranking, nce, negative_sampling or "
                              f"importance) with exchange=\"queries\", got {loss.estimator!r}: use exchange=\"rows\"")
     if loss.label_smoothing != 0.0 and loss.weight is not None:
-        raise ValueError(f"{owner}: expected label_smoothing=0 beside class weights, got {loss.label_smoothing}")
+        raise ValueError(f"{owner}: expected label_smoothing=0 with class weights, got "
+                         f"{loss.label_smoothing}")
 
 
 class ClassParallel(ParallelStyle):

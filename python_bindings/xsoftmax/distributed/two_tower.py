@@ -73,7 +73,8 @@ def share_candidates(model: nn.Module, mesh: Optional[DeviceMesh] = None) -> nn.
     if not losses:
         raise ValueError(f"{owner}: expected a model with a TwoTowerLoss, got a {type(model).__name__} without one")
     if any(loss._shared for loss in losses):
-        raise RuntimeError(f"{owner}: expected a model whose candidates are not shared yet, got one whose are")
+        raise RuntimeError(f"{owner}: expected a model whose candidates are not shared yet, got "
+                           "one that share_candidates was called with before")
     facts: Dict[str, Any] = {}
     for place, loss in enumerate(losses):
         facts |= {f"{name} of two towers {place}": fact for name, fact in (

@@ -8,10 +8,13 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .._public import public_names
+
 if TYPE_CHECKING:
     from . import accelerate, lightning, recbole, torchmetrics, transformers
 
 __all__ = ["accelerate", "lightning", "recbole", "torchmetrics", "transformers"]
+__dir__ = public_names(__all__)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -5,10 +5,12 @@ from typing import Any, Iterable, Union
 import accelerate
 import torch
 
+from .._public import public_names
 from ..clip_grad import clip_grad_norm_
 from ._clipping import has_rows, refuse_clip_by_value
 
 __all__ = ["Accelerator"]
+__dir__ = public_names(__all__)
 
 
 class Accelerator(accelerate.Accelerator):

@@ -4,6 +4,7 @@ from typing import Any, Union
 
 import torch
 
+from .._public import public_names
 from ..clip_grad import clip_grad_norm_
 from ..optim._base import RowOptimizer
 from ._clipping import has_rows, refuse_clip_by_value
@@ -14,6 +15,7 @@ except ImportError:
     from pytorch_lightning import Callback  # the same under its older name
 
 __all__ = ["RowGradients"]
+__dir__ = public_names(__all__)
 
 
 class RowGradients(Callback):

@@ -6,9 +6,11 @@ from typing import Any, Type, TypeVar
 from torch import Tensor, nn
 
 from .. import tables
+from .._public import public_names
 from ..linear_losses import LinearLoss, check_loss_class
 
 __all__ = ["replace_head"]
+__dir__ = public_names(__all__)
 
 Loss = TypeVar("Loss", bound=LinearLoss)
 

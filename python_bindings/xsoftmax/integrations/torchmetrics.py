@@ -8,9 +8,11 @@ from torch import Tensor
 
 from .. import metrics
 from .._checks import check_count
+from .._public import public_names
 from ..metrics import Predictions, Truth
 
 __all__ = ["NdcgAtK", "PrecisionAtK", "PspAtK", "RecallAtK"]
+__dir__ = public_names(__all__)
 
 
 class _AtK(torchmetrics.Metric):

@@ -13,11 +13,13 @@ from transformers.models.auto import modeling_auto
 
 from .. import optim
 from .._first_step import row_optimizer, row_sparse_tables
+from .._public import public_names
 from .._table import _settle_linear
 from ..linear_losses import LinearLoss, check_loss_class
 from .accelerate import Accelerator
 
 __all__ = ["NoLogits", "RowTrainer", "Trainer", "replace_head", "restore_head"]
+__dir__ = public_names(__all__)
 
 Loss = TypeVar("Loss", bound=LinearLoss)
 LOSS_STATE = "xsoftmax_loss.pt"

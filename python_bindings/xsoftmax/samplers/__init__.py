@@ -1,5 +1,6 @@
 """Samplers: modules that propose which classes to score for a query, and say how often each would be proposed."""
 
+from .._public import public_names
 from .adaptive import AdaptiveSampler
 from .complement import ComplementSampler
 from .in_batch import InBatchSampler
@@ -15,3 +16,4 @@ from .union import UnionSampler
 __all__ = ["OF_BATCH", "AdaptiveSampler", "CandidateSet", "ComplementSampler", "ExactMidxSampler", "FixedSampler", "InBatchSampler", "KernelSampler",
            "LearnableMidxSampler", "LogUniformSampler", "LshSampler", "MidxSampler", "RffSampler", "Sampler", "SphereSampler", "SpreadMidxSampler",
            "StaticSampler", "StreamingCounts", "UniformSampler", "UnigramSampler", "UnionSampler", "columns_of", "make_sampler", "register"]
+__dir__ = public_names(__all__)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _long_work
-from .._checks import check_count
+from .._checks import check_count, check_generator
 from .._memory import device_of_values
 from .._options import option_text
 from .sampler import CandidateSet, Sampler, one_set
@@ -106,6 +106,7 @@ class AdaptiveSampler(Sampler):
 
     @torch.jit.unused
     def _interruptible_step(self, weight: Tensor, bias: Optional[Tensor], generator: Optional[torch.Generator]) -> None:
+        check_generator(type(self).__name__, generator)
         _long_work.run("refresh", torch.ops.xsoftmax.adaptive_step_, self.family, weight, bias, self.step, self._index()[:-1], self.options, generator)
 
     @torch.jit.unused

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._checks import check_count
 from .._options import option_text
-from .sampler import CandidateSet, Sampler, make_sampler
+from .sampler import CandidateSet, Sampler, make_sampler, sampler_names
 
 
 class ComplementSampler(Sampler):
@@ -50,7 +50,8 @@ class ComplementSampler(Sampler):
                 raise ValueError(f"ComplementSampler: expected a sampler that draws a multiple of num_samples = {num_samples} for each query, "
                                  f"got {sampler.num_samples}")
             if num_classes not in (None, sampler.num_classes):
-                raise ValueError(f"ComplementSampler: expected num_classes of the sampler, {sampler.num_classes}, got {num_classes}")
+                raise ValueError(f"ComplementSampler: expected num_classes={sampler.num_classes}, "
+                                 f"that of the sampler, got {num_classes}")
             num_classes, tries = sampler.num_classes, sampler.num_samples // num_samples
         super().__init__(num_classes, num_samples, shared=False)  # type: ignore[arg-type]  # whose check names it
         if sampler is not None:
@@ -115,8 +116,9 @@ class ComplementSampler(Sampler):
 
     @torch.jit.export
     def log_count(self, queries: Tensor, ids: Tensor) -> Tensor:
-        raise ValueError("ComplementSampler: its counts depend on the target, so only a draw knows them: it can be but the last private part of "
-                         "a union")
+        raise ValueError("ComplementSampler: expected counts of a draw, got a call of log_count: "
+                         "they depend on the target, so in a union it has to be the last private "
+                         "part")
 
     @torch.jit.unused
     def plan_growth(self, num_classes: int, rows: Optional[Tensor], bias: Optional[Tensor]) -> Optional[Callable[[], None]]:
@@ -162,13 +164,15 @@ def noise_outside(owner: str, noise: Union[Sampler, str], num_noises: int, num_c
     if isinstance(noise, str) and noise != "uniform":
         noise = make_sampler(noise, num_classes, 4 * num_noises, dim=dim, bias=bias, shared=False)
     if not isinstance(noise, Sampler) and noise != "uniform":
-        raise TypeError(f"{owner}: expected noise_sampler to be a Sampler or a name, got {type(noise).__name__}")
+        raise TypeError(f"{owner}: expected noise_sampler as a Sampler or one of "
+                        f"{sampler_names()}, got {type(noise).__name__}")
     if not isinstance(noise, Sampler) or num_noises == 0:
         return ComplementSampler(None, num_noises, num_classes=num_classes)
     if noise.num_classes != num_classes:
         raise ValueError(f"{owner}: expected a noise_sampler of {num_classes} classes, got one of {noise.num_classes}")
     if not follows_table and noise.follows_table:
-        raise ValueError(f"{owner}: expected a noise_sampler that follows no class table, which a tree has none of, got {type(noise).__name__}")
+        raise ValueError(f"{owner}: expected a noise_sampler that does not follow a class table, "
+                         f"since a tree has none, got {type(noise).__name__}")
     inside = torch.zeros(0, dtype=torch.int64) if candidates is None or candidates.is_meta else candidates.cpu()
     if 0 < inside.numel() < num_classes:
         noise = noise.excluding(inside) or noise  # whose draws then are all outside

@@ -63,7 +63,8 @@ class InBatchSampler(Sampler):
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
         """``target`` is needed; ``generator`` is not used."""
         if target is None:
-            raise ValueError("InBatchSampler: expected target, got None")
+            raise ValueError("InBatchSampler: expected target, whose classes are the candidates, "
+                             "got None")
         counted: Optional[Tensor] = None
         if self.training:
             counted = target
@@ -104,5 +105,6 @@ class InBatchSampler(Sampler):
     @classmethod
     def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options: Any) -> "InBatchSampler":
         if num_samples is not None:
-            raise ValueError(f"make_sampler: expected no num_samples for \"in_batch\", whose draws are the batch's targets, got {num_samples}")
+            raise ValueError("make_sampler: expected no num_samples for \"in_batch\", whose "
+                             f"candidates are the targets of the batch, got {num_samples}")
         return cls(num_classes, **options)

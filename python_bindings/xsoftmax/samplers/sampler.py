@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type
 import torch
 from torch import Tensor
 
-from .._checks import check_count
+from .._checks import check_count, check_generator
 from .._memory import fill_empty, moved_table
 from .._typing import Module
 
@@ -39,8 +39,10 @@ def columns_of(sets: List[CandidateSet]) -> Tuple[List[Tensor], List[Tensor], Li
 def draw_seed(queries: Tensor, generator: Optional[torch.Generator]) -> Tensor:
     """One int64 from the torch generator (the default one of ``queries``' device where None is given), 0-dim, on that device."""
     if not torch.jit.is_scripting():
+        check_generator("sample", generator)
         if generator is not None and generator.device.type != queries.device.type:
-            raise ValueError(f"sample: expected a generator on the queries' device {queries.device}, got one on {generator.device}")
+            raise ValueError(f"sample: expected generator on the queries' device {queries.device}, "
+                             f"got one on {generator.device}")
     return torch.randint(0, 9223372036854775807, [], dtype=torch.int64, device=queries.device, generator=generator)
 
 
@@ -266,8 +268,9 @@ class Sampler(KeepsTables):
     def _claim(self, owner: str) -> None:
         """A sampler belongs to one loss, whose steps it counts."""
         if self._owner:
-            raise ValueError(f"{owner}: expected a sampler of its own, got a {type(self).__name__} that a {self._owner} has already: "
-                             "build a second one")
+            raise ValueError(f"{owner}: expected a sampler that no other module uses, got a "
+                             f"{type(self).__name__} that belongs to a {self._owner}: make a "
+                             "second one")
         self._owner = owner
 
     @classmethod
@@ -298,6 +301,11 @@ def register(name: str) -> Callable[[Type[Sampler]], Type[Sampler]]:
     return add
 
 
+def sampler_names() -> str:
+    """Returns the names of samplers, as messages list them."""
+    return ", ".join(f'"{name}"' for name in sorted(_REGISTRY))
+
+
 def make_sampler(name: str, num_classes: int, num_samples: Optional[int] = None, *, dim: int = 0, bias: bool = False, **options: Any) -> Sampler:
     """Makes a sampler by name.
 
@@ -314,6 +322,6 @@ def make_sampler(name: str, num_classes: int, num_samples: Optional[int] = None,
         TypeError: an option that the constructor does not have, or one of another type.
     """
     if name not in _REGISTRY:
-        raise ValueError(f"make_sampler: expected one of {sorted(_REGISTRY)}, got {name!r}")
+        raise ValueError(f"make_sampler: expected one of {sampler_names()}, got {name!r}")
     count = () if num_samples is None else (num_samples,)
     return _REGISTRY[name].for_table(num_classes, *count, dim=dim, bias=bias, **options)

@@ -2,15 +2,17 @@
 
 from typing import Any, Callable, Dict, List, Optional, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import check_count
+from .._checks import as_ids, as_tensor, check_count
 from .._options import option_text
+from .._typing import Numbers
 from .sampler import CandidateSet, Sampler, one_set, register
 from .streaming import StreamingCounts
 
-Exclude = Union[int, Tensor, None]
+Exclude = Union[int, Numbers, None]
 TABLES = ("probability", "bins", "order", "cumulative", "tail")
 
 
@@ -22,9 +24,11 @@ def _bool(owner: str, argument: str, value: Optional[bool], default: bool) -> bo
 
 def _ids(owner: str, argument: str, ids: Exclude, num_classes: int) -> Optional[Tensor]:
     """An int h stands for the classes below h."""
-    if ids is None or isinstance(ids, Tensor):
+    if ids is None:
         return ids
-    return torch.arange(min(check_count(owner, argument, ids, 0), num_classes))
+    if isinstance(ids, (int, np.integer)):
+        return torch.arange(min(check_count(owner, argument, ids, 0), num_classes))
+    return as_ids(owner, argument, ids)
 
 
 class StaticSampler(Sampler):
@@ -35,11 +39,13 @@ class StaticSampler(Sampler):
     probabilities sum to M (``xsoftmax::systematic_sample``).
 
     Args:
-        weights: ``[N]`` of any real dtype, finite, not negative, not all zero. A class of zero weight is never drawn.
+        weights: ``[N]``, a tensor of any real dtype, an array or a list, finite, not negative, not
+            all zero. A class of zero weight is never drawn.
         num_samples: draws for the batch, or for each query, at least 0. Distinct draws are at most as many as the classes of positive weight.
         shared: one set for the batch, or one for each query. None: one for the batch.
         distinct: whether a set holds no class twice. None: shared sets are distinct, private ones independent.
-        exclude: classes never drawn: an int h means the ids below h, an int64 tensor [E] means those ids.
+        exclude: classes never drawn: an int h means the ids below h, an int64 tensor [E] (or an
+            array or a list) means those ids.
 
     Shapes and dtypes of draws: ids int64 [M] (shared) or [Q, M], log counts float32 of that shape; see :class:`CandidateSet`.
 
@@ -50,24 +56,24 @@ class StaticSampler(Sampler):
     Raises:
         ValueError: weights, num_samples or exclude that are not as above, such as more distinct draws than classes of positive weight, an ``exclude`` that
             leaves no class, or one of another dtype or shape.
-        TypeError: weights are not a tensor of a real dtype, or an option is of another type.
+        TypeError: weights are not numbers of a real dtype, or an option is of another type.
         IndexError: an excluded id is not in [0, N).
     """
 
     _law = ""  # where weights follow from the number of classes
 
-    def __init__(self, weights: Tensor, num_samples: int, *, shared: Optional[bool] = None, distinct: Optional[bool] = None,
+    def __init__(self, weights: Numbers, num_samples: int, *, shared: Optional[bool] = None, distinct: Optional[bool] = None,
                  exclude: Exclude = None):
         self._draw_from("table", weights, None, 0, num_samples, shared, distinct, exclude)
 
-    def _draw_from(self, law: str, weights: Optional[Tensor], power: Optional[float], num_classes: int, num_samples: int,
+    def _draw_from(self, law: str, given: Optional[Numbers], power: Optional[float], num_classes: int, num_samples: int,
                    shared: Optional[bool], distinct: Optional[bool], exclude: Exclude) -> None:
         owner = type(self).__name__
+        weights: Optional[Tensor] = None
         if law != "table":
             num_classes = check_count(owner, "num_classes", num_classes, 1)
-        elif not isinstance(weights, Tensor):
-            what = "weights" if power is None else "counts"
-            raise TypeError(f"{owner}: expected {what} as a tensor [num_classes], got {type(weights).__name__}")
+        else:
+            weights = as_tensor(owner, "weights" if power is None else "counts", given)
         classes = _ids(owner, "exclude", exclude, num_classes if weights is None else weights.numel())
         shared = _bool(owner, "shared", shared, True)
         distinct = _bool(owner, "distinct", distinct, shared)
@@ -131,7 +137,8 @@ class StaticSampler(Sampler):
     @classmethod
     def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool, **options: Any) -> "StaticSampler":
         if num_samples is None:
-            raise ValueError(f"make_sampler: expected num_samples for a {cls.__name__}, got None")
+            raise ValueError(f"make_sampler: expected num_samples for a {cls.__name__}, got None: "
+                             "give how many classes to draw")
         return cls(num_classes, num_samples, **options)  # type: ignore[arg-type]  # the constructor is that of a subclass
 
     def extra_repr(self) -> str:
@@ -194,7 +201,9 @@ class UnigramSampler(StaticSampler):
     the state dict. Tables of other excluded classes, or for other draws, do not load, and the next step rebuilds them.
 
     Args:
-        counts: ``[N]`` of any real dtype, finite, not negative, not all zero. A class of zero count is never drawn. Or a :class:`StreamingCounts` of dense ids.
+        counts: ``[N]``, a tensor of any real dtype, an array or a list, finite, not negative, not
+            all zero. A class of zero count is never drawn. Or a :class:`StreamingCounts` of dense
+            ids.
         num_samples, shared, distinct, exclude: see :class:`StaticSampler`.
         power: finite and at least 0. 0.75 flattens the frequencies (Mikolov et al., 2013); 0 draws all seen classes alike.
         refresh_every: of counts of a stream, steps between two rebuilds of the tables; 0: never again after step 0.
@@ -207,7 +216,7 @@ class UnigramSampler(StaticSampler):
         TypeError, IndexError: as :class:`StaticSampler`
     """
 
-    def __init__(self, counts: Union[Tensor, StreamingCounts], num_samples: int, *, power: float = 0.75, shared: Optional[bool] = None,
+    def __init__(self, counts: Union[Numbers, StreamingCounts], num_samples: int, *, power: float = 0.75, shared: Optional[bool] = None,
                  distinct: Optional[bool] = None, exclude: Exclude = None, refresh_every: int = 1000, uniform_share: float = 0.01):
         if not isinstance(counts, StreamingCounts):
             self._draw_from("table", counts, float(power), 0, num_samples, shared, distinct, exclude)
@@ -290,10 +299,10 @@ class UnigramSampler(StaticSampler):
 
     @classmethod
     def for_table(cls, num_classes: int, num_samples: Optional[int] = None, *, dim: int, bias: bool,
-                  counts: Union[Tensor, StreamingCounts, None] = None, **options: Any) -> Any:
+                  counts: Union[Numbers, StreamingCounts, None] = None, **options: Any) -> Any:
         size = counts.num_ids if isinstance(counts, StreamingCounts) else None if counts is None else len(counts)
         if size != num_classes:
-            more = ": give a UnigramSampler(counts, num_samples) in the place of its name, or counts= to make_sampler" if size is None else ""
+            more = ": use xs.samplers.UnigramSampler(counts, num_samples) instead of the name, or counts= of make_sampler" if size is None else ""
             raise ValueError(f"make_sampler: expected counts of {num_classes} classes for \"unigram\", got {'none' if size is None else size}{more}")
         return super().for_table(counts, num_samples, dim=dim, bias=bias, **options)  # type: ignore[arg-type]  # counts stand first
 
@@ -304,7 +313,8 @@ class FixedSampler(StaticSampler):
 
     Args:
         num_classes: N >= 1.
-        ids: the classes: an int h means those below h, an int64 tensor [M] means those ids, in any order.
+        ids: the classes: an int h means those below h, an int64 tensor [M] (or an array or a list)
+            means those ids, in any order.
 
     Shapes and dtypes as :class:`StaticSampler`: ids int64 [M], shared and distinct.
 
@@ -314,7 +324,7 @@ class FixedSampler(StaticSampler):
         IndexError: an id is not in [0, N).
     """
 
-    def __init__(self, num_classes: int, ids: Union[int, Tensor]):
+    def __init__(self, num_classes: int, ids: Union[int, Numbers]):
         owner = type(self).__name__
         num_classes = check_count(owner, "num_classes", num_classes, 1)
         self._make(None, None, _ids(owner, "ids", ids, num_classes), option_text(law="fixed", num_classes=num_classes))

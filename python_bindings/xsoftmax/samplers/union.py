@@ -39,12 +39,12 @@ class UnionSampler(Sampler):
             raise ValueError("UnionSampler: expected at least one sampler, got none")
         for part in parts:
             if not isinstance(part, Sampler):
-                raise TypeError(f"UnionSampler: expected samplers, got {part!r}")
+                raise TypeError(f"UnionSampler: expected Sampler objects, got {type(part).__name__}")
         sizes = sorted({part.num_classes for part in parts})
         if len(sizes) > 1:
             raise ValueError(f"UnionSampler: expected samplers of one number of classes, got {sizes}")
         if len(set(parts)) < len(parts):
-            raise ValueError("UnionSampler: expected samplers of their own, got one of them twice")
+            raise ValueError("UnionSampler: expected different samplers, got one of them twice")
         counts = [part.num_samples for part in parts]
         super().__init__(sizes[0], OF_BATCH if OF_BATCH in counts else sum(counts), shared=all(part.shared for part in parts),
                          distinct=all(part.distinct for part in parts))

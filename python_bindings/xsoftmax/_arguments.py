@@ -1,0 +1,101 @@
+"""Errors of constructors that are called with other arguments than they have."""
+
+import difflib
+import functools
+import inspect
+from typing import Any, Callable, Dict, Iterable
+
+# Names that other libraries, or other modules of this one, give to the same thing.
+_SYNONYMS = {
+    "num_samples": ("num_negatives", "num_neg", "num_sampled", "n_samples", "negatives", "samples",
+                    "num_draws"),
+    "in_features": ("dim", "embedding_dim", "hidden_size", "d_model", "in_dim", "input_dim", "width",
+                    "input_size"),
+    "dim": ("in_features", "embedding_dim", "hidden_size", "d_model", "input_dim"),
+    "num_classes": ("n_classes", "out_features", "num_embeddings", "vocab_size", "num_labels",
+                    "num_items", "n_items", "num_words"),
+    "num_items": ("num_classes", "n_items", "num_embeddings"),
+    "sampler": ("negative_sampler", "candidate_sampler", "sampling", "noise_sampler"),
+    "noise_sampler": ("sampler", "noise"),
+    "weight": ("weights", "class_weight", "class_weights"),
+    "counts": ("weights", "frequencies", "frequency", "freqs"),
+    "weights": ("counts", "frequencies", "probabilities"),
+    "ignore_index": ("padding_idx", "pad_token_id", "ignore_id"),
+    "label_smoothing": ("smoothing",),
+    "sparse_grad": ("sparse",),
+    "head_classes": ("head", "shortlist", "always_scored"),
+    "num_candidates": ("num_samples", "candidates"),
+    "num_noises": ("num_samples", "num_negatives", "noises"),
+    "beam": ("beam_width", "beam_size"),
+    "remove_accidental_hits": ("remove_hits", "accidental_hits"),
+    "lr": ("learning_rate",),
+}
+
+
+def _sampler_names() -> str:
+    from .samplers.sampler import sampler_names
+
+    return (f"one of {sampler_names()}, a Sampler, or None where the candidates are head_classes or "
+            "the negatives of each call")
+
+
+# What to give where a constructor cannot do without an argument.
+_REQUIRED: Dict[str, Callable[[], str]] = {
+    "sampler": _sampler_names,
+    "tree": lambda: "a LabelTree, such as xs.LabelTree.balanced(num_classes)",
+}
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Returns the argument that a misspelt name stands for, or ""."""
+    names = list(known)
+    for own in names:
+        if name in _SYNONYMS.get(own, ()):
+            return own
+    close = difflib.get_close_matches(name, names, 1)
+    return close[0] if close else ""
+
+
+def _check(owner: str, parameters: Dict[str, inspect.Parameter], args: Any, kwargs: Any) -> None:
+    """Raises TypeError where a call of the constructor does not fit its signature."""
+    kinds = [parameter.kind for parameter in parameters.values()]
+    by_place = [name for name, parameter in parameters.items()
+                if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in kwargs:
+            if name not in parameters:
+                meant = _meant(name, parameters)
+                hint = f"did you mean {meant}?" if meant else f"it has {', '.join(parameters)}"
+                raise TypeError(f"{owner}: expected arguments of the constructor, got {name}: "
+                                f"{hint}")
+    if len(args) > len(by_place) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        names = ", ".join(by_place) or "none"
+        raise TypeError(f"{owner}: expected at most {len(by_place)} arguments without a name "
+                        f"({names}), got {len(args)}: pass the others by name")
+    given = {*by_place[:len(args)], *kwargs}
+    for name, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        if needed and name not in given:
+            hint = f": give {_REQUIRED[name]()}" if name in _REQUIRED else ""
+            raise TypeError(f"{owner}: expected argument {name}, got none{hint}")
+
+
+def explain_constructors(classes: Iterable[Any]) -> None:
+    """Makes the constructors of classes name the argument that a caller meant or left out.
+
+    Only the error is another one: ``inspect.signature``, subclasses and TorchScript see the
+    constructors as they are written.
+    """
+    for cls in classes:
+        original = vars(cls).get("__init__")
+        if not inspect.isfunction(original) or hasattr(original, "__wrapped__"):
+            continue
+        parameters = dict(list(inspect.signature(original).parameters.items())[1:])
+
+        def __init__(self: Any, *args: Any, _original: Any = original, _parameters: Any = parameters,
+                     **kwargs: Any) -> None:
+            _check(type(self).__name__, _parameters, args, kwargs)
+            _original(self, *args, **kwargs)
+
+        cls.__init__ = functools.wraps(original)(__init__)
