@@ -183,8 +183,7 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
   const c10::SymInt queries = scores.sym_size(0), private_width = candidates.private_width(), shared_width = score.sym_size(1) - private_width;
   const auto long_options = target.options();
   const Tensor no_ids = at::zeros_symint({queries, 0}, long_options), no_count = at::zeros_symint({queries, 0}, scores.options());
-  const Tensor ids =
-      at::cat({given(private_ids) ? *private_ids : no_ids, given(shared_ids) ? shared_ids->expand_symint({queries, shared_width}) : no_ids}, 1);
+  const Tensor ids = at::cat({given(private_ids) ? *private_ids : no_ids, given(shared_ids) ? shared_ids->expand_symint({queries, shared_width}) : no_ids}, 1);
   const auto log_count = [&](const OptionalTensor& count, const c10::SymInt& columns) {
     return given(count) ? count->to(scores.scalar_type()).expand_symint({queries, columns}) : no_count;
   };

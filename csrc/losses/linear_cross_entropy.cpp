@@ -48,15 +48,15 @@ CrossEntropyState call_forward(const Tensor& input, const Tensor& weight, const 
 }
 
 LinearGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                              const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
+                              const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, std::string_view text,
+                              std::array<bool, 3> output_mask) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy_backward", "").typed<decltype(linear_cross_entropy_backward_reference)>();
   return op.call(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text, output_mask);
 }
 
 CrossEntropyWithGradients call_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                              const OptionalTensor& class_weight, std::string_view text,
-                                              std::array<bool, 3> output_mask) {
+                                              const OptionalTensor& class_weight, std::string_view text, std::array<bool, 3> output_mask) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::linear_cross_entropy_with_gradients", "")
                              .typed<decltype(linear_cross_entropy_with_gradients_composite)>();
@@ -129,8 +129,8 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
                         const OptionalTensor& class_weight, const Tensor& divisor, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(), given(bias) && bias->requires_grad()};
-    auto [loss, grad_input, grad_weight, grad_bias] = call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), input, weight, bias, target,
-                                                                          class_weight, text, wanted);
+    auto [loss, grad_input, grad_weight, grad_bias] =
+        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), input, weight, bias, target, class_weight, text, wanted);
     ctx->save_for_backward({grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
     ctx->saved_data["hooked"] = at::SavedTensorDefaultHooks::get_hooks().has_value(); // others may hold what was saved
     return loss.sum() / divisor;
@@ -164,9 +164,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), saved[2].defined() && ctx->needs_input_grad(2)};
-    auto [grad_input, grad_weight, grad_bias] =
-        call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), saved[5], saved[6],
-                      ctx->saved_data["options"].toStringRef(), wanted);
+    auto [grad_input, grad_weight, grad_bias] = call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), saved[5],
+                                                              saved[6], ctx->saved_data["options"].toStringRef(), wanted);
     return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(), wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
@@ -196,7 +195,8 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
   }
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   if (reduction != at::Reduction::None && input.scalar_type() == opmath_dtype(input.scalar_type())) {
-    const Tensor divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, options.ignore_index, input.scalar_type()) : at::ones({}, input.options());
+    const Tensor divisor =
+        reduction == at::Reduction::Mean ? mean_divisor(target, weights, options.ignore_index, input.scalar_type()) : at::ones({}, input.options());
     return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, text);
   }
   const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, text);
@@ -227,11 +227,9 @@ struct ReferenceTerms {
       : query(input.to(opmath_dtype(input.scalar_type()))),
         bias(given(bias_or_none) ? bias_or_none->to(query.scalar_type()) : at::zeros({weight.size(0)}, query.options())),
         class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type()) : at::ones({weight.size(0)}, query.options())),
-        counted(target.ne(options.ignore_index)),
-        even(weight.size(0) > 0 ? options.label_smoothing / double(weight.size(0)) : 0),
-        transform(options) {
-    const Tensor of_target = weight.size(0) > 0 ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0))
-                                                : at::zeros({target.size(0)}, query.options());
+        counted(target.ne(options.ignore_index)), even(weight.size(0) > 0 ? options.label_smoothing / double(weight.size(0)) : 0), transform(options) {
+    const Tensor of_target =
+        weight.size(0) > 0 ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) : at::zeros({target.size(0)}, query.options());
     target_weight = of_target * (1 - options.label_smoothing);
     if (options.z_loss != 0) {
       z_weight = of_target * options.z_loss;
@@ -255,8 +253,8 @@ c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes
   return classes.min(c10::SymInt(fitting) / queries.max(1));
 }
 
-CrossEntropyOptions check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                                std::string_view text) {
+CrossEntropyOptions check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                               const OptionalTensor& class_weight, std::string_view text) {
   check::linear(kOp, input, weight, bias);
   check::dim(kOp, "target", target, 1);
   check::int64(kOp, "target", target);
@@ -269,15 +267,14 @@ CrossEntropyOptions check_linear_cross_entropy(const Tensor& input, const Tensor
     check::floating(kOp, "class_weight", *class_weight);
   }
   const auto options = parse_options<CrossEntropyOptions>(kOp, text);
-  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ",
-                    options.label_smoothing);
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ", options.label_smoothing);
   check_logits(kOp, options);
   check_z_loss(kOp, options.z_loss);
   return options;
 }
 
-CrossEntropyOptions check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                               const OptionalTensor& class_weight, std::string_view text) {
+CrossEntropyOptions check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                              const Tensor& target, const OptionalTensor& class_weight, std::string_view text) {
   const auto options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
   constexpr const char* op = "linear_cross_entropy_with_gradients";
   check::dim(op, "grad", grad, 1);
@@ -287,8 +284,9 @@ CrossEntropyOptions check_linear_cross_entropy_with_gradients(const Tensor& grad
   return options;
 }
 
-CrossEntropyOptions check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                         const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, std::string_view text) {
+CrossEntropyOptions check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                        const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
+                                                        const Tensor& saved_logits, std::string_view text) {
   const auto options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
   constexpr const char* op = "linear_cross_entropy_backward";
   const auto state = [&](const char* name, const Tensor& tensor, int64_t dims, int64_t queries_axis) {
@@ -307,8 +305,7 @@ CrossEntropyOptions check_linear_cross_entropy_backward(const Tensor& grad, cons
 }
 
 CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                                         const OptionalTensor& class_weight, std::string_view text,
-                                                         bool save_logits) {
+                                                         const OptionalTensor& class_weight, std::string_view text, bool save_logits) {
   const CrossEntropyOptions options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
   const int64_t classes = weight.size(0), queries = input.size(0);
   const ReferenceTerms terms(input, weight, bias, target, class_weight, options);
@@ -348,10 +345,8 @@ CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, co
 
 LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                                         const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                                                        const Tensor& saved_logits, std::string_view text,
-                                                        std::array<bool, 3> output_mask) {
-  const CrossEntropyOptions options =
-      check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
+                                                        const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
+  const CrossEntropyOptions options = check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
   const auto [want_input, want_weight, want_bias] = output_mask;
   const int64_t classes = weight.size(0), features = weight.size(1);
   const ReferenceTerms terms(input, weight, bias, target, class_weight, options);
@@ -393,8 +388,7 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const Te
                                                                         const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
                                                                         std::string_view text, std::array<bool, 3> output_mask) {
   auto [loss, normalizer, saved] = call_forward(input, weight, bias, target, class_weight, text, true);
-  auto [grad_input, grad_weight, grad_bias] =
-      call_backward(grad, input, weight, bias, target, class_weight, normalizer, saved, text, output_mask);
+  auto [grad_input, grad_weight, grad_bias] = call_backward(grad, input, weight, bias, target, class_weight, normalizer, saved, text, output_mask);
   return {loss, grad_input, grad_weight, grad_bias};
 }
 

@@ -45,8 +45,8 @@ CrossEntropyOptions check_linear_cross_entropy_with_gradients(const at::Tensor& 
 /// The composites in ATen calls: any device, and the oracle of the tests. loss: of each query, weighted by the class weight of its
 /// target, 0 where ignored. save_logits: whether a backward pass will follow.
 CrossEntropyState linear_cross_entropy_forward_reference(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                                         const at::Tensor& target, const std::optional<at::Tensor>& class_weight,
-                                                         std::string_view options, bool save_logits);
+                                                         const at::Tensor& target, const std::optional<at::Tensor>& class_weight, std::string_view options,
+                                                         bool save_logits);
 /// grad [Q]: of the losses; output_mask: input, weight, bias.
 LinearGradients linear_cross_entropy_backward_reference(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
                                                         const std::optional<at::Tensor>& bias, const at::Tensor& target,

@@ -351,14 +351,11 @@ CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Te
 
 LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                                   const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                                                  const Tensor& saved_logits, std::string_view text,
-                                                  std::array<bool, 3> output_mask) {
-  const CrossEntropyOptions options =
-      check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
+                                                  const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
+  const CrossEntropyOptions options = check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
   const LossInputs inputs("linear_cross_entropy_backward", input, weight, target, class_weight, options);
   if (use_reference()) {
-    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text,
-                                                   output_mask);
+    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text, output_mask);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
@@ -400,7 +397,8 @@ int64_t chunk_size(int64_t queries, int64_t classes, int64_t logit_bytes) {
 }
 
 CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                                                  const Tensor& target, const OptionalTensor& class_weight, std::string_view text, std::array<bool, 3> output_mask) {
+                                                                  const Tensor& target, const OptionalTensor& class_weight, std::string_view text,
+                                                                  std::array<bool, 3> output_mask) {
   const CrossEntropyOptions options = check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, text);
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
   int64_t step = chunk_size(queries, classes, int64_t(input.dtype().itemsize()));

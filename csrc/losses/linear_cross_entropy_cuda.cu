@@ -120,8 +120,14 @@ struct Operands {
   }
   template <typename A>
   Terms<A> terms() const {
-    return {target.const_data_ptr<int64_t>(), options.ignore_index, classes, pointer<A>(class_weight), pointer<double>(weight_sum),
-            A(options.label_smoothing), options.label_smoothing / double(classes), A(options.z_loss)};
+    return {target.const_data_ptr<int64_t>(),
+            options.ignore_index,
+            classes,
+            pointer<A>(class_weight),
+            pointer<double>(weight_sum),
+            A(options.label_smoothing),
+            options.label_smoothing / double(classes),
+            A(options.z_loss)};
   }
   template <typename A>
   LogitBlock<A> block(const Tensor& logits, int64_t begin) const {
@@ -179,16 +185,13 @@ CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const T
 
 LinearGradients linear_cross_entropy_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                                    const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                                                   const Tensor& saved_logits, std::string_view text,
-                                                   std::array<bool, 3> output_mask) {
-  const CrossEntropyOptions parsed =
-      check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
+                                                   const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
+  const CrossEntropyOptions parsed = check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1), saved = saved_logits.size(1);
   const auto [want_input, want_weight, want_bias] = output_mask;
   if (use_reference() || queries == 0 || classes == 0 || !(want_input || want_weight || want_bias)) {
-    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text,
-                                                   output_mask);
+    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text, output_mask);
   }
   const Operands operands(input, weight, bias, target, class_weight, parsed);
   const auto options = grad.options();

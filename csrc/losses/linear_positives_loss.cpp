@@ -109,7 +109,8 @@ void for_each_block(const Tensor& input, const Tensor& weight, const Task& task)
   }
 }
 
-Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                   std::string_view text) {
   const ExactPositivesOptions options = check_arguments(input, weight, bias, positives, shares, text);
   Tensor loss = at::zeros({input.size(0)}, shares.options());
   for_each_block(input, weight, [&](int64_t begin, int64_t size) {
@@ -138,7 +139,7 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
     const Tensor rows = input.narrow(0, begin, size), share = shares.narrow(0, begin, size);
     QueryBlock block(rows, weight, bias, positives.narrow(0, begin, size), options, /*wants_derivative=*/true);
     const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1), nothing = share.eq(0).logical_or(of_query.eq(0));
-    const Tensor others = (block.normalizer - block.score).sigmoid(); // share of the classes that are no positive
+    const Tensor others = (block.normalizer - block.score).sigmoid().masked_fill(nothing, 0); // share of the classes that are no positive
     Tensor moved = at::where(nothing, 0.0, of_query * share * others), raised = moved; // what the positives lose, and the normaliser gets
     Tensor still = moved.sum(1, /*keepdim=*/true).eq(0);
     if (options.z_loss != 0) {
@@ -181,7 +182,8 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
 }
 
 // On the CPU ids can be read.
-Tensor forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                   std::string_view text) {
   check_arguments(input, weight, bias, positives, shares, text);
   check::class_ids(kOp, "positives", positives, weight.size(0), -1);
   return forward_any(input, weight, bias, positives, shares, text);
@@ -194,7 +196,8 @@ PositivesGradients backward_cpu(const Tensor& grad, const Tensor& input, const T
   return backward_any(grad, input, weight, bias, positives, shares, text, mask);
 }
 
-Tensor forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                    std::string_view text) {
   check_arguments(input, weight, bias, positives, shares, text);
   return at::empty_symint({input.sym_size(0)}, shares.options());
 }
@@ -209,7 +212,8 @@ PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const 
           at::empty_symint({mask[2] ? weight.sym_size(0) : none}, weight.options())};
 }
 
-Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                    std::string_view text) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy", "").typed<decltype(forward_any)>();
   return op.call(input, weight, bias, positives, shares, text);
 }
@@ -239,7 +243,8 @@ class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEnt
   }
 };
 
-Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                        std::string_view text) {
   return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, text);
 }
 
@@ -250,7 +255,8 @@ Tensor loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& 
 
 // Products run low, as those of linear_cross_entropy.
 template <c10::DeviceType device>
-Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, std::string_view text) {
+Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                        std::string_view text) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
@@ -272,8 +278,7 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
   }
   const Tensor positives = different_positives(some, options.ignore_index);
   const Tensor shares = positive_shares(positives, options, class_weight, opmath_dtype(input.scalar_type()));
-  const Tensor loss =
-      call_forward(input.reshape_symint({positives.sym_size(0), input.sym_size(-1)}), weight, bias, positives, shares, print_options(options));
+  const Tensor loss = call_forward(input.reshape_symint({positives.sym_size(0), input.sym_size(-1)}), weight, bias, positives, shares, print_options(options));
   return reduced_positives(kOp, loss, shares, options.reduction, target.sym_sizes().slice(0, target.dim() - 1));
 }
 

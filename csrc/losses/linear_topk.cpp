@@ -104,7 +104,9 @@ TopK linear_topk_reference(const Tensor& input, const Tensor& weight, const Opti
   return {values.masked_fill(undefined, std::numeric_limits<double>::quiet_NaN()), at::where(undefined, at::arange(count, indices.options()), indices)};
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("linear_topk(Tensor input, Tensor weight, Tensor? bias, SymInt k, str options=\"\") -> (Tensor values, Tensor indices)"); }
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("linear_topk(Tensor input, Tensor weight, Tensor? bias, SymInt k, str options=\"\") -> (Tensor values, Tensor indices)");
+}
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("linear_topk", linear_topk_reference); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("linear_topk", linear_topk_meta); }

@@ -49,8 +49,8 @@ class TopKPass {
 
  public:
   TopKPass(const LinearOperands& operands, const BlockPlan& plan, const LogitOptions& options, int64_t k)
-      : operands_(operands), plan_(plan), transform_(options, operands), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr), queries_(operands.input.size(0)), k_(k),
-        groups_(plan.groups, GroupBest<A>(queries_, k)) {}
+      : operands_(operands), plan_(plan), transform_(options, operands), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
+        queries_(operands.input.size(0)), k_(k), groups_(plan.groups, GroupBest<A>(queries_, k)) {}
 
   void run(A* values, int64_t* indices) {
     for_each_group(plan_, [&](int64_t first, int64_t last) {

@@ -15,10 +15,10 @@ namespace xsoftmax {
 using at::Tensor;
 
 void check_logits(const char* op, const LogitOptions& options) {
-  TORCH_CHECK_VALUE(std::isfinite(options.logit_scale) && options.logit_scale > 0, op,
-                    ": expected logit_scale as a finite number above 0, got ", options.logit_scale);
-  TORCH_CHECK_VALUE(std::isfinite(options.softcap) && options.softcap >= 0, op,
-                    ": expected softcap as a finite number above 0, or 0 for no cap, got ", options.softcap);
+  TORCH_CHECK_VALUE(std::isfinite(options.logit_scale) && options.logit_scale > 0, op, ": expected logit_scale as a finite number above 0, got ",
+                    options.logit_scale);
+  TORCH_CHECK_VALUE(std::isfinite(options.softcap) && options.softcap >= 0, op, ": expected softcap as a finite number above 0, or 0 for no cap, got ",
+                    options.softcap);
 }
 
 void check_z_loss(const char* op, double z_loss) {
@@ -30,8 +30,7 @@ Tensor transform_logits(const Tensor& scores, const LogitOptions& options) {
     return scores;
   }
   const Tensor wide = scores.to(opmath_dtype(scores.scalar_type()));
-  const Tensor logits =
-      options.softcap == 0 ? wide * options.logit_scale : (wide * (options.logit_scale / options.softcap)).tanh() * options.softcap;
+  const Tensor logits = options.softcap == 0 ? wide * options.logit_scale : (wide * (options.logit_scale / options.softcap)).tanh() * options.softcap;
   return logits.to(scores.scalar_type());
 }
 

@@ -161,7 +161,8 @@ int64_t find_above(const T* logits, const opmath<T>* bias, int64_t from, int64_t
 
 template <typename T>
 constexpr SoftmaxRows<T> rows() {
-  return {fold<T>, weighted_sum<T>, gradient<T, T>, gradient<T, opmath<T>>, transform<T>, transformed_gradient<T, T>, transformed_gradient<T, opmath<T>>, find_above<T>};
+  return {fold<T>,      weighted_sum<T>, gradient<T, T>, gradient<T, opmath<T>>, transform<T>, transformed_gradient<T, T>, transformed_gradient<T, opmath<T>>,
+          find_above<T>};
 }
 
 } // namespace

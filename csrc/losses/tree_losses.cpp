@@ -115,8 +115,8 @@ Tensor tree_cross_entropy(const Tensor& input, const Tensor& weight, const Optio
   const int64_t reduction = reduction_code(op, options.reduction);
   CrossEntropyOptions exact;
   static_cast<ReductionOptions&>(exact) = options;
-  const Tensor loss = linear_cross_entropy(whole(batch.queries), along(weight), given(bias) ? OptionalTensor(along(*bias)) : bias, batch.target, class_weight,
-                                           exact);
+  const Tensor loss =
+      linear_cross_entropy(whole(batch.queries), along(weight), given(bias) ? OptionalTensor(along(*bias)) : bias, batch.target, class_weight, exact);
   return reduction == at::Reduction::None ? loss.reshape_symint(target.sym_sizes()) : loss;
 }
 

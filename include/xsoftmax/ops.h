@@ -113,10 +113,10 @@ at::Tensor tower_loss(const at::Tensor& query, const at::Tensor& target_vector, 
 ///     + z_loss * t.logsumexp(-1).square(), weighted and reduced as the first term is without label smoothing
 ///
 /// input [Q, D], weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16; target [Q]: int64 in [0, N) or ignore_index;
-/// class_weight [N] or none: of any floating dtype, takes no gradient. A mean over no query is NaN. Returns a scalar or [Q], in float32, or float64 for float64 inputs. Gradients are dense.
-/// Of logits it holds at most 54 MB; where that is too few queries, 40 MB and a block a thread (4 MB; 64 classes at least). A mean or a sum
-/// of float32 or float64 losses makes the gradients that are wanted with the loss: call it under NoGradMode (torch.no_grad) where none
-/// will be asked for.
+/// class_weight [N] or none: of any floating dtype, takes no gradient. A mean over no query is NaN. Returns a scalar or [Q], in float32, or float64 for float64
+/// inputs. Gradients are dense. Of logits it holds at most 54 MB; where that is too few queries, 40 MB and a block a thread (4 MB; 64 classes at least). A mean
+/// or a sum of float32 or float64 losses makes the gradients that are wanted with the loss: call it under NoGradMode (torch.no_grad) where none will be asked
+/// for.
 at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
                                 const std::optional<at::Tensor>& class_weight = std::nullopt, const CrossEntropyOptions& options = {});
 

@@ -6,7 +6,15 @@ from typing import Any, Dict, Optional
 import torch
 
 
+def _constant(value: Any) -> Any:
+    """A number that torch.compile holds as a symbol, as it is in this graph."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+    return guard_scalar(value)
+
+
 def _value_text(name: str, value: Any) -> str:
+    if torch.compiler.is_compiling() and isinstance(value, (int, float)):
+        value = _constant(value)
     if type(value) is float:
         return repr(value)
     if value is None:

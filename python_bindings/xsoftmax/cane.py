@@ -64,7 +64,7 @@ class CaneLoss(CandidateLoss):
             takes the place of the first. This has less variance for n > 1, at the same cost.
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
         positives: as in :class:`LinearCrossEntropyLoss`; in train() "mean" alone.
-        logit_scale, softcap, z_loss: as in :class:`SampledSoftmaxLoss`. The log normaliser that `z_loss` takes in train() is that of the loss of the query, with
+        logit_scale, softcap, z_loss: as in :class:`SampledSoftmaxLoss`. In train() the log normaliser of `z_loss` is the first term of the formulas above, with
             "mean_of_logs" the mean over the noises.
         sparse_grad: as in :class:`SampledSoftmaxLoss`.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.

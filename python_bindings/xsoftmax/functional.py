@@ -80,8 +80,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         log_z: 0-dim, floating, or None. It is subtracted from all scores, which changes the loss of the estimators "nce" and "negative_sampling"
             alone. It has a gradient where it asks for one.
         options: ``estimator="sampled_softmax"``, ``remove_accidental_hits=True``, ``label_smoothing=0.0``, ``reduction="mean"``, ``ignore_index=-100``,
-            ``positives="mean"``, ``logit_scale=1.0``, ``softcap=None``, ``z_loss=0.0`` and ``sparse_grad=True``, as in :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and
-            "complementary_sum", are not among them.
+            ``positives="mean"``, ``logit_scale=1.0``, ``softcap=None``, ``z_loss=0.0`` and ``sparse_grad=True``, as in
+            :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and "complementary_sum", are not among them.
 
     Returns:
         A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Without candidates the softmax losses are 0.

@@ -60,6 +60,8 @@ class LinearLoss(TableModule):
         super().__setattr__(name, value)
         if name in _ALL_EXACT_OPTIONS and "_exact_options" in self.__dict__:
             self._set_exact_options()
+            if "_options" in self.__dict__:
+                self._options = self._option_text()
 
     @classmethod
     def from_linear(cls: Type[Loss], linear: nn.Linear, **kwargs: Any) -> Loss:
@@ -147,8 +149,8 @@ class LinearLoss(TableModule):
         """The exact loss, in train() and in eval(): what `forward` gives in eval().
 
         It equals ``F.cross_entropy(self.linear(input), target, self.weight, reduction=..., ignore_index=..., label_smoothing=...)`` and never holds the [Q, N]
-        logits; :class:`LinearCrossEntropyLoss` has the formula with `logit_scale`, `softcap` and `z_loss`. Where gradients are recorded, they are computed together with the loss: evaluate under torch.no_grad(). :class:`LinearCrossEntropyLoss` has the
-        formula for several positives of a query, target [*, T].
+        logits. Where gradients are recorded, they are computed together with the loss: evaluate under torch.no_grad(). :class:`LinearCrossEntropyLoss` has the
+        formula with `logit_scale`, `softcap` and `z_loss`, and for several positives of a query, target [*, T].
 
         Args:
             input: [*, D], in the dtype of the table.
@@ -238,6 +240,8 @@ class LinearLoss(TableModule):
         An index sorts the classes into cells. A copy of the table in 8 bits bounds the scores of a cell and of its classes, and the classes that may be among
         the best are scored from the table. Equal scores: the lower id comes first. The result has no gradient.
 
+        Scores are those of ``linear``, without `logit_scale` and `softcap`, which change no order.
+
         The index is the one that :meth:`search_index` made. Where the table has changed since, a new one is made, without the queries and the codewords that
         were given. Some writes to the table are not noticed: through ``.data``, through numpy, and to tables made in ``torch.inference_mode()``. Call
         :meth:`search_index` after them.
@@ -322,9 +326,9 @@ class LinearCrossEntropyLoss(LinearLoss):
             is ignored.
         logit_scale: a finite number above 0, by which scores ``linear(input)`` are multiplied, as in Cohere's models.
         softcap: a finite number above 0: logits are ``softcap * tanh(logit_scale * linear(input) / softcap)``, as in Gemma 2. None: no cap.
-        z_loss: a finite number of at least 0: the loss of each query gets ``z_loss * log_normaliser ** 2`` (PaLM: Chowdhery et al., 2022), weighted by its class
-            weight and reduced as the loss is. The log normaliser is the logsumexp of all logits, of one of several positives with positives="mean" that of
-            its logit and those of the classes that are no positive.
+        z_loss: a finite number of at least 0: the loss of each query gets ``z_loss * log_normaliser ** 2`` (Chowdhery et al., PaLM, 2022), weighted by its
+            class weight and reduced as the loss is. The log normaliser is the logsumexp of all logits; with positives="mean", of each of several positives, the
+            logsumexp of its logit and those of the classes that are no positive.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
     Shape:
@@ -359,15 +363,14 @@ def check_loss_class(owner: str, loss_class: Any) -> None:
 class CandidateLoss(LinearLoss):
     """What losses share that score candidates in train() and are exact in eval()."""
 
-    _option_names = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "positives", "sparse_grad", "z_loss", "logit_scale",
-                     "softcap")
+    _option_names = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "positives", "sparse_grad", "z_loss")
 
     def _option_text(self) -> str:
-        names = [name for name in self._option_names if name not in ("logit_scale", "softcap")]
-        return option_text(**{name: getattr(self, name) for name in names}, **logit_options(self.logit_scale, self.softcap))
+        return option_text(**{name: getattr(self, name) for name in self._option_names}, **logit_options(self.logit_scale, self.softcap))
 
     def _counted(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """What samplers are shown: queries [Q, D], times `logit_scale`, and targets [Q], zeros and -1 where a target is ignored; of several positives [Q, T]."""
+        """What samplers are shown: queries [Q, D], multiplied by `logit_scale`, and targets [Q], zeros and -1 where a target is ignored; of several positives
+        [Q, T]."""
         self._queries(input, self._given(input, target))
         self._check_step()
         queries, counted = torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index)

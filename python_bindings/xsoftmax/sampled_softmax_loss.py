@@ -105,7 +105,8 @@ class SampledSoftmaxLoss(CandidateLoss):
                  shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
                  log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
                  ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", logit_scale: float = 1.0,
-                 softcap: Optional[float] = None, z_loss: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+                 softcap: Optional[float] = None, z_loss: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True,
+                 device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
                          label_smoothing=label_smoothing, positives=positives, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, device=device,
                          dtype=dtype)
