@@ -10,7 +10,7 @@ from torch.types import Device
 
 from ._checks import check_bool, check_count, check_generator, check_tensor
 from ._memory import device_of_values, moved_table
-from .estimators import check_estimator, has_noise, registered_loss
+from .estimators import check_estimator, has_noise, has_normalizer, registered_loss
 from .linear_losses import CandidateLoss, different_ids
 from ._typing import Numbers
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
@@ -78,6 +78,11 @@ class SampledSoftmaxLoss(CandidateLoss):
             candidates, with the weights above. Not beside class weights.
         positives: as in :class:`LinearCrossEntropyLoss`. Draws that hit another positive of the query take no part, and independent draws of one set are
             renormalised to the classes that are no positive. "sum" goes with all estimators but CANE.
+        logit_scale, softcap: as in :class:`LinearCrossEntropyLoss`, of the scores of the target and the candidates. Samplers see queries multiplied by
+            `logit_scale`; they know neither a cap nor that the bias is scaled. Expected counts are exact all the same.
+        z_loss: as in :class:`LinearCrossEntropyLoss`; in train() the log normaliser is the estimate that the loss has, the log of the sum over the target and
+            the weighted candidates. For "sampled_softmax", "complementary_sum", "ranking", "importance" and CANE; other estimators have no log normaliser, and
+            refuse it.
         head_classes: classes that are always scored: how many of the first ids, or different ids,
             an int64 tensor [H], an array or a list. The sampler then draws from the other
             classes. Where it cannot leave classes out, the expected counts of head and draws add up.
@@ -104,10 +109,12 @@ class SampledSoftmaxLoss(CandidateLoss):
     def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str, None], num_samples: Optional[int] = None,
                  shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
                  log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Numbers] = None, reduction: str = "mean",
-                 ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", head_classes: Union[int, Numbers] = 0,
-                 sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+                 ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", logit_scale: float = 1.0,
+                 softcap: Optional[float] = None, z_loss: float = 0.0, head_classes: Union[int, Numbers] = 0, sparse_grad: bool = True,
+                 device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
-                         label_smoothing=label_smoothing, positives=positives, device=device, dtype=dtype)
+                         label_smoothing=label_smoothing, positives=positives, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, device=device,
+                         dtype=dtype)
         name = self._name
         outside = estimator == "complementary_sum"
         if not outside and estimator is not None:
@@ -150,6 +157,8 @@ class SampledSoftmaxLoss(CandidateLoss):
                              "head_classes=0")
         estimator = "sampled_softmax" if outside else sampler.default_estimator if estimator is None else estimator
         check_estimator(name, estimator, label_smoothing)
+        if self.z_loss != 0.0 and not has_normalizer(estimator):
+            raise ValueError(f"{name}: expected z_loss=0 with estimator={estimator!r}, which has no log normaliser, got {self.z_loss}")
         if has_noise(estimator) and not ((head.numel() > 0 or sampler.has_distinct) and sampler.has_independent):
             raise ValueError(f"{name}: expected candidates (head classes, or draws without "
                              "replacement) and noise (draws with replacement) with "
