@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, Optional, Type
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Type
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -26,6 +26,11 @@ def watch(module: "TableModule") -> None:
 def look_again(optimizer: torch.optim.Optimizer) -> None:
     """Its next step counts as its first: it has loaded other state."""
     _seen.discard(optimizer)
+
+
+def known_optimizers() -> List[torch.optim.Optimizer]:
+    """Those that have taken a step since the first table was made."""
+    return list(_seen)
 
 
 def row_sparse_tables() -> Dict[int, "TableModule"]:
