@@ -30,6 +30,9 @@ struct LossOptions {
   std::string reduction = "mean";   ///< "mean" (weighted, over targets that are not ignored), "sum" or "none"
   int64_t ignore_index = -100;      ///< targets of this value have no loss and no gradient
   double label_smoothing = 0.0;     ///< in [0, 1]
+  double logit_scale = 1.0;         ///< above 0: logits are softcap * tanh(logit_scale * linear(input) / softcap); see LogitOptions
+  double softcap = 0.0;             ///< above 0; 0: logits are logit_scale * linear(input)
+  double z_loss = 0.0;              ///< adds z_loss * (log normaliser)^2 to the loss of each query, in train() of its estimate
   std::string positives = "mean";   ///< what several positives of a query come to, target [*, T]: see PositivesOptions
 };
 
@@ -83,7 +86,7 @@ class LinearLossImpl : public TableLossImpl {
 
   /// The exact loss, without the [Q, N] logits: input [*, D], target [*] int64; a scalar, or [*] for "none".
   torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target) const;
-  /// log_softmax(linear(input)): [*, N].
+  /// log_softmax of the logits, of linear(input) where LossOptions do not transform it: [*, N].
   torch::Tensor log_prob(const torch::Tensor& input);
   /// (log-probabilities, ids), both [*, k], best first. exclude: ids [*, E] that a query does not want, -1 for none; probabilities stay those among all
   /// classes; -inf and -1 behind the last of fewer than k.
@@ -107,6 +110,7 @@ class LinearLossImpl : public TableLossImpl {
   /// Classes that must stay; undefined: none.
   virtual torch::Tensor fixed_ids() const { return {}; }
   void check_table(const torch::Tensor& input, const torch::Tensor& target = {}) const;
+  LogitOptions logit_options() const;
   const torch::nn::Linear& table() const override { return linear; }
 };
 
@@ -125,6 +129,8 @@ class CandidateLossImpl : public LinearLossImpl {
 
  protected:
   torch::Tensor candidate_loss(const torch::Tensor& input, const torch::Tensor& target, const Proposal& sets, const torch::Tensor& log_z = {}) const;
+  /// The batch as samplers see it: queries [Q, D], multiplied by logit_scale, and targets.
+  std::tuple<torch::Tensor, torch::Tensor> counted(const torch::Tensor& input, const torch::Tensor& target) const;
 
   SampledSoftmaxOptions step_; ///< what the operator takes
 };

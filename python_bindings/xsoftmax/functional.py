@@ -5,8 +5,8 @@ from typing import List, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from ._checks import check_reduction
-from ._options import option_text
+from ._checks import check_number, check_reduction
+from ._options import logit_options, option_text
 from ._table import flat_queries
 from .samplers import CandidateSet, columns_of
 
@@ -14,7 +14,8 @@ __all__ = ["linear_cross_entropy", "sampled_softmax_loss", "tower_loss"]
 
 
 def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias: Optional[Tensor] = None, class_weight: Optional[Tensor] = None,
-                         reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
+                         reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0,
+                         softcap: Optional[float] = None, z_loss: float = 0.0) -> Tensor:
     """The exact cross entropy, ``F.cross_entropy(F.linear(input, weight, bias), target, class_weight, ...)``, without the logits [Q, N] in memory.
 
     Args:
@@ -26,6 +27,7 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
         reduction: "mean", "sum" or "none".
         ignore_index: targets of this value have no loss and no gradient.
         label_smoothing: in [0, 1].
+        logit_scale, softcap, z_loss: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
 
     Returns:
         A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Where gradients are recorded, they are computed together with the
@@ -43,13 +45,16 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
     if weight.dim() != 2:
         raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
     queries = flat_queries(name, weight.size(1), input, target)
-    loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), class_weight, ["none", "mean", "sum"].index(reduction),
-                                                   ignore_index, label_smoothing)
+    if softcap is not None:
+        check_number(name, "softcap", softcap, positive=True)  # 0 is no cap to the operator
+    options = option_text(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+                          **logit_options(logit_scale, softcap))
+    loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), class_weight, options)
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
 def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: List[CandidateSet], *, bias: Optional[Tensor] = None,
-                         class_weight: Optional[Tensor] = None, log_z: Optional[Tensor] = None, **options: Union[str, bool, int, float]) -> Tensor:
+                         class_weight: Optional[Tensor] = None, log_z: Optional[Tensor] = None, **options: Union[str, bool, int, float, None]) -> Tensor:
     """The sampled loss of a class table on candidate sets that the caller has: what :class:`xsoftmax.SampledSoftmaxLoss` computes in train() once its sampler
     has drawn.
 
@@ -75,7 +80,7 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         log_z: 0-dim, floating, or None. It is subtracted from all scores, which changes the loss of the estimators "nce" and "negative_sampling"
             alone. It has a gradient where it asks for one.
         options: ``estimator="sampled_softmax"``, ``remove_accidental_hits=True``, ``label_smoothing=0.0``, ``reduction="mean"``, ``ignore_index=-100``,
-            ``positives="mean"`` and ``sparse_grad=True``, as in :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and
+            ``positives="mean"``, ``logit_scale=1.0``, ``softcap=None``, ``z_loss=0.0`` and ``sparse_grad=True``, as in :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and
             "complementary_sum", are not among them.
 
     Returns:
@@ -88,6 +93,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         IndexError: a target is not in [0, N) and not ignore_index, or an id is not in [0, N) (checked on the CPU).
         RuntimeError: a call inside ``torch.func.vmap``.
     """
+    if options.get("softcap", 1.0) is None:
+        del options["softcap"]
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options))
 
 
