@@ -162,7 +162,7 @@ class Tap(nn.Module):
 
 def transform_of(loss: LinearLoss) -> Tuple[float, Optional[float]]:
     """(logit_scale, softcap) of a loss."""
-    return getattr(loss, "logit_scale", 1.0), getattr(loss, "softcap", None)
+    return loss.logit_scale, loss.softcap
 
 
 def transform_in(config: Any) -> Dict[str, float]:

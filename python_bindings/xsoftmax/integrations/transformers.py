@@ -34,6 +34,11 @@ class _WithLoss:
         self._xsoftmax_head.loss.settle()  # the Linear, and what is tied to it, come first in a copy
         return _new, (self._base_class,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
 
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)  # type: ignore[misc]
+        self._xsoftmax_head.loss.train(mode)
+        return self
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         resize = super().resize_token_embeddings  # type: ignore[misc]
         return resize_embeddings(self, self._xsoftmax_head, lambda: resize(*args, **kwargs))
