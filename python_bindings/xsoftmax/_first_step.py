@@ -2,19 +2,27 @@
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Type
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Type
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from ._table import TableModule
 
 _modules: "weakref.WeakSet[TableModule]" = weakref.WeakSet()
-# The groups of optimizers whose first step is behind them, which costs a look-up a step. A load of state makes new groups.
+# The groups of optimizers whose first step is behind them, which costs a look-up a step. A load of
+# state makes new groups, so the next step counts as the first.
 _seen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
+# The groups of optimizers whose gradients were checked: those above, and optimizers beside which a
+# table has a gradient that no optimizer has stepped.
+_watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, List[Any]]" = weakref.WeakKeyDictionary()
+_grown: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # entries and growths of a gradient
+_warned: "weakref.WeakSet[TableModule]" = weakref.WeakSet()
 _hook: Any = None
 _MANY_ROWS = 10_000  # from so many on, a dense gradient of a few rows is worth a warning
+_GROWTHS = 3
 
 
 def watch(module: "TableModule") -> None:
@@ -28,6 +36,11 @@ def watch_steps() -> None:
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def known_optimizers() -> List[torch.optim.Optimizer]:
+    """Returns the optimizers that have taken a step since the first table was made."""
+    return list(_watched)
 
 
 def row_sparse_tables() -> Dict[int, "TableModule"]:
@@ -67,12 +80,21 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _look(optimizer: torch.optim.Optimizer) -> None:
-    name, tables = type(optimizer).__name__, row_sparse_tables()
+    tables = row_sparse_tables()
     stepped = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     if not stepped or all(group["lr"] == 0 for group, _ in stepped):  # torch.distributed.checkpoint makes state by such a step
         return
-    _refuse_row_state(optimizer)
-    dense = None
+    if _watched.get(optimizer) is not optimizer.param_groups:
+        _refuse_row_state(optimizer)
+        _check_gradients(optimizer, stepped, tables)
+        _watched[optimizer] = optimizer.param_groups
+    if not _is_left_out(optimizer, tables):
+        _seen[optimizer] = optimizer.param_groups
+
+
+def _check_gradients(optimizer: torch.optim.Optimizer, stepped: List[Tuple[Dict[str, Any], Any]],
+                     tables: Dict[int, "TableModule"]) -> None:
+    name, dense = type(optimizer).__name__, None
     for group, param in stepped:
         if param.grad.layout != torch.strided:
             if not _takes_rows(optimizer, group):
@@ -92,7 +114,6 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
         warnings.warn(f"{dense[1]._name}: expected a row-sparse gradient of its table of shape {list(dense[0].shape)}, since sparse_grad=True, got a dense "
                       "one, so each step costs all rows. What else uses the table gives it a dense gradient: make an nn.Embedding that is tied to it with "
                       "sparse=True", stacklevel=5)
-    _seen[optimizer] = optimizer.param_groups
 
 
 def _refuse_row_state(optimizer: torch.optim.Optimizer) -> None:
@@ -134,3 +155,31 @@ def _hint_at_embeddings(name: str, params: List[Any]) -> None:
                           "costs the rows that have a gradient", stacklevel=6)
             return
 
+
+def _is_left_out(optimizer: torch.optim.Optimizer, tables: Dict[int, "TableModule"]) -> bool:
+    """Whether a table has a row-sparse gradient that no optimizer has stepped so far.
+
+    Such an optimizer is looked at again in its next step. A gradient that has grown over several
+    steps is warned of once.
+    """
+    owned = {id(param) for each in _watched for group in each.param_groups
+             for param in group["params"]}
+    is_left_out = False
+    for module in {id(module): module for module in tables.values()}.values():
+        for table in module._tables():
+            grad = None if table is None or id(table) in owned or module in _warned else table.grad
+            if grad is None or grad.layout != torch.sparse_coo:
+                continue
+            is_left_out = True
+            entries, growths = _grown.get(table, (0, 0))
+            growths = growths + 1 if grad._nnz() > entries > 0 else 0
+            _grown[table] = grad._nnz(), growths
+            if growths >= _GROWTHS:
+                _warned.add(module)
+                warnings.warn(
+                    f"{module._name}: the row-sparse gradient of its table of shape "
+                    f"{list(table.shape)} has grown over {_GROWTHS + 1} steps of "
+                    f"{type(optimizer).__name__}, and no optimizer steps or clears it, so the table "
+                    "is not trained: give an optimizer loss.parameters() too (after "
+                    "xs.replace_head: model.parameters())", stacklevel=5)
+    return is_left_out

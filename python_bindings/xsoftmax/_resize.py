@@ -1,6 +1,6 @@
 """Classes that come and go: what becomes of a table, its optimizers and its samplers where a loss gets another number of classes."""
 
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, TYPE_CHECKING, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,28 @@ def resize_classes(loss: "LinearLoss", num_classes: int, weight: Optional[Tensor
     if changes:
         linear.out_features = loss.num_classes = num_classes
         _watch(tables)
+
+
+def resize_parameters(owner: str, changes: List[Tuple[nn.Parameter, Tensor]],
+                      optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Gives parameters the values of tensors with other numbers of rows, in place.
+
+    Row optimizers that keep something of them follow, and so do the given ones of ``torch.optim``.
+    """
+    given = list(optimizers)
+    with torch.no_grad():
+        for parameter, values in changes:
+            count = len(values)
+            states = [state for each in given for state in _states(owner, each, [parameter], count)]
+            dense = [state for state in states if not state.is_sparse]
+            sparse = [(state, state.sparse(count)) for state in states if state.is_sparse]
+            tables = [parameter, *(state.value for state in dense)]
+            rows = [values[len(parameter):], *(state.rows(count) for state in dense)]
+            torch.ops.xsoftmax.resize_tables_(tables, rows, [count] * len(tables))
+            parameter.copy_(values)
+            for state, value in sparse:
+                state.of_table[state.name] = value
+    _watch([parameter for parameter, _ in changes])
 
 
 def _tables(owner: str, loss: "LinearLoss") -> List[Any]:

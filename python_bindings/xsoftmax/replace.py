@@ -1,7 +1,7 @@
 """Puts a loss of this package in the place of a model's output layer, and takes it out again."""
 
 import sys
-from typing import Any, List, Optional, Tuple, Type
+from typing import Any, Dict, List, Optional, Tuple, Type
 
 from torch import nn
 
@@ -9,26 +9,82 @@ from .linear_losses import LinearLoss, Loss, check_loss_class
 
 
 class MovedHead(nn.Identity):
-    """Stands where :func:`replace_head` took an nn.Linear out. It hands on the hidden state, which the loss takes, and raises where the Linear's
-    parameters or sizes are asked for: there are no logits here."""
+    """Stands where :func:`replace_head` took an nn.Linear out, and returns its input.
+
+    The loss is its submodule, so the model's `parameters()`, `train()`, `eval()` and `to()` reach
+    it. In the state dict of the model the table has the keys of the nn.Linear. What the loss keeps
+    besides (samplers, a learned log Z, class weights) stands under `loss.`, and a checkpoint may
+    lack it.
+    """
+
+    # The model alone is scripted; the loss scripts by itself.
+    __jit_ignored_attributes__ = ["loss"]
+    __jit_unused_properties__ = ["_linear"]
+
+    def __init__(self, loss: LinearLoss) -> None:
+        super().__init__()
+        self.loss = loss
+        self.register_load_state_dict_post_hook(_rename_missing)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias", "in_features", "out_features"):
-            raise AttributeError(f"MovedHead has no {name!r}: xs.replace_head took the nn.Linear out of here, and the model gives hidden states, no logits. "
-                                 "It is `loss.linear` of the loss that came back; xs.restore_head(model, loss) puts it here again")
+            raise AttributeError(
+                f"MovedHead has no {name!r}: xs.replace_head took the nn.Linear out of here, and "
+                "the model gives hidden states, no logits. It is `loss.linear` of the loss that "
+                "came back; xs.restore_head(model, loss) puts it here again")
         return super().__getattr__(name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state, prefix = super().state_dict(*args, **kwargs), kwargs.get("prefix", "")
+        for key in [key for key in state if key.startswith(prefix + _TABLE)]:
+            state[prefix + key[len(prefix + _TABLE):]] = state.pop(key)
+        return state
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+        self._prefix = prefix
+        for name in ("weight", "bias"):
+            if prefix + name in state_dict:
+                state_dict[prefix + _TABLE + name] = state_dict.pop(prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def _linear(self) -> nn.Linear:
+        return self.loss.linear
+
+    def _fqn_modifiers(self) -> Dict[str, str]:
+        """Tells torch.distributed.checkpoint which attribute holds the tensors of these keys."""
+        return {"weight": "_linear", "bias": "_linear"}
+
+
+_TABLE = "loss.linear."
+
+
+def _rename_missing(head: MovedHead, keys: Any) -> None:
+    """Names the table's missing keys as the state dict does, and drops those of the loss."""
+    prefix, names = head._prefix, []
+    for key in keys.missing_keys:
+        if key.startswith(prefix + _TABLE):
+            names.append(prefix + key[len(prefix + _TABLE):])
+        elif not key.startswith(prefix + "loss."):
+            names.append(key)
+    keys.missing_keys[:] = names
 
 
 def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: Any) -> Loss:
-    """Takes the Linear called `name` out of `model` and gives it back as a loss that shares its parameters.
+    """Takes the Linear called `name` out of `model` and returns a loss that shares its parameters.
 
-    An nn.Identity stays in its place, so that `model(x)` is now the hidden state that the loss takes::
+    `model(x)` is now the hidden state that the loss takes::
 
-        loss = xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, sampler="uniform", num_samples=512)
+        loss = xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, sampler="uniform",
+                               num_samples=512)
+        optimizer = xs.optim.RowAdam(model.parameters())
         loss(model(tokens), target).backward()
 
-    Load a checkpoint of the old model before this: its keys change. The parameters leave `model.parameters()` (unless they are tied to
-    others there), so the optimizer needs `loss.parameters()` too. :func:`restore_head` undoes it.
+    The loss is a part of the model: `model.parameters()` has its parameters once, and
+    `model.train()`, `model.eval()` and `model.to()` reach it. In `model.state_dict()` the table has
+    the keys of the Linear, so checkpoints of the model as it was load, and load there. What
+    samplers keep has keys of its own, `decoder.loss.sampler...`, which a checkpoint may lack.
+    :func:`restore_head` undoes it.
 
     A model of Hugging Face Transformers keeps its Linear, its parameters and its keys: there
     :func:`xsoftmax.integrations.transformers.replace_head` is called. With `labels` the model then gives the loss of this class, without
@@ -53,8 +109,9 @@ def replace_head(model: nn.Module, name: str, loss_class: Type[Loss], **kwargs: 
         from .integrations import transformers
 
         return transformers.replace_head(pretrained[0], loss_class, name=pretrained[1], **kwargs)
-    loss = loss_class.from_linear(linear, **kwargs)  # before the model is touched: an error leaves it whole
-    model.set_submodule(name, MovedHead())
+    loss = loss_class.from_linear(linear, **kwargs)  # an error leaves the model whole
+    loss.train(model.training)
+    model.set_submodule(name, MovedHead(loss))
     return loss
 
 

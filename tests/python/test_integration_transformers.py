@@ -187,8 +187,7 @@ def test_resize_token_embeddings(name, tied, count, tmp_path):
     assert loss.num_classes == count == len(loss.linear.weight) == embedding.num_embeddings == model.config.vocab_size
     assert loss.linear.weight is weight and model.get_output_embeddings() is loss.linear and loss.sampler.num_classes == count
     assert (embedding.weight is weight) == tied and torch.equal(weight[:kept], before[:kept])
-    if name != "llama":
-        step(1)  # the optimizer followed; an embedding of its own, as Llama's, has a dense state of the old size, as in Transformers
+    step(1)  # the optimizer followed, and with it the state of an untied embedding
     model.save_pretrained(tmp_path)
     read = type(model)._base_class.from_pretrained(tmp_path)
     torch.testing.assert_close(read(tokens()["input_ids"].clamp(max=V - 10)).logits, model.eval()(tokens()["input_ids"].clamp(max=V - 10)).logits)
@@ -252,16 +251,6 @@ def test_classifier_of_texts():
     assert model(batch["input_ids"]).logits.shape == (3, 500)
     with pytest.raises(ValueError, match="expected the name of its head.*'classifier'"):
         xs.integrations.transformers.replace_head(transformers.BertForSequenceClassification(config), **SAMPLED)
-
-
-def test_models_that_change_their_logits_are_refused():
-    config = transformers.Gemma2Config(vocab_size=V, hidden_size=D, intermediate_size=D, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-                                       head_dim=8, final_logit_softcapping=3.0, pad_token_id=0)
-    model = transformers.Gemma2ForCausalLM(config)
-    xs.integrations.transformers.replace_head(model, **EXACT)
-    with pytest.raises(RuntimeError, match="changes them before it returns them .by a scale, a soft cap"):
-        model(**tokens())
-    model(tokens()["input_ids"]).logits.sum().backward()  # and is whole
 
 
 def test_bad_calls():
@@ -440,7 +429,7 @@ def test_peft_with_a_frozen_head():
 def test_peft_that_changes_the_head_is_refused():
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install xsoftmax[integrations]")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    with pytest.raises(TypeError, match="put the head among modules_to_save, not among target_modules"):
+    with pytest.raises(glue.UnsupportedHeadError, match="put the head among modules_to_save, not among target_modules"):
         xs.integrations.transformers.replace_head(model, **SAMPLED)
     model = llama()
     xs.integrations.transformers.replace_head(model, **SAMPLED)

@@ -1,0 +1,200 @@
+"""Logits that are followed through a model's forward pass instead of being computed."""
+
+import math
+from typing import Any, Callable, NoReturn, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+
+class UnsupportedHeadError(TypeError):
+    """Raised for a model whose objective `replace_head` cannot keep.
+
+    The message names the model's class and the reason.
+    """
+
+
+class NoLogits:
+    """Takes the place of `outputs.logits` after a call with labels, and raises where it is used."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise AttributeError(
+            "a model whose head xs.replace_head replaced computes its loss without the logits: "
+            "call it without labels for logits (xs.integrations.transformers.Trainer does so "
+            "where compute_metrics is given)")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+    __getitem__ = __len__ = __iter__ = __array__ = _refuse
+    __add__ = __mul__ = __truediv__ = __matmul__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+                           ) -> Any:
+        return cls()._refuse()
+
+    def __repr__(self) -> str:
+        return "NoLogits()"
+
+
+def _refused(operation: str) -> Callable[..., Any]:
+    return lambda self, *_, **__: self._refuse(operation)
+
+
+class Logits:
+    """Stands for the logits [*, N] of a head during one forward pass with labels.
+
+    It holds the hidden states [*, D] and records how the model changes the logits. Reshaping and
+    indexing act on the hidden states. A bias, a scale and a soft cap are remembered as
+    ``outer * tanh(inner * (linear(hidden) + bias))``, without the tanh unless ``is_capped``.
+    ``F.cross_entropy`` of it calls the loss of the head. Any other operation raises
+    :class:`UnsupportedHeadError`, so no other objective is computed unnoticed.
+    """
+
+    def __init__(self, tap: Any, hidden: Tensor, bias: Optional[Tensor] = None,
+                 inner: float = 1.0, outer: float = 1.0, is_capped: bool = False) -> None:
+        self._tap, self.hidden, self.bias = tap, hidden, bias
+        self._inner, self._outer, self._is_capped = inner, outer, is_capped
+
+    def _with(self, **changes: Any) -> "Logits":
+        now = dict(hidden=self.hidden, bias=self.bias, inner=self._inner, outer=self._outer,
+                   is_capped=self._is_capped)
+        return Logits(self._tap, **{**now, **changes})
+
+    def _refuse(self, operation: str) -> NoReturn:
+        self._tap.refuse("expected the loss to be the cross entropy of the head's logits, changed "
+                         f"at most by a bias, a scale and a soft cap, got {operation} of them")
+
+    def transform(self) -> Tuple[float, Optional[float]]:
+        """(logit_scale, softcap) of ``softcap * tanh(logit_scale * (Wx + b) / softcap)``."""
+        if self._is_capped:
+            return self._inner * self._outer, self._outer
+        return self._inner, None
+
+    # ------------------------------------------------------------------------------ shape, place
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self.hidden.shape[:-1], self._tap.num_classes])
+
+    ndim = property(lambda self: self.hidden.dim())
+    device = property(lambda self: self.hidden.device)
+    dtype = property(lambda self: self.hidden.dtype)
+    requires_grad = property(lambda self: self.hidden.requires_grad)
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def size(self, dim: Optional[int] = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def view(self, *shape: Any) -> "Logits":
+        given = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sizes, width = list(given), self._tap.num_classes
+        if sizes and sizes[-1] == -1 and math.prod(sizes[:-1]) == math.prod(self.shape[:-1]):
+            sizes[-1] = width
+        if not sizes or sizes[-1] != width:
+            self._refuse(f"a view of shape {sizes}, whose last dimension is not the classes',")
+        return self._with(hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Logits":
+        if end_dim % self.ndim == self.ndim - 1 and start_dim % self.ndim != self.ndim - 1:
+            self._refuse("flatten over the classes")
+        return self._with(hidden=self.hidden.flatten(start_dim, end_dim))
+
+    def transpose(self, first: int, second: int) -> "Logits":
+        if self.ndim - 1 in (first % self.ndim, second % self.ndim):
+            self._refuse("transpose of the classes")
+        return self._with(hidden=self.hidden.transpose(first, second))
+
+    def __getitem__(self, index: Any) -> "Logits":
+        places = list(index) if isinstance(index, tuple) else [index]
+        taken = [0 if place is None or place is Ellipsis else
+                 place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
+                 for place in places]
+        has_ellipsis = any(place is Ellipsis for place in places)
+        if taken and taken[-1] and (has_ellipsis or sum(taken) == self.ndim):  # of the classes
+            last, width = places[-1], self._tap.num_classes
+            if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
+                self._refuse("a choice of classes")
+            places[-1] = slice(None)
+        return self._with(hidden=self.hidden[tuple(places)])
+
+    # --------------------------------------------------------------------- bias, scale, soft cap
+    def __add__(self, other: Any) -> "Logits":
+        width = self._tap.num_classes
+        is_bias = isinstance(other, Tensor) and other.dim() > 0 and (
+            other.numel() == other.shape[-1] == width)
+        if not is_bias or self.bias is not None or self._is_capped or self._inner != 1.0:
+            self._refuse("a sum with more than one bias, before any scale,")
+        return self._with(bias=other)
+
+    def _scaled(self, factor: Any, operation: str) -> "Logits":
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not is_number or factor == 0 or not math.isfinite(factor):
+            self._refuse(f"a {operation} with a {type(factor).__name__} in place of a number")
+        if self._is_capped:
+            return self._with(outer=self._outer * factor)
+        return self._with(inner=self._inner * factor)
+
+    def __mul__(self, other: Any) -> "Logits":
+        return self._scaled(other, "product")
+
+    def __truediv__(self, other: Any) -> "Logits":
+        is_number = isinstance(other, (int, float)) and other != 0
+        return self._scaled(1.0 / other if is_number else other, "quotient")
+
+    def tanh(self) -> "Logits":
+        if self._is_capped:
+            self._refuse("a second tanh")
+        return self._with(is_capped=True)
+
+    def _same(self, *_: Any, **__: Any) -> "Logits":
+        """Ignores casts and moves: the loss sums in float32, where the hidden states are."""
+        return self
+
+    __radd__ = add = __add__
+    __rmul__ = mul = multiply = __mul__
+    div = true_divide = __truediv__
+    contiguous = clone = to = cpu = cuda = float = half = bfloat16 = double = type = type_as = _same
+
+    # ---------------------------------------------------------------------------- everything else
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse(name)
+
+    __setitem__ = _refused("an assignment to a part")
+    __sub__ = __rsub__ = __neg__ = __rtruediv__ = __pow__ = _refused("arithmetic")
+    __matmul__ = __rmatmul__ = _refused("a matrix product")
+    __lt__ = __gt__ = __le__ = __ge__ = _refused("a comparison")
+    __iter__ = __bool__ = __float__ = __int__ = __array__ = _refused("the values")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+                           ) -> Any:
+        name, kwargs = function.__name__, kwargs or {}
+        logits = next(each for each in (*args, *kwargs.values()) if isinstance(each, Logits))
+        is_first = len(args) > 0 and args[0] is logits
+        if function is torch.nn.functional.cross_entropy and is_first:
+            return logits._tap.cross_entropy(*args, **kwargs)
+        if name in _COMMUTATIVE and len(args) == 2:
+            return getattr(logits, _COMMUTATIVE[name])(args[1] if is_first else args[0])
+        if name in _FUNCTIONS and is_first:
+            return getattr(logits, name)(*args[1:], **kwargs)
+        return logits._refuse(name)
+
+    def __repr__(self) -> str:
+        return f"Logits(shape={list(self.shape)})"
+
+
+_COMMUTATIVE = {"add": "__add__", "__add__": "__add__", "__radd__": "__add__", "mul": "__mul__",
+                "__mul__": "__mul__", "__rmul__": "__mul__", "multiply": "__mul__"}
+_FUNCTIONS = ("tanh", "div", "true_divide", "reshape", "flatten", "transpose", "clone")

@@ -1,0 +1,107 @@
+"""Resizing of a model's tables with its head's loss, its samplers and its optimizers."""
+
+import copy
+from typing import Any, Callable, Dict, List, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .._first_step import known_optimizers
+from .._resize import KNOWN_OPTIMIZERS, resize_parameters
+from ..optim.settle import settle
+from ._heads import Head, bias_after
+
+
+class _Snapshot:
+    """The tensors, modules and sizes of a model, as references."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.tensors = {name: (parameter, parameter.data) for name, parameter in
+                        model.named_parameters(remove_duplicate=False)}
+        self.modules = {module: (dict(module._modules), dict(module._parameters))
+                        for module in model.modules()}
+        self.buffers = {module: dict(module._buffers) for module in self.modules}
+        self.sizes = {module: {key: value for key, value in vars(module).items()
+                               if type(value) is int or key == "padding_idx"}
+                      for module in self.modules}
+        self.configs = [(config, copy.copy(vars(config))) for config in
+                        {id(each): each for each in (model.config, model.config.get_text_config())
+                         }.values()]
+
+    def resized(self) -> Dict[nn.Parameter, Tensor]:
+        """The new values of each parameter that has another number of rows."""
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        found: Dict[nn.Parameter, Tensor] = {}
+        for name, (parameter, before) in self.tensors.items():
+            new = now[name].data if name in now else before
+            if new.shape != before.shape and new.shape[1:] == before.shape[1:]:
+                found.setdefault(parameter, new)
+        return found
+
+    def restore_parameters(self, parameters: Any) -> None:
+        """Puts back the objects that were there, with their memory."""
+        for module, (modules, tensors) in self.modules.items():
+            for key, child in modules.items():
+                replaced = module._modules.get(key)
+                if replaced is not child and isinstance(child, nn.Linear):
+                    child.out_features = getattr(replaced, "out_features", child.out_features)
+                module._modules[key] = child
+            module._parameters.update(
+                {key: value for key, value in tensors.items() if value in parameters})
+        for parameter, data in self.tensors.values():
+            if parameter in parameters:
+                parameter.data = data
+
+    def restore(self) -> None:
+        for module, (modules, tensors) in self.modules.items():
+            module._modules.update(modules)
+            module._parameters.update(tensors)
+            module._buffers.update(self.buffers[module])
+            vars(module).update(self.sizes[module])
+        for parameter, data in self.tensors.values():
+            parameter.data = data
+        for config, options in self.configs:
+            vars(config).update(options)
+
+
+def resize_embeddings(model: Any, head: Head, resize: Callable[[], Any]) -> Any:
+    """Calls Transformers' resize, which says how new rows begin, and keeps every parameter's object.
+
+    Parameters that got another number of rows are resized in place, with what row optimizers and
+    the optimizers of ``torch.optim`` that have taken a step keep for them; the loss and its
+    samplers follow. An error changes nothing.
+    """
+    snapshot, loss = _Snapshot(model), head.loss
+    for parameter, _ in snapshot.tensors.values():
+        settle(parameter)
+    biased = head.bias is not None
+    try:
+        result = resize()
+        resized = snapshot.resized()
+        is_module = isinstance(result, nn.Module)
+        snapshot.restore_parameters(resized)
+        _resize_in_place(head, resized)
+    except Exception:
+        snapshot.restore()
+        raise
+    if biased:
+        head.link_bias(bias_after(model, head.name, head.linear))
+    return model.get_input_embeddings() if is_module else result
+
+
+def _resize_in_place(head: Head, resized: Dict[nn.Parameter, Tensor]) -> None:
+    loss = head.loss
+    optimizers = [each for each in known_optimizers() if isinstance(each, KNOWN_OPTIMIZERS)]
+    count = len(resized.get(head.linear.weight, head.linear.weight))
+    if count != loss.num_classes:
+        loss.resize_classes(count, optimizers=optimizers)  # first: it may refuse
+    others: List[Tuple[nn.Parameter, Tensor]] = [
+        (parameter, values) for parameter, values in resized.items()
+        if len(parameter) != len(values)]
+    resize_parameters(loss._name, others, optimizers)
+    with torch.no_grad():
+        for parameter in (head.linear.weight, head.linear.bias):
+            if parameter in resized:
+                parameter.copy_(resized[parameter])
+    head.linear.out_features = loss.num_classes

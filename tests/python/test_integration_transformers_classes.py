@@ -1,0 +1,186 @@
+"""The objective of Transformers' classes after replace_head: each class's own loss, or a refusal.
+
+A class whose labels are shifted otherwise, or whose logits are changed, would train another
+objective in silence. The program at the end goes over all classes: `pytest -m slow`.
+"""
+
+import collections
+
+import pytest
+import torch
+
+import xsoftmax as xs
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install xsoftmax[integrations]")
+glue = pytest.importorskip(
+    "xsoftmax.integrations.transformers",
+    reason="accelerate is not installed: pip install xsoftmax[integrations]")
+
+from transformers_classes import batch_of, classes, head_name, tiny_model  # noqa: E402
+
+MECHANISMS = {
+    "labels are shifted": "LlamaForCausalLM",
+    "a causal model whose labels are not": "BartForCausalLM",
+    "of permutations": "XLNetLMHeadModel",
+    "a bias that is a buffer": "BartForConditionalGeneration",
+    "a bias that is a parameter": "EsmForMaskedLM",
+    "a soft cap": "Gemma2ForCausalLM",
+    "a soft cap in a function": "RecurrentGemmaForCausalLM",
+    "a scale": "CohereForCausalLM",
+    "a scale that divides": "GraniteForCausalLM",
+    "a scale of that name that multiplies": "HyperCLOVAXForCausalLM",
+    "decoder inputs that only its own code makes": "M2M100ForConditionalGeneration",
+    "the head's dtype is read": "MambaForCausalLM",
+    "no table of input embeddings": "CanineForTokenClassification",
+    "logits of the last token": "GPT2ForSequenceClassification",
+    "terms of routers": "SwitchTransformersForConditionalGeneration",
+}
+REFUSED = {
+    "the head's weights without a call": "MobileBertForMaskedLM",
+    "log-probabilities of n-grams": "ProphetNetForConditionalGeneration",
+}
+
+
+def make_larger(model):
+    """Scales the head's table and fills its biases: a soft cap or a bias would else change little."""
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("final_logits_bias", "lm_head.bias")):
+                value.normal_()
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if head is not None:
+            head.weight.mul_(20)
+
+
+def own_and_replaced(name, **options):
+    """(values, gradients) of the model's loss as it was and with the exact loss in its head."""
+    results = []
+    for ours in (False, True):
+        model = tiny_model(name).eval()
+        batch = batch_of(name, model)
+        make_larger(model)
+        if ours:
+            glue.replace_head(model, xs.LinearCrossEntropyLoss, name=head_name(name, model))
+        value = model(**batch).loss
+        value.backward()
+        results.append((value.detach(), {key: parameter.grad for key, parameter in
+                                         model.named_parameters() if parameter.grad is not None}))
+    return results
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_loss_and_gradients_are_those_of_the_class(mechanism):
+    (value, gradients), (got, found) = own_and_replaced(MECHANISMS[mechanism])
+    torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == found.keys() and len(gradients) > 2
+    torch.testing.assert_close(found, gradients, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("mechanism", REFUSED)
+def test_another_objective_is_refused(mechanism):
+    name = REFUSED[mechanism]
+    model = tiny_model(name)
+    batch = batch_of(name, model)
+    loss = glue.replace_head(model, xs.LinearCrossEntropyLoss, name=head_name(name, model))
+    with pytest.raises(glue.UnsupportedHeadError, match=f"^replace_head of {name}: expected"):
+        model(**batch)
+    xs.restore_head(model, loss)
+    assert model(**batch).loss.requires_grad and type(model).__name__ == name  # and is whole
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "CohereForCausalLM",
+                                  "BartForConditionalGeneration", "EsmForMaskedLM"])
+def test_the_loss_by_itself_has_what_comes_after_the_head(name):
+    """`topk` and the exact loss of hidden states, before and after the first call with labels."""
+    model = tiny_model(name).eval()
+    make_larger(model)
+    batch = batch_of(name, model)
+    seen = []
+    loss = glue.replace_head(model, xs.LinearCrossEntropyLoss, name=head_name(name, model))
+    handle = loss.linear.weight, model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, args: seen.append(args[0]))
+    without = {key: value for key, value in batch.items() if key != "labels"}
+    if model.config.is_encoder_decoder:
+        without["decoder_input_ids"] = batch["input_ids"]
+    with torch.no_grad():
+        want = model(**without).logits.log_softmax(-1).topk(5)
+        for _ in range(2):
+            values, ids = loss.topk(seen[0], 5)
+            torch.testing.assert_close(values, want.values, rtol=1e-4, atol=1e-4)
+            assert torch.equal(ids, want.indices)
+            model(**batch)
+    del handle
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_bias_after_the_head_trains_if_it_is_a_parameter(kind):
+    name = dict(parameter="EsmForMaskedLM", buffer="BartForConditionalGeneration")[kind]
+    model = tiny_model(name).train()
+    loss = glue.replace_head(model, xs.SampledSoftmaxLoss, sampler="uniform", num_samples=9)
+    bias = model.lm_head.bias if kind == "parameter" else model.final_logits_bias
+    before = bias.detach().clone()
+    optimizer = xs.optim.RowAdam(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**batch_of(name, model)).loss.backward()
+        optimizer.step()
+    optimizer.flush()
+    assert torch.equal(bias.detach(), before) == (kind == "buffer")
+    assert loss.linear.bias is bias or kind == "buffer" and not loss.linear.bias.requires_grad
+    assert xs.restore_head(model, loss) is model.get_output_embeddings()
+    assert sorted(model.state_dict()) == sorted(tiny_model(name).state_dict())
+
+
+def test_given_options_that_the_model_does_not_follow():
+    """`shift` is the user's word; a scale or soft cap is the model's."""
+    name = "BartForCausalLM"
+    model = tiny_model(name).eval()
+    batch = batch_of(name, model)
+    own = model(**batch).loss
+    for shift, is_own in ((False, True), (True, False)):
+        loss = glue.replace_head(model, xs.LinearCrossEntropyLoss, shift=shift)
+        assert torch.allclose(model(**batch).loss, own) == is_own
+        xs.restore_head(model, loss)
+    loss = glue.replace_head(model, xs.LinearCrossEntropyLoss, softcap=1.0)
+    torch.testing.assert_close(model(**batch).loss, own)
+    assert loss.softcap is None
+
+
+# ------------------------------------------------------------------------------------ all classes
+
+def outcome_of(name):
+    """(what became of a class, details)"""
+    try:
+        model = tiny_model(name).eval()
+        batch = batch_of(name, model)
+        with torch.no_grad():
+            own = model(**batch).loss.item()
+        assert own == own
+    except Exception as error:  # of Transformers, or of our tiny config
+        return "not built", f"{type(error).__name__}: {error}"
+    try:
+        glue.replace_head(model, xs.LinearCrossEntropyLoss, name=head_name(name, model))
+        with torch.no_grad():
+            got = model(**batch).loss.item()
+    except glue.UnsupportedHeadError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "raw error", f"{type(error).__name__}: {error}"
+    is_same = abs(got - own) <= 2e-5 * (1 + abs(own))
+    return ("same", "") if is_same else ("another objective", f"{got} instead of {own}")
+
+
+@pytest.mark.slow
+def test_every_class_keeps_its_objective_or_is_refused():
+    found = collections.defaultdict(dict)
+    for name in classes():
+        outcome, details = outcome_of(name)
+        found[outcome][name] = details
+    for outcome in ("refused", "not built", "raw error", "another objective"):
+        print(f"\n{outcome}: {len(found[outcome])}")
+        for name, details in found[outcome].items():
+            print(f"  {name}: {details[:200]}")
+    print(f"\nthe same: {len(found['same'])}")
+    assert not found["raw error"] and not found["another objective"]
+    assert len(found["same"]) > 300 and len(found["not built"]) < 25 > len(found["refused"])

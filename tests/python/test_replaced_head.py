@@ -1,0 +1,209 @@
+"""A loss that xs.replace_head put into a plain model is a part of it: parameters, modes, moves and
+checkpoints are those of the model."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+
+import xsoftmax as xs
+
+D, N = 6, 40
+SAMPLERS = {"uniform": dict(sampler="uniform"), "midx": dict(sampler="midx"),
+            "log_z": dict(sampler="uniform", estimator="nce", log_z="learned"),
+            "weighted": dict(sampler="uniform", weight=torch.linspace(0.5, 1.5, N))}
+
+
+class Model(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(D, D)
+        self.decoder = nn.Linear(D, N, bias=bias)
+
+    def forward(self, input):
+        return self.decoder(self.body(input))
+
+
+def batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, D, generator=generator), torch.randint(N, (8,), generator=generator)
+
+
+def replaced(bias=True, **options):
+    model = Model(bias)
+    kwargs = dict(num_samples=6, **(options or SAMPLERS["uniform"]))
+    return model, xs.replace_head(model, "decoder", xs.SampledSoftmaxLoss, **kwargs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_optimizer_over_the_model_trains_the_table(bias):
+    """Without the loss in the model the table stays as it was, and its gradient grows."""
+    model, loss = replaced(bias)
+    assert len(list(model.parameters())) == len(set(model.parameters())) == 3 + bias
+    assert set(loss.parameters()) <= set(model.parameters())
+    optimizer, before = xs.optim.RowAdam(model.parameters(), lr=0.1), loss.linear.weight.clone()
+    for seed in range(3):
+        optimizer.zero_grad()
+        input, target = batch(seed)
+        loss(model(input), target).backward()
+        assert loss.linear.weight.grad._nnz() < N
+        optimizer.step()
+    optimizer.flush()
+    assert not torch.equal(loss.linear.weight, before)
+
+
+def test_modes_and_moves_reach_the_loss():
+    model, loss = replaced()
+    input, target = batch()
+    model.eval()
+    assert not loss.training
+    logits = F.linear(model(input), loss.linear.weight, loss.linear.bias)
+    torch.testing.assert_close(loss(model(input), target), F.cross_entropy(logits, target))
+    assert model.train() is model and loss.training
+    model.double()
+    assert {value.dtype for value in loss.parameters()} == {torch.float64}
+    model.zero_grad()
+    assert any(module is loss for module in model.modules())
+    frozen = Model().eval()
+    assert not xs.replace_head(frozen, "decoder", xs.LinearCrossEntropyLoss).training
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("options", SAMPLERS)
+def test_checkpoints_go_both_ways(options, bias, nested):
+    """Old checkpoints load into a model with a loss, new ones into the model as it was."""
+    def wrapped(model):
+        return nn.Sequential(model) if nested else model
+
+    old, (model, loss) = wrapped(Model(bias)), replaced(bias, **SAMPLERS[options])
+    model = wrapped(model)
+    with torch.no_grad():
+        for value in old.parameters():
+            value.add_(1)
+    prefix = "0.decoder." if nested else "decoder."
+    extra = [prefix + "loss." + key for key in loss.state_dict() if "linear." not in key]
+    assert sorted(model.state_dict()) == sorted([*old.state_dict(), *extra])
+    places = [value.data_ptr() for value in model.state_dict().values() if value.numel() > 0]
+    assert len(set(places)) == len(places)  # each tensor once
+    assert model.load_state_dict(old.state_dict()) == ([], [])
+    torch.testing.assert_close(loss.linear.weight, old.get_parameter(prefix + "weight"))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(2)
+    keys = old.load_state_dict(model.state_dict(), strict=not extra)
+    assert sorted(keys.unexpected_keys) == sorted(extra) and not keys.missing_keys
+    torch.testing.assert_close(loss.linear.weight, old.get_parameter(prefix + "weight"))
+    twin = wrapped(replaced(bias, **SAMPLERS[options])[0])
+    assert twin.load_state_dict(model.state_dict()) == ([], [])
+    for key, value in twin.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+
+
+def test_missing_and_unexpected_keys_are_named_as_the_state_dict_names_them():
+    model, _ = replaced(**SAMPLERS["log_z"])
+    state = model.state_dict()
+    del state["decoder.weight"], state["decoder.loss.log_z"]
+    with pytest.raises(RuntimeError, match='Missing key.*: "decoder.weight"'):
+        model.load_state_dict(state)
+    state = {**model.state_dict(), "decoder.scale": torch.ones(1)}
+    with pytest.raises(RuntimeError, match='Unexpected key.*: "decoder.scale"'):
+        model.load_state_dict(state)
+
+
+def test_state_dicts_come_up_to_date():
+    """Rows that owe steps to a row optimizer are saved as after the steps."""
+    model, loss = replaced()
+    optimizer = xs.optim.RowAdam(model.parameters(), lr=0.1, weight_decay=0.1)
+    for seed in range(3):
+        optimizer.zero_grad()
+        input, target = batch(seed)
+        loss(model(input), target).backward()
+        optimizer.step()
+    saved = model.state_dict()["decoder.weight"].clone()
+    optimizer.flush()
+    assert torch.equal(saved, loss.linear.weight)
+
+
+def test_copies_have_losses_of_their_own():
+    model, loss = replaced()
+    twin = copy.deepcopy(model)
+    assert twin.decoder.loss is not loss
+    with torch.no_grad():
+        twin.decoder.loss.linear.weight.zero_()
+    assert loss.linear.weight.abs().sum() > 0
+    restored = xs.restore_head(model, loss)
+    assert restored is model.decoder and list(model.state_dict()) == list(Model().state_dict())
+
+
+def test_distributed_checkpoints_of_one_process():
+    model, loss = replaced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    input, target = batch()
+    loss(model(input), target).backward()
+    optimizer.step()
+    state, of_optimizer = dcp.get_state_dict(model, optimizer)
+    assert "decoder.weight" in state
+    want = loss.linear.weight.detach().clone()
+    with torch.no_grad():
+        loss.linear.weight.zero_()
+    dcp.set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+    assert torch.equal(loss.linear.weight, want) or torch.equal(loss.linear.weight,
+                                                                 state["decoder.weight"])
+
+
+def test_scripts():
+    model, _ = replaced()
+    input, _ = batch()
+    assert torch.equal(torch.jit.script(model)(input), model(input))
+
+
+# ---------------------------------------------------------------- a table that no optimizer has
+
+def encoder_alone():
+    """A program that forgets the loss's parameters."""
+    torch.manual_seed(0)
+    encoder = nn.Linear(D, D)
+    loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=6)
+    return encoder, loss
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, xs.optim.RowAdam])
+def test_a_gradient_that_grows_without_an_optimizer_is_warned_of_once(kind):
+    encoder, loss = encoder_alone()
+    optimizer = kind(encoder.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(9):
+            optimizer.zero_grad()
+            input, target = batch(seed)
+            loss(encoder(input), target).backward()
+            optimizer.step()
+    assert len(caught) == 1
+    assert (rf"the row-sparse gradient of its table of shape [{N}, {D}] has grown over 4 steps of "
+            rf"{kind.__name__}" in str(caught[0].message))
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("program", ["two optimizers", "accumulation", "cleared"])
+def test_gradients_that_are_stepped_or_cleared_are_not_warned_of(program):
+    encoder, loss = encoder_alone()
+    optimizers = [torch.optim.AdamW(encoder.parameters()), xs.optim.RowAdam(loss.parameters())]
+    if program == "cleared":
+        optimizers.pop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(12):
+            input, target = batch(seed)
+            loss(encoder(input), target).backward()
+            if seed % 3 < 2 and program == "accumulation":
+                continue
+            for optimizer in optimizers:
+                optimizer.step()
+            encoder.zero_grad()
+            loss.zero_grad()
