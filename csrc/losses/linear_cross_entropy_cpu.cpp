@@ -246,9 +246,9 @@ class BackwardPass {
         const A* saved_row = block.saved ? const_data<A>(saved) + q * saved.stride(0) : nullptr;
         const int64_t j = terms_.target[q] - block.begin;
         const bool here = uint64_t(j) < uint64_t(block.size);
-        A target_slope = target_grad;
+        A at_target = target_grad; // what the gradient of the target's score is lowered by
         if (transform_.active()) { // read before the gradient overwrites the logit
-          target_slope *= here ? transform_.derivative(block.saved ? saved_row[j] : widened(row + j)) : A(1);
+          at_target *= here ? transform_.derivative(block.saved ? saved_row[j] : widened(row + j)) : A(1);
           block.saved ? kernels.transformed_gradient_of_saved(row, saved_row, weight, max, scale, even, block.size, transform_.rows())
                       : kernels.transformed_gradient(row, row, weight, max, scale, even, block.size, transform_.rows());
         } else if (block.saved) {
@@ -257,7 +257,7 @@ class BackwardPass {
           kernels.gradient(row, row, bias, weight, max, scale, even, block.size);
         }
         if (here) {
-          const A value = widened(row + j) - target_slope;
+          const A value = widened(row + j) - at_target;
           row_kernels().of(row).round_row(row + j, &value, 1);
         }
       }

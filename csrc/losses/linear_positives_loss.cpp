@@ -139,16 +139,16 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
     const Tensor rows = input.narrow(0, begin, size), share = shares.narrow(0, begin, size);
     QueryBlock block(rows, weight, bias, positives.narrow(0, begin, size), options, /*wants_derivative=*/true);
     const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1), nothing = share.eq(0).logical_or(of_query.eq(0));
-    const Tensor others = (block.normalizer - block.score).sigmoid().masked_fill(nothing, 0); // share of the classes that are no positive
-    Tensor moved = at::where(nothing, 0.0, of_query * share * others), raised = moved; // what the positives lose, and the normaliser gets
-    Tensor still = moved.sum(1, /*keepdim=*/true).eq(0);
+    const Tensor others = (block.normalizer - block.score).sigmoid(); // share of the classes that are no positive
+    Tensor moved = at::where(nothing, 0.0, of_query * share * others); // from the positives to the others
+    Tensor total = moved.sum(1, /*keepdim=*/true), still = total.eq(0), unmoved = still;
     if (options.z_loss != 0) {
-      const Tensor pull = at::where(nothing, 0.0, of_query * share * at::logaddexp(block.normalizer, block.score) * (2 * options.z_loss));
-      raised = moved + pull * others;
-      moved = moved - pull * (1 - others);
+      const Tensor pull = of_query * share * at::logaddexp(block.normalizer, block.score) * (2 * options.z_loss);
+      total = total + at::where(nothing, 0.0, pull * others).sum(1, /*keepdim=*/true);
+      moved = moved - at::where(nothing, 0.0, pull * (1 - others));
       still = nothing.all(1, /*keepdim=*/true);
+      unmoved = total.eq(0);
     }
-    const Tensor total = raised.sum(1, /*keepdim=*/true), unmoved = total.eq(0);
     Tensor& gradient = block.logits; // in the place of the logits; of a query without a finite normaliser, 0
     for_slices(gradient, size, [&](int64_t first, int64_t count) {
       Tensor part = gradient.narrow(0, first, count);

@@ -1,6 +1,7 @@
 """logit_scale, softcap and z_loss of the losses against PyTorch: F.cross_entropy of transformed logits and c times the mean squared logsumexp."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -370,11 +371,14 @@ def test_diagnose_measures_the_logits():
     torch.testing.assert_close(found.kl, (-torch.tensor(float(N)).log() - log_p).mean().item())
 
 
-def test_advise_keeps_the_options():
+def test_advise_keeps_the_options(monkeypatch):
+    """The line of code of every loss names them, and the sampled losses that were measured have them."""
+    monkeypatch.setattr(sys.modules["xsoftmax.advise"], "_ROUNDS", 3)
     input, target = torch.randn(64, D, generator=torch.Generator().manual_seed(0)), torch.arange(64) % N
     loss = xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=4, logit_scale=2.0, softcap=30.0, z_loss=1e-4)
-    text = str(xs.advise(loss, input, target, seconds=1.0))
-    assert "logit_scale=2.0, softcap=30.0, z_loss=0.0001" in text
+    rows = {row.name: row for row in xs.advise(loss, input, target, 10, samplers=["uniform"], draws=[4]).rows}
+    assert all("logit_scale=2.0, softcap=30.0, z_loss=0.0001" in rows[name].code for name in ("exact", "uniform 4"))
+    assert rows["uniform 4"].bias < 0.5  # of the exact gradient with the same options
 
 
 def test_options_follow_what_is_assigned():
