@@ -5,6 +5,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/block_product.cpp
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
+  csrc/core/draft_folder.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
   csrc/core/long_work.cpp
@@ -13,6 +14,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/options.cpp
   csrc/core/philox.cpp
   csrc/core/products.cpp
+  csrc/core/regular_file.cpp
   csrc/core/row_groups.cpp
   csrc/core/scale_gradient.cpp
   csrc/core/sparse_rows.cpp
