@@ -18,6 +18,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/row_groups.cpp
   csrc/core/scale_gradient.cpp
   csrc/core/sparse_rows.cpp
+  csrc/core/state_lock.cpp
   csrc/ids/id_table.cpp
   csrc/ids/id_table_cpu.cpp
   csrc/ids/id_table_module.cpp
