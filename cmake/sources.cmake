@@ -6,6 +6,7 @@ set(XSOFTMAX_SOURCES
   csrc/core/block_product.cpp
   csrc/core/checks.cpp
   csrc/core/cpu_dispatch.cpp
+  csrc/core/draft_folder.cpp
   csrc/core/impl.cpp
   csrc/core/init.cpp
   csrc/core/long_work.cpp
@@ -14,9 +15,11 @@ set(XSOFTMAX_SOURCES
   csrc/core/options.cpp
   csrc/core/philox.cpp
   csrc/core/products.cpp
+  csrc/core/regular_file.cpp
   csrc/core/row_groups.cpp
   csrc/core/scale_gradient.cpp
   csrc/core/sparse_rows.cpp
+  csrc/core/state_lock.cpp
   csrc/ids/id_table.cpp
   csrc/ids/id_table_cpu.cpp
   csrc/ids/id_table_module.cpp

@@ -1,6 +1,7 @@
 #include "core/mapped_file.h"
 
 #include "core/checks.h"
+#include "core/regular_file.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -39,8 +40,6 @@ struct NamedType {
 };
 constexpr std::array kTypes{NamedType{"F64", at::kDouble},    NamedType{"F32", at::kFloat}, NamedType{"F16", at::kHalf},
                             NamedType{"BF16", at::kBFloat16}, NamedType{"I64", at::kLong},  NamedType{"I32", at::kInt}};
-
-std::string reason() { return std::strerror(errno); }
 
 std::string header_text(const MappedHeader& header) {
   std::string text = std::string(R"({"__metadata__":{"state":")") + kStates[size_t(header.state)] + R"(","format":"pt","xsoftmax":")" + kVersion +
@@ -102,7 +101,8 @@ class HeaderReader {
   }
   bool word(std::string& to) {
     const size_t end = left_.starts_with('"') ? left_.find('"', 1) : std::string_view::npos;
-    if (end == std::string_view::npos || end > 64) {
+    const auto is_plain = [](char c) { return c >= ' ' && c <= '~'; }; // messages quote it
+    if (end == std::string_view::npos || end > 64 || !std::all_of(left_.begin(), left_.begin() + end, is_plain)) {
       return false;
     }
     to = left_.substr(1, end - 1);
@@ -142,13 +142,6 @@ class HeaderReader {
 
   std::string_view left_;
 };
-
-struct stat status_of(const char* op, const std::string& path, int handle) {
-  struct stat found;
-  TORCH_CHECK(fstat(handle, &found) == 0, op, ": cannot read ", path, ": ", reason());
-  TORCH_CHECK_VALUE(S_ISREG(found.st_mode), op, ": expected ", path, " as a file, got something else");
-  return found;
-}
 
 /// Files that are open, so that a second tensor of one is the same memory, and so that all are whole where a process ends in order.
 class OpenFiles {
@@ -246,6 +239,23 @@ uint64_t MappedFile::bytes() const {
   return total;
 }
 
+bool MappedFile::remove_unfinished(const std::string& path) {
+  struct stat found;
+  if (lstat(path.c_str(), &found) != 0 || !S_ISREG(found.st_mode)) {
+    return false;
+  }
+  const FileHandle file(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW));
+  struct stat open;
+  if (file.number() < 0 || flock(file.number(), LOCK_EX | LOCK_NB) != 0 || fstat(file.number(), &open) != 0 || open.st_ino != found.st_ino) {
+    return false; // of a process that is at work
+  }
+  std::string page(kPage, '\0');
+  MappedHeader header;
+  const bool begun = pread(file.number(), page.data(), kPage, 0) == ssize_t(kPage) && HeaderReader(page).read(header) && header_text(header) == page &&
+      header.state == FileState::kBegun;
+  return (begun || open.st_size == 0) && unlink(path.c_str()) == 0;
+}
+
 bool MappedFile::exists(const std::string& path) {
   struct stat found;
   return stat(path.c_str(), &found) == 0;
@@ -253,14 +263,14 @@ bool MappedFile::exists(const std::string& path) {
 
 void MappedFile::lock(const char* op) {
   while (flock(handle_, (writable_ ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) {
-    TORCH_CHECK(errno == EINTR || errno == EWOULDBLOCK, op, ": cannot lock ", path_, ": ", reason());
+    TORCH_CHECK(errno == EINTR || errno == EWOULDBLOCK, op, ": cannot lock ", path_, ": ", system_error());
     TORCH_CHECK(errno == EINTR, op, ": ", path_, " is in use by another process, which ", writable_ ? "reads or writes" : "writes to", " it");
   }
 }
 
 void MappedFile::map(const char* op) {
   void* const memory = mmap(nullptr, bytes(), PROT_READ | PROT_WRITE, writable_ ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE, handle_, 0);
-  TORCH_CHECK(memory != MAP_FAILED, op, ": cannot map the ", bytes(), " bytes of ", path_, ": ", reason());
+  TORCH_CHECK(memory != MAP_FAILED, op, ": cannot map the ", bytes(), " bytes of ", path_, ": ", system_error());
   begin_ = static_cast<char*>(memory);
   recent_ = std::make_unique<std::atomic<uint32_t>[]>(size_t(1) << kRecentBits); // page 0 is the header
   process_ = getpid();
@@ -288,11 +298,13 @@ std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string
   }
   header.state = FileState::kBegun;
   const int handle = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  TORCH_CHECK(handle >= 0, op, ": cannot make ", path, ": ", reason());
+  TORCH_CHECK(handle >= 0, op, ": cannot make ", path, ": ", system_error());
   std::shared_ptr<MappedFile> file(new MappedFile(path, handle, /*writable=*/true));
   try {
     file->header_ = std::move(header);
     file->lock(op);
+    struct stat made;
+    TORCH_CHECK(fstat(handle, &made) == 0 && made.st_nlink > 0, op, ": ", path, " was removed while it was made");
     file->set_state(FileState::kBegun);
     file->map(op); // before anything is reserved: an address space that is too small is found first
     int refused = 0;
@@ -309,10 +321,10 @@ std::shared_ptr<MappedFile> MappedFile::create(const char* op, const std::string
 }
 
 void MappedFile::read_header(const char* op) {
-  const uint64_t size = uint64_t(status_of(op, path_, handle_).st_size);
+  const uint64_t size = uint64_t(regular_file_status(op, path_, handle_).st_size);
   std::string page(kPage, '\0');
   const ssize_t got = pread(handle_, page.data(), kPage, 0);
-  TORCH_CHECK(got >= 0, op, ": cannot read ", path_, ": ", reason());
+  TORCH_CHECK(got >= 0, op, ": cannot read ", path_, ": ", system_error());
   const bool ours = got == ssize_t(kPage) && HeaderReader(page).read(header_) && header_text(header_) == page;
   TORCH_CHECK_VALUE(ours || size == 0, op, ": expected ", path_, " as a file that xs.tables made, got another one");
   TORCH_CHECK(ours && header_.state != FileState::kBegun, op, ": ", path_, " is not whole: its creation was not finished. Delete it, and make it anew");
@@ -323,13 +335,12 @@ void MappedFile::read_header(const char* op) {
 std::shared_ptr<MappedFile> MappedFile::open(const char* op, const std::string& given_path, bool writable, bool recover, const Check& check) {
   check_path(op, given_path);
   const std::string path = whole_path(given_path);
-  const int handle = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
-  TORCH_CHECK(handle >= 0, op, ": cannot open ", path, writable ? " for writing: " : ": ", reason());
-  std::shared_ptr<MappedFile> file(new MappedFile(path, handle, writable));
-  const struct stat found = status_of(op, path, handle);
+  FileHandle opened = open_regular_file(op, path, writable ? O_RDWR : O_RDONLY);
+  const struct stat found = regular_file_status(op, path, opened.number());
+  std::shared_ptr<MappedFile> file(new MappedFile(path, opened.release(), writable));
   const std::lock_guard guard(OpenFiles::all().mutex);
   for (const auto& known : OpenFiles::all().alive()) {
-    const struct stat other = status_of(op, known->path_, known->handle_);
+    const struct stat other = regular_file_status(op, known->path_, known->handle_);
     if (other.st_dev == found.st_dev && other.st_ino == found.st_ino && known->process_ == getpid()) {
       TORCH_CHECK(known->writable_ == writable, op, ": ", path, " is open in this process for ", known->writable_ ? "writing" : "reading", " already");
       check(*known);
@@ -398,7 +409,7 @@ std::vector<Tensor> MappedFile::tensors() {
 void MappedFile::set_state(FileState state) {
   header_.state = state;
   const std::string page = header_text(header_);
-  TORCH_CHECK(write_all(handle_, page.data(), page.size(), 0) && fdatasync(handle_) == 0, "tables: cannot write ", path_, ": ", reason());
+  TORCH_CHECK(write_all(handle_, page.data(), page.size(), 0) && fdatasync(handle_) == 0, "tables: cannot write ", path_, ": ", system_error());
   state_ = state;
 }
 
@@ -487,7 +498,7 @@ void MappedFile::write_back(bool asked) {
     other->write_back(asked);
   }
   const std::lock_guard guard(mutex_);
-  TORCH_CHECK(msync(begin_, bytes(), MS_SYNC) == 0, "tables: cannot write ", path_, ": ", reason());
+  TORCH_CHECK(msync(begin_, bytes(), MS_SYNC) == 0, "tables: cannot write ", path_, ": ", system_error());
   torn_ = torn_ && !asked;
   if (state_ != FileState::kWhole && !torn_ && writers_ == 0) {
     set_state(FileState::kWhole);

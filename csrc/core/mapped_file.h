@@ -55,6 +55,8 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   /// The file that a tensor lies in, or null.
   static MappedFile* of(const at::Tensor& tensor);
   static bool exists(const std::string& path);
+  /// Removes a file whose creation was cut short, unless a process is at work on it. Returns whether it did.
+  static bool remove_unfinished(const std::string& path);
 
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;

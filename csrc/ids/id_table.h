@@ -35,6 +35,8 @@ namespace xsoftmax {
 // Ids that wait for admission stand in the same hash table, C of them at most: where one more comes, the half that was seen longest ago is forgotten (ties:
 // least often, then the smallest id).
 //
+// Calls of several threads on one state: look-ups run side by side, inserts and removals one after the other.
+//
 // Look-ups run on all threads; rows are given out on one, in the order of the batch, so the number of threads changes nothing.
 
 enum IdTableState : size_t { kSlots, kRowIds, kSeen, kVictims, kCounters, kIdTableState };

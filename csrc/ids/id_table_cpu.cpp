@@ -1,6 +1,7 @@
 #include "ids/id_table.h"
 
 #include "core/checks.h"
+#include "core/state_lock.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -11,6 +12,7 @@
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -385,9 +387,10 @@ std::tuple<Tensor, Tensor> id_table_insert_(const Tensor& ids, at::TensorList st
   constexpr const char* op = "id_table_insert_";
   const IdTableOptions options = id_table_options(op, text);
   check_id_table(op, "ids", ids, state);
+  const Tensor given = ids.to(at::kCPU).contiguous(), found = at::empty(ids.sizes(), given.options());
+  const std::lock_guard guard(state_lock(state[kCounters]));
   const IdTableView table = id_table_view(op, state, /*writes=*/true);
   TORCH_CHECK_VALUE(table.counters[kStep] < kMostSteps, op, ": expected fewer than ", kMostSteps, " batches");
-  const Tensor given = ids.to(at::kCPU).contiguous(), found = at::empty(ids.sizes(), given.options());
   const int64_t n = given.numel();
   const int64_t* id = given.const_data_ptr<int64_t>();
   int64_t* rows = found.mutable_data_ptr<int64_t>();
@@ -428,8 +431,9 @@ std::tuple<Tensor, Tensor> id_table_insert_(const Tensor& ids, at::TensorList st
 Tensor id_table_find(const Tensor& ids, at::TensorList state) {
   constexpr const char* op = "id_table_find";
   check_id_table(op, "ids", ids, state);
-  const IdTableView table = id_table_view(op, state, /*writes=*/false);
   const Tensor given = ids.to(at::kCPU).contiguous(), rows = at::empty(ids.sizes(), given.options());
+  const std::shared_lock guard(state_lock(state[kCounters]));
+  const IdTableView table = id_table_view(op, state, /*writes=*/false);
   check_fits(op, find_rows(table, given.const_data_ptr<int64_t>(), given.numel(), rows.mutable_data_ptr<int64_t>()), table.capacity);
   return rows.to(ids.device());
 }
@@ -437,8 +441,9 @@ Tensor id_table_find(const Tensor& ids, at::TensorList state) {
 Tensor id_table_remove_(const Tensor& ids, at::TensorList state) {
   constexpr const char* op = "id_table_remove_";
   check_id_table(op, "ids", ids, state);
-  const IdTableView table = id_table_view(op, state, /*writes=*/true);
   const Tensor given = ids.to(at::kCPU).contiguous(), rows = at::empty(ids.sizes(), given.options());
+  const std::lock_guard guard(state_lock(state[kCounters]));
+  const IdTableView table = id_table_view(op, state, /*writes=*/true);
   const int64_t* id = given.const_data_ptr<int64_t>();
   const IdTableOptions options;
   Writer writer(table, options);
@@ -449,8 +454,9 @@ Tensor id_table_remove_(const Tensor& ids, at::TensorList state) {
 Tensor id_table_ids(const Tensor& rows, at::TensorList state, int64_t missing) {
   constexpr const char* op = "id_table_ids";
   check_id_table(op, "rows", rows, state);
-  const IdTableView table = id_table_view(op, state, /*writes=*/false);
   const Tensor given = rows.to(at::kCPU).contiguous(), ids = at::empty(rows.sizes(), given.options());
+  const std::shared_lock guard(state_lock(state[kCounters]));
+  const IdTableView table = id_table_view(op, state, /*writes=*/false);
   check::class_ids(op, "rows", given, table.capacity);
   const int64_t* row = given.const_data_ptr<int64_t>();
   int64_t* id = ids.mutable_data_ptr<int64_t>();

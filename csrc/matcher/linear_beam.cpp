@@ -78,7 +78,12 @@ void BeamLayer::score(int64_t parent, const Queries& queries, int64_t query, flo
 
 void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const BeamOptions& options,
                            std::span<const std::vector<bool>> allowed, int64_t* leaf, float* score, int64_t* found) {
-  const float start = options.combiner == ScoreCombiner::Add ? 0.0f : 1.0f;
+  float start = 1.0f; // what leaves the first layer's values as they are
+  if (options.combiner == ScoreCombiner::Add) {
+    start = 0.0f;
+  } else if (options.combiner == ScoreCombiner::LogAdd) {
+    start = -std::numeric_limits<float>::infinity();
+  }
   beam_.assign(queries.count, {0, start});
   begin_.resize(queries.count + 1);
   std::iota(begin_.begin(), begin_.end(), int64_t(0));
@@ -88,10 +93,22 @@ void BeamWorkspace::search(const std::vector<BeamLayer>& layers, const Queries& 
   }
   for (int64_t q = 0; q < queries.count; ++q) {
     found[q] = begin_[q + 1] - begin_[q];
-    for (int64_t k = 0; k < options.topk; ++k) {
-      const bool there = k < found[q];
-      leaf[q * options.topk + k] = there ? beam_[begin_[q] + k].node : -1;
-      score[q * options.topk + k] = there ? beam_[begin_[q] + k].score : 0.0f;
+    report(q, options, leaf + q * options.topk, score + q * options.topk);
+  }
+}
+
+void BeamWorkspace::report(int64_t query, const BeamOptions& options, int64_t* leaf, float* score) const {
+  constexpr float kLeast = std::numeric_limits<float>::min(), kStep = std::numeric_limits<float>::epsilon();
+  const Node* best = beam_.data() + begin_[query];
+  const int64_t found = begin_[query + 1] - begin_[query];
+  std::fill(leaf + found, leaf + options.topk, -1);
+  std::fill(score + found, score + options.topk, 0.0f);
+  for (int64_t k = 0; k < found; ++k) {
+    leaf[k] = best[k].node;
+    if (options.logs) { // those that are too small fall to the end of the row as the others do
+      score[k] = std::max(std::exp(best[k].score), kLeast * (1.0f + float(found - 1 - k) * kStep));
+    } else {
+      score[k] = best[k].score == 0.0f ? kLeast : best[k].score;
     }
   }
 }

@@ -73,13 +73,19 @@ struct BeamOptions {
   ScoreTransform transform;
   int power; ///< of a hinge
   ScoreCombiner combiner;
+  bool logs; ///< Scores are logs: e^score is reported.
 };
 
 /// What a search needs beside the model; kept for the next one.
 class BeamWorkspace {
  public:
-  /// The best topk leaves of each query, best first, equal scores by leaf: `leaf` and `score` [count][topk], -1 and 0 behind the last; `found`
-  /// [count] how many. `allowed`, where not empty: of each layer's nodes those that may be entered.
+  /// Finds the best topk leaves of each query, best first, equal scores by leaf: `leaf` and `score`
+  /// [count][topk], -1 and 0 behind the last; `found` [count] how many. `allowed`, where not empty:
+  /// of each layer's nodes those that may be entered.
+  ///
+  /// No reported score is 0, which sparse formats drop. Where scores are logs, e^score of the i-th
+  /// leaf before the last one found is at least the i-th float after 2^-126, so that the smallest
+  /// ones are in order, too. A score of 0 that is no log of this kind is reported as 2^-126.
   void search(const std::vector<BeamLayer>& layers, const Queries& queries, float bias, const BeamOptions& options, std::span<const std::vector<bool>> allowed,
               int64_t* leaf, float* score, int64_t* found);
 
@@ -93,6 +99,7 @@ class BeamWorkspace {
     float score;
   };
 
+  void report(int64_t query, const BeamOptions& options, int64_t* leaf, float* score) const;
   void score_children(const BeamLayer& layer, const Queries& queries, float bias, const BeamOptions& options);
   void select(const BeamLayer& layer, int64_t queries, int64_t keep, const std::vector<bool>* allowed);
 

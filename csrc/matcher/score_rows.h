@@ -9,7 +9,8 @@ namespace xsoftmax {
 
 // What the score of a child makes of its parent's (Yu et al., 2022, section 2.3).
 
-enum class ScoreCombiner : int { Multiply = 0, Add = 1, Last = 2 };
+/// LogAdd: of logs, the log of the sum.
+enum class ScoreCombiner : int { Multiply = 0, Add = 1, Last = 2, LogAdd = 3 };
 
 struct ScoreRowTable {
   /// z[i] = combiner(parent, transform(z[i])).

@@ -9,6 +9,26 @@ static inline float combined(float parent, float z, ScoreCombiner combiner) {
   return combiner == ScoreCombiner::Multiply ? parent * z : combiner == ScoreCombiner::Add ? parent + z : z;
 }
 
+/// log(1 + x) for x in [0, 1]: 2 atanh(s) with s = x / (2 + x) in [0, 1/3], by its series.
+static inline float log1p_of_part(float x) {
+  const float s = x / (2.0f + x), t = s * s;
+  float p = 2.0f / 15.0f;
+  p = p * t + 2.0f / 13.0f;
+  p = p * t + 2.0f / 11.0f;
+  p = p * t + 2.0f / 9.0f;
+  p = p * t + 2.0f / 7.0f;
+  p = p * t + 2.0f / 5.0f;
+  p = p * t + 2.0f / 3.0f;
+  p = p * t + 2.0f;
+  return s * p;
+}
+
+/// log(e^a + e^b); -inf adds nothing.
+static inline float log_sum(float a, float b) {
+  const float larger = a > b ? a : b, smaller = a > b ? b : a;
+  return larger + log1p_of_part(exponential(smaller - larger));
+}
+
 static inline float hinge(float z, int power) {
   float gap = 1.0f - z;
   gap = gap < 0.0f ? 0.0f : gap;
@@ -30,25 +50,35 @@ void combine_as(float* z, int64_t n, float parent, int power, ScoreCombiner comb
       value = exponential(-hinge(value, power));
     } else if constexpr (kTransform == ScoreTransform::LogHinge) {
       value = -hinge(value, power);
+    } else if constexpr (kTransform == ScoreTransform::LogSigmoid) {
+      const float bound = value < 0.0f ? value : 0.0f;
+      value = bound - log1p_of_part(exponential(2.0f * bound - value)); // e^-|z|
     }
     z[i] = combined(parent, value, combiner);
   }
 }
 
+template <ScoreTransform kTransform>
+void combine_all(float* z, int64_t n, float parent, int power, ScoreCombiner combiner) {
+  if (combiner != ScoreCombiner::LogAdd) {
+    return combine_as<kTransform>(z, n, parent, power, combiner);
+  }
+  combine_as<kTransform>(z, n, parent, power, ScoreCombiner::Last);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    z[i] = log_sum(parent, z[i]);
+  }
+}
+
 void combine(float* z, int64_t n, float parent, ScoreTransform transform, int power, ScoreCombiner combiner) {
   switch (transform) {
-    case ScoreTransform::Identity: return combine_as<ScoreTransform::Identity>(z, n, parent, power, combiner);
-    case ScoreTransform::Sigmoid: return combine_as<ScoreTransform::Sigmoid>(z, n, parent, power, combiner);
-    case ScoreTransform::Hinge:
-      return power == 3 ? combine_as<ScoreTransform::Hinge>(z, n, parent, 3, combiner) // the usual one, unrolled
-                        : combine_as<ScoreTransform::Hinge>(z, n, parent, power, combiner);
-    case ScoreTransform::LogSigmoid:
-      for (int64_t i = 0; i < n; ++i) { // -log(1 + e^-z)
-        const float value = z[i] < 0.0f ? z[i] - __builtin_log1pf(exponential(z[i])) : -__builtin_log1pf(exponential(-z[i]));
-        z[i] = combined(parent, value, combiner);
-      }
-      return;
-    case ScoreTransform::LogHinge: return combine_as<ScoreTransform::LogHinge>(z, n, parent, power, combiner);
+    case ScoreTransform::Identity: return combine_all<ScoreTransform::Identity>(z, n, parent, power, combiner);
+    case ScoreTransform::Sigmoid: return combine_all<ScoreTransform::Sigmoid>(z, n, parent, power, combiner);
+    case ScoreTransform::Hinge: return combine_all<ScoreTransform::Hinge>(z, n, parent, power, combiner);
+    case ScoreTransform::LogSigmoid: return combine_all<ScoreTransform::LogSigmoid>(z, n, parent, power, combiner);
+    case ScoreTransform::LogHinge:
+      return power == 3 ? combine_all<ScoreTransform::LogHinge>(z, n, parent, 3, combiner) // the usual one, unrolled
+                        : combine_all<ScoreTransform::LogHinge>(z, n, parent, power, combiner);
   }
 }
 

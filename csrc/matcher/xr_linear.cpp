@@ -25,6 +25,7 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kName = "XRLinear";
+constexpr int64_t kMostNodes = int64_t(1) << 48;
 constexpr int64_t kBlock = 128; // queries that are looked up together
 
 ScoreCombiner combiner_named(const std::string& name, const std::string& transform) {
@@ -39,6 +40,21 @@ ScoreCombiner combiner_named(const std::string& name, const std::string& transfo
   }
   TORCH_CHECK_VALUE(name == "last", kName, ": expected combiner as \"multiply\", \"add\" or \"last\", got \"", name, "\"");
   return ScoreCombiner::Last;
+}
+
+/// Returns options whose scores order nodes as these do, but do not underflow: logs of values above 0.
+BeamOptions with_log_scores(BeamOptions options) {
+  if (options.transform != ScoreTransform::Hinge && options.transform != ScoreTransform::Sigmoid) {
+    return options;
+  }
+  options.logs = true;
+  options.transform = options.transform == ScoreTransform::Hinge ? ScoreTransform::LogHinge : ScoreTransform::LogSigmoid;
+  if (options.combiner == ScoreCombiner::Multiply) {
+    options.combiner = ScoreCombiner::Add;
+  } else if (options.combiner == ScoreCombiner::Add) {
+    options.combiner = ScoreCombiner::LogAdd;
+  }
+  return options;
 }
 
 /// Queries as the search takes them, and the tensors that hold them.
@@ -120,6 +136,7 @@ XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, 
     }
     layers_.emplace_back(linear_layer_view(kName, nodes, features, parts), int32_t(features));
     nodes = layers_.back().children();
+    TORCH_CHECK_VALUE(nodes < kMostNodes, kName, ": expected first_child of fewer than 2^48 nodes, got ", nodes);
   }
   check::size(kName, "labels", labels_, 0, nodes, "the nodes of the last layer");
   check::class_ids(kName, "labels", labels_, nodes);
@@ -143,7 +160,7 @@ XRLinear::Predictions XRLinear::predict(const Tensor& offsets, const Tensor& col
   const QueryTensors queries = check_queries(offsets, columns, values, dense, dense_begin, features_);
   const int64_t n = queries.views.count, max_children = layers_.back().most_children(); // labels below a node of the beam, at most
   const int64_t k = std::min({topk, num_labels(), beam > num_labels() / max_children ? num_labels() : beam * max_children});
-  const BeamOptions options{beam, k, kind, power, combiner_named(combiner, used)};
+  const BeamOptions options = with_log_scores({beam, k, kind, power, combiner_named(combiner, used), /*logs=*/false});
   const std::vector<std::vector<bool>> allowed = given(only) ? allowed_nodes(*only) : std::vector<std::vector<bool>>();
 
   const Tensor leaf = at::empty({n, k}, at::kLong), score = at::empty({n, k}, at::kFloat), ends = at::empty({n + 1}, at::kLong);

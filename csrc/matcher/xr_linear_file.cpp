@@ -1,5 +1,8 @@
 #include "xsoftmax/matcher.h"
 
+#include "core/draft_folder.h"
+#include "core/regular_file.h"
+
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
@@ -9,14 +12,13 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <span>
+#include <string_view>
+#include <system_error>
 
 #include <fcntl.h>
-#include <stdio.h> // renameat2
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 // A model's folder holds model.bin: a header, a table of sections, then the tensors as they lie in memory, each at a multiple of 64 bytes:
@@ -87,51 +89,38 @@ uint64_t header_checksum(Header header, std::span<const Section> sections) {
   return checksum(&header, sizeof(header));
 }
 
-/// The system's word for what went wrong.
-std::string reason() { return std::strerror(errno); }
-
-class File {
+/// A new file, written from the start to the end.
+class NewFile {
  public:
-  File(const fs::path& path, int flags) : path_(path), handle_(open(path.c_str(), flags | O_CLOEXEC, 0666)) {
-    TORCH_CHECK(handle_ >= 0, "XRLinear: cannot open ", path, ": ", reason());
-  }
-  ~File() { close(handle_); }
-  File(const File&) = delete;
-
-  int handle() const { return handle_; }
-
-  uint64_t size() const {
-    struct stat found;
-    TORCH_CHECK(fstat(handle_, &found) == 0, "XRLinear: cannot read ", path_, ": ", reason());
-    TORCH_CHECK_VALUE(S_ISREG(found.st_mode), "XRLinear: expected ", path_, " as a file, got something else");
-    return uint64_t(found.st_size);
+  explicit NewFile(const fs::path& path) : path_(path), handle_(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+    TORCH_CHECK(handle_.number() >= 0, "XRLinear: cannot open ", path, ": ", system_error());
   }
 
   void write(const void* from, uint64_t bytes) {
     for (const char* at = static_cast<const char*>(from); bytes > 0;) {
-      const ssize_t done = ::write(handle_, at, std::min<uint64_t>(bytes, uint64_t(1) << 30));
-      TORCH_CHECK(done > 0 || errno == EINTR, "XRLinear: cannot write ", path_, ": ", reason());
+      const ssize_t done = ::write(handle_.number(), at, std::min<uint64_t>(bytes, uint64_t(1) << 30));
+      TORCH_CHECK(done > 0 || errno == EINTR, "XRLinear: cannot write ", path_, ": ", system_error());
       at += std::max<ssize_t>(done, 0);
       bytes -= uint64_t(std::max<ssize_t>(done, 0));
     }
   }
 
-  void flush() { TORCH_CHECK(fsync(handle_) == 0, "XRLinear: cannot write ", path_, ": ", reason()); }
+  void flush() { TORCH_CHECK(fsync(handle_.number()) == 0, "XRLinear: cannot write ", path_, ": ", system_error()); }
 
  private:
   fs::path path_;
-  int handle_;
+  FileHandle handle_;
 };
 
 /// A file in memory, read-only, for as long as someone holds it.
 class Mapping {
  public:
   explicit Mapping(const fs::path& path) {
-    const File file(path, O_RDONLY);
-    bytes_ = file.size();
+    const FileHandle file = open_regular_file("XRLinear", path.string(), O_RDONLY);
+    bytes_ = uint64_t(regular_file_status("XRLinear", path.string(), file.number()).st_size);
     if (bytes_ > 0) {
-      begin_ = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file.handle(), 0);
-      TORCH_CHECK(begin_ != MAP_FAILED, "XRLinear: cannot map ", path, ": ", reason());
+      begin_ = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file.number(), 0);
+      TORCH_CHECK(begin_ != MAP_FAILED, "XRLinear: cannot map ", path, ": ", system_error());
     }
   }
   ~Mapping() {
@@ -149,6 +138,37 @@ class Mapping {
   uint64_t bytes_;
 };
 
+/// Whether a folder's file begins as that of a model.
+bool holds_model(const fs::path& folder) {
+  std::error_code error;
+  if (!fs::is_regular_file(folder / kFile, error)) {
+    return false;
+  }
+  const FileHandle file = open_regular_file("XRLinear", (folder / kFile).string(), O_RDONLY);
+  std::array<char, kMagic.size()> magic{};
+  return pread(file.number(), magic.data(), magic.size(), 0) == ssize_t(magic.size()) && magic == kMagic;
+}
+
+/// Whether text is UTF-8, which Python's str and JSON are made of.
+bool is_utf8(std::string_view text) {
+  for (size_t at = 0; at < text.size();) {
+    const auto byte = [&](size_t i) { return at + i < text.size() ? uint8_t(text[at + i]) : uint8_t(0); };
+    const uint8_t first = byte(0);
+    const size_t size = first < 0x80 ? 1 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+    // The second byte's range keeps out longer forms than needed, surrogates, and what lies above U+10FFFF.
+    const uint8_t low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80, high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
+    bool sound = size == 1 || (first >= 0xC2 && first <= 0xF4 && byte(1) >= low && byte(1) <= high);
+    for (size_t i = 2; i < size; ++i) {
+      sound = sound && byte(i) >= 0x80 && byte(i) <= 0xBF;
+    }
+    if (!sound) {
+      return false;
+    }
+    at += size;
+  }
+  return true;
+}
+
 /// Throws unless nothing is there, or a folder with a model and nothing else.
 fs::path checked_target(const std::string& path) {
   fs::path target = fs::path(path);
@@ -159,9 +179,7 @@ fs::path checked_target(const std::string& path) {
   }
   TORCH_CHECK_VALUE(fs::is_directory(fs::symlink_status(target)), "XRLinear: expected path as a new folder or one with a model, got ", target,
                     ", which is something else");
-  std::array<char, kMagic.size()> magic{};
-  std::ifstream(target / kFile, std::ios::binary).read(magic.data(), magic.size());
-  TORCH_CHECK_VALUE(magic == kMagic, "XRLinear: expected path as a new folder or one with a model, got ", target, ", which holds none");
+  TORCH_CHECK_VALUE(holds_model(target), "XRLinear: expected path as a new folder or one with a model, got ", target, ", which holds none");
   for (const auto& entry : fs::directory_iterator(target)) {
     const fs::path name = entry.path().filename();
     TORCH_CHECK_VALUE(name == kFile || name == kNotes, "XRLinear: expected path as a new folder or one with a model alone, got ", target, ", which holds ",
@@ -169,54 +187,6 @@ fs::path checked_target(const std::string& path) {
   }
   return target;
 }
-
-/// A folder to write into, gone when it does not take the place of another.
-class Draft {
- public:
-  explicit Draft(const fs::path& target) : target_(target) {
-    const auto make = [&](int count) { // not mkdtemp: that lets nobody but its owner in
-      path_ = target.string() + "." + std::to_string(getpid()) + "." + std::to_string(count);
-      return mkdir(path_.c_str(), 0777) == 0;
-    };
-    for (int count = 0; !make(count); ++count) {
-      TORCH_CHECK(errno == EEXIST, "XRLinear: cannot make a folder beside ", target, ": ", reason());
-    }
-  }
-  ~Draft() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-
-  fs::path path() const { return path_; }
-
-  /// Becomes the target; a folder of that name changes places with it, and goes.
-  void publish() {
-    File(path_, O_RDONLY | O_DIRECTORY).flush();
-    checked_target(target_.string()); // much can be put there while gigabytes are written
-    const bool there = fs::exists(target_);
-    const unsigned how = there ? RENAME_EXCHANGE : RENAME_NOREPLACE;
-    bool done = renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), how) == 0;
-    if (!done && (errno == EINVAL || errno == ENOSYS)) { // a file system that knows no flags: for a moment there is no folder of that name
-      const std::string old = path_ + ".old";
-      if (!there || rename(target_.c_str(), old.c_str()) == 0) {
-        done = rename(path_.c_str(), target_.c_str()) == 0;
-        const int why = errno;
-        if (there && !done) {
-          rename(old.c_str(), target_.c_str());
-        }
-        path_ = there && done ? old : path_;
-        errno = why;
-      }
-    }
-    TORCH_CHECK(done, "XRLinear: cannot rename ", path_, " to ", target_, ": ", reason());
-    const fs::path parent = fs::absolute(target_).parent_path();
-    File(parent, O_RDONLY | O_DIRECTORY).flush();
-  }
-
- private:
-  fs::path target_;
-  std::string path_;
-};
 
 } // namespace
 
@@ -229,6 +199,7 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
     tensors.insert(tensors.end(), parts.begin(), parts.end());
   }
   const std::string& kept = notes.empty() ? notes_ : notes;
+  TORCH_CHECK_VALUE(is_utf8(kept), "XRLinear: expected notes in UTF-8, got other bytes");
   tensors.push_back(at::from_blob(const_cast<char*>(kept.data()), {int64_t(kept.size())}, at::TensorOptions(at::kByte)));
   std::vector<Section> sections(tensors.size());
   const auto aligned = [](uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
@@ -242,9 +213,9 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
   std::copy(transform_.begin(), transform_.end(), header.transform.begin());
   header.checksum = header_checksum(header, sections);
 
-  Draft draft(target);
+  DraftFolder draft("XRLinear", target, {kFile, kNotes});
   {
-    File file(draft.path() / kFile, O_WRONLY | O_CREAT | O_EXCL);
+    NewFile file(draft.path() / kFile);
     const std::vector<char> zeros(kAlignment, 0);
     uint64_t at = 0;
     const auto write = [&](const void* from, uint64_t bytes) {
@@ -261,11 +232,11 @@ void XRLinear::save(const std::string& path, const std::string& notes) const {
     file.flush();
   }
   if (!kept.empty()) {
-    File file(draft.path() / kNotes, O_WRONLY | O_CREAT | O_EXCL);
+    NewFile file(draft.path() / kNotes);
     file.write(kept.data(), kept.size());
     file.flush();
   }
-  draft.publish();
+  draft.publish([&] { checked_target(path); }); // much can be put there while gigabytes are written
 }
 
 c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
@@ -302,11 +273,18 @@ c10::intrusive_ptr<XRLinear> XRLinear::load(const std::string& path) {
     layers.emplace_back(tensors.begin() + int64_t(i), tensors.begin() + int64_t(i + kLayerParts));
   }
   const std::string transform(header.transform.begin(), std::find(header.transform.begin(), header.transform.end(), '\0'));
+  sound(is_utf8(transform), "a transform that is not text");
   sound(tensors.back().scalar_type() == at::kByte, "notes of dtype ", tensors.back().scalar_type());
-  auto model = c10::make_intrusive<XRLinear>(header.features, header.bias, transform, tensors[0], layers);
-  const auto notes = static_cast<const char*>(tensors.back().const_data_ptr());
-  model->notes_.assign(notes, notes + tensors.back().numel());
-  return model;
+  const std::string_view notes(static_cast<const char*>(tensors.back().const_data_ptr()), tensors.back().numel());
+  sound(is_utf8(notes), "notes that are not UTF-8");
+  try {
+    auto model = c10::make_intrusive<XRLinear>(header.features, header.bias, transform, tensors[0], layers);
+    model->notes_ = notes;
+    return model;
+  } catch (const c10::Error& error) { // of any kind where it is about arguments
+    sound(false, error.what_without_backtrace());
+    throw;
+  }
 }
 
 } // namespace xsoftmax

@@ -49,7 +49,7 @@ MappedState mapped_state(const Tensor& table, std::string rows_op, const std::ve
   for (const size_t i : order) {
     header.tensors.push_back({names[i], like[i].scalar_type(), like[i].sizes().vec()});
   }
-  const bool existed = MappedFile::exists(path);
+  const bool existed = MappedFile::exists(path) && !MappedFile::remove_unfinished(path);
   std::shared_ptr<MappedFile> file;
   if (existed) {
     file = MappedFile::open(kind.c_str(), path, /*writable=*/true, of_table.recovered(), [&](const MappedFile& found) {

@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/options.h"
+#include "core/state_lock.h"
 #include "optim/resize_tables.h"
 
 #include <ATen/TensorOperators.h>
@@ -18,6 +19,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <mutex>
 #include <vector>
 
 namespace xsoftmax {
@@ -120,6 +122,17 @@ void check_forget(const char* op, const Tensor& ids, const StreamingState& state
 void streaming_forget_meta(const Tensor& ids, Tensor& count, Tensor& total, Tensor& last, const Tensor& seen, std::string_view text) {
   constexpr const char* op = "streaming_forget_";
   check_forget(op, ids, {count, total, last, seen}, streaming_options(op, text));
+}
+
+// Threads share counts: what moves or clears rows waits for batches that are being counted.
+void forget_locked(const Tensor& ids, Tensor& count, Tensor& total, Tensor& last, const Tensor& seen, std::string_view text) {
+  const std::lock_guard guard(state_lock(total));
+  streaming_forget_(ids, count, total, last, seen, text);
+}
+
+std::string resize_locked(Tensor& count, Tensor& total, Tensor& last, const Tensor& seen, int64_t num_ids, std::string_view text) {
+  const std::lock_guard guard(state_lock(total));
+  return streaming_resize_(count, total, last, seen, num_ids, text);
 }
 
 } // namespace
@@ -282,8 +295,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("streaming_update_", streaming_update_);
-  m.impl("streaming_resize_", streaming_resize_);
-  m.impl("streaming_forget_", streaming_forget_);
+  m.impl("streaming_resize_", resize_locked);
+  m.impl("streaming_forget_", forget_locked);
   m.impl("streaming_count", streaming_count);
   m.impl("streaming_log_prob", streaming_log_prob);
 }

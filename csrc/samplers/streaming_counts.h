@@ -21,6 +21,8 @@ namespace xsoftmax {
 // from one sighting to the next, on average 1 / q (Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations",
 // RecSys 2019, Algorithm 2).
 //
+// Calls of several threads on one state: on the CPU look-ups run side by side, changes one after the other.
+//
 // State:
 //   count  int64 [N] where nothing is forgotten, float64 [N], as of `last`, or of open ids the gaps, float64 [hashes, buckets], 0: none so far
 //   total  0-dim, of count's dtype: the decayed number of ids

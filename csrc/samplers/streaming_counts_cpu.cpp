@@ -1,5 +1,6 @@
 #include "core/checks.h"
 #include "core/impl.h"
+#include "core/state_lock.h"
 #include "samplers/streaming_counts.h"
 
 #include <ATen/Parallel.h>
@@ -7,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <mutex>
 
 namespace xsoftmax {
 namespace {
@@ -103,6 +105,7 @@ void streaming_update_cpu(const Tensor& ids, const OptionalTensor& mask, Tensor&
   const StreamingOptions options = streaming_options(op, text);
   check_streaming(op, "ids", ids, state, options);
   const Tensor shown = shown_ids(op, ids, mask, options).contiguous();
+  const std::lock_guard guard(state_lock(total));
   if (!options.open()) {
     check::class_ids(op, "ids", shown, *options.num_ids, -1);
   }
@@ -167,6 +170,7 @@ Tensor streaming_count_cpu(const Tensor& ids, const Tensor& count, const Tensor&
   if (!checked(op, ids, state, options)) {
     return streaming_count(ids, count, total, last, seen, text);
   }
+  const std::shared_lock guard(state_lock(total));
   const double number = options.open() ? *total.const_data_ptr<double>() : 0;
   return of_each(
       ids, state, options, [&](double gap) { return number / gap; }, [](double count) { return count; },
@@ -180,6 +184,7 @@ Tensor streaming_log_prob_cpu(const Tensor& ids, const Tensor& count, const Tens
   if (!checked(op, ids, state, options)) {
     return streaming_log_prob(ids, count, total, last, seen, text);
   }
+  const std::shared_lock guard(state_lock(total));
   const double number = options.exact() ? double(*total.const_data_ptr<int64_t>()) : *total.const_data_ptr<double>();
   const double all = std::log(std::max(number, 1.0));
   return of_each(

@@ -35,6 +35,8 @@ Tensor mapped_table_create(const std::string& path, at::IntArrayRef sizes, at::S
   return MappedFile::create(op, path, {FileState::kBegun, kKind, "", {{"weight", dtype, sizes.vec()}}})->tensors()[0];
 }
 
+bool mapped_table_remove_unfinished(const std::string& path) { return MappedFile::remove_unfinished(path); }
+
 Tensor mapped_table_open(const std::string& path, bool writable, bool recover) {
   constexpr const char* op = "mapped_table_open";
   const auto check = [&](const MappedFile& file) {
@@ -88,6 +90,7 @@ std::string mapped_table_path(const Tensor& table) {
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("mapped_table_create(str path, int[] sizes, ScalarType dtype) -> Tensor");
+  m.def("mapped_table_remove_unfinished(str path) -> bool");
   m.def("mapped_table_open(str path, bool writable=True, bool recover=False) -> Tensor");
   m.def("mapped_table_fill_(Tensor(a!) table, int first, Tensor rows) -> ()");
   m.def("mapped_table_flush_(Tensor(a!) table) -> ()");
@@ -98,6 +101,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
   m.impl("mapped_table_create", mapped_table_create);
+  m.impl("mapped_table_remove_unfinished", mapped_table_remove_unfinished);
   m.impl("mapped_table_open", mapped_table_open);
   m.impl("mapped_table_fill_", mapped_table_fill_);
   m.impl("mapped_table_flush_", mapped_table_flush_);

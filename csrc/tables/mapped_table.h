@@ -10,6 +10,7 @@ namespace xsoftmax {
 //
 // mapped_table_create(str path, int[] sizes, ScalarType dtype) -> Tensor: a new file of zeros, whose space is reserved. It is whole after the first flush. To
 //     open one whose process ended before that is an error, which says that its creation was not finished.
+// mapped_table_remove_unfinished(str path) -> bool: removes a file whose creation was not finished, unless its process is still at work. Whether it did.
 // mapped_table_open(str path, bool writable=True, bool recover=False) -> Tensor: that of a file that is whole. With `recover` also that of a file which was
 //     written to when its process ended. What this process has open already is the same memory.
 // mapped_table_fill_(Tensor(a!) table, int first, Tensor rows) -> (): table[first:first + len(rows)] = rows. It takes no page fault for each 4 KB, and what it
@@ -21,6 +22,7 @@ namespace xsoftmax {
 // mapped_table_path(Tensor table) -> str: "" where it is in memory.
 
 at::Tensor mapped_table_create(const std::string& path, at::IntArrayRef sizes, at::ScalarType dtype);
+bool mapped_table_remove_unfinished(const std::string& path);
 at::Tensor mapped_table_open(const std::string& path, bool writable, bool recover);
 void mapped_table_fill_(const at::Tensor& table, int64_t first, const at::Tensor& rows);
 void mapped_table_flush_(const at::Tensor& table);

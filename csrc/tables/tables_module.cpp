@@ -57,7 +57,7 @@ Tensor mapped(const std::string& path, int64_t num_rows, std::optional<int64_t> 
   if (width.has_value()) {
     sizes.push_back(*width);
   }
-  if (MappedFile::exists(path)) {
+  if (MappedFile::exists(path) && !MappedFile::remove_unfinished(path)) {
     const Tensor table = open(path);
     TORCH_CHECK_VALUE(table.sizes() == at::IntArrayRef(sizes) && table.scalar_type() == options.dtype, "tables.mapped: expected ", path,
                       " as a table of shape ", at::IntArrayRef(sizes), " and dtype ", options.dtype, ", got shape ", table.sizes(), " and dtype ",

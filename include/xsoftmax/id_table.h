@@ -10,6 +10,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <functional>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -18,6 +19,7 @@ namespace xsoftmax::nn {
 
 /// Raw ids, any int64, to rows [0, capacity) of a class table or an embedding; row 0 is shared by the ids that have none. See xsoftmax.IdTable, whose names of
 /// state and laws are the same. While training a call counts its ids and gives rows to new ones, else it looks up alone. Its tensors stay on the CPU.
+/// Threads may share it.
 ///
 ///     xsoftmax::nn::IdTable ids(1'000'000);
 ///     xsoftmax::nn::SampledSoftmaxLoss loss(64, 1'000'000, sampler.ptr());
@@ -61,6 +63,7 @@ class IdTableImpl : public torch::nn::Module {
   std::vector<torch::Tensor> state() const { return {slots, row_ids, seen, victims, counters}; }
 
   std::string options_;
+  std::mutex mutex_; ///< of a batch and the resets that belong to it
   std::vector<std::function<void(const torch::Tensor&)>> attached_; ///< called with the rows that start anew
   torch::Tensor pending_ = torch::empty({0}, torch::kLong);         ///< rows that an error kept from it
 };

@@ -28,8 +28,12 @@ class XRLinear : public torch::CustomClassHolder {
 
   using Predictions = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-  /// The topk labels of each query by beam search: offsets int64 [n + 1], labels int64 and scores float32, best first in each row, equal
-  /// scores in the order of the last layer.
+  /// Returns the topk labels of each query by beam search: offsets int64 [n + 1], labels int64 and
+  /// scores float32, best first in each row, equal scores in the order of the last layer.
+  ///
+  /// The search adds logs where scores are products or sums of values above 0: the order is right
+  /// where float32 rounds scores to 0 or 1. No reported score is 0, which sparse formats drop: the
+  /// smallest normal numbers, 2^-126 and those after it, take the place of smaller ones, in order.
   ///
   /// Queries are sparse rows: offsets [n + 1] and columns int32 or int64, values float32; or a dense block, float32 [n, d], which are the
   /// features from dense_begin on; or both.

@@ -25,7 +25,7 @@ struct MappedOptions {
 };
 
 /// A parameter [num_rows, width], or [num_rows] where there is no width, whose memory is the file `path`: made where there is none, opened where there is one,
-/// which must be of this shape and dtype. See xsoftmax.tables in Python, whose files are the same.
+/// which must be of this shape and dtype; made anew where a process was killed while it made it. See xsoftmax.tables in Python, whose files are the same.
 ///
 ///     const auto weight = xsoftmax::tables::mapped("classes.safetensors", 120'000'000, 64,
 ///         {.init = [](torch::Tensor rows) { torch::nn::init::normal_(rows, 0, .02); }});

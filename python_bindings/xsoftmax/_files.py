@@ -1,15 +1,48 @@
 """Files that are whole, or as they were."""
 
 import contextlib
+import fcntl
 import os
-from typing import Iterator, Union
+import re
+import stat
+from typing import BinaryIO, Iterator, Union
+
+
+def open_regular(owner: str, path: Union[str, "os.PathLike[str]"]) -> BinaryIO:
+    """Opens a regular file for reading, and never waits.
+
+    Raises:
+        ValueError: a folder, FIFO, socket or device, which would hang or act when opened.
+        OSError: a file that cannot be opened.
+    """
+    _check_regular(owner, path, os.stat(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(owner, path, os.fstat(descriptor))  # another file may have its name by now
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_regular(owner: str, path: Union[str, "os.PathLike[str]"], found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{owner}: expected {os.fspath(path)} as a file, got a folder, FIFO, socket or device")
 
 
 @contextlib.contextmanager
-def replaced(path: Union[str, "os.PathLike[str]"]) -> Iterator[str]:
-    """The name of a file beside ``path`` to write to, which takes its place where nothing is raised, and else is removed."""
+def replaced(owner: str, path: Union[str, "os.PathLike[str]"]) -> Iterator[str]:
+    """The name of a file beside ``path`` to write to, which takes its place where nothing is
+    raised, and else is removed. Drafts that killed processes left of the same file are removed.
+
+    Raises:
+        ValueError: a folder, FIFO, socket or device has the name.
+        OSError: the file cannot be written.
+    """
+    if os.path.exists(path):
+        _check_regular(owner, path, os.stat(path))
     path = os.path.realpath(path)
-    draft = f"{path}.{os.getpid()}.draft"
+    draft, lock = _new_draft(path)
     try:
         yield draft
         with open(draft, "rb") as file:
@@ -19,3 +52,60 @@ def replaced(path: Union[str, "os.PathLike[str]"]) -> Iterator[str]:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+    finally:
+        os.close(lock)
+    _remove_abandoned(path)
+
+
+def _new_draft(path: str) -> tuple[str, int]:
+    """A new file beside ``path``, and a descriptor that holds a lock on it while this process lives."""
+    number = 0
+    while True:
+        draft = f"{path}.{os.getpid()}.{number}.draft"
+        number += 1
+        try:
+            lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            continue
+        if not is_locked(lock) and is_named(draft, lock):
+            return draft, lock
+        os.close(lock)  # another process took it for abandoned before it was locked
+
+
+def is_locked(descriptor: int) -> bool:
+    """Locks an open file or folder for this process, until it is closed. True where another process
+    has locked it; False, too, on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def is_named(path: str, descriptor: int) -> bool:
+    """Whether the path still names the open file."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    return False
+
+
+def _remove_abandoned(path: str) -> None:
+    """Removes drafts of a file that no process holds."""
+    folder, name = os.path.split(path)
+    entries: list[str] = []
+    with contextlib.suppress(OSError):  # a folder that may be written to and not listed
+        entries = os.listdir(folder)
+    for entry in entries:
+        draft = os.path.join(folder, entry)
+        if not re.fullmatch(re.escape(name) + r"\.\d+\.\d+\.draft", entry) or not os.path.isfile(draft):
+            continue
+        with contextlib.suppress(OSError):
+            descriptor = os.open(draft, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where a process holds it, or where no lock says so
+                if is_named(draft, descriptor):
+                    os.unlink(draft)
+            finally:
+                os.close(descriptor)

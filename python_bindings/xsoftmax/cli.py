@@ -198,7 +198,7 @@ def run_predict(args: argparse.Namespace) -> None:
         found.append(model.predict(unit_rows(X) if model.notes.get("normalize") else X, args.topk, args.beam, transform=args.transform,
                                    combiner=args.combiner))
     scores = found[0] if len(found) == 1 else combine_predictions(found, args.ensemble, args.topk)
-    with replaced(args.predictions) as draft, open(draft, "wb") as file:
+    with replaced("predict", args.predictions) as draft, open(draft, "wb") as file:
         sp.save_npz(file, scores)
     if args.json:
         print(json.dumps({"predictions": args.predictions, "examples": X.shape[0], "topk": args.topk, "scores": scores.nnz}))

@@ -17,7 +17,8 @@ METHODS = ("average", "rank", "softmax", "round_robin")
 def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method: str = "average", topk: int = 10,
                         weights: Optional[Sequence[float]] = None) -> "scipy.sparse.csr_matrix":
     """The ``topk`` best labels of each row by several predictions [n, L], such as :meth:`XRLinear.predict` gives; entries stand best first,
-    equal ones by label (Yu et al., 2022, section 2.5).
+    equal ones by label (Yu et al., 2022, section 2.5). No entry is 0, which sparse formats drop: 2^-126
+    and the floats after it take the place of smaller scores, in order.
 
     Args:
         predictions: of any models, a row of scores a query. A label that one of them does not name has the score 0 from it.
@@ -43,9 +44,10 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
         raise ValueError(f"combine_predictions: expected weights of at least 0 that are not all 0, got {list(weights or ())}")
 
     votes = _round_robin(predictions) if method == "round_robin" else _weighed(predictions, method, shares / shares.sum())
+    together = {"round_robin": np.maximum, "softmax": np.logaddexp}.get(method, np.add)
     rows = np.concatenate([_rows(part) for part in predictions])
     labels = np.concatenate([part.indices for part in predictions])
-    return _best(rows, labels, np.concatenate(votes).astype(np.float64), np.maximum if method == "round_robin" else np.add, topk, shape)
+    return _best(rows, labels, np.concatenate(votes).astype(np.float64), together, topk, shape)
 
 
 def _round_robin(predictions: Sequence["scipy.sparse.csr_matrix"]) -> List[np.ndarray]:
@@ -56,7 +58,7 @@ def _round_robin(predictions: Sequence["scipy.sparse.csr_matrix"]) -> List[np.nd
 
 
 def _weighed(predictions: Sequence["scipy.sparse.csr_matrix"], method: str, shares: np.ndarray) -> List[np.ndarray]:
-    """Of each model, for each entry: its part of the mean."""
+    """Of each model, for each entry: its part of the mean; of "softmax" the log of it, which does not underflow."""
     longest, votes = _longest(predictions), []
     for model, (part, share) in enumerate(zip(predictions, shares)):
         row = _rows(part)
@@ -64,9 +66,10 @@ def _weighed(predictions: Sequence["scipy.sparse.csr_matrix"], method: str, shar
             if (part.data < 0).any():
                 raise ValueError(f"combine_predictions: expected scores of at least 0 for \"average\", since a label that a model does not name has 0, "
                                  f"got {part.data.min()} at [{model}]; see \"softmax\" and \"rank\"")
-            votes.append(share * part.data)
+            votes.append(share * part.data.astype(np.float64))
         elif method == "softmax":
-            votes.append(share * _softmax(part, row))
+            with np.errstate(divide="ignore"):  # the log of a share of 0
+                votes.append(np.log(share) + _log_softmax(part, row))
         else:
             votes.append(share * (longest[row] - ranks(part)) / longest[row])
     return votes
@@ -74,7 +77,7 @@ def _weighed(predictions: Sequence["scipy.sparse.csr_matrix"], method: str, shar
 
 def _best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, together: Any, topk: int,
           shape: Tuple[int, int]) -> "scipy.sparse.csr_matrix":
-    """The ``topk`` best labels of each row; ``together``: what makes one number of the votes for one label."""
+    """The ``topk`` best labels of each row; ``together``: what makes one number of the votes for one label, logs where it is logaddexp."""
     import scipy.sparse as sp
 
     order = np.lexsort((labels, rows))
@@ -87,7 +90,12 @@ def _best(rows: np.ndarray, labels: np.ndarray, votes: np.ndarray, together: Any
     first = np.searchsorted(rows, np.arange(shape[0]))
     kept = np.arange(len(rows)) - first[rows] < topk
     counts = np.bincount(rows[kept], minlength=shape[0])
-    return sp.csr_matrix((scores[kept].astype(np.float32), labels[kept], np.r_[0, np.cumsum(counts)]), shape=shape)
+    scores = np.exp(scores[kept]) if together is np.logaddexp else scores[kept]
+    ends = np.cumsum(counts)
+    behind = np.repeat(ends, counts) - 1 - np.arange(len(scores))  # entries of the row
+    limits = np.finfo(np.float32)
+    scores = np.maximum(scores, limits.tiny * (1 + behind * float(limits.eps)))  # no entry is 0, which sparse formats drop
+    return sp.csr_matrix((scores.astype(np.float32), labels[kept], np.r_[0, ends]), shape=shape)
 
 
 def _rows(part: "scipy.sparse.csr_matrix") -> np.ndarray:
@@ -109,12 +117,12 @@ def ranks(predictions: "scipy.sparse.csr_matrix") -> np.ndarray:
     return rank
 
 
-def _softmax(part: "scipy.sparse.csr_matrix", row: np.ndarray) -> np.ndarray:
+def _log_softmax(part: "scipy.sparse.csr_matrix", row: np.ndarray) -> np.ndarray:
     best = np.full(part.shape[0], -np.inf)
     np.maximum.at(best, row, part.data)
-    raised = np.exp(part.data - best[row])
-    total = np.bincount(row, raised, minlength=part.shape[0])
-    return raised / total[row]
+    below = part.data - best[row]
+    total = np.bincount(row, np.exp(below), minlength=part.shape[0])
+    return below - np.log(np.maximum(total, 1))[row]
 
 
 def _checked(at: int, part: Any) -> "scipy.sparse.csr_matrix":

@@ -295,7 +295,8 @@ class HierarchicalMatcher(TableModule):
     def topk(self, input: Tensor, k: int, beam: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """The best k labels that a beam search finds, best first.
 
-        A score is the product, along the path, of ``e^{-max(0, 1 - z)^3}``, or with loss="logistic" of ``1 / (1 + e^-z)``, z = w . input + b.
+        A score is the product, along the path, of ``e^{-max(0, 1 - z)^3}``, or with loss="logistic" of ``1 / (1 + e^-z)``, z = w . input + b. The search adds
+        logs: the order is right where scores are too small for float32, too; no label's score is below 2^-126, its smallest normal number.
 
         Args:
             input: [*, D], in the dtype of the edges.
@@ -328,7 +329,7 @@ class HierarchicalMatcher(TableModule):
                                                         self.tree.first_child, self.tree.node_class,
                                                         max(width, 1, self._with_excluded(k, input, exclude)), self.transform)
         scores, labels = self._without_excluded(scores, labels, k, input, exclude)
-        return scores.exp(), labels
+        return scores.exp().clamp_min(2.0**-126).masked_fill(labels < 0, 0.0), labels
 
     @torch.jit.export
     def predict(self, input: Tensor) -> Tensor:

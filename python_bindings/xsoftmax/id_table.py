@@ -1,5 +1,6 @@
 """Raw ids to rows of a table, where ids come and go."""
 
+import threading
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -40,9 +41,9 @@ class IdTable(Module):
         loss(hidden, ids(raw_target)).backward()
 
     Call it between an optimizer's step and the next forward pass. Rows are given out in the order of the batch, whatever the number of threads: two tables that
-    see the same batches are equal bit for bit. Threads of a program may look up side by side, but only while none inserts or removes. A copy (copy.deepcopy,
-    pickle, torch.save) has the same rows and is attached to nothing. It serves one process: ranks that see other batches give their ids other rows, so
-    replicated and split tables are refused.
+    see the same batches are equal bit for bit. Threads of a program may share a table: look-ups run side by side, and a batch that is counted, with the resets
+    that belong to it, or ids that are removed, wait for those before them. A copy (copy.deepcopy, pickle, torch.save) has the same rows and is attached to
+    nothing. It serves one process: ranks that see other batches give their ids other rows, so replicated and split tables are refused.
 
     Look-ups in eval() script, compile and export. A scripted table counts and evicts in train(), but resets nothing: :meth:`insert` returns the rows to reset.
     In a compiled function a call in train() breaks the graph (an error under ``fullgraph=True``): call it before, and give the function rows.
@@ -76,6 +77,7 @@ class IdTable(Module):
             self.register_buffer(name, tensor)
         self._attached = []  # type: ignore[var-annotated]  # (table, init) each
         self._pending = torch.empty(0, dtype=torch.int64, device="cpu")  # rows that an error kept from starting anew
+        self._lock = threading.RLock()  # of a batch and the resets that belong to it
 
     def _state(self) -> List[Tensor]:
         return [self.slots, self.row_ids, self.seen, self.victims, self.counters]
@@ -102,19 +104,26 @@ class IdTable(Module):
             TypeError: ids are not an int64 tensor.
             ValueError: what is attached has another number of rows by now.
         """
-        if not torch.jit.is_scripting():
+        if torch.jit.is_scripting():
+            rows, evicted = torch.ops.xsoftmax.id_table_insert_(ids, self._state(), self.options)
+            return rows, evicted[evicted >= 0]  # counters may be those of another thread's batch by now
+        else:
+            return self._insert(ids)
+
+    @torch.jit.unused
+    def _insert(self, ids: Tensor) -> Tuple[Tensor, Tensor]:
+        with self._lock:
             for table, _ in self._attached:
                 self._check_attached(table)
-        rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._given("ids", ids), self._state(), self.options)
-        evicted = evicted[:int(self.counters[8])]  # how many they are (csrc/ids/id_table.h)
-        if not torch.jit.is_scripting():
+            rows, evicted = torch.ops.xsoftmax.id_table_insert_(self._given("ids", ids), self._state(), self.options)
+            evicted = evicted[:int(self.counters[8])]  # how many they are (csrc/ids/id_table.h)
             if self._pending.numel() > 0:
                 evicted = torch.cat([self._pending[~torch.isin(self._pending, evicted)], evicted])
             if evicted.numel() > 0:
                 self._pending = evicted
                 self._reset(evicted)
                 self._pending = evicted[:0]
-        return rows, evicted
+            return rows, evicted
 
     @torch.jit.export
     def find(self, ids: Tensor) -> Tensor:
@@ -241,7 +250,10 @@ class IdTable(Module):
         return self  # its tensors are integers, and stay on the host, which looks up there
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_attached": []}
+        return {**{name: value for name, value in self.__dict__.items() if name != "_lock"}, "_attached": []}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__({**state, "_lock": threading.RLock()})
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, local_metadata: Dict[str, Any], strict: bool, missing_keys: List[str],
                               unexpected_keys: List[str], error_msgs: List[str]) -> None:

@@ -1,5 +1,7 @@
 """Trees whose leaves are the classes."""
 
+import errno
+import os
 from os import PathLike
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
 
@@ -8,8 +10,13 @@ import torch
 from torch import Tensor
 
 from . import _long_work
+<<<<<<< HEAD
 from ._checks import as_tensor, check_count
 from ._files import replaced
+=======
+from ._checks import check_count
+from ._files import open_regular, replaced
+>>>>>>> 8cbe637cf930ed19053c720d41f931ab87922899
 from ._memory import moved_table
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
@@ -262,8 +269,13 @@ class LabelTree(Module):
 
     @torch.jit.unused
     def save(self, path: Union[str, "PathLike[str]"]) -> None:
-        """Writes a file for :meth:`load`, by torch.save. An error leaves an older file as it was."""
-        with replaced(path) as draft:
+        """Writes a file for :meth:`load`, by torch.save. An error leaves an older file as it was.
+
+        Raises:
+            ValueError: a folder, FIFO, socket or device has the name.
+            OSError, RuntimeError: the file cannot be written.
+        """
+        with replaced("LabelTree.save", path) as draft:
             torch.save(self.state_dict(), draft)
 
     @staticmethod
@@ -272,21 +284,28 @@ class LabelTree(Module):
 
         Raises:
             FileNotFoundError, IsADirectoryError, PermissionError: no file there, or one that cannot be read.
-            ValueError: a file that does not hold a tree.
+            ValueError: a file that does not hold a tree, or a FIFO, socket or device.
         """
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            if os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            file = open_regular("LabelTree.load", path)
         except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
             raise type(error)(f"LabelTree.load: expected a file that can be read, got {path}: {error.strerror}") from None
+        try:
+            with file:
+                state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever torch.load meets in a file that it did not write; it advises to load what nobody checks
             raise ValueError(f"LabelTree.load: expected a file of LabelTree.save, got another one, or a part of one: {path}") from error
         names = ("first_child", "parent", "node_class", "class_node")
         if not isinstance(state, dict) or not all(isinstance(state.get(name), Tensor) for name in names):
             raise ValueError(f"LabelTree.load: expected a file of LabelTree.save, got another one: {path}")
-        problem = _problem([state[name] for name in names])
+        tables = [state[name] for name in names]
+        plain = all(table.layout == torch.strided and not table.is_meta and table.is_contiguous() for table in tables)
+        problem = _problem(tables) if plain else "tables that are not dense and contiguous"  # one number may stand for any size
         if problem:
             raise ValueError(f"LabelTree.load: expected a tree, got {problem}: {path}")
-        return LabelTree(*(state[name] for name in names))
+        return LabelTree(*tables)
 
     @torch.jit.export
     def path(self, ids: Tensor) -> Tensor:
@@ -322,10 +341,10 @@ def _seed(generator: Optional[torch.Generator]) -> Tensor:
 
 
 def _problem(tables: List[Tensor]) -> str:
-    """What is wrong with the tables of a tree, nothing where they are one."""
+    """Returns what is wrong with the tables of a tree, or "" where they are one."""
     try:
         torch.ops.xsoftmax.check_label_tree(tables)
-    except (ValueError, IndexError, TypeError) as error:
+    except (ValueError, IndexError, TypeError, RuntimeError) as error:
         return str(error).removeprefix("check_label_tree: expected a tree, got ")
     return ""
 

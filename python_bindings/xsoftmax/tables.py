@@ -45,7 +45,8 @@ def mapped(path: Union[str, "os.PathLike[str]"], num_rows: int, width: Optional[
     """A parameter ``[num_rows, width]``, or ``[num_rows]`` without a width, whose memory is a file.
 
     Where the file is not there it is made: its space is reserved, rows are filled by blocks of 64 MB, and it is flushed. Where it is there it is opened, as
-    by :func:`open`, and must be of this shape and dtype. An error while it is made, or an interrupt, takes the file away.
+    by :func:`open`, and must be of this shape and dtype. An error while it is made, or an interrupt, takes the file away. A file that a killed process left
+    half made is made anew.
 
     What row optimizers (:mod:`xsoftmax.optim`) keep for the rows is mapped beside it, in ``path + ".row_adagrad"`` and the like, made at the first step: all
     of their state, counters included. An optimizer of the same kind goes on where the file is, in a later process too; delete the file to begin anew.
@@ -71,7 +72,7 @@ def mapped(path: Union[str, "os.PathLike[str]"], num_rows: int, width: Optional[
     if init is not None and not callable(init):
         raise TypeError(f"{name}: expected init as a function of rows, or None, got {type(init).__name__}")
     check_bool(name, "progress", progress)
-    if os.path.lexists(path):
+    if os.path.lexists(path) and not torch.ops.xsoftmax.mapped_table_remove_unfinished(path):
         weight = open(path)
         if list(weight.shape) != sizes or weight.dtype != dtype:
             raise ValueError(f"{name}: expected {path} as a table of shape {sizes} and dtype {dtype}, got shape {list(weight.shape)} and dtype {weight.dtype}")

@@ -215,7 +215,9 @@ class XRLinear:
                 and ``"identity"``, else ``"multiply"``.
 
         Returns:
-            A scipy CSR matrix [n, L], float32: the entries of a row stand best first. A row has fewer than ``topk`` where the beam has found fewer.
+            A scipy CSR matrix [n, L], float32: the entries of a row stand best first. A row has fewer than ``topk`` where the beam has found fewer. The search
+            adds logs, so the order is right where float32 rounds scores to 0 or 1. No entry is 0, which sparse formats drop: scores that float32 has no
+            normal number for are reported as the smallest ones, 2^-126 and those after it, in order.
 
         Raises:
             ValueError: another number of features or rows; numbers that are not finite; topk, beam, transform or combiner out of range; a mask of another

@@ -92,7 +92,8 @@ def mapped_table_samples():
     table = ops.mapped_table_create(path, [N, D], torch.float32)
     ops.mapped_table_flush_(table)
     return dict(mapped_table_changes=(table,), mapped_table_create=(path + ".new", [N, D], torch.float32), mapped_table_fill_=(table, 3, torch.randn(5, D)),
-                mapped_table_flush_=(table,), mapped_table_open=(path, True, False), mapped_table_path=(table,), mapped_table_prefetch=(table, integers(N, 5)))
+                mapped_table_flush_=(table,), mapped_table_open=(path, True, False), mapped_table_path=(table,), mapped_table_prefetch=(table, integers(N, 5)),
+                mapped_table_remove_unfinished=(path,))
 
 
 def samples():

@@ -9,24 +9,15 @@ import scipy.sparse as sp
 import torch
 
 import xsoftmax as xs
-from xr_linear_checks import parts, problem, same, small
+from xr_linear_checks import layer_margins, parts, problem, same, small
 from xsoftmax.xr_linear import _Layers
 
 
 def dense_scores(model, X, hinge=3):
     """The score of every label, by the definition."""
-    X = np.hstack([X.toarray(), np.full((X.shape[0], 1), model.bias)])
     above = np.ones((X.shape[0], 1))
-    for depth in range(model.depth):
-        first_child, chunk, feature, more, child, value = (part.numpy() for part in model.model.layer(depth))
-        weight = np.zeros((first_child[-1], X.shape[1]))
-        entry = 0
-        for p in range(len(first_child) - 1):
-            for row in range(chunk[p], chunk[p + 1]):
-                for entry in range(entry, entry + int(more[row]) + 1):
-                    weight[first_child[p] + child[entry], feature[row]] = value[entry]
-                entry += 1
-        above = np.repeat(above, np.diff(first_child), axis=1) * np.exp(-np.maximum(0, 1 - X @ weight.T) ** hinge)
+    for first_child, margins in layer_margins(model, X):
+        above = np.repeat(above, np.diff(first_child), axis=1) * np.exp(-np.maximum(0, 1 - margins) ** hinge)
     scores = np.empty_like(above)
     scores[:, model.model.labels().numpy()] = above
     return scores

@@ -28,5 +28,20 @@ def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
 
 
+def layer_margins(model, X):
+    """Of each layer: first_child, and w.x of every node in float64 [n, nodes], dense."""
+    X = np.hstack([X.toarray().astype(np.float64), np.full((X.shape[0], 1), model.bias)])
+    for depth in range(model.depth):
+        first_child, chunk, feature, more, child, value = (part.numpy() for part in model.model.layer(depth))
+        weight = np.zeros((first_child[-1], X.shape[1]))
+        entry = 0
+        for p in range(len(first_child) - 1):
+            for row in range(chunk[p], chunk[p + 1]):
+                for entry in range(entry, entry + int(more[row]) + 1):
+                    weight[first_child[p] + child[entry], feature[row]] = value[entry]
+                entry += 1
+        yield first_child, X @ weight.T
+
+
 def parts(model):
     return [part for depth in range(model.depth) for part in model.model.layer(depth)] + [model.model.labels()]

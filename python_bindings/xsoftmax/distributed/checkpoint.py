@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from .._checks import check_count
+from .._files import is_locked, is_named
 from ..optim._base import RowOptimizer
 from ._state import rows_of_all, state_of_rank, whole_state
 
@@ -31,7 +32,8 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
     have them, the rest by the first one.
 
     Args:
-        folder: on a file system that all ranks see. Made where it is missing. One job at a time writes there.
+        folder: on a file system that all ranks see. Made where it is missing. One job at a time writes there: what a killed job left is removed, what
+            another job is writing stays, as far as the file system has locks (flock).
         state: name -> what has a `state_dict()` (a model, also in DistributedDataParallel, whose own name is left out; any optimizer; a scheduler), a
             torch.Generator (each rank's), a tensor, a number, or a dict of those. Everything but split tables and generators is the same on all ranks.
         step: of training, at least 0. Not one that is there already.
@@ -43,20 +45,25 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
     Raises:
         FileExistsError: there is a checkpoint of this step
         TypeError: `state` is no dict with texts as keys; an optimizer over a split table whose state has neither a row for each class nor is a number
-        OSError, RuntimeError: it could not be written, on all ranks. What was there before stays
+        OSError, RuntimeError: it could not be written, or another job is writing this step, on all ranks. What was there before stays
     """
     owner = "save_checkpoint"
     step, keep = check_count(owner, "step", step, 0), check_count(owner, "keep", keep, 1)
     _check_names(owner, state)
     path, hidden = _path(folder, step), os.path.join(folder, f"{_HIDDEN}{step:010d}")
+    lock: List[int] = []  # on what this save writes, while the first rank lives
 
     def begin() -> Any:
         os.makedirs(folder, exist_ok=True)
         if os.path.exists(path):
             raise FileExistsError(f"{owner}: expected a step that is not saved yet, got {step}, which is in {path}")
         for name in os.listdir(folder):
-            if name.startswith(_HIDDEN):  # of a job that was killed
-                shutil.rmtree(os.path.join(folder, name))
+            if name.startswith(_HIDDEN):
+                _remove_abandoned(owner, os.path.join(folder, name), hidden)
+        os.mkdir(hidden)
+        lock.append(os.open(hidden, os.O_RDONLY))
+        if is_locked(lock[0]) or not is_named(hidden, lock[0]):
+            raise RuntimeError(f"{owner}: another process is writing to {folder}")
 
     def end() -> Any:
         _sync(hidden)
@@ -67,12 +74,16 @@ def save_checkpoint(folder: str, state: Dict[str, Any], step: int, *, keep: int 
             shutil.rmtree(f"{hidden}-{old}")
         return path
 
-    _by_first_rank(begin)
-    whole = {name: _saved(value) for name, value in _with_generators(state).items()}
-    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # what ranks have alike comes from one of them
-    with _plain_errors(owner, hidden):
-        dcp.save(whole, storage_writer=dcp.FileSystemWriter(hidden), planner=planner)
-    return _by_first_rank(end)
+    try:
+        _by_first_rank(begin)
+        whole = {name: _saved(value) for name, value in _with_generators(state).items()}
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # what ranks have alike comes from one of them
+        with _plain_errors(owner, hidden):
+            dcp.save(whole, storage_writer=dcp.FileSystemWriter(hidden), planner=planner)
+        return _by_first_rank(end)
+    finally:
+        for descriptor in lock:
+            os.close(descriptor)
 
 
 def load_checkpoint(folder: str, state: Dict[str, Any], step: Optional[int] = None) -> Optional[int]:
@@ -167,6 +178,18 @@ def _plain_errors(owner: str, path: str) -> Iterator[None]:
     except dcp.CheckpointException as error:
         reasons = "; ".join(f"{reason} (rank {rank})" for rank, (reason, _) in error.failures.items())
         raise RuntimeError(f"{owner}: {path}: {reasons}") from error
+
+
+def _remove_abandoned(owner: str, draft: str, hidden: str) -> None:
+    """Removes what a killed job left, unless another job holds it."""
+    descriptor = os.open(draft, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not is_locked(descriptor):
+            shutil.rmtree(draft)
+        elif draft == hidden:
+            raise RuntimeError(f"{owner}: another process is writing {draft}")
+    finally:
+        os.close(descriptor)
 
 
 def _sync(folder: str) -> None:

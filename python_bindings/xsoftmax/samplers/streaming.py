@@ -57,7 +57,8 @@ class StreamingCounts(KeepsTables):
     Buffers, all in the state dict: ``count`` ([N], int64 without a half-life, else float64; of open ids the gaps, [hashes, buckets]) and ``total``; but for
     int64 counts ``last``, int64 of count's shape, and ``seen``, int64: the ids seen up to a row's last sighting, and altogether.
 
-    A process counts what it is given. :func:`xsoftmax.distributed.share_counts` has it count the ids of all ranks.
+    Threads of a program may share counts in memory of the CPU. A process counts what it is given.
+    :func:`xsoftmax.distributed.share_counts` has it count the ids of all ranks.
 
     Raises:
         ValueError: an option out of range; alpha of dense ids, or beside half_life.

@@ -1,0 +1,227 @@
+"""Files whose every field lies, with right checksums: each is sane data or a ValueError that names the file."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+import xsoftmax as xs
+from test_xr_linear_files import file_checksum, seal, sections_of
+from xr_linear_checks import problem, small
+
+INTEGERS = [-1, 0, 1, 2, 255, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)]
+BYTES = [0x00, 0x01, 0x22, 0x5C, 0x7F, 0x80, 0xC0, 0xED, 0xFF]
+
+
+def outcome(load, name, use):
+    """True where the file was refused as it should be; else what was loaded answers."""
+    try:
+        loaded = load()
+    except ValueError as error:
+        assert not isinstance(error, UnicodeError) and name in str(error), repr(error)
+        assert "INTERNAL ASSERT" not in str(error)
+        return True
+    use(loaded)
+    return False
+
+
+class Model:
+    """A saved model, and copies of its file with lies in them."""
+
+    def __init__(self, folder):
+        self.folder, self.X = folder, problem()[0]
+        small(*problem()).save(folder)
+        self.file = folder / "model.bin"
+        self.whole = self.file.read_bytes()
+        self.refused = self.answered = 0
+
+    def lie(self, change, section=None):
+        data = bytearray(self.whole)
+        change(data)
+        if section is not None:
+            entry, begin, size = section
+            data[entry + 24 : entry + 32] = file_checksum(data[begin : begin + size]).to_bytes(8, "little")
+        seal(data, self.file)
+        if outcome(lambda: xs.XRLinear.load(self.folder), str(self.folder), self.use):
+            self.refused += 1
+        else:
+            self.answered += 1
+
+    def use(self, model):
+        scores, labels = model.topk(sp.csr_matrix((5, model.num_features), dtype=np.float32), 5, 5)
+        if model.num_features == self.X.shape[1]:
+            scores, labels = model.topk(self.X[:5], 5, 5)
+        assert scores.isfinite().all() and labels.max() < model.num_labels
+        repr(model), model.notes, model.stats
+
+
+def placed(value, at, layout):
+    """Writes a number as `layout` lays it out, cut to its width."""
+    size = struct.calcsize(layout)
+    bits = value.to_bytes(8, "little", signed=True)[:size] if isinstance(value, int) else struct.pack(layout, value)
+    return lambda data: data.__setitem__(slice(at, at + size), bits)
+
+
+@pytest.fixture()
+def model(tmp_path):
+    return Model(tmp_path / "model")
+
+
+def test_headers_of_models(model):
+    fields = {"version": (8, "<I"), "features": (16, "<q"), "bytes": (48, "<q")}
+    for at, layout in fields.values():
+        for value in INTEGERS:
+            model.lie(placed(value, at, layout))
+    for bias in (np.nan, np.inf, -np.inf, 1e308, -1e30):
+        model.lie(placed(bias, 24, "<d"))
+    for at in range(32, 48):  # the transform's name
+        for byte in BYTES:
+            model.lie(lambda data: data.__setitem__(at, byte))
+    for text in (b"", b"sigmoid", b"\xff" * 16, b"identity\0\0\xff", b"log-l3-hinge", b"l9-hinge"):
+        model.lie(lambda data: data.__setitem__(slice(32, 48), text.ljust(16, b"\0")))
+    for depth in (1, 2, 4, 64):  # the table of sections is read as another one
+        data = bytearray(model.whole)
+        data[12:16] = depth.to_bytes(4, "little")
+        if 64 + 32 * (2 + 6 * depth) < len(data):
+            seal(data, model.file)
+            outcome(lambda: xs.XRLinear.load(model.folder), str(model.folder), model.use)
+    assert model.refused > 60 and model.answered > 5
+
+
+def test_sections_of_models(model):
+    """Begin, size and dtype of each section, each with a checksum that fits what it names."""
+    for entry, begin, size in sections_of(model.whole):
+        for field, old in ((0, begin), (8, size)):
+            for value in [*INTEGERS, old - 64, old + 64, old - 1, old - 8, old - 4, old // 2, 64]:
+                def change(data, field=field, value=value):
+                    placed(value, entry + field, "<q")(data)
+                    at, length = (int.from_bytes(data[i : i + 8], "little") for i in (entry, entry + 8))
+                    if at + length <= len(data):
+                        data[entry + 24 : entry + 32] = file_checksum(data[at : at + length]).to_bytes(8, "little")
+                model.lie(change)
+        for dtype in [*range(6), *INTEGERS]:
+            model.lie(placed(dtype, entry + 16, "<q"))
+    assert model.refused > 500
+
+
+def test_contents_of_models(model):
+    """Numbers at the ends and inside each section: offsets, ids, counts, weights, notes."""
+    widths = [8, 4, 1, 4, 2]
+    for section in sections_of(model.whole):
+        entry, begin, size = section
+        width = widths[int.from_bytes(model.whole[entry + 16 : entry + 24], "little")]
+        places = sorted({begin, begin + width, begin + size // width // 2 * width, begin + size - width})
+        for at in places:
+            for value in INTEGERS:
+                model.lie(placed(value, at, {8: "<q", 4: "<I", 2: "<H", 1: "<B"}[width]), section)
+        swapped = slice(begin, begin + size // width * width)
+        model.lie(lambda data: data.__setitem__(swapped, data[swapped][::-1]), section)
+    assert model.refused > 200 and model.answered > 50
+
+
+def test_notes_of_models(model):
+    """Any bytes: UTF-8 or an error, JSON or text."""
+    section = entry, begin, size = sections_of(model.whole)[-1]
+    texts = [b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\xf5\x80\x80\x80", b"[" * size, b"null", b'{"layers": 1}', b"1e999",
+             b'{"layers": [], "notes": [1]}', b'{"layers": {"a": 1}, "notes": {}}', "ä€😀".encode(), b"\0"]
+    for text in texts:
+        for at in (begin, begin + size - len(text)):
+            model.lie(lambda data: data.__setitem__(slice(at, at + len(text)), text), section)
+        filled = (text + b" " * size)[:size]
+        model.lie(lambda data: data.__setitem__(slice(begin, begin + size), filled), section)
+    assert model.refused >= 3 * 6 and model.answered >= 3 * 6
+
+
+def tables_of_trees():
+    """Each table of a tree with one lie in it."""
+    state = dict(xs.LabelTree.balanced(40, 3).state_dict())
+    for name, table in state.items():
+        changes = [torch.empty(0, dtype=torch.int64), table[:-1].clone(), torch.cat([table, table[-1:]]), table[None].clone(), table.sum(), table.flip(0),
+                   table.to(torch.int32), table.double(), table.to(torch.complex64), table.bool(), table.to_sparse(), table.to("meta"),
+                   table[:1].expand(2**40), table.unsqueeze(1).expand(-1, 2)[:, 0], torch.full_like(table, table.numel()), table.repeat(2)[::2]]
+        changes += [torch.full_like(table, value) for value in INTEGERS]
+        changes += [None, 3, "text", [1, 2], {"a": 1}]
+        for place in (0, 1, len(table) // 2, len(table) - 1):
+            for value in [*INTEGERS, len(table), len(table) - 1, 39, 40]:
+                changes.append(table.clone())
+                changes[-1][place] = value
+        for change in changes:
+            yield {**state, name: change}
+        yield {other: tensor for other, tensor in state.items() if other != name}
+        for other in state:
+            yield {**state, name: state[other], other: table}
+
+
+def test_trees(tmp_path):
+    path = tmp_path / "tree.pt"
+    refused = loaded = 0
+
+    def use(tree):
+        nodes = tree.path(torch.arange(tree.num_classes))
+        assert int(nodes.max()) < tree.num_nodes and tree.num_classes == 40
+
+    for state in tables_of_trees():
+        torch.save(state, path)
+        if outcome(lambda: xs.LabelTree.load(path), str(path), use):
+            refused += 1
+        else:
+            loaded += 1
+    assert refused > 200 and 0 < loaded < 80
+    for other in ([1, 2], None, torch.zeros(3), {}, {1: 2}, "text"):
+        torch.save(other, path)
+        assert outcome(lambda: xs.LabelTree.load(path), str(path), use)
+    whole = path.read_bytes()
+    for cut in range(0, len(whole), len(whole) // 20):
+        path.write_bytes(whole[:cut])
+        assert outcome(lambda: xs.LabelTree.load(path), str(path), use)
+
+
+def texts_of_tables(text):
+    """The header of a table with one value of its JSON in another way."""
+    known = json.loads(text)
+    for key, value in (("state", "whole"), ("format", "pt"), ("xsoftmax", "1"), ("kind", "table"), ("table", known["__metadata__"]["table"])):
+        for lie in ("", "x", "y" * 70, "\u00e9", "\udcff", "\x01", "\x7f", "\\", "begun ", "row_adam"):
+            yield text.replace(f'"{key}":"{value}"', f'"{key}":"{lie}"')
+    for key, value in (("dtype", '"F32"'), ("shape", "[30,4]"), ("data_offsets", "[0,480]")):
+        for lie in ('"F64"', '"F16"', '"I64"', '"F99"', "[]", "[30]", "[4,30]", "[120]", "[-1,-120]", "[0,480]", "[480,960]", "[0,0]", f"[{2**62},{2**62}]",
+                    f"[{2**63},1]", f"[{10**30},1]", "[1e3,1]", "[1.5,2]", "null", "[30,4,1]", "[1,1,1,1,1,1,1,1,1,1,1,1]", "[30, 4]"):
+            yield text.replace(f'"{key}":{value}', f'"{key}":{lie}')
+    for name in ("", "bias", "\udcfe", "w" * 70):
+        yield text.replace('"weight"', f'"{name}"')
+    yield text.replace("}}", '},"weight":{"dtype":"F32","shape":[0],"data_offsets":[480,480]}}')
+    yield text.replace("}}", "}")
+    yield text[:-1]
+    yield ""
+
+
+def test_mapped_tables(tmp_path):
+    """Only a file that reads as the one that was made is opened; what the system says of it is not asked first."""
+    path = tmp_path / "t.safetensors"
+    made = xs.tables.mapped(path, 30, 4, progress=False)
+    expected = made.detach().clone()
+    xs.tables.flush(made)
+    del made
+    whole = path.read_bytes()
+    text = whole[8:4096].decode().rstrip(" ")
+    refused = 0
+
+    def use(weight):
+        assert weight.shape in ((30, 4), (4, 30), (120,), (30, 4, 1)) and weight.flatten()[:120].equal(expected.flatten())
+
+    for lie in texts_of_tables(text):
+        header = lie.encode("utf-8", "surrogateescape") if "\udcff" in lie or "\udcfe" in lie else lie.encode()
+        path.write_bytes(whole[:8] + header.ljust(4088, b" ")[:4088] + whole[4096:])
+        for writable in (False, True):
+            refused += outcome(lambda: xs.tables.open(path, writable=writable), str(path), use)
+    for value in INTEGERS:  # the length of the text
+        path.write_bytes(value.to_bytes(8, "little", signed=True) + whole[8:])
+        refused += outcome(lambda: xs.tables.open(path, writable=False), str(path), use)
+    for size in (1, 7, 8, 4095, 4096, 4097, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refused += outcome(lambda: xs.tables.open(path, writable=False), str(path), use)
+    path.write_bytes(whole + b"\0")
+    refused += outcome(lambda: xs.tables.open(path, writable=False), str(path), use)
+    assert refused > 150
