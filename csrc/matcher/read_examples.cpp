@@ -9,13 +9,16 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 namespace xsoftmax {
 namespace {
@@ -132,8 +135,10 @@ class LineReader {
       if (!whole || !std::isfinite(value)) {
         return bad("a finite value", pair);
       }
-      part_.features.push_back(int32_t(feature));
-      part_.values.push_back(value);
+      if (value != 0) {
+        part_.features.push_back(int32_t(feature));
+        part_.values.push_back(value);
+      }
       before = feature;
       text.remove_prefix(pair.size());
     }
@@ -145,14 +150,27 @@ class LineReader {
   Part& part_;
 };
 
+std::string reason() { return std::strerror(errno); }
+
+/// The text of a regular file. Others are refused, not waited for: a pipe may never end.
 std::string whole_file(const std::string& path) {
-  TORCH_CHECK(!std::filesystem::is_directory(path), "read_examples: expected a file, got the folder ", path);
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  TORCH_CHECK(file.is_open(), "read_examples: cannot open ", path, ": ", std::strerror(errno));
-  std::string text(size_t(std::max<std::streamoff>(file.tellg(), 0)), '\0');
-  file.seekg(0);
-  file.read(text.data(), std::streamsize(text.size()));
-  TORCH_CHECK(file.good() || text.empty(), "read_examples: cannot read ", path, ": ", std::strerror(errno));
+  constexpr const char* kOp = "read_examples";
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  TORCH_CHECK(descriptor >= 0, kOp, ": cannot open ", path, ": ", reason());
+  const std::unique_ptr<const int, void (*)(const int*)> closed(&descriptor, [](const int* open) { ::close(*open); });
+  struct stat about{};
+  TORCH_CHECK(::fstat(descriptor, &about) == 0, kOp, ": cannot read ", path, ": ", reason());
+  TORCH_CHECK(!S_ISDIR(about.st_mode), kOp, ": expected a file, got the folder ", path);
+  TORCH_CHECK_VALUE(S_ISREG(about.st_mode), kOp, ": expected ", path, " as a regular file, got a pipe or a device");
+  std::string text(size_t(about.st_size), '\0');
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t count = ::read(descriptor, text.data() + done, text.size() - done);
+    TORCH_CHECK(count >= 0 || errno == EINTR, kOp, ": cannot read ", path, ": ", reason());
+    if (count == 0) { // it was cut meanwhile
+      text.resize(done);
+    }
+    done += size_t(std::max<ssize_t>(count, 0));
+  }
   return text;
 }
 
