@@ -51,6 +51,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/tree_losses_module.cpp
   csrc/losses/two_tower_loss.cpp
   csrc/losses/two_tower_module.cpp
+  csrc/matcher/canonical_rows.cpp
   csrc/matcher/linear_beam.cpp
   csrc/matcher/linear_layer.cpp
   csrc/matcher/linear_layer_input.cpp

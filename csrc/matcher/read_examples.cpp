@@ -1,5 +1,7 @@
 #include "xsoftmax/matcher.h"
 
+#include "core/regular_file.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -8,14 +10,14 @@
 #include <cerrno>
 #include <charconv>
 #include <cmath>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <limits>
 #include <numeric>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include <fcntl.h>
+#include <unistd.h>
 
 namespace xsoftmax {
 namespace {
@@ -132,8 +134,10 @@ class LineReader {
       if (!whole || !std::isfinite(value)) {
         return bad("a finite value", pair);
       }
-      part_.features.push_back(int32_t(feature));
-      part_.values.push_back(value);
+      if (value != 0) {
+        part_.features.push_back(int32_t(feature));
+        part_.values.push_back(value);
+      }
       before = feature;
       text.remove_prefix(pair.size());
     }
@@ -146,13 +150,17 @@ class LineReader {
 };
 
 std::string whole_file(const std::string& path) {
-  TORCH_CHECK(!std::filesystem::is_directory(path), "read_examples: expected a file, got the folder ", path);
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  TORCH_CHECK(file.is_open(), "read_examples: cannot open ", path, ": ", std::strerror(errno));
-  std::string text(size_t(std::max<std::streamoff>(file.tellg(), 0)), '\0');
-  file.seekg(0);
-  file.read(text.data(), std::streamsize(text.size()));
-  TORCH_CHECK(file.good() || text.empty(), "read_examples: cannot read ", path, ": ", std::strerror(errno));
+  constexpr const char* kOp = "read_examples";
+  const FileHandle file = open_regular_file(kOp, path, O_RDONLY);
+  std::string text(size_t(regular_file_status(kOp, path, file.number()).st_size), '\0');
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t count = ::read(file.number(), text.data() + done, text.size() - done);
+    TORCH_CHECK(count >= 0 || errno == EINTR, kOp, ": cannot read ", path, ": ", system_error());
+    if (count == 0) { // it was cut meanwhile
+      text.resize(done);
+    }
+    done += size_t(std::max<ssize_t>(count, 0));
+  }
   return text;
 }
 

@@ -4,6 +4,7 @@
 #include "core/long_work.h"
 #include "core/optional.h"
 #include "core/sparse_rows.h"
+#include "matcher/canonical_rows.h"
 #include "matcher/linear_layer.h"
 #include "scores/transform_names.h"
 
@@ -63,22 +64,13 @@ struct QueryTensors {
   Queries views;
 };
 
-template <typename T>
-void check_columns(std::span<const T> column, int64_t end) {
-  for (size_t t = 0; t < column.size(); ++t) {
-    TORCH_CHECK_INDEX(column[t] >= 0 && column[t] < end, kName, ": expected columns in [0, ", end, "), got ", column[t], " at [", t, "]");
-  }
-}
-
 QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const Tensor& values, const OptionalTensor& dense, int64_t dense_begin,
                            int64_t features) {
   check::numbers(kName, "offsets", offsets, offsets.scalar_type() == at::kInt ? at::kInt : at::kLong);
   check::numbers(kName, "columns", columns, columns.scalar_type() == at::kLong ? at::kLong : at::kInt);
   check::numbers(kName, "values", values, at::kFloat);
-  check::size(kName, "values", values, 0, columns.size(0), "the size of columns");
   TORCH_CHECK_VALUE(offsets.size(0) >= 1, kName, ": expected offsets with a number for each query and one, got none");
   QueryTensors queries{offsets.to(at::kLong).contiguous(), columns.contiguous(), values.contiguous(), {}, {}};
-  check::offsets(kName, "offsets", queries.offset, columns.size(0));
   if (given(dense)) {
     check::dim(kName, "dense", *dense, 2);
     check::dtype(kName, "dense", *dense, at::kFloat);
@@ -92,17 +84,14 @@ QueryTensors check_queries(const Tensor& offsets, const Tensor& columns, const T
     }
   }
   const int64_t columns_end = given(dense) ? dense_begin : features;
-  if (queries.feature.scalar_type() == at::kLong) { // before they are narrowed: what does not fit is not to be cut off to something that does
-    check_columns(span_of<int64_t>(queries.feature), columns_end);
+  if (const auto rows = canonical_rows(kName, queries.offset, queries.feature, queries.value, columns_end, RowKind::Weights)) {
+    std::tie(queries.offset, queries.feature, queries.value) = std::tie(rows->offsets, rows->columns, rows->values);
+  }
+  if (queries.feature.scalar_type() == at::kLong) { // checked: all are below `features`
     queries.feature = queries.feature.to(at::kInt);
-  } else {
-    check_columns(span_of<int32_t>(queries.feature), columns_end);
   }
   const auto feature = span_of<int32_t>(queries.feature);
   const auto value = span_of<float>(queries.value);
-  for (size_t t = 0; t < feature.size(); ++t) {
-    TORCH_CHECK_VALUE(std::isfinite(value[t]), kName, ": expected values with finite numbers, got ", value[t], " at [", t, "]");
-  }
   queries.views = {offsets.size(0) - 1,
                    queries.offset.const_data_ptr<int64_t>(),
                    feature.data(),

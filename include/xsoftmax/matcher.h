@@ -91,7 +91,8 @@ struct Examples {
 };
 
 /// Of a text file in the format of the extreme classification repository: a header "examples features labels", then a line for each example,
-/// its labels joined by commas, a space and feature:value pairs; all ids from 0, features rising. Throws ValueError with file, line and text.
+/// its labels joined by commas, a space and feature:value pairs; all ids from 0, features rising; values of 0 are left out. Throws ValueError with file, line
+/// and text; also for a pipe or a device.
 Examples read_examples(const std::string& path);
 
 } // namespace xsoftmax

@@ -1,4 +1,4 @@
-"""Files that are whole, or as they were."""
+"""Files that are whole, or as they were; and those that are read."""
 
 import contextlib
 import fcntl
@@ -12,11 +12,15 @@ def open_regular(owner: str, path: Union[str, "os.PathLike[str]"]) -> BinaryIO:
     """Opens a regular file for reading, and never waits.
 
     Raises:
-        ValueError: a folder, FIFO, socket or device, which would hang or act when opened.
-        OSError: a file that cannot be opened.
+        FileNotFoundError: there is no such file. IsADirectoryError: it is a folder.
+        ValueError: it is a FIFO, a socket or a device, which would hang or act when opened.
+        OSError: it cannot be opened.
     """
-    _check_regular(owner, path, os.stat(path))
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(owner, path, os.stat(path))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{owner}: there is no file {os.fspath(path)}") from None
     try:
         _check_regular(owner, path, os.fstat(descriptor))  # another file may have its name by now
         return os.fdopen(descriptor, "rb")
@@ -26,8 +30,12 @@ def open_regular(owner: str, path: Union[str, "os.PathLike[str]"]) -> BinaryIO:
 
 
 def _check_regular(owner: str, path: Union[str, "os.PathLike[str]"], found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(f"{owner}: expected {os.fspath(path)} as a file, got a folder")
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{owner}: expected {os.fspath(path)} as a file, got a folder, FIFO, socket or device")
+        kind = ("a FIFO" if stat.S_ISFIFO(found.st_mode)
+                else "a socket" if stat.S_ISSOCK(found.st_mode) else "a device")
+        raise ValueError(f"{owner}: expected {os.fspath(path)} as a file, got {kind}")
 
 
 @contextlib.contextmanager
@@ -36,7 +44,7 @@ def replaced(owner: str, path: Union[str, "os.PathLike[str]"]) -> Iterator[str]:
     raised, and else is removed. Drafts that killed processes left of the same file are removed.
 
     Raises:
-        ValueError: a folder, FIFO, socket or device has the name.
+        IsADirectoryError, ValueError: a folder, or a FIFO, socket or device, has the name.
         OSError: the file cannot be written.
     """
     if os.path.exists(path):

@@ -1,8 +1,14 @@
-"""Compressed sparse matrices of scipy as the tensors that operators take, and back."""
+"""Sparse matrices of scipy as the tensors that operators take, and back.
+
+Each matrix that a caller or a file gives goes through :func:`canonical`. It checks the parts before
+compiled code of scipy reads memory by them: `check_format(full_check=True)` of scipy looks at
+indices only where the last offset is not 0.
+"""
 
 import copy
+import itertools
 from functools import lru_cache
-from typing import Any, Tuple, TYPE_CHECKING
+from typing import Any, Tuple, TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -11,39 +17,226 @@ from torch import Tensor
 if TYPE_CHECKING:
     import scipy.sparse
 
+Matrix = Union["scipy.sparse.spmatrix", "scipy.sparse.sparray"]
 
-def checked(owner: str, argument: str, matrix: Any) -> "scipy.sparse.csr_matrix":
-    """A scipy sparse matrix as CSR whose indices are sound: operators and scipy's own routines read memory by them."""
+_LIMIT = 2**31 - 1  # rows, and columns that are labels: operators take fewer
+_HINTS = {
+    "features": "scipy.sparse.csr_matrix(x) makes one of an array",
+    "labels": "sklearn.preprocessing.MultiLabelBinarizer(sparse_output=True).fit_transform(labels) "
+              "makes one of lists of labels, scipy.sparse.csr_matrix(y) of an array",
+}
+
+
+def canonical(owner: str, argument: str, matrix: Any, kind: str = "features") -> "scipy.sparse.csr_matrix":
+    """Returns a scipy sparse matrix of any format as CSR in canonical form.
+
+    The form: two dimensions, sound offsets, columns in range that rise in each row, entries of one
+    column summed, no stored zeros, indices int32, or int64 where int32 is too small. The matrix
+    itself is returned if it has this form, and nothing of the caller's is written to.
+
+    Args:
+        owner, argument: named in errors.
+        kind: "features": float32, finite. "labels": the non-zeros are the pairs of a row and a
+            label, and all values are 1, float32. "weights": float32, finite, and stored zeros
+            count. "scores": of a ranking, in their dtype, not NaN; stored zeros count, since 0 is
+            the best score of some transforms, and entries stay in the order of the row.
+
+    Raises:
+        TypeError: no scipy sparse matrix of real numbers.
+        ValueError: another number of dimensions; parts that contradict each other; a value that is
+            not finite, in float32 where the result is; more rows, or labels, than operators take.
+    """
     import scipy.sparse as sp
 
     if not sp.issparse(matrix):
-        raise TypeError(f"{owner}: expected {argument} as a scipy sparse matrix, got {type(matrix).__name__}")
+        hint = f": {_HINTS[kind]}" if kind in _HINTS else ""
+        raise TypeError(f"{owner}: expected {argument} as a scipy sparse matrix, got {type(matrix).__name__}{hint}")
+    if matrix.ndim != 2:
+        raise ValueError(f"{owner}: expected {argument} of two dimensions, got shape {list(matrix.shape)}: "
+                         "a row of an array keeps both where it is taken by x[[i]]")
     if matrix.dtype.kind not in "fiub":
         raise TypeError(f"{owner}: expected {argument} of numbers, got dtype {matrix.dtype}")
-    if matrix.format in ("csr", "csc", "bsr"):
-        try:
-            matrix.check_format(full_check=True)
-        except ValueError as error:
-            raise ValueError(f"{owner}: expected {argument} as a sound sparse matrix, got one whose parts contradict each other ({error})") from error
-    rows = matrix.tocsr()
-    if rows.dtype.kind == "f" and not np.isfinite(rows.data).all():
-        at = int(np.flatnonzero(~np.isfinite(rows.data))[0])
-        row = int(np.searchsorted(rows.indptr, at, side="right")) - 1
-        raise ValueError(f"{owner}: expected {argument} with finite numbers, got {rows.data[at]} in row {row}, column {int(rows.indices[at])}")
-    return rows
+    if matrix.shape[0] >= _LIMIT or (kind == "labels" and matrix.shape[1] >= _LIMIT):
+        raise ValueError(f"{owner}: expected {argument} with fewer than 2^31 - 1 {'rows and labels' if kind == 'labels' else 'rows'}, "
+                         f"got shape {list(matrix.shape)}")
+    try:
+        indptr, indices, data = _rows_of(matrix)
+        offsets, columns, values = tensor_of(_index(indptr)).long(), tensor_of(_index(indices)), tensor_of(_number(data))
+        made = torch.ops.xsoftmax.canonical_rows(offsets, columns, values, matrix.shape[1], kind)
+    except (ValueError, IndexError) as error:
+        raise _named(owner, argument, str(error)) from error
+    return _assembled(matrix, (indptr, indices, data), made, kind)
 
 
-def index_tensors(matrix: "scipy.sparse.csr_matrix") -> Tuple[Tensor, Tensor]:
-    """Of CSR or CSC: where each row or column begins (int64), and the indices (int32)."""
-    return torch.from_numpy(matrix.indptr.astype(np.int64, copy=False)), torch.from_numpy(matrix.indices.astype(np.int32, copy=False))
+def _assembled(matrix: Any, parts: Tuple[np.ndarray, ...], made: Any, kind: str) -> "scipy.sparse.csr_matrix":
+    """The result of :func:`canonical`: of the operator's tensors, or of parts that have the form."""
+    import scipy.sparse as sp
+
+    if made:
+        offsets, columns, data = (part.numpy() for part in made)
+        narrow = max(len(columns), matrix.shape[1]) < 2**31
+        indptr, indices = (part.astype(np.int32 if narrow else np.int64, copy=False) for part in (offsets, columns))
+    else:
+        indptr, indices, data = parts
+        if kind == "labels" and not (data.dtype == np.float32 and (data == 1).all()):
+            data = np.ones(len(data), np.float32)
+        elif kind == "scores":
+            data = _number(data)
+        else:
+            data = data.astype(np.float32, copy=False)
+        if matrix.format == "csr" and all(given is part for given, part in zip((matrix.indptr, matrix.indices, matrix.data), (indptr, indices, data))):
+            return matrix
+    kind_of = sp.csr_array if isinstance(matrix, sp.sparray) else sp.csr_matrix
+    result = kind_of((data, indices, indptr), shape=matrix.shape, copy=False)
+    if kind != "scores":
+        result.has_canonical_format = True
+    return result
 
 
-def sparse_tensors(matrix: "scipy.sparse.csr_matrix") -> Tuple[Tensor, Tensor, Tensor]:
+def _rows_of(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """indptr, indices and data of the rows of a matrix of any format; those of CSR are unchecked."""
+    import scipy.sparse as sp
+
+    shape = matrix.shape
+    if matrix.format == "csr":
+        return _trimmed(matrix.indptr, matrix.indices, matrix.data, shape[0])
+    if matrix.format in ("csc", "bsr"):
+        high, wide = matrix.blocksize if matrix.format == "bsr" else (1, 1)
+        if min(high, wide) < 1 or shape[0] % high or shape[1] % wide:
+            raise ValueError(f"expected blocks that divide the shape {list(shape)}, got {[high, wide]}")
+        lists, width = (shape[0] // high, shape[1] // wide) if matrix.format == "bsr" else shape[::-1]
+        indptr, indices, data = _trimmed(matrix.indptr, matrix.indices, matrix.data, lists)
+        _check_lists(indptr, indices, width)
+        made = (sp.bsr_matrix if matrix.format == "bsr" else sp.csc_matrix)((_number(data), indices, indptr), shape=shape)
+        rows = made.tocsr()
+        if matrix.format == "bsr":
+            rows.eliminate_zeros()  # of the blocks
+        return rows.indptr, rows.indices, rows.data
+    row, column, data = _coordinates(matrix)
+    for name, index, size in (("rows", row, shape[0]), ("columns", column, shape[1])):
+        if len(index) != len(data):
+            raise ValueError(f"expected as many {name} as values, got {len(index)} and {len(data)}")
+        if len(index) and not (0 <= index.min() and index.max() < size):
+            raise ValueError(f"expected {name} in [0, {size}), got {index.min()} to {index.max()}")
+    rows = sp.coo_matrix((_number(data), (row, column)), shape=shape).tocsr()
+    return rows.indptr, rows.indices, rows.data
+
+
+def _coordinates(matrix: Any) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row, column and value of each entry of COO, DOK, LIL or DIA, unchecked."""
+    if matrix.format == "coo":
+        return _index(matrix.row), _index(matrix.col), _array(matrix.data)
+    if matrix.format == "dok":
+        keys, count = list(matrix.keys()), len(matrix.keys())
+        row, column = (np.fromiter((key[axis] for key in keys), np.int64, count) for axis in (0, 1))
+        return row, column, np.fromiter(matrix.values(), matrix.dtype, count)
+    if matrix.format == "lil":
+        counts = [np.fromiter(map(len, lists), np.int64, len(lists)) for lists in (matrix.rows, matrix.data)]
+        if not np.array_equal(counts[0], counts[1]):
+            raise ValueError("expected as many columns as values in each row, got others")
+        count = int(counts[0].sum())
+        column, data = (np.fromiter(itertools.chain.from_iterable(lists), dtype, count)
+                        for lists, dtype in ((matrix.rows, np.int64), (matrix.data, matrix.dtype)))
+        return np.repeat(np.arange(len(counts[0])), counts[0]), column, data
+    offsets, data = _index(matrix.offsets), _array(matrix.data, 2)
+    if len(offsets) != len(data):
+        raise ValueError(f"expected as many offsets as diagonals, got {len(offsets)} and {len(data)}")
+    inside = (offsets > -matrix.shape[0]) & (offsets < matrix.shape[1])  # the others have no entry
+    offsets, data = offsets[inside], data[inside, : matrix.shape[1]]
+    diagonal, column = data.nonzero()
+    row = column - offsets[diagonal]
+    there = (row >= 0) & (row < matrix.shape[0])
+    return row[there], column[there], data[diagonal[there], column[there]]
+
+
+def _trimmed(indptr: Any, indices: Any, data: Any, lists: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The parts of so many lists, without what stands behind the last one."""
+    if len(_index(indptr)) != lists + 1:
+        raise ValueError(f"expected {lists + 1} offsets, got {len(indptr)}")
+    count = int(indptr[-1])
+    if not 0 <= count <= min(len(_index(indices)), len(data)):
+        raise ValueError(f"expected offsets that end at most at {min(len(indices), len(data))}, the entries, got {count}")
+    return indptr, indices if len(indices) == count else indices[:count], data if len(data) == count else data[:count]
+
+
+def _check_lists(indptr: np.ndarray, indices: np.ndarray, width: int) -> None:
+    if indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
+        raise ValueError("expected offsets that begin at 0 and never fall, got others")
+    if len(indices) and not (0 <= indices.min() and indices.max() < width):
+        raise ValueError(f"expected indices in [0, {width}), got {indices.min()} to {indices.max()}")
+
+
+def _named(owner: str, argument: str, reason: str) -> ValueError:
+    """The error of parts that are wrong, in the caller's words."""
+    reason = reason.removeprefix("canonical_rows: ").removeprefix("expected ")
+    if reason.startswith("values "):
+        return ValueError(f"{owner}: expected {argument} {reason.removeprefix('values ')}")
+    return ValueError(f"{owner}: expected {argument} as a sound sparse matrix, got one whose parts contradict each other (expected {reason})")
+
+
+def _array(part: Any, dimensions: int = 1) -> np.ndarray:
+    if not isinstance(part, np.ndarray) or part.ndim != dimensions:
+        raise ValueError(f"expected parts as arrays of {dimensions} dimensions, got {type(part).__name__} of shape {list(np.shape(part))}")
+    return part
+
+
+def _index(part: Any) -> np.ndarray:
+    """int32 or int64."""
+    if _array(part).dtype.kind not in "iu":
+        raise ValueError(f"expected indices of an integer dtype, got {part.dtype}")
+    return part if part.dtype in (np.int32, np.int64) else part.astype(np.int64)
+
+
+def _number(data: np.ndarray) -> np.ndarray:
+    """float32 or float64, in which a value of the dtype is not 0 or infinite unless it is so itself."""
+    if data.dtype in (np.float32, np.float64):
+        return data
+    with np.errstate(over="ignore"):
+        return data.astype(np.float32 if np.can_cast(data.dtype, np.float32) else np.float64)
+
+
+def tensor_of(array: np.ndarray) -> Tensor:
+    """Returns the memory of an array as a tensor to read: torch.from_numpy without its warning where the array is read-only."""
+    if not (array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative):
+        array = np.array(array, array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+
+
+class _Memory:
+    """Memory of an array that numpy takes as writable; nothing writes to it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self.array = array
+
+
+def query_tensors(owner: str, argument: str, matrix: Any) -> Tuple[Tensor, Tensor, Tensor]:
+    """Returns offsets, columns and values (float32) of a scipy sparse matrix for an operator that brings them to canonical form itself."""
+    if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
+        canonical(owner, argument, matrix)  # raises
+    try:
+        indptr, indices, data = _rows_of(matrix)
+        with np.errstate(over="ignore"):
+            return tensor_of(_index(indptr)), tensor_of(_index(indices)), tensor_of(data.astype(np.float32, copy=False))
+    except ValueError as error:
+        raise _named(owner, argument, str(error)) from error
+
+
+def index_tensors(matrix: "scipy.sparse.csr_matrix", owner: str = "xsoftmax") -> Tuple[Tensor, Tensor]:
+    """Of CSR or CSC: where each row or column begins (int64), and the indices (int32). ValueError: there are more columns than int32 has."""
+    if max(matrix.shape) > _LIMIT:
+        raise ValueError(f"{owner}: expected a sparse matrix of at most 2^31 - 1 rows and columns, which operators take, got shape {list(matrix.shape)}")
+    return tensor_of(matrix.indptr.astype(np.int64, copy=False)), tensor_of(matrix.indices.astype(np.int32, copy=False))
+
+
+def sparse_tensors(matrix: "scipy.sparse.csr_matrix", owner: str = "xsoftmax") -> Tuple[Tensor, Tensor, Tensor]:
     """Those and the values (float32)."""
-    return (*index_tensors(matrix), torch.from_numpy(matrix.data.astype(np.float32, copy=False)))
+    return (*index_tensors(matrix, owner), tensor_of(matrix.data.astype(np.float32, copy=False)))
 
 
 def csr_matrix(offsets: Tensor, columns: Tensor, values: Tensor, shape: Tuple[int, int]) -> "scipy.sparse.csr_matrix":
+    """Returns tensors of an operator as a scipy CSR matrix."""
     import scipy.sparse as sp
 
     if shape[0] != 1:

@@ -13,7 +13,7 @@ import torch
 from . import __version__ as version
 from . import metrics
 from ._files import replaced
-from .datasets import read_examples, read_sparse
+from .datasets import read_examples, read_matrix, read_sparse
 from .ensemble import METHODS, combine_predictions
 from .label_tree import LabelTree
 from .label_vectors import pifa, pifa_lf, unit_rows
@@ -105,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
                          "(default: add for logs and identity, else multiply)")
     predict.add_argument("--ensemble", default="average", choices=METHODS, help="how the predictions of several models are combined")
 
-    evaluate = command("evaluate", run_evaluate, "precision, recall, nDCG and propensity-scored precision (PSP) of predictions")
+    evaluate = command("evaluate", run_evaluate, "precision, recall, nDCG and propensity-scored precision (PSP) of predictions, as fractions")
     data(evaluate, "examples with the right labels")
     evaluate.add_argument("predictions", help=".npz that predict wrote")
     evaluate.add_argument("-k", type=int, nargs="+", default=[1, 3, 5], help="how many of the best labels count")
@@ -165,7 +165,7 @@ def train_together(args: argparse.Namespace, group: Optional["torch.distributed.
                           "weights": model.model.num_weights(), "layers": model.stats}))
     else:
         print(model)
-    lengths = np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())
+    lengths = np.sqrt(np.asarray(X.power(2, dtype=np.float64).sum(1)).ravel())
     if len(lengths) and not 0.9 < np.median(lengths) < 1.1:
         print(f"the rows of {args.data} are of length {np.median(lengths):.3g} (median): the defaults suit rows of length 1, see --normalize",
               file=sys.stderr)
@@ -209,16 +209,15 @@ def run_predict(args: argparse.Namespace) -> None:
 def run_evaluate(args: argparse.Namespace) -> None:
     if args.data != "-" and not Path(args.data).is_file():
         raise FileNotFoundError(f"there is no file {args.data}")
-    truth = read_sparse(args.labels) if args.labels else given_examples(args)[1]
-    predictions = read_sparse(args.predictions)
+    truth = read_matrix("read_sparse", args.labels, "labels") if args.labels else given_examples(args)[1]
+    predictions = read_sparse(args.predictions, scores=True)
     if predictions.shape != truth.shape:
         raise ValueError(f"expected predictions of shape {list(truth.shape)}, as the examples have, got {list(predictions.shape)}")
     columns: Dict[str, Callable[..., float]] = {"precision": metrics.precision_at_k, "recall": metrics.recall_at_k, "nDCG": metrics.ndcg_at_k}
     if args.train:
-        known = read_sparse(args.train) if args.train.endswith(".npz") else read_examples(args.train)[1]
+        known = read_matrix("read_sparse", args.train, "labels") if args.train.endswith(".npz") else read_examples(args.train)[1]
         if known.shape[1] != truth.shape[1]:
             raise ValueError(f"expected --train with {truth.shape[1]} labels, as the examples have, got {known.shape[1]}")
-        known.eliminate_zeros()
         propensity = metrics.propensity(torch.from_numpy(known.getnnz(0)), known.shape[0], args.a, args.b)
         columns["PSP"] = lambda *which: metrics.psp_at_k(*which, propensity)  # type: ignore[call-arg]
     figures = {k: {name: figure(predictions, truth, k) for name, figure in columns.items()} for k in args.k}
@@ -227,7 +226,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
         return
     print("   k" + "".join(f"{name:>11}" for name in columns))
     for k, of_k in figures.items():
-        print(f"{k:4}" + "".join(f"{100 * value:11.2f}" for value in of_k.values()))
+        print(f"{k:4}" + "".join(f"{value:11.4f}" for value in of_k.values()))
 
 
 if __name__ == "__main__":

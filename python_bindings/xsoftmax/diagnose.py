@@ -24,7 +24,9 @@ class Diagnosis:
     """log sum_i p_i^2 / q_i, the mean over queries. It is the log of the Renyi divergence of order 2 of p from q, which bounds the bias of the
     gradient (Chen et al., 2025, Theorem 6). Infinite where a class of p > 0 is never proposed."""
     gradient_bias: float
-    """Norm of (mean sampled gradient - exact gradient) over that of the exact one, for `input`; less what is left of the noise."""
+    """Norm of (mean sampled gradient - exact gradient) over that of the exact one, for `input`; less what is left of the noise.
+    Where the exact gradient is 0, as for a table of zeros or of one class: 0 if the sampled ones are 0,
+    else infinity. So for ``gradient_noise``."""
     gradient_noise: float
     """Root mean square distance of one sampled gradient from their mean, over the norm of the exact one."""
     sample_size: float
@@ -187,12 +189,19 @@ class GradientError:
 
     def noise(self) -> float:
         """Root mean square distance of one from their mean."""
-        return math.sqrt(self._variance()) / self.exact.norm().item()
+        return self._of_exact(math.sqrt(self._variance()))
 
     def bias(self) -> float:
         """Distance of their mean, less what noise alone would leave of it."""
         left = (self._mean - self.exact).square().sum().item() - self._variance() / self.count
-        return math.sqrt(max(left, 0.0)) / self.exact.norm().item()
+        return self._of_exact(math.sqrt(max(left, 0.0)))
+
+    def _of_exact(self, distance: float) -> float:
+        """distance / norm of the exact gradient. Where that is 0: 0 for no distance, else infinity."""
+        norm = self.exact.norm().item()
+        if norm > 0:
+            return distance / norm
+        return math.inf if distance > 0 else 0.0
 
     def _variance(self) -> float:
         return max(self._squares, 0.0) / (self.count - 1)

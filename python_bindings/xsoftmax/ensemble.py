@@ -5,6 +5,7 @@ from typing import Any, List, Optional, Sequence, Tuple, TYPE_CHECKING
 import numpy as np
 
 from ._checks import check_count
+from ._sparse import canonical
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -26,6 +27,10 @@ def combine_predictions(predictions: Sequence["scipy.sparse.csr_matrix"], method
             each row. ``"rank"``: the mean of ``(T - r) / T``, r = 0, 1, .. the rank in the row, T the length of the longest of the query's
             rows. ``"round_robin"``: the best of each, the second best of each and so on, each label once; the scores fall from 1.
         weights: of the models in a mean. None: equal.
+
+    Raises:
+        TypeError: a prediction is not a scipy sparse matrix.
+        ValueError: predictions of other shapes, of parts that contradict each other, or not finite; an option out of range.
     """
     predictions = [_checked(i, part) for i, part in enumerate(predictions)]
     if not predictions:
@@ -126,9 +131,7 @@ def _log_softmax(part: "scipy.sparse.csr_matrix", row: np.ndarray) -> np.ndarray
 
 
 def _checked(at: int, part: Any) -> "scipy.sparse.csr_matrix":
-    if getattr(part, "format", None) is None:
-        raise TypeError(f"combine_predictions: expected predictions as scipy sparse matrices, got {type(part).__name__} at [{at}]")
-    part = part.tocsr()
+    part = canonical("combine_predictions", f"predictions[{at}]", part, "scores")
     if not np.isfinite(part.data).all():
         raise ValueError(f"combine_predictions: expected finite scores, got {part.data[~np.isfinite(part.data)][0]} at [{at}]")
     return part

@@ -9,7 +9,7 @@ from torch.types import Device
 
 from ._checks import check_count
 from ._memory import device_of_values
-from ._sparse import checked
+from ._sparse import canonical
 from ._table import TableModule, make_linear
 from .label_tree import LabelTree
 
@@ -341,10 +341,10 @@ class HierarchicalMatcher(TableModule):
         """Targets of a scipy sparse matrix: the non-zeros of Y [n, L] as int64 [n, T], -1 where a row has fewer than T.
 
         Raises:
-            TypeError: Y is not a scipy sparse matrix.
+            TypeError: Y is not a scipy sparse matrix of real numbers.
+            ValueError: Y is not of two dimensions, or its parts contradict each other.
         """
-        Y = checked("HierarchicalMatcher.targets", "Y", Y).copy()
-        Y.eliminate_zeros()
+        Y = canonical("HierarchicalMatcher.targets", "Y", Y, "labels")
         counts = np.diff(Y.indptr)
         padded = np.full((Y.shape[0], max(int(counts.max(initial=0)), 1)), -1, np.int64)
         padded[np.arange(padded.shape[1]) < counts[:, None]] = Y.indices

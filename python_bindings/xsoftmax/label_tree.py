@@ -1,6 +1,5 @@
 """Trees whose leaves are the classes."""
 
-import errno
 import os
 from os import PathLike
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TYPE_CHECKING, Union
@@ -10,17 +9,12 @@ import torch
 from torch import Tensor
 
 from . import _long_work
-<<<<<<< HEAD
 from ._checks import as_tensor, check_count
-from ._files import replaced
-=======
-from ._checks import check_count
 from ._files import open_regular, replaced
->>>>>>> 8cbe637cf930ed19053c720d41f931ab87922899
 from ._memory import moved_table
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
-from ._sparse import checked, sparse_tensors
+from ._sparse import canonical, sparse_tensors, tensor_of
 from ._typing import Module, Numbers
 
 if TYPE_CHECKING:
@@ -181,35 +175,35 @@ class LabelTree(Module):
 
         Args:
             vectors: floating [N, D], finite, a tensor or an array: a vector for each class, such as the mean of the features of its examples, or the rows of a
-                trained output layer. Beside ``max_leaf_size`` a scipy CSR matrix, too.
+                trained output layer. Beside ``max_leaf_size`` a scipy sparse matrix, too.
             arity: at least 2.
             iterations: of each K-means, at least 1.
             generator: on the CPU. None: torch's default one.
             max_leaf_size: at least 1, or None.
             spherical: beside ``max_leaf_size``: centres are normalised, so that directions count; the vectors should be normalised, too.
-            group: beside ``max_leaf_size`` and a CSR matrix: a process group whose ranks share the work, all with the same arguments. The tree is that of one
-                process with the first rank's generator. A process group with a backend for the CPU, or a DeviceMesh of one dimension.
+            group: beside ``max_leaf_size`` and a sparse matrix: a process group whose ranks share the work, all with the same arguments. The tree is that of
+                one process with the first rank's generator. A process group with a backend for the CPU, or a DeviceMesh of one dimension.
 
         Raises:
             ValueError: no vectors, or vectors that are not finite or not of two dimensions; an option out of range; arguments that differ between ranks.
-            TypeError: vectors of another type or dtype, a CSR matrix without ``max_leaf_size``, or group without a CSR matrix; an option of another type.
+            TypeError: vectors of another type or dtype, a sparse matrix without ``max_leaf_size``, or group without one; an option of another type.
         """
         owner = "LabelTree.from_vectors"
         arity, iterations = check_count(owner, "arity", arity, None), check_count(owner, "iterations", iterations, 1)
         leaf_size = 0 if max_leaf_size is None else check_count(owner, "max_leaf_size", max_leaf_size, 1)
         options = {"arity": arity, "iterations": iterations, "max_leaf_size": leaf_size, "spherical": spherical}
-        if leaf_size > 0 and getattr(vectors, "format", None) == "csr":
+        if leaf_size > 0 and getattr(vectors, "format", None) is not None:
             ranks = ranks_of(owner, group)
-            rows = ranks.do(lambda: sparse_tensors(checked(owner, "vectors", vectors)))
+            rows = ranks.do(lambda: sparse_tensors(canonical(owner, "vectors", vectors), owner))
             ranks.check_alike(lambda: {"vectors": f"{list(vectors.shape)} (digest {digest(*rows)})", **options})
             return LabelTree._of_clusters(rows, vectors.shape[1], options, generator, ranks)
         if group is not None:
-            raise TypeError(f"{owner}: expected max_leaf_size and a scipy CSR matrix beside group, got {type(vectors).__name__}"
+            raise TypeError(f"{owner}: expected max_leaf_size and a scipy sparse matrix beside group, got {type(vectors).__name__}"
                             + ("" if leaf_size > 0 else " without max_leaf_size"))
         if isinstance(vectors, np.ndarray):
-            vectors = torch.from_numpy(vectors)
+            vectors = tensor_of(vectors)
         if not isinstance(vectors, Tensor):
-            raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside max_leaf_size, a scipy CSR matrix, "
+            raise TypeError(f"{owner}: expected vectors as a tensor, an array or, beside max_leaf_size, a scipy sparse matrix, "
                             f"got {type(vectors).__name__}")
         return LabelTree._of(_long_work.run("tree", torch.ops.xsoftmax.label_tree_from_vectors, _seed(generator), vectors, option_text(**options)))
 
@@ -272,7 +266,7 @@ class LabelTree(Module):
         """Writes a file for :meth:`load`, by torch.save. An error leaves an older file as it was.
 
         Raises:
-            ValueError: a folder, FIFO, socket or device has the name.
+            IsADirectoryError, ValueError: a folder, or a FIFO, socket or device, has the name.
             OSError, RuntimeError: the file cannot be written.
         """
         with replaced("LabelTree.save", path) as draft:
@@ -287,11 +281,9 @@ class LabelTree(Module):
             ValueError: a file that does not hold a tree, or a FIFO, socket or device.
         """
         try:
-            if os.path.isdir(path):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             file = open_regular("LabelTree.load", path)
-        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-            raise type(error)(f"LabelTree.load: expected a file that can be read, got {path}: {error.strerror}") from None
+        except PermissionError as error:
+            raise PermissionError(f"LabelTree.load: cannot read {os.fspath(path)}: {error.strerror}") from None
         try:
             with file:
                 state = torch.load(file, map_location="cpu", weights_only=True)

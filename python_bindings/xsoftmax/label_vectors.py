@@ -18,12 +18,13 @@ import torch
 from . import _long_work
 from ._checks import check_count
 from ._public import public_names
-from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
+from ._sparse import canonical, csr_matrix, index_tensors, Matrix, sparse_tensors
 
 if TYPE_CHECKING:
     import scipy.sparse
 
-Matrix = Union["scipy.sparse.spmatrix", "scipy.sparse.sparray"]
+# Relative to 1, what rounding leaves of a 0: singular values are roots of float64 numbers.
+_NO_VALUE, _NO_LENGTH = 1e-7, 1e-10
 
 __all__ = ["pifa", "pifa_lf", "pii", "spectral", "unit_rows"]
 __dir__ = public_names(__all__)
@@ -31,15 +32,15 @@ __dir__ = public_names(__all__)
 
 def pii(Y: Matrix) -> "scipy.sparse.csr_matrix":
     """``normalize(Y.T)`` [L, n]; see :mod:`xsoftmax.label_vectors`."""
-    return unit_rows(_labels("pii", Y).T.tocsr())
+    return unit_rows(canonical("pii", "Y", Y, "labels").T.tocsr())
 
 
 def pifa(X: Matrix, Y: Matrix) -> "scipy.sparse.csr_matrix":
     """``normalize(Y.T @ X)`` [L, D]; see :mod:`xsoftmax.label_vectors`. Rows of X should be of length 1."""
-    X, Y = _features("pifa", "X", X), _labels("pifa", Y)
+    X, Y = canonical("pifa", "X", X), canonical("pifa", "Y", Y, "labels")
     if X.shape[0] != Y.shape[0]:
         raise ValueError(f"pifa: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
-    sums = _long_work.run("label vectors", torch.ops.xsoftmax.sparse_row_sums, *sparse_tensors(X), X.shape[1], *index_tensors(Y.tocsc()))
+    sums = _long_work.run("label vectors", torch.ops.xsoftmax.sparse_row_sums, *sparse_tensors(X, "pifa"), X.shape[1], *index_tensors(Y.tocsc()))
     return csr_matrix(sums[0], sums[1], sums[2], (Y.shape[1], X.shape[1]))
 
 
@@ -55,7 +56,7 @@ def pifa_lf(X: Matrix, Y: Matrix, Z: Matrix, weight: float = 0.5, concatenate: b
 
     if not 0 <= weight <= 1:
         raise ValueError(f"pifa_lf: expected weight in [0, 1], got {weight}")
-    of_examples, of_labels = pifa(X, Y), unit_rows(_features("pifa_lf", "Z", Z))
+    of_examples, of_labels = pifa(X, Y), unit_rows(canonical("pifa_lf", "Z", Z))
     if of_labels.shape[0] != of_examples.shape[0]:
         raise ValueError(f"pifa_lf: expected Z with a row for each of {of_examples.shape[0]} labels, got {of_labels.shape[0]}")
     parts = np.float32(1 - weight) * of_examples, np.float32(weight) * of_labels
@@ -70,46 +71,37 @@ def spectral(Y: Matrix, dim: int = 100, seed: Union[int, None] = 0) -> np.ndarra
     """Of labels as nodes of a graph beside the examples [L, dim]: the co-clustering of Dhillon (KDD 2001), by scipy's sparse SVD; see
     :mod:`xsoftmax.label_vectors`.
 
+    A label without examples has the vector 0; so has one that the first ``dim`` vectors do not tell from 0.
+
     Args:
-        dim: below the numbers of examples and labels, less 1.
+        dim: below the numbers of examples and labels, less 1. Columns beyond the rank of Y are 0.
     """
     from scipy.sparse import diags
     from scipy.sparse.linalg import svds
 
-    Y = _labels("spectral", Y)
+    Y = canonical("spectral", "Y", Y, "labels")
     dim = check_count("spectral", "dim", dim, None)
     if not 1 <= dim < min(Y.shape) - 1:
         raise ValueError(f"spectral: expected dim in [1, {min(Y.shape) - 1}), got {dim}")
     if Y.nnz == 0:
         raise ValueError("spectral: expected Y with at least one label of an example, got none")
-    scale = [1 / np.sqrt(np.maximum(np.asarray(Y.sum(axis)).ravel(), 1)) for axis in (1, 0)]
-    _, _, vectors = svds((diags(scale[0]) @ Y @ diags(scale[1])).astype(np.float64), k=dim + 1, random_state=seed)
-    vectors = (vectors[::-1][1:] * scale[1]).T  # the first says only that all belong together
+    counts = [np.asarray(Y.sum(axis), np.float64).ravel() for axis in (1, 0)]
+    scale = [1 / np.sqrt(np.maximum(count, 1)) for count in counts]
+    scaled = (diags(scale[0]) @ Y @ diags(scale[1])).astype(np.float64)
+    _, values, vectors = svds(scaled, k=dim + 1, random_state=seed)
+    vectors = vectors[::-1][1:].T  # the first says only that all belong together
+    vectors[:, values[::-1][1:] < _NO_VALUE * values.max()] = 0  # any vectors of these are singular
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.ascontiguousarray(vectors / np.where(lengths > 0, lengths, 1), dtype=np.float32)
-
-
-def _features(name: str, argument: str, matrix: Matrix) -> "scipy.sparse.csr_matrix":
-    return checked(name, argument, matrix).astype(np.float32, copy=False)
-
-
-def _labels(name: str, Y: Matrix) -> "scipy.sparse.csr_matrix":
-    labels = _features(name, "Y", Y)
-    labels = labels.copy() if labels is Y else labels
-    labels.sum_duplicates()
-    labels.eliminate_zeros()
-    labels.data[:] = 1
-    return labels
+    there = (lengths > _NO_LENGTH) & (counts[1] > 0)[:, None]
+    return np.divide(vectors, lengths, out=np.zeros_like(vectors), where=there).astype(np.float32, order="C")
 
 
 def unit_rows(X: Matrix) -> "scipy.sparse.csr_matrix":
     """Each row of X, scipy sparse, divided by its length; rows of zeros stay. CSR, float32, columns sorted."""
-    rows = _features("unit_rows", "X", X).copy()
-    rows.sum_duplicates()
-    if not np.isfinite(rows.data).all():
-        raise ValueError("unit_rows: expected X of numbers that float32 has, got larger ones")
+    rows = canonical("unit_rows", "X", X)
     counts = np.diff(rows.indptr)
     squares = np.add.reduceat(np.append(np.square(rows.data, dtype=np.float64), 0), np.minimum(rows.indptr[:-1], rows.nnz)) * (counts > 0)
-    lengths = np.sqrt(squares)
-    rows.data /= np.repeat(np.where(lengths > 0, lengths, 1), counts).astype(np.float32)
-    return rows
+    lengths = np.sqrt(squares)  # of float32 numbers a length may be above or below what float32 has
+    data = np.empty(rows.nnz, np.float32)
+    np.divide(rows.data, np.repeat(np.where(lengths > 0, lengths, 1), counts), out=data, casting="same_kind")
+    return type(rows)((data, rows.indices.copy(), rows.indptr.copy()), shape=rows.shape)

@@ -1,15 +1,17 @@
 r"""Figures of a ranking: precision, recall, normalised discounted cumulative gain and propensity-scored precision of the first k predictions.
 
-All take `predictions`: int64 [Q, at least k], the classes predicted for each query, best first and each at most once, -1 where there is
-none; or a scipy CSR matrix or array [Q, N] of their scores, such as XRLinear.predict gives. And `truth`, the classes that are right, in one
-of three forms:
+All take `predictions`: int64 [Q, at least k], the classes predicted for each query, best first and
+each at most once, -1 where there is none; or a scipy sparse matrix or array [Q, N] of their scores,
+such as XRLinear.predict gives: stored zeros are scores, too. And `truth`, the classes that are
+right, in one of three forms:
 
 - an int64 tensor [Q]: one class for each query;
 - a list of Q sequences or 1-D tensors of class ids, empty where nothing is right;
-- a scipy CSR matrix or array [Q, N]: the columns of its non-zeros.
+- a scipy sparse matrix or array [Q, N]: the columns of its non-zeros.
 
-They give the mean over the queries for which anything is right. With hit_i = 1 where the i-th prediction (counted from 1) is right, else 0,
-and T the number of right classes of a query::
+They are fractions, in [0, 1], and give the mean over the queries for which anything is right. With
+hit_i = 1 where the i-th prediction (counted from 1) is right, else 0, and T the number of right
+classes of a query::
 
     precision_at_k = sum_{i <= k} hit_i / k
     recall_at_k    = sum_{i <= k} hit_i / T
@@ -19,9 +21,11 @@ and with p_i the propensity of the i-th prediction, how likely it is to be said 
 
     psp_at_k       = sum_q sum_{i <= k} hit_i / p_i  /  sum_q of the k largest 1 / p of its right classes
 
-Errors of all: a ValueError for k below 1, for predictions with fewer than k columns, a class twice in a row or below -1, for scores that are NaN, for truth of
-another number of queries or with a class below 0, and where nothing is right for any query; a TypeError for k that is not an int, and for predictions or truth
-of another type or dtype.
+Errors of all: a ValueError for k below 1, for predictions with fewer than k columns, or with fewer
+than k scores in every row, a class twice in a row or below -1, for scores that are NaN, for truth of
+another number of queries or with a class below 0, for sparse matrices whose parts contradict each
+other, and where nothing is right for any query; a TypeError for k that is not an int, and for
+predictions or truth of another type or dtype.
 """
 
 import math
@@ -33,14 +37,14 @@ from torch import Tensor
 
 from ._checks import check_count
 from ._public import public_names
-
+from ._sparse import canonical, Matrix, tensor_of
 from .ensemble import ranks
 
 if TYPE_CHECKING:
     import scipy.sparse
 
-Predictions = Union[Tensor, "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
-Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], "scipy.sparse.csr_matrix", "scipy.sparse.csr_array"]
+Predictions = Union[Tensor, Matrix]
+Truth = Union[Tensor, Sequence[Union[Tensor, Sequence[int]]], Matrix]
 
 __all__ = ["coverage", "ndcg_at_k", "precision_at_k", "propensity", "psp_at_k", "recall_at_k"]
 __dir__ = public_names(__all__)
@@ -50,8 +54,8 @@ def precision_at_k(predictions: Predictions, truth: Truth, k: int) -> float:
     """The share of the first k predictions that are right, `sum_{i <= k} hit_i / k`, as the mean over queries. A missing prediction (-1) is a wrong one.
 
     Args:
-        predictions: int64 [Q, at least k], or a scipy CSR matrix [Q, N] of scores; see :mod:`xsoftmax.metrics`.
-        truth: int64 [Q], a list of Q sequences, or a scipy CSR matrix [Q, N]; see there.
+        predictions: int64 [Q, at least k], or a scipy sparse matrix [Q, N] of scores; see :mod:`xsoftmax.metrics`.
+        truth: int64 [Q], a list of Q sequences, or a scipy sparse matrix [Q, N]; see there.
         k: at least 1.
 
     Raises:
@@ -150,7 +154,7 @@ def propensity(counts: Union[Tensor, Sequence[float]], num_examples: int, a: flo
         ValueError: counts of another shape, not finite or below 0; num_examples below 3; or b at most -1.
         TypeError: counts are not numbers, or num_examples is not an int.
     """
-    counts = torch.as_tensor(counts, dtype=torch.float64)
+    counts = (tensor_of(counts) if isinstance(counts, np.ndarray) else torch.as_tensor(counts)).to(torch.float64)
     num_examples = check_count("propensity", "num_examples", num_examples, 3)
     if counts.dim() != 1 or not ((counts >= 0) & counts.isfinite()).all():
         raise ValueError(f"propensity: expected counts of shape [N], each finite and at least 0, got shape {list(counts.shape)} and values {counts}")
@@ -197,17 +201,12 @@ def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bo
     """Of the queries for which anything is right: 1 for each of the k predictions that is (float64 [Q, k]), how many classes are (int64
     [Q]), and what these are."""
     k = check_count(name, "k", k, 1)
-    if getattr(predictions, "format", None) == "csr":
-        if getattr(truth, "format", None) == "csr" and predictions.shape != truth.shape:
-            raise ValueError(f"{name}: expected predictions and truth of one shape, got {list(predictions.shape)} and {list(truth.shape)}")
-        if np.isnan(predictions.data).any():
-            raise ValueError(f"{name}: expected predictions with scores that are numbers, got nan")
-        if getattr(truth, "format", None) == "csr" and _is_constant(predictions.data) and not _is_constant(truth.data):
-            raise ValueError(f"{name}: expected scores in predictions, then truth, got predictions of {predictions.data[0]:g} alone, which rank nothing, and a "
-                             "truth with several values: are they the other way round?")
-        predictions = _best(predictions, k)
+    if _is_sparse(predictions):
+        scores = canonical(name, "predictions", predictions, "scores")
+        _check_scores(name, scores, truth, k if needs_any else 0)
+        predictions = _best(scores, k)
     if not isinstance(predictions, Tensor):
-        raise TypeError(f"{name}: expected predictions as a tensor or a scipy CSR matrix, got {type(predictions).__name__}")
+        raise TypeError(f"{name}: expected predictions as a tensor or a scipy sparse matrix, got {type(predictions).__name__}")
     if predictions.dtype != torch.int64:
         raise TypeError(f"{name}: expected predictions of dtype int64, got {predictions.dtype}")
     if predictions.dim() != 2 or predictions.shape[1] < k:
@@ -239,6 +238,24 @@ def _hits(name: str, predictions: Predictions, truth: Any, k: int, needs_any: bo
     return torch.isin(keys[found], right).double(), sizes[found], _Right(right // span, right % span, predictions[found])
 
 
+def _is_sparse(given: Any) -> bool:
+    """Whether it is a matrix or an array of scipy, which may not be installed."""
+    return getattr(given, "format", None) is not None
+
+
+def _check_scores(name: str, scores: "scipy.sparse.csr_matrix", truth: Any, least: int) -> None:
+    """That scores and a sparse truth fit together, and that some row has ``least`` predictions."""
+    if _is_sparse(truth) and len(truth.shape) == 2:
+        if scores.shape != truth.shape:
+            raise ValueError(f"{name}: expected predictions and truth of one shape, got {list(scores.shape)} and {list(truth.shape)}")
+        if _is_constant(scores.data) and not _is_constant(canonical(name, "truth", truth, "weights").data):
+            raise ValueError(f"{name}: expected scores in predictions, then truth, got predictions of {scores.data[0]:g} alone, which rank nothing, and a "
+                             "truth with several values: are they the other way round?")
+    longest = int(np.diff(scores.indptr).max(initial=0))
+    if longest < least and scores.shape[0] > 0:
+        raise ValueError(f"{name}: expected at least {least} predictions of a query, got {longest} at most: predict with topk={least}, or choose k={longest}")
+
+
 def _is_constant(values: Any) -> bool:
     return len(values) > 0 and bool((values == values[0]).all())
 
@@ -266,23 +283,23 @@ def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
     """The right classes as pairs: queries int64 [P], class ids int64 [P]."""
     if isinstance(truth, Tensor):
         if truth.dim() != 1:
-            raise ValueError(f"{name}: expected truth of shape [Q], got {list(truth.shape)}")
+            raise ValueError(f"{name}: expected truth of shape [Q], got {list(truth.shape)}"
+                             + (": scipy.sparse.csr_matrix(truth.numpy()) is one of several classes a query" if truth.dim() == 2 else ""))
         if truth.dtype != torch.int64:
             raise TypeError(f"{name}: expected truth of dtype int64, got {truth.dtype}")
         rows, ids = torch.arange(len(truth)), truth
         count = len(truth)
-    elif getattr(truth, "format", None) == "csr":
-        starts, columns = torch.from_numpy(truth.indptr).long(), torch.from_numpy(truth.indices).long()
-        count = truth.shape[0]
-        stored = torch.from_numpy(truth.data != 0)  # a zero may be stored too
-        rows, ids = torch.repeat_interleave(torch.arange(count), starts.diff())[stored], columns[stored]
+    elif _is_sparse(truth):
+        right = canonical(name, "truth", truth, "labels")
+        count, ids = right.shape[0], tensor_of(right.indices).long()
+        rows = torch.repeat_interleave(torch.arange(count), tensor_of(right.indptr).long().diff())
     elif isinstance(truth, (list, tuple)):
         parts = [_ids(name, row, part) for row, part in enumerate(truth)]
         count = len(parts)
         ids = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
         rows = torch.repeat_interleave(torch.arange(count), torch.tensor([len(part) for part in parts], dtype=torch.int64))
     else:
-        raise TypeError(f"{name}: expected truth as an int64 tensor, a list of class ids for each query or a scipy CSR matrix, "
+        raise TypeError(f"{name}: expected truth as an int64 tensor, a list of class ids for each query or a scipy sparse matrix, "
                         f"got {type(truth).__name__}")
     if count != num_queries:
         raise ValueError(f"{name}: expected truth for {num_queries} queries, as many as predictions has, got {count}")
@@ -292,7 +309,7 @@ def _pairs(name: str, truth: Any, num_queries: int) -> Tuple[Tensor, Tensor]:
 def _ids(name: str, row: int, part: Union[Tensor, Sequence[int]]) -> Tensor:
     """Part of a list of class ids."""
     try:
-        ids = torch.as_tensor(part)
+        ids = tensor_of(part) if isinstance(part, np.ndarray) else torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected class ids in truth[{row}], got {type(part).__name__} ({error})") from error
     if ids.dim() != 1:

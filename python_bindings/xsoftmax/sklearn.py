@@ -11,12 +11,15 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
 from ._public import public_names
+from ._sparse import canonical
 from .label_tree import LabelTree
 from .label_vectors import pifa
 from .xr_linear import XRLinear
 
 __all__ = ["XRLinearClassifier"]
 __dir__ = public_names(__all__)
+
+_HINT = "sklearn.preprocessing.MultiLabelBinarizer(sparse_output=True).fit_transform(labels) makes them of lists of labels"
 
 
 class XRLinearClassifier(ClassifierMixin, BaseEstimator):
@@ -39,10 +42,11 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         self.beam, self.topk, self.min_score, self.random_state = beam, topk, min_score, random_state
 
     def fit(self, X: Any, y: Any) -> "XRLinearClassifier":
-        X = validate_data(self, X, accept_sparse="csr", dtype=np.float32)
+        X = validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32)
         if y is None:
             raise ValueError("XRLinearClassifier.fit: requires y to be passed, but the target y is None")
-        y = check_array(y, accept_sparse="csr", ensure_2d=False, dtype=None, input_name="y")
+        _check_lists(y)
+        y = check_array(_sound("y", y, "weights"), accept_sparse="csr", ensure_2d=False, dtype=None, input_name="y")
         check_consistent_length(X, y)
         self.sparse_output_ = sp.issparse(y)
         if not self.sparse_output_ and y.ndim == 2 and y.shape[1] == 1:
@@ -51,7 +55,7 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         if self.multilabel_:
             Y = sp.csr_matrix(y, dtype=np.float32)
             if not np.isin(Y.data, (0, 1)).all():
-                raise ValueError(f"XRLinearClassifier.fit: expected y of several labels as zeros and ones, got {Y.data[~np.isin(Y.data, (0, 1))][0]}")
+                raise ValueError(f"XRLinearClassifier.fit: expected y of several labels as zeros and ones, got {Y.data[~np.isin(Y.data, (0, 1))][0]}: {_HINT}")
             self.classes_ = np.arange(Y.shape[1])
         else:
             check_classification_targets(y)
@@ -68,7 +72,7 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
     def predict_scores(self, X: Any) -> sp.csr_matrix:
         """The scores of the best labels; the entries of a row stand best first."""
         check_is_fitted(self)
-        return self.model_.predict(validate_data(self, X, accept_sparse="csr", dtype=np.float32, reset=False), self.topk, self.beam)
+        return self.model_.predict(validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32, reset=False), self.topk, self.beam)
 
     def decision_function(self, X: Any) -> Any:
         """The logarithm of the score of every class, [n, L]; of two classes where a row has one, [n]: that of the second less that of the first. All classes
@@ -90,7 +94,7 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
 
     def _log_scores(self, X: Any) -> Any:
         check_is_fitted(self)
-        X = validate_data(self, X, accept_sparse="csr", dtype=np.float32, reset=False)
+        X = validate_data(self, _sound("X", X), accept_sparse="csr", dtype=np.float32, reset=False)
         classes = len(self.classes_)
         found = self.model_.predict(X, classes, classes, transform=f"log-{self.model_.transform}")
         scores = np.empty(found.shape)
@@ -113,3 +117,16 @@ class XRLinearClassifier(ClassifierMixin, BaseEstimator):
         tags.input_tags.sparse = True
         tags.classifier_tags.multi_label = True
         return tags
+
+
+def _sound(argument: str, given: Any, kind: str = "features") -> Any:
+    """A sparse matrix in canonical form, before scikit-learn converts it; anything else as it is."""
+    return canonical("XRLinearClassifier", argument, given, kind) if sp.issparse(given) else given
+
+
+def _check_lists(y: Any) -> None:
+    """That y is not lists of labels, one of any length for each row."""
+    if not isinstance(y, (list, tuple)) or not all(isinstance(row, (list, tuple, set, frozenset)) for row in y):
+        return
+    if any(isinstance(row, (set, frozenset)) for row in y) or len({len(row) for row in y}) > 1:
+        raise ValueError(f"XRLinearClassifier.fit: expected y of several labels as zeros and ones [n, L], got lists of labels: {_HINT}")

@@ -15,7 +15,7 @@ from . import _long_work, label_vectors
 from ._checks import check_count
 from ._options import option_text
 from ._ranks import Alone, digest, ranks_of
-from ._sparse import checked, csr_matrix, index_tensors, sparse_tensors
+from ._sparse import canonical, csr_matrix, index_tensors, query_tensors, sparse_tensors, tensor_of
 from .label_tree import LabelTree
 
 if TYPE_CHECKING:
@@ -110,9 +110,7 @@ class XRLinear:
 
         def checked() -> Tuple[Dict[str, Any], str]:
             nonlocal X, Y, relevance, user_negatives, arity, max_leaf_size, sweeps, beam, max_weights
-            X, Y = _examples("train", X), _pairs("train", "Y", Y)
-            if X.shape[0] != Y.shape[0]:
-                raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}")
+            X, Y = _checked_examples(X, Y)
             if loss not in _LOSSES:
                 raise ValueError(f"XRLinear.train: expected loss as one of {list(_LOSSES)}, got {loss!r}")
             if dtype not in (None, torch.float16, torch.float32):
@@ -120,7 +118,7 @@ class XRLinear:
             if relevance is not None:
                 relevance = _relevance(relevance, Y)
             if user_negatives is not None:
-                user_negatives = _pairs("train", "user_negatives", user_negatives, Y.shape)
+                user_negatives = _pairs("user_negatives", user_negatives, Y.shape)
             for name, value, kind in (("tree", tree, LabelTree), ("initial", initial, XRLinear)):
                 if value is not None and not isinstance(value, kind):
                     raise TypeError(f"XRLinear.train: expected {name} as {kind.__name__} or None, got {type(value).__name__}")
@@ -138,14 +136,14 @@ class XRLinear:
         def facts() -> Dict[str, Any]:
             of_tree = f"{arity} children and {max_leaf_size} labels of a leaf" if tree is None else f"digest {digest(*tree.tables())}"
             return {"X": f"{list(X.shape)} (digest {digest(*rows)})", "Y": f"{list(Y.shape)} (digest {digest(*index_tensors(Y))})",
-                    "relevance": relevance is not None and f"digest {digest(torch.from_numpy(relevance))}",
+                    "relevance": relevance is not None and f"digest {digest(tensor_of(relevance))}",
                     "user_negatives": user_negatives is not None and f"digest {digest(*index_tensors(user_negatives))}",
                     "initial": initial is not None and f"digest {digest(*(part for layer in initial._parts() for part in layer))}",
                     "tree": of_tree, "negatives": negatives if isinstance(negatives, str) else list(negatives), "beam": beam, "dtype": dtype,
                     **settings}
 
         settings, options = ranks.do(checked)
-        rows = sparse_tensors(X)
+        rows = sparse_tensors(X, "XRLinear.train")
         ranks.check_alike(facts)
         if tree is None:
             vectors = ranks.do(lambda: sparse_tensors(label_vectors.pifa(X, Y)))
@@ -193,7 +191,7 @@ class XRLinear:
                 one[name] = slowest
         for depth, one in enumerate(stats if ranks.rank == 0 else []):
             if one["weights"] < one["nodes"] <= one["weights before the threshold"]:
-                length = float(np.median(np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())))
+                length = float(np.median(np.sqrt(np.asarray(X.power(2, dtype=np.float64).sum(1)).ravel())))
                 warnings.warn(f"XRLinear.train: threshold={threshold} leaves the {one['nodes']} classifiers of layer {depth + 1} "
                               f"{one['weights']} weights; rows are of length {length:.3g} (median), and the default suits a length of 1: see "
                               "label_vectors.unit_rows", stacklevel=2)
@@ -258,9 +256,7 @@ class XRLinear:
 
     def _predict(self, X: Any, topk: int, beam: int, dense: Any, only: Any, transform: Any, combiner: Any) -> Tuple[Tensor, Tensor, Tensor]:
         if getattr(X, "format", None) is not None:
-            X = X if X.format == "csr" else X.tocsr()
-            width = X.shape[1]
-            parts = torch.from_numpy(X.indptr), torch.from_numpy(X.indices), torch.from_numpy(_float32("predict", "X", X.data))
+            parts, width = query_tensors("XRLinear.predict", "X", X), X.shape[1]
             block = None if dense is None else _block(dense, X.shape[0])
         elif isinstance(X, Tensor) and X.layout == torch.sparse_csr:
             width = X.shape[1]
@@ -396,40 +392,37 @@ class _Watch:
         return _long_work.run(f"layer {layer + 1}", op, *args, show=None if quiet else lambda done, total: self.show(layer, done, total))
 
 
-def _examples(name: str, X: Matrix) -> Matrix:
-    """CSR, float32, sorted; the caller's own is left as it is."""
-    given, X = X, checked(f"XRLinear.{name}", "X", X)
-    if not X.has_canonical_format:
-        X = X.copy() if X is given else X
-        X.sum_duplicates()
-    with np.errstate(over="ignore"):
-        narrow = X if X.dtype == np.float32 else X.astype(np.float32)
-    return narrow if X is narrow else checked(f"XRLinear.{name}", "X in float32", narrow)
+def _checked_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
+    """X and Y of a training, canonical; the caller's own are left as they are."""
+    fractions = getattr(getattr(Y, "dtype", None), "kind", "") == "f"
+    given, X, Y = Y, canonical("XRLinear.train", "X", X), _pairs("Y", Y)
+    if X.shape[0] != Y.shape[0]:
+        raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}: X is [n, D], here "
+                         f"{list(X.shape)}, Y is [n, L], here {list(Y.shape)}")
+    if fractions and X.nnz > 1 and (X.data == 1).all() and (np.mod(given.tocsr().data, 1) != 0).any():
+        raise ValueError("XRLinear.train: expected examples, then labels, got X of ones alone and Y with fractions: are they the other way round? If not, give "
+                         "Y as zeros and ones")
+    return X, Y
 
 
-def _pairs(name: str, argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None, zeros: bool = False) -> Matrix:
-    """CSR, without stored zeros unless they count; the caller's own is left as it is."""
-    given, Y = Y, checked(f"XRLinear.{name}", argument, Y)
+def _pairs(argument: str, Y: Matrix, shape: Optional[Tuple[int, int]] = None, kind: str = "labels") -> Matrix:
+    """CSR in canonical form."""
+    Y = canonical("XRLinear.train", argument, Y, kind)
     if shape is not None and Y.shape != shape:
-        raise ValueError(f"XRLinear.{name}: expected {argument} of shape {list(shape)}, as Y, got {list(Y.shape)}")
+        raise ValueError(f"XRLinear.train: expected {argument} of shape {list(shape)}, as Y, got {list(Y.shape)}")
     if Y.shape[1] == 0:
-        raise ValueError(f"XRLinear.{name}: expected {argument} with at least one label, got none")
-    if not Y.has_canonical_format or (Y.data == 0).any():
-        Y = Y.copy() if Y is given else Y
-        Y.sum_duplicates()
-        if not zeros:
-            Y.eliminate_zeros()
+        raise ValueError(f"XRLinear.train: expected {argument} with at least one label, got none")
     return Y
 
 
 def _relevance(relevance: Matrix, Y: Matrix) -> np.ndarray:
     """The relevance of each pair of Y, in its order."""
-    relevance = _pairs("train", "relevance", relevance, Y.shape, zeros=True)
+    relevance = _pairs("relevance", relevance, Y.shape, "weights")
     if (relevance.data < 0).any():
         raise ValueError(f"XRLinear.train: expected relevance of at least 0, got {relevance.data[relevance.data < 0][0]}")
     if relevance.nnz != Y.nnz or (relevance.indptr != Y.indptr).any() or (relevance.indices != Y.indices).any():
         raise ValueError(f"XRLinear.train: expected relevance for the {Y.nnz} pairs of Y and no others, got {relevance.nnz}")
-    return relevance.data.astype(np.float32)
+    return relevance.data
 
 
 def _schemes(negatives: Union[str, Sequence[str]], depth: int, user_negatives: Optional[Matrix]) -> List[List[str]]:
@@ -508,16 +501,8 @@ def _narrow(values: Tensor, dtype: Optional[torch.dtype], ranks: Alone) -> Tenso
     return values
 
 
-def _float32(name: str, argument: str, data: np.ndarray) -> np.ndarray:
-    if data.dtype == np.float32:
-        return data
-    if data.dtype.kind not in "fiub":
-        raise TypeError(f"XRLinear.{name}: expected {argument} of numbers, got dtype {data.dtype}")
-    return data.astype(np.float32)
-
-
 def _chosen(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tensor:
-    wanted = torch.as_tensor(only if isinstance(only, (Tensor, np.ndarray)) else list(only))
+    wanted = tensor_of(only) if isinstance(only, np.ndarray) else torch.as_tensor(only if isinstance(only, Tensor) else list(only))
     if wanted.dtype == torch.bool:
         if wanted.shape != (labels,):
             raise ValueError(f"XRLinear.predict: expected only as a mask of shape [{labels}], got {list(wanted.shape)}")
@@ -532,7 +517,7 @@ def _chosen(only: Union[Tensor, Sequence[int], np.ndarray], labels: int) -> Tens
 def _block(dense: Union[Tensor, np.ndarray], rows: Optional[int]) -> Tensor:
     if not isinstance(dense, (Tensor, np.ndarray)):
         raise TypeError(f"XRLinear.predict: expected X as a scipy sparse matrix, a tensor or an array, got {type(dense).__name__}")
-    block = torch.as_tensor(dense).detach().to("cpu", torch.float32)
+    block = (tensor_of(dense) if isinstance(dense, np.ndarray) else dense).detach().to("cpu", torch.float32)
     if block.dim() != 2 or (rows is not None and len(block) != rows):
         raise ValueError(f"XRLinear.predict: expected dense features of shape [{'n' if rows is None else rows}, d], got {list(block.shape)}")
     return block

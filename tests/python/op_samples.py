@@ -257,6 +257,7 @@ def samples():
         set_impl=("kernel",),
         shortlist=(tree.parent[paths], paths, tree.first_child, tree.parent, tree.arity),
         sort_sets=(ops.candidate_set(private, N), N),
+        canonical_rows=(*sparse_rows(8, 6), 6, "features"),
         sparse_row_sums=(*sparse_rows(8, 6), 6, *all_rows(3, 8)),
         static_follow_=(target, shared, shared[:2], torch.tensor(0), *streaming, tables, stream, "power=0.5,refresh_every=2,distinct=true"),
         static_log_count=(private, tables, static_options),

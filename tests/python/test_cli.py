@@ -51,10 +51,14 @@ def test_train_predict_evaluate(files, capsys):
     assert model.notes == {"normalize": True}
     want = model.predict(queries, topk=4)
     np.testing.assert_allclose(read_sparse(path / "found.npz").toarray(), want.toarray(), atol=1e-5)
-    assert abs(float(table[1].split()[1]) - 100 * xs.metrics.precision_at_k(want, Y[300:], 1)) < 0.006
-    assert float(table[1].split()[1]) > 80
+    figures = [metric(want, Y[300:], 1) for metric in (xs.metrics.precision_at_k, xs.metrics.recall_at_k, xs.metrics.ndcg_at_k)]
+    np.testing.assert_allclose([float(figure) for figure in table[1].split()[1:4]], figures, atol=6e-5)  # fractions, as the package's
+    assert float(table[1].split()[1]) > 0.8
     assert read_sparse(path / "both.npz").shape == (100, 30)
-    assert main(["evaluate", f"{path}/test.x.npz", "--labels", f"{path}/test.y.npz", f"{path}/both.npz", "--train", f"{path}/train.y.npz"]) == 0
+    assert main(["evaluate", f"{path}/test.x.npz", "--labels", f"{path}/test.y.npz", f"{path}/both.npz", "--train", f"{path}/train.y.npz", "-k", "4"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", f"{path}/test.txt", f"{path}/both.npz", "-k", "5"]) == 1
+    assert "expected at least 5 predictions of a query, got 4 at most" in capsys.readouterr().err
 
 
 def test_compressed_files_and_standard_input(files, capsys, monkeypatch):

@@ -23,7 +23,8 @@ on_a_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 each = pytest.mark.parametrize("made", COMBINATIONS.values(), ids=COMBINATIONS.keys())
 
 # Operators that work on the host alone, and those that tell or keep something of the process.
-OF_THE_HOST = {"advise_huge_pages", "end_long_work", "forget_debt", "get_impl", "id_table_check", "id_table_find", "id_table_ids", "id_table_insert_",
+OF_THE_HOST = {"advise_huge_pages", "canonical_rows", "end_long_work", "forget_debt", "get_impl", "id_table_check", "id_table_find", "id_table_ids",
+               "id_table_insert_",
                "id_table_remove_", "label_tree_cuts", "label_tree_of_clusters", "linear_layer_train", "mapped_table_changes", "mapped_table_fill_",
                "mapped_table_flush_", "mapped_table_path", "mapped_table_prefetch", "midx_search_index", "read_examples", "register_debt", "search_index",
                "set_impl", "sparse_row_sums", "watch_long_work", "xr_linear_check_target", "xr_linear_load"}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import xsoftmax as xs
+from xsoftmax.diagnose import GradientError
 from xsoftmax.samplers import ExactMidxSampler, InBatchSampler, MidxSampler, UniformSampler, UnigramSampler, UnionSampler
 
 N, D, Q = 200, 6, 12
@@ -97,3 +98,22 @@ def test_bad_arguments():
     for sampler in (MidxSampler(N, D, 4), UnionSampler(UniformSampler(N, 4), MidxSampler(N, D, 4))):
         with pytest.raises(ValueError, match="a MidxSampler that has seen the class table"):
             xs.diagnose(xs.SampledSoftmaxLoss(D, N, sampler=sampler), x, target)
+
+
+@pytest.mark.parametrize("classes", [1, 40])
+def test_an_exact_gradient_of_zero_has_figures(classes):
+    """Of one class, and of a table of zeros: sampled gradients are 0 as well, so there is no bias and no noise."""
+    loss = xs.SampledSoftmaxLoss(8, classes, sampler="uniform", num_samples=min(classes, 12))
+    with torch.no_grad():
+        loss.linear.weight.zero_()
+    found = xs.diagnose(loss, torch.randn(6, 8), torch.randint(classes, (6,)), draws=4)
+    assert found.gradient_bias == found.gradient_noise == 0 and abs(found.kl) < 1e-6 and abs(found.log_z_error) < 1e-6
+    with pytest.raises(ValueError, match="advise: expected a batch with an exact gradient other than 0"):
+        xs.advise(loss, torch.randn(6, 8), torch.randint(classes, (6,)), seconds=0.1)
+
+
+def test_sampled_gradients_of_an_exact_gradient_of_zero_are_infinitely_far():
+    error = GradientError(torch.zeros(3))
+    for sampled in (torch.ones(3), torch.ones(3) * 1.5):
+        error.add(sampled)
+    assert error.bias() == error.noise() == math.inf

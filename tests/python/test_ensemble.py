@@ -70,7 +70,7 @@ def test_one_model_is_itself():
 
 @pytest.mark.parametrize("call, error, message", [
     (lambda: xs.combine_predictions([]), ValueError, "at least one"),
-    (lambda: xs.combine_predictions([some(0), np.ones(3)]), TypeError, r"got ndarray at \[1\]"),
+    (lambda: xs.combine_predictions([some(0), np.ones(3)]), TypeError, r"predictions\[1\] as a scipy sparse matrix, got ndarray"),
     (lambda: xs.combine_predictions([some(0), some(1, rows=3)]), ValueError, r"one shape, got \[30, 50\] and \[3, 50\] at \[1\]"),
     (lambda: xs.combine_predictions([some(0)], "mean"), ValueError, "method as one of"),
     (lambda: xs.combine_predictions([some(0)], topk=0), ValueError, "topk of at least 1"),

@@ -1,5 +1,7 @@
 """Metrics of TorchMetrics that add up over batches, against xs.metrics on all queries at once."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -54,3 +56,34 @@ def test_bad_input():
         xs.integrations.torchmetrics.PrecisionAtK(0)
     with pytest.raises(TypeError, match="precision_at_k: expected predictions of dtype int64"):
         xs.integrations.torchmetrics.PrecisionAtK(1).update(torch.ones(2, 3), [[1], [2]])
+
+
+def of_collection():
+    """Every figure for two k and two propensities: a name, the metric, and what xs.metrics says."""
+    classes = xs.integrations.torchmetrics
+    for k in (1, K):
+        for name in ("precision_at_k", "recall_at_k", "ndcg_at_k"):
+            made = {"precision_at_k": classes.PrecisionAtK, "recall_at_k": classes.RecallAtK, "ndcg_at_k": classes.NdcgAtK}[name]
+            yield f"{name} {k}", made(k), lambda *batch, name=name, k=k: getattr(xs.metrics, name)(*batch, k)
+        for title, part in (("rising", torch.linspace(0.1, 1, N)), ("falling", torch.linspace(1, 0.2, N))):
+            yield f"psp {k} {title}", classes.PspAtK(k, part), lambda *batch, k=k, part=part: xs.metrics.psp_at_k(*batch, k, part)
+
+
+@pytest.mark.parametrize("one, other", list(itertools.combinations(range(10), 2)))
+def test_metrics_of_a_collection_do_not_share_states(one, other):
+    """A collection merges metrics whose states have the same names and, after the first batch, the same values, as those of a batch without a hit."""
+    pair = [list(of_collection())[i] for i in (one, other)]
+    predictions, truth = batches()
+    misses = [[N - 1 if N - 1 not in row else int(next(i for i in range(N) if i not in row))] for row in predictions.tolist()]
+    collection = torchmetrics.MetricCollection({name: metric for name, metric, _ in pair})
+    for right in (misses, truth):
+        collection.update(predictions, right)
+    for name, value in collection.compute().items():
+        want = next(figure for title, _, figure in pair if title == name)(torch.cat([predictions, predictions]), [*misses, *truth])
+        assert value.item() == pytest.approx(want, rel=1e-12)
+
+
+def test_a_propensity_that_is_none_is_refused_at_once():
+    for bad, error in ((torch.zeros(3), ValueError), ([0.5], TypeError), (torch.ones(2, 2), ValueError)):
+        with pytest.raises(error, match="propensity"):
+            xs.integrations.torchmetrics.PspAtK(1, bad)

@@ -360,7 +360,7 @@ def test_bad_clusters():
     for call, error, message in (
         (lambda: LabelTree.from_vectors(vectors, 1, max_leaf_size=3), ValueError, "arity of at least 2"),
         (lambda: LabelTree.from_vectors(vectors, 4, max_leaf_size=0), ValueError, "max_leaf_size of at least 1, got 0"),
-        (lambda: LabelTree.from_vectors(vectors.tocoo(), 4, max_leaf_size=3), TypeError, "an array or, beside max_leaf_size, a scipy CSR matrix, got coo"),
+        (lambda: LabelTree.from_vectors(vectors.tocoo(), 4), TypeError, "an array or, beside max_leaf_size, a scipy sparse matrix, got coo"),
         (lambda: LabelTree.from_vectors(vectors * np.nan, 4, max_leaf_size=3), ValueError, "with finite numbers, got nan"),
         (lambda: LabelTree.from_vectors(sp.csr_matrix((0, 4), dtype=np.float32), 4, max_leaf_size=3), ValueError, "vectors of 1 to"),
     ):

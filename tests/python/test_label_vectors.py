@@ -82,3 +82,26 @@ def test_unit_rows_of_entries_in_parts():
     parts = sp.csr_matrix((np.full(2, 0.5, np.float32), np.zeros(2, int), [0, 2]), shape=(1, 3))
     np.testing.assert_allclose(label_vectors.unit_rows(parts).toarray(), [[1, 0, 0]])
     assert parts.nnz == 2
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("rank", [None, 2])
+def test_spectral_vectors_of_labels_without_examples_are_zero(seed, rank):
+    """Rounding is not normalised: neither of such labels nor of vectors beyond the rank of Y."""
+    has = (np.random.default_rng(1).random((60, 25)) < 0.15).astype(np.float32)
+    if rank is not None:
+        has = has[np.arange(60) % rank][:, np.arange(25)]
+    has[:, [0, 7]] = 0
+    found = label_vectors.spectral(sp.csr_matrix(has), 5, seed=seed)
+    lengths = np.linalg.norm(found, axis=1)
+    assert not found[[0, 7]].any() and np.isfinite(found).all()
+    assert np.allclose(lengths[has.any(0)], 1, atol=1e-6) or rank is not None
+    if rank is not None:
+        assert not found[:, rank - 1 :].any() and ((lengths < 1e-6) | (abs(lengths - 1) < 1e-6)).all()
+
+
+def test_unit_rows_of_very_small_and_very_large_numbers():
+    """Lengths that float32 has not: above its largest number, and where it has few digits."""
+    for size in (3e38, 1e-42, 1e-45):
+        rows = sp.csr_matrix(np.full((1, 4), size, np.float32))
+        np.testing.assert_allclose(label_vectors.unit_rows(rows).toarray(), np.full((1, 4), 0.5), rtol=1e-6)

@@ -93,7 +93,7 @@ def test_stored_zeros_are_not_right():
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (([[0]], [[0]], 1), TypeError, "predictions as a tensor or a scipy CSR matrix, got list"),
+        (([[0]], [[0]], 1), TypeError, "predictions as a tensor or a scipy sparse matrix, got list"),
         ((torch.zeros(1, 1), [[0]], 1), TypeError, "int64, got torch.float32"),
         ((torch.tensor([[0]]), [[0]], 0), ValueError, "k of at least 1, got 0"),
         ((torch.tensor([[0]]), [[0]], 1.0), TypeError, "k of type int, got float"),
@@ -108,7 +108,7 @@ def test_stored_zeros_are_not_right():
         ((torch.tensor([[0]]), torch.zeros(1), 1), TypeError, "truth of dtype int64, got torch.float32"),
         ((torch.tensor([[0]]), torch.zeros(1, 1, dtype=torch.int64), 1), ValueError, r"truth of shape \[Q\], got \[1, 1\]"),
         ((torch.tensor([[0]]), {0: 0}, 1), TypeError, "got dict"),
-        ((torch.tensor([[0]]), scipy_sparse.csc_matrix([[1.0]]), 1), TypeError, "scipy CSR matrix, got csc_matrix"),
+        ((torch.tensor([[0]]), scipy_sparse.csc_matrix([[1.0]]).toarray(), 1), TypeError, "scipy sparse matrix, got ndarray"),
         ((torch.tensor([[4, 4, 1]]), [[0]], 3), ValueError, "different predictions for a query, got 4 twice in row 0"),
         ((torch.tensor([[0], [1]]), [[0], [1 << 62]], 1), ValueError, "below 2.63 / 2 queries, got 4611686018427387904"),
         ((torch.tensor([[0]]), [[]], 1), ValueError, "a query for which a class is right, got none of 1"),

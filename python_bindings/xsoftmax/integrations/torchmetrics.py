@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import metrics
 from .._checks import check_count
 from .._public import public_names
+from .._ranks import digest
 from ..metrics import Predictions, Truth
 
 __all__ = ["NdcgAtK", "PrecisionAtK", "PspAtK", "RecallAtK"]
@@ -17,30 +18,38 @@ __dir__ = public_names(__all__)
 
 class _AtK(torchmetrics.Metric):
     """`update(predictions, truth)` takes what :mod:`xsoftmax.metrics` takes; `compute()` is the figure of all batches together, float64, nan where
-    no query had anything right. A batch in which nothing is right counts nothing."""
+    no query had anything right. A batch in which nothing is right counts nothing.
+
+    States are named after the metric, its k and what else it depends on: a MetricCollection with ``compute_groups=True`` shares the states of metrics whose
+    states have equal names and, after the first batch, equal values."""
 
     is_differentiable = False
     higher_is_better = True
     full_state_update = False
-    total: Tensor
-    count: Tensor
 
     def __init__(self, k: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.k = check_count(type(self).__name__, "k", k, 1)
-        for name in ("total", "count"):
+        self._names = [f"{type(self).__name__}_{self.k}{self._dependence()}_{part}" for part in ("total", "count")]
+        for name in self._names:
             self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _dependence(self) -> str:
+        """What tells metrics of one class and one k apart."""
+        return ""
 
     def _sums(self, predictions: Predictions, truth: Truth) -> Tuple[Tensor, Any]:
         raise NotImplementedError
 
     def update(self, predictions: Predictions, truth: Truth) -> None:
         total, count = self._sums(predictions, truth)
-        self.total += total.to(self.total.device)
-        self.count += count
+        for name, more in zip(self._names, (total, count)):
+            state = getattr(self, name)
+            setattr(self, name, state + (more.to(state.device) if isinstance(more, Tensor) else more))
 
     def compute(self) -> Tensor:
-        return self.total / self.count
+        total, count = (getattr(self, name) for name in self._names)
+        return total / count
 
 
 class PrecisionAtK(_AtK):
@@ -75,9 +84,12 @@ class PspAtK(_AtK):
     """
 
     def __init__(self, k: int, propensity: Tensor, **kwargs: Any) -> None:
+        self._digest = digest(metrics._propensity(propensity, 0).cpu())
         super().__init__(k, **kwargs)
         self.propensity = propensity
 
+    def _dependence(self) -> str:
+        return f"_{self._digest[:16]}"
+
     def _sums(self, predictions: Predictions, truth: Truth) -> Tuple[Tensor, Any]:
-        found, best = metrics._psp_sums(predictions, truth, self.k, self.propensity, needs_any=False)
-        return found, best.to(self.count.device)
+        return metrics._psp_sums(predictions, truth, self.k, self.propensity, needs_any=False)

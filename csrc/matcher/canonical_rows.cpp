@@ -1,0 +1,247 @@
+#include "matcher/canonical_rows.h"
+
+#include "core/checks.h"
+#include "core/sparse_rows.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "canonical_rows";
+constexpr double kLargestFloat = 0x1.fffffefffffffp127; ///< beyond, a float64 becomes an infinite float32
+constexpr double kTinyFloat = 0x1p-150;                 ///< up to here it becomes 0
+
+template <typename Column, typename Value>
+class Rows {
+ public:
+  Rows(const char* op, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width, RowKind kind)
+      : op_(op), count_(offsets.size(0) - 1), width_(width), kind_(kind), offset_(offsets.const_data_ptr<int64_t>()), column_(columns.const_data_ptr<Column>()),
+        value_(values.const_data_ptr<Value>()) {
+    constexpr auto kLastColumn = int64_t(std::numeric_limits<Column>::max());
+    last_column_ = Column(std::min(width - 1, kLastColumn));
+    if (kind == RowKind::Scores) {
+      largest_ = largest_value_ = std::numeric_limits<double>::infinity();
+    } else if (kind == RowKind::Labels) {
+      largest_ = std::numeric_limits<double>::max();
+      largest_value_ = double(std::numeric_limits<Value>::max());
+    } else {
+      largest_ = largest_value_ = kLargestFloat;
+    }
+    tiny_ = kind == RowKind::Features ? kTinyFloat : 0.0;
+  }
+
+  /// Whether all rows are canonical already. Throws where a column or a value is bad.
+  bool check() const {
+    std::atomic<bool> canonical = true;
+    at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
+      bool all = true;
+      std::vector<Column> sorted;
+      for (int64_t row = begin; row < end; ++row) {
+        all &= check_row(row, sorted);
+      }
+      if (!all) {
+        canonical.store(false, std::memory_order_relaxed);
+      }
+    });
+    return canonical;
+  }
+
+  SparseRowTensors make(const Tensor& columns, const Tensor& values) const {
+    const bool keeps_dtype = kind_ == RowKind::Scores;
+    const Tensor column = at::empty({columns.size(0)}, columns.options());
+    const Tensor value = at::empty({columns.size(0)}, keeps_dtype ? values.options() : values.options().dtype(at::kFloat));
+    const Tensor ends = at::empty({count_ + 1}, at::kLong);
+    int64_t* end_of = ends.mutable_data_ptr<int64_t>();
+    Column* to_column = column.mutable_data_ptr<Column>();
+    end_of[0] = 0;
+    const auto fill = [&](auto* to_value) {
+      at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
+        std::vector<Entry> entries;
+        for (int64_t row = begin; row < end; ++row) {
+          end_of[row + 1] = make_row(row, entries, to_column, to_value); // its size, as yet
+        }
+      });
+      for (int64_t row = 0; row < count_; ++row) { // closed up
+        const int64_t from = offset_[row], size = end_of[row + 1], to = end_of[row];
+        if (to != from) {
+          std::copy_n(to_column + from, size, to_column + to);
+          std::copy_n(to_value + from, size, to_value + to);
+        }
+        end_of[row + 1] = to + size;
+      }
+    };
+    if (keeps_dtype) {
+      fill(value.mutable_data_ptr<Value>());
+    } else {
+      fill(value.mutable_data_ptr<float>());
+    }
+    return {ends, column.narrow(0, 0, end_of[count_]), value.narrow(0, 0, end_of[count_])};
+  }
+
+ private:
+  struct Entry {
+    Column column;
+    double value;
+  };
+
+  int64_t grain() const { return std::max<int64_t>(1, 32768 * count_ / std::max<int64_t>(offset_[count_], 1)); }
+
+  bool drops_zeros() const { return kind_ == RowKind::Features || kind_ == RowKind::Labels; }
+
+  // Comparisons alone, so that a row is checked without branches. A NaN is not at most anything.
+  template <typename Number>
+  bool allowed(Number value) const {
+    return std::abs(value) <= (std::is_same_v<Number, double> ? Number(largest_) : Number(largest_value_));
+  }
+
+  template <typename Number>
+  bool is_zero(Number value) const {
+    return std::abs(value) <= Number(tiny_);
+  }
+
+  bool check_row(int64_t row, std::vector<Column>& sorted) const {
+    const int64_t begin = offset_[row], end = offset_[row + 1];
+    bool outside = false, bad = false, zero = false, falls = false;
+    for (int64_t t = begin; t < end; ++t) {
+      outside |= (column_[t] < 0) | (column_[t] > last_column_);
+      bad |= !allowed(value_[t]);
+      zero |= is_zero(value_[t]);
+    }
+    for (int64_t t = begin + 1; t < end; ++t) {
+      falls |= column_[t] <= column_[t - 1];
+    }
+    if (outside || bad) {
+      name_problem(row);
+    }
+    if (kind_ == RowKind::Scores && falls) {
+      sorted.assign(column_ + begin, column_ + end);
+      std::sort(sorted.begin(), sorted.end());
+      falls = std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
+    }
+    return !falls && !(zero && drops_zeros());
+  }
+
+  void name_problem(int64_t row) const {
+    for (int64_t t = offset_[row]; t < offset_[row + 1]; ++t) {
+      TORCH_CHECK_INDEX(column_[t] >= 0 && column_[t] < width_, op_, ": expected columns in [0, ", width_, "), got ", column_[t], " at [", t, "]");
+      TORCH_CHECK_VALUE(allowed(value_[t]), op_, ": expected values with finite numbers", std::isfinite(value_[t]) ? " in float32" : "", ", got ", value_[t],
+                        " in row ", row, ", column ", column_[t]);
+    }
+  }
+
+  /// Writes a row from its first place on, and returns its number of entries.
+  template <typename Result>
+  int64_t make_row(int64_t row, std::vector<Entry>& entries, Column* to_column, Result* to_value) const {
+    const int64_t begin = offset_[row], end = offset_[row + 1];
+    entries.clear();
+    for (int64_t t = begin; t < end; ++t) {
+      entries.push_back({column_[t], double(value_[t])});
+    }
+    const auto before = [](const Entry& a, const Entry& b) { return a.column < b.column; };
+    std::vector<Column> unused;
+    if (kind_ != RowKind::Scores || !check_row(row, unused)) {
+      std::stable_sort(entries.begin(), entries.end(), before);
+    }
+    int64_t to = begin;
+    for (size_t i = 0; i < entries.size();) {
+      const Column column = entries[i].column;
+      const size_t first = i;
+      double sum = 0, largest = 0;
+      for (; i < entries.size() && entries[i].column == column; ++i) {
+        sum += entries[i].value;
+        largest = std::max(largest, std::abs(entries[i].value));
+      }
+      TORCH_CHECK_VALUE(allowed(sum), op_, ": expected values whose sums are finite", std::isfinite(sum) ? " in float32" : "", ", got ", sum, " in row ", row,
+                        ", column ", column);
+      const bool cancelled = i > first + 1 && sum == 0 && largest > 0;
+      if (cancelled || (drops_zeros() && is_zero(sum))) {
+        continue;
+      }
+      to_column[to] = column;
+      to_value[to++] = kind_ == RowKind::Labels ? Result(1) : Result(sum);
+    }
+    return to - begin;
+  }
+
+  const char* op_;
+  const int64_t count_, width_;
+  Column last_column_;
+  const RowKind kind_;
+  double largest_, largest_value_, tiny_;
+  const int64_t* offset_;
+  const Column* column_;
+  const Value* value_;
+};
+
+RowKind kind_named(const std::string& name) {
+  if (name == "features") {
+    return RowKind::Features;
+  }
+  if (name == "labels") {
+    return RowKind::Labels;
+  }
+  if (name == "weights") {
+    return RowKind::Weights;
+  }
+  TORCH_CHECK_VALUE(name == "scores", kOp, ": expected kind as features, labels, weights or scores, got ", name);
+  return RowKind::Scores;
+}
+
+} // namespace
+
+std::optional<SparseRowTensors> canonical_rows(const char* op, const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width,
+                                               RowKind kind) {
+  const bool wide = columns.scalar_type() == at::kLong;
+  const bool doubles = values.scalar_type() == at::kDouble;
+  check::numbers(op, "offsets", offsets, at::kLong);
+  check::numbers(op, "columns", columns, wide ? at::kLong : at::kInt);
+  check::numbers(op, "values", values, doubles ? at::kDouble : at::kFloat);
+  TORCH_CHECK_VALUE(width >= 0, op, ": expected width of at least 0, got ", width);
+  check::size(op, "values", values, 0, columns.size(0), "the size of columns");
+  TORCH_CHECK_VALUE(offsets.size(0) >= 1, op, ": expected offsets with a number for each row and one, got none");
+  const Tensor offset = offsets.contiguous(), column = columns.contiguous();
+  const Tensor value = values.contiguous();
+  check::offsets(op, "offsets", offset, columns.size(0));
+  const auto run = [&](auto rows) -> std::optional<SparseRowTensors> {
+    if (rows.check()) {
+      return std::nullopt;
+    }
+    return rows.make(column, value);
+  };
+  if (wide) {
+    return doubles ? run(Rows<int64_t, double>(op, offset, column, value, width, kind)) : run(Rows<int64_t, float>(op, offset, column, value, width, kind));
+  }
+  return doubles ? run(Rows<int32_t, double>(op, offset, column, value, width, kind)) : run(Rows<int32_t, float>(op, offset, column, value, width, kind));
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def(
+      "canonical_rows(Tensor offsets, Tensor columns, Tensor values, int width, str kind) -> "
+      "Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {
+  m.impl("canonical_rows",
+         [](const Tensor& offsets, const Tensor& columns, const Tensor& values, int64_t width, const std::string& kind) -> std::vector<Tensor> {
+           const auto rows = canonical_rows(kOp, offsets, columns, values, width, kind_named(kind));
+           if (!rows) {
+             return {};
+           }
+           return {rows->offsets, rows->columns, rows->values};
+         });
+}
+
+} // namespace xsoftmax
