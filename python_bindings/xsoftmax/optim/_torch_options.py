@@ -1,8 +1,20 @@
 """Options and state of torch.optim's optimizers: those that row optimizers take, ignore, or refuse by name."""
 
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, Iterable, Optional, TypedDict
 
 import torch
+
+
+class TorchOptions(TypedDict, total=False):
+    """Keywords of torch.optim that the constructors of row optimizers check and keep nothing of."""
+
+    foreach: Optional[bool]
+    fused: Optional[bool]
+    capturable: bool
+    differentiable: bool
+    amsgrad: bool
+    decoupled_weight_decay: bool
+
 
 # They choose among implementations of the same step, of which a row optimizer has one.
 _SAME_STEP = ("foreach", "fused", "capturable")

@@ -1,9 +1,14 @@
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from ._base import RowOptimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._torch_options import TorchOptions
 
 
 class RowAdagrad(RowOptimizer):
@@ -58,7 +63,7 @@ class RowAdagrad(RowOptimizer):
 
     def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
                  eps: float = 1e-10, *, maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False,
-                 state_dtype: Optional[torch.dtype] = None, **torch_options: Any) -> None:
+                 state_dtype: Optional[torch.dtype] = None, **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
                                       initial_accumulator_value=initial_accumulator_value, eps=eps, maximize=maximize, row_wise=row_wise,
-                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), torch_options)
+                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), dict(torch_options))

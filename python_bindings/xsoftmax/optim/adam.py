@@ -1,9 +1,14 @@
-from typing import Any, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from ._base import RowOptimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._torch_options import TorchOptions
 
 
 class RowAdam(RowOptimizer):
@@ -73,9 +78,9 @@ class RowAdam(RowOptimizer):
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, *,
                  maximize: bool = False, row_wise: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
-                 **torch_options: Any) -> None:
+                 **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, row_wise=row_wise,
-                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), torch_options)
+                                      stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), dict(torch_options))
 
     def _options(self, group: Dict[str, Any]) -> Dict[str, Any]:
         options = super()._options(group)

@@ -1,9 +1,14 @@
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from ._base import RowOptimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._torch_options import TorchOptions
 
 
 class RowSGD(RowOptimizer):
@@ -60,6 +65,7 @@ class RowSGD(RowOptimizer):
     _option_names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "stochastic_rounding", "state_dtype")
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
-                 maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None, **torch_options: Any) -> None:
+                 maximize: bool = False, stochastic_rounding: bool = False, state_dtype: Optional[torch.dtype] = None,
+                 **torch_options: "Unpack[TorchOptions]") -> None:
         super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-                                      maximize=maximize, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), torch_options)
+                                      maximize=maximize, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype), dict(torch_options))
