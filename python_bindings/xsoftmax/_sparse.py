@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Matrix = Union["scipy.sparse.spmatrix", "scipy.sparse.sparray"]
 
+_FLOAT32 = np.dtype(np.float32)
 _LIMIT = 2**31 - 1  # rows, and columns that are labels: operators take fewer
 _HINTS = {
     "features": "scipy.sparse.csr_matrix(x) makes one of an array",
@@ -78,8 +79,9 @@ def _assembled(matrix: Any, parts: Tuple[np.ndarray, ...], made: Any, kind: str)
         indptr, indices = (part.astype(np.int32 if narrow else np.int64, copy=False) for part in (offsets, columns))
     else:
         indptr, indices, data = parts
-        if kind == "labels" and not (data.dtype == np.float32 and (data == 1).all()):
-            data = np.ones(len(data), np.float32)
+        if kind == "labels":
+            ones = data.dtype == np.float32 and (len(data) == 0 or data.min() == data.max() == 1)
+            data = data if ones else np.ones(len(data), np.float32)
         elif kind == "scores":
             data = _number(data)
         else:
@@ -213,6 +215,11 @@ class _Memory:
 
 def query_tensors(owner: str, argument: str, matrix: Any) -> Tuple[Tensor, Tensor, Tensor]:
     """Returns offsets, columns and values (float32) of a scipy sparse matrix for an operator that brings them to canonical form itself."""
+    if matrix.format == "csr" and len(matrix.shape) == 2:  # as most are: a query is answered in microseconds
+        indptr, indices, data = matrix.indptr, matrix.indices, matrix.data
+        if (isinstance(indptr, np.ndarray) and indptr.ndim == 1 and data.dtype is _FLOAT32 and len(indptr) == matrix.shape[0] + 1 and indptr[-1] == len(indices) == len(data)
+                and indptr.flags.carray and indices.flags.carray and data.flags.carray):
+            return torch.from_numpy(indptr), torch.from_numpy(indices), torch.from_numpy(data)
     if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
         canonical(owner, argument, matrix)  # raises
     try:
