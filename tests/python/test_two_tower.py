@@ -350,7 +350,7 @@ def test_bad_input():
             (TypeError, "expected item on query's device cpu, got meta", (query, item.to("meta"), ids)),
             (TypeError, "expected ids of negatives on query's device cpu, got meta", (query, item, ids, (mixed[0], mixed[1].to("meta")))),
             (TypeError, r"expected item as a dense \(strided\) tensor", (query, item.detach().to_sparse(), ids)),
-            (RuntimeError, "expected a value of type 'Tensor' for argument 'query' but instead found type 'list'", ([1.0], item, ids)),
+            (TypeError, "expected query as a tensor, got list", ([1.0], item, ids)),
             (IndexError, rf"expected item_id in \[0, {N}\), got", (query, item, ids + N)),
             (IndexError, rf"expected item_id in \[0, {N}\), got -1 at \[0\]", (query, item, ids.index_fill(0, torch.tensor(0), -1))),
             (IndexError, rf"expected ids of negatives in \[0, {N}\), got {N} at \[2\]",
