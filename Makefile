@@ -153,6 +153,9 @@ python-headers: $(READY)
 	  || { $(APT) update && $(APT) install -y python3-dev; }
 
 # Longer than a test may be: `make test` leaves them out.
+test-slow: $(INSTALLED) $(INTEGRATIONS)
+	python -m pytest tests/python -m slow -s -q $(PYTEST_ARGS)
+
 tutorials: $(INSTALLED)
 	python -m pytest tests/tutorials -s -q $(PYTEST_ARGS)
 

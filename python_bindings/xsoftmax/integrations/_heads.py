@@ -1,6 +1,6 @@
 """The loss in the place of a model's head, and the model's forward pass with it."""
 
-from typing import Any, Callable, Dict, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ class Head:
         linear = loss.linear
         self.loss, self.linear, self.name, self.shift = loss, linear, name, shift
         self.bias: Optional[Tensor] = None
-        self.device, self.made_sparse = linear.weight.device, False
+        self.device = linear.weight.device
+        self.made_sparse: List[nn.Embedding] = []
         self.handles = [linear.register_forward_pre_hook(_settle_linear),
                         linear.register_state_dict_pre_hook(_settle_linear),
                         linear.register_load_state_dict_pre_hook(_settle_linear)]

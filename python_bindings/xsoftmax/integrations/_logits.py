@@ -114,6 +114,12 @@ class Logits:
             self._refuse("transpose of the classes")
         return self._with(hidden=self.hidden.transpose(first, second))
 
+    def gather(self, dim: int, index: Tensor) -> "Logits":
+        is_of_rows = self.ndim == index.dim() == 2 and index.shape[1:] == self.shape[1:]
+        if dim != 0 or not is_of_rows or index.stride(1) != 0:
+            self._refuse("gather of other places than whole rows")
+        return self._with(hidden=self.hidden[index[:, 0]])
+
     def __getitem__(self, index: Any) -> "Logits":
         places = list(index) if isinstance(index, tuple) else [index]
         taken = [0 if place is None or place is Ellipsis else
@@ -197,4 +203,4 @@ class Logits:
 
 _COMMUTATIVE = {"add": "__add__", "__add__": "__add__", "__radd__": "__add__", "mul": "__mul__",
                 "__mul__": "__mul__", "__rmul__": "__mul__", "multiply": "__mul__"}
-_FUNCTIONS = ("tanh", "div", "true_divide", "reshape", "flatten", "transpose", "clone")
+_FUNCTIONS = ("tanh", "div", "true_divide", "reshape", "flatten", "transpose", "gather", "clone")
