@@ -45,6 +45,8 @@ def _size(name, value, factor):
         return TOKENS
     if name.endswith(("token_id", "_index")):
         return value if value < 3 else 3 + sum(map(ord, name)) % 90
+    if name in ("n_group", "topk_group"):
+        return 1
     if "layers" in words or name in ("n_layer", "depth", "num_blocks"):
         return min(value, 2)
     if words & {"topk", "k"} or words & {"expert", "experts"} and "per" in words:

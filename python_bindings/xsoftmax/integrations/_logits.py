@@ -65,8 +65,10 @@ class Logits:
         return Logits(self._tap, **{**now, **changes})
 
     def _refuse(self, operation: str) -> NoReturn:
-        self._tap.refuse("expected the loss to be the cross entropy of the head's logits, changed "
-                         f"at most by a bias, a scale and a soft cap, got {operation} of them")
+        raise UnsupportedHeadError(
+            f"replace_head of {self._tap.owner}: expected the loss to be the cross entropy of the "
+            "head's logits, changed at most by a bias, a scale and a soft cap, got "
+            f"{operation} of them")
 
     def transform(self) -> Tuple[float, Optional[float]]:
         """(logit_scale, softcap) of ``softcap * tanh(logit_scale * (Wx + b) / softcap)``."""

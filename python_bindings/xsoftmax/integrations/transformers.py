@@ -124,8 +124,9 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
                         f"{', '.join(more)} beside them")
     head = Head(model, loss, name, shift)
     for module in model.modules() if loss._row_gradients() else ():
-        is_tied = isinstance(module, nn.Embedding) and module.weight is linear.weight
-        if is_tied and not module.sparse:
+        if not isinstance(module, nn.Embedding) or module.weight is not linear.weight:
+            continue
+        if not module.sparse:
             module.sparse = True
             head.made_sparse.append(module)
     object.__setattr__(model, "_xsoftmax_head", head)
