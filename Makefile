@@ -35,7 +35,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
-.PHONY: build test test-python exchange cpp-tests test-cpp test-consumer tutorials sanitize demo bench cuda-check cuda-emulate cuda-emulate-brief cuda-page lint format clean gtest python-headers
+.PHONY: build test test-python exchange cpp-tests test-cpp test-consumer tutorials test-slow sanitize demo bench cuda-check cuda-emulate cuda-emulate-brief cuda-page lint format clean gtest python-headers
 .PHONY: wheel wheel-tools test-wheel sdist test-sdist aarch64 docs docs-links doxygen
 
 # A developer's own build must not stand in for the one under test.
@@ -153,6 +153,9 @@ python-headers: $(READY)
 	  || { $(APT) update && $(APT) install -y python3-dev; }
 
 # Longer than a test may be: `make test` leaves them out.
+test-slow: $(INSTALLED) $(INTEGRATIONS)
+	python -m pytest tests/python -m slow -s -q $(PYTEST_ARGS)
+
 tutorials: $(INSTALLED)
 	python -m pytest tests/tutorials -s -q $(PYTEST_ARGS)
 

@@ -167,7 +167,9 @@ def _is_left_out(optimizer: torch.optim.Optimizer, tables: Dict[int, "TableModul
     is_left_out = False
     for module in {id(module): module for module in tables.values()}.values():
         for table in module._tables():
-            grad = None if table is None or id(table) in owned or module in _warned else table.grad
+            if table is None or id(table) in owned or module in _warned:
+                continue
+            grad = table.grad
             if grad is None or grad.layout != torch.sparse_coo:
                 continue
             is_left_out = True

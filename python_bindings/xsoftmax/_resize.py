@@ -59,7 +59,7 @@ def resize_classes(loss: "LinearLoss", num_classes: int, weight: Optional[Tensor
         _watch(tables)
 
 
-def resize_parameters(owner: str, changes: List[Tuple[nn.Parameter, Tensor]],
+def resize_parameters(owner: str, changes: List[Tuple[Any, Tensor]],
                       optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Gives parameters the values of tensors with other numbers of rows, in place.
 

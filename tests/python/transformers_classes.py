@@ -1,4 +1,7 @@
-"""Tiny models of every class in the auto mappings of Transformers, made by one rule from the defaults of its config."""
+"""Tiny models of every class in five auto mappings of Transformers.
+
+One rule shrinks the defaults of their configs.
+"""
 
 import dataclasses
 
@@ -6,16 +9,21 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-MAPPINGS = dict(causal="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", masked="MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-                seq2seq="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", token="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+MAPPINGS = dict(causal="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+                masked="MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+                seq2seq="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+                token="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
                 sequence="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
 TOKENS, LABELS, LENGTH = 100, 7, 8
 NO_DEFAULT = dict(vocab_size=TOKENS, num_experts_per_tok=2, num_key_value_heads=2)
-# What the rule cannot know of a class.
+# Options that the rule cannot know.
 SPECIAL = dict(
-    GPTNeoConfig=dict(attention_types=[[["global", "local"], 1]]), XmodConfig=dict(default_language="en_XX"),
-    ReformerConfig=dict(is_decoder=True, axial_pos_embds=False, attn_layers=["local", "lsh"]),
-    GPTNeoXJapaneseConfig=dict(num_attention_heads=4), DbrxAttentionConfig=dict(rope_theta=1e4))
+    BltConfig=dict(encoder_hash_byte_group_vocab=100),
+    DbrxAttentionConfig=dict(rope_theta=1e4, clip_qkv=8.0),
+    GPTNeoConfig=dict(attention_types=[[["global", "local"], 1]]),
+    GPTNeoXJapaneseConfig=dict(num_attention_heads=4),
+    ReformerConfig=dict(axial_pos_embds=False, attn_layers=["local", "lsh"]),
+    XmodConfig=dict(default_language="en_XX"))
 
 
 def classes():
@@ -37,6 +45,8 @@ def _size(name, value, factor):
         return TOKENS
     if name.endswith(("token_id", "_index")):
         return value if value < 3 else 3 + sum(map(ord, name)) % 90
+    if name in ("n_group", "topk_group"):
+        return 1
     if "layers" in words or name in ("n_layer", "depth", "num_blocks"):
         return min(value, 2)
     if words & {"topk", "k"} or words & {"expert", "experts"} and "per" in words:
@@ -62,11 +72,10 @@ def tiny_config(kind, factor):
         if dataclasses.is_dataclass(sub):
             options[name] = tiny_config(sub, factor)
     for name, value in NO_DEFAULT.items():
-        if getattr(default, name, 0) is None:
+        if vars(default).get(name, 0) is None:
             options[name] = value
-    if "head_dim" in options or hasattr(default, "head_dim"):
-        if getattr(default, "head_dim", 0) is None:
-            options["head_dim"] = options["hidden_size"] // options["num_attention_heads"]
+    if vars(default).get("head_dim", 0) is None:
+        options["head_dim"] = options["hidden_size"] // options["num_attention_heads"]
     return kind(**{"use_cache": False, **options, **SPECIAL.get(kind.__name__, {})})
 
 
@@ -80,6 +89,8 @@ def tiny_model(name):
             for option, value in dict(decoder_start_token_id=0, pad_token_id=0).items():
                 if getattr(config, option, None) is None:
                     setattr(config, option, value)
+            if name.startswith("Reformer"):
+                config.is_decoder = task == "causal"
             return kind(config)
         except Exception as caught:
             error = caught
@@ -89,12 +100,15 @@ def tiny_model(name):
 def batch_of(name, model):
     task, kind = classes()[name]
     ids = torch.randint(4, TOKENS - 1, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    if task == "sequence":
-        return dict(input_ids=ids, labels=torch.tensor([3, 5]))
+    batch = dict(input_ids=ids)
+    if task == "sequence":  # Bart's family pools at the one end of a text
+        end = getattr(model.config, "eos_token_id", None)
+        end = end if type(end) is int else 3
+        ids[ids == end], ids[:, -1] = (5 if end == 4 else 4), end
+        return dict(batch, labels=torch.tensor([3, 5]))
     labels = ids % LABELS if task == "token" else ids.clone()
-    labels = labels.clone()
     labels[:, 2] = -100
-    return dict(input_ids=ids, labels=labels)
+    return dict(batch, labels=labels)
 
 
 def head_name(name, model):

@@ -1,8 +1,7 @@
 """The loss in the place of a model's head, and the model's forward pass with it."""
 
-from typing import Any, Callable, Dict, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 
 from .._table import _settle_linear
@@ -23,7 +22,8 @@ class Head:
         linear = loss.linear
         self.loss, self.linear, self.name, self.shift = loss, linear, name, shift
         self.bias: Optional[Tensor] = None
-        self.device, self.made_sparse = linear.weight.device, False
+        self.device = linear.weight.device
+        self.made_sparse: List[nn.Embedding] = []
         self.handles = [linear.register_forward_pre_hook(_settle_linear),
                         linear.register_state_dict_pre_hook(_settle_linear),
                         linear.register_load_state_dict_pre_hook(_settle_linear)]
@@ -37,8 +37,10 @@ class Head:
             return
         shared = nn.Linear(self.linear.in_features, self.linear.out_features, device="meta")
         shared.weight = self.linear.weight
-        is_shared = isinstance(bias, nn.Parameter) and bias.dim() == 1
-        shared.bias = bias if is_shared else nn.Parameter(bias.detach().reshape(-1), False)
+        if isinstance(bias, nn.Parameter) and bias.dim() == 1:
+            shared.bias = bias
+        else:
+            shared.bias = nn.Parameter(bias.detach().reshape(-1), False)
         self.loss.linear = shared
 
     def outputs(self, model: Any, forward: Callable[..., Any], labels: Tensor,
@@ -187,7 +189,9 @@ def bias_after(model: nn.Module, name: str, linear: nn.Linear) -> Optional[Tenso
     `final_logits_bias`. The forward pass with labels shows whether it is used.
     """
     shapes, parts = ((linear.out_features,), (1, linear.out_features)), name.split(".")[:-1]
-    for depth in range(len(parts), -1, -1) if linear.bias is None else ():
+    if linear.bias is not None:
+        return None
+    for depth in range(len(parts), -1, -1):
         module = model.get_submodule(".".join(parts[:depth]))
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_floating_point() and tensor.shape in shapes:

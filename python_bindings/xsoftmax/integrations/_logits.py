@@ -65,8 +65,10 @@ class Logits:
         return Logits(self._tap, **{**now, **changes})
 
     def _refuse(self, operation: str) -> NoReturn:
-        self._tap.refuse("expected the loss to be the cross entropy of the head's logits, changed "
-                         f"at most by a bias, a scale and a soft cap, got {operation} of them")
+        raise UnsupportedHeadError(
+            f"replace_head of {self._tap.owner}: expected the loss to be the cross entropy of the "
+            "head's logits, changed at most by a bias, a scale and a soft cap, got "
+            f"{operation} of them")
 
     def transform(self) -> Tuple[float, Optional[float]]:
         """(logit_scale, softcap) of ``softcap * tanh(logit_scale * (Wx + b) / softcap)``."""
@@ -113,6 +115,12 @@ class Logits:
         if self.ndim - 1 in (first % self.ndim, second % self.ndim):
             self._refuse("transpose of the classes")
         return self._with(hidden=self.hidden.transpose(first, second))
+
+    def gather(self, dim: int, index: Tensor) -> "Logits":
+        is_of_rows = self.ndim == index.dim() == 2 and index.shape[1:] == self.shape[1:]
+        if dim != 0 or not is_of_rows or index.stride(1) != 0:
+            self._refuse("gather of other places than whole rows")
+        return self._with(hidden=self.hidden[index[:, 0]])
 
     def __getitem__(self, index: Any) -> "Logits":
         places = list(index) if isinstance(index, tuple) else [index]
@@ -197,4 +205,4 @@ class Logits:
 
 _COMMUTATIVE = {"add": "__add__", "__add__": "__add__", "__radd__": "__add__", "mul": "__mul__",
                 "__mul__": "__mul__", "__rmul__": "__mul__", "multiply": "__mul__"}
-_FUNCTIONS = ("tanh", "div", "true_divide", "reshape", "flatten", "transpose", "clone")
+_FUNCTIONS = ("tanh", "div", "true_divide", "reshape", "flatten", "transpose", "gather", "clone")

@@ -29,10 +29,10 @@ class _Snapshot:
                         {id(each): each for each in (model.config, model.config.get_text_config())
                          }.values()]
 
-    def resized(self) -> Dict[nn.Parameter, Tensor]:
+    def resized(self) -> Dict[Tensor, Tensor]:
         """The new values of each parameter that has another number of rows."""
         now = dict(self.model.named_parameters(remove_duplicate=False))
-        found: Dict[nn.Parameter, Tensor] = {}
+        found: Dict[Tensor, Tensor] = {}
         for name, (parameter, before) in self.tensors.items():
             new = now[name].data if name in now else before
             if new.shape != before.shape and new.shape[1:] == before.shape[1:]:
@@ -72,7 +72,7 @@ def resize_embeddings(model: Any, head: Head, resize: Callable[[], Any]) -> Any:
     the optimizers of ``torch.optim`` that have taken a step keep for them; the loss and its
     samplers follow. An error changes nothing.
     """
-    snapshot, loss = _Snapshot(model), head.loss
+    snapshot = _Snapshot(model)
     for parameter, _ in snapshot.tensors.values():
         settle(parameter)
     biased = head.bias is not None
@@ -90,13 +90,13 @@ def resize_embeddings(model: Any, head: Head, resize: Callable[[], Any]) -> Any:
     return model.get_input_embeddings() if is_module else result
 
 
-def _resize_in_place(head: Head, resized: Dict[nn.Parameter, Tensor]) -> None:
+def _resize_in_place(head: Head, resized: Dict[Tensor, Tensor]) -> None:
     loss = head.loss
     optimizers = [each for each in known_optimizers() if isinstance(each, KNOWN_OPTIMIZERS)]
     count = len(resized.get(head.linear.weight, head.linear.weight))
     if count != loss.num_classes:
         loss.resize_classes(count, optimizers=optimizers)  # first: it may refuse
-    others: List[Tuple[nn.Parameter, Tensor]] = [
+    others: List[Tuple[Tensor, Tensor]] = [
         (parameter, values) for parameter, values in resized.items()
         if len(parameter) != len(values)]
     resize_parameters(loss._name, others, optimizers)

@@ -125,10 +125,12 @@ def replace_head(model: nn.Module, loss_class: Type[Loss], *, name: Optional[str
         raise TypeError(f"{who}: expected a loss whose parameters are those of the Linear, got "
                         f"{', '.join(more)} beside them")
     head = Head(model, loss, name, shift)
-    embedding = _embedding(model, "input")
-    if (loss._row_gradients() and isinstance(embedding, nn.Embedding)
-            and embedding.weight is linear.weight and not embedding.sparse):
-        embedding.sparse = head.made_sparse = True
+    for module in model.modules() if loss._row_gradients() else ():
+        if not isinstance(module, nn.Embedding) or module.weight is not linear.weight:
+            continue
+        if not module.sparse:
+            module.sparse = True
+            head.made_sparse.append(module)
     object.__setattr__(model, "_xsoftmax_head", head)
     kind: Any = type(model)
     model.__class__ = _with_loss(kind)
@@ -152,8 +154,8 @@ def restore_head(model: nn.Module, loss: LinearLoss) -> nn.Linear:
     loss.settle()
     for handle in head.handles:
         handle.remove()
-    if head.made_sparse:
-        inner.get_input_embeddings().sparse = False
+    for embedding in head.made_sparse:
+        embedding.sparse = False
     inner.__class__ = inner._base_class
     del inner._xsoftmax_head
     linear: nn.Linear = head.linear
