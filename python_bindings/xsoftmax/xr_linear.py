@@ -400,8 +400,9 @@ def _checked_examples(X: Matrix, Y: Matrix) -> Tuple[Matrix, Matrix]:
         raise ValueError(f"XRLinear.train: expected X and Y with as many rows, got {X.shape[0]} and {Y.shape[0]}: X is [n, D], here "
                          f"{list(X.shape)}, Y is [n, L], here {list(Y.shape)}")
     if fractions and X.nnz > 1 and (X.data == 1).all() and (np.mod(given.tocsr().data, 1) != 0).any():
-        raise ValueError("XRLinear.train: expected examples, then labels, got X of ones alone and Y with fractions: are they the other way round? If not, give "
-                         "Y as zeros and ones")
+        warnings.warn("XRLinear.train: X holds ones alone and Y fractions, as if they had been swapped: "
+                      "X is [n, D], examples by features; Y is [n, L], and each of its values that is "
+                      "not 0 is a label", stacklevel=3)
     return X, Y
 
 
