@@ -15,6 +15,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/ones.h>
@@ -181,6 +182,15 @@ void add_memory(Shared& shared, at::TensorList memory, int64_t warmup) {
   shared.add(memory[0].index_select(0, newest).to(shared.vectors[0].scalar_type()), memory[1].index_select(0, newest), age.lt(number));
 }
 
+// Which of the ids [Q, P] are among others [M], where those take part.
+Tensor among(const Tensor& ids, const Tensor& others, const Tensor& takes_part) {
+  if (others.sym_size(0) == 0) {
+    return at::zeros_like(ids, at::kBool);
+  }
+  const Tensor known = at::where(takes_part, others, others.narrow(0, 0, 1)); // the first one is of the batch
+  return listed(ids.reshape({1, -1}), known.unsqueeze(0)).view_as(ids);
+}
+
 } // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> two_tower_state(std::string owner, std::string_view text, std::optional<int64_t> counted_ids) {
@@ -279,7 +289,11 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
     const Tensor all_ids = at::cat(shared.ids), target_count = log_count(item_id), certain = at::zeros({}, target_count.options());
     Tensor count = log_count(all_ids);
     const Tensor takes_part = first_occurrences(all_ids) & at::cat(shared.filled) & ~count.isneginf();
-    if (of_query.defined()) {
+    if (of_query.defined() && !counted) { // all counts are 1: an item that all queries have is a candidate once
+      const Tensor again = first_occurrences(of_query_ids).logical_not() | among(of_query_ids, all_ids, at::cat(shared.filled));
+      sets.push_back(
+          {of_query_ids, at::zeros_like(again, target_count.options()).masked_fill(again, kInfinity), at::full_like(target_count, -kInfinity), true});
+    } else if (of_query.defined()) {
       const auto present = [&](const Tensor& of) { return at::where(listed(of, of_query_ids), 0.0, -kInfinity); };
       count = at::logaddexp(count, present(all_ids));
       sets.push_back({of_query_ids, at::logaddexp(log_count(of_query_ids), certain).masked_fill(~first_occurrences(of_query_ids), kInfinity),

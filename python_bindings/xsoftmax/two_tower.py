@@ -44,7 +44,8 @@ class TwoTowerLoss(Module):
         temperature: above 0: similarities are divided by it. A 0-dim :class:`torch.nn.Parameter` is trained.
         similarity: "dot", or "cosine", of vectors that are normalised here.
         counts: a :class:`xsoftmax.samplers.StreamingCounts` that keeps the frequencies of items, updated by each call in train(). None: one for num_items,
-            which never forgets. False: no correction, all c are 1.
+            which never forgets. False: no correction, all c are 1 (InfoNCE where estimator is "sampled_softmax"). An item that is a negative of a query
+            and a candidate of all queries is one of the latter.
         remove_accidental_hits: items equal to the query's are no candidates, as far as the estimator can do without them.
         memory: how many items of past batches are candidates too, without gradient.
         dim: width of the vectors in memory. Needed beside memory.

@@ -115,11 +115,11 @@ def test_contents_of_models(model):
         width = widths[int.from_bytes(model.whole[entry + 16 : entry + 24], "little")]
         places = sorted({begin, begin + width, begin + size // width // 2 * width, begin + size - width})
         for at in places:
-            for value in INTEGERS:
+            for value in (-1, 0, 2, 255, 2**31 - 1, 2**62, 2**63 - 1):
                 model.lie(placed(value, at, {8: "<q", 4: "<I", 2: "<H", 1: "<B"}[width]), section)
         swapped = slice(begin, begin + size // width * width)
         model.lie(lambda data: data.__setitem__(swapped, data[swapped][::-1]), section)
-    assert model.refused > 200 and model.answered > 50
+    assert model.refused > 150 and model.answered > 30
 
 
 def test_notes_of_models(model):

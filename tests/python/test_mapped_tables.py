@@ -378,7 +378,7 @@ def test_what_does_not_fit(path, tmp_path):
     with pytest.raises(RuntimeError, match="cannot open .*No such file or directory"):
         xs.tables.open(tmp_path / "x")
     for odd in (tmp_path, "/dev/null"):
-        with pytest.raises((RuntimeError, ValueError), match="as a file, got something else|Is a directory"):
+        with pytest.raises((RuntimeError, ValueError), match="as a file, got a (folder|device)"):
             xs.tables.open(odd)
     with pytest.raises(TypeError, match="floating dtype, got int64"):
         xs.tables.mapped(path + "2", 3, 4, torch.int64)

@@ -81,6 +81,33 @@ def test_equals_the_formula(impl, kind, estimator, reduction):
     check_same(got, want, [query, item] + ([] if negatives is None else [negatives[0]]))
 
 
+@pytest.mark.parametrize("memory", [0, 6])
+@pytest.mark.parametrize("kind", ["batch", "mixed", "hard"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_without_counts_all_counts_are_one(impl, kind, memory, estimator):
+    """A hard negative whose count is 2 would weigh half of what the documented loss gives it."""
+    query, item, ids, mixed, hard = batch()
+    negatives = {"batch": None, "mixed": mixed, "hard": hard}[kind]
+    loss = xs.TwoTowerLoss(N, counts=False, estimator=estimator, reduction="none", memory=memory, dim=D)
+    before = torch.randn(memory, D, dtype=query.dtype, generator=torch.Generator().manual_seed(3)).float().to(query.dtype)
+    old = torch.arange(memory) + 10
+    if memory:
+        loss(before, before, old)
+    got, rows = loss.eval()(query, item, ids, negatives), []
+    first = {}
+    places = [*zip(ids.tolist(), item), *(() if kind != "mixed" else zip(mixed[1].tolist(), mixed[0])), *zip(old.tolist()[::-1], before.flip(0))]
+    for i, vector in places:
+        first.setdefault(i, vector)
+    for q in range(Q):
+        candidates = dict(first)
+        for i, vector in zip(hard[1][q].tolist(), hard[0][q]) if kind == "hard" else ():
+            candidates.setdefault(i, vector)
+        row = torch.stack([query[q] @ item[q], *(query[q] @ vector for vector in candidates.values())])[None]
+        rows.append(ops.candidate_loss(row, ids[q:q + 1], [torch.tensor([list(candidates)])], [torch.zeros(1, len(candidates), dtype=query.dtype)],
+                                       [torch.zeros(1)], [True], f"estimator={estimator}"))
+    check_same(got, torch.cat(rows), [query, item] + ([] if negatives is None else [negatives[0]]))
+
+
 def test_cosine_is_the_product_of_unit_vectors():
     query, item, ids, mixed, _ = batch()
     unit = [F.normalize(vectors, dim=1) for vectors in (query, item, mixed[0])]
