@@ -5,7 +5,7 @@ from typing import List, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from ._checks import check_number, check_reduction, check_tensor
+from ._checks import check_reduction, check_tensor
 from ._options import logit_options, option_text
 from ._public import public_names
 from ._table import flat_queries
@@ -54,8 +54,8 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
     if weight.dim() != 2:
         raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
     queries = flat_queries(name, weight.size(1), input, target)
-    if softcap is not None:
-        check_number(name, "softcap", softcap, positive=True)  # 0 is no cap to the operator
+    if softcap == 0:  # no cap to the operator, which checks all else
+        raise ValueError(f"{name}: expected softcap as a finite number above 0, or None, got {softcap}")
     options = option_text(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
                           **logit_options(logit_scale, softcap))
     loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), class_weight, options)
@@ -105,7 +105,9 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         RuntimeError: a call inside ``torch.func.vmap``.
     """
     _check_tensors("sampled_softmax_loss", input=input, weight=weight, target=target, bias=bias, class_weight=class_weight, log_z=log_z)
-    if options.get("softcap", 1.0) is None:
+    if "softcap" in options and not options["softcap"]:
+        if options["softcap"] is not None:  # no cap to the operator, which checks all else
+            raise ValueError(f"sampled_softmax_loss: expected softcap as a finite number above 0, or None, got {options['softcap']}")
         del options["softcap"]
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options))
 
