@@ -443,6 +443,10 @@ def test_steps_without_scores_refuse_the_options():
     candidates = [None, torch.arange(3), None, torch.zeros(3), None]
     with pytest.raises(ValueError, match="expected logit_scale of 1, no softcap and no z_loss"):
         ops.linear_candidate_loss(input, weight, bias, target, candidates, [0, 3], "softcap=2.0")
+    tree = xs.LabelTree.balanced(N, 3)
+    edges = torch.randn(tree.num_edges, D)
+    with pytest.raises(ValueError, match="beam_tree_loss: expected logit_scale of 1, no softcap and no z_loss"):
+        ops.beam_tree_loss(input, edges, None, target, tree.tables(), list(tree.layer_sizes), *xs.samplers.columns_of(drawn_sets()), None, "z_loss=0.1")
 
 
 def test_an_estimator_in_python_sees_logits():
