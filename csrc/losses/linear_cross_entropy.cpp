@@ -5,6 +5,7 @@
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/scale_gradient.h"
+#include "losses/reduction.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/SavedTensorHooks.h>
@@ -129,8 +130,10 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
                         const OptionalTensor& class_weight, const Tensor& divisor, c10::SymInt ignore_index, double label_smoothing) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(), given(bias) && bias->requires_grad()};
-    auto [loss, grad_input, grad_weight, grad_bias] = call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), input, weight, bias, target,
-                                                                          class_weight, ignore_index, label_smoothing, wanted);
+    const Tensor counted = counted_rows(input, target, ignore_index);
+    auto [loss, grad_input, grad_weight, grad_bias] =
+        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), counted, weight, bias, target, class_weight, ignore_index,
+                            label_smoothing, wanted);
     ctx->save_for_backward({grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
     ctx->saved_data["hooked"] = at::SavedTensorDefaultHooks::get_hooks().has_value(); // others may hold what was saved
     return loss.sum() / divisor;
@@ -155,8 +158,9 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                         const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, normalizer, saved_logits] = call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/true);
-    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), target, class_weight.value_or(Tensor()), normalizer, saved_logits});
+    const Tensor counted = counted_rows(input, target, ignore_index);
+    auto [loss, normalizer, saved_logits] = call_forward(counted, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/true);
+    ctx->save_for_backward({counted, weight, bias.value_or(Tensor()), target, class_weight.value_or(Tensor()), normalizer, saved_logits});
     ctx->saved_data["ignore_index"] = ignore_index;
     ctx->saved_data["label_smoothing"] = label_smoothing;
     return loss;
@@ -174,7 +178,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
 Tensor without_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
                         int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
-  const Tensor loss = std::get<0>(call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/false));
+  const Tensor counted = counted_rows(input, target, ignore_index);
+  const Tensor loss = std::get<0>(call_forward(counted, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/false));
   return reduce(loss, target, class_weight, reduction, ignore_index);
 }
 
