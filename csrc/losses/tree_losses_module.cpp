@@ -6,6 +6,7 @@
 #include "trees/edge_tables.h"
 #include "trees/hierarchical_softmax.h"
 
+#include <xsoftmax/ops.h>
 #include <xsoftmax/optim.h>
 
 #include <ATen/core/grad_mode.h>
@@ -87,7 +88,8 @@ std::tuple<Tensor, Tensor> HierarchicalSoftmaxLossImpl::topk(const Tensor& input
 
 Tensor HierarchicalSoftmaxLossImpl::log_prob(const Tensor& input) {
   settle();
-  const Tensor found = hierarchical_log_prob(edges->forward(as_rows(input)), tree->parent, tree->class_node, tree->layer_sizes);
+  const Tensor scores = linear_scores(as_rows(input), edges->weight, optional(edges->bias));
+  const Tensor found = hierarchical_log_prob(scores, tree->parent, tree->class_node, tree->layer_sizes);
   return found.reshape(with_last(input, tree->num_classes()));
 }
 
@@ -163,7 +165,9 @@ Tensor BeamTreeLossImpl::exact(const Tensor& input, const Tensor& target) const 
 
 Tensor BeamTreeLossImpl::scores(const Tensor& input) {
   settle();
-  return tree_class_scores(edges->forward(as_rows(input)), tree->parent, tree->class_node, tree->layer_sizes).reshape(with_last(input, tree->num_classes()));
+  const Tensor scores = linear_scores(as_rows(input), edges->weight, optional(edges->bias));
+  return tree_class_scores(scores, tree->parent, tree->class_node, tree->layer_sizes)
+      .reshape(with_last(input, tree->num_classes()));
 }
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::class_table() const {

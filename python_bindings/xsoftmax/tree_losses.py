@@ -241,7 +241,7 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:
-        """The scores of all classes: input [*, D] -> [*, N], in the dtype of the edges.
+        """The scores of all classes: input [*, D] -> [*, N], float64 for float64 edges, else float32.
 
         The result is in memory as a whole, and the scores of the tree's inner nodes beside it.
 
@@ -249,7 +249,8 @@ class BeamTreeLoss(TreeLoss):
             ValueError: `input` is not of shape [*, D].
             RuntimeError: `input` is of another dtype than the edges.
         """
-        return self._along_paths(self.edges(self._table_queries(input, None)), 1).reshape(list(input.shape[:-1]) + [self.num_classes])
+        scores = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None), self.edges.weight, self.edges.bias)
+        return self._along_paths(scores, 1).reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
@@ -348,7 +349,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
-        """The log-probabilities of all classes: input [*, D] -> [*, N], in the dtype of the edges.
+        """The log-probabilities of all classes: input [*, D] -> [*, N], float64 for float64 edges, else float32.
 
         The result is in memory as a whole, and the scores of the tree's inner nodes beside it.
 
@@ -356,7 +357,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
             ValueError: `input` is not of shape [*, D].
             RuntimeError: `input` is of another dtype than the edges.
         """
-        edges = self.edges(self._table_queries(input, None))
+        edges = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None), self.edges.weight, self.edges.bias)
         log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 
