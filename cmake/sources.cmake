@@ -39,6 +39,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/linear_softmax_cpu.cpp
   csrc/losses/linear_topk.cpp
   csrc/losses/linear_topk_cpu.cpp
+  csrc/losses/logit_transform.cpp
   csrc/losses/reduction.cpp
   csrc/losses/sampled_softmax_loss.cpp
   csrc/losses/table_loss_module.cpp

@@ -179,20 +179,19 @@ Tensor candidate_loss(const Tensor& scores, const Tensor& target, const Proposal
 CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Candidates& candidates, const EstimatorTraits& traits, bool remove_accidental_hits,
                           double label_smoothing) {
   const auto& [private_ids, shared_ids, private_log_count, shared_log_count, count_of_target, distinct_private, distinct_shared] = candidates;
-  const Tensor score = scores.narrow(1, 1, scores.size(1) - 1);
-  const int64_t queries = scores.size(0), private_width = given(private_ids) ? private_ids->size(1) : 0;
-  const int64_t shared_width = score.size(1) - private_width;
+  const Tensor score = scores.narrow_symint(1, 1, scores.sym_size(1) - 1);
+  const c10::SymInt queries = scores.sym_size(0), private_width = candidates.private_width(), shared_width = score.sym_size(1) - private_width;
   const auto long_options = target.options();
-  const Tensor no_ids = at::zeros({queries, 0}, long_options), no_count = at::zeros({queries, 0}, scores.options());
-  const Tensor ids = at::cat({given(private_ids) ? *private_ids : no_ids, given(shared_ids) ? shared_ids->expand({queries, shared_width}) : no_ids}, 1);
-  const auto log_count = [&](const OptionalTensor& count, int64_t columns) {
-    return given(count) ? count->to(scores.scalar_type()).expand({queries, columns}) : no_count;
+  const Tensor no_ids = at::zeros_symint({queries, 0}, long_options), no_count = at::zeros_symint({queries, 0}, scores.options());
+  const Tensor ids = at::cat({given(private_ids) ? *private_ids : no_ids, given(shared_ids) ? shared_ids->expand_symint({queries, shared_width}) : no_ids}, 1);
+  const auto log_count = [&](const OptionalTensor& count, const c10::SymInt& columns) {
+    return given(count) ? count->to(scores.scalar_type()).expand_symint({queries, columns}) : no_count;
   };
   const Tensor counts = at::cat({log_count(private_log_count, private_width), log_count(shared_log_count, shared_width)}, 1);
 
-  Tensor drawn = at::zeros({private_width + shared_width}, long_options.dtype(at::kBool)); // not one of a distinct set
-  drawn.narrow(0, distinct_private, private_width - distinct_private).fill_(true);
-  drawn.narrow(0, private_width + distinct_shared, shared_width - distinct_shared).fill_(true);
+  Tensor drawn = at::zeros_symint({private_width + shared_width}, long_options.dtype(at::kBool)); // not one of a distinct set
+  drawn.narrow_symint(0, distinct_private, private_width - distinct_private).fill_(true);
+  drawn.narrow_symint(0, private_width + distinct_shared, shared_width - distinct_shared).fill_(true);
   const bool remove_drawn_hits = remove_accidental_hits && traits.drops_drawn_hits;
   const bool remove_distinct_hits = remove_accidental_hits && traits.drops_distinct_hits;
   const Tensor present = counts.ne(kInfinity), draw = drawn.logical_and(present);
@@ -219,13 +218,23 @@ CandidateBatch make_batch(const Tensor& scores, const Tensor& target, const Cand
   return {target_score, score, log_weight, adjusted, drawn, draws, covered, target_log_count, label_smoothing};
 }
 
+Tensor loss_of_scores(const EstimatorArguments& arguments, double z_loss) {
+  const auto& [scores, target, candidates, options, estimator] = arguments;
+  const Tensor loss = estimator.has_kernels() ? estimator_loss(scores, target, candidates, options) : estimator_loss_reference(arguments);
+  if (z_loss == 0) {
+    return loss;
+  }
+  const CandidateBatch batch = make_batch(scores, target, candidates, estimator.traits, options.remove_accidental_hits, 0.0);
+  return loss + estimator.log_normalizer(batch).square() * z_loss;
+}
+
 Tensor estimator_loss_reference(const EstimatorArguments& arguments) {
   const auto& [scores, target, candidates, options, estimator] = arguments;
   check_estimator_loss(arguments);
   const CandidateBatch batch = make_batch(scores, target, candidates, estimator.traits, options.remove_accidental_hits, options.label_smoothing);
   const Tensor loss = estimator.loss(batch);
-  TORCH_CHECK_VALUE(loss.sizes() == batch.target.sizes(), kOp, ": expected estimator \"", estimator.name, "\" to give a loss for each query, ",
-                    batch.target.sizes(), ", got ", loss.sizes());
+  TORCH_CHECK_VALUE(loss.sym_sizes() == batch.target.sym_sizes(), kOp, ": expected estimator \"", estimator.name, "\" to give a loss for each query, ",
+                    batch.target.sym_sizes(), ", got ", loss.sym_sizes());
   return loss;
 }
 

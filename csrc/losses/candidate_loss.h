@@ -33,6 +33,9 @@ at::Tensor estimator_loss(const at::Tensor& scores, const at::Tensor& target, co
 at::Tensor estimator_loss_backward(const at::Tensor& grad, const at::Tensor& scores, const at::Tensor& target, const Candidates& candidates,
                                    const EstimatorOptions& options);
 
+/// The loss [Q] by the dispatcher, or in ATen calls where the estimator has no kernels, and z_loss * (log normaliser)^2.
+at::Tensor loss_of_scores(const EstimatorArguments& arguments, double z_loss);
+
 /// The composites in ATen calls: any device, and the oracle of the tests.
 at::Tensor estimator_loss_reference(const EstimatorArguments& arguments);
 at::Tensor estimator_loss_backward_reference(const at::Tensor& grad, const EstimatorArguments& arguments);

@@ -118,7 +118,7 @@ Tensor CaneLossImpl::forward(const Tensor& input, const Tensor& target, const st
     return exact(input, target);
   }
   check_table(input, target);
-  const auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index);
+  const auto [queries, counted] = this->counted(input, target);
   const Tensor found = find_candidates(queries, counted, input.sizes().slice(0, input.dim() - 1), candidates, generator);
   noise->prepare(linear->weight, optional(linear->bias), generator);
   const CandidateSet outside = noise->sample_outside(queries, found, counted, generator);

@@ -1,5 +1,7 @@
 #include "losses/estimators.h"
 
+#include "losses/logit_transform.h"
+
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/logaddexp.h>
@@ -37,8 +39,10 @@ MeanShares mean_shares(const CandidateBatch& batch) {
 
 // -log of the softmax over {target} and the weighted candidates. Label smoothing e: (1 - e) times that, and e times
 // (log normaliser - mean score), the mean over all classes estimated with the same weights.
+Tensor softmax_normalizer(const CandidateBatch& batch) { return at::logsumexp(at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1), 1); }
+
 Tensor softmax_loss(const CandidateBatch& batch) {
-  const Tensor normalizer = at::logsumexp(at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1), 1);
+  const Tensor normalizer = softmax_normalizer(batch);
   if (batch.label_smoothing == 0) {
     return normalizer - batch.target;
   }
@@ -122,6 +126,11 @@ EstimatorGradient blackout_gradient(const CandidateBatch& batch) {
 
 // The normaliser estimated from the draws alone, hits among them (Bengio and Senecal, 2003).
 Tensor importance_of_sum(const Tensor& target, const Tensor& log_sum) { return at::where(log_sum.isneginf(), 0.0, log_sum - target); }
+Tensor importance_normalizer(const CandidateBatch& batch) {
+  const Tensor normalizer = at::logsumexp(batch.adjusted, 1);
+  return at::where(normalizer.isneginf(), 0.0, normalizer);
+}
+
 Tensor importance_loss(const CandidateBatch& batch) { return importance_of_sum(batch.target, at::logsumexp(batch.adjusted, 1)); }
 
 EstimatorGradient importance_gradient(const CandidateBatch& batch) {
@@ -161,13 +170,18 @@ struct Cane {
 };
 
 template <bool kMeanOfLogs>
-Tensor cane_loss(const CandidateBatch& batch) {
+Tensor cane_normalizer(const CandidateBatch& batch) {
   const Cane parts(batch, kMeanOfLogs);
   Tensor inside = at::logsumexp(at::cat({batch.target.unsqueeze(1), batch.adjusted}, 1), 1);
   if (kMeanOfLogs) {
     inside = parts.log_a + at::softplus(parts.noise - parts.log_a.unsqueeze(1)).sum(1) / parts.draws;
   }
-  return at::where(batch.covered, inside, parts.outside) - batch.target;
+  return at::where(batch.covered, inside, parts.outside);
+}
+
+template <bool kMeanOfLogs>
+Tensor cane_loss(const CandidateBatch& batch) {
+  return cane_normalizer<kMeanOfLogs>(batch) - batch.target;
 }
 
 template <bool kMeanOfLogs>
@@ -199,14 +213,16 @@ const Estimator kEstimators[] = {
      softmax_gradient,
      RowLoss::Softmax,
      Joined::LogSumExp,
-     softmax_of_sum},
+     softmax_of_sum,
+     softmax_normalizer},
     {"ranking",
      {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .takes_a_draw = true, .smooths = true},
      softmax_loss,
      softmax_gradient,
      RowLoss::Softmax,
      Joined::LogSumExp,
-     softmax_of_sum},
+     softmax_of_sum,
+     softmax_normalizer},
     {"nce",
      {.corrects_target = true, .needs_target_count = true, .weighs = true, .drops_distinct_hits = true},
      logistic_loss,
@@ -231,13 +247,23 @@ const Estimator kEstimators[] = {
      blackout_loss,
      blackout_gradient,
      RowLoss::BlackOut},
-    {"importance", {.weighs = true}, importance_loss, importance_gradient, RowLoss::Importance, Joined::LogSumExp, importance_of_sum},
-    {"cane", {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true}, cane_loss<true>, cane_gradient<true>, RowLoss::Cane},
+    {"importance", {.weighs = true}, importance_loss, importance_gradient, RowLoss::Importance, Joined::LogSumExp, importance_of_sum, importance_normalizer},
+    {"cane",
+     {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true},
+     cane_loss<true>,
+     cane_gradient<true>,
+     RowLoss::Cane,
+     std::nullopt,
+     nullptr,
+     cane_normalizer<true>},
     {"cane_log_of_mean",
      {.needs_target_count = true, .weighs = true, .drops_distinct_hits = true, .has_noise = true},
      cane_loss<false>,
      cane_gradient<false>,
-     RowLoss::CaneLogOfMean},
+     RowLoss::CaneLogOfMean,
+     std::nullopt,
+     nullptr,
+     cane_normalizer<false>},
 };
 
 struct Registry {
@@ -270,6 +296,12 @@ const Estimator& find_estimator(const char* op, std::string_view name) {
   TORCH_CHECK_VALUE(false, op, ": expected estimator to be one of ", names, ", got \"", name, "\"");
 }
 
+void check_z_loss(const char* op, double z_loss, const Estimator& estimator) {
+  check_z_loss(op, z_loss);
+  TORCH_CHECK_VALUE(z_loss == 0 || estimator.log_normalizer != nullptr, op, ": expected z_loss of 0 with estimator \"", estimator.name,
+                    "\", which has no log normaliser, got ", z_loss);
+}
+
 std::vector<std::string> estimator_names() {
   Registry& known = registry();
   const std::lock_guard lock(known.mutex);
@@ -291,6 +323,8 @@ void register_estimator(const std::string& name, const EstimatorTraits& traits, 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("estimator_names() -> str[]", estimator_names);
   m.def("estimator_smooths(str estimator) -> bool", [](std::string_view name) { return find_estimator("estimator_smooths", name).traits.smooths; });
+  m.def("estimator_has_normalizer(str estimator) -> bool",
+        [](std::string_view name) { return find_estimator("estimator_has_normalizer", name).log_normalizer != nullptr; });
   m.def("estimator_has_noise(str estimator) -> bool", [](std::string_view name) { return find_estimator("estimator_has_noise", name).traits.has_noise; });
 }
 

@@ -7,6 +7,7 @@
 #include "core/options.h"
 #include "core/scale_gradient.h"
 #include "losses/candidate_loss.h"
+#include "losses/logit_transform.h"
 #include "scores/candidate_scores.h"
 #include "xsoftmax/ops.h"
 
@@ -137,6 +138,8 @@ LinearLossArguments::LinearLossArguments(const Tensor& input, const Tensor& weig
       options(parse_options<SampledSoftmaxOptions>(kOp, options)), share(share) {
   check::linear(kOp, input, weight, bias);
   check_candidates(kOp, "input", input, target, this->candidates, this->options);
+  TORCH_CHECK_VALUE(!transforms(this->options) && this->options.z_loss == 0, kOp, ": expected logit_scale of 1, no softcap and no z_loss in one step, got ",
+                    this->options.logit_scale, ", ", this->options.softcap, " and ", this->options.z_loss);
   if (given(share)) {
     check::dim(kOp, "share", *share, 1);
     check::floating(kOp, "share", *share);

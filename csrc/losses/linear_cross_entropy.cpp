@@ -4,7 +4,9 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/options.h"
 #include "core/scale_gradient.h"
+#include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "xsoftmax/ops.h"
 
@@ -39,36 +41,35 @@ constexpr int64_t kSavedBytes = 40 << 20;  // of logits that the forward pass ke
 constexpr int64_t kReferenceBlock = 8192;  // classes at once in the composites
 
 CrossEntropyState call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                               c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
+                               std::string_view text, bool save_logits) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy_forward", "").typed<decltype(linear_cross_entropy_forward_reference)>();
-  return op.call(input, weight, bias, target, class_weight, ignore_index, label_smoothing, save_logits);
+  return op.call(input, weight, bias, target, class_weight, text, save_logits);
 }
 
 LinearGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                              const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, c10::SymInt ignore_index,
-                              double label_smoothing, std::array<bool, 3> output_mask) {
+                              const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, std::string_view text,
+                              std::array<bool, 3> output_mask) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy_backward", "").typed<decltype(linear_cross_entropy_backward_reference)>();
-  return op.call(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index, label_smoothing, output_mask);
+  return op.call(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text, output_mask);
 }
 
 CrossEntropyWithGradients call_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                              const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
-                                              std::array<bool, 3> output_mask) {
+                                              const OptionalTensor& class_weight, std::string_view text, std::array<bool, 3> output_mask) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::linear_cross_entropy_with_gradients", "")
                              .typed<decltype(linear_cross_entropy_with_gradients_composite)>();
-  return op.call(grad, input, weight, bias, target, class_weight, ignore_index, label_smoothing, output_mask);
+  return op.call(grad, input, weight, bias, target, class_weight, text, output_mask);
 }
 
 CrossEntropyState forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                               c10::SymInt, double label_smoothing, bool save_logits) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
-  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
+                               std::string_view text, bool save_logits) {
+  check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
+  const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
   const c10::SymInt queries = input.sym_size(0);
   const c10::SymInt saved = save_logits ? saved_classes(queries, weight.sym_size(0), input.scalar_type()) : c10::SymInt(0);
-  return {at::empty_symint({queries}, options), at::empty_symint({c10::SymInt(2), queries}, options), at::empty_symint({queries, saved}, options)};
+  return {at::empty_symint({queries}, floats), at::empty_symint({c10::SymInt(2), queries}, floats), at::empty_symint({queries, saved}, floats)};
 }
 
 LinearGradients gradients_meta(const Tensor& input, const Tensor& weight, std::array<bool, 3> output_mask) {
@@ -78,21 +79,21 @@ LinearGradients gradients_meta(const Tensor& input, const Tensor& weight, std::a
 }
 
 LinearGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                              const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, c10::SymInt, double label_smoothing,
+                              const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, std::string_view text,
                               std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
   return gradients_meta(input, weight, output_mask);
 }
 
 CrossEntropyWithGradients with_gradients_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                              const OptionalTensor& class_weight, c10::SymInt, double label_smoothing, std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, label_smoothing);
+                                              const OptionalTensor& class_weight, std::string_view text, std::array<bool, 3> output_mask) {
+  check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, text);
   auto [grad_input, grad_weight, grad_bias] = gradients_meta(input, weight, output_mask);
   return {at::empty_symint({input.sym_size(0)}, input.options().dtype(opmath_dtype(input.scalar_type()))), grad_input, grad_weight, grad_bias};
 }
 
 // What a mean divides the sum of the losses by, as at::nll_loss has it: a number in `dtype`.
-Tensor mean_divisor(const Tensor& target, const OptionalTensor& class_weight, const c10::SymInt& ignore_index, at::ScalarType dtype) {
+Tensor mean_divisor(const Tensor& target, const OptionalTensor& class_weight, int64_t ignore_index, at::ScalarType dtype) {
   const Tensor counted = target.ne(ignore_index);
   if (!given(class_weight)) {
     return counted.sum().to(dtype);
@@ -104,11 +105,9 @@ Tensor mean_divisor(const Tensor& target, const OptionalTensor& class_weight, co
 }
 
 // The losses of the queries [Q], reduced.
-Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, int64_t reduction, const c10::SymInt& ignore_index) {
-  TORCH_CHECK_VALUE(reduction == at::Reduction::None || reduction == at::Reduction::Mean || reduction == at::Reduction::Sum, kOp,
-                    ": expected reduction 0 (none), 1 (mean) or 2 (sum), got ", reduction);
-  switch (reduction) {
-    case at::Reduction::Mean: return loss.sum() / mean_divisor(target, class_weight, ignore_index, loss.scalar_type());
+Tensor reduce(const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, const CrossEntropyOptions& options) {
+  switch (reduction_code(kOp, options.reduction)) {
+    case at::Reduction::Mean: return loss.sum() / mean_divisor(target, class_weight, options.ignore_index, loss.scalar_type());
     case at::Reduction::Sum: return loss.sum();
     default: return loss;
   }
@@ -127,13 +126,12 @@ Tensor scaled(const Tensor& gradient, const Tensor& factor, const Tensor& source
 class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                        const OptionalTensor& class_weight, const Tensor& divisor, c10::SymInt ignore_index, double label_smoothing) {
+                        const OptionalTensor& class_weight, const Tensor& divisor, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(), given(bias) && bias->requires_grad()};
-    const Tensor counted = counted_rows(input, target, ignore_index);
+    const Tensor counted = counted_rows(input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
     auto [loss, grad_input, grad_weight, grad_bias] =
-        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), counted, weight, bias, target, class_weight, ignore_index,
-                            label_smoothing, wanted);
+        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), counted, weight, bias, target, class_weight, text, wanted);
     ctx->save_for_backward({grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
     ctx->saved_data["hooked"] = at::SavedTensorDefaultHooks::get_hooks().has_value(); // others may hold what was saved
     return loss.sum() / divisor;
@@ -143,7 +141,7 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
     const auto saved = ctx->get_saved_variables();
     // Nothing else will come for the gradients.
     const bool ours = !torch::autograd::get_current_graph_task_keep_graph() && !at::GradMode::is_enabled() && !ctx->saved_data["hooked"].toBool();
-    torch::autograd::variable_list result(8);
+    torch::autograd::variable_list result(7);
     for (const size_t i : {0, 1, 2}) {
       if (ctx->needs_input_grad(i)) {
         result[i] = scaled(saved[i], grads[0], saved[3 + i], ours);
@@ -156,56 +154,61 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
 class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                        const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing) {
+                        const OptionalTensor& class_weight, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor counted = counted_rows(input, target, ignore_index);
-    auto [loss, normalizer, saved_logits] = call_forward(counted, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/true);
+    const Tensor counted = counted_rows(input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
+    auto [loss, normalizer, saved_logits] = call_forward(counted, weight, bias, target, class_weight, text, /*save_logits=*/true);
     ctx->save_for_backward({counted, weight, bias.value_or(Tensor()), target, class_weight.value_or(Tensor()), normalizer, saved_logits});
-    ctx->saved_data["ignore_index"] = ignore_index;
-    ctx->saved_data["label_smoothing"] = label_smoothing;
+    ctx->saved_data["options"] = std::string(text);
     return loss;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), saved[2].defined() && ctx->needs_input_grad(2)};
-    auto [grad_input, grad_weight, grad_bias] =
-        call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), saved[5], saved[6],
-                      ctx->saved_data["ignore_index"].toSymInt(), ctx->saved_data["label_smoothing"].toDouble(), wanted);
-    return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(), wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    auto [grad_input, grad_weight, grad_bias] = call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], optional(saved[4]), saved[5],
+                                                              saved[6], ctx->saved_data["options"].toStringRef(), wanted);
+    return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(), wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
 Tensor without_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                        int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
-  const Tensor counted = counted_rows(input, target, ignore_index);
-  const Tensor loss = std::get<0>(call_forward(counted, weight, bias, target, class_weight, ignore_index, label_smoothing, /*save_logits=*/false));
-  return reduce(loss, target, class_weight, reduction, ignore_index);
+                        std::string_view text) {
+  const auto options = parse_options<CrossEntropyOptions>(kOp, text);
+  const Tensor counted = counted_rows(input, target, options.ignore_index);
+  const Tensor loss = std::get<0>(call_forward(counted, weight, bias, target, class_weight, text, /*save_logits=*/false));
+  return reduce(loss, target, class_weight, options);
+}
+
+Tensor call_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
+                 std::string_view text) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy", "").typed<decltype(without_gradient)>();
+  return op.call(input, weight, bias, target, class_weight, text);
 }
 
 Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                     const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
-  TORCH_CHECK_VALUE(reduction == at::Reduction::None || reduction == at::Reduction::Mean || reduction == at::Reduction::Sum, kOp,
-                    ": expected reduction 0 (none), 1 (mean) or 2 (sum), got ", reduction);
+                                     const OptionalTensor& class_weight, std::string_view text) {
+  const CrossEntropyOptions options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
+  const int64_t reduction = reduction_code(kOp, options.reduction);
   // Forward-mode derivatives are not implemented, which autograd says where it is asked.
   const auto derived = [](const Tensor& tensor) { return tensor.requires_grad() || tensor._fw_grad(/*level=*/0).defined(); };
   const bool needed = at::GradMode::is_enabled() && (derived(input) || derived(weight) || (given(bias) && derived(*bias)));
   if (!needed) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return linear_cross_entropy(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
+    return call_loss(input, weight, bias, target, class_weight, text);
   }
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   if (reduction != at::Reduction::None && input.scalar_type() == opmath_dtype(input.scalar_type())) {
-    const Tensor divisor = reduction == at::Reduction::Mean ? mean_divisor(target, weights, ignore_index, input.scalar_type()) : at::ones({}, input.options());
-    return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, ignore_index, label_smoothing);
+    const Tensor divisor =
+        reduction == at::Reduction::Mean ? mean_divisor(target, weights, options.ignore_index, input.scalar_type()) : at::ones({}, input.options());
+    return ReducedCrossEntropy::apply(input, weight, bias, target, weights, divisor, text);
   }
-  const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, ignore_index, label_smoothing);
-  return reduce(loss, target, weights, reduction, ignore_index);
+  const Tensor loss = LinearCrossEntropy::apply(input, weight, bias, target, weights, text);
+  return reduce(loss, target, weights, options);
 }
 
 Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                     const OptionalTensor& class_weight, int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
+                                     const OptionalTensor& class_weight, std::string_view text) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto device = input.device().type();
   const auto dtype = at::autocast::get_autocast_dtype(device);
@@ -213,35 +216,40 @@ Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight, 
   // Class weights belong to the loss, which is computed in float32.
   const OptionalTensor weights =
       given(class_weight) && class_weight->scalar_type() != at::kDouble ? OptionalTensor(class_weight->to(at::kFloat)) : class_weight;
-  return linear_cross_entropy(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, reduction, ignore_index,
-                              label_smoothing);
+  return call_loss(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, target, weights, text);
 }
 
 // What the composites share: the operands in opmath, and the weights of the terms of the loss
-//     loss_q = target_weight_q (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
+//     loss_q = target_weight_q (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc) + z_weight_q (log Z_q)^2,   0 where q is ignored.
 struct ReferenceTerms {
-  Tensor query, bias, class_weight, counted, target_weight; // bias and class_weight: [N], zeros and ones if none
+  Tensor query, bias, class_weight, counted, target_weight, z_weight; // bias and class_weight: [N], zeros and ones if none
   double even;
+  LogitOptions transform;
 
   ReferenceTerms(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_or_none, const Tensor& target,
-                 const OptionalTensor& class_weight_or_none, const c10::SymInt& ignore_index, double label_smoothing)
+                 const OptionalTensor& class_weight_or_none, const CrossEntropyOptions& options)
       : query(input.to(opmath_dtype(input.scalar_type()))),
         bias(given(bias_or_none) ? bias_or_none->to(query.scalar_type()) : at::zeros({weight.size(0)}, query.options())),
         class_weight(given(class_weight_or_none) ? class_weight_or_none->to(query.scalar_type()) : at::ones({weight.size(0)}, query.options())),
-        counted(target.ne(ignore_index)),
-        target_weight(weight.size(0) > 0 ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) * (1 - label_smoothing)
-                                         : at::zeros({target.size(0)}, query.options())),
-        even(weight.size(0) > 0 ? label_smoothing / double(weight.size(0)) : 0) {}
+        counted(target.ne(options.ignore_index)), even(weight.size(0) > 0 ? options.label_smoothing / double(weight.size(0)) : 0), transform(options) {
+    const Tensor of_target =
+        weight.size(0) > 0 ? class_weight.index_select(0, target.masked_fill(counted.logical_not(), 0)) : at::zeros({target.size(0)}, query.options());
+    target_weight = of_target * (1 - options.label_smoothing);
+    if (options.z_loss != 0) {
+      z_weight = of_target * options.z_loss;
+    }
+  }
 
   Tensor products(const Tensor& weight, int64_t begin, int64_t size) const { return at::mm(query, weight.narrow(0, begin, size).to(query.scalar_type()).t()); }
+  // The logits of products that have no bias yet.
+  Tensor logits(const Tensor& products, int64_t begin) const { return transform_logits(products + bias.narrow(0, begin, products.size(1)), transform); }
 };
 
 } // namespace
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                            int64_t reduction, c10::SymInt ignore_index, double label_smoothing) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_cross_entropy", "").typed<decltype(without_gradient)>();
-  return op.call(input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing);
+                            const CrossEntropyOptions& options) {
+  return call_loss(input, weight, bias, target, class_weight, print_options(options));
 }
 
 c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes, at::ScalarType dtype) {
@@ -249,8 +257,8 @@ c10::SymInt saved_classes(const c10::SymInt& queries, const c10::SymInt& classes
   return classes.min(c10::SymInt(fitting) / queries.max(1));
 }
 
-void check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                                double label_smoothing) {
+CrossEntropyOptions check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                                               const OptionalTensor& class_weight, std::string_view text) {
   check::linear(kOp, input, weight, bias);
   check::dim(kOp, "target", target, 1);
   check::int64(kOp, "target", target);
@@ -262,22 +270,28 @@ void check_linear_cross_entropy(const Tensor& input, const Tensor& weight, const
     check::size(kOp, "class_weight", *class_weight, 0, weight.sym_size(0), "the rows of weight");
     check::floating(kOp, "class_weight", *class_weight);
   }
-  TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ", label_smoothing);
+  const auto options = parse_options<CrossEntropyOptions>(kOp, text);
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, kOp, ": expected label_smoothing in [0, 1], got ", options.label_smoothing);
+  check_logits(kOp, options);
+  check_z_loss(kOp, options.z_loss);
+  return options;
 }
 
-void check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                               const OptionalTensor& class_weight, double label_smoothing) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+CrossEntropyOptions check_linear_cross_entropy_with_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                              const Tensor& target, const OptionalTensor& class_weight, std::string_view text) {
+  const auto options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
   constexpr const char* op = "linear_cross_entropy_with_gradients";
   check::dim(op, "grad", grad, 1);
   check::size(op, "grad", grad, 0, input.sym_size(0), "the rows of input");
   check::same_device(op, "grad", grad, "input", input);
   check::dtype(op, "grad", grad, opmath_dtype(input.scalar_type()));
+  return options;
 }
 
-void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                         const OptionalTensor& class_weight, const Tensor& normalizer, const Tensor& saved_logits, double label_smoothing) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+CrossEntropyOptions check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                        const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
+                                                        const Tensor& saved_logits, std::string_view text) {
+  const auto options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
   constexpr const char* op = "linear_cross_entropy_backward";
   const auto state = [&](const char* name, const Tensor& tensor, int64_t dims, int64_t queries_axis) {
     check::dim(op, name, tensor, dims);
@@ -291,26 +305,26 @@ void check_linear_cross_entropy_backward(const Tensor& grad, const Tensor& input
   check::size(op, "normalizer", normalizer, 0, 2, "largest logit, log of the sum");
   TORCH_CHECK_VALUE(saved_logits.sym_size(1) <= weight.sym_size(0), op, ": expected saved_logits with at most ", weight.sym_size(0), " classes, got shape ",
                     saved_logits.sym_sizes());
+  return options;
 }
 
 CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                                         const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing,
-                                                         bool save_logits) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+                                                         const OptionalTensor& class_weight, std::string_view text, bool save_logits) {
+  const CrossEntropyOptions options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
   const int64_t classes = weight.size(0), queries = input.size(0);
-  const ReferenceTerms terms(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
-  const auto options = terms.query.options();
+  const ReferenceTerms terms(input, weight, bias, target, class_weight, options);
+  const auto floats = terms.query.options();
   const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
-  const Tensor saved_logits = at::empty({queries, saved}, options);
-  Tensor largest = at::full({queries}, -std::numeric_limits<double>::infinity(), options), sum = at::zeros({queries}, options),
-         target_logit = at::zeros({queries}, options), even_sum = at::zeros({queries}, options.dtype(at::kDouble));
+  const Tensor saved_logits = at::empty({queries, saved}, floats);
+  Tensor largest = at::full({queries}, -std::numeric_limits<double>::infinity(), floats), sum = at::zeros({queries}, floats),
+         target_logit = at::zeros({queries}, floats), even_sum = at::zeros({queries}, floats.dtype(at::kDouble));
   for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
     const int64_t size = std::min(kReferenceBlock, classes - begin);
     const Tensor products = terms.products(weight, begin, size);
+    const Tensor logits = terms.logits(products, begin);
     if (const int64_t keep = std::min(size, saved - begin); keep > 0) {
-      saved_logits.narrow(1, begin, keep).copy_(products.narrow(1, 0, keep));
+      saved_logits.narrow(1, begin, keep).copy_((transforms(options) ? logits : products).narrow(1, 0, keep));
     }
-    const Tensor logits = products + terms.bias.narrow(0, begin, size);
     const Tensor new_largest = at::maximum(largest, logits.amax(1));
     const Tensor shift = new_largest.masked_fill(new_largest.eq(-std::numeric_limits<double>::infinity()), 0);
     sum = sum * (largest - shift).exp() + (logits - shift.unsqueeze(1)).exp().sum(1);
@@ -327,32 +341,40 @@ CrossEntropyState linear_cross_entropy_forward_reference(const Tensor& input, co
     const Tensor whole = (largest.to(at::kDouble) + log_sum) * terms.class_weight.sum(at::kDouble);
     loss = loss + (terms.even * (whole - even_sum)).to(loss.scalar_type());
   }
+  if (options.z_loss != 0) {
+    loss = loss + terms.z_weight * (largest + log_sum).square();
+  }
   return {loss.masked_fill(terms.counted.logical_not(), 0), at::stack({largest, log_sum}), saved_logits};
 }
 
 LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                                         const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                                                        const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
-                                                        std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+                                                        const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
+  const CrossEntropyOptions options = check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
   const auto [want_input, want_weight, want_bias] = output_mask;
   const int64_t classes = weight.size(0), features = weight.size(1);
-  const ReferenceTerms terms(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
+  const ReferenceTerms terms(input, weight, bias, target, class_weight, options);
   const Tensor ignored = terms.counted.logical_not();
   const Tensor target_grad = (grad * terms.target_weight).masked_fill(ignored, 0);
   const Tensor even = terms.even > 0 ? (grad * terms.even).masked_fill(ignored, 0) : at::zeros_like(grad);
-  const Tensor scale = (target_grad + even * terms.class_weight.sum()).unsqueeze(1);
   const Tensor largest = normalizer.select(0, 0).unsqueeze(1), log_sum = normalizer.select(0, 1).unsqueeze(1);
+  Tensor scale = (target_grad + even * terms.class_weight.sum()).unsqueeze(1);
+  if (options.z_loss != 0) {
+    scale = scale + (grad * terms.z_weight).masked_fill(ignored, 0).unsqueeze(1) * 2 * (largest + log_sum);
+  }
   Tensor grad_input = at::zeros({want_input ? input.size(0) : 0, features}, terms.query.options());
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({want_bias ? classes : 0}, input.options());
   for (int64_t begin = 0; begin < classes; begin += kReferenceBlock) {
     const int64_t size = std::min(kReferenceBlock, classes - begin);
-    const Tensor logits = terms.products(weight, begin, size) + terms.bias.narrow(0, begin, size);
+    const Tensor logits = terms.logits(terms.products(weight, begin, size), begin);
     Tensor slope = scale * ((logits - largest) - log_sum).exp();
     slope = slope - even.unsqueeze(1) * terms.class_weight.narrow(0, begin, size);
     const Tensor here = target.ge(begin).logical_and(target.lt(begin + size));
     slope.scatter_add_(1, (target - begin).clamp(0, size - 1).unsqueeze(1), target_grad.neg().masked_fill(here.logical_not(), 0).unsqueeze(1));
+    if (transforms(options)) {
+      slope = (slope * transform_derivative(logits, options)).masked_fill(ignored.unsqueeze(1), 0);
+    }
     if (want_input) {
       grad_input = grad_input + at::mm(slope, weight.narrow(0, begin, size).to(slope.scalar_type()));
     }
@@ -368,27 +390,26 @@ LinearGradients linear_cross_entropy_backward_reference(const Tensor& grad, cons
 
 CrossEntropyWithGradients linear_cross_entropy_with_gradients_composite(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                                         const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-                                                                        c10::SymInt ignore_index, double label_smoothing, std::array<bool, 3> output_mask) {
-  auto [loss, normalizer, saved] = call_forward(input, weight, bias, target, class_weight, ignore_index, label_smoothing, true);
-  auto [grad_input, grad_weight, grad_bias] =
-      call_backward(grad, input, weight, bias, target, class_weight, normalizer, saved, ignore_index, label_smoothing, output_mask);
+                                                                        std::string_view text, std::array<bool, 3> output_mask) {
+  auto [loss, normalizer, saved] = call_forward(input, weight, bias, target, class_weight, text, true);
+  auto [grad_input, grad_weight, grad_bias] = call_backward(grad, input, weight, bias, target, class_weight, normalizer, saved, text, output_mask);
   return {loss, grad_input, grad_weight, grad_bias};
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def(
-      "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, int reduction=1, "
-      "SymInt ignore_index=-100, float label_smoothing=0.0) -> Tensor");
+      "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, "
+      "str options=\"\") -> Tensor");
   m.def(
       "linear_cross_entropy_forward(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
-      "SymInt ignore_index, float label_smoothing, bool save_logits) -> (Tensor loss, Tensor normalizer, Tensor saved_logits)");
+      "str options, bool save_logits) -> (Tensor loss, Tensor normalizer, Tensor saved_logits)");
   m.def(
       "linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
-      "Tensor normalizer, Tensor saved_logits, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
+      "Tensor normalizer, Tensor saved_logits, str options, bool[3] output_mask) "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "linear_cross_entropy_with_gradients(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor target, "
-      "Tensor? class_weight, SymInt ignore_index, float label_smoothing, bool[3] output_mask) "
+      "Tensor? class_weight, str options, bool[3] output_mask) "
       "-> (Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
 

@@ -7,6 +7,7 @@
 #include "losses/block_gradients.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_cross_entropy.h"
+#include "losses/logit_blocks.h"
 #include "losses/softmax_rows.h"
 #include "scores/row_kernels.h"
 
@@ -28,7 +29,7 @@ using at::Tensor;
 constexpr int64_t kQueriesPerTask = 16;
 
 // The weights of the terms of the loss of a query,
-//     loss_q = target_weight (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc),   0 where q is ignored.
+//     loss_q = target_weight (log Z_q - s_qt) + even sum_c class_weight_c (log Z_q - s_qc) + z_weight (log Z_q)^2,   0 where q is ignored.
 template <typename A>
 struct LossTerms {
   const int64_t* target;
@@ -37,22 +38,24 @@ struct LossTerms {
   double label_smoothing;
   double even;           // label_smoothing / classes
   double weight_sum;     // of all class weights; only where even > 0
+  double z_loss;
 
   bool ignored(int64_t q) const { return target[q] == ignore_index; }
-  A target_weight(int64_t q) const { return A(1 - label_smoothing) * (class_weight == nullptr ? A(1) : class_weight[target[q]]); }
+  A target_weight(int64_t q) const { return A(1 - label_smoothing) * class_weight_of(q); }
+  A z_weight(int64_t q) const { return A(z_loss) * class_weight_of(q); }
+  A class_weight_of(int64_t q) const { return class_weight == nullptr ? A(1) : class_weight[target[q]]; }
 };
 
 // The tensors behind LossTerms, contiguous and checked.
 struct LossInputs {
   Tensor target, class_weight;
-  int64_t ignore_index;
-  double label_smoothing;
+  CrossEntropyOptions options;
   int64_t classes;
 
   LossInputs(const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& class_weight,
-             const c10::SymInt& ignore_index, double label_smoothing)
-      : target(target.contiguous()), ignore_index(ignore_index.expect_int()), label_smoothing(label_smoothing), classes(weight.size(0)) {
-    check::class_ids(op, "target", this->target, classes, this->ignore_index);
+             const CrossEntropyOptions& options)
+      : target(target.contiguous()), options(options), classes(weight.size(0)) {
+    check::class_ids(op, "target", this->target, classes, options.ignore_index);
     if (given(class_weight)) {
       this->class_weight = class_weight->to(opmath_dtype(input.scalar_type())).contiguous();
     }
@@ -61,9 +64,9 @@ struct LossInputs {
   template <typename A>
   LossTerms<A> terms() const {
     const A* weights = class_weight.defined() ? const_data<A>(class_weight) : nullptr;
-    const double even = label_smoothing > 0 && classes > 0 ? label_smoothing / double(classes) : 0;
+    const double label_smoothing = options.label_smoothing, even = label_smoothing > 0 && classes > 0 ? label_smoothing / double(classes) : 0;
     const double sum = even == 0 ? 0 : weights == nullptr ? double(classes) : class_weight.sum(at::kDouble).item<double>();
-    return {target.const_data_ptr<int64_t>(), ignore_index, weights, label_smoothing, even, sum};
+    return {target.const_data_ptr<int64_t>(), options.ignore_index, weights, label_smoothing, even, sum, options.z_loss};
   }
 };
 
@@ -102,8 +105,8 @@ class ForwardPass {
   using A = opmath<T>;
 
  public:
-  ForwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const SavedLogits& saved)
-      : operands_(operands), plan_(plan), terms_(terms), saved_(saved), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
+  ForwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const LogitOptions& transform, const SavedLogits& saved)
+      : operands_(operands), plan_(plan), terms_(terms), saved_(saved), transform_(transform, operands), bias_(transform_.remaining_bias()),
         queries_(operands.input.size(0)), target_logit_(queries_, A(0)), groups_(plan.groups, GroupSums<A>(queries_, terms.even > 0)) {}
 
   void run(A* loss, A* normalizer) {
@@ -134,6 +137,7 @@ class ForwardPass {
     const bool in_place = block.saved && saved.scalar_type() == operands_.dtype;
     Tensor out = in_place ? saved : scratch.logits_buffer(block);
     multiply(out, operands_.input, scratch.rows(block).t(), {.bfloat16 = operands_.rounds});
+    transform_.apply(out, block);
     if (block.saved && !in_place) {
       saved.copy_(out);
     }
@@ -164,17 +168,22 @@ class ForwardPass {
   }
 
   A query_loss(const GroupSums<A>& sums, int64_t q, A log_sum) const {
-    const A target_loss = terms_.target_weight(q) * ((sums.max[q] - target_logit_[q]) + log_sum);
-    if (terms_.even == 0) {
-      return target_loss;
+    A loss = terms_.target_weight(q) * ((sums.max[q] - target_logit_[q]) + log_sum);
+    if (terms_.z_loss != 0) {
+      const A log_normalizer = sums.max[q] + log_sum;
+      loss += terms_.z_weight(q) * log_normalizer * log_normalizer;
     }
-    return target_loss + A(terms_.even * (terms_.weight_sum * (double(sums.max[q]) + log_sum) - sums.even[q]));
+    if (terms_.even == 0) {
+      return loss;
+    }
+    return loss + A(terms_.even * (terms_.weight_sum * (double(sums.max[q]) + log_sum) - sums.even[q]));
   }
 
   const LinearOperands& operands_;
   const BlockPlan plan_;
   const LossTerms<A> terms_;
   const SavedLogits saved_;
+  const BlockTransform<T> transform_;
   const A* const bias_;
   const int64_t queries_;
   std::vector<A> target_logit_;
@@ -188,9 +197,10 @@ class BackwardPass {
 
  public:
   // grad [Q], normalizer [2, Q].
-  BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const A* grad, const A* normalizer, const SavedLogits& saved)
-      : operands_(operands), plan_(plan), terms_(terms), grad_(grad), normalizer_(normalizer), saved_(saved),
-        bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr), queries_(operands.input.size(0)) {}
+  BackwardPass(const LinearOperands& operands, const BlockPlan& plan, const LossTerms<A>& terms, const LogitOptions& transform, const A* grad,
+               const A* normalizer, const SavedLogits& saved)
+      : operands_(operands), plan_(plan), terms_(terms), grad_(grad), normalizer_(normalizer), saved_(saved), transform_(transform, operands),
+        bias_(transform_.remaining_bias()), queries_(operands.input.size(0)) {}
 
   // Undefined gradients are not wanted. grad_input_parts [groups, Q, D]: in opmath. `add`: to what grad_weight and grad_bias hold.
   void run(const Tensor& grad_input_parts, const Tensor& grad_weight, const Tensor& grad_bias, bool add) const {
@@ -217,6 +227,7 @@ class BackwardPass {
       saved = saved_.of(block, queries_);
     } else {
       multiply(slope, operands_.input, rows.t(), {.bfloat16 = operands_.rounds});
+      transform_.apply(slope, block);
     }
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     const A* weight = terms_.class_weight == nullptr || terms_.even == 0 ? nullptr : terms_.class_weight + block.begin;
@@ -227,22 +238,40 @@ class BackwardPass {
         const bool ignored = terms_.ignored(q);
         const A target_grad = ignored ? A(0) : grad_[q] * terms_.target_weight(q);
         const A even = ignored || terms_.even == 0 ? A(0) : A(grad_[q] * terms_.even);
-        const A max = normalizer_[q], scale = A((target_grad + even * terms_.weight_sum) * std::exp(-normalizer_[queries_ + q]));
-        if (block.saved) {
-          const A* logits = const_data<A>(saved) + q * saved.stride(0);
-          kernels.gradient_of_saved(row, logits, bias, weight, max, scale, even, block.size);
+        const A max = normalizer_[q], scale = A((target_grad + even * terms_.weight_sum + z_grad(q, ignored)) * std::exp(-normalizer_[queries_ + q]));
+        const A* saved_row = block.saved ? const_data<A>(saved) + q * saved.stride(0) : nullptr;
+        const int64_t j = terms_.target[q] - block.begin;
+        const bool here = uint64_t(j) < uint64_t(block.size);
+        A at_target = target_grad; // what the gradient of the target's score is lowered by
+        if (transform_.active()) { // read before the gradient overwrites the logit
+          at_target *= here ? transform_.derivative(block.saved ? saved_row[j] : widened(row + j)) : A(1);
+          block.saved ? kernels.transformed_gradient_of_saved(row, saved_row, weight, max, scale, even, block.size, transform_.rows())
+                      : kernels.transformed_gradient(row, row, weight, max, scale, even, block.size, transform_.rows());
+        } else if (block.saved) {
+          kernels.gradient_of_saved(row, saved_row, bias, weight, max, scale, even, block.size);
         } else {
           kernels.gradient(row, row, bias, weight, max, scale, even, block.size);
         }
-        const int64_t j = terms_.target[q] - block.begin;
-        if (uint64_t(j) < uint64_t(block.size)) {
-          A value;
-          row_kernels().of(row).widen_row(&value, row + j, 1);
-          value -= target_grad;
+        if (here) {
+          const A value = widened(row + j) - at_target;
           row_kernels().of(row).round_row(row + j, &value, 1);
         }
       }
     });
+  }
+
+  static A widened(const T* number) {
+    A value;
+    row_kernels().of(number).widen_row(&value, number, 1);
+    return value;
+  }
+
+  // The gradient of the log normaliser that z_loss adds.
+  A z_grad(int64_t q, bool ignored) const {
+    if (terms_.z_loss == 0 || ignored) {
+      return A(0);
+    }
+    return 2 * grad_[q] * terms_.z_weight(q) * (normalizer_[q] + normalizer_[queries_ + q]);
   }
 
   const LinearOperands& operands_;
@@ -251,21 +280,22 @@ class BackwardPass {
   const A* const grad_;
   const A* const normalizer_;
   const SavedLogits saved_;
+  const BlockTransform<T> transform_;
   const A* const bias_;
   const int64_t queries_;
 };
 
 CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                                   const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
-  const LossInputs inputs("linear_cross_entropy", input, weight, target, class_weight, ignore_index, label_smoothing);
+                                                   const OptionalTensor& class_weight, std::string_view text, bool save_logits) {
+  const CrossEntropyOptions options = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
+  const LossInputs inputs("linear_cross_entropy", input, weight, target, class_weight, options);
   if (use_reference()) {
-    return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, ignore_index, label_smoothing, save_logits);
+    return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, text, save_logits);
   }
   const int64_t queries = input.size(0), classes = weight.size(0);
   const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
-  const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
-  const Tensor loss = at::empty({queries}, options), normalizer = at::empty({2, queries}, options), saved_logits = at::empty({queries, saved}, options);
+  const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
+  const Tensor loss = at::empty({queries}, floats), normalizer = at::empty({2, queries}, floats), saved_logits = at::empty({queries, saved}, floats);
   if (queries == 0) {
     return {loss, normalizer, saved_logits};
   }
@@ -274,20 +304,18 @@ CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Te
   dispatch_floating(operands.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
-    ForwardPass<T>(operands, plan, inputs.terms<A>(), {saved_logits}).run(data<A>(loss), data<A>(normalizer));
+    ForwardPass<T>(operands, plan, inputs.terms<A>(), options, {saved_logits}).run(data<A>(loss), data<A>(normalizer));
   });
   return {loss, normalizer, saved_logits};
 }
 
 LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                                   const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                                                  const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
-                                                  std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
-  const LossInputs inputs("linear_cross_entropy_backward", input, weight, target, class_weight, ignore_index, label_smoothing);
+                                                  const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
+  const CrossEntropyOptions options = check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
+  const LossInputs inputs("linear_cross_entropy_backward", input, weight, target, class_weight, options);
   if (use_reference()) {
-    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index, label_smoothing,
-                                                   output_mask);
+    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text, output_mask);
   }
   const auto [want_input, want_weight, want_bias] = output_mask;
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
@@ -306,7 +334,7 @@ LinearGradients linear_cross_entropy_backward_cpu(const Tensor& grad, const Tens
   dispatch_floating(operands.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = opmath<T>;
-    const BackwardPass<T> pass(operands, plan, inputs.terms<A>(), const_data<A>(loss_grad), const_data<A>(state), {saved_logits.contiguous()});
+    const BackwardPass<T> pass(operands, plan, inputs.terms<A>(), options, const_data<A>(loss_grad), const_data<A>(state), {saved_logits.contiguous()});
     pass.run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor(), /*add=*/false);
   });
   const Tensor grad_input = at::empty({want_input ? queries : 0, features}, input.options());
@@ -329,18 +357,18 @@ int64_t chunk_size(int64_t queries, int64_t classes, int64_t logit_bytes) {
 }
 
 CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                                                  const Tensor& target, const OptionalTensor& class_weight, c10::SymInt ignore_index,
-                                                                  double label_smoothing, std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, label_smoothing);
+                                                                  const Tensor& target, const OptionalTensor& class_weight, std::string_view text,
+                                                                  std::array<bool, 3> output_mask) {
+  const CrossEntropyOptions options = check_linear_cross_entropy_with_gradients(grad, input, weight, bias, target, class_weight, text);
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
   int64_t step = chunk_size(queries, classes, int64_t(input.dtype().itemsize()));
   if (step < queries && multiplies_bfloat16(weight)) { // a product once more costs less than the gradient of the table
     step = 0;
   }
   if (use_reference() || step == 0 || classes == 0 || input.scalar_type() != opmath_dtype(input.scalar_type())) {
-    return linear_cross_entropy_with_gradients_composite(grad, input, weight, bias, target, class_weight, ignore_index, label_smoothing, output_mask);
+    return linear_cross_entropy_with_gradients_composite(grad, input, weight, bias, target, class_weight, text, output_mask);
   }
-  const LossInputs inputs("linear_cross_entropy", input, weight, target, class_weight, ignore_index, label_smoothing);
+  const LossInputs inputs("linear_cross_entropy", input, weight, target, class_weight, options);
   const auto [want_input, want_weight, want_bias] = output_mask;
   const Tensor loss = at::empty({queries}, input.options()), loss_grad = grad.contiguous(), query = input.contiguous();
   const Tensor grad_input = at::empty({want_input ? queries : 0, features}, input.options());
@@ -357,9 +385,9 @@ CrossEntropyWithGradients linear_cross_entropy_with_gradients_cpu(const Tensor& 
       const LinearOperands operands(query.narrow(0, first, count), weight, bias);
       const BlockPlan plan = plan_blocks(count, classes, features, classes, want_input ? count * features * int64_t(sizeof(A)) : 0, operands.dtype);
       terms.target = inputs.target.const_data_ptr<int64_t>() + first;
-      ForwardPass<T>(operands, plan, terms, saved).run(data<A>(loss) + first, normalizer.data());
+      ForwardPass<T>(operands, plan, terms, options, saved).run(data<A>(loss) + first, normalizer.data());
       const Tensor parts = want_input ? recycled_empty({plan.groups, count, features}, input.options()) : Tensor();
-      BackwardPass<T>(operands, plan, terms, const_data<A>(loss_grad) + first, normalizer.data(), saved)
+      BackwardPass<T>(operands, plan, terms, options, const_data<A>(loss_grad) + first, normalizer.data(), saved)
           .run(parts, want_weight ? grad_weight : Tensor(), want_bias ? grad_bias : Tensor(), /*add=*/first > 0);
       if (want_input) {
         join_parts(parts, grad_input.narrow(0, first, count));

@@ -3,6 +3,7 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "losses/linear_cross_entropy.h"
+#include "losses/logit_transform.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -26,12 +27,15 @@ struct Terms {
   const double* weight_sum; // of all class weights, nullptr: their number
   A label_smoothing;
   double even; // label_smoothing / classes
+  A z_loss;
 
   __device__ bool ignored(int64_t q) const {
     CUDA_KERNEL_ASSERT(target[q] == ignore_index || (target[q] >= 0 && target[q] < classes));
     return target[q] == ignore_index;
   }
-  __device__ A target_weight(int64_t q) const { return (1 - label_smoothing) * (class_weight == nullptr ? A(1) : class_weight[target[q]]); }
+  __device__ A target_weight(int64_t q) const { return (1 - label_smoothing) * class_weight_of(q); }
+  __device__ A z_weight(int64_t q) const { return z_loss * class_weight_of(q); }
+  __device__ A class_weight_of(int64_t q) const { return class_weight == nullptr ? A(1) : class_weight[target[q]]; }
   __device__ double all_weights() const { return weight_sum == nullptr ? double(classes) : *weight_sum; }
 };
 
@@ -49,6 +53,10 @@ __global__ void finish_kernel(A* loss, SoftmaxState<A> state, Terms<A> terms, in
     if (state.even != nullptr) {
       value += A(terms.even * (terms.all_weights() * (double(max) + log_sum) - state.even[q]));
     }
+    if (terms.z_loss != 0) {
+      const A log_normalizer = max + log_sum;
+      value += terms.z_weight(q) * log_normalizer * log_normalizer;
+    }
     loss[q] = value;
   }
 }
@@ -59,8 +67,9 @@ __global__ void slope_kernel(Out* out, LogitBlock<A> block, Terms<A> terms, cons
   for (int64_t q = blockIdx.x; q < block.queries; q += gridDim.x) {
     const bool ignored = terms.ignored(q);
     const A target_grad = ignored ? A(0) : grad[q] * terms.target_weight(q), even = ignored ? A(0) : A(grad[q] * terms.even);
-    const A max = normalizer[q];
-    const A scale = ignored ? A(0) : A((target_grad + even * terms.all_weights()) * exp(-normalizer[block.queries + q]));
+    const A max = normalizer[q], log_sum = normalizer[block.queries + q];
+    const A z_grad = ignored || terms.z_loss == 0 ? A(0) : 2 * grad[q] * terms.z_weight(q) * (max + log_sum);
+    const A scale = ignored ? A(0) : A((target_grad + even * terms.all_weights() + z_grad) * exp(-log_sum));
     const int64_t place = ignored ? -1 : terms.target[q] - block.begin;
     const A* row = block.logits + q * block.stride;
     for (int64_t j = int64_t(threadIdx.x) * N; j < block.size; j += int64_t(blockDim.x) * N) {
@@ -91,18 +100,17 @@ void launch_slope(Out* out, const LogitBlock<A>& block, const Terms<A>& terms, c
 // The tensors behind Terms and LogitBlock, contiguous, in opmath.
 struct Operands {
   Tensor query, target, bias, class_weight, weight_sum;
-  int64_t queries, classes, ignore_index;
-  double label_smoothing;
+  int64_t queries, classes;
+  CrossEntropyOptions options;
 
   Operands(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
-           const c10::SymInt& ignore_index, double label_smoothing)
-      : query(input.contiguous()), target(target.contiguous()), queries(input.size(0)), classes(weight.size(0)), ignore_index(ignore_index.expect_int()),
-        label_smoothing(label_smoothing) {
+           const CrossEntropyOptions& options)
+      : query(input.contiguous()), target(target.contiguous()), queries(input.size(0)), classes(weight.size(0)), options(options) {
     const auto dtype = opmath_dtype(input.scalar_type());
     this->bias = given(bias) ? bias->to(dtype).contiguous() : Tensor();
     if (given(class_weight)) {
       this->class_weight = class_weight->to(dtype).contiguous();
-      weight_sum = label_smoothing > 0 ? this->class_weight.sum(at::kDouble) : Tensor();
+      weight_sum = options.label_smoothing > 0 ? this->class_weight.sum(at::kDouble) : Tensor();
     }
   }
 
@@ -112,13 +120,27 @@ struct Operands {
   }
   template <typename A>
   Terms<A> terms() const {
-    return {target.const_data_ptr<int64_t>(), ignore_index, classes, pointer<A>(class_weight), pointer<double>(weight_sum), A(label_smoothing),
-            label_smoothing / double(classes)};
+    return {target.const_data_ptr<int64_t>(),
+            options.ignore_index,
+            classes,
+            pointer<A>(class_weight),
+            pointer<double>(weight_sum),
+            A(options.label_smoothing),
+            options.label_smoothing / double(classes),
+            A(options.z_loss)};
   }
   template <typename A>
   LogitBlock<A> block(const Tensor& logits, int64_t begin) const {
-    return {logits.const_data_ptr<A>(),      logits.stride(0), queries, begin, logits.size(1), pointer<A>(bias), pointer<A>(class_weight),
+    const A* remaining_bias = transforms(options) ? nullptr : pointer<A>(bias);
+    return {logits.const_data_ptr<A>(),      logits.stride(0), queries, begin, logits.size(1), remaining_bias, pointer<A>(class_weight),
             target.const_data_ptr<int64_t>()};
+  }
+  // The products of a block of classes, turned into logits with the bias where options transform them.
+  void products(const Tensor& out, const Tensor& weight, int64_t begin, int64_t size) const {
+    block_products(out, query, weight, begin, size);
+    if (transforms(options)) {
+      transform_products(out, bias.defined() ? OptionalTensor(bias.narrow(0, begin, size)) : std::nullopt, options);
+    }
   }
 };
 
@@ -132,26 +154,26 @@ void for_each_block(int64_t classes, int64_t saved, int64_t width, const Visit& 
 }
 
 CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                                    const OptionalTensor& class_weight, c10::SymInt ignore_index, double label_smoothing, bool save_logits) {
-  check_linear_cross_entropy(input, weight, bias, target, class_weight, label_smoothing);
+                                                    const OptionalTensor& class_weight, std::string_view text, bool save_logits) {
+  const CrossEntropyOptions parsed = check_linear_cross_entropy(input, weight, bias, target, class_weight, text);
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t queries = input.size(0), classes = weight.size(0);
   if (use_reference() || queries == 0 || classes == 0) {
-    return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, ignore_index, label_smoothing, save_logits);
+    return linear_cross_entropy_forward_reference(input, weight, bias, target, class_weight, text, save_logits);
   }
-  const Operands operands(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
+  const Operands operands(input, weight, bias, target, class_weight, parsed);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const int64_t saved = save_logits ? saved_classes(queries, classes, input.scalar_type()).expect_int() : 0;
   const int64_t width = class_block(queries, classes, options.dtype().itemsize());
   const Tensor loss = at::empty({queries}, options), normalizer = at::empty({2, queries}, options), saved_logits = at::empty({queries, saved}, options);
-  const Tensor target_logit = at::zeros({queries}, options), even = at::empty({label_smoothing > 0 ? queries : 0}, options.dtype(at::kDouble));
+  const Tensor target_logit = at::zeros({queries}, options), even = at::empty({parsed.label_smoothing > 0 ? queries : 0}, options.dtype(at::kDouble));
   const Tensor buffer = at::empty({saved < classes ? queries * width : 0}, options);
   AT_DISPATCH_FLOATING_TYPES(loss.scalar_type(), "linear_cross_entropy_forward_cuda", [&] {
     const SoftmaxState<scalar_t> state{normalizer.mutable_data_ptr<scalar_t>(), normalizer.mutable_data_ptr<scalar_t>() + queries,
-                                       target_logit.mutable_data_ptr<scalar_t>(), label_smoothing > 0 ? even.mutable_data_ptr<double>() : nullptr};
+                                       target_logit.mutable_data_ptr<scalar_t>(), parsed.label_smoothing > 0 ? even.mutable_data_ptr<double>() : nullptr};
     for_each_block(classes, saved, width, [&](int64_t begin, int64_t size) {
       const Tensor logits = begin < saved ? saved_logits.narrow(1, begin, size) : buffer.narrow(0, 0, queries * size).view({queries, size});
-      block_products(logits, operands.query, weight, begin, size);
+      operands.products(logits, weight, begin, size);
       fold_logits(state, operands.block<scalar_t>(logits, begin), nullptr, begin == 0);
     });
     finish_kernel<scalar_t><<<grid_size(queries, kThreads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(loss.mutable_data_ptr<scalar_t>(), state,
@@ -163,23 +185,22 @@ CrossEntropyState linear_cross_entropy_forward_cuda(const Tensor& input, const T
 
 LinearGradients linear_cross_entropy_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                                    const Tensor& target, const OptionalTensor& class_weight, const Tensor& normalizer,
-                                                   const Tensor& saved_logits, c10::SymInt ignore_index, double label_smoothing,
-                                                   std::array<bool, 3> output_mask) {
-  check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, label_smoothing);
+                                                   const Tensor& saved_logits, std::string_view text, std::array<bool, 3> output_mask) {
+  const CrossEntropyOptions parsed = check_linear_cross_entropy_backward(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text);
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1), saved = saved_logits.size(1);
   const auto [want_input, want_weight, want_bias] = output_mask;
   if (use_reference() || queries == 0 || classes == 0 || !(want_input || want_weight || want_bias)) {
-    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, ignore_index, label_smoothing,
-                                                   output_mask);
+    return linear_cross_entropy_backward_reference(grad, input, weight, bias, target, class_weight, normalizer, saved_logits, text, output_mask);
   }
-  const Operands operands(input, weight, bias, target, class_weight, ignore_index, label_smoothing);
+  const Operands operands(input, weight, bias, target, class_weight, parsed);
   const auto options = grad.options();
   const bool rounded = multiplies_rounded(input.scalar_type());
   const int64_t width = class_block(queries, classes, options.dtype().itemsize());
   const Tensor loss_grad = grad.contiguous(), state = normalizer.contiguous(), kept = saved_logits.contiguous();
   const Tensor buffer = at::empty({queries * width}, options), narrow = at::empty({rounded ? queries * width : 0}, input.options());
   const Tensor query = rounded ? operands.query : operands.query.to(options.dtype());
+  const Tensor ignored = transforms(parsed) ? target.eq(parsed.ignore_index).unsqueeze(1) : Tensor();
   Tensor grad_input = at::empty({want_input ? queries : 0, features}, options);
   const Tensor grad_weight = at::empty({want_weight ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({want_bias ? classes : 0}, options);
@@ -187,8 +208,10 @@ LinearGradients linear_cross_entropy_backward_cuda(const Tensor& grad, const Ten
     const auto place = [&](const Tensor& memory) { return memory.narrow(0, 0, queries * size).view({queries, size}); };
     const Tensor logits = begin < saved ? kept.narrow(1, begin, size) : place(buffer), slope = place(rounded ? narrow : buffer);
     if (begin >= saved) {
-      block_products(logits, operands.query, weight, begin, size);
+      operands.products(logits, weight, begin, size);
     }
+    // Before slopes take the place of logits; 0 where an ignored query holds anything.
+    const Tensor derivative = transforms(parsed) ? transform_derivative(logits, parsed).masked_fill(ignored, 0) : Tensor();
     AT_DISPATCH_FLOATING_TYPES(grad.scalar_type(), "linear_cross_entropy_backward_cuda", [&] {
       const auto launch = [&](auto* out) {
         launch_slope(out, operands.block<scalar_t>(logits, begin), operands.terms<scalar_t>(), loss_grad.const_data_ptr<scalar_t>(),
@@ -196,6 +219,9 @@ LinearGradients linear_cross_entropy_backward_cuda(const Tensor& grad, const Ten
       };
       rounded ? launch(slope.mutable_data_ptr<at::BFloat16>()) : launch(slope.mutable_data_ptr<scalar_t>());
     });
+    if (derivative.defined()) {
+      slope.mul_(derivative);
+    }
     if (want_input) {
       product_out_cuda(grad_input, slope, weight.narrow(0, begin, size), /*add=*/begin > 0);
     }

@@ -5,6 +5,7 @@
 #include "losses/estimators.h"
 #include "losses/exclude_topk.h"
 #include "losses/linear_positives_loss.h"
+#include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "losses/soft_targets.h"
 #include "optim/resize_tables.h"
@@ -41,6 +42,8 @@ Tensor as_rows(const Tensor& input) { return input.unsqueeze(0).flatten(0, -2); 
 LinearLossImpl::LinearLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options)
     : TableLossImpl(name, num_classes, options, {"sampler", "noise", "candidate_sampler", "log_z"}) {
   TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, name, ": expected label_smoothing in [0, 1], got ", options.label_smoothing);
+  check_logits(name, logit_options());
+  check_z_loss(name, options.z_loss);
   if (options.linear.is_empty()) {
     linear = torch::nn::Linear(torch::nn::LinearOptions(in_features, num_classes).bias(options.bias));
   } else {
@@ -140,46 +143,43 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target,
                              const std::optional<Tensor>& target_prob) const {
   check_table(input, target);
   settle();
+  ExactPositivesOptions options;
+  options.reduction = options_.reduction;
+  options.ignore_index = options_.ignore_index;
+  options.label_smoothing = options_.label_smoothing;
+  options.z_loss = options_.z_loss;
+  options.positives = options_.positives;
+  static_cast<LogitOptions&>(options) = logit_options();
   if (given(target_prob)) {
-    TORCH_CHECK_VALUE(options_.label_smoothing == 0, name_,
-                      ": expected label_smoothing of 0 beside target_prob, got ",
-                      options_.label_smoothing);
-    ReductionOptions options;
-    options.reduction = options_.reduction;
-    options.ignore_index = options_.ignore_index;
     return linear_soft_loss(input, linear->weight, optional(linear->bias), target, *target_prob,
                             optional(weight), options);
   }
   if (target.dim() == input.dim()) {
     TORCH_CHECK_VALUE(options_.label_smoothing == 0, name_, ": expected label_smoothing of 0 with several positives of a query, got ",
                       options_.label_smoothing);
-    ExactPositivesOptions options;
-    options.reduction = options_.reduction;
-    options.ignore_index = options_.ignore_index;
-    options.positives = options_.positives;
     return linear_positives_loss(input, linear->weight, optional(linear->bias), target, optional(weight), options);
   }
-  const int64_t reduction = reduction_code(name_, options_.reduction);
-  const Tensor loss = linear_cross_entropy(as_rows(input), linear->weight, optional(linear->bias), target.reshape({-1}), optional(weight), reduction,
-                                           options_.ignore_index, options_.label_smoothing);
-  return reduction == at::Reduction::None ? loss.reshape(target.sizes()) : loss;
+  const Tensor loss = linear_cross_entropy(as_rows(input), linear->weight, optional(linear->bias), target.reshape({-1}), optional(weight), options);
+  return options.reduction == "none" ? loss.reshape(target.sizes()) : loss;
 }
+
+LogitOptions LinearLossImpl::logit_options() const { return {options_.logit_scale, options_.softcap}; }
 
 Tensor LinearLossImpl::log_prob(const Tensor& input, const std::optional<Tensor>& ids) {
   settle();
-  return linear_log_prob(input, linear->weight, optional(linear->bias), ids);
+  return linear_log_prob(input, linear->weight, optional(linear->bias), ids, logit_options());
 }
 
 Tensor LinearLossImpl::entropy(const Tensor& input) {
   settle();
-  return linear_entropy(input, linear->weight, optional(linear->bias));
+  return linear_entropy(input, linear->weight, optional(linear->bias), logit_options());
 }
 
 std::tuple<Tensor, Tensor> LinearLossImpl::topk(const Tensor& input, int64_t k, const Tensor& exclude) const {
   check_table(input);
   settle();
   const int64_t classes = linear->weight.size(0);
-  const auto found = linear_topk(as_rows(input), linear->weight, optional(linear->bias), with_excluded(k, exclude, classes));
+  const auto found = linear_topk(as_rows(input), linear->weight, optional(linear->bias), with_excluded(k, exclude, classes), logit_options());
   return without_excluded(name_, input, found, exclude, classes, k);
 }
 
@@ -199,6 +199,13 @@ CandidateLossImpl::CandidateLossImpl(const char* name, int64_t in_features, int6
   step_.ignore_index = options.ignore_index;
   step_.label_smoothing = options.label_smoothing;
   step_.positives = options.positives;
+  step_.z_loss = options.z_loss;
+  static_cast<LogitOptions&>(step_) = logit_options();
+}
+
+std::tuple<Tensor, Tensor> CandidateLossImpl::counted(const Tensor& input, const Tensor& target, bool soft) const {
+  auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index, soft);
+  return {step_.logit_scale == 1 ? queries : queries * step_.logit_scale, counted};
 }
 
 Tensor CandidateLossImpl::candidate_loss(const Tensor& input, const Tensor& target, const Proposal& sets, const Tensor& log_z,
@@ -265,7 +272,9 @@ SampledSoftmaxLossImpl::SampledSoftmaxLossImpl(int64_t in_features, int64_t num_
   step_.estimator = outside ? "sampled_softmax" : sampling.estimator.empty() ? given_sampler->default_estimator() : sampling.estimator;
   step_.remove_accidental_hits = sampling.remove_accidental_hits;
   step_.sparse_grad = sampling.sparse_grad;
-  const EstimatorTraits& traits = find_estimator(kName, step_.estimator).traits;
+  const Estimator& estimator = find_estimator(kName, step_.estimator);
+  check_z_loss(kName, options.z_loss, estimator);
+  const EstimatorTraits& traits = estimator.traits;
   TORCH_CHECK_VALUE(!traits.has_noise || ((head.numel() > 0 || given_sampler->has_distinct()) && given_sampler->has_independent()), kName,
                     ": expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with estimator \"", step_.estimator,
                     "\", got ", head.numel(), " head classes and a ", given_sampler->name());
@@ -363,7 +372,7 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
   TORCH_CHECK_VALUE(given(negatives) || !given(negative_log_count), kName, ": expected negatives beside negative_log_count, got none");
   TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
                     ": expected negatives with each call of a loss without a sampler, got none");
-  const auto [queries, counted] = counted_queries(input, listed, linear->weight, step_.ignore_index, soft);
+  const auto [queries, counted] = this->counted(input, listed, soft);
   CandidateSet more;
   if (given(negatives)) { // before the sampler changes
     std::tie(more.ids, more.log_count) = given_set(*negatives, negative_log_count, input, head, num_classes_, kName);

@@ -6,6 +6,7 @@
 #include "core/options.h"
 #include "core/products.h"
 #include "core/slices.h"
+#include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "losses/several_positives.h"
 
@@ -13,6 +14,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/where.h>
@@ -34,7 +36,13 @@ constexpr const char* kOp = "linear_positives_loss"; // the op that users call
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kBlockBytes = 54 << 20; // of logits
 
-void check_arguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
+ExactPositivesOptions check_arguments(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                                      std::string_view text) {
+  const auto options = parse_options<ExactPositivesOptions>(kOp, text);
+  check_positives(kOp, options, std::nullopt, options.label_smoothing);
+  check_logits(kOp, options);
+  check_z_loss(kOp, options.z_loss);
+  const bool together = options.positives == "sum";
   check::linear(kOp, input, weight, bias);
   check::dim(kOp, "positives", positives, 2);
   check::int64(kOp, "positives", positives);
@@ -46,6 +54,7 @@ void check_arguments(const Tensor& input, const Tensor& weight, const OptionalTe
   check::same_device(kOp, "shares", shares, "input", input);
   check::size(kOp, "shares", shares, 0, input.sym_size(0), "the rows of input");
   check::size(kOp, "shares", shares, 1, together ? c10::SymInt(1) : positives.sym_size(1), together ? "one for all positives" : "the positives");
+  return options;
 }
 
 void check_grad(const Tensor& grad, const Tensor& input) {
@@ -60,30 +69,33 @@ struct QueryBlock {
   Tensor ids;        // [q, T] the positives, the first once more in the place of padding
   Tensor counts;     // [q, T] which are no padding
   Tensor logits;     // [q, N] in opmath, -inf at the positives
+  Tensor derivative; // [q, N] of the logits for their scores; undefined: 1
   Tensor each;       // [q, T] scores of the positives
   Tensor score;      // the same, or [q, 1]: of all together
   Tensor normalizer; // [q, 1] log of the sum over the other classes
 
-  QueryBlock(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, bool together)
+  QueryBlock(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const ExactPositivesOptions& options,
+             bool wants_derivative)
       : ids(at::where(positives.lt(0), positives.narrow(1, 0, 1), positives).clamp_min(0)), counts(positives.ge(0)) {
-    const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
-    logits = at::empty({input.size(0), weight.size(0)}, options);
+    const auto floats = input.options().dtype(opmath_dtype(input.scalar_type()));
+    logits = at::empty({input.size(0), weight.size(0)}, floats);
     const bool rounds = multiplies_bfloat16(weight);
     for_slices(logits, weight.size(0), [&](int64_t begin, int64_t size) {
       Tensor of_slice = logits.narrow(1, begin, size);
       multiply_in_parts(of_slice, input, weight.narrow(0, begin, size).t(), {.bfloat16 = rounds});
-      if (given(bias)) {
-        of_slice.add_(bias->narrow(0, begin, size));
-      }
+      transform_products(of_slice, given(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : std::nullopt, options);
     });
+    if (wants_derivative && transforms(options)) {
+      derivative = transform_derivative(logits, options);
+    }
     each = logits.gather(1, ids);
     logits.scatter_(1, ids, -kInfinity);
-    normalizer = at::empty({input.size(0), 1}, options);
+    normalizer = at::empty({input.size(0), 1}, floats);
     for_slices(logits, input.size(0), [&](int64_t begin, int64_t size) {
       normalizer.narrow(0, begin, size).copy_(at::logsumexp(logits.narrow(0, begin, size), 1, /*keepdim=*/true));
     });
     const Tensor padding = counts.logical_not().logical_and(counts.any(1, /*keepdim=*/true));
-    score = together ? at::logsumexp(each.masked_fill(padding, -kInfinity), 1, /*keepdim=*/true) : each;
+    score = options.positives == "sum" ? at::logsumexp(each.masked_fill(padding, -kInfinity), 1, /*keepdim=*/true) : each;
   }
 };
 
@@ -97,21 +109,27 @@ void for_each_block(const Tensor& input, const Tensor& weight, const Task& task)
   }
 }
 
-Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
-  check_arguments(input, weight, bias, positives, shares, together);
+Tensor forward_any(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                   std::string_view text) {
+  const ExactPositivesOptions options = check_arguments(input, weight, bias, positives, shares, text);
   Tensor loss = at::zeros({input.size(0)}, shares.options());
   for_each_block(input, weight, [&](int64_t begin, int64_t size) {
-    const QueryBlock block(input.narrow(0, begin, size), weight, bias, positives.narrow(0, begin, size), together);
+    const QueryBlock block(input.narrow(0, begin, size), weight, bias, positives.narrow(0, begin, size), options, /*wants_derivative=*/false);
     const Tensor share = shares.narrow(0, begin, size);
-    loss.narrow(0, begin, size).copy_(at::where(share.eq(0), 0.0, at::softplus(block.normalizer - block.score) * share).sum(1));
+    Tensor each = at::softplus(block.normalizer - block.score);
+    if (options.z_loss != 0) {
+      each = each + at::logaddexp(block.normalizer, block.score).square() * options.z_loss;
+    }
+    loss.narrow(0, begin, size).copy_(at::where(share.eq(0), 0.0, each * share).sum(1));
   });
   return loss;
 }
 
 PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
-                                const Tensor& shares, bool together, std::array<bool, 3> mask) {
-  check_arguments(input, weight, bias, positives, shares, together);
+                                const Tensor& shares, std::string_view text, std::array<bool, 3> mask) {
+  const ExactPositivesOptions options = check_arguments(input, weight, bias, positives, shares, text);
   check_grad(grad, input);
+  const bool together = options.positives == "sum";
   const auto accumulates = shares.options();
   const bool rounds = multiplies_bfloat16(weight);
   Tensor grad_input = at::empty({mask[0] ? input.size(0) : 0, input.size(1)}, input.options());
@@ -119,18 +137,29 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
   Tensor grad_bias = at::zeros({mask[2] ? weight.size(0) : 0}, accumulates);
   for_each_block(input, weight, [&](int64_t begin, int64_t size) {
     const Tensor rows = input.narrow(0, begin, size), share = shares.narrow(0, begin, size);
-    QueryBlock block(rows, weight, bias, positives.narrow(0, begin, size), together);
-    const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1);
-    const Tensor moved = at::where(share.eq(0).logical_or(of_query.eq(0)), 0.0, of_query * share * (block.normalizer - block.score).sigmoid());
-    const Tensor total = moved.sum(1, /*keepdim=*/true), still = total.eq(0);
+    QueryBlock block(rows, weight, bias, positives.narrow(0, begin, size), options, /*wants_derivative=*/true);
+    const Tensor of_query = grad.narrow(0, begin, size).to(shares.scalar_type()).unsqueeze(1), nothing = share.eq(0).logical_or(of_query.eq(0));
+    const Tensor others = (block.normalizer - block.score).sigmoid(); // share of the classes that are no positive
+    Tensor moved = at::where(nothing, 0.0, of_query * share * others); // from the positives to the others
+    Tensor total = moved.sum(1, /*keepdim=*/true), still = total.eq(0), unmoved = still;
+    if (options.z_loss != 0) {
+      const Tensor pull = of_query * share * at::logaddexp(block.normalizer, block.score) * (2 * options.z_loss);
+      total = total + at::where(nothing, 0.0, pull * others).sum(1, /*keepdim=*/true);
+      moved = moved - at::where(nothing, 0.0, pull * (1 - others));
+      still = nothing.all(1, /*keepdim=*/true);
+      unmoved = total.eq(0);
+    }
     Tensor& gradient = block.logits; // in the place of the logits; of a query without a finite normaliser, 0
     for_slices(gradient, size, [&](int64_t first, int64_t count) {
       Tensor part = gradient.narrow(0, first, count);
-      part.sub_(block.normalizer.narrow(0, first, count)).exp_().mul_(total.narrow(0, first, count)).masked_fill_(still.narrow(0, first, count), 0);
+      part.sub_(block.normalizer.narrow(0, first, count)).exp_().mul_(total.narrow(0, first, count)).masked_fill_(unmoved.narrow(0, first, count), 0);
     });
     const Tensor of_positives = together ? moved * (block.each - block.score).exp() : moved;
     // Padding stands for the first positive and writes what that one does.
     gradient.scatter_(1, block.ids, -at::where(block.counts, of_positives, at::where(still, 0.0, of_positives.narrow(1, 0, 1))));
+    if (block.derivative.defined()) {
+      gradient.mul_(block.derivative.masked_fill_(still, 0));
+    }
     const Tensor counted = rows.masked_fill(still, 0);                                        // an ignored query may hold anything
     const Tensor parts = at::zeros({mask[0] ? kSlices : 0, size, input.size(1)}, accumulates); // of the gradient of the queries, from a slice each
     for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {
@@ -154,27 +183,29 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
 }
 
 // On the CPU ids can be read.
-Tensor forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
-  check_arguments(input, weight, bias, positives, shares, together);
+Tensor forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                   std::string_view text) {
+  check_arguments(input, weight, bias, positives, shares, text);
   check::class_ids(kOp, "positives", positives, weight.size(0), -1);
-  return forward_any(input, weight, bias, positives, shares, together);
+  return forward_any(input, weight, bias, positives, shares, text);
 }
 
 PositivesGradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
-                                const Tensor& shares, bool together, std::array<bool, 3> mask) {
-  check_arguments(input, weight, bias, positives, shares, together);
+                                const Tensor& shares, std::string_view text, std::array<bool, 3> mask) {
+  check_arguments(input, weight, bias, positives, shares, text);
   check::class_ids(kOp, "positives", positives, weight.size(0), -1);
-  return backward_any(grad, input, weight, bias, positives, shares, together, mask);
+  return backward_any(grad, input, weight, bias, positives, shares, text, mask);
 }
 
-Tensor forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
-  check_arguments(input, weight, bias, positives, shares, together);
+Tensor forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                    std::string_view text) {
+  check_arguments(input, weight, bias, positives, shares, text);
   return at::empty_symint({input.sym_size(0)}, shares.options());
 }
 
 PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
-                                 const Tensor& shares, bool together, std::array<bool, 3> mask) {
-  check_arguments(input, weight, bias, positives, shares, together);
+                                 const Tensor& shares, std::string_view text, std::array<bool, 3> mask) {
+  check_arguments(input, weight, bias, positives, shares, text);
   check_grad(grad, input);
   const c10::SymInt none(0);
   return {at::empty_symint({mask[0] ? input.sym_size(0) : none, input.sym_size(1)}, input.options()),
@@ -182,38 +213,40 @@ PositivesGradients backward_meta(const Tensor& grad, const Tensor& input, const 
           at::empty_symint({mask[2] ? weight.sym_size(0) : none}, weight.options())};
 }
 
-Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
+Tensor call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                    std::string_view text) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy", "").typed<decltype(forward_any)>();
-  return op.call(input, weight, bias, positives, shares, together);
+  return op.call(input, weight, bias, positives, shares, text);
 }
 
 PositivesGradients call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
-                                 const Tensor& shares, bool together, std::array<bool, 3> mask) {
+                                 const Tensor& shares, std::string_view text, std::array<bool, 3> mask) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::positives_cross_entropy_backward", "").typed<decltype(backward_any)>();
-  return op.call(grad, input, weight, bias, positives, shares, together, mask);
+  return op.call(grad, input, weight, bias, positives, shares, text, mask);
 }
 
 class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEntropy> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives,
-                        const Tensor& shares, bool together) {
+                        const Tensor& shares, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), positives, shares});
-    ctx->saved_data["together"] = together;
-    return call_forward(input, weight, bias, positives, shares, together);
+    ctx->saved_data["options"] = std::string(text);
+    return call_forward(input, weight, bias, positives, shares, text);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), saved[2].defined() && ctx->needs_input_grad(2)};
     const auto [grad_input, grad_weight, grad_bias] =
-        call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved[4], ctx->saved_data["together"].toBool(), wanted);
+        call_backward(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved[4], ctx->saved_data["options"].toStringRef(), wanted);
     return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(), wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
-Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
-  return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, together);
+Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                        std::string_view text) {
+  return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, text);
 }
 
 Tensor loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const OptionalTensor& class_weight,
@@ -223,11 +256,12 @@ Tensor loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& 
 
 // Products run low, as those of linear_cross_entropy.
 template <c10::DeviceType device>
-Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares, bool together) {
+Tensor forward_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
+                        std::string_view text) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
-  return call_forward(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : bias, positives, shares, together);
+  return call_forward(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : bias, positives, shares, text);
 }
 
 } // namespace
@@ -238,7 +272,7 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
   TORCH_CHECK_VALUE(target.dim() == input.dim(), kOp, ": expected target of shape [*, T] beside input of shape ", input.sym_sizes(), ", got ",
                     target.sym_sizes());
   check_class_weight(kOp, class_weight, weight.sym_size(0), target);
-  check_positives(kOp, options, class_weight, 0);
+  check_positives(kOp, options, class_weight, options.label_smoothing);
   Tensor some = target;
   if (!has_several(input, some, options.ignore_index)) {
     some = some.unsqueeze(-1);
@@ -247,15 +281,15 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
   const Tensor shares = positive_shares(positives, options, class_weight, opmath_dtype(input.scalar_type()));
   const Tensor queries = input.reshape_symint({positives.sym_size(0), input.sym_size(-1)});
   const Tensor loss = call_forward(counted_rows(queries, positives.select(1, 0), -1), weight, bias,
-                                   positives, shares, options.positives == "sum");
+                                   positives, shares, print_options(options));
   return reduced_positives(kOp, loss, shares, options.reduction, target.sym_sizes().slice(0, target.dim() - 1));
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("linear_positives_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, str options=\"\") -> Tensor", loss_op);
-  m.def("positives_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, bool together) -> Tensor");
+  m.def("positives_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, str options) -> Tensor");
   m.def(
-      "positives_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, bool together, "
+      "positives_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor positives, Tensor shares, str options, "
       "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
 

@@ -13,8 +13,8 @@
 
 namespace xsoftmax {
 
-// positives_cross_entropy(input [Q, D], weight, bias, positives [Q, T], shares [Q, T] or [Q, 1], together) -> [Q], with autograd: positives as
-// different_positives has them, shares of positive_shares; together: as one class.
+// positives_cross_entropy(input [Q, D], weight, bias, positives [Q, T], shares [Q, T] or [Q, 1], options) -> [Q], with autograd: positives as
+// different_positives has them, shares of positive_shares; options: ExactPositivesOptions.
 // positives_cross_entropy_backward(grad [Q], ..., mask) -> (grad_input, grad_weight, grad_bias), without rows where they are not wanted.
 
 using PositivesGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;

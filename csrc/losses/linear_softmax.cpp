@@ -3,8 +3,9 @@
 #include "core/autocast.h"
 #include "core/checks.h"
 #include "core/dtypes.h"
+#include "core/options.h"
 #include "core/products.h"
-#include "losses/reduction.h"
+#include "losses/logit_transform.h"
 
 #include <xsoftmax/ops.h>
 
@@ -40,23 +41,23 @@ SoftmaxGradients backward_any(const Tensor& grad_log_prob, const Tensor& grad_lo
                               const Tensor& grad_entropy, const Tensor& input, const Tensor& weight,
                               const OptionalTensor& bias, const Tensor& ids,
                               const Tensor& normalizer, const Tensor& entropy,
-                              std::array<bool, 3> mask) {
+                              std::string_view options, std::array<bool, 3> mask) {
   return linear_softmax_backward_reference(
       input, weight, bias,
-      {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy}, mask);
+      {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy}, options, mask);
 }
 
 SoftmaxTerms call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                          const Tensor& ids, bool entropy) {
+                          const Tensor& ids, bool entropy, std::string_view options) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("xsoftmax::linear_softmax_forward", "")
                              .typed<decltype(linear_softmax_forward_reference)>();
-  return op.call(input, weight, bias, ids, entropy);
+  return op.call(input, weight, bias, ids, entropy, options);
 }
 
 SoftmaxTerms forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                          const Tensor& ids, bool entropy) {
-  check_linear_softmax(input, weight, bias, ids);
+                          const Tensor& ids, bool entropy, std::string_view text) {
+  check_linear_softmax(input, weight, bias, ids, text);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const c10::SymInt queries = input.sym_size(0);
   return {at::empty_symint(ids.sym_sizes(), options), at::empty_symint({queries}, options),
@@ -68,10 +69,10 @@ SoftmaxGradients backward_meta(const Tensor& grad_log_prob, const Tensor& grad_l
                                const Tensor& grad_entropy, const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& ids,
                                const Tensor& normalizer, const Tensor& entropy,
-                               std::array<bool, 3> mask) {
+                               std::string_view options, std::array<bool, 3> mask) {
   check_linear_softmax_backward(
       input, weight, bias,
-      {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy});
+      {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy}, options);
   const c10::SymInt none(0), classes = weight.sym_size(0), width = weight.sym_size(1);
   return {at::empty_symint({mask[0] ? input.sym_size(0) : none, width}, input.options()),
           at::empty_symint({mask[1] ? classes : none, width}, input.options()),
@@ -83,10 +84,11 @@ class LinearSoftmax : public torch::autograd::Function<LinearSoftmax> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
                                                 const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, const Tensor& ids,
-                                                bool entropy) {
+                                                bool entropy, std::string_view options) {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [log_prob, log_normalizer, of_query, normalizer] =
-        call_forward(input, weight, bias, ids, entropy);
+        call_forward(input, weight, bias, ids, entropy, options);
+    ctx->saved_data["options"] = std::string(options);
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), ids, normalizer, of_query});
     return {log_prob, log_normalizer, of_query};
   }
@@ -101,24 +103,33 @@ class LinearSoftmax : public torch::autograd::Function<LinearSoftmax> {
                                      saved[2].defined() && ctx->needs_input_grad(2)};
     auto [grad_input, grad_weight, grad_bias] =
         op.call(grads[0], grads[1], grads[2], saved[0], saved[1], optional(saved[2]), saved[3],
-                saved[4], saved[5], wanted);
+                saved[4], saved[5], ctx->saved_data["options"].toStringRef(), wanted);
     return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor()};
+            wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
 std::tuple<Tensor, Tensor, Tensor> softmax_only(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, const Tensor& ids,
-                                                bool entropy) {
+                                                bool entropy, std::string_view options) {
   auto [log_prob, log_normalizer, of_query, normalizer] =
-      call_forward(input, weight, bias, ids, entropy);
+      call_forward(input, weight, bias, ids, entropy, options);
   return {log_prob, log_normalizer, of_query};
+}
+
+std::tuple<Tensor, Tensor, Tensor> call_softmax(const Tensor& input, const Tensor& weight,
+                                                const OptionalTensor& bias, const Tensor& ids,
+                                                bool entropy, std::string_view options) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("xsoftmax::linear_softmax", "")
+                             .typed<decltype(softmax_only)>();
+  return op.call(input, weight, bias, ids, entropy, options);
 }
 
 std::tuple<Tensor, Tensor, Tensor> softmax_autograd(const Tensor& input, const Tensor& weight,
                                                     const OptionalTensor& bias, const Tensor& ids,
-                                                    bool entropy) {
-  const auto results = LinearSoftmax::apply(input, weight, bias, ids, entropy);
+                                                    bool entropy, std::string_view options) {
+  const auto results = LinearSoftmax::apply(input, weight, bias, ids, entropy, options);
   return {results[0], results[1], results[2]};
 }
 
@@ -138,13 +149,19 @@ struct Cast {
 
 std::tuple<Tensor, Tensor, Tensor> softmax_autocast(const Tensor& input, const Tensor& weight,
                                                     const OptionalTensor& bias, const Tensor& ids,
-                                                    bool entropy) {
+                                                    bool entropy, std::string_view options) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const Cast cast(input, weight, bias);
-  return linear_softmax(cast.input, cast.weight, cast.bias, ids, entropy);
+  return call_softmax(cast.input, cast.weight, cast.bias, ids, entropy, options);
 }
 
 Tensor scores_of_all(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  constexpr const char* op = "linear_scores";
+  check::floating(op, "input", input);
+  check::same_dtype(op, "weight", weight, "input", input);
+  if (given(bias)) {
+    check::same_dtype(op, "bias", *bias, "input", input);
+  }
   const auto dtype = opmath_dtype(input.scalar_type());
   return at::linear(input.to(dtype), weight.to(dtype),
                     given(bias) ? OptionalTensor(bias->to(dtype)) : bias);
@@ -157,35 +174,38 @@ int64_t block_of(const Tensor& input) {
 }
 
 Tensor logits_of(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                 int64_t begin, int64_t size) {
+                 const LogitOptions& options, int64_t begin, int64_t size) {
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor logits = wide_product(input, weight.narrow(0, begin, size).t(), dtype);
-  return given(bias) ? logits + bias->narrow(0, begin, size).to(dtype) : logits;
+  transform_products(logits, given(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : bias, options);
+  return logits;
 }
 
 } // namespace
 
 std::tuple<Tensor, Tensor, Tensor> linear_softmax(const Tensor& input, const Tensor& weight,
                                                   const OptionalTensor& bias, const Tensor& ids,
-                                                  bool entropy) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::linear_softmax", "")
-                             .typed<decltype(softmax_only)>();
-  return op.call(input, weight, bias, ids, entropy);
+                                                  bool entropy, const LogitOptions& options) {
+  return call_softmax(input, weight, bias, ids, entropy, print_options(options));
 }
 
-void check_linear_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                          const Tensor& ids) {
+LogitOptions check_linear_softmax(const Tensor& input, const Tensor& weight,
+                                  const OptionalTensor& bias, const Tensor& ids,
+                                  std::string_view text) {
   check::linear(kOp, input, weight, bias);
   check::dim(kOp, "ids", ids, 2);
   check::int64(kOp, "ids", ids);
   check::size(kOp, "ids", ids, 0, input.sym_size(0), "the rows of input");
   check::same_device(kOp, "ids", ids, "input", input);
+  const auto options = parse_options<LogitOptions>(kOp, text);
+  check_logits(kOp, options);
+  return options;
 }
 
-void check_linear_softmax_backward(const Tensor& input, const Tensor& weight,
-                                   const OptionalTensor& bias, const SoftmaxBackward& grads) {
-  check_linear_softmax(input, weight, bias, grads.ids);
+LogitOptions check_linear_softmax_backward(const Tensor& input, const Tensor& weight,
+                                           const OptionalTensor& bias, const SoftmaxBackward& grads,
+                                           std::string_view text) {
+  const LogitOptions options = check_linear_softmax(input, weight, bias, grads.ids, text);
   constexpr const char* op = "linear_softmax_backward";
   const auto dtype = opmath_dtype(input.scalar_type());
   const c10::SymInt queries = input.sym_size(0);
@@ -208,6 +228,7 @@ void check_linear_softmax_backward(const Tensor& input, const Tensor& weight,
   sums("normalizer", grads.normalizer, 2);
   check::size(op, "normalizer", grads.normalizer, 0, 2, "largest logit, log of the sum");
   check::size(op, "normalizer", grads.normalizer, 1, queries, "the rows of input");
+  return options;
 }
 
 std::array<Tensor, 2> SoftmaxBackward::coefficients() const {
@@ -221,15 +242,15 @@ std::array<Tensor, 2> SoftmaxBackward::coefficients() const {
 
 SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor& weight,
                                               const OptionalTensor& bias, const Tensor& ids,
-                                              bool entropy) {
-  check_linear_softmax(input, weight, bias, ids);
+                                              bool entropy, std::string_view text) {
+  const LogitOptions transform = check_linear_softmax(input, weight, bias, ids, text);
   const int64_t queries = input.size(0), classes = weight.size(0), width = block_of(input);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   Tensor largest = at::full({queries}, -kInfinity, options), sum = at::zeros({queries}, options);
   Tensor weighted = at::zeros({queries}, options), score = at::zeros(ids.sizes(), options);
   for (int64_t begin = 0; begin < classes; begin += width) {
     const int64_t size = std::min(width, classes - begin);
-    const Tensor logits = logits_of(input, weight, bias, begin, size);
+    const Tensor logits = logits_of(input, weight, bias, transform, begin, size);
     const Tensor place = ids - begin, here = place.ge(0).logical_and(place.lt(size));
     score = at::where(here, logits.gather(1, place.clamp(0, size - 1)), score);
     const Tensor top = at::maximum(largest, logits.amax(1));
@@ -252,8 +273,9 @@ SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor&
 SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Tensor& weight,
                                                    const OptionalTensor& bias,
                                                    const SoftmaxBackward& grads,
+                                                   std::string_view text,
                                                    std::array<bool, 3> mask) {
-  check_linear_softmax_backward(input, weight, bias, grads);
+  const LogitOptions transform = check_linear_softmax_backward(input, weight, bias, grads, text);
   const int64_t classes = weight.size(0), features = weight.size(1), width = block_of(input);
   const auto sums = grads.grad_log_prob.options();
   const auto [constant, slope] = grads.coefficients();
@@ -264,7 +286,8 @@ SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Te
   for (int64_t begin = 0; begin < classes; begin += width) {
     const int64_t size = std::min(width, classes - begin);
     const Tensor rows = weight.narrow(0, begin, size);
-    const Tensor difference = logits_of(input, weight, bias, begin, size) - largest;
+    const Tensor logits = logits_of(input, weight, bias, transform, begin, size);
+    const Tensor difference = logits - largest;
     Tensor factor = constant.unsqueeze(1);
     if (slope.defined()) {
       factor = factor + slope.unsqueeze(1) * difference.clamp_min(kLeast);
@@ -272,6 +295,9 @@ SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Te
     const Tensor place = grads.ids - begin, here = place.ge(0).logical_and(place.lt(size));
     Tensor gradient = difference.exp() * factor;
     gradient.scatter_add_(1, place.clamp(0, size - 1), at::where(here, grads.grad_log_prob, 0.0));
+    if (transforms(transform)) {
+      gradient = gradient * transform_derivative(logits, transform);
+    }
     gradient = rounded_coefficients(gradient, weight);
     if (mask[0]) {
       grad_input = grad_input + wide_product(gradient, rows, sums.dtype().toScalarType());
@@ -311,22 +337,25 @@ Tensor as_queries(const char* op, const Tensor& input, const Tensor& weight) {
 } // namespace
 
 Tensor linear_log_prob(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       const OptionalTensor& ids) {
+                       const OptionalTensor& ids, const LogitOptions& options) {
   constexpr const char* op = "linear_log_prob";
   const Tensor queries = as_queries(op, input, weight);
+  check_logits(op, options);
   if (!given(ids)) {
-    return at::log_softmax(linear_scores(input, weight, bias), -1);
+    return at::log_softmax(transform_logits(linear_scores(input, weight, bias), options), -1);
   }
   check_ids(op, input, weight, *ids);
   const c10::SymInt each = ids->dim() == input.dim() ? ids->sym_size(-1) : c10::SymInt(1);
   const Tensor rows = ids->reshape_symint({queries.sym_size(0), each});
-  return std::get<0>(linear_softmax(queries, weight, bias, rows, false)).reshape_symint(ids->sym_sizes());
+  return std::get<0>(linear_softmax(queries, weight, bias, rows, false, options))
+      .reshape_symint(ids->sym_sizes());
 }
 
-Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      const LogitOptions& options) {
   const Tensor queries = as_queries("linear_entropy", input, weight);
   const Tensor none = at::empty_symint({queries.sym_size(0), c10::SymInt(0)}, input.options().dtype(at::kLong));
-  return std::get<2>(linear_softmax(queries, weight, bias, none, true))
+  return std::get<2>(linear_softmax(queries, weight, bias, none, true, options))
       .reshape_symint(input.sym_sizes().slice(0, input.dim() - 1));
 }
 
@@ -342,19 +371,30 @@ Tensor linear_scores(const Tensor& input, const Tensor& weight, const OptionalTe
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("linear_scores(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", linear_scores);
-  m.def("linear_entropy(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", linear_entropy);
-  m.def("linear_log_prob(Tensor input, Tensor weight, Tensor? bias=None, Tensor? ids=None) -> Tensor",
-        linear_log_prob);
+  m.def("linear_entropy(Tensor input, Tensor weight, Tensor? bias=None, str options=\"\") -> Tensor",
+        [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, std::string_view text) {
+          return linear_entropy(input, weight, bias, parse_options<LogitOptions>("linear_entropy", text));
+        });
   m.def(
-      "linear_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor ids, bool entropy=False) -> "
+      "linear_log_prob(Tensor input, Tensor weight, Tensor? bias=None, Tensor? ids=None, "
+      "str options=\"\") -> Tensor",
+      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+         const OptionalTensor& ids, std::string_view text) {
+        return linear_log_prob(input, weight, bias, ids,
+                               parse_options<LogitOptions>("linear_log_prob", text));
+      });
+  m.def(
+      "linear_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor ids, bool entropy=False, "
+      "str options=\"\") -> "
       "(Tensor log_prob, Tensor log_normalizer, Tensor entropy)");
   m.def(
-      "linear_softmax_forward(Tensor input, Tensor weight, Tensor? bias, Tensor ids, bool entropy) -> "
+      "linear_softmax_forward(Tensor input, Tensor weight, Tensor? bias, Tensor ids, bool entropy, "
+      "str options) -> "
       "(Tensor log_prob, Tensor log_normalizer, Tensor entropy, Tensor normalizer)");
   m.def(
       "linear_softmax_backward(Tensor grad_log_prob, Tensor grad_log_normalizer, Tensor grad_entropy, "
       "Tensor input, Tensor weight, Tensor? bias, Tensor ids, Tensor normalizer, Tensor entropy, "
-      "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+      "str options, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

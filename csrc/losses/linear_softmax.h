@@ -2,15 +2,19 @@
 
 #include "core/optional.h"
 
+#include <xsoftmax/loss_options.h>
+
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <string_view>
 #include <tuple>
 
-// linear_softmax(input [Q, D], weight [N, D], bias [N] or none, ids int64 [Q, K], entropy) ->
+// linear_softmax(input [Q, D], weight [N, D], bias [N] or none, ids int64 [Q, K], entropy, options) ->
 // (log_prob [Q, K], log_normalizer [Q], entropy [Q] or, not wanted, [0]), with autograd:
 //
-//     logits = F.linear(input, weight, bias); log_p = log_softmax(logits, 1)       # never in memory
+//     logits = transform_logits(F.linear(input, weight, bias), options)
+//     log_p = log_softmax(logits, 1)       # never in memory
 //     log_prob = log_p.gather(1, ids); log_normalizer = logits.logsumexp(1)
 //     entropy = -(log_p.exp() * log_p).sum(1)
 //
@@ -29,7 +33,8 @@ using SoftmaxGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_softmax(const at::Tensor& input,
                                                               const at::Tensor& weight,
                                                               const OptionalTensor& bias,
-                                                              const at::Tensor& ids, bool entropy);
+                                                              const at::Tensor& ids, bool entropy,
+                                                              const LogitOptions& options = {});
 
 /// The gradients of the three results, and what the forward pass kept. grad_entropy: [0] where
 /// entropy was not wanted.
@@ -47,18 +52,22 @@ struct SoftmaxBackward {
   std::array<at::Tensor, 2> coefficients() const;
 };
 
-void check_linear_softmax(const at::Tensor& input, const at::Tensor& weight,
-                          const OptionalTensor& bias, const at::Tensor& ids);
-void check_linear_softmax_backward(const at::Tensor& input, const at::Tensor& weight,
-                                   const OptionalTensor& bias, const SoftmaxBackward& grads);
+/// options: LogitOptions as text, which both return parsed.
+LogitOptions check_linear_softmax(const at::Tensor& input, const at::Tensor& weight,
+                                  const OptionalTensor& bias, const at::Tensor& ids,
+                                  std::string_view options);
+LogitOptions check_linear_softmax_backward(const at::Tensor& input, const at::Tensor& weight,
+                                           const OptionalTensor& bias, const SoftmaxBackward& grads,
+                                           std::string_view options);
 
 /// The composites in ATen calls: any device, and the oracle of the tests.
 SoftmaxTerms linear_softmax_forward_reference(const at::Tensor& input, const at::Tensor& weight,
                                               const OptionalTensor& bias, const at::Tensor& ids,
-                                              bool entropy);
+                                              bool entropy, std::string_view options);
 SoftmaxGradients linear_softmax_backward_reference(const at::Tensor& input, const at::Tensor& weight,
                                                    const OptionalTensor& bias,
                                                    const SoftmaxBackward& grads,
+                                                   std::string_view options,
                                                    std::array<bool, 3> mask);
 
 } // namespace xsoftmax

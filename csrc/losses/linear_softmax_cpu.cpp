@@ -5,6 +5,7 @@
 #include "losses/block_gradients.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_softmax.h"
+#include "losses/logit_blocks.h"
 #include "losses/softmax_rows.h"
 
 #include <ATen/Parallel.h>
@@ -48,8 +49,9 @@ struct GroupTerms {
 template <typename A>
 class SoftmaxForward {
  public:
-  SoftmaxForward(const LinearOperands& operands, const BlockPlan& plan, const Tensor& ids)
-      : operands_(operands), plan_(plan), ids_(ids.const_data_ptr<int64_t>()), each_(ids.size(1)),
+  SoftmaxForward(const LinearOperands& operands, const BlockPlan& plan,
+                 const BlockTransform<A>& transform, const Tensor& ids)
+      : operands_(operands), plan_(plan), transform_(transform), ids_(ids.const_data_ptr<int64_t>()), each_(ids.size(1)),
         queries_(ids.size(0)), groups_(plan.groups, GroupTerms<A>(queries_)) {}
 
   // log_prob [Q, K]: first the scores; entropy [Q] or nullptr.
@@ -61,6 +63,7 @@ class SoftmaxForward {
           const ClassBlock block = plan_.block(i);
           const Tensor logits = scratch.logits_buffer(block);
           multiply(logits, operands_.input, scratch.rows(block).t(), {.bfloat16 = operands_.rounds});
+          transform_.apply(logits, block);
           fold_block(groups_[g], const_data<A>(logits), block, log_prob, entropy != nullptr);
         }
       }
@@ -86,7 +89,7 @@ class SoftmaxForward {
  private:
   void fold_block(GroupTerms<A>& sums, const A* logits, const ClassBlock& block, A* score,
                   bool weighted) const {
-    const A* all = operands_.bias.defined() ? const_data<A>(operands_.bias) : nullptr;
+    const A* all = transform_.remaining_bias();
     const A* bias = all == nullptr ? nullptr : all + block.begin;
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
@@ -109,6 +112,7 @@ class SoftmaxForward {
 
   const LinearOperands& operands_;
   const BlockPlan& plan_;
+  const BlockTransform<A>& transform_;
   const int64_t* const ids_;
   const int64_t each_, queries_;
   std::vector<GroupTerms<A>> groups_;
@@ -117,7 +121,7 @@ class SoftmaxForward {
 // The gradients of logits. A: of the logits.
 template <typename A>
 struct SlopePass {
-  const LinearOperands& operands;
+  const BlockTransform<A>& transform;
   const int64_t* ids;
   int64_t each, queries;
   const A* grad_log_prob; // [Q, K]
@@ -125,9 +129,9 @@ struct SlopePass {
   const A* constant;      // [Q]
   const A* slope;         // [Q] or nullptr
 
-  // In the place of the logits of a block [Q, size], without bias.
+  // In the place of the logits of a block [Q, size], but for the bias that they lack.
   void run(A* logits, const ClassBlock& block) const {
-    const A* all = operands.bias.defined() ? const_data<A>(operands.bias) : nullptr;
+    const A* all = transform.remaining_bias();
     const A* bias = all == nullptr ? nullptr : all + block.begin;
     at::parallel_for(0, queries, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
@@ -150,11 +154,11 @@ struct SlopePass {
 };
 
 SoftmaxTerms forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                         const Tensor& ids, bool entropy) {
-  check_linear_softmax(input, weight, bias, ids);
+                         const Tensor& ids, bool entropy, std::string_view text) {
+  const LogitOptions transform = check_linear_softmax(input, weight, bias, ids, text);
   check::class_ids("linear_softmax", "ids", ids, weight.size(0));
   if (use_reference() || input.size(0) == 0 || weight.size(0) == 0) {
-    return linear_softmax_forward_reference(input, weight, bias, ids, entropy);
+    return linear_softmax_forward_reference(input, weight, bias, ids, entropy, text);
   }
   const int64_t queries = input.size(0);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
@@ -166,7 +170,8 @@ SoftmaxTerms forward_cpu(const Tensor& input, const Tensor& weight, const Option
                                      queries * int64_t(sizeof(double)) * 3, operands.dtype);
   dispatch_floating(operands.dtype, [&](auto zero) {
     using A = opmath<decltype(zero)>;
-    SoftmaxForward<A>(operands, plan, flat)
+    const BlockTransform<A> blocks(transform, operands);
+    SoftmaxForward<A>(operands, plan, blocks, flat)
         .run(data<A>(log_prob), data<A>(log_z), entropy ? data<A>(of_query) : nullptr,
              data<A>(normalizer));
   });
@@ -177,13 +182,13 @@ SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_lo
                               const Tensor& grad_entropy, const Tensor& input, const Tensor& weight,
                               const OptionalTensor& bias, const Tensor& ids,
                               const Tensor& normalizer, const Tensor& entropy,
-                              std::array<bool, 3> mask) {
+                              std::string_view text, std::array<bool, 3> mask) {
   const SoftmaxBackward grads{grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy};
-  check_linear_softmax_backward(input, weight, bias, grads);
+  const LogitOptions transform = check_linear_softmax_backward(input, weight, bias, grads, text);
   check::class_ids("linear_softmax_backward", "ids", ids, weight.size(0));
   const int64_t queries = input.size(0), classes = weight.size(0), features = weight.size(1);
   if (use_reference() || queries == 0 || classes == 0) {
-    return linear_softmax_backward_reference(input, weight, bias, grads, mask);
+    return linear_softmax_backward_reference(input, weight, bias, grads, text, mask);
   }
   const LinearOperands operands(input, weight, bias);
   const auto sums = grad_log_prob.options();
@@ -201,7 +206,8 @@ SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_lo
   const Tensor moved = slope.defined() ? slope.contiguous() : slope;
   dispatch_floating(operands.dtype, [&](auto zero) {
     using A = opmath<decltype(zero)>;
-    const SlopePass<A> pass{operands, flat.const_data_ptr<int64_t>(), ids.size(1), queries,
+    const BlockTransform<A> blocks(transform, operands);
+    const SlopePass<A> pass{blocks, flat.const_data_ptr<int64_t>(), ids.size(1), queries,
                             const_data<A>(of_ids), const_data<A>(state), const_data<A>(scale),
                             moved.defined() ? const_data<A>(moved) : nullptr};
     for_each_group(plan, [&](int64_t first, int64_t last) {
@@ -212,7 +218,12 @@ SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_lo
           const ClassBlock block = plan.block(i);
           const Tensor rows = scratch.rows(block), logits = scratch.logits_buffer(block);
           multiply(logits, operands.input, rows.t(), {.bfloat16 = operands.rounds});
+          blocks.apply(logits, block);
+          const Tensor derivative = blocks.active() ? transform_derivative(logits, transform) : Tensor();
           pass.run(data<A>(logits), block);
+          if (derivative.defined()) {
+            logits.mul_(derivative);
+          }
           gradients.take(scratch, block, rows, logits, part, /*first=*/i == g);
         }
       }

@@ -3,6 +3,8 @@
 #include "core/checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
+#include "core/options.h"
+#include "losses/logit_transform.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/autocast_mode.h>
@@ -20,6 +22,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace xsoftmax {
 namespace {
@@ -29,41 +32,48 @@ using at::Tensor;
 constexpr const char* kOp = "linear_topk";
 constexpr int64_t kReferenceBlock = 8192; // classes at once in the composite
 
-TopK linear_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
-  check_linear_topk(input, weight, bias, k);
+TopK call(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, std::string_view text) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_topk", "").typed<decltype(linear_topk_reference)>();
+  return op.call(input, weight, bias, std::move(k), text);
+}
+
+TopK linear_topk_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, std::string_view text) {
+  check_linear_topk(input, weight, bias, k, text);
   const auto options = input.options();
   return {at::empty_symint({input.sym_size(0), k}, options.dtype(opmath_dtype(input.scalar_type()))),
           at::empty_symint({input.sym_size(0), k}, options.dtype(at::kLong))};
 }
 
-TopK linear_topk_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
+TopK linear_topk_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, std::string_view text) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return linear_topk(input, weight, bias, k);
+  return call(input, weight, bias, k, text);
 }
 
-TopK linear_topk_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
+TopK linear_topk_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, std::string_view text) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto device = input.device().type();
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
-  return linear_topk(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, k);
+  return call(cast(input), cast(weight), given(bias) ? OptionalTensor(cast(*bias)) : std::nullopt, k, text);
 }
 
 } // namespace
 
-TopK linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_topk", "").typed<decltype(linear_topk_reference)>();
-  return op.call(input, weight, bias, k);
+TopK linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, const LogitOptions& options) {
+  return call(input, weight, bias, std::move(k), transforms(options) ? print_options(options) : "");
 }
 
-void check_linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& k) {
+LogitOptions check_linear_topk(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const c10::SymInt& k, std::string_view text) {
   check::linear(kOp, input, weight, bias);
   TORCH_CHECK_VALUE(k >= 0, kOp, ": expected k >= 0, got ", k);
   TORCH_CHECK_VALUE(weight.sym_size(0) >= k, kOp, ": expected k of at most ", weight.sym_size(0), " (the rows of weight), got ", k);
+  const auto options = parse_options<LogitOptions>(kOp, text);
+  check_logits(kOp, options);
+  return options;
 }
 
-TopK linear_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
-  check_linear_topk(input, weight, bias, k);
+TopK linear_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, std::string_view text) {
+  const LogitOptions options = check_linear_topk(input, weight, bias, k, text);
   const int64_t queries = input.size(0), classes = weight.size(0), count = k.expect_int();
   const Tensor query = input.to(opmath_dtype(input.scalar_type()));
   const double infinity = std::numeric_limits<double>::infinity();
@@ -75,23 +85,28 @@ TopK linear_topk_reference(const Tensor& input, const Tensor& weight, const Opti
     if (given(bias)) {
       logits = logits + bias->narrow(0, begin, size).to(query.scalar_type());
     }
+    // By scores, which a cap may round to equal logits.
+    const Tensor scores = logits;
+    logits = transform_logits(scores, options);
     const Tensor new_largest = at::maximum(largest, logits.amax(1));
     const Tensor shift = new_largest.masked_fill(new_largest.eq(-infinity), 0);
     sum = sum * (largest - shift).exp() + (logits - shift.unsqueeze(1)).exp().sum(1);
     largest = new_largest;
     // The best so far stand before the block and are sorted, so a stable sort leaves the lower of equal classes first.
     const Tensor ids = at::arange(begin, begin + size, indices.options()).expand({queries, size});
-    auto [sorted, order] = at::cat({values, logits}, 1).sort(/*stable=*/true, /*dim=*/1, /*descending=*/true);
+    auto [sorted, order] = at::cat({values, scores}, 1).sort(/*stable=*/true, /*dim=*/1, /*descending=*/true);
     const int64_t kept = std::min(count, sorted.size(1));
     values = sorted.narrow(1, 0, kept);
     indices = at::cat({indices, ids}, 1).gather(1, order.narrow(1, 0, kept));
   }
-  values = (values - largest.unsqueeze(1)) - sum.log().unsqueeze(1);
+  values = (transform_logits(values, options) - largest.unsqueeze(1)) - sum.log().unsqueeze(1);
   const Tensor undefined = (largest + sum.log()).isnan().unsqueeze(1);
   return {values.masked_fill(undefined, std::numeric_limits<double>::quiet_NaN()), at::where(undefined, at::arange(count, indices.options()), indices)};
 }
 
-TORCH_LIBRARY_FRAGMENT(xsoftmax, m) { m.def("linear_topk(Tensor input, Tensor weight, Tensor? bias, SymInt k) -> (Tensor values, Tensor indices)"); }
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def("linear_topk(Tensor input, Tensor weight, Tensor? bias, SymInt k, str options=\"\") -> (Tensor values, Tensor indices)");
+}
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) { m.impl("linear_topk", linear_topk_reference); }
 TORCH_LIBRARY_IMPL(xsoftmax, Meta, m) { m.impl("linear_topk", linear_topk_meta); }

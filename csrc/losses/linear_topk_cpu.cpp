@@ -4,6 +4,7 @@
 #include "core/products.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_topk.h"
+#include "losses/logit_blocks.h"
 #include "losses/softmax_rows.h"
 #include "scores/row_kernels.h"
 
@@ -47,9 +48,9 @@ class TopKPass {
   using A = opmath<T>;
 
  public:
-  TopKPass(const LinearOperands& operands, const BlockPlan& plan, int64_t k)
-      : operands_(operands), plan_(plan), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr), queries_(operands.input.size(0)), k_(k),
-        groups_(plan.groups, GroupBest<A>(queries_, k)) {}
+  TopKPass(const LinearOperands& operands, const BlockPlan& plan, const LogitOptions& options, int64_t k)
+      : operands_(operands), plan_(plan), transform_(options, operands), bias_(operands.bias.defined() ? const_data<A>(operands.bias) : nullptr),
+        queries_(operands.input.size(0)), k_(k), groups_(plan.groups, GroupBest<A>(queries_, k)) {}
 
   void run(A* values, int64_t* indices) {
     for_each_group(plan_, [&](int64_t first, int64_t last) {
@@ -59,7 +60,7 @@ class TopKPass {
           const ClassBlock block = plan_.block(i);
           Tensor logits = scratch.logits_buffer(block);
           multiply(logits, operands_.input, scratch.rows(block).t(), {.bfloat16 = operands_.rounds});
-          visit_block(groups_[g], const_data<T>(logits), block);
+          visit_block(groups_[g], data<T>(logits), block);
         }
       }
     });
@@ -72,11 +73,17 @@ class TopKPass {
   }
 
  private:
-  void visit_block(GroupBest<A>& group, const T* logits, const ClassBlock& block) const {
+  void visit_block(GroupBest<A>& group, T* logits, const ClassBlock& block) const {
     const A* bias = bias_ == nullptr ? nullptr : bias_ + block.begin;
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
       for (int64_t q = first; q < last; ++q) {
-        const T* row = logits + q * block.size;
+        T* row = logits + q * block.size;
+        if (transform_.active()) { // the best by scores, which a cap may round to equal logits
+          visit_row(&group.heaps[q * k_], group.count[q], row, bias, block, std::numeric_limits<A>::infinity());
+          softmax_rows().of(row).transform(row, bias, transform_.rows(), block.size);
+          softmax_rows().of(row).fold(&group.max[q], &group.sum[q], row, nullptr, block.size);
+          continue;
+        }
         const A top = softmax_rows().of(row).fold(&group.max[q], &group.sum[q], row, bias, block.size);
         visit_row(&group.heaps[q * k_], group.count[q], row, bias, block, top);
       }
@@ -125,22 +132,30 @@ class TopKPass {
     }
     std::partial_sort(best.begin(), best.begin() + k_, best.end());
     for (int64_t i = 0; i < k_; ++i) {
-      values[i] = (best[i].logit - max) - log_sum;
+      values[i] = (logit_of(best[i].logit) - max) - log_sum;
       indices[i] = best[i].id;
     }
   }
 
+  A logit_of(A score) const {
+    if (transform_.active()) {
+      softmax_rows().of(&score).transform(&score, nullptr, transform_.rows(), 1);
+    }
+    return score;
+  }
+
   const LinearOperands& operands_;
   const BlockPlan plan_;
+  const BlockTransform<T> transform_;
   const A* const bias_;
   const int64_t queries_, k_;
   std::vector<GroupBest<A>> groups_;
 };
 
-TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
-  check_linear_topk(input, weight, bias, k);
+TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, std::string_view text) {
+  const LogitOptions options = check_linear_topk(input, weight, bias, k, text);
   if (use_reference()) {
-    return linear_topk_reference(input, weight, bias, k);
+    return linear_topk_reference(input, weight, bias, k, text);
   }
   const int64_t queries = input.size(0), count = k.expect_int();
   const Tensor values = at::empty({queries, count}, input.options().dtype(opmath_dtype(input.scalar_type())));
@@ -152,7 +167,7 @@ TopK linear_topk_cpu(const Tensor& input, const Tensor& weight, const OptionalTe
   const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0, queries * (count * 16 + 24), operands.dtype);
   dispatch_floating(operands.dtype, [&](auto zero) {
     using T = decltype(zero);
-    TopKPass<T>(operands, plan, count).run(data<opmath<T>>(values), indices.mutable_data_ptr<int64_t>());
+    TopKPass<T>(operands, plan, options, count).run(data<opmath<T>>(values), indices.mutable_data_ptr<int64_t>());
   });
   return {values, indices};
 }

@@ -3,6 +3,7 @@
 #include "core/dtypes.h"
 #include "core/impl.h"
 #include "losses/linear_topk.h"
+#include "losses/logit_transform.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -27,13 +28,13 @@ __global__ void read_keys_kernel(float* values, int64_t* indices, const int64_t*
   }
 }
 
-TopK linear_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k) {
-  check_linear_topk(input, weight, bias, k);
+TopK linear_topk_cuda(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::SymInt k, std::string_view text) {
+  const LogitOptions options = check_linear_topk(input, weight, bias, k, text);
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t queries = input.size(0), classes = weight.size(0), count = k.expect_int();
-  // A float64 leaves no room for a class beside it.
-  if (use_reference() || input.scalar_type() == at::kDouble || classes > kMostClasses || queries == 0 || count == 0) {
-    return linear_topk_reference(input, weight, bias, k);
+  // A float64 leaves no room for a class beside it. Keys are of scores, and sums of logits: two of them where options transform.
+  if (use_reference() || transforms(options) || input.scalar_type() == at::kDouble || classes > kMostClasses || queries == 0 || count == 0) {
+    return linear_topk_reference(input, weight, bias, k, text);
   }
   const auto floats = input.options().dtype(at::kFloat), longs = input.options().dtype(at::kLong);
   const Tensor query = input.contiguous(), bias_row = given(bias) ? bias->to(at::kFloat).contiguous() : Tensor();

@@ -4,6 +4,7 @@
 #include "core/options.h"
 #include "losses/candidate_loss.h"
 #include "losses/linear_candidate_loss.h"
+#include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "losses/several_positives.h"
 #include "losses/soft_targets.h"
@@ -35,19 +36,20 @@ void check_arguments(const Tensor& input, const Tensor& weight, const Tensor& ta
     check::floating(kOp, "log_z", *log_z);
   }
   reduction_code(kOp, options.reduction);
+  check_logits(kOp, options);
 }
 
-// In two steps, the scores between them: they are lowered by log Z, or the estimator has no loop over rows.
+// In two steps, the scores between them: they are transformed or lowered by log Z, z_loss needs them, or the estimator has no loop over rows.
 Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Candidates& candidates,
                       const OptionalTensor& log_z, const SampledSoftmaxOptions& options, const Estimator& estimator) {
   const Tensor known = targets_that_count(target, options.ignore_index), counts = target.ne(options.ignore_index);
   const Tensor queries = at::where(counts.unsqueeze(1), input, at::zeros({}, input.options())); // ignored ones may hold anything
   const Tensor ids = given(candidates.private_ids) ? at::cat({known.unsqueeze(1), *candidates.private_ids}, 1) : known.unsqueeze(1);
   Tensor scores = candidate_scores(queries, weight, bias, ids, candidates.shared_ids, options.sparse_grad);
+  scores = transform_logits(scores, options);
   scores = given(log_z) ? scores - *log_z : scores;
   check_candidates(kOp, "input", queries, known, candidates, options);
-  return estimator.has_kernels() ? estimator_loss(scores, known, candidates, options)
-                                 : estimator_loss_reference({scores, known, candidates, options, estimator});
+  return loss_of_scores({scores, known, candidates, options, estimator}, options.z_loss);
 }
 
 Tensor sampled_softmax_loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList ids,
@@ -70,6 +72,7 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   Tensor target = given_target;
   const bool several = has_several(input, target, options.ignore_index);
   const Estimator& estimator = find_estimator(kOp, options.estimator);
+  check_z_loss(kOp, options.z_loss, estimator);
   if (estimator.traits.has_noise) {
     const auto distinct = std::count_if(sets.begin(), sets.end(), [](const CandidateSet& set) { return set.distinct; });
     TORCH_CHECK_VALUE(distinct > 0 && size_t(distinct) < sets.size(), kOp,
@@ -82,7 +85,7 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
   }
   const Tensor flat = target.reshape({-1}), queries = input.reshape_symint({flat.sym_size(0), input.sym_size(-1)});
   const Candidates candidates = lay_out(sets, flat.sym_size(0), estimator.traits);
-  const bool by_scores = given(log_z) || !estimator.has_kernels();
+  const bool by_scores = given(log_z) || !estimator.has_kernels() || transforms(options) || options.z_loss != 0;
   if (!by_scores && !given(class_weight) && input.is_cpu()) { // on a device, whether there is nothing left to scale would not be known
     if (const OptionalTensor share = equal_shares(flat, options, opmath_dtype(weight.scalar_type())); given(share)) {
       return linear_candidate_loss(queries, weight, bias, flat, candidates, options, share);

@@ -2,6 +2,7 @@
 
 #include "core/checks.h"
 #include "losses/candidate_loss.h"
+#include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "xsoftmax/ops.h"
 
@@ -169,6 +170,7 @@ PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight, con
   const Tensor rows = at::where(counts.any(1, /*keepdim=*/true), flat, at::zeros({}, flat.options())); // ignored ones may hold anything
   const Tensor ids = given(columns.private_ids) ? at::cat({known, *columns.private_ids}, 1) : known;
   Tensor scores = candidate_scores(rows, weight, bias, ids, columns.shared_ids, options.sparse_grad);
+  scores = transform_logits(scores, options);
   scores = given(log_z) ? scores - *log_z : scores;
   const Tensor of_positives = scores.narrow_symint(1, 0, width);
   const Tensor of_candidates = scores.narrow_symint(1, width, scores.sym_size(1) - width);
@@ -191,8 +193,7 @@ PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight, con
   const Tensor row_target = targets.of(known).flatten();
   const Candidates candidates = lay_out(of_rows, queries * each, traits);
   check_candidates(kOp, "input", matrix, row_target, candidates, options);
-  const Tensor loss = estimator.has_kernels() ? estimator_loss(matrix, row_target, candidates, options)
-                                              : estimator_loss_reference({matrix, row_target, candidates, options, estimator});
+  const Tensor loss = loss_of_scores({matrix, row_target, candidates, options, estimator}, options.z_loss);
   return {loss.reshape_symint(score.sym_sizes()), of_positives, score};
 }
 

@@ -4,6 +4,7 @@
 #include "core/dtypes.h"
 #include "core/options.h"
 #include "losses/linear_softmax.h"
+#include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "losses/several_positives.h"
 
@@ -51,6 +52,11 @@ Tensor shares_of(const Tensor& prob, const Tensor& ids, const OptionalTensor& cl
   return shares * weights.reshape_symint(ids.sym_sizes());
 }
 
+// The loss of each entry [Q, T], with z_loss * (log normaliser)^2.
+Tensor with_z_loss(const Tensor& loss, const Tensor& log_normalizer, double z_loss) {
+  return z_loss == 0 ? loss : loss + log_normalizer.square() * z_loss;
+}
+
 // The different classes of each query, [Q, T] as different_positives gives them, and the sum of the
 // probabilities of each, [Q, T].
 std::tuple<Tensor, Tensor> joined(const Tensor& target, const Tensor& prob, int64_t ignore_index) {
@@ -82,7 +88,11 @@ Tensor soft_targets(const char* op, const Tensor& input, const Tensor& target,
 
 Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Tensor& target, const Tensor& target_prob,
-                        const OptionalTensor& class_weight, const ReductionOptions& options) {
+                        const OptionalTensor& class_weight, const CrossEntropyOptions& options) {
+  TORCH_CHECK_VALUE(options.label_smoothing == 0, kExact,
+                    ": expected label_smoothing of 0 beside target_prob, got ", options.label_smoothing);
+  check_logits(kExact, options);
+  check_z_loss(kExact, options.z_loss);
   const Tensor listed = soft_targets(kExact, input, target, target_prob, options.ignore_index);
   check_batch(kExact, input, listed, weight, options.ignore_index, /*soft=*/true);
   check_class_weight(kExact, class_weight, weight.sym_size(0), target);
@@ -90,10 +100,12 @@ Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const Optiona
   const Tensor ids = rows.masked_fill(counts.logical_not(), 0);
   const Tensor queries = input.unsqueeze(0).flatten(0, -2);
   const Tensor counted = counted_rows(queries, counts.any(1).to(at::kLong), 0);
-  const Tensor log_prob = std::get<0>(linear_softmax(counted, weight, bias, ids, /*entropy=*/false));
+  const auto [log_prob, log_normalizer, entropy] =
+      linear_softmax(counted, weight, bias, ids, /*entropy=*/false, options);
   const Tensor prob = target_prob.reshape_symint(ids.sym_sizes());
   const Tensor shares = shares_of(prob, ids, class_weight, log_prob.scalar_type());
-  return reduced(kExact, at::where(counts, -log_prob * shares, 0.0).sum(1), target, options);
+  const Tensor each = with_z_loss(-log_prob, log_normalizer.unsqueeze(1), options.z_loss);
+  return reduced(kExact, at::where(counts, each * shares, 0.0).sum(1), target, options);
 }
 
 Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -108,6 +120,9 @@ Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const Option
                     given_options.label_smoothing);
   SampledSoftmaxOptions options = given_options;
   options.positives = "sum"; // the classes listed as one, whose loss gives the normaliser
+  options.z_loss = 0;        // added below
+  check_logits(kSampled, options);
+  check_z_loss(kSampled, given_options.z_loss);
   const Tensor listed = soft_targets(kSampled, input, target, target_prob, options.ignore_index);
   check_batch(kSampled, input, listed, weight, options.ignore_index, /*soft=*/true);
   check_class_weight(kSampled, class_weight, weight.sym_size(0), target);
@@ -127,7 +142,7 @@ Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const Option
   const auto [loss, scores, score] =
       losses_of_positives(input, weight, bias, positives, of_listed, options, log_z);
   const Tensor shares = shares_of(prob, positives.clamp_min(0), class_weight, scores.scalar_type());
-  const Tensor each = loss + (score - scores); // log normaliser - score
+  const Tensor each = with_z_loss(loss + (score - scores), loss + score, given_options.z_loss);
   return reduced(kSampled, at::where(positives.ge(0), each * shares, 0.0).sum(1), target, options);
 }
 
@@ -138,7 +153,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
          const Tensor& target_prob, const OptionalTensor& class_weight, std::string_view options) {
         return linear_soft_loss(input, weight, bias, target, target_prob, class_weight,
-                                parse_options<ReductionOptions>(kExact, options));
+                                parse_options<CrossEntropyOptions>(kExact, options));
       });
   m.def("soft_targets(Tensor input, Tensor target, Tensor target_prob, int ignore_index, str owner) -> Tensor",
         [](const Tensor& input, const Tensor& target, const Tensor& target_prob, int64_t ignore_index,

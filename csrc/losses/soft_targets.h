@@ -8,7 +8,7 @@
 // Targets with probabilities: target [*, T] and target_prob [*, T] beside input [*, D], a weight for
 // the loss of each class listed.
 //
-//     loss_q = sum_t target_prob_qt class_weight_t (log normaliser_q - s_qt)
+//     loss_q = sum_t target_prob_qt class_weight_t (log Z_q - s_qt + z_loss (log Z_q)^2)
 //
 // Entries of ignore_index or -1 are padding. Those and entries of probability 0 add nothing, repeats
 // add up, and the probabilities of a query need not sum to 1. A mean is over the queries with an

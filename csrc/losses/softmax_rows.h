@@ -7,6 +7,12 @@
 
 namespace xsoftmax {
 
+/// How scores become logits: cap tanh(scale score / cap), or scale score where cap is 0.
+template <typename A>
+struct RowTransform {
+  A scale, cap;
+};
+
 /// The loops over a row of logits of one query behind the exact losses. T is the dtype of the products that made the logits;
 /// `bias` [n], where not null, is added to them on the fly, so that no pass over the logits does only that. Sums are in opmath<T>.
 template <typename T>
@@ -30,6 +36,13 @@ struct SoftmaxRows {
   /// be logits.
   void (*gradient_of_entropy)(T* grad, const T* logits, const opmath<T>* bias, opmath<T> max,
                               opmath<T> constant, opmath<T> slope, int64_t n);
+  /// Turns scores into logits, in place; bias [n], where not null, is added to the scores first.
+  void (*transform)(T* scores, const opmath<T>* bias, RowTransform<opmath<T>> transform, int64_t n);
+  /// `gradient` and `gradient_of_saved` for the scores behind transformed logits: times the derivative of each logit.
+  void (*transformed_gradient)(T* grad, const T* logits, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing, int64_t n,
+                               RowTransform<opmath<T>> transform);
+  void (*transformed_gradient_of_saved)(T* grad, const opmath<T>* logits, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing,
+                                        int64_t n, RowTransform<opmath<T>> transform);
   /// The first j >= from with logit[j] > threshold, or n.
   int64_t (*find_above)(const T* logits, const opmath<T>* bias, int64_t from, int64_t n, opmath<T> threshold);
 };

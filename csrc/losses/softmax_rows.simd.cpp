@@ -137,6 +137,60 @@ void gradient(T* grad, const In* logits, const opmath<T>* bias, const opmath<T>*
                                  : gradient_row<true, true>(grad, logits, bias, class_weight, max, scale, smoothing, n);
 }
 
+// tanh to some ulp, without branches: up to 1/2 by a convergent of Lambert's continued fraction, whose error there is below float64's, and beyond by e^-2|x|.
+template <typename A>
+inline A hyperbolic_tangent(A x) {
+  const A size = x < 0 ? -x : x, square = x * x;
+  const A numerator = ((square + A(378)) * square + A(17325)) * square + A(135135);
+  const A denominator = ((A(28) * square + A(3150)) * square + A(62370)) * square + A(135135);
+  const A decay = exponential(A(-2) * size), large = (1 - decay) / (1 + decay);
+  return size < A(0.5) ? x * numerator / denominator : (x < 0 ? -large : large);
+}
+
+template <bool kBias, typename T>
+void transform_row(T* scores, const opmath<T>* __restrict bias, RowTransform<opmath<T>> transform, int64_t n) {
+  using A = opmath<T>;
+  const A cap = transform.cap, scale = cap == 0 ? transform.scale : transform.scale / cap;
+  if (cap == 0) {
+#pragma GCC ivdep
+    for (int64_t j = 0; j < n; ++j) {
+      store(scores + j, scale * logit<kBias>(scores, bias, j));
+    }
+  } else {
+#pragma GCC ivdep
+    for (int64_t j = 0; j < n; ++j) {
+      store(scores + j, cap * hyperbolic_tangent(scale * logit<kBias>(scores, bias, j)));
+    }
+  }
+}
+
+template <typename T>
+void transform(T* scores, const opmath<T>* bias, RowTransform<opmath<T>> transform, int64_t n) {
+  bias == nullptr ? transform_row<false>(scores, bias, transform, n) : transform_row<true>(scores, bias, transform, n);
+}
+
+// As gradient_row.
+template <bool kWeight, typename T, typename In>
+void transformed_gradient_row(T* grad, const In* logits, const opmath<T>* __restrict class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing,
+                              int64_t n, RowTransform<opmath<T>> transform) {
+  using A = opmath<T>;
+  const A inverse = transform.cap == 0 ? A(0) : 1 / transform.cap;
+  const bool capped = transform.cap != 0;
+#pragma GCC ivdep
+  for (int64_t j = 0; j < n; ++j) {
+    const A x = load(logits[j]), ratio = capped ? x * inverse : A(0); // not -inf * 0
+    const A slope = scale * exponential(x - max) - (kWeight ? smoothing * class_weight[j] : smoothing);
+    store(grad + j, slope * (transform.scale * (1 - ratio * ratio)));
+  }
+}
+
+template <typename T, typename In>
+void transformed_gradient(T* grad, const In* logits, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale, opmath<T> smoothing, int64_t n,
+                          RowTransform<opmath<T>> transform) {
+  class_weight == nullptr ? transformed_gradient_row<false>(grad, logits, class_weight, max, scale, smoothing, n, transform)
+                          : transformed_gradient_row<true>(grad, logits, class_weight, max, scale, smoothing, n, transform);
+}
+
 template <bool kBias, typename T>
 int64_t find_above_row(const T* __restrict logits, const opmath<T>* __restrict bias, int64_t from, int64_t n, opmath<T> threshold) {
   // Whether a run of logits has one is a reduction without an exit, which vectorises; hits are rare.
@@ -164,7 +218,16 @@ int64_t find_above(const T* logits, const opmath<T>* bias, int64_t from, int64_t
 
 template <typename T>
 constexpr SoftmaxRows<T> rows() {
-  return {fold<T>, fold_weighted<T>, weighted_sum<T>, gradient<T, T>, gradient<T, opmath<T>>, gradient_of_entropy<T>, find_above<T>};
+  return {fold<T>,
+          fold_weighted<T>,
+          weighted_sum<T>,
+          gradient<T, T>,
+          gradient<T, opmath<T>>,
+          gradient_of_entropy<T>,
+          transform<T>,
+          transformed_gradient<T, T>,
+          transformed_gradient<T, opmath<T>>,
+          find_above<T>};
 }
 
 } // namespace

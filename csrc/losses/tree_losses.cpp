@@ -5,6 +5,7 @@
 #include "core/options.h"
 #include "core/products.h"
 #include "losses/candidates.h"
+#include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "trees/beam_search.h"
 #include "trees/edge_tables.h"
@@ -98,6 +99,8 @@ Tensor hierarchical_softmax_loss(const Tensor& input, const Tensor& weight, cons
 Tensor beam_tree_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const TreeTables& tree,
                       at::IntArrayRef layer_sizes, const Proposal& sets, const OptionalTensor& class_weight, const SampledSoftmaxOptions& options) {
   const Batch batch("beam_tree_loss", input, target, weight, bias, tree, class_weight, options.ignore_index);
+  TORCH_CHECK_VALUE(!transforms(options) && options.z_loss == 0, "beam_tree_loss: expected logit_scale of 1, no softcap and no z_loss, got ",
+                    options.logit_scale, ", ", options.softcap, " and ", options.z_loss);
   const Tensor nodes = nodes_of(batch, tree, sets, options.estimator);
   const Tensor scores = tree_scores(batch.queries, weight, bias, tree.parent, nodes, layer_sizes, /*differences_only=*/true, options.sparse_grad);
   return reduced_loss(candidate_loss(scores, batch.known(), sets, options), target, class_weight, options);
@@ -111,8 +114,10 @@ Tensor tree_cross_entropy(const Tensor& input, const Tensor& weight, const Optio
   const auto whole = [&](const Tensor& tensor) { return low ? tensor.to(at::kFloat) : tensor; };
   const auto along = [&](const Tensor& rows) { return tree_class_scores(whole(rows), tree.parent, tree.class_node, layer_sizes, 0); };
   const int64_t reduction = reduction_code(op, options.reduction);
-  const Tensor loss = linear_cross_entropy(whole(batch.queries), along(weight), given(bias) ? OptionalTensor(along(*bias)) : bias, batch.target, class_weight,
-                                           reduction, options.ignore_index, 0.0);
+  CrossEntropyOptions exact;
+  static_cast<ReductionOptions&>(exact) = options;
+  const Tensor loss =
+      linear_cross_entropy(whole(batch.queries), along(weight), given(bias) ? OptionalTensor(along(*bias)) : bias, batch.target, class_weight, exact);
   return reduction == at::Reduction::None ? loss.reshape_symint(target.sym_sizes()) : loss;
 }
 

@@ -36,6 +36,8 @@ int64_t classes_of(const char* name, const LabelTree& tree) {
 TreeLossImpl::TreeLossImpl(const char* name, int64_t in_features, LabelTree given_tree, const LossOptions& options)
     : TableLossImpl(name, classes_of(name, given_tree), options, {"noise", "steps"}) {
   TORCH_CHECK_VALUE(options.label_smoothing == 0, name, ": expected label_smoothing of 0, got ", options.label_smoothing);
+  TORCH_CHECK_VALUE(options.logit_scale == 1 && options.softcap == 0 && options.z_loss == 0, name,
+                    ": expected logit_scale of 1, no softcap and no z_loss, got ", options.logit_scale, ", ", options.softcap, " and ", options.z_loss);
   tree = register_module("tree", LabelTree(given_tree->parent, given_tree->node_class));
   edges = register_module("edges", torch::nn::Linear(torch::nn::LinearOptions(in_features, tree->num_edges()).bias(options.bias)));
 }

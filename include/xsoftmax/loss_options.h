@@ -71,6 +71,33 @@ struct ReductionOptions {
   }
 };
 
+/// How scores s, products of queries and rows with the bias added, become the logits of the softmax:
+///     softcap * tanh(logit_scale * s / softcap), or logit_scale * s without a cap
+struct LogitOptions {
+  double logit_scale = 1.0; ///< above 0
+  double softcap = 0.0;     ///< above 0: logits stay in (-softcap, softcap); 0: no cap
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    visitor("logit_scale", logit_scale);
+    visitor("softcap", softcap);
+  }
+};
+
+/// Options of linear_cross_entropy.
+struct CrossEntropyOptions : ReductionOptions, LogitOptions {
+  double label_smoothing = 0.0; ///< in [0, 1]
+  double z_loss = 0.0;          ///< at least 0: adds z_loss * (log normaliser)^2 to the loss of each query
+
+  template <typename Visitor>
+  void visit(Visitor& visitor) {
+    ReductionOptions::visit(visitor);
+    LogitOptions::visit(visitor);
+    visitor("label_smoothing", label_smoothing);
+    visitor("z_loss", z_loss);
+  }
+};
+
 /// What several positives of a query come to, target [*, T].
 struct PositivesOptions {
   std::string positives = "mean"; ///< "mean" of their losses, each without the others among the candidates; "sum": the log of their summed probability
@@ -81,25 +108,28 @@ struct PositivesOptions {
   }
 };
 
-/// What linear_positives_loss takes.
-struct ExactPositivesOptions : ReductionOptions, PositivesOptions {
+/// Options of linear_positives_loss. label_smoothing: 0.
+struct ExactPositivesOptions : CrossEntropyOptions, PositivesOptions {
   template <typename Visitor>
   void visit(Visitor& visitor) {
-    ReductionOptions::visit(visitor);
+    CrossEntropyOptions::visit(visitor);
     PositivesOptions::visit(visitor);
   }
 };
 
 /// What sampled_softmax_loss takes.
-struct SampledSoftmaxOptions : EstimatorOptions, ReductionOptions, PositivesOptions {
+struct SampledSoftmaxOptions : EstimatorOptions, ReductionOptions, PositivesOptions, LogitOptions {
   bool sparse_grad = true; ///< the gradient of the table is row-sparse, with a static number of rows; false: dense
+  double z_loss = 0.0;     ///< at least 0: adds z_loss * (estimated log normaliser)^2 to the loss of each query
 
   template <typename Visitor>
   void visit(Visitor& visitor) {
     EstimatorOptions::visit(visitor);
     ReductionOptions::visit(visitor);
     PositivesOptions::visit(visitor);
+    LogitOptions::visit(visitor);
     visitor("sparse_grad", sparse_grad);
+    visitor("z_loss", z_loss);
   }
 };
 

@@ -30,6 +30,9 @@ struct LossOptions {
   std::string reduction = "mean";   ///< "mean" (weighted, over targets that are not ignored), "sum" or "none"
   int64_t ignore_index = -100;      ///< targets of this value have no loss and no gradient
   double label_smoothing = 0.0;     ///< in [0, 1]
+  double logit_scale = 1.0;         ///< above 0: logits are softcap * tanh(logit_scale * linear(input) / softcap); see LogitOptions
+  double softcap = 0.0;             ///< above 0; 0: logits are logit_scale * linear(input)
+  double z_loss = 0.0;              ///< adds z_loss * (log normaliser)^2 to the loss of each query, in train() of its estimate
   std::string positives = "mean";   ///< what several positives of a query come to, target [*, T]: see PositivesOptions
 };
 
@@ -85,7 +88,7 @@ class LinearLossImpl : public TableLossImpl {
   /// target_prob: floating [*, T] beside target [*, T], as of xsoftmax::linear_soft_loss.
   torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target,
                       const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
-  /// log_softmax(linear(input)), [*, N]; or of ids [*] or [*, K] alone, without [*, N] in memory.
+  /// log_softmax of the logits, of linear(input) where LossOptions do not transform it, [*, N]; or of ids [*] or [*, K] alone, without [*, N] in memory.
   torch::Tensor log_prob(const torch::Tensor& input,
                          const std::optional<torch::Tensor>& ids = std::nullopt);
   /// The entropy of the softmax of each query, [*], without [*, N] in memory.
@@ -112,6 +115,7 @@ class LinearLossImpl : public TableLossImpl {
   /// Classes that must stay; undefined: none.
   virtual torch::Tensor fixed_ids() const { return {}; }
   void check_table(const torch::Tensor& input, const torch::Tensor& target = {}) const;
+  LogitOptions logit_options() const;
   const torch::nn::Linear& table() const override { return linear; }
 };
 
@@ -135,6 +139,8 @@ class CandidateLossImpl : public LinearLossImpl {
  protected:
   torch::Tensor candidate_loss(const torch::Tensor& input, const torch::Tensor& target, const Proposal& sets, const torch::Tensor& log_z = {},
                                const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
+  /// The batch as samplers see it: queries [Q, D], multiplied by logit_scale, and targets. soft: of given probabilities.
+  std::tuple<torch::Tensor, torch::Tensor> counted(const torch::Tensor& input, const torch::Tensor& target, bool soft = false) const;
 
   SampledSoftmaxOptions step_; ///< what the operator takes
 };

@@ -80,13 +80,16 @@ at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, co
 /// sampled_softmax_loss: the loss of a class table on sampled candidates, from the hidden state to the reduced loss: candidate_scores and
 /// candidate_loss (which say what the arguments mean) in one pass over the rows of the table, forward and backward.
 ///
-///     scores = candidate_scores(input, weight, bias, cat(target[:, None], private ids), shared ids) - log_z
-///     loss = candidate_loss(scores, target, sets, ...) * class_weight[target]                     # 0 where ignored
+///     scores = candidate_scores(input, weight, bias, cat(target[:, None], private ids), shared ids)
+///     t = softcap * (logit_scale * scores / softcap).tanh() - log_z                              # without a cap: logit_scale * scores - log_z
+///     loss = candidate_loss(t, target, sets, ...) * class_weight[target]                         # 0 where ignored
 ///     reduction: none; mean: loss.sum() / class_weight[target].sum() over targets that count; sum
 ///
 /// input [*, D] and target [*]; sets in any order; class_weight [N] in any floating dtype or none; log_z 0-dim or none, with a gradient where it
 /// asks for one. Targets equal to ignore_index have no loss and no gradient, whatever their queries hold. Returns [*] or a scalar, in float32 or
-/// float64.
+/// float64. z_loss adds z_loss * (log normaliser)^2 to the loss of each query before its class weight: of the estimators whose loss is a log normaliser
+/// less the score of the target ("sampled_softmax", "ranking", "importance", "cane", "cane_log_of_mean"), with that normaliser. With logit_scale, softcap or
+/// z_loss the scores of a batch are in memory, [Q, 1 + C]; without them they are not.
 ///
 /// target_prob [*, T], floating, beside target [*, T]: the loss of linear_soft_loss, whose log
 /// normaliser is estimated once for a query: from the different classes listed, each with the count
@@ -110,23 +113,23 @@ at::Tensor tower_loss(const at::Tensor& query, const at::Tensor& target_vector, 
 
 /// linear_cross_entropy: the exact loss, without the [Q, N] logits.
 ///
-///     F.cross_entropy(F.linear(input, weight, bias), target, class_weight, reduction=..., ignore_index=..., label_smoothing=...)
+///     t = softcap * (logit_scale * F.linear(input, weight, bias) / softcap).tanh()            # without a cap: logit_scale * F.linear(...)
+///     F.cross_entropy(t, target, class_weight, reduction=..., ignore_index=..., label_smoothing=...)
+///     + z_loss * t.logsumexp(-1).square(), weighted and reduced as the first term is without label smoothing
 ///
 /// input [Q, D], weight [N, D], bias [N] or none: one of float32, float64, bfloat16, float16; target [Q]: int64 in [0, N) or ignore_index;
-/// class_weight [N] or none: of any floating dtype, takes no gradient; reduction 0 (none), 1 (mean; over no query it is
-/// NaN) or 2 (sum). Returns a scalar or [Q], in float32, or float64 for float64 inputs. Gradients are dense.
-/// Of logits it holds at most 54 MB; where that is too few queries, 40 MB and a block a thread (4 MB; 64 classes at least). A mean or a sum
-/// of float32 or float64 losses makes the gradients that are wanted with the loss: call it under NoGradMode (torch.no_grad) where none
-/// will be asked for.
+/// class_weight [N] or none: of any floating dtype, takes no gradient. A mean over no query is NaN. Returns a scalar or [Q], in float32, or float64 for float64
+/// inputs. Gradients are dense. Of logits it holds at most 54 MB; where that is too few queries, 40 MB and a block a thread (4 MB; 64 classes at least). A mean
+/// or a sum of float32 or float64 losses makes the gradients that are wanted with the loss: call it under NoGradMode (torch.no_grad) where none will be asked
+/// for.
 at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
-                                const std::optional<at::Tensor>& class_weight = std::nullopt, int64_t reduction = 1, c10::SymInt ignore_index = -100,
-                                double label_smoothing = 0.0);
+                                const std::optional<at::Tensor>& class_weight = std::nullopt, const CrossEntropyOptions& options = {});
 
 /// linear_positives_loss: the exact loss of several positives of each query, target [*, T], without the [Q, N] logits.
 ///
-///     s = F.linear(input, weight, bias); n = logsumexp of s over the classes that are no positive of the query
-///     "mean": the mean over its positives y of class_weight[y] softplus(n - s_y)
-///     "sum": softplus(n - logsumexp over its positives of s_y)
+///     s = the logits t of linear_cross_entropy; n = logsumexp of s over the classes that are no positive of the query
+///     "mean": the mean over its positives y of class_weight[y] (softplus(n - s_y) + z_loss * logaddexp(n, s_y)^2)
+///     "sum": softplus(n - logsumexp over its positives of s_y) + z_loss * logsumexp(s)^2
 ///
 /// input [*, D], weight [N, D], bias [N] or none, class_weight [N] or none; repeats, and targets equal to ignore_index, are no positives. Reduction as of
 /// sampled_softmax_loss. Returns a scalar or [*].
@@ -144,13 +147,14 @@ at::Tensor linear_positives_loss(const at::Tensor& input, const at::Tensor& weig
 /// target_prob [*, T], floating, without gradient, which need not sum to 1; class_weight [N] or none.
 /// It equals F.cross_entropy with a target of probabilities [*, N] that are 0 outside the classes
 /// listed. Entries of ignore_index or -1 are padding; those and entries of probability 0 add nothing,
-/// repeats add up, and a query of padding alone does not count. Returns [*] or a scalar, in float32 or
-/// float64.
+/// repeats add up, and a query of padding alone does not count. options: as of linear_cross_entropy,
+/// without label smoothing; z_loss enters with the loss of each entry. Returns [*] or a scalar, in
+/// float32 or float64.
 at::Tensor linear_soft_loss(const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const at::Tensor& target,
                             const at::Tensor& target_prob,
                             const std::optional<at::Tensor>& class_weight = std::nullopt,
-                            const ReductionOptions& options = {});
+                            const CrossEntropyOptions& options = {});
 
 /// linear_log_prob: log-probabilities of some classes of each query, without the [Q, N] logits.
 ///
@@ -158,10 +162,12 @@ at::Tensor linear_soft_loss(const at::Tensor& input, const at::Tensor& weight,
 ///
 /// input [*, D], weight [N, D], bias [N] or none: one floating dtype; ids int64 [*] or [*, K] in
 /// [0, N), repeats allowed; none: all classes, [*, N] in memory. Returns the shape of ids, in float32,
-/// or float64 for float64 operands; with autograd, whose gradients are dense.
+/// or float64 for float64 operands; with autograd, whose gradients are dense. options transform the
+/// logits before the softmax.
 at::Tensor linear_log_prob(const at::Tensor& input, const at::Tensor& weight,
                            const std::optional<at::Tensor>& bias,
-                           const std::optional<at::Tensor>& ids = std::nullopt);
+                           const std::optional<at::Tensor>& ids = std::nullopt,
+                           const LogitOptions& options = {});
 
 /// linear_entropy: the entropy of the softmax of each query, without the [Q, N] logits.
 ///
@@ -169,7 +175,7 @@ at::Tensor linear_log_prob(const at::Tensor& input, const at::Tensor& weight,
 ///
 /// Arguments as of linear_log_prob. Returns [*]; with autograd. A class of score -inf adds nothing.
 at::Tensor linear_entropy(const at::Tensor& input, const at::Tensor& weight,
-                          const std::optional<at::Tensor>& bias);
+                          const std::optional<at::Tensor>& bias, const LogitOptions& options = {});
 
 /// linear_scores: F.linear(input, weight, bias) with sums and results in float32 for 16-bit operands,
 /// under autocast too. Returns [*, N], with autograd.
@@ -178,11 +184,12 @@ at::Tensor linear_scores(const at::Tensor& input, const at::Tensor& weight,
 
 /// linear_topk: the k best classes of each query, without the [Q, N] logits.
 ///
-///     F.log_softmax(F.linear(input, weight, bias), -1).topk(k)       # equal scores: the lower id first
+///     F.log_softmax(t, -1).topk(k)       # t: the logits of linear_cross_entropy; equal scores F.linear(input, weight, bias): the lower id first
 ///
 /// input [Q, D], weight [N, D], bias [N] or none: one floating dtype; 0 <= k <= N. Returns (log-probabilities [Q, k] in float32, or float64
 /// for float64 inputs; ids [Q, k] int64), best first. A query whose softmax is no number (a NaN or +inf among its logits, or -inf only) has
 /// values of NaN at classes 0 .. k - 1. Has no gradient.
-std::tuple<at::Tensor, at::Tensor> linear_topk(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::SymInt k);
+std::tuple<at::Tensor, at::Tensor> linear_topk(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::SymInt k,
+                                               const LogitOptions& options = {});
 
 } // namespace xsoftmax

@@ -1,6 +1,8 @@
 """Checks of what constructors take, which name owner, argument, expected and got."""
 
-from typing import Optional
+import math
+import numbers
+from typing import Any, Optional
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +15,16 @@ def check_count(owner: str, argument: str, value: int, least: Optional[int]) -> 
     if least is not None and value < least:
         raise ValueError(f"{owner}: expected {argument} of at least {least}, got {value}")
     return int(value)
+
+
+def check_number(owner: str, argument: str, value: Any, *, positive: bool) -> float:
+    """A finite number, above 0 or at least 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{owner}: expected {argument} as a number, got {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise ValueError(f"{owner}: expected {argument} as a finite number {'above' if positive else 'of at least'} 0, got {value}")
+    return number
 
 
 def check_bool(owner: str, argument: str, value: bool) -> bool:

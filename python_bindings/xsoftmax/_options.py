@@ -1,12 +1,20 @@
 """The text in which operators take their options."""
 
 import operator
-from typing import Any
+from typing import Any, Dict, Optional
 
 import torch
 
 
+def _constant(value: Any) -> Any:
+    """A number that torch.compile holds as a symbol, as it is in this graph."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+    return guard_scalar(value)
+
+
 def _value_text(name: str, value: Any) -> str:
+    if torch.compiler.is_compiling() and isinstance(value, (int, float)):
+        value = _constant(value)
     if type(value) is float:
         return repr(value)
     if value is None:
@@ -25,6 +33,13 @@ def _value_text(name: str, value: Any) -> str:
         return repr(operator.index(value))
     except TypeError:
         return repr(float(value))
+
+
+def logit_options(logit_scale: float, softcap: Optional[float]) -> Dict[str, float]:
+    """Options of operators that transform logits; none where logits are scores."""
+    if logit_scale == 1.0 and softcap is None:
+        return {}
+    return {"logit_scale": logit_scale, "softcap": 0.0 if softcap is None else softcap}
 
 
 def option_text(**values: Any) -> str:

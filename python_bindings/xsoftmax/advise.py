@@ -245,7 +245,7 @@ class _Plan:
         head = self.head if falling or counts is None or not self.head else counts.topk(self.head).indices
         return SampledSoftmaxLoss.from_linear(linear, sampler=sampler, head_classes=head, estimator=self.estimator, reduction="sum", weight=owner.weight,
                                               ignore_index=owner.ignore_index, label_smoothing=owner.label_smoothing, positives=owner.positives,
-                                              sparse_grad=owner.sparse_grad)
+                                              logit_scale=owner.logit_scale, softcap=owner.softcap, z_loss=owner.z_loss, sparse_grad=owner.sparse_grad)
 
 
 def _adaptive(kind: str) -> bool:
@@ -255,7 +255,8 @@ def _adaptive(kind: str) -> bool:
 def _shared_options(owner: LinearLoss) -> str:
     """What every loss over the same table is made with, where it is not the default."""
     text = ", weight=weight" if owner.weight is not None else ""
-    for name, default in (("reduction", "mean"), ("ignore_index", -100), ("label_smoothing", 0.0), ("positives", "mean")):
+    for name, default in (("reduction", "mean"), ("ignore_index", -100), ("label_smoothing", 0.0), ("positives", "mean"), ("logit_scale", 1.0),
+                          ("softcap", None), ("z_loss", 0.0)):
         value = getattr(owner, name)
         text += "" if value == default else f', {name}="{value}"' if isinstance(value, str) else f", {name}={value}"
     return text
@@ -342,7 +343,8 @@ class _Bench:
         """What an exact step takes, and the gradients of as many queries as a seventh of the time allows."""
         owner = self.owner
         exact = LinearCrossEntropyLoss.from_linear(self.linear, reduction="sum", weight=owner.weight, ignore_index=owner.ignore_index,
-                                                   label_smoothing=owner.label_smoothing, positives=owner.positives)
+                                                   label_smoothing=owner.label_smoothing, positives=owner.positives, logit_scale=owner.logit_scale,
+                                                   softcap=owner.softcap, z_loss=owner.z_loss)
         mixed = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(0)).to(places.device)]
 
         def part_of(size: int) -> Tuple[Tensor, Tensor]:

@@ -64,6 +64,8 @@ class CaneLoss(CandidateLoss):
             takes the place of the first. This has less variance for n > 1, at the same cost.
         bias, weight, reduction, ignore_index: as in :class:`LinearCrossEntropyLoss`.
         positives: as in :class:`LinearCrossEntropyLoss`; in train() "mean" alone.
+        logit_scale, softcap, z_loss: as in :class:`SampledSoftmaxLoss`. In train() the log normaliser of `z_loss` is the first term of the formulas above, with
+            "mean_of_logs" the mean over the noises.
         sparse_grad: as in :class:`SampledSoftmaxLoss`.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
@@ -85,10 +87,11 @@ class CaneLoss(CandidateLoss):
 
     def __init__(self, in_features: int, num_classes: int, *, candidates: Union[int, Tensor, Sampler, None] = None, num_noises: int = 1,
                  noise_sampler: Union[Sampler, str] = "uniform", noise_reduction: str = "mean_of_logs", bias: bool = False,
-                 weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", sparse_grad: bool = True,
-                 device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+                 weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: int = -100, positives: str = "mean", logit_scale: float = 1.0,
+                 softcap: Optional[float] = None, z_loss: float = 0.0, sparse_grad: bool = True, device: Device = None,
+                 dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index, positives=positives,
-                         device=device, dtype=dtype)
+                         logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, device=device, dtype=dtype)
         name = self._name
         num_noises = check_count(name, "num_noises", num_noises, 0)
         self._init_options(estimator=estimator_of(name, noise_reduction), remove_accidental_hits=True, sparse_grad=check_bool(name, "sparse_grad", sparse_grad))

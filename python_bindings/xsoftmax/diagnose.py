@@ -114,7 +114,12 @@ def proposal_log_prob(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
 def _log_count(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
     """[N], or [Q, N]."""
     ids = torch.arange(loss.num_classes, device=queries.device)
-    return loss.sampler.log_count(queries, ids)
+    return loss.sampler.log_count(_shown(loss, queries), ids)
+
+
+def _shown(loss: SampledSoftmaxLoss, queries: Tensor) -> Tensor:
+    """What the sampler sees of queries in a step."""
+    return queries if loss.logit_scale == 1.0 else queries * loss.logit_scale
 
 
 def _normalised(loss: SampledSoftmaxLoss, log_count: Tensor, queries: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float,
     kl, renyi, log_z = [], [], []
     of_batch = _log_count(loss, queries) if loss.sampler.shared else None  # may depend on all its queries
     for part in queries.split(max(1, _CHUNK // loss.num_classes)):
-        scores = torch.ops.xsoftmax.linear_scores(part, loss.linear.weight, loss.linear.bias).double()
+        scores = loss._logits(torch.ops.xsoftmax.linear_scores(part, loss.linear.weight, loss.linear.bias).double())
         log_z.append(scores.logsumexp(1))
         log_p, log_q = scores - log_z[-1][:, None], _normalised(loss, _log_count(loss, part) if of_batch is None else of_batch, part)
         q = log_q.exp()
@@ -139,13 +144,13 @@ def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float,
 def _draws(loss: SampledSoftmaxLoss, queries: Tensor, target: Tensor, log_z: Tensor, draws: int, generator: Optional[torch.Generator]) -> Any:
     sizes, errors, hits, count = [], [], [], 0
     for _ in range(draws):
-        sets = sorted(loss.propose(queries, target, generator), key=lambda part: part.ids.dim() == 1)
+        sets = sorted(loss.propose(_shown(loss, queries), target, generator), key=lambda part: part.ids.dim() == 1)
         private, shared = ([part.ids for part in sets if part.ids.dim() == dim] for dim in (2, 1))
         scores = torch.ops.xsoftmax.candidate_scores(queries, loss.linear.weight, loss.linear.bias, torch.cat(private, 1) if private else None,
                                                      torch.cat(shared) if shared else None)
         ids, log_count = (torch.cat([values.expand(len(queries), -1) for values in column], 1) for column in
                           ([part.ids for part in sets], [part.log_count for part in sets]))
-        log_weight = scores.double() - log_count
+        log_weight = loss._logits(scores.double()) - log_count
         count = log_weight.shape[1]
         total = log_weight.logsumexp(1)
         sizes.append((2 * total - (2 * log_weight).logsumexp(1)).exp())

@@ -79,6 +79,11 @@ def has_noise(name: str) -> bool:
     return _REGISTERED[name][1].get("has_noise", False) if name in _REGISTERED else torch.ops.xsoftmax.estimator_has_noise(name)
 
 
+def has_normalizer(name: str) -> bool:
+    """Whether the loss is a log normaliser less the score of the target, as z_loss needs it."""
+    return name not in _REGISTERED and torch.ops.xsoftmax.estimator_has_normalizer(name)
+
+
 def registered_loss(module: Any, input: Tensor, target: Tensor, sets: List[CandidateSet]) -> Optional[Tensor]:
     """The loss of a module whose estimator is written in Python; None where it is not."""
     if module.estimator not in _REGISTERED:
@@ -87,6 +92,8 @@ def registered_loss(module: Any, input: Tensor, target: Tensor, sets: List[Candi
     if target.dim() == input.dim():
         raise ValueError(f"SampledSoftmaxLoss: expected one target of each query with estimator {module.estimator!r}, which is written in Python, "
                          f"got target of shape {list(target.shape)}")
+    if module.z_loss != 0.0:
+        raise ValueError(f"SampledSoftmaxLoss: expected z_loss=0 with estimator {module.estimator!r}, which has no log normaliser, got {module.z_loss}")
     sets = sorted(sets, key=lambda part: (part.ids.dim() == 1, not part.distinct))  # as the scores stand side by side
     counts = (target != module.ignore_index).reshape(-1)
     known = torch.where(counts, target.reshape(-1), 0)
@@ -96,7 +103,7 @@ def registered_loss(module: Any, input: Tensor, target: Tensor, sets: List[Candi
     scores = torch.ops.xsoftmax.candidate_scores(queries, module.linear.weight, module.linear.bias, private,
                                                  torch.cat(shared) if shared else None, module.sparse_grad)
     batch = torch.ops.xsoftmax.candidate_batch(
-        scores, known, *columns_of(sets), option_text(remove_accidental_hits=module.remove_accidental_hits, **traits))
+        module._logits(scores), known, *columns_of(sets), option_text(remove_accidental_hits=module.remove_accidental_hits, **traits))
     each = loss(CandidateBatch(*batch))
     if each.shape != known.shape:
         raise ValueError(f"SampledSoftmaxLoss: expected estimator {module.estimator!r} to give a loss for each query, {list(known.shape)}, "

@@ -22,11 +22,20 @@ def decompositions() -> Dict[Any, Callable[..., Any]]:
     return {torch.ops.xsoftmax.linear_topk.default: _linear_topk, torch.ops.xsoftmax.exclude_topk.default: _exclude_topk}
 
 
-def _linear_topk(input: Tensor, weight: Tensor, bias: Optional[Tensor], k: int) -> Tuple[Tensor, Tensor]:
+def _linear_topk(input: Tensor, weight: Tensor, bias: Optional[Tensor], k: int, options: str = "") -> Tuple[Tensor, Tensor]:
     dtype = torch.promote_types(input.dtype, torch.float32)
-    logits = F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    normaliser = logits.logsumexp(1, keepdim=True)
-    values, ids = logits.topk(k, 1)
+    scores = F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    transform = dict(option.split("=") for option in options.split(",") if option)
+    scale, cap = float(transform.get("logit_scale", 1)), float(transform.get("softcap", 0))
+
+    def logits(scores: Tensor) -> Tensor:
+        if cap != 0:
+            return cap * torch.tanh(scores * (scale / cap))
+        return scores if scale == 1 else scores * scale
+
+    normaliser = logits(scores).logsumexp(1, keepdim=True)
+    best, ids = scores.topk(k, 1)
+    values = logits(best)
     undefined = ~(normaliser < float("inf"))  # a query with a NaN or an infinity: NaN at the first classes
     return (values - normaliser).masked_fill(undefined, float("nan")), torch.where(undefined, torch.arange(k, device=ids.device), ids)
 

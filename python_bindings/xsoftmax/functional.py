@@ -1,21 +1,27 @@
 """Losses as functions of what a caller has: a table or vectors, and candidate sets with their counts."""
 
-from typing import List, Optional, Tuple, Union
+from typing import Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from ._checks import check_reduction
-from ._options import option_text
+from ._checks import check_number, check_reduction
+from ._options import logit_options, option_text
 from ._table import flat_queries
 from .samplers import CandidateSet, columns_of
 
 __all__ = ["linear_cross_entropy", "linear_entropy", "linear_log_prob", "sampled_softmax_loss", "tower_loss"]
 
 
+def _logit_options(name: str, logit_scale: float, softcap: Optional[float]) -> Dict[str, float]:
+    if softcap is not None:
+        check_number(name, "softcap", softcap, positive=True)  # 0 is no cap to the operator
+    return logit_options(logit_scale, softcap)
+
+
 def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias: Optional[Tensor] = None, class_weight: Optional[Tensor] = None,
-                         reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
-                         target_prob: Optional[Tensor] = None) -> Tensor:
+                         reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0,
+                         softcap: Optional[float] = None, z_loss: float = 0.0, target_prob: Optional[Tensor] = None) -> Tensor:
     """The exact cross entropy, ``F.cross_entropy(F.linear(input, weight, bias), target, class_weight, ...)``, without the logits [Q, N] in memory.
 
     Args:
@@ -27,6 +33,7 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
         reduction: "mean", "sum" or "none".
         ignore_index: targets of this value have no loss and no gradient.
         label_smoothing: in [0, 1]. 0 beside `target_prob`.
+        logit_scale, softcap, z_loss: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
         target_prob: floating ``[*, T]`` or None, as in :meth:`xsoftmax.LinearCrossEntropyLoss.forward`.
 
     Returns:
@@ -44,18 +51,17 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
         raise TypeError(f"{name}: expected weight as a tensor, got {type(weight).__name__}")
     if weight.dim() != 2:
         raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
+    queries = flat_queries(name, weight.size(1), input, target, several=target_prob is not None)
+    options = option_text(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+                          **_logit_options(name, logit_scale, softcap))
     if target_prob is not None:
-        if label_smoothing != 0.0:
-            raise ValueError(f"{name}: expected label_smoothing=0 beside target_prob, got {label_smoothing}")
-        options = option_text(reduction=reduction, ignore_index=ignore_index)
         return torch.ops.xsoftmax.linear_soft_loss(input, weight, bias, target, target_prob, class_weight, options)
-    queries = flat_queries(name, weight.size(1), input, target)
-    loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), class_weight, ["none", "mean", "sum"].index(reduction),
-                                                   ignore_index, label_smoothing)
+    loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), class_weight, options)
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def linear_log_prob(input: Tensor, weight: Tensor, ids: Optional[Tensor] = None, *, bias: Optional[Tensor] = None) -> Tensor:
+def linear_log_prob(input: Tensor, weight: Tensor, ids: Optional[Tensor] = None, *, bias: Optional[Tensor] = None, logit_scale: float = 1.0,
+                    softcap: Optional[float] = None) -> Tensor:
     """Log-probabilities of given classes, ``F.log_softmax(F.linear(input, weight, bias), -1).gather(-1, ids)``, without the logits [Q, N] in memory.
 
     Args:
@@ -63,6 +69,7 @@ def linear_log_prob(input: Tensor, weight: Tensor, ids: Optional[Tensor] = None,
         weight: ``[N, D]``, in the dtype of `input`.
         ids: int64 ``[*]`` or ``[*, K]`` in [0, N), repeats allowed. None: all classes, with ``[*, N]`` in memory.
         bias: ``[N]``, in the dtype of `input`, or None.
+        logit_scale, softcap: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
 
     Returns:
         The shape of `ids`, or ``[*, N]``; float64 for float64 input, else float32. Differentiable in all but `ids`.
@@ -72,10 +79,11 @@ def linear_log_prob(input: Tensor, weight: Tensor, ids: Optional[Tensor] = None,
         TypeError: `weight` or `bias` of another dtype or device than `input`; `ids` not int64.
         IndexError: an id is not in [0, N) (checked on the CPU).
     """
-    return torch.ops.xsoftmax.linear_log_prob(input, weight, bias, ids)
+    return torch.ops.xsoftmax.linear_log_prob(input, weight, bias, ids, option_text(**_logit_options("linear_log_prob", logit_scale, softcap)))
 
 
-def linear_entropy(input: Tensor, weight: Tensor, *, bias: Optional[Tensor] = None) -> Tensor:
+def linear_entropy(input: Tensor, weight: Tensor, *, bias: Optional[Tensor] = None, logit_scale: float = 1.0,
+                   softcap: Optional[float] = None) -> Tensor:
     """The entropy of the softmax of a linear layer, without the logits [Q, N] in memory.
 
     ``-(log_p.exp() * log_p).sum(-1)`` of ``log_p = F.log_softmax(F.linear(input, weight, bias), -1)``. A class whose
@@ -85,6 +93,7 @@ def linear_entropy(input: Tensor, weight: Tensor, *, bias: Optional[Tensor] = No
         input: ``[*, D]``, float32, float64, bfloat16 or float16.
         weight: ``[N, D]``, in the dtype of `input`.
         bias: ``[N]``, in the dtype of `input`, or None.
+        logit_scale, softcap: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
 
     Returns:
         ``[*]``, in nats; float64 for float64 input, else float32. Differentiable in all arguments.
@@ -93,12 +102,12 @@ def linear_entropy(input: Tensor, weight: Tensor, *, bias: Optional[Tensor] = No
         ValueError: a shape that does not fit.
         TypeError: `weight` or `bias` of another dtype or device than `input`.
     """
-    return torch.ops.xsoftmax.linear_entropy(input, weight, bias)
+    return torch.ops.xsoftmax.linear_entropy(input, weight, bias, option_text(**_logit_options("linear_entropy", logit_scale, softcap)))
 
 
 def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: List[CandidateSet], *, bias: Optional[Tensor] = None,
                          class_weight: Optional[Tensor] = None, log_z: Optional[Tensor] = None,
-                         target_prob: Optional[Tensor] = None, **options: Union[str, bool, int, float]) -> Tensor:
+                         target_prob: Optional[Tensor] = None, **options: Union[str, bool, int, float, None]) -> Tensor:
     """The sampled loss of a class table on candidate sets that the caller has: what :class:`xsoftmax.SampledSoftmaxLoss` computes in train() once its sampler
     has drawn.
 
@@ -126,8 +135,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         target_prob: floating ``[*, T]`` or None, as in :meth:`xsoftmax.SampledSoftmaxLoss.forward`. ``target_log_count`` of the sets is then
             ``[Q, T]``, of the different classes of probability above 0, in falling order.
         options: ``estimator="sampled_softmax"``, ``remove_accidental_hits=True``, ``label_smoothing=0.0``, ``reduction="mean"``, ``ignore_index=-100``,
-            ``positives="mean"`` and ``sparse_grad=True``, as in :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and
-            "complementary_sum", are not among them.
+            ``positives="mean"``, ``logit_scale=1.0``, ``softcap=None``, ``z_loss=0.0`` and ``sparse_grad=True``, as in
+            :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and "complementary_sum", are not among them.
 
     Returns:
         A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Without candidates the softmax losses are 0.
@@ -139,6 +148,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         IndexError: a target is not in [0, N) and not ignore_index, or an id is not in [0, N) (checked on the CPU).
         RuntimeError: a call inside ``torch.func.vmap``.
     """
+    if options.get("softcap", 1.0) is None:
+        del options["softcap"]
     return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options),
                                                    target_prob)
 

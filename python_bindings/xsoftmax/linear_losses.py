@@ -7,12 +7,15 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from . import retrieval
-from ._checks import check_count
+from ._checks import check_count, check_number
+from ._options import logit_options, option_text
 from ._resize import resize_classes
 from ._table import TableModule, check_linear, flat_queries, make_linear, refuse_parametrized
 from .samplers import CandidateSet, Sampler, columns_of
 
 Loss = TypeVar("Loss", bound="LinearLoss")
+_EXACT_OPTIONS = ("reduction", "ignore_index", "label_smoothing", "z_loss")
+_ALL_EXACT_OPTIONS = (*_EXACT_OPTIONS, "logit_scale", "softcap")
 
 
 class LinearLoss(TableModule):
@@ -31,17 +34,34 @@ class LinearLoss(TableModule):
     _optional_state = ("sampler.", "noise.", "candidate_sampler.", "log_z")
 
     def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Optional[Tensor] = None,
-                 reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", device: Device = None,
-                 dtype: Optional[torch.dtype] = None) -> None:
+                 reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", logit_scale: float = 1.0,
+                 softcap: Optional[float] = None, z_loss: float = 0.0, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         self.positives = positives
         self._init_table(in_features, num_classes, reduction=reduction, weight=weight, ignore_index=ignore_index)
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"{self._name}: expected label_smoothing in [0, 1], got {label_smoothing}")
         self.label_smoothing = float(label_smoothing)
+        self.logit_scale = check_number(self._name, "logit_scale", logit_scale, positive=True)
+        self.softcap = None if softcap is None else check_number(self._name, "softcap", softcap, positive=True)
+        self.z_loss = check_number(self._name, "z_loss", z_loss, positive=False)
         if positives not in ("mean", "sum"):
             raise ValueError(f"{self._name}: expected positives to be \"mean\" or \"sum\", got {positives!r}")
+        self._set_exact_options()
         self.linear = make_linear(self.in_features, self.num_classes, bias, device, dtype)
+
+    def _set_exact_options(self) -> None:
+        """The texts of options of the exact operators, which follow what is assigned."""
+        logits = logit_options(self.logit_scale, self.softcap)
+        self._logit_options = option_text(**logits)
+        self._exact_options = option_text(**{name: getattr(self, name) for name in _EXACT_OPTIONS}, **logits)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _ALL_EXACT_OPTIONS and "_exact_options" in self.__dict__:
+            self._set_exact_options()
+            if "_options" in self.__dict__:
+                self._options = self._option_text()
 
     @classmethod
     def from_linear(cls: Type[Loss], linear: nn.Linear, **kwargs: Any) -> Loss:
@@ -130,7 +150,7 @@ class LinearLoss(TableModule):
 
         It equals ``F.cross_entropy(self.linear(input), target, self.weight, reduction=..., ignore_index=..., label_smoothing=...)`` and never holds the [Q, N]
         logits. Where gradients are recorded, they are computed together with the loss: evaluate under torch.no_grad(). :class:`LinearCrossEntropyLoss` has the
-        formula for several positives of a query, target [*, T].
+        formula with `logit_scale`, `softcap` and `z_loss`, and for several positives of a query, target [*, T].
 
         Args:
             input: [*, D], in the dtype of the table.
@@ -148,15 +168,13 @@ class LinearLoss(TableModule):
         if self._given(input, target).dim() == input.dim():
             return self._exact_of_several(input, target)
         loss = torch.ops.xsoftmax.linear_cross_entropy(
-            self._table_queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight,
-            ["none", "mean", "sum"].index(self.reduction), self.ignore_index, self.label_smoothing)
+            self._table_queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight, self._exact_options)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     def _exact_of_soft(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
         self._table_queries(input, self._listed(input, target, target_prob))
-        options = "reduction=" + self.reduction + ",ignore_index=" + str(self.ignore_index)
         return torch.ops.xsoftmax.linear_soft_loss(input, self.linear.weight, self.linear.bias, target, target_prob,
-                                                   self.weight, options)
+                                                   self.weight, self._exact_options)
 
     def _listed(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
         """target [*, T] beside its probabilities, ignore_index where an entry adds nothing."""
@@ -172,12 +190,13 @@ class LinearLoss(TableModule):
         self._table_queries(input, target)
         if self.label_smoothing != 0.0:
             raise ValueError(f"{self._name}: expected label_smoothing=0 with several positives of a query, got {self.label_smoothing}")
-        options = "reduction=" + self.reduction + ",ignore_index=" + str(self.ignore_index) + ",positives=" + self.positives
+        options = self._exact_options + ",positives=" + self.positives
         return torch.ops.xsoftmax.linear_positives_loss(input, self.linear.weight, self.linear.bias, target, self.weight, options)
 
     @torch.jit.export
     def log_prob(self, input: Tensor, ids: Optional[Tensor] = None) -> Tensor:
-        """The log-probabilities of classes, ``F.log_softmax(self.linear(input), -1)``, or ``.gather(-1, ids)`` of it.
+        """The log-probabilities of classes, ``F.log_softmax(self.linear(input), -1)``, or ``.gather(-1, ids)`` of it. With `logit_scale` or `softcap`,
+        the log-softmax of the logits that they make.
 
         With `ids` nothing of size [*, N] is in memory, forward or backward: the log-likelihoods of given tokens, as
         preference training (DPO, GRPO) needs them. Differentiable in the input and the table, whose gradient is dense.
@@ -195,7 +214,7 @@ class LinearLoss(TableModule):
             IndexError: an id is not in [0, N) (checked on the CPU).
         """
         self._table_queries(input, None)
-        return torch.ops.xsoftmax.linear_log_prob(input, self.linear.weight, self.linear.bias, ids)
+        return torch.ops.xsoftmax.linear_log_prob(input, self.linear.weight, self.linear.bias, ids, self._logit_options)
 
     @torch.jit.export
     def entropy(self, input: Tensor) -> Tensor:
@@ -215,15 +234,20 @@ class LinearLoss(TableModule):
             TypeError: `input` is not a dense tensor, or of another dtype than the table.
         """
         self._table_queries(input, None)
-        return torch.ops.xsoftmax.linear_entropy(input, self.linear.weight, self.linear.bias)
+        return torch.ops.xsoftmax.linear_entropy(input, self.linear.weight, self.linear.bias, self._logit_options)
+
+    def _logits(self, scores: Tensor) -> Tensor:
+        """The logits of scores ``linear(input)``."""
+        return scores if self._logit_options == "" else torch.ops.xsoftmax.transform_logits(scores, self._logit_options)
 
     @torch.jit.export
     def topk(self, input: Tensor, k: int, index: Optional[str] = None, recall: Optional[float] = None,
              max_cells: Optional[int] = None, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """The k most probable classes of each query, ``self.log_prob(input).topk(k)``, best first, without [*, N] in memory.
 
-        Equal scores: the lower id comes first. The result has no gradient. With index="midx" the classes come from :meth:`search`. The values are then scores,
-        not log-probabilities, since the normaliser takes all classes.
+        Equal scores: the lower id comes first. The result has no gradient. With index="midx" the classes come from :meth:`search`. The values are then scores
+        ``linear(input)``, not log-probabilities, since the normaliser takes all classes. `logit_scale` and `softcap` change log-probabilities and leave the
+        order of classes as it is.
 
         Args:
             input: [*, D], in the dtype of the table.
@@ -248,7 +272,7 @@ class LinearLoss(TableModule):
                 found = retrieval.search(self, input, k, index, recall, max_cells, exclude)
                 return found.scores, found.ids
         values, indices = torch.ops.xsoftmax.linear_topk(
-            self._table_queries(input, None), self.linear.weight, self.linear.bias, self._with_excluded(k, input, exclude))
+            self._table_queries(input, None), self.linear.weight, self.linear.bias, self._with_excluded(k, input, exclude), self._logit_options)
         return self._without_excluded(values, indices, k, input, exclude)
 
     def search(self, input: Tensor, k: int, *, index: str = "midx", recall: Optional[float] = None,
@@ -257,6 +281,8 @@ class LinearLoss(TableModule):
 
         An index sorts the classes into cells. A copy of the table in 8 bits bounds the scores of a cell and of its classes, and the classes that may be among
         the best are scored from the table. Equal scores: the lower id comes first. The result has no gradient.
+
+        Scores are those of ``linear``, without `logit_scale` and `softcap`, which change no order.
 
         The index is the one that :meth:`search_index` made. Where the table has changed since, a new one is made, without the queries and the codewords that
         were given. Some writes to the table are not noticed: through ``.data``, through numpy, and to tables made in ``torch.inference_mode()``. Call
@@ -309,7 +335,11 @@ class LinearLoss(TableModule):
         return self.topk(input, 1, None, None, None, None)[1].squeeze(-1)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (f", label_smoothing={self.label_smoothing}" if self.label_smoothing != 0.0 else "")
+        text = super().extra_repr()
+        for name, default in (("label_smoothing", 0.0), ("logit_scale", 1.0), ("softcap", None), ("z_loss", 0.0)):
+            value = getattr(self, name)
+            text += "" if value == default else f", {name}={value}"
+        return text
 
 
 class LinearCrossEntropyLoss(LinearLoss):
@@ -317,6 +347,12 @@ class LinearCrossEntropyLoss(LinearLoss):
 
     ``loss(input, target) == F.cross_entropy(loss.linear(input), target, weight, reduction=..., ignore_index=..., label_smoothing=...)``. The loss and its
     gradients are computed over chunks of classes. Gradients of the table are dense.
+
+    With `logit_scale`, `softcap` and `z_loss`, in PyTorch, without class weights::
+
+        t = loss.linear(input) * logit_scale
+        t = softcap * (t / softcap).tanh()                                       # where there is a cap
+        F.cross_entropy(t, target, ...) + z_loss * t.logsumexp(-1).square().mean()
 
     Args:
         in_features: D, the width of a query; at least 0.
@@ -330,6 +366,11 @@ class LinearCrossEntropyLoss(LinearLoss):
             y and the classes that are no positive of the query; class weights are those of the positives. "sum": -log of the sum of the positives'
             probabilities; no class weights. Entries of ignore_index are padding. A class that stands twice counts once. A query whose entries are all padding
             is ignored.
+        logit_scale: a finite number above 0, by which scores ``linear(input)`` are multiplied, as in Cohere's models.
+        softcap: a finite number above 0: logits are ``softcap * tanh(logit_scale * linear(input) / softcap)``, as in Gemma 2. None: no cap.
+        z_loss: a finite number of at least 0: the loss of each query gets ``z_loss * log_normaliser ** 2`` (Chowdhery et al., PaLM, 2022), weighted by its
+            class weight and reduced as the loss is. The log normaliser is the logsumexp of all logits; with positives="mean", of each of several positives, the
+            logsumexp of its logit and those of the classes that are no positive.
         device, dtype: of the table. The dtype is float32, float64, bfloat16 or float16.
 
     Shape:
@@ -383,13 +424,18 @@ def check_loss_class(owner: str, loss_class: Any) -> None:
 class CandidateLoss(LinearLoss):
     """What losses share that score candidates in train() and are exact in eval()."""
 
-    _option_names = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "positives", "sparse_grad")
+    _option_names = ("estimator", "remove_accidental_hits", "label_smoothing", "reduction", "ignore_index", "positives", "sparse_grad", "z_loss")
+
+    def _option_text(self) -> str:
+        return option_text(**{name: getattr(self, name) for name in self._option_names}, **logit_options(self.logit_scale, self.softcap))
 
     def _counted(self, input: Tensor, target: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
-        """What samplers are shown: queries [Q, D] and targets [Q], zeros and -1 where a target is ignored; of several positives [Q, T]."""
+        """What samplers are shown: queries [Q, D], multiplied by `logit_scale`, and targets [Q], zeros and -1 where a target is ignored; of several positives
+        [Q, T]."""
         self._queries(input, self._given(input, target))
         self._check_step()
-        return torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index, soft)
+        queries, counted = torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index, soft)
+        return queries if self.logit_scale == 1.0 else queries * self.logit_scale, counted
 
     def _candidate_loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], log_z: Optional[Tensor],
                         target_prob: Optional[Tensor] = None) -> Tensor:

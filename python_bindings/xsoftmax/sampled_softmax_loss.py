@@ -10,7 +10,7 @@ from torch.types import Device
 
 from ._checks import check_bool
 from ._memory import device_of_values, moved_table
-from .estimators import check_estimator, has_noise, registered_loss
+from .estimators import check_estimator, has_noise, has_normalizer, registered_loss
 from .linear_losses import CandidateLoss, different_ids
 from .samplers import CandidateSet, FixedSampler, Sampler, UnionSampler, columns_of, make_sampler
 from .samplers.complement import noise_outside
@@ -76,6 +76,11 @@ class SampledSoftmaxLoss(CandidateLoss):
             candidates, with the weights above. Not beside class weights.
         positives: as in :class:`LinearCrossEntropyLoss`. Draws that hit another positive of the query take no part, and independent draws of one set are
             renormalised to the classes that are no positive. "sum" goes with all estimators but CANE.
+        logit_scale, softcap: as in :class:`LinearCrossEntropyLoss`, of the scores of the target and the candidates. Samplers see queries multiplied by
+            `logit_scale`; they know neither a cap nor that the bias is scaled. Expected counts are exact all the same.
+        z_loss: as in :class:`LinearCrossEntropyLoss`; in train() the log normaliser is the estimate that the loss has, the log of the sum over the target and
+            the weighted candidates. For "sampled_softmax", "complementary_sum", "ranking", "importance" and CANE; other estimators have no log normaliser, and
+            refuse it.
         head_classes: classes that are always scored: how many of the first ids, or an int64 tensor [H] of different ids. The sampler then draws from the other
             classes. Where it cannot leave classes out, the expected counts of head and draws add up.
         sparse_grad: True: the gradient of the table is sparse COO with a static number of rows, for xsoftmax.optim and for torch.optim.SGD, Adagrad and
@@ -99,10 +104,12 @@ class SampledSoftmaxLoss(CandidateLoss):
     def __init__(self, in_features: int, num_classes: int, *, sampler: Union[Sampler, str, None], num_samples: Optional[int] = None,
                  shared: Optional[bool] = None, estimator: Optional[str] = None, remove_accidental_hits: bool = True,
                  log_z: Union[float, str] = 0.0, bias: bool = False, weight: Optional[Tensor] = None, reduction: str = "mean",
-                 ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", head_classes: Union[int, Tensor] = 0,
-                 sparse_grad: bool = True, device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
+                 ignore_index: int = -100, label_smoothing: float = 0.0, positives: str = "mean", logit_scale: float = 1.0,
+                 softcap: Optional[float] = None, z_loss: float = 0.0, head_classes: Union[int, Tensor] = 0, sparse_grad: bool = True,
+                 device: Device = None, dtype: Optional[torch.dtype] = None) -> None:
         super().__init__(in_features, num_classes, bias=bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
-                         label_smoothing=label_smoothing, positives=positives, device=device, dtype=dtype)
+                         label_smoothing=label_smoothing, positives=positives, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, device=device,
+                         dtype=dtype)
         name = self._name
         outside = estimator == "complementary_sum"
         if not outside and estimator is not None:
@@ -139,6 +146,8 @@ class SampledSoftmaxLoss(CandidateLoss):
             raise ValueError(f"{name}: expected candidates to learn from, got num_samples=0 and head_classes=0")
         estimator = "sampled_softmax" if outside else sampler.default_estimator if estimator is None else estimator
         check_estimator(name, estimator, label_smoothing)
+        if self.z_loss != 0.0 and not has_normalizer(estimator):
+            raise ValueError(f"{name}: expected z_loss=0 with estimator={estimator!r}, which has no log normaliser, got {self.z_loss}")
         if has_noise(estimator) and not ((head.numel() > 0 or sampler.has_distinct) and sampler.has_independent):
             raise ValueError(f"{name}: expected a head or a sampler of distinct classes as candidates, and independent draws as noise, with "
                              f"estimator={estimator!r}, got {head.numel()} head classes and {sampler}")

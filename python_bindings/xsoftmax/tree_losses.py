@@ -247,7 +247,7 @@ class BeamTreeLoss(TreeLoss):
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            RuntimeError: `input` is of another dtype than the edges.
+            TypeError: `input` is of another dtype than the edges.
         """
         scores = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None), self.edges.weight, self.edges.bias)
         return self._along_paths(scores, 1).reshape(list(input.shape[:-1]) + [self.num_classes])
@@ -355,7 +355,7 @@ class HierarchicalSoftmaxLoss(TreeLoss):
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            RuntimeError: `input` is of another dtype than the edges.
+            TypeError: `input` is of another dtype than the edges.
         """
         edges = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None), self.edges.weight, self.edges.bias)
         log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)

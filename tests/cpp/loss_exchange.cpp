@@ -147,6 +147,9 @@ struct Options : nn::SamplingOptions, nn::LossOptions {
     v("reduction", reduction);
     v("ignore_index", ignore_index);
     v("label_smoothing", label_smoothing);
+    v("logit_scale", logit_scale);
+    v("softcap", softcap);
+    v("z_loss", z_loss);
     v("estimator", estimator);
     v("remove_accidental_hits", remove_accidental_hits);
     v("log_z", log_z);

@@ -251,4 +251,19 @@ def _trees():
                 yield f"{shape}-{name}-{noise}", Combination(loss, spec, options, tensors, turns["optimizer"], tree=tree)
 
 
-COMBINATIONS = {**dict(_sampled()), **dict(_cane()), **dict(_trees())}
+def _transformed():
+    """Losses whose logits are scaled and capped, with z-loss where the estimator has a log normaliser."""
+    uniform, private, capped = SAMPLERS["uniform"], SAMPLERS["unigram, private"], dict(logit_scale=0.5, softcap=2.0)
+    losses = {"sampled_softmax": (uniform, dict(label_smoothing=0.1), dict(z_loss=0.1), {"head": HEAD}),
+              "ranking": (private, dict(sparse_grad=False), dict(z_loss=0.1), {}), "nce": (private, dict(log_z="learned"), {}, {"weight": WEIGHT})}
+    for row, (estimator, (sampler, options, more, tensors)) in enumerate(losses.items()):
+        made = dict(estimator=estimator, bias=row == 1, reduction=("mean", "sum", "none")[row], **capped, **options, **more)
+        yield f"transformed-{estimator}", Combination("SampledSoftmaxLoss", sampler, made, tensors, list(OPTIMIZERS)[row])
+    options = dict(num_noises=2, noise_reduction="mean_of_logs", bias=True, reduction="mean", z_loss=0.1, **capped)
+    yield "transformed-cane", Combination("CaneLoss", private, options, {"candidates": HEAD}, list(OPTIMIZERS)[0])
+    if "midx" in SAMPLERS:
+        options = dict(estimator="sampled_softmax", bias=False, reduction="mean", logit_scale=3.0)
+        yield "transformed-midx", Combination("SampledSoftmaxLoss", SAMPLERS["midx"], options, {}, list(OPTIMIZERS)[0])
+
+
+COMBINATIONS = {**dict(_sampled()), **dict(_cane()), **dict(_trees()), **dict(_transformed())}

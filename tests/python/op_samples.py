@@ -117,8 +117,10 @@ def samples():
     sets = [private, shared], [private_count, shared_count], [target_count, None], [False, True]
     candidates = [private, shared, private_count, shared_count, target_count], [0, S]
     towers = input, input, target, torch.randn(S, D), torch.randn(Q, S, D), *candidates
-    loss_state = ops.linear_cross_entropy_forward(input, weight, bias, target, class_weight, -100, 0.1, True)
-    softmax_state = ops.linear_softmax_forward(input, weight, bias, private, True)
+    exact = "label_smoothing=0.1,logit_scale=0.5,softcap=3.0,z_loss=0.01"
+    loss_state = ops.linear_cross_entropy_forward(input, weight, bias, target, class_weight, exact, True)
+    logits = "logit_scale=0.5,softcap=3.0"
+    softmax_state = ops.linear_softmax_forward(input, weight, bias, private, True, logits)
     edge_grad = ops.hierarchical_softmax_forward(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True])[2]
     inside = ops.sort_sets(ops.candidate_set(private, N), N)
     outside = f"num_classes={N},num_samples={S},tries=2"
@@ -160,6 +162,7 @@ def samples():
         different_ids=(shared, N, "Sampler", "exclude"),
         drawn_candidates=([private, shared], [False, True], Q, N),
         estimator_has_noise=("nce",),
+        estimator_has_normalizer=("nce",),
         estimator_is_joined=("nce",),
         estimator_loss=(scores, target, *candidates, estimator),
         estimator_loss_backward=(ones, scores, target, *candidates, estimator),
@@ -204,20 +207,20 @@ def samples():
         label_tree_path=(tree.class_node, tree.parent, private, len(sizes)),
         linear_candidate_loss=(input, weight, bias, target, *candidates, options),
         linear_candidate_loss_forward=(input, weight, bias, target, *candidates, options, [True, True]),
-        linear_cross_entropy=(input, weight, bias, target, class_weight, 1, -100, 0.1),
-        linear_cross_entropy_backward=(ones, input, weight, bias, target, class_weight, *loss_state[1:], -100, 0.1, mask),
-        linear_cross_entropy_forward=(input, weight, bias, target, class_weight, -100, 0.1, True),
-        linear_cross_entropy_with_gradients=(ones, input, weight, bias, target, class_weight, -100, 0.1, mask),
-        linear_entropy=(input, weight, bias),
+        linear_cross_entropy=(input, weight, bias, target, class_weight, exact),
+        linear_cross_entropy_backward=(ones, input, weight, bias, target, class_weight, *loss_state[1:], exact, mask),
+        linear_cross_entropy_forward=(input, weight, bias, target, class_weight, exact, True),
+        linear_cross_entropy_with_gradients=(ones, input, weight, bias, target, class_weight, exact, mask),
+        linear_entropy=(input, weight, bias, logits),
         linear_layer_train=layer_training(),
-        linear_log_prob=(input, weight, bias, private),
+        linear_log_prob=(input, weight, bias, private, logits),
         linear_positives_loss=(input, weight, bias, integers(N, Q, 3), class_weight, reduction),
         linear_scores=(input, weight, bias),
-        linear_soft_loss=(input, weight, bias, private, torch.rand(Q, S), class_weight, reduction),
-        linear_softmax=(input, weight, bias, private, True),
-        linear_softmax_backward=(torch.randn(Q, S), ones, ones, input, weight, bias, private, softmax_state[3], softmax_state[2], mask),
-        linear_softmax_forward=(input, weight, bias, private, True),
-        linear_topk=(input, weight, bias, 3),
+        linear_soft_loss=(input, weight, bias, private, torch.rand(Q, S), class_weight, exact.replace("0.1", "0")),
+        linear_softmax=(input, weight, bias, private, True, logits),
+        linear_softmax_backward=(torch.randn(Q, S), ones, ones, input, weight, bias, private, softmax_state[3], softmax_state[2], logits, mask),
+        linear_softmax_forward=(input, weight, bias, private, True, logits),
+        linear_topk=(input, weight, bias, 3, "logit_scale=2.0,softcap=3.0"),
         listed=(shared, private),
         log_uniform_sample=(seed, 2, N, Q, S),
         loss_of_shares=(torch.randn(3, Q, 6), [False, True], "estimator=sampled_softmax,remove_accidental_hits=true"),
@@ -244,8 +247,8 @@ def samples():
         midx_step_=(weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
         midx_training_slots=(seed, N, 7),
         midx_update_=(weight, bias, shared, step, midx, MIDX),
-        positives_cross_entropy=(input, weight, bias, integers(N, Q, 3), torch.rand(Q, 3), False),
-        positives_cross_entropy_backward=(ones, input, weight, bias, integers(N, Q, 3), torch.rand(Q, 1), True, mask),
+        positives_cross_entropy=(input, weight, bias, integers(N, Q, 3), torch.rand(Q, 3), "z_loss=0.1,softcap=2.0"),
+        positives_cross_entropy_backward=(ones, input, weight, bias, integers(N, Q, 3), torch.rand(Q, 1), "positives=sum", mask),
         present_log_count=(private, private_count, shared),
         present_set=(private,),
         ragged_scores=(input, weight, bias, *ragged, True),
@@ -282,6 +285,7 @@ def samples():
         tower_loss=(input, input, target, [torch.randn(Q, S, D), torch.randn(S, D)], *sets, torch.rand(Q), estimator + ",reduction=mean"),
         tower_loss_forward=(*towers, ones, estimator, [True] * 4),
         tower_losses=(*towers, estimator),
+        transform_logits=(scores, "logit_scale=2.0,softcap=3.0"),
         tree_balance_=(edges[0], tree.first_child, sizes),
         tree_class_scores=(path_sums, tree.parent, tree.class_node, sizes, 1),
         tree_cross_entropy=(input, *edges, target, tree.tables(), sizes, class_weight, reduction),

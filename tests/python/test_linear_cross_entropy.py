@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 
 import xsoftmax as xs
+from xsoftmax._options import option_text
 
 ops = torch.ops.xsoftmax
-REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+REDUCTIONS = ("none", "mean", "sum")
+SMOOTHED = "label_smoothing=0.1"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def fused(input, weight, bias, target, class_weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0):
-    return ops.linear_cross_entropy(input, weight, bias, target, class_weight, REDUCTIONS[reduction], ignore_index, label_smoothing)
+    options = option_text(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return ops.linear_cross_entropy(input, weight, bias, target, class_weight, options)
 
 
 def plain(input, weight, bias, target, class_weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0):
@@ -99,11 +102,11 @@ def test_shapes(shape):
 def test_part_of_the_logits_is_saved():
     """Blocks on both sides of the last saved class must agree."""
     args = problem(1000, 4, 12000)[:4]
-    saved = ops.linear_cross_entropy_forward(*args, None, -100, 0.0, True)[2]
+    saved = ops.linear_cross_entropy_forward(*args, None, "", True)[2]
     assert 0 < saved.size(1) < 12000 and saved.nbytes <= 40 << 20
     torch.testing.assert_close(saved, F.linear(args[0], args[1][:saved.size(1)]), rtol=1e-4, atol=1e-4)
     assert_same(value_and_gradients(fused, *args, reduction="none"), value_and_gradients(plain, *args, reduction="none"), scale=2)
-    assert ops.linear_cross_entropy_forward(*args, None, -100, 0.0, False)[2].shape == (1000, 0)
+    assert ops.linear_cross_entropy_forward(*args, None, "", False)[2].shape == (1000, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -250,10 +253,10 @@ def test_threads_give_the_same_bits(same_for_any_threads, shape, reduction):
 def test_kernel_equals_reference():
     """Their states are interchangeable: the impl may change between forward and backward."""
     args = problem(50, 6, 9000)[:4]
-    state = ops.linear_cross_entropy_forward(*args, None, -100, 0.1, True)
+    state = ops.linear_cross_entropy_forward(*args, None, SMOOTHED, True)
     ops.set_impl("reference")
     try:
-        assert_same(ops.linear_cross_entropy_forward(*args, None, -100, 0.1, True), state)
+        assert_same(ops.linear_cross_entropy_forward(*args, None, SMOOTHED, True), state)
     finally:
         ops.set_impl("kernel")
 
@@ -263,17 +266,17 @@ def test_kernel_equals_reference():
 def test_opcheck(dtype, bias):
     input, weight, row, target, classes = problem(6, 5, 40, dtype, bias, class_weight=True, ignored=1)
     leaves = [t if t is None else t.requires_grad_() for t in (input, weight, row)]
-    torch.library.opcheck(ops.linear_cross_entropy.default, (*leaves, target, classes, 1, -100, 0.1))
+    torch.library.opcheck(ops.linear_cross_entropy.default, (*leaves, target, classes, SMOOTHED))
     torch.library.opcheck(ops.linear_cross_entropy.default, (*leaves, target))
     plain_leaves = [t if t is None else t.detach() for t in leaves]
-    forward = (*plain_leaves, target, classes, -100, 0.1, True)
+    forward = (*plain_leaves, target, classes, SMOOTHED, True)
     torch.library.opcheck(ops.linear_cross_entropy_forward.default, forward)
     loss, normalizer, saved = ops.linear_cross_entropy_forward(*forward)
     for mask in ([True, True, bias], [False, True, False]):
         torch.library.opcheck(ops.linear_cross_entropy_backward.default,
-                              (torch.ones_like(loss), *plain_leaves, target, classes, normalizer, saved, -100, 0.1, mask))
+                              (torch.ones_like(loss), *plain_leaves, target, classes, normalizer, saved, SMOOTHED, mask))
         torch.library.opcheck(ops.linear_cross_entropy_with_gradients.default,
-                              (torch.ones_like(loss), *plain_leaves, target, classes, -100, 0.1, mask))
+                              (torch.ones_like(loss), *plain_leaves, target, classes, SMOOTHED, mask))
 
 
 def test_compile_and_export():
@@ -359,8 +362,8 @@ def test_peak_memory():
     (dict(weight=torch.zeros(9, 3, dtype=torch.float64)), TypeError, "expected weight of input's dtype float32, got float64"),
     (dict(bias=torch.zeros(8)), ValueError, "expected bias with size 9"),
     (dict(class_weight=torch.zeros(8)), ValueError, "expected class_weight with size 9"),
-    (dict(label_smoothing=1.5), ValueError, r"expected label_smoothing in \[0, 1\], got 1.5"),
-    (dict(reduction=3), ValueError, "expected reduction 0"),
+    (dict(options="label_smoothing=1.5"), ValueError, r"expected label_smoothing in \[0, 1\], got 1.5"),
+    (dict(options="reduction=3"), ValueError, "expected reduction to be"),
 ])
 def test_bad_inputs(impl, change, error, message):
     arguments = dict(input=torch.zeros(2, 3), weight=torch.zeros(9, 3), bias=None, target=torch.tensor([0, 1])) | change
@@ -379,15 +382,15 @@ def test_bad_target_beside_class_weights(impl):
     (torch.ones(1), ValueError, "expected grad with size 700"), (torch.ones(700, dtype=torch.float64), TypeError, "grad of dtype float32"),
     (torch.ones(700, 1), ValueError, "expected grad with 1 dimension")])
 def test_bad_gradients(impl, grad, error, message):
-    arguments = torch.zeros(700, 8), torch.zeros(9, 8), None, torch.zeros(700, dtype=torch.int64), None, -100, 0.0, [True] * 3
+    arguments = torch.zeros(700, 8), torch.zeros(9, 8), None, torch.zeros(700, dtype=torch.int64), None, "", [True] * 3
     with pytest.raises(error, match=message):
         ops.linear_cross_entropy_with_gradients(grad, *arguments)
 
 
-@pytest.mark.parametrize("reduction", [0, 2])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_no_classes(impl, reduction):
     input, weight = torch.randn(2, 3, requires_grad=True), torch.zeros(0, 3, requires_grad=True)
-    loss = ops.linear_cross_entropy(input, weight, None, torch.full((2,), -100), None, reduction)
+    loss = ops.linear_cross_entropy(input, weight, None, torch.full((2,), -100), None, "reduction=" + reduction)
     loss.sum().backward()
     assert loss.eq(0).all() and input.grad.eq(0).all() and weight.grad.shape == (0, 3)
 

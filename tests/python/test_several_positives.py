@@ -283,8 +283,9 @@ def test_opcheck(together, bias):
     if not together:
         shares[2, 2:] = 0
     table = torch.randn(N, dtype=torch.float64, requires_grad=True) if bias else None
-    torch.library.opcheck(torch.ops.xsoftmax.positives_cross_entropy.default, (input, weight, table, positives, shares, together))
-    torch.autograd.gradcheck(lambda *a: torch.ops.xsoftmax.positives_cross_entropy(*a[:2], a[2] if bias else None, positives, shares, together),
+    options = "softcap=2.0,z_loss=0.1,positives=" + ("sum" if together else "mean")
+    torch.library.opcheck(torch.ops.xsoftmax.positives_cross_entropy.default, (input, weight, table, positives, shares, options))
+    torch.autograd.gradcheck(lambda *a: torch.ops.xsoftmax.positives_cross_entropy(*a[:2], a[2] if bias else None, positives, shares, options),
                              (input, weight) + ((table,) if bias else ()))
 
 

@@ -248,3 +248,34 @@ def test_options_that_do_not_go_with_soft_targets():
                              (dict(label_smoothing=.1), "label_smoothing=0 beside target_prob")):
         with pytest.raises(ValueError, match=message):
             xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=5, **options)(torch.randn(Q, D), target, target_prob=prob)
+
+
+@pytest.mark.parametrize("transform", [dict(logit_scale=2.5), dict(softcap=1.5), dict(logit_scale=.3, softcap=2.0)], ids=["scale", "cap", "both"])
+def test_transformed_logits(impl, transform):
+    """Log-probabilities, entropy, the exact soft loss and their gradients follow logit_scale and softcap; z_loss enters with each entry."""
+    input, weight, bias = tensors = problem(torch.float64)
+    target, prob = soft_target()
+    ids, cap = target.clamp(min=0), transform.get("softcap")
+    logits = F.linear(*tensors) * transform.get("logit_scale", 1.0)
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    log_p, squares = F.log_softmax(logits, 1), logits.logsumexp(1).square()
+    share = dense(target, prob).double()
+    wants = log_p.gather(1, ids), -(log_p.exp() * log_p).sum(1), -(share * log_p).sum(1) + .3 * squares * share.sum(1)
+    values = (xs.functional.linear_log_prob(input, weight, ids, bias=bias, **transform), xs.functional.linear_entropy(input, weight, bias=bias, **transform),
+              xs.functional.linear_cross_entropy(input, weight, target, bias=bias, target_prob=prob, reduction="none", z_loss=.3, **transform))
+    for value, want in zip(values, wants, strict=True):
+        torch.testing.assert_close(value, want)
+        same(gradients(value, tensors), gradients(want, tensors), torch.float64)
+    torch.testing.assert_close(xs.functional.linear_log_prob(input, weight, bias=bias, **transform), log_p)
+
+
+def test_modules_with_transformed_logits():
+    """The methods of a loss take its options, and the sampled loss of all classes is the exact one."""
+    options = dict(logit_scale=1.7, softcap=3.0, z_loss=.1)
+    loss = xs.SampledSoftmaxLoss(D, N, sampler=all_candidates(), sparse_grad=False, **options)
+    x, (target, prob) = torch.randn(Q, D), soft_target()
+    torch.testing.assert_close(loss(x, target, target_prob=prob), loss.exact(x, target, prob))
+    log_p = loss.log_prob(x)
+    torch.testing.assert_close(loss.log_prob(x, target.clamp(min=0)), log_p.gather(1, target.clamp(min=0)))
+    torch.testing.assert_close(loss.entropy(x), -(log_p.exp() * log_p).sum(1))
+    torch.testing.assert_close(loss.exact(x, target[:, 3:], torch.ones(Q, 1)), loss.exact(x, target[:, 3]))

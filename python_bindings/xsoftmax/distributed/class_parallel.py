@@ -82,7 +82,7 @@ class ShardedLoss(LinearLoss):
         if len(weight) == 0:
             return queries.new_full([len(queries)], -torch.inf, dtype=self._accumulation(queries))
         first = queries.new_zeros(len(queries), dtype=torch.int64)
-        above = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, first, None, 0, NO_CLASS, 0.0)
+        above = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, first, None, f"reduction=none,ignore_index={NO_CLASS}")
         return above + self._scores(queries, first)
 
     def _accumulation(self, queries: Tensor) -> torch.dtype:
@@ -373,6 +373,9 @@ def check_splits(owner: str, loss: TableModule, exchange: str) -> None:
     if type(loss) not in _SHARDED:
         raise TypeError(f"{owner}: expected a SampledSoftmaxLoss or a LinearCrossEntropyLoss, which is not split yet, got {type(loss).__name__}: "
                         "replicate it")
+    if isinstance(loss, LinearLoss) and (loss.logit_scale != 1.0 or loss.softcap is not None or loss.z_loss != 0.0):
+        raise ValueError(f"{owner}: expected a loss with logit_scale=1, softcap=None and z_loss=0, which tables over ranks do not support yet, got "
+                         f"{loss.logit_scale}, {loss.softcap} and {loss.z_loss}: replicate it")
     if isinstance(loss, SampledSoftmaxLoss):
         check_sampler(owner, loss.sampler)
         if is_registered(loss.estimator):
