@@ -11,8 +11,7 @@ namespace xsoftmax {
 
 using at::Tensor;
 
-void BlockGradients::take(BlockScratch& scratch, const ClassBlock& block, const Tensor& rows,
-                          const Tensor& slope, const Tensor& input, bool first) const {
+void BlockGradients::take(BlockScratch& scratch, const ClassBlock& block, const Tensor& rows, const Tensor& slope, const Tensor& input, bool first) const {
   if (input.defined()) {
     // MKL orders long sums by the number of threads, which a group's sums must not depend on.
     multiply_in_parts(input, slope, rows, {.add = !first, .bfloat16 = operands.rounds},

@@ -15,8 +15,7 @@ struct BlockGradients {
 
   /// slope [Q, size]: of the block's logits; rows: of the block, as scratch gives them; input [Q, D]
   /// in the dtype of sums: the group's part of the input's gradient; first: nothing is there yet.
-  void take(BlockScratch& scratch, const ClassBlock& block, const at::Tensor& rows,
-            const at::Tensor& slope, const at::Tensor& input, bool first) const;
+  void take(BlockScratch& scratch, const ClassBlock& block, const at::Tensor& rows, const at::Tensor& slope, const at::Tensor& input, bool first) const;
 };
 
 /// out [Q, D] = the sum of parts [groups, Q, D] in order, rounded once.

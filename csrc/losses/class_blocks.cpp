@@ -61,8 +61,7 @@ LinearOperands::LinearOperands(const at::Tensor& input, const at::Tensor& weight
   }
 }
 
-at::Tensor BlockScratch::view(at::Tensor& buffer, at::ScalarType dtype, int64_t capacity,
-                              int64_t rows, int64_t columns) const {
+at::Tensor BlockScratch::view(at::Tensor& buffer, at::ScalarType dtype, int64_t capacity, int64_t rows, int64_t columns) const {
   if (!buffer.defined()) {
     buffer = at::empty({capacity}, operands_.input.options().dtype(dtype));
   }
@@ -77,8 +76,7 @@ at::Tensor BlockScratch::rows(const ClassBlock& block) {
     return rows;
   }
   const int64_t features = rows.size(1);
-  return view(rows_, operands_.factor_dtype, plan_.width * features, block.size, features)
-      .copy_(rows);
+  return view(rows_, operands_.factor_dtype, plan_.width * features, block.size, features).copy_(rows);
 }
 
 at::Tensor BlockScratch::logits_buffer(const ClassBlock& block) {

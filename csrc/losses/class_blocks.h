@@ -71,8 +71,7 @@ class BlockScratch {
   at::Tensor rows_buffer(const ClassBlock& block);
 
  private:
-  at::Tensor view(at::Tensor& buffer, at::ScalarType dtype, int64_t capacity, int64_t rows,
-                  int64_t columns) const;
+  at::Tensor view(at::Tensor& buffer, at::ScalarType dtype, int64_t capacity, int64_t rows, int64_t columns) const;
 
   const LinearOperands& operands_;
   const BlockPlan plan_;

@@ -139,8 +139,7 @@ void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) cons
                     ", input's without its last dimension, or with that of several positives in its place, got ", target.sizes());
 }
 
-Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target,
-                             const std::optional<Tensor>& target_prob) const {
+Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target, const std::optional<Tensor>& target_prob) const {
   check_table(input, target);
   settle();
   ExactPositivesOptions options;
@@ -151,8 +150,7 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target,
   options.positives = options_.positives;
   static_cast<LogitOptions&>(options) = logit_options();
   if (given(target_prob)) {
-    return linear_soft_loss(input, linear->weight, optional(linear->bias), target, *target_prob,
-                            optional(weight), options);
+    return linear_soft_loss(input, linear->weight, optional(linear->bias), target, *target_prob, optional(weight), options);
   }
   if (target.dim() == input.dim()) {
     TORCH_CHECK_VALUE(options_.label_smoothing == 0, name_, ": expected label_smoothing of 0 with several positives of a query, got ",
@@ -188,8 +186,7 @@ Tensor LinearLossImpl::predict(const Tensor& input) const { return std::get<1>(t
 LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
     : LinearLossImpl("LinearCrossEntropyLoss", in_features, num_classes, options) {}
 
-Tensor LinearCrossEntropyLossImpl::forward(const Tensor& input, const Tensor& target,
-                                           const std::optional<Tensor>& target_prob) {
+Tensor LinearCrossEntropyLossImpl::forward(const Tensor& input, const Tensor& target, const std::optional<Tensor>& target_prob) {
   return exact(input, target, target_prob);
 }
 
@@ -362,13 +359,10 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
                                        const std::optional<Tensor>& target_prob) {
   check_table(input, target);
   const bool soft = given(target_prob);
-  TORCH_CHECK_VALUE(!soft || step_.estimator == "sampled_softmax", kName,
-                    ": expected estimator \"sampled_softmax\" beside target_prob, got \"",
+  TORCH_CHECK_VALUE(!soft || step_.estimator == "sampled_softmax", kName, ": expected estimator \"sampled_softmax\" beside target_prob, got \"",
                     step_.estimator, "\"");
-  TORCH_CHECK_VALUE(!soft || step_.label_smoothing == 0, kName,
-                    ": expected label_smoothing of 0 beside target_prob, got ", step_.label_smoothing);
-  const Tensor listed =
-      soft ? soft_targets(kName, input, target, *target_prob, step_.ignore_index) : target;
+  TORCH_CHECK_VALUE(!soft || step_.label_smoothing == 0, kName, ": expected label_smoothing of 0 beside target_prob, got ", step_.label_smoothing);
+  const Tensor listed = soft ? soft_targets(kName, input, target, *target_prob, step_.ignore_index) : target;
   TORCH_CHECK_VALUE(given(negatives) || !given(negative_log_count), kName, ": expected negatives beside negative_log_count, got none");
   TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
                     ": expected negatives with each call of a loss without a sampler, got none");

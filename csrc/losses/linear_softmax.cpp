@@ -37,98 +37,70 @@ constexpr const char* kOp = "linear_softmax";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kLeast = -1e30; // 0 times it is 0
 
-SoftmaxGradients backward_any(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer,
-                              const Tensor& grad_entropy, const Tensor& input, const Tensor& weight,
-                              const OptionalTensor& bias, const Tensor& ids,
-                              const Tensor& normalizer, const Tensor& entropy,
+SoftmaxGradients backward_any(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer, const Tensor& grad_entropy, const Tensor& input,
+                              const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& normalizer, const Tensor& entropy,
                               std::string_view options, std::array<bool, 3> mask) {
-  return linear_softmax_backward_reference(
-      input, weight, bias,
-      {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy}, options, mask);
+  return linear_softmax_backward_reference(input, weight, bias, {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy}, options, mask);
 }
 
-SoftmaxTerms call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                          const Tensor& ids, bool entropy, std::string_view options) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::linear_softmax_forward", "")
-                             .typed<decltype(linear_softmax_forward_reference)>();
+SoftmaxTerms call_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy, std::string_view options) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_softmax_forward", "").typed<decltype(linear_softmax_forward_reference)>();
   return op.call(input, weight, bias, ids, entropy, options);
 }
 
-SoftmaxTerms forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                          const Tensor& ids, bool entropy, std::string_view text) {
+SoftmaxTerms forward_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy, std::string_view text) {
   check_linear_softmax(input, weight, bias, ids, text);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
   const c10::SymInt queries = input.sym_size(0);
-  return {at::empty_symint(ids.sym_sizes(), options), at::empty_symint({queries}, options),
-          at::empty_symint({entropy ? queries : c10::SymInt(0)}, options),
+  return {at::empty_symint(ids.sym_sizes(), options), at::empty_symint({queries}, options), at::empty_symint({entropy ? queries : c10::SymInt(0)}, options),
           at::empty_symint({c10::SymInt(2), queries}, options)};
 }
 
-SoftmaxGradients backward_meta(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer,
-                               const Tensor& grad_entropy, const Tensor& input, const Tensor& weight,
-                               const OptionalTensor& bias, const Tensor& ids,
-                               const Tensor& normalizer, const Tensor& entropy,
+SoftmaxGradients backward_meta(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer, const Tensor& grad_entropy, const Tensor& input,
+                               const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& normalizer, const Tensor& entropy,
                                std::string_view options, std::array<bool, 3> mask) {
-  check_linear_softmax_backward(
-      input, weight, bias,
-      {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy}, options);
+  check_linear_softmax_backward(input, weight, bias, {grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy}, options);
   const c10::SymInt none(0), classes = weight.sym_size(0), width = weight.sym_size(1);
-  return {at::empty_symint({mask[0] ? input.sym_size(0) : none, width}, input.options()),
-          at::empty_symint({mask[1] ? classes : none, width}, input.options()),
+  return {at::empty_symint({mask[0] ? input.sym_size(0) : none, width}, input.options()), at::empty_symint({mask[1] ? classes : none, width}, input.options()),
           at::empty_symint({mask[2] ? classes : none}, input.options())};
 }
 
 class LinearSoftmax : public torch::autograd::Function<LinearSoftmax> {
  public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
-                                                const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, const Tensor& ids,
-                                                bool entropy, std::string_view options) {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                const Tensor& ids, bool entropy, std::string_view options) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [log_prob, log_normalizer, of_query, normalizer] =
-        call_forward(input, weight, bias, ids, entropy, options);
+    auto [log_prob, log_normalizer, of_query, normalizer] = call_forward(input, weight, bias, ids, entropy, options);
     ctx->saved_data["options"] = std::string(options);
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), ids, normalizer, of_query});
     return {log_prob, log_normalizer, of_query};
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list grads) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("xsoftmax::linear_softmax_backward", "")
-                               .typed<decltype(backward_any)>();
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_softmax_backward", "").typed<decltype(backward_any)>();
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                     saved[2].defined() && ctx->needs_input_grad(2)};
-    auto [grad_input, grad_weight, grad_bias] =
-        op.call(grads[0], grads[1], grads[2], saved[0], saved[1], optional(saved[2]), saved[3],
-                saved[4], saved[5], ctx->saved_data["options"].toStringRef(), wanted);
-    return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor()};
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), saved[2].defined() && ctx->needs_input_grad(2)};
+    auto [grad_input, grad_weight, grad_bias] = op.call(grads[0], grads[1], grads[2], saved[0], saved[1], optional(saved[2]), saved[3], saved[4], saved[5],
+                                                        ctx->saved_data["options"].toStringRef(), wanted);
+    return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(), wanted[2] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> softmax_only(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, const Tensor& ids,
-                                                bool entropy, std::string_view options) {
-  auto [log_prob, log_normalizer, of_query, normalizer] =
-      call_forward(input, weight, bias, ids, entropy, options);
+std::tuple<Tensor, Tensor, Tensor> softmax_only(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy,
+                                                std::string_view options) {
+  auto [log_prob, log_normalizer, of_query, normalizer] = call_forward(input, weight, bias, ids, entropy, options);
   return {log_prob, log_normalizer, of_query};
 }
 
-std::tuple<Tensor, Tensor, Tensor> call_softmax(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, const Tensor& ids,
-                                                bool entropy, std::string_view options) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("xsoftmax::linear_softmax", "")
-                             .typed<decltype(softmax_only)>();
+std::tuple<Tensor, Tensor, Tensor> call_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy,
+                                                std::string_view options) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::linear_softmax", "").typed<decltype(softmax_only)>();
   return op.call(input, weight, bias, ids, entropy, options);
 }
 
-std::tuple<Tensor, Tensor, Tensor> softmax_autograd(const Tensor& input, const Tensor& weight,
-                                                    const OptionalTensor& bias, const Tensor& ids,
-                                                    bool entropy, std::string_view options) {
+std::tuple<Tensor, Tensor, Tensor> softmax_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy,
+                                                    std::string_view options) {
   const auto results = LinearSoftmax::apply(input, weight, bias, ids, entropy, options);
   return {results[0], results[1], results[2]};
 }
@@ -147,9 +119,8 @@ struct Cast {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> softmax_autocast(const Tensor& input, const Tensor& weight,
-                                                    const OptionalTensor& bias, const Tensor& ids,
-                                                    bool entropy, std::string_view options) {
+std::tuple<Tensor, Tensor, Tensor> softmax_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy,
+                                                    std::string_view options) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const Cast cast(input, weight, bias);
   return call_softmax(cast.input, cast.weight, cast.bias, ids, entropy, options);
@@ -163,8 +134,7 @@ Tensor scores_of_all(const Tensor& input, const Tensor& weight, const OptionalTe
     check::same_dtype(op, "bias", *bias, "input", input);
   }
   const auto dtype = opmath_dtype(input.scalar_type());
-  return at::linear(input.to(dtype), weight.to(dtype),
-                    given(bias) ? OptionalTensor(bias->to(dtype)) : bias);
+  return at::linear(input.to(dtype), weight.to(dtype), given(bias) ? OptionalTensor(bias->to(dtype)) : bias);
 }
 
 // Classes at once in the composites: logits of 64 MB.
@@ -173,8 +143,7 @@ int64_t block_of(const Tensor& input) {
   return std::clamp<int64_t>(most, 1024, 65536);
 }
 
-Tensor logits_of(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                 const LogitOptions& options, int64_t begin, int64_t size) {
+Tensor logits_of(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const LogitOptions& options, int64_t begin, int64_t size) {
   const auto dtype = opmath_dtype(input.scalar_type());
   const Tensor logits = wide_product(input, weight.narrow(0, begin, size).t(), dtype);
   transform_products(logits, given(bias) ? OptionalTensor(bias->narrow(0, begin, size)) : bias, options);
@@ -183,15 +152,12 @@ Tensor logits_of(const Tensor& input, const Tensor& weight, const OptionalTensor
 
 } // namespace
 
-std::tuple<Tensor, Tensor, Tensor> linear_softmax(const Tensor& input, const Tensor& weight,
-                                                  const OptionalTensor& bias, const Tensor& ids,
-                                                  bool entropy, const LogitOptions& options) {
+std::tuple<Tensor, Tensor, Tensor> linear_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy,
+                                                  const LogitOptions& options) {
   return call_softmax(input, weight, bias, ids, entropy, print_options(options));
 }
 
-LogitOptions check_linear_softmax(const Tensor& input, const Tensor& weight,
-                                  const OptionalTensor& bias, const Tensor& ids,
-                                  std::string_view text) {
+LogitOptions check_linear_softmax(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, std::string_view text) {
   check::linear(kOp, input, weight, bias);
   check::dim(kOp, "ids", ids, 2);
   check::int64(kOp, "ids", ids);
@@ -202,8 +168,7 @@ LogitOptions check_linear_softmax(const Tensor& input, const Tensor& weight,
   return options;
 }
 
-LogitOptions check_linear_softmax_backward(const Tensor& input, const Tensor& weight,
-                                           const OptionalTensor& bias, const SoftmaxBackward& grads,
+LogitOptions check_linear_softmax_backward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const SoftmaxBackward& grads,
                                            std::string_view text) {
   const LogitOptions options = check_linear_softmax(input, weight, bias, grads.ids, text);
   constexpr const char* op = "linear_softmax_backward";
@@ -240,9 +205,8 @@ std::array<Tensor, 2> SoftmaxBackward::coefficients() const {
   return {(plain + grad_entropy * (log_sum - entropy)) * scale, -grad_entropy * scale};
 }
 
-SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor& weight,
-                                              const OptionalTensor& bias, const Tensor& ids,
-                                              bool entropy, std::string_view text) {
+SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy,
+                                              std::string_view text) {
   const LogitOptions transform = check_linear_softmax(input, weight, bias, ids, text);
   const int64_t queries = input.size(0), classes = weight.size(0), width = block_of(input);
   const auto options = input.options().dtype(opmath_dtype(input.scalar_type()));
@@ -258,23 +222,18 @@ SoftmaxTerms linear_softmax_forward_reference(const Tensor& input, const Tensor&
     const Tensor moved = largest - shift, difference = logits - shift.unsqueeze(1);
     const Tensor each = difference.exp(), scale = moved.exp();
     if (entropy) {
-      weighted = scale * (weighted + moved.clamp_min(kLeast) * sum) +
-          (each * difference.clamp_min(kLeast)).sum(1);
+      weighted = scale * (weighted + moved.clamp_min(kLeast) * sum) + (each * difference.clamp_min(kLeast)).sum(1);
     }
     sum = sum * scale + each.sum(1);
     largest = top;
   }
   const Tensor log_sum = sum.log();
-  return {(score - largest.unsqueeze(1)) - log_sum.unsqueeze(1), largest + log_sum,
-          entropy ? log_sum - weighted / sum : at::empty({0}, options),
+  return {(score - largest.unsqueeze(1)) - log_sum.unsqueeze(1), largest + log_sum, entropy ? log_sum - weighted / sum : at::empty({0}, options),
           at::stack({largest, log_sum})};
 }
 
-SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Tensor& weight,
-                                                   const OptionalTensor& bias,
-                                                   const SoftmaxBackward& grads,
-                                                   std::string_view text,
-                                                   std::array<bool, 3> mask) {
+SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const SoftmaxBackward& grads,
+                                                   std::string_view text, std::array<bool, 3> mask) {
   const LogitOptions transform = check_linear_softmax_backward(input, weight, bias, grads, text);
   const int64_t classes = weight.size(0), features = weight.size(1), width = block_of(input);
   const auto sums = grads.grad_log_prob.options();
@@ -303,8 +262,7 @@ SoftmaxGradients linear_softmax_backward_reference(const Tensor& input, const Te
       grad_input = grad_input + wide_product(gradient, rows, sums.dtype().toScalarType());
     }
     if (mask[1]) {
-      grad_weight.narrow(0, begin, size)
-          .copy_(wide_product(gradient.t(), input, sums.dtype().toScalarType()));
+      grad_weight.narrow(0, begin, size).copy_(wide_product(gradient.t(), input, sums.dtype().toScalarType()));
     }
     if (mask[2]) {
       grad_bias.narrow(0, begin, size).copy_(gradient.sum(0, /*keepdim=*/false, grad_input.scalar_type()));
@@ -320,8 +278,7 @@ void check_ids(const char* op, const Tensor& input, const Tensor& weight, const 
   const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, input.dim() - 1);
   const bool several = ids.dim() == input.dim() && ids.sym_sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(several || ids.sym_sizes() == queries, op, ": expected ids of shape ", queries,
-                    ", input's without its last dimension, or with a number of ids in its place, got ",
-                    ids.sym_sizes());
+                    ", input's without its last dimension, or with a number of ids in its place, got ", ids.sym_sizes());
   if (ids.is_cpu() && !at::isTensorSubclassLike(ids)) {
     check::class_ids(op, "ids", ids, weight.size(0));
   }
@@ -329,15 +286,14 @@ void check_ids(const char* op, const Tensor& input, const Tensor& weight, const 
 
 Tensor as_queries(const char* op, const Tensor& input, const Tensor& weight) {
   check::dim(op, "weight", weight, 2);
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) == weight.sym_size(1), op,
-                    ": expected input of shape [*, ", weight.sym_size(1), "], got ", input.sym_sizes());
+  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) == weight.sym_size(1), op, ": expected input of shape [*, ", weight.sym_size(1), "], got ",
+                    input.sym_sizes());
   return input.unsqueeze(0).flatten(0, -2);
 }
 
 } // namespace
 
-Tensor linear_log_prob(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       const OptionalTensor& ids, const LogitOptions& options) {
+Tensor linear_log_prob(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& ids, const LogitOptions& options) {
   constexpr const char* op = "linear_log_prob";
   const Tensor queries = as_queries(op, input, weight);
   check_logits(op, options);
@@ -347,16 +303,13 @@ Tensor linear_log_prob(const Tensor& input, const Tensor& weight, const Optional
   check_ids(op, input, weight, *ids);
   const c10::SymInt each = ids->dim() == input.dim() ? ids->sym_size(-1) : c10::SymInt(1);
   const Tensor rows = ids->reshape_symint({queries.sym_size(0), each});
-  return std::get<0>(linear_softmax(queries, weight, bias, rows, false, options))
-      .reshape_symint(ids->sym_sizes());
+  return std::get<0>(linear_softmax(queries, weight, bias, rows, false, options)).reshape_symint(ids->sym_sizes());
 }
 
-Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                      const LogitOptions& options) {
+Tensor linear_entropy(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const LogitOptions& options) {
   const Tensor queries = as_queries("linear_entropy", input, weight);
   const Tensor none = at::empty_symint({queries.sym_size(0), c10::SymInt(0)}, input.options().dtype(at::kLong));
-  return std::get<2>(linear_softmax(queries, weight, bias, none, true, options))
-      .reshape_symint(input.sym_sizes().slice(0, input.dim() - 1));
+  return std::get<2>(linear_softmax(queries, weight, bias, none, true, options)).reshape_symint(input.sym_sizes().slice(0, input.dim() - 1));
 }
 
 Tensor linear_scores(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -378,10 +331,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def(
       "linear_log_prob(Tensor input, Tensor weight, Tensor? bias=None, Tensor? ids=None, "
       "str options=\"\") -> Tensor",
-      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-         const OptionalTensor& ids, std::string_view text) {
-        return linear_log_prob(input, weight, bias, ids,
-                               parse_options<LogitOptions>("linear_log_prob", text));
+      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& ids, std::string_view text) {
+        return linear_log_prob(input, weight, bias, ids, parse_options<LogitOptions>("linear_log_prob", text));
       });
   m.def(
       "linear_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor ids, bool entropy=False, "

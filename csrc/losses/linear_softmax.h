@@ -30,11 +30,8 @@ using SoftmaxTerms = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using SoftmaxGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 /// By the dispatcher.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_softmax(const at::Tensor& input,
-                                                              const at::Tensor& weight,
-                                                              const OptionalTensor& bias,
-                                                              const at::Tensor& ids, bool entropy,
-                                                              const LogitOptions& options = {});
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_softmax(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                                                              const at::Tensor& ids, bool entropy, const LogitOptions& options = {});
 
 /// The gradients of the three results, and what the forward pass kept. grad_entropy: [0] where
 /// entropy was not wanted.
@@ -53,21 +50,15 @@ struct SoftmaxBackward {
 };
 
 /// options: LogitOptions as text, which both return parsed.
-LogitOptions check_linear_softmax(const at::Tensor& input, const at::Tensor& weight,
-                                  const OptionalTensor& bias, const at::Tensor& ids,
+LogitOptions check_linear_softmax(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& ids,
                                   std::string_view options);
-LogitOptions check_linear_softmax_backward(const at::Tensor& input, const at::Tensor& weight,
-                                           const OptionalTensor& bias, const SoftmaxBackward& grads,
+LogitOptions check_linear_softmax_backward(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const SoftmaxBackward& grads,
                                            std::string_view options);
 
 /// The composites in ATen calls: any device, and the oracle of the tests.
-SoftmaxTerms linear_softmax_forward_reference(const at::Tensor& input, const at::Tensor& weight,
-                                              const OptionalTensor& bias, const at::Tensor& ids,
+SoftmaxTerms linear_softmax_forward_reference(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& ids,
                                               bool entropy, std::string_view options);
-SoftmaxGradients linear_softmax_backward_reference(const at::Tensor& input, const at::Tensor& weight,
-                                                   const OptionalTensor& bias,
-                                                   const SoftmaxBackward& grads,
-                                                   std::string_view options,
-                                                   std::array<bool, 3> mask);
+SoftmaxGradients linear_softmax_backward_reference(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const SoftmaxBackward& grads,
+                                                   std::string_view options, std::array<bool, 3> mask);
 
 } // namespace xsoftmax

@@ -29,17 +29,15 @@ template <typename A>
 struct GroupTerms {
   std::vector<A> max, sum, weighted;
 
-  explicit GroupTerms(int64_t queries)
-      : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)),
-        weighted(queries, A(0)) {}
+  explicit GroupTerms(int64_t queries) : max(queries, -std::numeric_limits<A>::infinity()), sum(queries, A(0)), weighted(queries, A(0)) {}
 
   void join(const GroupTerms& other, int64_t q) {
     constexpr A kLeast = A(-1e30);
     const A top = max[q] > other.max[q] ? max[q] : other.max[q];
     const A shift = top == -std::numeric_limits<A>::infinity() ? A(0) : top;
     const A mine = max[q] - shift, others = other.max[q] - shift;
-    weighted[q] = std::exp(mine) * (weighted[q] + std::max(mine, kLeast) * sum[q]) +
-        std::exp(others) * (other.weighted[q] + std::max(others, kLeast) * other.sum[q]);
+    weighted[q] =
+        std::exp(mine) * (weighted[q] + std::max(mine, kLeast) * sum[q]) + std::exp(others) * (other.weighted[q] + std::max(others, kLeast) * other.sum[q]);
     sum[q] = sum[q] * std::exp(mine) + other.sum[q] * std::exp(others);
     max[q] = top;
   }
@@ -49,10 +47,9 @@ struct GroupTerms {
 template <typename A>
 class SoftmaxForward {
  public:
-  SoftmaxForward(const LinearOperands& operands, const BlockPlan& plan,
-                 const BlockTransform<A>& transform, const Tensor& ids)
-      : operands_(operands), plan_(plan), transform_(transform), ids_(ids.const_data_ptr<int64_t>()), each_(ids.size(1)),
-        queries_(ids.size(0)), groups_(plan.groups, GroupTerms<A>(queries_)) {}
+  SoftmaxForward(const LinearOperands& operands, const BlockPlan& plan, const BlockTransform<A>& transform, const Tensor& ids)
+      : operands_(operands), plan_(plan), transform_(transform), ids_(ids.const_data_ptr<int64_t>()), each_(ids.size(1)), queries_(ids.size(0)),
+        groups_(plan.groups, GroupTerms<A>(queries_)) {}
 
   // log_prob [Q, K]: first the scores; entropy [Q] or nullptr.
   void run(A* log_prob, A* log_normalizer, A* entropy, A* normalizer) {
@@ -87,8 +84,7 @@ class SoftmaxForward {
   }
 
  private:
-  void fold_block(GroupTerms<A>& sums, const A* logits, const ClassBlock& block, A* score,
-                  bool weighted) const {
+  void fold_block(GroupTerms<A>& sums, const A* logits, const ClassBlock& block, A* score, bool weighted) const {
     const A* all = transform_.remaining_bias();
     const A* bias = all == nullptr ? nullptr : all + block.begin;
     at::parallel_for(0, queries_, kQueriesPerTask, [&](int64_t first, int64_t last) {
@@ -153,8 +149,7 @@ struct SlopePass {
   }
 };
 
-SoftmaxTerms forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                         const Tensor& ids, bool entropy, std::string_view text) {
+SoftmaxTerms forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, bool entropy, std::string_view text) {
   const LogitOptions transform = check_linear_softmax(input, weight, bias, ids, text);
   check::class_ids("linear_softmax", "ids", ids, weight.size(0));
   if (use_reference() || input.size(0) == 0 || weight.size(0) == 0) {
@@ -166,22 +161,17 @@ SoftmaxTerms forward_cpu(const Tensor& input, const Tensor& weight, const Option
   const Tensor of_query = at::empty({entropy ? queries : 0}, options);
   const Tensor normalizer = at::empty({2, queries}, options), flat = ids.contiguous();
   const LinearOperands operands(input, weight, bias);
-  const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0,
-                                     queries * int64_t(sizeof(double)) * 3, operands.dtype);
+  const BlockPlan plan = plan_blocks(queries, weight.size(0), input.size(1), /*saved=*/0, queries * int64_t(sizeof(double)) * 3, operands.dtype);
   dispatch_floating(operands.dtype, [&](auto zero) {
     using A = opmath<decltype(zero)>;
     const BlockTransform<A> blocks(transform, operands);
-    SoftmaxForward<A>(operands, plan, blocks, flat)
-        .run(data<A>(log_prob), data<A>(log_z), entropy ? data<A>(of_query) : nullptr,
-             data<A>(normalizer));
+    SoftmaxForward<A>(operands, plan, blocks, flat).run(data<A>(log_prob), data<A>(log_z), entropy ? data<A>(of_query) : nullptr, data<A>(normalizer));
   });
   return {log_prob, log_z, of_query, normalizer};
 }
 
-SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer,
-                              const Tensor& grad_entropy, const Tensor& input, const Tensor& weight,
-                              const OptionalTensor& bias, const Tensor& ids,
-                              const Tensor& normalizer, const Tensor& entropy,
+SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_log_normalizer, const Tensor& grad_entropy, const Tensor& input,
+                              const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& normalizer, const Tensor& entropy,
                               std::string_view text, std::array<bool, 3> mask) {
   const SoftmaxBackward grads{grad_log_prob, grad_log_normalizer, grad_entropy, ids, normalizer, entropy};
   const LogitOptions transform = check_linear_softmax_backward(input, weight, bias, grads, text);
@@ -198,8 +188,7 @@ SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_lo
   const Tensor grad_input = at::empty({mask[0] ? queries : 0, features}, input.options());
   const Tensor grad_weight = at::empty({mask[1] ? classes : 0, features}, input.options());
   const Tensor grad_bias = at::empty({mask[2] ? classes : 0}, sums);
-  const BlockGradients gradients{operands, plan, mask[1] ? grad_weight : Tensor(),
-                                 mask[2] ? grad_bias : Tensor(), /*add=*/false};
+  const BlockGradients gradients{operands, plan, mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(), /*add=*/false};
   const auto [constant, slope] = grads.coefficients();
   const Tensor of_ids = grad_log_prob.contiguous(), state = normalizer.contiguous();
   const Tensor flat = ids.contiguous(), scale = constant.contiguous();
@@ -207,8 +196,13 @@ SoftmaxGradients backward_cpu(const Tensor& grad_log_prob, const Tensor& grad_lo
   dispatch_floating(operands.dtype, [&](auto zero) {
     using A = opmath<decltype(zero)>;
     const BlockTransform<A> blocks(transform, operands);
-    const SlopePass<A> pass{blocks, flat.const_data_ptr<int64_t>(), ids.size(1), queries,
-                            const_data<A>(of_ids), const_data<A>(state), const_data<A>(scale),
+    const SlopePass<A> pass{blocks,
+                            flat.const_data_ptr<int64_t>(),
+                            ids.size(1),
+                            queries,
+                            const_data<A>(of_ids),
+                            const_data<A>(state),
+                            const_data<A>(scale),
                             moved.defined() ? const_data<A>(moved) : nullptr};
     for_each_group(plan, [&](int64_t first, int64_t last) {
       BlockScratch scratch(operands, plan);

@@ -39,14 +39,13 @@ void check_class_weight(const char* op, const OptionalTensor& class_weight, cons
   }
 }
 
-void check_batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight,
-                 int64_t ignore_index, bool soft) {
+void check_batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index, bool soft) {
   const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
   const bool several = target.dim() == input.dim() && target.sym_sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(input.dim() >= 1 && (several || target.sym_sizes() == queries), op, ": expected target of the shape of input without its last dimension, ",
                     queries, ", or with that of several positives in its place, got ", target.sym_sizes());
-  TORCH_CHECK_VALUE(!several || soft || target.sym_size(-1) == 1 || weight.dim() != 2 || !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))), op,
-                    ": expected target to hold ids of classes, ", queries, " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
+  TORCH_CHECK_VALUE(!several || soft || target.sym_size(-1) == 1 || weight.dim() != 2 || !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))),
+                    op, ": expected target to hold ids of classes, ", queries, " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
                     ", a number for each class as one-hot targets have: give target.argmax(-1), or of several classes their ids, padded with ", ignore_index);
   check::floating(op, "input", input);
   check::int64(op, "target", target);
@@ -113,8 +112,7 @@ Tensor counted_rows(const Tensor& input, const Tensor& target, const c10::SymInt
   return input.masked_fill(target.eq(ignore_index).unsqueeze(1), 0);
 }
 
-std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target,
-                                           const Tensor& weight, int64_t ignore_index, bool soft) {
+std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target, const Tensor& weight, int64_t ignore_index, bool soft) {
   constexpr const char* op = "sampled_softmax_loss"; // what users call
   check_batch(op, input, given_target, weight, ignore_index, soft);
   // What the loss would refuse when a sampler has already counted the batch. Autocast makes all dtypes one but for double.
@@ -147,7 +145,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         [](const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, std::string_view options) {
           return reduced_loss(loss, target, class_weight, parse_options<ReductionOptions>("reduced_loss", options));
         });
-  m.def("counted_queries(Tensor(a) input, Tensor target, Tensor weight, int ignore_index, bool soft=False) -> (Tensor(a) queries, Tensor counted)", counted_queries);
+  m.def("counted_queries(Tensor(a) input, Tensor target, Tensor weight, int ignore_index, bool soft=False) -> (Tensor(a) queries, Tensor counted)",
+        counted_queries);
 }
 
 } // namespace xsoftmax

@@ -54,8 +54,7 @@ Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalT
 
 Tensor sampled_softmax_loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList ids,
                                at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& distinct,
-                               const OptionalTensor& class_weight, const OptionalTensor& log_z, std::string_view options,
-                               const OptionalTensor& target_prob) {
+                               const OptionalTensor& class_weight, const OptionalTensor& log_z, std::string_view options, const OptionalTensor& target_prob) {
   return sampled_softmax_loss(input, weight, bias, target, make_proposal(kOp, ids, log_count, target_log_count, distinct),
                               parse_options<SampledSoftmaxOptions>(kOp, options), class_weight, log_z, target_prob);
 }

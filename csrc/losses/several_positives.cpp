@@ -146,8 +146,7 @@ Tensor reduced_positives(const char* op, const Tensor& loss, const Tensor& share
   }
 }
 
-PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                  const Tensor& positives, const Proposal& sets,
+PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Proposal& sets,
                                   const SampledSoftmaxOptions& options, const OptionalTensor& log_z) {
   const Estimator& estimator = find_estimator(kOp, options.estimator);
   const EstimatorTraits& traits = estimator.traits;

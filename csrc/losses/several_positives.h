@@ -40,10 +40,8 @@ struct PositivesLoss {
   at::Tensor score;  ///< what stands for the target: scores, or [Q, 1]
 };
 /// positives as different_positives gives them.
-PositivesLoss losses_of_positives(const at::Tensor& input, const at::Tensor& weight,
-                                  const OptionalTensor& bias, const at::Tensor& positives,
-                                  const Proposal& sets, const SampledSoftmaxOptions& options,
-                                  const OptionalTensor& log_z);
+PositivesLoss losses_of_positives(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& positives,
+                                  const Proposal& sets, const SampledSoftmaxOptions& options, const OptionalTensor& log_z);
 
 /// sampled_softmax_loss, checked, of several positives.
 at::Tensor several_positives_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target, const Proposal& sets,

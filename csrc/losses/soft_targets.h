@@ -18,15 +18,12 @@ namespace xsoftmax {
 
 /// target with ignore_index in the place of entries that add nothing: padding, and those of
 /// probability 0.
-at::Tensor soft_targets(const char* op, const at::Tensor& input, const at::Tensor& target,
-                        const at::Tensor& target_prob, int64_t ignore_index);
+at::Tensor soft_targets(const char* op, const at::Tensor& input, const at::Tensor& target, const at::Tensor& target_prob, int64_t ignore_index);
 
 /// sampled_softmax_loss with target_prob: log normaliser is estimated once for a query, from the
 /// different classes listed, each with the count 1, and the candidates that are none of them.
-at::Tensor sampled_soft_loss(const at::Tensor& input, const at::Tensor& weight,
-                             const OptionalTensor& bias, const at::Tensor& target,
-                             const at::Tensor& target_prob, const Proposal& sets,
-                             const SampledSoftmaxOptions& options,
-                             const OptionalTensor& class_weight, const OptionalTensor& log_z);
+at::Tensor sampled_soft_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target,
+                             const at::Tensor& target_prob, const Proposal& sets, const SampledSoftmaxOptions& options, const OptionalTensor& class_weight,
+                             const OptionalTensor& log_z);
 
 } // namespace xsoftmax

@@ -46,8 +46,7 @@ inline A bounded(A difference) {
 }
 
 template <bool kBias, typename T>
-void fold_weighted_row(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted,
-                       const T* __restrict logits, const opmath<T>* __restrict bias, int64_t n) {
+void fold_weighted_row(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, const T* __restrict logits, const opmath<T>* __restrict bias, int64_t n) {
   using A = opmath<T>;
   constexpr A kInfinity = A(__builtin_inf());
   auto key = ordered(-kInfinity);
@@ -72,15 +71,12 @@ void fold_weighted_row(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted,
 }
 
 template <typename T>
-void fold_weighted(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, const T* logits,
-                   const opmath<T>* bias, int64_t n) {
-  bias == nullptr ? fold_weighted_row<false>(max, sum, weighted, logits, bias, n)
-                  : fold_weighted_row<true>(max, sum, weighted, logits, bias, n);
+void fold_weighted(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, const T* logits, const opmath<T>* bias, int64_t n) {
+  bias == nullptr ? fold_weighted_row<false>(max, sum, weighted, logits, bias, n) : fold_weighted_row<true>(max, sum, weighted, logits, bias, n);
 }
 
 template <bool kBias, typename T>
-void gradient_of_entropy_row(T* grad, const T* logits, const opmath<T>* __restrict bias,
-                             opmath<T> max, opmath<T> constant, opmath<T> slope, int64_t n) {
+void gradient_of_entropy_row(T* grad, const T* logits, const opmath<T>* __restrict bias, opmath<T> max, opmath<T> constant, opmath<T> slope, int64_t n) {
 #pragma GCC ivdep
   for (int64_t j = 0; j < n; ++j) {
     const opmath<T> difference = logit<kBias>(logits, bias, j) - max;
@@ -89,8 +85,7 @@ void gradient_of_entropy_row(T* grad, const T* logits, const opmath<T>* __restri
 }
 
 template <typename T>
-void gradient_of_entropy(T* grad, const T* logits, const opmath<T>* bias, opmath<T> max,
-                         opmath<T> constant, opmath<T> slope, int64_t n) {
+void gradient_of_entropy(T* grad, const T* logits, const opmath<T>* bias, opmath<T> max, opmath<T> constant, opmath<T> slope, int64_t n) {
   bias == nullptr ? gradient_of_entropy_row<false>(grad, logits, bias, max, constant, slope, n)
                   : gradient_of_entropy_row<true>(grad, logits, bias, max, constant, slope, n);
 }
@@ -218,15 +213,9 @@ int64_t find_above(const T* logits, const opmath<T>* bias, int64_t from, int64_t
 
 template <typename T>
 constexpr SoftmaxRows<T> rows() {
-  return {fold<T>,
-          fold_weighted<T>,
-          weighted_sum<T>,
-          gradient<T, T>,
-          gradient<T, opmath<T>>,
-          gradient_of_entropy<T>,
-          transform<T>,
-          transformed_gradient<T, T>,
-          transformed_gradient<T, opmath<T>>,
+  return {fold<T>,        fold_weighted<T>,           weighted_sum<T>,
+          gradient<T, T>, gradient<T, opmath<T>>,     gradient_of_entropy<T>,
+          transform<T>,   transformed_gradient<T, T>, transformed_gradient<T, opmath<T>>,
           find_above<T>};
 }
 

@@ -168,8 +168,7 @@ Tensor BeamTreeLossImpl::exact(const Tensor& input, const Tensor& target) const 
 Tensor BeamTreeLossImpl::scores(const Tensor& input) {
   settle();
   const Tensor scores = linear_scores(as_rows(input), edges->weight, optional(edges->bias));
-  return tree_class_scores(scores, tree->parent, tree->class_node, tree->layer_sizes)
-      .reshape(with_last(input, tree->num_classes()));
+  return tree_class_scores(scores, tree->parent, tree->class_node, tree->layer_sizes).reshape(with_last(input, tree->num_classes()));
 }
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::class_table() const {

@@ -86,11 +86,9 @@ class LinearLossImpl : public TableLossImpl {
 
   /// The exact loss, without the [Q, N] logits: input [*, D], target [*] int64; a scalar, or [*] for "none".
   /// target_prob: floating [*, T] beside target [*, T], as of xsoftmax::linear_soft_loss.
-  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target,
-                      const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
+  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target, const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
   /// log_softmax of the logits, of linear(input) where LossOptions do not transform it, [*, N]; or of ids [*] or [*, K] alone, without [*, N] in memory.
-  torch::Tensor log_prob(const torch::Tensor& input,
-                         const std::optional<torch::Tensor>& ids = std::nullopt);
+  torch::Tensor log_prob(const torch::Tensor& input, const std::optional<torch::Tensor>& ids = std::nullopt);
   /// The entropy of the softmax of each query, [*], without [*, N] in memory.
   torch::Tensor entropy(const torch::Tensor& input);
   /// (log-probabilities, ids), both [*, k], best first. exclude: ids [*, E] that a query does not want, -1 for none; probabilities stay those among all
@@ -123,8 +121,7 @@ class LinearLossImpl : public TableLossImpl {
 class LinearCrossEntropyLossImpl : public LinearLossImpl {
  public:
   LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options = {});
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target,
-                        const std::optional<torch::Tensor>& target_prob = std::nullopt);
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, const std::optional<torch::Tensor>& target_prob = std::nullopt);
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())})

@@ -96,8 +96,7 @@ at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, co
 /// 1, and the candidates that are none of them. Estimator "sampled_softmax" alone.
 at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
                                 const Proposal& sets, const SampledSoftmaxOptions& options = {}, const std::optional<at::Tensor>& class_weight = std::nullopt,
-                                const std::optional<at::Tensor>& log_z = std::nullopt,
-                                const std::optional<at::Tensor>& target_prob = std::nullopt);
+                                const std::optional<at::Tensor>& log_z = std::nullopt, const std::optional<at::Tensor>& target_prob = std::nullopt);
 
 /// tower_loss: the loss of queries against vectors that a network has just made, where there is no class table.
 ///
@@ -150,10 +149,8 @@ at::Tensor linear_positives_loss(const at::Tensor& input, const at::Tensor& weig
 /// repeats add up, and a query of padding alone does not count. options: as of linear_cross_entropy,
 /// without label smoothing; z_loss enters with the loss of each entry. Returns [*] or a scalar, in
 /// float32 or float64.
-at::Tensor linear_soft_loss(const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, const at::Tensor& target,
-                            const at::Tensor& target_prob,
-                            const std::optional<at::Tensor>& class_weight = std::nullopt,
+at::Tensor linear_soft_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                            const at::Tensor& target_prob, const std::optional<at::Tensor>& class_weight = std::nullopt,
                             const CrossEntropyOptions& options = {});
 
 /// linear_log_prob: log-probabilities of some classes of each query, without the [Q, N] logits.
@@ -164,23 +161,19 @@ at::Tensor linear_soft_loss(const at::Tensor& input, const at::Tensor& weight,
 /// [0, N), repeats allowed; none: all classes, [*, N] in memory. Returns the shape of ids, in float32,
 /// or float64 for float64 operands; with autograd, whose gradients are dense. options transform the
 /// logits before the softmax.
-at::Tensor linear_log_prob(const at::Tensor& input, const at::Tensor& weight,
-                           const std::optional<at::Tensor>& bias,
-                           const std::optional<at::Tensor>& ids = std::nullopt,
-                           const LogitOptions& options = {});
+at::Tensor linear_log_prob(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                           const std::optional<at::Tensor>& ids = std::nullopt, const LogitOptions& options = {});
 
 /// linear_entropy: the entropy of the softmax of each query, without the [Q, N] logits.
 ///
 ///     log_p = F.log_softmax(F.linear(input, weight, bias), -1); -(log_p.exp() * log_p).sum(-1)
 ///
 /// Arguments as of linear_log_prob. Returns [*]; with autograd. A class of score -inf adds nothing.
-at::Tensor linear_entropy(const at::Tensor& input, const at::Tensor& weight,
-                          const std::optional<at::Tensor>& bias, const LogitOptions& options = {});
+at::Tensor linear_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const LogitOptions& options = {});
 
 /// linear_scores: F.linear(input, weight, bias) with sums and results in float32 for 16-bit operands,
 /// under autocast too. Returns [*, N], with autograd.
-at::Tensor linear_scores(const at::Tensor& input, const at::Tensor& weight,
-                         const std::optional<at::Tensor>& bias);
+at::Tensor linear_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 /// linear_topk: the k best classes of each query, without the [Q, N] logits.
 ///
