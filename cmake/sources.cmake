@@ -23,6 +23,7 @@ set(XSOFTMAX_SOURCES
   csrc/ids/id_table.cpp
   csrc/ids/id_table_cpu.cpp
   csrc/ids/id_table_module.cpp
+  csrc/losses/block_gradients.cpp
   csrc/losses/candidate_loss.cpp
   csrc/losses/candidate_loss_cpu.cpp
   csrc/losses/candidate_set.cpp
@@ -38,6 +39,8 @@ set(XSOFTMAX_SOURCES
   csrc/losses/linear_cross_entropy_cpu.cpp
   csrc/losses/linear_losses_module.cpp
   csrc/losses/linear_positives_loss.cpp
+  csrc/losses/linear_softmax.cpp
+  csrc/losses/linear_softmax_cpu.cpp
   csrc/losses/linear_topk.cpp
   csrc/losses/linear_topk_cpu.cpp
   csrc/losses/logit_transform.cpp
@@ -45,6 +48,7 @@ set(XSOFTMAX_SOURCES
   csrc/losses/sampled_softmax_loss.cpp
   csrc/losses/table_loss_module.cpp
   csrc/losses/several_positives.cpp
+  csrc/losses/soft_targets.cpp
   csrc/losses/tower_loss.cpp
   csrc/losses/tower_loss_cpu.cpp
   csrc/losses/tree_losses.cpp

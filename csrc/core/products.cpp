@@ -68,8 +68,6 @@ bool bfloat16_products_pay() {
   return pay && at::globalContext().userEnabledMkldnn();
 }
 
-at::ScalarType cpu_product_dtype(at::ScalarType dtype) { return dtype == at::kBFloat16 && bfloat16_products_pay() ? dtype : opmath_dtype(dtype); }
-
 bool multiplies_bfloat16(const Tensor& table) {
   const auto dtype = table.scalar_type();
   const bool rounds = dtype == at::kBFloat16 ||
@@ -83,13 +81,25 @@ void multiply(const Tensor& given_out, const Tensor& left, const Tensor& right, 
     bfloat16_block_product(out, left, right, options.add);
   } else if (takes_float32_blocks(out, left, right)) {
     float32_block_product(out, left, right, options.add);
-  } else if (out.scalar_type() != left.scalar_type()) {
-    options.add ? out.add_(at::mm(left, right)) : out.copy_(at::mm(left, right));
+  } else if (out.scalar_type() != left.scalar_type() || out.scalar_type() != right.scalar_type()) {
+    const Tensor made = wide_product(left, right, out.scalar_type());
+    options.add ? out.add_(made) : out.copy_(made);
   } else if (options.add) {
     at::addmm_out(out, out, left, right);
   } else {
     at::mm_out(out, left, right);
   }
+}
+
+Tensor wide_product(const Tensor& left, const Tensor& right, at::ScalarType dtype) {
+  if (left.is_cuda() && left.scalar_type() == right.scalar_type() && left.scalar_type() != dtype) {
+    return at::mm(left, right, dtype); // tensor cores multiply 16-bit numbers exactly
+  }
+  return product(left.to(dtype), right.to(dtype));
+}
+
+Tensor rounded_coefficients(const Tensor& coefficients, const Tensor& table) {
+  return table.is_cuda() && table.scalar_type() == at::kBFloat16 ? coefficients.to(at::kBFloat16) : coefficients;
 }
 
 Tensor product(const Tensor& left, const Tensor& right) {

@@ -23,10 +23,6 @@
 
 namespace xsoftmax {
 
-/// The dtype in which ATen's products of CPU tensors of `dtype` are fastest, sums in that dtype. float32 and float64: itself. bfloat16: itself where
-/// bfloat16_products_pay() and ATen hands products to oneDNN, else float32. float16: float32. XSOFTMAX_CPU below avx512 also selects float32.
-at::ScalarType cpu_product_dtype(at::ScalarType dtype);
-
 /// Whether this CPU multiplies bfloat16 numbers, with sums in float32, faster than float32 ones: the table above.
 bool bfloat16_products_pay();
 
@@ -42,11 +38,19 @@ struct ProductOptions {
   bool bfloat16 = false; ///< operands are rounded to bfloat16, sums are float32: float32 and bfloat16 operands, float32 out
 };
 
-/// out (+)= left [M, K] @ right [K, N], in the dtype of out where that is another.
+/// out (+)= left [M, K] @ right [K, N], summed in the dtype of out, whatever that of the operands.
 void multiply(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right, ProductOptions options = {});
 
 /// at::mm, as above where it is of float32 numbers on CPU.
 at::Tensor product(const at::Tensor& left, const at::Tensor& right);
+
+/// left [M, K] @ right [K, N], summed and returned in `dtype`. ATen's product of 16-bit numbers
+/// would round each sum to 16 bits.
+at::Tensor wide_product(const at::Tensor& left, const at::Tensor& right, at::ScalarType dtype);
+
+/// Coefficients [*] of rows of a table, in the dtype in which a product with them is fastest without
+/// loss of range: bfloat16 for such a table on CUDA, else as they are.
+at::Tensor rounded_coefficients(const at::Tensor& coefficients, const at::Tensor& table);
 
 /// MKL orders a longer sum by the number of threads (seen from 300 terms on), also inside a parallel region, where each product has one.
 constexpr int64_t kTermsOfProduct = 256;

@@ -53,16 +53,17 @@ BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_
 }
 
 LinearOperands::LinearOperands(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias)
-    : weight(weight), dtype(cpu_product_dtype(input.scalar_type())), rounds(dtype == at::kFloat && multiplies_bfloat16(weight)) {
-  this->input = input.to(dtype).contiguous();
+    : weight(weight), dtype(opmath_dtype(input.scalar_type())), rounds(multiplies_bfloat16(weight)),
+      factor_dtype(rounds && input.scalar_type() == at::kBFloat16 ? at::kBFloat16 : dtype) {
+  this->input = input.to(factor_dtype).contiguous();
   if (given(bias)) {
     this->bias = bias->to(opmath_dtype(input.scalar_type())).contiguous();
   }
 }
 
-at::Tensor BlockScratch::view(at::Tensor& buffer, int64_t capacity, int64_t rows, int64_t columns) const {
+at::Tensor BlockScratch::view(at::Tensor& buffer, at::ScalarType dtype, int64_t capacity, int64_t rows, int64_t columns) const {
   if (!buffer.defined()) {
-    buffer = at::empty({capacity}, operands_.input.options());
+    buffer = at::empty({capacity}, operands_.input.options().dtype(dtype));
   }
   return buffer.narrow(0, 0, rows * columns).view({rows, columns});
 }
@@ -71,21 +72,21 @@ at::Tensor BlockScratch::rows(const ClassBlock& block) {
   const int64_t next = plan_.width * plan_.groups; // the group's next block is read while this one is worked on
   prefetch_range(operands_.weight, block.begin < next ? block.begin : block.begin + next, block.size + (block.begin < next ? next : 0));
   const at::Tensor rows = operands_.weight.narrow(0, block.begin, block.size);
-  if (rows.scalar_type() == operands_.dtype) {
+  if (rows.scalar_type() == operands_.factor_dtype) {
     return rows;
   }
   const int64_t features = rows.size(1);
-  return view(rows_, plan_.width * features, block.size, features).copy_(rows);
+  return view(rows_, operands_.factor_dtype, plan_.width * features, block.size, features).copy_(rows);
 }
 
 at::Tensor BlockScratch::logits_buffer(const ClassBlock& block) {
   const int64_t queries = operands_.input.size(0);
-  return view(logits_, plan_.width * queries, queries, block.size);
+  return view(logits_, operands_.dtype, plan_.width * queries, queries, block.size);
 }
 
 at::Tensor BlockScratch::rows_buffer(const ClassBlock& block) {
   const int64_t features = operands_.weight.size(1);
-  return view(gradient_, plan_.width * features, block.size, features);
+  return view(gradient_, operands_.dtype, plan_.width * features, block.size, features);
 }
 
 } // namespace xsoftmax

@@ -29,7 +29,7 @@ struct BlockPlan {
   ClassBlock block(int64_t i) const;
 };
 
-/// `group_bytes`: what one group holds beside its thread's scratch. `dtype`: of the products.
+/// `group_bytes`: what one group holds beside its thread's scratch. `dtype`: of the logits.
 BlockPlan plan_blocks(int64_t queries, int64_t classes, int64_t features, int64_t saved, int64_t group_bytes, at::ScalarType dtype);
 
 /// Calls task(first, last) over all groups: on several threads, below autograd.
@@ -50,11 +50,12 @@ void for_each_group(const BlockPlan& plan, const Task& task) {
 struct LinearOperands {
   LinearOperands(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
-  at::Tensor input;          ///< [Q, D] in the dtype of the products
-  at::Tensor weight;         ///< [N, D] as it came: blocks are converted as they are read
-  at::Tensor bias;           ///< [N] in opmath, contiguous, or undefined
-  at::ScalarType dtype;      ///< of the products: cpu_product_dtype
-  bool rounds;               ///< operands of float32 products to bfloat16: multiplies_bfloat16
+  at::Tensor input;     ///< [Q, D] in factor_dtype
+  at::Tensor weight;    ///< [N, D] as it came: blocks are converted as they are read
+  at::Tensor bias;      ///< [N] in opmath, contiguous, or undefined
+  at::ScalarType dtype; ///< of logits and sums: opmath
+  bool rounds;          ///< factors of float32 products to bfloat16: multiplies_bfloat16
+  at::ScalarType factor_dtype; ///< of what products read: bfloat16 of such a table that rounds, else dtype
 };
 
 /// What one thread needs to work on blocks. The tensors that it hands out live until the next call of the same function.
@@ -62,15 +63,15 @@ class BlockScratch {
  public:
   BlockScratch(const LinearOperands& operands, const BlockPlan& plan) : operands_(operands), plan_(plan) {}
 
-  /// Rows of the weight: a view, or a copy in the dtype of the products.
+  /// Rows of the weight: a view, or a copy in the factors' dtype.
   at::Tensor rows(const ClassBlock& block);
-  /// Uninitialised [Q, size] in the dtype of the products.
+  /// Uninitialised [Q, size] in the dtype of sums.
   at::Tensor logits_buffer(const ClassBlock& block);
-  /// Uninitialised [size, D] in the dtype of the products.
+  /// Uninitialised [size, D] in the dtype of sums.
   at::Tensor rows_buffer(const ClassBlock& block);
 
  private:
-  at::Tensor view(at::Tensor& buffer, int64_t capacity, int64_t rows, int64_t columns) const;
+  at::Tensor view(at::Tensor& buffer, at::ScalarType dtype, int64_t capacity, int64_t rows, int64_t columns) const;
 
   const LinearOperands& operands_;
   const BlockPlan plan_;

@@ -130,8 +130,9 @@ class ReducedCrossEntropy : public torch::autograd::Function<ReducedCrossEntropy
                         const OptionalTensor& class_weight, const Tensor& divisor, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const std::array<bool, 3> wanted{input.requires_grad(), weight.requires_grad(), given(bias) && bias->requires_grad()};
+    const Tensor counted = counted_rows(input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
     auto [loss, grad_input, grad_weight, grad_bias] =
-        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), input, weight, bias, target, class_weight, text, wanted);
+        call_with_gradients(divisor.reciprocal().expand_symint({input.sym_size(0)}), counted, weight, bias, target, class_weight, text, wanted);
     ctx->save_for_backward({grad_input, grad_weight, grad_bias, input, weight, bias.value_or(Tensor())});
     ctx->saved_data["hooked"] = at::SavedTensorDefaultHooks::get_hooks().has_value(); // others may hold what was saved
     return loss.sum() / divisor;
@@ -156,8 +157,9 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                         const OptionalTensor& class_weight, std::string_view text) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, normalizer, saved_logits] = call_forward(input, weight, bias, target, class_weight, text, /*save_logits=*/true);
-    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), target, class_weight.value_or(Tensor()), normalizer, saved_logits});
+    const Tensor counted = counted_rows(input, target, parse_options<CrossEntropyOptions>(kOp, text).ignore_index);
+    auto [loss, normalizer, saved_logits] = call_forward(counted, weight, bias, target, class_weight, text, /*save_logits=*/true);
+    ctx->save_for_backward({counted, weight, bias.value_or(Tensor()), target, class_weight.value_or(Tensor()), normalizer, saved_logits});
     ctx->saved_data["options"] = std::string(text);
     return loss;
   }
@@ -175,7 +177,8 @@ Tensor without_gradient(const Tensor& input, const Tensor& weight, const Optiona
                         std::string_view text) {
   const auto options = parse_options<CrossEntropyOptions>(kOp, text);
   check::finite_queries(kOp, "input", input, target, options.ignore_index);
-  const Tensor loss = std::get<0>(call_forward(input, weight, bias, target, class_weight, text, /*save_logits=*/false));
+  const Tensor counted = counted_rows(input, target, options.ignore_index);
+  const Tensor loss = std::get<0>(call_forward(counted, weight, bias, target, class_weight, text, /*save_logits=*/false));
   return reduce(loss, target, class_weight, options);
 }
 

@@ -4,6 +4,7 @@
 #include "core/memory.h"
 #include "core/optional.h"
 #include "core/products.h"
+#include "losses/block_gradients.h"
 #include "losses/class_blocks.h"
 #include "losses/linear_cross_entropy.h"
 #include "losses/logit_blocks.h"
@@ -11,7 +12,6 @@
 #include "scores/row_kernels.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -204,6 +204,7 @@ class BackwardPass {
 
   // Undefined gradients are not wanted. grad_input_parts [groups, Q, D]: in opmath. `add`: to what grad_weight and grad_bias hold.
   void run(const Tensor& grad_input_parts, const Tensor& grad_weight, const Tensor& grad_bias, bool add) const {
+    const BlockGradients gradients{operands_, plan_, grad_weight, grad_bias, add};
     for_each_group(plan_, [&](int64_t first, int64_t last) {
       BlockScratch scratch(operands_, plan_);
       for (int64_t g = first; g < last; ++g) {
@@ -212,12 +213,7 @@ class BackwardPass {
           const ClassBlock block = plan_.block(i);
           const Tensor rows = scratch.rows(block), slope = block.saved && saved_.packed ? saved_.of(block, queries_) : scratch.logits_buffer(block);
           set_slope(slope, rows, block);
-          add_input_gradient(part, slope, rows, /*first=*/i == g);
-          set_weight_gradient(grad_weight, slope, scratch, block, add);
-          if (grad_bias.defined()) {
-            Tensor out = grad_bias.narrow(0, block.begin, block.size);
-            add ? out.add_(slope.sum(0)) : at::sum_out(out, slope, {0}, /*keepdim=*/false, out.scalar_type());
-          }
+          gradients.take(scratch, block, rows, slope, part, /*first=*/i == g);
         }
       }
     });
@@ -278,29 +274,6 @@ class BackwardPass {
     return 2 * grad_[q] * terms_.z_weight(q) * (normalizer_[q] + normalizer_[queries_ + q]);
   }
 
-  void add_input_gradient(const Tensor& part, const Tensor& slope, const Tensor& rows, bool first) const {
-    if (!part.defined()) {
-      return;
-    }
-    // Of a group's sums the order that MKL gives them must not be seen.
-    multiply_in_parts(part, slope, rows, {.add = !first, .bfloat16 = operands_.rounds},
-                      plan_.groups > 1 ? kTermsOfProduct : std::max<int64_t>(1, slope.size(1)));
-  }
-
-  void set_weight_gradient(const Tensor& grad_weight, const Tensor& slope, BlockScratch& scratch, const ClassBlock& block, bool add) const {
-    if (!grad_weight.defined()) {
-      return;
-    }
-    Tensor out = grad_weight.narrow(0, block.begin, block.size);
-    if (out.scalar_type() == slope.scalar_type()) {
-      multiply(out, slope.t(), operands_.input, {.add = add, .bfloat16 = operands_.rounds});
-    } else { // only in a single pass
-      Tensor wide = scratch.rows_buffer(block);
-      multiply(wide, slope.t(), operands_.input);
-      out.copy_(wide);
-    }
-  }
-
   const LinearOperands& operands_;
   const BlockPlan plan_;
   const LossTerms<A> terms_;
@@ -311,19 +284,6 @@ class BackwardPass {
   const A* const bias_;
   const int64_t queries_;
 };
-
-// out = the sum of parts [groups, Q, D] in order, rounded once.
-void join_parts(const Tensor& parts, const Tensor& out) {
-  at::parallel_for(0, out.size(0), kQueriesPerTask, [&](int64_t first, int64_t last) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor mine = parts.narrow(1, first, last - first);
-    Tensor sum = mine.select(0, 0);
-    for (int64_t g = 1; g < parts.size(0); ++g) {
-      sum.add_(mine.select(0, g));
-    }
-    out.narrow(0, first, last - first).copy_(sum);
-  });
-}
 
 CrossEntropyState linear_cross_entropy_forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                                                    const OptionalTensor& class_weight, std::string_view text, bool save_logits) {

@@ -8,6 +8,7 @@
 #include "losses/linear_positives_loss.h"
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"
+#include "losses/soft_targets.h"
 #include "optim/resize_tables.h"
 #include "optim/settle.h"
 #include "samplers/modules.h"
@@ -21,7 +22,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/log_softmax.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
@@ -142,7 +142,7 @@ void LinearLossImpl::check_table(const Tensor& input, const Tensor& target) cons
                     ", or with one more dimension for several positives, got ", target.sizes());
 }
 
-Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
+Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target, const std::optional<Tensor>& target_prob) const {
   check_table(input, target);
   settle();
   ExactPositivesOptions options;
@@ -152,6 +152,9 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
   options.z_loss = options_.z_loss;
   options.positives = options_.positives;
   static_cast<LogitOptions&>(options) = logit_options();
+  if (given(target_prob)) {
+    return linear_soft_loss(input, linear->weight, optional(linear->bias), target, *target_prob, optional(weight), options);
+  }
   if (target.dim() == input.dim()) {
     TORCH_CHECK_VALUE(options_.label_smoothing == 0, name_, ": expected label_smoothing of 0 with several positives of a query, got ",
                       options_.label_smoothing);
@@ -163,13 +166,15 @@ Tensor LinearLossImpl::exact(const Tensor& input, const Tensor& target) const {
 
 LogitOptions LinearLossImpl::logit_options() const { return {options_.logit_scale, options_.softcap}; }
 
-Tensor LinearLossImpl::log_prob(const Tensor& input) {
+Tensor LinearLossImpl::log_prob(const Tensor& input, const std::optional<Tensor>& ids) {
   check_table(input);
-  if (!at::autocast::is_autocast_enabled(input.device().type())) {
-    check::same_dtype(name_, "weight", linear->weight, "input", input);
-  }
   settle();
-  return at::log_softmax(transform_logits(linear->forward(input), logit_options()), -1);
+  return linear_log_prob(input, linear->weight, optional(linear->bias), ids, logit_options());
+}
+
+Tensor LinearLossImpl::entropy(const Tensor& input) {
+  settle();
+  return linear_entropy(input, linear->weight, optional(linear->bias), logit_options());
 }
 
 std::tuple<Tensor, Tensor> LinearLossImpl::topk(const Tensor& input, int64_t k, const Tensor& exclude) const {
@@ -185,7 +190,9 @@ Tensor LinearLossImpl::predict(const Tensor& input) const { return std::get<1>(t
 LinearCrossEntropyLossImpl::LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options)
     : LinearLossImpl("LinearCrossEntropyLoss", in_features, num_classes, options) {}
 
-Tensor LinearCrossEntropyLossImpl::forward(const Tensor& input, const Tensor& target) { return exact(input, target); }
+Tensor LinearCrossEntropyLossImpl::forward(const Tensor& input, const Tensor& target, const std::optional<Tensor>& target_prob) {
+  return exact(input, target, target_prob);
+}
 
 CandidateLossImpl::CandidateLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options)
     : LinearLossImpl(name, in_features, num_classes, options) {
@@ -197,13 +204,14 @@ CandidateLossImpl::CandidateLossImpl(const char* name, int64_t in_features, int6
   static_cast<LogitOptions&>(step_) = logit_options();
 }
 
-std::tuple<Tensor, Tensor> CandidateLossImpl::counted(const Tensor& input, const Tensor& target) const {
-  auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index);
+std::tuple<Tensor, Tensor> CandidateLossImpl::counted(const Tensor& input, const Tensor& target, bool soft) const {
+  auto [queries, counted] = counted_queries(input, target, linear->weight, step_.ignore_index, soft);
   return {step_.logit_scale == 1 ? queries : queries * step_.logit_scale, counted};
 }
 
-Tensor CandidateLossImpl::candidate_loss(const Tensor& input, const Tensor& target, const Proposal& sets, const Tensor& log_z) const {
-  return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, sets, step_, optional(weight), optional(log_z));
+Tensor CandidateLossImpl::candidate_loss(const Tensor& input, const Tensor& target, const Proposal& sets, const Tensor& log_z,
+                                         const std::optional<Tensor>& target_prob) const {
+  return sampled_softmax_loss(input, linear->weight, optional(linear->bias), target, sets, step_, optional(weight), optional(log_z), target_prob);
 }
 
 namespace {
@@ -354,12 +362,18 @@ Proposal SampledSoftmaxLossImpl::beside(const CandidateSet& present, const Tenso
 }
 
 Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target, bool prepares, std::optional<at::Generator> generator,
-                                       const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count) {
+                                       const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count,
+                                       const std::optional<Tensor>& target_prob) {
   check_table(input, target);
+  const bool soft = given(target_prob);
+  TORCH_CHECK_VALUE(!soft || step_.estimator == "sampled_softmax", kName, ": expected estimator \"sampled_softmax\" with target_prob, got \"",
+                    step_.estimator, "\"");
+  TORCH_CHECK_VALUE(!soft || step_.label_smoothing == 0, kName, ": expected label_smoothing of 0 with target_prob, got ", step_.label_smoothing);
+  const Tensor listed = soft ? soft_targets(kName, input, target, *target_prob, step_.ignore_index) : target;
   TORCH_CHECK_VALUE(given(negatives) || !given(negative_log_count), kName, ": expected negatives with negative_log_count, got none");
   TORCH_CHECK_VALUE(given(negatives) || sampler->num_samples() != 0 || head.numel() > 0, kName,
                     ": expected negatives in each call of a loss without a sampler, got none");
-  const auto [queries, counted] = this->counted(input, target);
+  const auto [queries, counted] = this->counted(input, listed, soft);
   CandidateSet more;
   if (given(negatives)) { // before the sampler changes
     std::tie(more.ids, more.log_count) = given_set(*negatives, negative_log_count, input, head, num_classes_, kName);
@@ -378,17 +392,20 @@ Tensor SampledSoftmaxLossImpl::sampled(const Tensor& input, const Tensor& target
       sets.push_back(more);
     }
   }
-  return candidate_loss(input, target, sets, log_z.defined() ? log_z.to(input.device()) : log_z);
+  return candidate_loss(input, target, sets, log_z.defined() ? log_z.to(input.device()) : log_z, target_prob);
 }
 
 Tensor SampledSoftmaxLossImpl::forward(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator,
-                                       const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count) {
-  return is_training() ? sampled(input, target, /*prepares=*/true, std::move(generator), negatives, negative_log_count) : exact(input, target);
+                                       const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count,
+                                       const std::optional<Tensor>& target_prob) {
+  return is_training() ? sampled(input, target, /*prepares=*/true, std::move(generator), negatives, negative_log_count, target_prob)
+                       : exact(input, target, target_prob);
 }
 
 Tensor SampledSoftmaxLossImpl::estimate(const Tensor& input, const Tensor& target, std::optional<at::Generator> generator,
-                                        const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count) {
-  return sampled(input, target, /*prepares=*/false, std::move(generator), negatives, negative_log_count);
+                                        const std::optional<Tensor>& negatives, const std::optional<Tensor>& negative_log_count,
+                                        const std::optional<Tensor>& target_prob) {
+  return sampled(input, target, /*prepares=*/false, std::move(generator), negatives, negative_log_count, target_prob);
 }
 
 } // namespace xsoftmax::nn

@@ -163,7 +163,8 @@ PositivesGradients backward_any(const Tensor& grad, const Tensor& input, const T
     const Tensor counted = rows.masked_fill(still, 0);                                        // an ignored query may hold anything
     const Tensor parts = at::zeros({mask[0] ? kSlices : 0, size, input.size(1)}, accumulates); // of the gradient of the queries, from a slice each
     for_slices(gradient, weight.size(0), [&](int64_t first, int64_t count) {
-      const Tensor of_classes = gradient.narrow(1, first, count), product = of_classes.to(weight.scalar_type());
+      const Tensor of_classes = gradient.narrow(1, first, count);
+      const Tensor product = rounded_coefficients(of_classes, weight);
       if (mask[0]) {
         multiply_in_parts(parts.select(0, first / slice_width(weight.size(0))), product, weight.narrow(0, first, count), {.bfloat16 = rounds});
       }
@@ -278,7 +279,8 @@ Tensor linear_positives_loss(const Tensor& input, const Tensor& weight, const Op
   }
   const Tensor positives = different_positives(some, options.ignore_index);
   const Tensor shares = positive_shares(positives, options, class_weight, opmath_dtype(input.scalar_type()));
-  const Tensor loss = call_forward(input.reshape_symint({positives.sym_size(0), input.sym_size(-1)}), weight, bias, positives, shares, print_options(options));
+  const Tensor queries = input.reshape_symint({positives.sym_size(0), input.sym_size(-1)});
+  const Tensor loss = call_forward(counted_rows(queries, positives.select(1, 0), -1), weight, bias, positives, shares, print_options(options));
   return reduced_positives(kOp, loss, shares, options.reduction, target.sym_sizes().slice(0, target.dim() - 1));
 }
 

@@ -57,13 +57,13 @@ std::string positives_shape(c10::SymIntArrayRef queries) {
 
 } // namespace
 
-void check_batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index) {
+void check_batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, int64_t ignore_index, bool soft) {
   const c10::SymIntArrayRef queries = input.sym_sizes().slice(0, std::max<int64_t>(0, input.dim() - 1));
   const bool several = target.dim() == input.dim() && target.sym_sizes().slice(0, queries.size()) == queries;
   TORCH_CHECK_VALUE(input.dim() >= 1, op, ": expected input of shape [*, D], got a tensor without dimensions");
   TORCH_CHECK_VALUE(several || target.sym_sizes() == queries, op, ": expected target of shape ", queries, ", or ", positives_shape(queries),
                     " for several positives, got ", target.sym_sizes());
-  TORCH_CHECK_VALUE(!several || target.sym_size(-1) == 1 || weight.dim() != 2 || !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))), op,
+  TORCH_CHECK_VALUE(!several || soft || target.sym_size(-1) == 1 || weight.dim() != 2 || !TORCH_GUARD_OR_FALSE(target.sym_size(-1).sym_eq(weight.sym_size(0))), op,
                     ": expected target as class ids, of shape ", queries, " or [*, T] with T below the number of classes, got shape ", target.sym_sizes(),
                     ", a number for each class as one-hot targets have: use target.argmax(-1), or for several classes their ids, padded with ", ignore_index);
   check::floating(op, "input", input);
@@ -125,9 +125,16 @@ OptionalTensor equal_shares(const Tensor& target, const ReductionOptions& option
   return target.ne(options.ignore_index).sum().to(dtype).reciprocal().expand_symint({target.sym_size(0)});
 }
 
-std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target, const Tensor& weight, int64_t ignore_index) {
+Tensor counted_rows(const Tensor& input, const Tensor& target, const c10::SymInt& ignore_index) {
+  if (can_read(target) && count_others(target, ignore_index.expect_int()) == target.numel()) {
+    return input;
+  }
+  return input.masked_fill(target.eq(ignore_index).unsqueeze(1), 0);
+}
+
+std::tuple<Tensor, Tensor> counted_queries(const Tensor& input, const Tensor& given_target, const Tensor& weight, int64_t ignore_index, bool soft) {
   constexpr const char* op = "sampled_softmax_loss"; // what users call
-  check_batch(op, input, given_target, weight, ignore_index);
+  check_batch(op, input, given_target, weight, ignore_index, soft);
   // What the loss would refuse when a sampler has already counted the batch. Autocast makes all dtypes one but for double.
   const auto device = input.device().type();
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device) || input.scalar_type() == at::kDouble ||
@@ -158,7 +165,8 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
         [](const Tensor& loss, const Tensor& target, const OptionalTensor& class_weight, std::string_view options) {
           return reduced_loss(loss, target, class_weight, parse_options<ReductionOptions>("reduced_loss", options));
         });
-  m.def("counted_queries(Tensor(a) input, Tensor target, Tensor weight, int ignore_index) -> (Tensor(a) queries, Tensor counted)", counted_queries);
+  m.def("counted_queries(Tensor(a) input, Tensor target, Tensor weight, int ignore_index, bool soft=False) -> (Tensor(a) queries, Tensor counted)",
+        counted_queries);
 }
 
 } // namespace xsoftmax

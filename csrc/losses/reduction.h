@@ -24,16 +24,22 @@ OptionalTensor equal_shares(const at::Tensor& target, const ReductionOptions& op
 int64_t reduction_code(const char* op, const std::string& reduction);
 
 /// input [*, D] of a floating dtype, target [*] or, several positives of each query, [*, T], int64 in [0, N) or ignore_index (checked on the CPU), weight [N,
-/// D].
-void check_batch(const char* op, const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index);
+/// D]. soft: T may be N, where it is refused otherwise, as that of one-hot targets.
+void check_batch(const char* op, const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index, bool soft = false);
 
 /// class_weight [classes] of a floating dtype, on target's device.
 void check_class_weight(const char* op, const OptionalTensor& class_weight, const c10::SymInt& classes, const at::Tensor& target);
+
+/// input [Q, D] with zeros in the rows whose target [Q] is ignore_index, which may hold anything:
+/// 0 times NaN would reach the gradient of the table. input itself where the CPU sees that none is.
+at::Tensor counted_rows(const at::Tensor& input, const at::Tensor& target, const c10::SymInt& ignore_index);
 
 // counted_queries(input [*, D], target [*], weight [N, D], ignore_index) -> (queries [Q, D], target [Q]): what samplers are shown of a batch,
 // without gradient: zeros and -1 for a query that is ignored, which may hold anything; on the CPU input itself where none is. Of several
 // positives, target [*, T], [Q, T]: the different ones (losses/several_positives.h), the first once more in the place of padding. All that is
 // wrong with a batch is said here, before a sampler changes.
-std::tuple<at::Tensor, at::Tensor> counted_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index);
+// soft: the target is that of given probabilities, whose T may be N.
+std::tuple<at::Tensor, at::Tensor> counted_queries(const at::Tensor& input, const at::Tensor& target, const at::Tensor& weight, int64_t ignore_index,
+                                                   bool soft = false);
 
 } // namespace xsoftmax

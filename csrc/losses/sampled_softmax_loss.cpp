@@ -7,6 +7,7 @@
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"
 #include "losses/several_positives.h"
+#include "losses/soft_targets.h"
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
@@ -53,15 +54,19 @@ Tensor loss_by_scores(const Tensor& input, const Tensor& weight, const OptionalT
 
 Tensor sampled_softmax_loss_op(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, at::TensorList ids,
                                at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& distinct,
-                               const OptionalTensor& class_weight, const OptionalTensor& log_z, std::string_view options) {
+                               const OptionalTensor& class_weight, const OptionalTensor& log_z, std::string_view options, const OptionalTensor& target_prob) {
   return sampled_softmax_loss(input, weight, bias, target, make_proposal(kOp, ids, log_count, target_log_count, distinct),
-                              parse_options<SampledSoftmaxOptions>(kOp, options), class_weight, log_z);
+                              parse_options<SampledSoftmaxOptions>(kOp, options), class_weight, log_z, target_prob);
 }
 
 } // namespace
 
 Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& given_target, const Proposal& sets,
-                            const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
+                            const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z,
+                            const OptionalTensor& target_prob) {
+  if (given(target_prob)) {
+    return sampled_soft_loss(input, weight, bias, given_target, *target_prob, sets, options, class_weight, log_z);
+  }
   check_arguments(input, weight, given_target, class_weight, log_z, options);
   Tensor target = given_target;
   const bool several = has_several(input, target, options.ignore_index);
@@ -92,7 +97,7 @@ Tensor sampled_softmax_loss(const Tensor& input, const Tensor& weight, const Opt
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def((std::string("sampled_softmax_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, ") + kProposalSchema +
-         ", Tensor? class_weight=None, Tensor? log_z=None, str options=\"\") -> Tensor")
+         ", Tensor? class_weight=None, Tensor? log_z=None, str options=\"\", Tensor? target_prob=None) -> Tensor")
             .c_str(),
         sampled_softmax_loss_op);
 }

@@ -146,14 +146,12 @@ Tensor reduced_positives(const char* op, const Tensor& loss, const Tensor& share
   }
 }
 
-Tensor several_positives_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Proposal& sets,
-                              const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
-  check_positives(kOp, options, class_weight, options.label_smoothing);
+PositivesLoss losses_of_positives(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Proposal& sets,
+                                  const SampledSoftmaxOptions& options, const OptionalTensor& log_z) {
   const Estimator& estimator = find_estimator(kOp, options.estimator);
   const EstimatorTraits& traits = estimator.traits;
   const bool together = options.positives == "sum";
   TORCH_CHECK_VALUE(!together || !traits.has_noise, kOp, ": expected positives=\"mean\" with estimator \"", estimator.name, "\", got \"sum\"");
-  const Tensor positives = different_positives(target, options.ignore_index);
   for (const CandidateSet& set : sets) {
     TORCH_CHECK_VALUE(!set.target_log_count.defined() || set.target_log_count.sym_sizes() == positives.sym_sizes(), kOp,
                       ": expected target_log_count of a set for each positive, ", positives.sym_sizes(), ", got shape ", set.target_log_count.sym_sizes());
@@ -195,8 +193,16 @@ Tensor several_positives_loss(const Tensor& input, const Tensor& weight, const O
   const Candidates candidates = lay_out(of_rows, queries * each, traits);
   check_candidates(kOp, "input", matrix, row_target, candidates, options);
   const Tensor loss = loss_of_scores({matrix, row_target, candidates, options, estimator}, options.z_loss);
+  return {loss.reshape_symint(score.sym_sizes()), of_positives, score};
+}
+
+Tensor several_positives_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Proposal& sets,
+                              const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
+  check_positives(kOp, options, class_weight, options.label_smoothing);
+  const Tensor positives = different_positives(target, options.ignore_index);
+  const Tensor loss = losses_of_positives(input, weight, bias, positives, sets, options, log_z).loss;
   const Tensor shares = positive_shares(positives, options, class_weight, loss.scalar_type());
-  const Tensor of_query = at::where(shares.eq(0), 0.0, loss.reshape_symint(shares.sym_sizes()) * shares).sum(1);
+  const Tensor of_query = at::where(shares.eq(0), 0.0, loss * shares).sum(1);
   return reduced_positives(kOp, of_query, shares, options.reduction, target.sym_sizes().slice(0, target.dim() - 1));
 }
 

@@ -33,6 +33,16 @@ at::Tensor positive_shares(const at::Tensor& positives, const PositivesOptions& 
 /// loss [Q], the shares of each query already in it, as ReductionOptions say: `shape` is that of the queries.
 at::Tensor reduced_positives(const char* op, const at::Tensor& loss, const at::Tensor& shares, const std::string& reduction, c10::SymIntArrayRef shape);
 
+/// Before they are put together: the loss of each positive, or of all of a query as one class.
+struct PositivesLoss {
+  at::Tensor loss;   ///< [Q, T] or [Q, 1], of padding anything
+  at::Tensor scores; ///< [Q, T], of the positives
+  at::Tensor score;  ///< what stands for the target: scores, or [Q, 1]
+};
+/// positives as different_positives gives them.
+PositivesLoss losses_of_positives(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& positives,
+                                  const Proposal& sets, const SampledSoftmaxOptions& options, const OptionalTensor& log_z);
+
 /// sampled_softmax_loss, checked, of several positives.
 at::Tensor several_positives_loss(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, const at::Tensor& target, const Proposal& sets,
                                   const SampledSoftmaxOptions& options, const OptionalTensor& class_weight, const OptionalTensor& log_z);

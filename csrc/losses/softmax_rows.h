@@ -20,6 +20,8 @@ struct SoftmaxRows {
   /// Folds n logits into a running (max, sum of e^(logit - max)), which starts as (-inf, 0), and returns the largest of them.
   /// A NaN or +inf leaves a sum of NaN; logits of -inf add 0.
   opmath<T> (*fold)(opmath<T>* max, opmath<T>* sum, const T* logits, const opmath<T>* bias, int64_t n);
+  /// fold, and with weighted, which starts as 0, the sum of e^(logit - max) (logit - max).
+  void (*fold_weighted)(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, const T* logits, const opmath<T>* bias, int64_t n);
   /// sum_j class_weight[j] (logit[j] - shift); class_weight may be null: ones
   opmath<T> (*weighted_sum)(const T* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> shift, int64_t n);
   /// grad[j] = scale e^(logit[j] - max) - smoothing class_weight[j]; no logit is above max; class_weight may be null: ones. grad may
@@ -29,6 +31,9 @@ struct SoftmaxRows {
   /// The same from logits that were widened when they were saved.
   void (*gradient_of_saved)(T* grad, const opmath<T>* logits, const opmath<T>* bias, const opmath<T>* class_weight, opmath<T> max, opmath<T> scale,
                             opmath<T> smoothing, int64_t n);
+  /// grad[j] = e^(logit[j] - max) (constant + slope (logit[j] - max)); no logit is above max. grad may
+  /// be logits.
+  void (*gradient_of_entropy)(T* grad, const T* logits, const opmath<T>* bias, opmath<T> max, opmath<T> constant, opmath<T> slope, int64_t n);
   /// Turns scores into logits, in place; bias [n], where not null, is added to the scores first.
   void (*transform)(T* scores, const opmath<T>* bias, RowTransform<opmath<T>> transform, int64_t n);
   /// `gradient` and `gradient_of_saved` for the scores behind transformed logits: times the derivative of each logit.

@@ -38,6 +38,58 @@ opmath<T> fold(opmath<T>* max, opmath<T>* sum, const T* logits, const opmath<T>*
   return bias == nullptr ? fold_row<false>(max, sum, logits, bias, n) : fold_row<true>(max, sum, logits, bias, n);
 }
 
+// A logit that lies below all others without end counts for nothing: 0 times a number, not infinity.
+template <typename A>
+inline A bounded(A difference) {
+  constexpr A kLeast = A(-1e30);
+  return difference < kLeast ? kLeast : difference;
+}
+
+template <bool kBias, typename T>
+void fold_weighted_row(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, const T* __restrict logits, const opmath<T>* __restrict bias, int64_t n) {
+  using A = opmath<T>;
+  constexpr A kInfinity = A(__builtin_inf());
+  auto key = ordered(-kInfinity);
+  for (int64_t j = 0; j < n; ++j) {
+    const auto k = ordered(logit<kBias>(logits, bias, j));
+    key = k > key ? k : key;
+  }
+  const A top = from_ordered(key);
+  const A new_max = *max > top ? *max : top;
+  const A shift = new_max == -kInfinity ? A(0) : new_max;
+  A total = 0, total_weighted = 0;
+#pragma omp simd reduction(+ : total, total_weighted)
+  for (int64_t j = 0; j < n; ++j) {
+    const A difference = logit<kBias>(logits, bias, j) - shift, e = exponential(difference);
+    total += e;
+    total_weighted += e * bounded(difference);
+  }
+  const A moved = *max - shift, scale = exponential(moved);
+  *weighted = scale * (*weighted + bounded(moved) * *sum) + total_weighted;
+  *sum = *sum * scale + total;
+  *max = new_max;
+}
+
+template <typename T>
+void fold_weighted(opmath<T>* max, opmath<T>* sum, opmath<T>* weighted, const T* logits, const opmath<T>* bias, int64_t n) {
+  bias == nullptr ? fold_weighted_row<false>(max, sum, weighted, logits, bias, n) : fold_weighted_row<true>(max, sum, weighted, logits, bias, n);
+}
+
+template <bool kBias, typename T>
+void gradient_of_entropy_row(T* grad, const T* logits, const opmath<T>* __restrict bias, opmath<T> max, opmath<T> constant, opmath<T> slope, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t j = 0; j < n; ++j) {
+    const opmath<T> difference = logit<kBias>(logits, bias, j) - max;
+    store(grad + j, exponential(difference) * (constant + slope * bounded(difference)));
+  }
+}
+
+template <typename T>
+void gradient_of_entropy(T* grad, const T* logits, const opmath<T>* bias, opmath<T> max, opmath<T> constant, opmath<T> slope, int64_t n) {
+  bias == nullptr ? gradient_of_entropy_row<false>(grad, logits, bias, max, constant, slope, n)
+                  : gradient_of_entropy_row<true>(grad, logits, bias, max, constant, slope, n);
+}
+
 template <bool kBias, bool kWeight, typename T>
 opmath<T> weighted_sum_row(const T* __restrict logits, const opmath<T>* __restrict bias, const opmath<T>* __restrict class_weight, opmath<T> shift, int64_t n) {
   opmath<T> sum = 0;
@@ -161,7 +213,9 @@ int64_t find_above(const T* logits, const opmath<T>* bias, int64_t from, int64_t
 
 template <typename T>
 constexpr SoftmaxRows<T> rows() {
-  return {fold<T>,      weighted_sum<T>, gradient<T, T>, gradient<T, opmath<T>>, transform<T>, transformed_gradient<T, T>, transformed_gradient<T, opmath<T>>,
+  return {fold<T>,        fold_weighted<T>,           weighted_sum<T>,
+          gradient<T, T>, gradient<T, opmath<T>>,     gradient_of_entropy<T>,
+          transform<T>,   transformed_gradient<T, T>, transformed_gradient<T, opmath<T>>,
           find_above<T>};
 }
 

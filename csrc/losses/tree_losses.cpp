@@ -2,7 +2,9 @@
 
 #include "core/anomalies.h"
 #include "core/checks.h"
+#include "core/dtypes.h"
 #include "core/options.h"
+#include "core/products.h"
 #include "losses/candidates.h"
 #include "losses/logit_transform.h"
 #include "losses/reduction.h"
@@ -18,7 +20,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -142,7 +143,9 @@ Tensor beam_tree_candidates(const OptionalTensor& seed, const Tensor& queries, c
   check_layer_sizes(op, layer_sizes, weight.sym_size(0));
   TORCH_CHECK_VALUE(layer_sizes.size() == 2, op, ": expected a tree of one layer of subsets of routed candidates, got ", layer_sizes.size(), " layers");
   const auto subsets = [&](const Tensor& rows) { return rows.detach().narrow(0, 0, layer_sizes[0]); };
-  const Tensor scores = at::linear(queries.detach(), subsets(weight), given(bias) ? OptionalTensor(subsets(*bias)) : bias);
+  const auto dtype = opmath_dtype(weight.scalar_type());
+  Tensor scores = wide_product(queries.detach(), subsets(weight).t(), dtype);
+  scores = given(bias) ? scores + subsets(*bias).to(dtype) : scores;
   return tree_routed_candidates(*seed, scores, tree.first_child, tree.node_class, options.num_candidates);
 }
 

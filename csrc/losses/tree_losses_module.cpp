@@ -7,6 +7,7 @@
 #include "trees/edge_tables.h"
 #include "trees/hierarchical_softmax.h"
 
+#include <xsoftmax/ops.h>
 #include <xsoftmax/optim.h>
 
 #include <ATen/autocast_mode.h>
@@ -94,7 +95,8 @@ Tensor HierarchicalSoftmaxLossImpl::log_prob(const Tensor& input) {
     check::same_dtype(name_, "weight", edges->weight, "input", input);
   }
   settle();
-  const Tensor found = hierarchical_log_prob(edges->forward(as_rows(input)), tree->parent, tree->class_node, tree->layer_sizes);
+  const Tensor scores = linear_scores(as_rows(input), edges->weight, optional(edges->bias));
+  const Tensor found = hierarchical_log_prob(scores, tree->parent, tree->class_node, tree->layer_sizes);
   return found.reshape(with_last(input, tree->num_classes()));
 }
 
@@ -170,7 +172,8 @@ Tensor BeamTreeLossImpl::exact(const Tensor& input, const Tensor& target) const 
 
 Tensor BeamTreeLossImpl::scores(const Tensor& input) {
   settle();
-  return tree_class_scores(edges->forward(as_rows(input)), tree->parent, tree->class_node, tree->layer_sizes).reshape(with_last(input, tree->num_classes()));
+  const Tensor scores = linear_scores(as_rows(input), edges->weight, optional(edges->bias));
+  return tree_class_scores(scores, tree->parent, tree->class_node, tree->layer_sizes).reshape(with_last(input, tree->num_classes()));
 }
 
 std::tuple<Tensor, Tensor> BeamTreeLossImpl::class_table() const {

@@ -85,9 +85,12 @@ class LinearLossImpl : public TableLossImpl {
   LinearLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options);
 
   /// The exact loss, without the [Q, N] logits: input [*, D], target [*] int64; a scalar, or [*] for "none".
-  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target) const;
-  /// log_softmax of the logits, of linear(input) where LossOptions do not transform it: [*, N].
-  torch::Tensor log_prob(const torch::Tensor& input);
+  /// target_prob: floating [*, T] beside target [*, T], as of xsoftmax::linear_soft_loss.
+  torch::Tensor exact(const torch::Tensor& input, const torch::Tensor& target, const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
+  /// log_softmax of the logits, of linear(input) where LossOptions do not transform it, [*, N]; or of ids [*] or [*, K] alone, without [*, N] in memory.
+  torch::Tensor log_prob(const torch::Tensor& input, const std::optional<torch::Tensor>& ids = std::nullopt);
+  /// The entropy of the softmax of each query, [*], without [*, N] in memory.
+  torch::Tensor entropy(const torch::Tensor& input);
   /// (log-probabilities, ids), both [*, k], best first. exclude: ids [*, E] that a query does not want, -1 for none; probabilities stay those among all
   /// classes; -inf and -1 behind the last of fewer than k.
   std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& input, int64_t k, const torch::Tensor& exclude = {}) const;
@@ -118,7 +121,10 @@ class LinearLossImpl : public TableLossImpl {
 class LinearCrossEntropyLossImpl : public LinearLossImpl {
  public:
   LinearCrossEntropyLossImpl(int64_t in_features, int64_t num_classes, const LossOptions& options = {});
-  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target);
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, const std::optional<torch::Tensor>& target_prob = std::nullopt);
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<torch::Tensor>())})
 };
 TORCH_MODULE(LinearCrossEntropyLoss);
 
@@ -128,9 +134,10 @@ class CandidateLossImpl : public LinearLossImpl {
   CandidateLossImpl(const char* name, int64_t in_features, int64_t num_classes, const LossOptions& options);
 
  protected:
-  torch::Tensor candidate_loss(const torch::Tensor& input, const torch::Tensor& target, const Proposal& sets, const torch::Tensor& log_z = {}) const;
-  /// The batch as samplers see it: queries [Q, D], multiplied by logit_scale, and targets.
-  std::tuple<torch::Tensor, torch::Tensor> counted(const torch::Tensor& input, const torch::Tensor& target) const;
+  torch::Tensor candidate_loss(const torch::Tensor& input, const torch::Tensor& target, const Proposal& sets, const torch::Tensor& log_z = {},
+                               const std::optional<torch::Tensor>& target_prob = std::nullopt) const;
+  /// The batch as samplers see it: queries [Q, D], multiplied by logit_scale, and targets. soft: of given probabilities.
+  std::tuple<torch::Tensor, torch::Tensor> counted(const torch::Tensor& input, const torch::Tensor& target, bool soft = false) const;
 
   SampledSoftmaxOptions step_; ///< what the operator takes
 };
@@ -146,12 +153,15 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
   SampledSoftmaxLossImpl(int64_t in_features, int64_t num_classes, const std::string& sampler, const SamplingOptions& sampling = {},
                          const LossOptions& options = {});
   /// Draws from `generator`, or from the default one of input's device. negatives [P] or [*, P]: further candidates, -1 where there is none; without
-  /// negative_log_count (of their shape) they are always there, and the sampler's counts are added.
+  /// negative_log_count (of their shape) they are always there, and the sampler's counts are added. target_prob: as of exact, with estimator
+  /// "sampled_softmax".
   torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt,
-                        const std::optional<torch::Tensor>& negatives = std::nullopt, const std::optional<torch::Tensor>& negative_log_count = std::nullopt);
+                        const std::optional<torch::Tensor>& negatives = std::nullopt, const std::optional<torch::Tensor>& negative_log_count = std::nullopt,
+                        const std::optional<torch::Tensor>& target_prob = std::nullopt);
   /// The sampled loss, also in eval(), from the sampler as it is, without a refresh.
   torch::Tensor estimate(const torch::Tensor& input, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt,
-                         const std::optional<torch::Tensor>& negatives = std::nullopt, const std::optional<torch::Tensor>& negative_log_count = std::nullopt);
+                         const std::optional<torch::Tensor>& negatives = std::nullopt, const std::optional<torch::Tensor>& negative_log_count = std::nullopt,
+                         const std::optional<torch::Tensor>& target_prob = std::nullopt);
   /// One draw: the head and what the sampler proposes, for queries [Q, D] and target [Q] as a sampler takes them.
   Proposal propose(const torch::Tensor& queries, const torch::Tensor& target, std::optional<at::Generator> generator = std::nullopt);
 
@@ -167,11 +177,12 @@ class SampledSoftmaxLossImpl : public CandidateLossImpl {
   std::vector<std::shared_ptr<samplers::SamplerImpl>> samplers_of_table() const override { return {sampler}; }
   torch::Tensor fixed_ids() const override { return head; }
   FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(std::optional<at::Generator>())}, {3, torch::nn::AnyValue(std::optional<torch::Tensor>())},
-                           {4, torch::nn::AnyValue(std::optional<torch::Tensor>())})
+                           {4, torch::nn::AnyValue(std::optional<torch::Tensor>())}, {5, torch::nn::AnyValue(std::optional<torch::Tensor>())})
 
  private:
   torch::Tensor sampled(const torch::Tensor& input, const torch::Tensor& target, bool prepares, std::optional<at::Generator> generator,
-                        const std::optional<torch::Tensor>& negatives, const std::optional<torch::Tensor>& negative_log_count);
+                        const std::optional<torch::Tensor>& negatives, const std::optional<torch::Tensor>& negative_log_count,
+                        const std::optional<torch::Tensor>& target_prob);
   void add_head(Proposal& sets) const;
   Proposal beside(const CandidateSet& present, const torch::Tensor& queries, const torch::Tensor& target, std::optional<at::Generator> generator);
 };

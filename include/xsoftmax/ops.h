@@ -90,9 +90,13 @@ at::Tensor candidate_loss(const at::Tensor& scores, const at::Tensor& target, co
 /// float64. z_loss adds z_loss * (log normaliser)^2 to the loss of each query before its class weight: of the estimators whose loss is a log normaliser
 /// less the score of the target ("sampled_softmax", "ranking", "importance", "cane", "cane_log_of_mean"), with that normaliser. With logit_scale, softcap or
 /// z_loss the scores of a batch are in memory, [Q, 1 + C]; without them they are not.
+///
+/// target_prob [*, T], floating, beside target [*, T]: the loss of linear_soft_loss, whose log
+/// normaliser is estimated once for a query: from the different classes listed, each with the count
+/// 1, and the candidates that are none of them. Estimator "sampled_softmax" alone.
 at::Tensor sampled_softmax_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
                                 const Proposal& sets, const SampledSoftmaxOptions& options = {}, const std::optional<at::Tensor>& class_weight = std::nullopt,
-                                const std::optional<at::Tensor>& log_z = std::nullopt);
+                                const std::optional<at::Tensor>& log_z = std::nullopt, const std::optional<at::Tensor>& target_prob = std::nullopt);
 
 /// tower_loss: the loss of queries against vectors that a network has just made, where there is no class table.
 ///
@@ -130,6 +134,46 @@ at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& weigh
 /// sampled_softmax_loss. Returns a scalar or [*].
 at::Tensor linear_positives_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
                                  const std::optional<at::Tensor>& class_weight = std::nullopt, const ExactPositivesOptions& options = {});
+
+/// linear_soft_loss: the exact loss of targets with probabilities, without the [Q, N] logits:
+/// distillation from the best classes of a teacher.
+///
+///     log_p = F.log_softmax(F.linear(input, weight, bias), -1)
+///     loss = -(target_prob * class_weight[target] * log_p.gather(-1, target)).sum(-1)
+///     reduction: none; mean: loss.sum() / number of queries that count; sum
+///
+/// input [*, D], weight [N, D], bias [N] or none; target [*, T] int64 in [0, N), ignore_index or -1;
+/// target_prob [*, T], floating, without gradient, which need not sum to 1; class_weight [N] or none.
+/// It equals F.cross_entropy with a target of probabilities [*, N] that are 0 outside the classes
+/// listed. Entries of ignore_index or -1 are padding; those and entries of probability 0 add nothing,
+/// repeats add up, and a query of padding alone does not count. options: as of linear_cross_entropy,
+/// without label smoothing; z_loss enters with the loss of each entry. Returns [*] or a scalar, in
+/// float32 or float64.
+at::Tensor linear_soft_loss(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                            const at::Tensor& target_prob, const std::optional<at::Tensor>& class_weight = std::nullopt,
+                            const CrossEntropyOptions& options = {});
+
+/// linear_log_prob: log-probabilities of some classes of each query, without the [Q, N] logits.
+///
+///     F.log_softmax(F.linear(input, weight, bias), -1).gather(-1, ids)
+///
+/// input [*, D], weight [N, D], bias [N] or none: one floating dtype; ids int64 [*] or [*, K] in
+/// [0, N), repeats allowed; none: all classes, [*, N] in memory. Returns the shape of ids, in float32,
+/// or float64 for float64 operands; with autograd, whose gradients are dense. options transform the
+/// logits before the softmax.
+at::Tensor linear_log_prob(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                           const std::optional<at::Tensor>& ids = std::nullopt, const LogitOptions& options = {});
+
+/// linear_entropy: the entropy of the softmax of each query, without the [Q, N] logits.
+///
+///     log_p = F.log_softmax(F.linear(input, weight, bias), -1); -(log_p.exp() * log_p).sum(-1)
+///
+/// Arguments as of linear_log_prob. Returns [*]; with autograd. A class of score -inf adds nothing.
+at::Tensor linear_entropy(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const LogitOptions& options = {});
+
+/// linear_scores: F.linear(input, weight, bias) with sums and results in float32 for 16-bit operands,
+/// under autocast too. Returns [*, N], with autograd.
+at::Tensor linear_scores(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 /// linear_topk: the k best classes of each query, without the [Q, N] logits.
 ///

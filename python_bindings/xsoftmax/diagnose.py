@@ -136,7 +136,7 @@ def _distances(loss: SampledSoftmaxLoss, queries: Tensor) -> tuple[float, float,
     kl, renyi, log_z = [], [], []
     of_batch = _log_count(loss, queries) if loss.sampler.shared else None  # may depend on all its queries
     for part in queries.split(max(1, _CHUNK // loss.num_classes)):
-        scores = loss._logits(loss.linear(part).double())
+        scores = loss._logits(torch.ops.xsoftmax.linear_scores(part, loss.linear.weight, loss.linear.bias).double())
         log_z.append(scores.logsumexp(1))
         log_p, log_q = scores - log_z[-1][:, None], _normalised(loss, _log_count(loss, part) if of_batch is None else of_batch, part)
         q = log_q.exp()

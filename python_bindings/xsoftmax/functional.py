@@ -1,6 +1,6 @@
 """Losses as functions of what a caller has: a table or vectors, and candidate sets with their counts."""
 
-from typing import List, Optional, Tuple, Union
+from typing import Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ._public import public_names
 from ._table import flat_queries
 from .samplers import CandidateSet, columns_of
 
-__all__ = ["linear_cross_entropy", "sampled_softmax_loss", "tower_loss"]
+__all__ = ["linear_cross_entropy", "linear_entropy", "linear_log_prob", "sampled_softmax_loss", "tower_loss"]
 __dir__ = public_names(__all__)
 
 
@@ -21,21 +21,28 @@ def _check_tensors(owner: str, **arguments: Optional[Tensor]) -> None:
             check_tensor(owner, name, value)
 
 
+def _logit_options(name: str, logit_scale: float, softcap: Optional[float]) -> Dict[str, float]:
+    if softcap == 0:  # no cap to the operator, which checks all else
+        raise ValueError(f"{name}: expected softcap as a finite number above 0, or None, got {softcap}")
+    return logit_options(logit_scale, softcap)
+
+
 def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias: Optional[Tensor] = None, class_weight: Optional[Tensor] = None,
                          reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0,
-                         softcap: Optional[float] = None, z_loss: float = 0.0) -> Tensor:
+                         softcap: Optional[float] = None, z_loss: float = 0.0, target_prob: Optional[Tensor] = None) -> Tensor:
     """The exact cross entropy, ``F.cross_entropy(F.linear(input, weight, bias), target, class_weight, ...)``, without the logits [Q, N] in memory.
 
     Args:
         input: ``[*, D]``, float32, float64, bfloat16 or float16.
         weight: ``[N, D]``, in the dtype of `input`: a class table, or vectors that a network has made.
-        target: int64 ``[*]``, in [0, N) or ignore_index.
+        target: int64 ``[*]``, in [0, N) or ignore_index; beside `target_prob` ``[*, T]``.
         bias: ``[N]``, in the dtype of `input`, or None.
         class_weight: ``[N]``, floating, or None; as ``weight`` of ``F.cross_entropy``. It takes no gradient.
         reduction: "mean", "sum" or "none".
         ignore_index: targets of this value have no loss and no gradient.
-        label_smoothing: in [0, 1].
+        label_smoothing: in [0, 1]. 0 beside `target_prob`.
         logit_scale, softcap, z_loss: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
+        target_prob: floating ``[*, T]`` or None, as in :meth:`xsoftmax.LinearCrossEntropyLoss.forward`.
 
     Returns:
         A scalar, or ``[*]`` with reduction="none"; float64 for float64 input, else float32. Over
@@ -53,17 +60,63 @@ def linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor, *, bias:
     _check_tensors(name, input=input, target=target, bias=bias, class_weight=class_weight)
     if weight.dim() != 2:
         raise ValueError(f"{name}: expected weight of shape [N, D], got {list(weight.shape)}")
-    queries = flat_queries(name, weight.size(1), input, target)
-    if softcap == 0:  # no cap to the operator, which checks all else
-        raise ValueError(f"{name}: expected softcap as a finite number above 0, or None, got {softcap}")
+    queries = flat_queries(name, weight.size(1), input, target, several=target_prob is not None)
     options = option_text(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-                          **logit_options(logit_scale, softcap))
+                          **_logit_options(name, logit_scale, softcap))
+    if target_prob is not None:
+        return torch.ops.xsoftmax.linear_soft_loss(input, weight, bias, target, target_prob, class_weight, options)
     loss = torch.ops.xsoftmax.linear_cross_entropy(queries, weight, bias, target.reshape(-1), class_weight, options)
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
+def linear_log_prob(input: Tensor, weight: Tensor, ids: Optional[Tensor] = None, *, bias: Optional[Tensor] = None, logit_scale: float = 1.0,
+                    softcap: Optional[float] = None) -> Tensor:
+    """Log-probabilities of given classes, ``F.log_softmax(F.linear(input, weight, bias), -1).gather(-1, ids)``, without the logits [Q, N] in memory.
+
+    Args:
+        input: ``[*, D]``, float32, float64, bfloat16 or float16.
+        weight: ``[N, D]``, in the dtype of `input`.
+        ids: int64 ``[*]`` or ``[*, K]`` in [0, N), repeats allowed. None: all classes, with ``[*, N]`` in memory.
+        bias: ``[N]``, in the dtype of `input`, or None.
+        logit_scale, softcap: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
+
+    Returns:
+        The shape of `ids`, or ``[*, N]``; float64 for float64 input, else float32. Differentiable in all but `ids`.
+
+    Raises:
+        ValueError: a shape that does not fit.
+        TypeError: `weight` or `bias` of another dtype or device than `input`; `ids` not int64.
+        IndexError: an id is not in [0, N) (checked on the CPU).
+    """
+    return torch.ops.xsoftmax.linear_log_prob(input, weight, bias, ids, option_text(**_logit_options("linear_log_prob", logit_scale, softcap)))
+
+
+def linear_entropy(input: Tensor, weight: Tensor, *, bias: Optional[Tensor] = None, logit_scale: float = 1.0,
+                   softcap: Optional[float] = None) -> Tensor:
+    """The entropy of the softmax of a linear layer, without the logits [Q, N] in memory.
+
+    ``-(log_p.exp() * log_p).sum(-1)`` of ``log_p = F.log_softmax(F.linear(input, weight, bias), -1)``. A class whose
+    score is -inf adds nothing.
+
+    Args:
+        input: ``[*, D]``, float32, float64, bfloat16 or float16.
+        weight: ``[N, D]``, in the dtype of `input`.
+        bias: ``[N]``, in the dtype of `input`, or None.
+        logit_scale, softcap: as in :class:`xsoftmax.LinearCrossEntropyLoss`.
+
+    Returns:
+        ``[*]``, in nats; float64 for float64 input, else float32. Differentiable in all arguments.
+
+    Raises:
+        ValueError: a shape that does not fit.
+        TypeError: `weight` or `bias` of another dtype or device than `input`.
+    """
+    return torch.ops.xsoftmax.linear_entropy(input, weight, bias, option_text(**_logit_options("linear_entropy", logit_scale, softcap)))
+
+
 def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: List[CandidateSet], *, bias: Optional[Tensor] = None,
-                         class_weight: Optional[Tensor] = None, log_z: Optional[Tensor] = None, **options: Union[str, bool, int, float, None]) -> Tensor:
+                         class_weight: Optional[Tensor] = None, log_z: Optional[Tensor] = None,
+                         target_prob: Optional[Tensor] = None, **options: Union[str, bool, int, float, None]) -> Tensor:
     """The sampled loss of a class table on candidate sets that the caller has: what :class:`xsoftmax.SampledSoftmaxLoss` computes in train() once its sampler
     has drawn.
 
@@ -88,6 +141,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         class_weight: ``[N]``, floating, or None.
         log_z: 0-dim, floating, or None. It is subtracted from all scores, which changes the loss of the estimators "nce" and "negative_sampling"
             alone. It has a gradient where it asks for one.
+        target_prob: floating ``[*, T]`` or None, as in :meth:`xsoftmax.SampledSoftmaxLoss.forward`. ``target_log_count`` of the sets is then
+            ``[Q, T]``, of the different classes of probability above 0, in falling order.
         options: ``estimator="sampled_softmax"``, ``remove_accidental_hits=True``, ``label_smoothing=0.0``, ``reduction="mean"``, ``ignore_index=-100``,
             ``positives="mean"``, ``logit_scale=1.0``, ``softcap=None``, ``z_loss=0.0`` and ``sparse_grad=True``, as in
             :class:`xsoftmax.SampledSoftmaxLoss`. Estimators that are written in Python, and "complementary_sum", are not among them.
@@ -109,7 +164,8 @@ def sampled_softmax_loss(input: Tensor, weight: Tensor, target: Tensor, sets: Li
         if options["softcap"] is not None:  # no cap to the operator, which checks all else
             raise ValueError(f"sampled_softmax_loss: expected softcap as a finite number above 0, or None, got {options['softcap']}")
         del options["softcap"]
-    return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options))
+    return torch.ops.xsoftmax.sampled_softmax_loss(input, weight, bias, target, *columns_of(sets), class_weight, log_z, option_text(**options),
+                                                   target_prob)
 
 
 def tower_loss(query: Tensor, item: Tensor, item_id: Tensor, candidates: List[Tuple[Tensor, CandidateSet]], *, estimator: str = "sampled_softmax",

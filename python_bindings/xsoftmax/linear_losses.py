@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from . import retrieval
-from ._checks import as_ids, check_count, check_number, check_table_dtype
+from ._checks import as_ids, check_count, check_number
 from ._options import logit_options, option_text
 from ._resize import resize_classes
 from ._table import TableModule, check_linear, flat_queries, make_linear, refuse_parametrized
@@ -157,7 +157,7 @@ class LinearLoss(TableModule):
         return flat_queries(self._name, self.in_features, input, target, several=True, num_classes=self.num_classes)
 
     @torch.jit.export
-    def exact(self, input: Tensor, target: Tensor) -> Tensor:
+    def exact(self, input: Tensor, target: Tensor, target_prob: Optional[Tensor] = None) -> Tensor:
         """The exact loss, in train() and in eval(): what `forward` gives in eval().
 
         It equals ``F.cross_entropy(self.linear(input), target, self.weight, reduction=..., ignore_index=..., label_smoothing=...)`` and never holds the [Q, N]
@@ -167,6 +167,7 @@ class LinearLoss(TableModule):
         Args:
             input: [*, D], in the dtype of the table.
             target: int64, [*] or [*, T], in [0, N) or ignore_index.
+            target_prob: floating [*, T] or None, as in :meth:`LinearCrossEntropyLoss.forward`.
 
         Returns:
             A scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
@@ -174,11 +175,28 @@ class LinearLoss(TableModule):
         Raises:
             ValueError, TypeError, IndexError: as :class:`LinearCrossEntropyLoss`
         """
+        if target_prob is not None:
+            return self._exact_of_soft(input, target, target_prob)
         if self._given(input, target).dim() == input.dim():
             return self._exact_of_several(input, target)
         loss = torch.ops.xsoftmax.linear_cross_entropy(
             self._table_queries(input, target), self.linear.weight, self.linear.bias, target.reshape(-1), self.weight, self._exact_options)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
+
+    def _exact_of_soft(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
+        self._table_queries(input, self._listed(input, target, target_prob))
+        return torch.ops.xsoftmax.linear_soft_loss(input, self.linear.weight, self.linear.bias, target, target_prob,
+                                                   self.weight, self._exact_options)
+
+    def _listed(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
+        """target [*, T] beside its probabilities, ignore_index where an entry adds nothing."""
+        self._given(input, target)
+        if not torch.jit.is_scripting():
+            if not isinstance(target_prob, Tensor):
+                raise TypeError(f"{self._name}: expected target_prob as a tensor, got {type(target_prob).__name__}")
+        if self.label_smoothing != 0.0:
+            raise ValueError(f"{self._name}: expected label_smoothing=0 beside target_prob, got {self.label_smoothing}")
+        return torch.ops.xsoftmax.soft_targets(input, target, target_prob, self.ignore_index, self._name)
 
     def _exact_of_several(self, input: Tensor, target: Tensor) -> Tensor:
         self._table_queries(input, target)
@@ -188,25 +206,47 @@ class LinearLoss(TableModule):
         return torch.ops.xsoftmax.linear_positives_loss(input, self.linear.weight, self.linear.bias, target, self.weight, options)
 
     @torch.jit.export
-    def log_prob(self, input: Tensor) -> Tensor:
-        """The log-probabilities of all classes, ``F.log_softmax(self.linear(input), -1)``, with the whole result in memory. With `logit_scale` or `softcap`,
+    def log_prob(self, input: Tensor, ids: Optional[Tensor] = None) -> Tensor:
+        """The log-probabilities of classes, ``F.log_softmax(self.linear(input), -1)``, or ``.gather(-1, ids)`` of it. With `logit_scale` or `softcap`,
         the log-softmax of the logits that they make.
+
+        With `ids` nothing of size [*, N] is in memory, forward or backward: the log-likelihoods of given tokens, as
+        preference training (DPO, GRPO) needs them. Differentiable in the input and the table, whose gradient is dense.
+
+        Args:
+            input: [*, D], in the dtype of the table.
+            ids: int64 [*] or [*, K] in [0, N), repeats allowed. None: all classes.
+
+        Returns:
+            The shape of `ids`, or [*, N]; float64 for a float64 table, else float32.
+
+        Raises:
+            ValueError: `input` is not of shape [*, D], or `ids` not of shape [*] or [*, K].
+            TypeError: `input` is not a dense tensor, or of another dtype than the table; `ids` is not int64.
+            IndexError: an id is not in [0, N) (checked on the CPU).
+        """
+        self._table_queries(input, None)
+        return torch.ops.xsoftmax.linear_log_prob(input, self.linear.weight, self.linear.bias, ids, self._logit_options)
+
+    @torch.jit.export
+    def entropy(self, input: Tensor) -> Tensor:
+        """The entropy of the softmax over all classes: ``-(log_p.exp() * log_p).sum(-1)`` of ``log_p = self.log_prob(input)``.
+
+        Nothing of size [*, N] is in memory, forward or backward. Differentiable in the input and the table, whose
+        gradient is dense.
 
         Args:
             input: [*, D], in the dtype of the table.
 
         Returns:
-            [*, N], in the dtype of the table.
+            [*], in nats; float64 for a float64 table, else float32.
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            TypeError: `input` is not a dense tensor, or is of another dtype than the table
-                (RuntimeError in TorchScript).
+            TypeError: `input` is not a dense tensor, or of another dtype than the table.
         """
         self._table_queries(input, None)
-        if not torch.jit.is_scripting():
-            check_table_dtype(self._name, input, self.linear.weight)
-        return torch.log_softmax(self._logits(self.linear(input)), dim=-1)
+        return torch.ops.xsoftmax.linear_entropy(input, self.linear.weight, self.linear.bias, self._logit_options)
 
     def _logits(self, scores: Tensor) -> Tensor:
         """The logits of scores ``linear(input)``."""
@@ -363,9 +403,28 @@ class LinearCrossEntropyLoss(LinearLoss):
     def _row_gradients(self) -> bool:
         return False
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The exact loss, as :meth:`exact` gives it: input [*, D] and target int64 [*] or [*, T] -> a scalar, or [*] with reduction="none"."""
-        return self.exact(input, target)
+    def forward(self, input: Tensor, target: Tensor, target_prob: Optional[Tensor] = None) -> Tensor:
+        """The exact loss, as :meth:`exact` gives it: input [*, D] and target int64 [*] or [*, T] -> a scalar, or [*] with reduction="none".
+
+        With `target_prob` the target is soft: each query's loss is
+        ``-(target_prob * log_prob.gather(-1, target)).sum(-1)``, what ``F.cross_entropy`` gives with probabilities
+        [*, N] that are 0 outside the classes listed. The probabilities need not sum to 1, and take no gradient. Entries
+        of ignore_index or -1 are padding; those and entries of probability 0 add nothing; repeats add up. "mean" is
+        over the queries with an entry that is no padding, also beside class weights, as in torch.
+
+        Args:
+            input: [*, D], in the dtype of the table.
+            target: int64 [*] or [*, T], in [0, N) or ignore_index.
+            target_prob: floating [*, T], the probability of each entry of target [*, T]. None: targets are hard.
+
+        Returns:
+            A scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :class:`LinearCrossEntropyLoss`; ValueError also for a target_prob of
+                another shape than target, or beside label_smoothing.
+        """
+        return self.exact(input, target, target_prob)
 
 
 def check_loss_class(owner: str, loss_class: Any) -> None:
@@ -384,18 +443,19 @@ class CandidateLoss(LinearLoss):
     def _option_text(self) -> str:
         return option_text(**{name: getattr(self, name) for name in self._option_names}, **logit_options(self.logit_scale, self.softcap))
 
-    def _counted(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _counted(self, input: Tensor, target: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
         """What samplers are shown: queries [Q, D], multiplied by `logit_scale`, and targets [Q], zeros and -1 where a target is ignored; of several positives
         [Q, T]."""
         self._queries(input, self._given(input, target))
         self._check_step()
-        queries, counted = torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index)
+        queries, counted = torch.ops.xsoftmax.counted_queries(input, target, self.linear.weight, self.ignore_index, soft)
         return queries if self.logit_scale == 1.0 else queries * self.logit_scale, counted
 
-    def _candidate_loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], log_z: Optional[Tensor]) -> Tensor:
+    def _candidate_loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], log_z: Optional[Tensor],
+                        target_prob: Optional[Tensor] = None) -> Tensor:
         ids, log_count, target_log_count, distinct = columns_of(sets)
         return torch.ops.xsoftmax.sampled_softmax_loss(input, self.linear.weight, self.linear.bias, target, ids, log_count, target_log_count,
-                                                       distinct, self.weight, log_z, self._options)
+                                                       distinct, self.weight, log_z, self._options, target_prob)
 
 
 def different_ids(owner: str, argument: str, ids: Union[int, Numbers], num_classes: int, device: Device) -> Tensor:

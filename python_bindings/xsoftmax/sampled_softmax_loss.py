@@ -213,7 +213,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         return self
 
     def forward(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None, negatives: Optional[Tensor] = None,
-                negative_log_count: Optional[Tensor] = None) -> Tensor:
+                negative_log_count: Optional[Tensor] = None, target_prob: Optional[Tensor] = None) -> Tensor:
         """The sampled loss in train(); the exact loss, :meth:`exact`, in eval().
 
         Negatives are further classes that the caller has: hard negatives, or classes that a data loader drew. Without `negative_log_count` each of them is
@@ -228,6 +228,10 @@ class SampledSoftmaxLoss(CandidateLoss):
             negatives: int64 [P] for the batch, or [*, P] for each query, in [0, N), -1 where there is none.
             negative_log_count: floating, the shape of `negatives`: the log of how often the whole proposal, sampler and negatives together, would hold each of
                 them.
+            target_prob: floating [*, T], the probability of each entry of target [*, T], as in
+                :meth:`LinearCrossEntropyLoss.forward`: distillation from a teacher's best classes. The log normaliser is
+                estimated once for a query: from the classes listed, each with the count 1, and the candidates that are
+                none of them. With estimator "sampled_softmax" and no label smoothing. None: targets are hard.
 
         Returns:
             A scalar, or [*] with reduction="none"; float64 for a float64 table, else float32.
@@ -238,12 +242,12 @@ class SampledSoftmaxLoss(CandidateLoss):
         if not torch.jit.is_scripting():
             check_generator(self._name, generator)
         if not self.training:
-            return self.exact(input, target)
-        return self._sampled(input, target, generator, negatives, negative_log_count, True)
+            return self.exact(input, target, target_prob)
+        return self._sampled(input, target, generator, negatives, negative_log_count, True, target_prob)
 
     @torch.jit.export
     def estimate(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator] = None, negatives: Optional[Tensor] = None,
-                 negative_log_count: Optional[Tensor] = None) -> Tensor:
+                 negative_log_count: Optional[Tensor] = None, target_prob: Optional[Tensor] = None) -> Tensor:
         """The sampled loss, in train() and in eval(), from the sampler as it is, without a refresh. In eval() the call does not count as a step of the
         sampler.
 
@@ -251,11 +255,12 @@ class SampledSoftmaxLoss(CandidateLoss):
         """
         if not torch.jit.is_scripting():
             check_generator(self._name, generator)
-        return self._sampled(input, target, generator, negatives, negative_log_count, False)
+        return self._sampled(input, target, generator, negatives, negative_log_count, False, target_prob)
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
-                 negative_log_count: Optional[Tensor], prepares: bool) -> Tensor:
-        queries, counted = self._counted(input, target)
+                 negative_log_count: Optional[Tensor], prepares: bool, target_prob: Optional[Tensor] = None) -> Tensor:
+        listed = target if target_prob is None else self._listed_for_sampling(input, target, target_prob)
+        queries, counted = self._counted(input, listed, target_prob is not None)
         given = self._given_set(input, negatives, negative_log_count)  # before the sampler changes
         if prepares:
             self.sampler.prepare(self.linear.weight, self.linear.bias, generator)
@@ -265,7 +270,12 @@ class SampledSoftmaxLoss(CandidateLoss):
             sets = self._with_head(self._beside(given, queries, counted, generator))
         else:
             sets = self.propose(queries, counted, generator) + [given]
-        return self._loss(input, target, sets)
+        return self._loss(input, target, sets, target_prob)
+
+    def _listed_for_sampling(self, input: Tensor, target: Tensor, target_prob: Tensor) -> Tensor:
+        if self.estimator != "sampled_softmax":
+            raise ValueError(f"{self._name}: expected estimator=\"sampled_softmax\" beside target_prob, got {self.estimator}")
+        return self._listed(input, target, target_prob)
 
     def _given_set(self, input: Tensor, negatives: Optional[Tensor], log_count: Optional[Tensor]) -> Optional[CandidateSet]:
         if negatives is None:
@@ -326,7 +336,7 @@ class SampledSoftmaxLoss(CandidateLoss):
         """
         return self._with_head(self.sampler.sample(queries, target, generator))
 
-    def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet]) -> Tensor:
+    def _loss(self, input: Tensor, target: Tensor, sets: List[CandidateSet], target_prob: Optional[Tensor] = None) -> Tensor:
         log_z: Optional[Tensor] = None
         learned = self.log_z
         if learned is not None:
@@ -337,7 +347,7 @@ class SampledSoftmaxLoss(CandidateLoss):
             loss = registered_loss(self, input, target, sets)
             if loss is not None:
                 return loss
-        return self._candidate_loss(input, target, sets, log_z)
+        return self._candidate_loss(input, target, sets, log_z, target_prob)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ._checks import check_count, check_generator, check_table_dtype
+from ._checks import check_count, check_generator
 from ._memory import device_of_values
 from ._options import option_text
 from ._table import TableModule, make_linear
@@ -258,18 +258,16 @@ class BeamTreeLoss(TreeLoss):
 
     @torch.jit.export
     def scores(self, input: Tensor) -> Tensor:
-        """The scores of all classes: input [*, D] -> [*, N], in the dtype of the edges.
+        """The scores of all classes: input [*, D] -> [*, N], float64 for float64 edges, else float32.
 
         The result is in memory as a whole, and the scores of the tree's inner nodes beside it.
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            TypeError: `input` is of another dtype than the edges (RuntimeError in TorchScript).
+            TypeError: `input` is of another dtype than the edges.
         """
-        queries = self._table_queries(input, None)
-        if not torch.jit.is_scripting():
-            check_table_dtype(self._name, input, self.edges.weight)
-        return self._along_paths(self.edges(queries), 1).reshape(list(input.shape[:-1]) + [self.num_classes])
+        scores = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None), self.edges.weight, self.edges.bias)
+        return self._along_paths(scores, 1).reshape(list(input.shape[:-1]) + [self.num_classes])
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
@@ -370,18 +368,15 @@ class HierarchicalSoftmaxLoss(TreeLoss):
 
     @torch.jit.export
     def log_prob(self, input: Tensor) -> Tensor:
-        """The log-probabilities of all classes: input [*, D] -> [*, N], in the dtype of the edges.
+        """The log-probabilities of all classes: input [*, D] -> [*, N], float64 for float64 edges, else float32.
 
         The result is in memory as a whole, and the scores of the tree's inner nodes beside it.
 
         Raises:
             ValueError: `input` is not of shape [*, D].
-            TypeError: `input` is of another dtype than the edges (RuntimeError in TorchScript).
+            TypeError: `input` is of another dtype than the edges.
         """
-        queries = self._table_queries(input, None)
-        if not torch.jit.is_scripting():
-            check_table_dtype(self._name, input, self.edges.weight)
-        edges = self.edges(queries)
+        edges = torch.ops.xsoftmax.linear_scores(self._table_queries(input, None), self.edges.weight, self.edges.bias)
         log_prob = torch.ops.xsoftmax.hierarchical_log_prob(edges, self.tree.parent, self.tree.class_node, self.tree.layer_sizes)
         return log_prob.reshape(list(input.shape[:-1]) + [self.num_classes])
 

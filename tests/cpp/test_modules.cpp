@@ -44,6 +44,22 @@ class Modules : public testing::Test {
   Tensor target = torch::tensor({3, 0, 39, -100, 2, 17, 17}, torch::kLong);
 };
 
+TEST_F(Modules, SoftTargetsLogProbabilitiesAndEntropyAreThoseOfDenseLogits) {
+  LinearCrossEntropyLoss loss(kWidth, kClasses, LossOptions{.bias = true});
+  SampledSoftmaxLoss sampled(kWidth, kClasses, samplers::FixedSampler(kClasses, torch::arange(kClasses)).ptr(), SamplingOptions{},
+                             LossOptions{.bias = true, .linear = loss->linear});
+  const Tensor ids = torch::randint(kClasses, {7, 3}), prob = torch::rand({7, 3});
+  const Tensor log_p = torch::log_softmax(loss->linear->forward(input), -1);
+  EXPECT_TRUE(torch::allclose(loss->log_prob(input, ids), log_p.gather(1, ids), 1e-5, 1e-5));
+  EXPECT_TRUE(torch::allclose(loss->log_prob(input), log_p, 1e-5, 1e-5));
+  EXPECT_TRUE(torch::allclose(loss->entropy(input), -(log_p.exp() * log_p).sum(1), 1e-5, 1e-5));
+  const Tensor want = -(prob * log_p.gather(1, ids)).sum(1).mean();
+  EXPECT_TRUE(torch::allclose(loss->forward(input, ids, prob), want, 1e-5, 1e-5));
+  EXPECT_TRUE(torch::allclose(loss->exact(input, ids, prob), want, 1e-5, 1e-5));
+  EXPECT_TRUE(torch::allclose(sampled->forward(input, ids, generator(5), std::nullopt, std::nullopt, prob), want, 1e-5, 1e-5));
+  EXPECT_THROW(loss->forward(input, ids, prob.narrow(1, 0, 2)), c10::Error);
+}
+
 TEST_F(Modules, SampledLossIsTheOpOnTheSamplersDraws) {
   for (const std::string estimator : {"sampled_softmax", "ranking"}) {
     for (const bool shared : {true, false}) {

@@ -120,6 +120,8 @@ def samples():
     towers = input, input, target, torch.randn(S, D), torch.randn(Q, S, D), *candidates
     exact = "label_smoothing=0.1,logit_scale=0.5,softcap=3.0,z_loss=0.01"
     loss_state = ops.linear_cross_entropy_forward(input, weight, bias, target, class_weight, exact, True)
+    logits = "logit_scale=0.5,softcap=3.0"
+    softmax_state = ops.linear_softmax_forward(input, weight, bias, private, True, logits)
     edge_grad = ops.hierarchical_softmax_forward(input, *edges, tree.first_child, tree.parent, nodes, sizes, groups, [True, True])[2]
     inside = ops.sort_sets(ops.candidate_set(private, N), N)
     outside = f"num_classes={N},num_samples={S},tries=2"
@@ -210,8 +212,15 @@ def samples():
         linear_cross_entropy_backward=(ones, input, weight, bias, target, class_weight, *loss_state[1:], exact, mask),
         linear_cross_entropy_forward=(input, weight, bias, target, class_weight, exact, True),
         linear_cross_entropy_with_gradients=(ones, input, weight, bias, target, class_weight, exact, mask),
+        linear_entropy=(input, weight, bias, logits),
         linear_layer_train=layer_training(),
+        linear_log_prob=(input, weight, bias, private, logits),
         linear_positives_loss=(input, weight, bias, integers(N, Q, 3), class_weight, reduction),
+        linear_scores=(input, weight, bias),
+        linear_soft_loss=(input, weight, bias, private, torch.rand(Q, S), class_weight, exact.replace("0.1", "0")),
+        linear_softmax=(input, weight, bias, private, True, logits),
+        linear_softmax_backward=(torch.randn(Q, S), ones, ones, input, weight, bias, private, softmax_state[3], softmax_state[2], logits, mask),
+        linear_softmax_forward=(input, weight, bias, private, True, logits),
         linear_topk=(input, weight, bias, 3, "logit_scale=2.0,softcap=3.0"),
         listed=(shared, private),
         log_uniform_sample=(seed, 2, N, Q, S),
@@ -256,6 +265,7 @@ def samples():
         search_topk=(input, weight, bias, ops.search_index(weight, bias, integers(K, N, dtype=torch.int32), K), 3, "max_cells=2"),
         set_impl=("kernel",),
         shortlist=(tree.parent[paths], paths, tree.first_child, tree.parent, tree.arity),
+        soft_targets=(input, private, torch.rand(Q, S), -100, "Loss"),
         sort_sets=(ops.candidate_set(private, N), N),
         canonical_rows=(*sparse_rows(8, 6), 6, "features"),
         sparse_row_sums=(*sparse_rows(8, 6), 6, *all_rows(3, 8)),

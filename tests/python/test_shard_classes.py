@@ -52,14 +52,16 @@ def loss_of(sampler, options, seed=0):
 
 
 def batches(size, step, options="plain"):
-    """Of all ranks, of different sizes, some targets ignored; in odd steps that of the first rank is empty."""
+    """Of all ranks, of different sizes; some queries are ignored, and hold NaN; in odd steps the first rank has none."""
     random = torch.Generator().manual_seed(step)
     result = []
     for rank in range(size):
         count = (4 + 3 * rank + 4 * step) % 8
         target = torch.randint(N, (count,), generator=random)
         target[1:2] = OPTIONS[options].get("ignore_index", -100)
-        result.append((torch.randn(count, D, generator=random), target))
+        input = torch.randn(count, D, generator=random)
+        input[1:2] = torch.nan
+        result.append((input, target))
     return result
 
 
@@ -205,6 +207,10 @@ def refuse(rank):
     split = shard(loss_of("uniform", "plain"))
     with pytest.raises(ValueError, match="expected no negatives with a table that is split over ranks"):
         split(torch.zeros(2, D), torch.zeros(2, dtype=torch.int64), negatives=torch.arange(3))
+    for call in (lambda: split(torch.zeros(2, D), torch.zeros(2, 1, dtype=torch.int64), target_prob=torch.ones(2, 1)), lambda: split.entropy(torch.zeros(2, D)),
+                 lambda: split.log_prob(torch.zeros(2, D), torch.zeros(2, dtype=torch.int64))):
+        with pytest.raises(ValueError, match="a table that is split over ranks|a whole table"):
+            call()
     with pytest.raises(ValueError, match=r"expected target of shape \[2\], got \[2, 3\]"):
         split(torch.zeros(2, D), torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="shard_classes: expected exchange as one of .*, got 'columns'"):

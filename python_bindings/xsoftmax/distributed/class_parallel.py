@@ -94,11 +94,13 @@ class ShardedLoss(LinearLoss):
         scores = (queries.to(dtype) * self.linear.weight.index_select(0, rows).to(dtype)).sum(1)
         return scores if self.linear.bias is None else scores + self.linear.bias.index_select(0, rows).to(dtype)
 
-    def exact(self, input: Tensor, target: Tensor) -> Tensor:
+    def exact(self, input: Tensor, target: Tensor, target_prob: Optional[Tensor] = None) -> Tensor:
+        self._whole_only(target_prob is None, "target_prob")
         self.settle()
         queries, batch = self._batch(input, target)
-        everyone = GatherQueries.apply(self._scaled(queries), batch)
         targets = batch.gather(target.reshape(-1))
+        # Ignored queries may hold anything: 0 times NaN would reach the table's gradient.
+        everyone = torch.where((targets != self.ignore_index).unsqueeze(1), GatherQueries.apply(self._scaled(queries), batch), 0.0)
         counts = self._counts(targets)
         shares = [self._log_normalizers(everyone), self._target_scores(everyone, targets)]
         if self.label_smoothing != 0.0:
@@ -133,12 +135,20 @@ class ShardedLoss(LinearLoss):
             return loss.reshape(target.shape)
         return SumOverRanks.apply(loss, self._shards.group) / (counts.sum() if self.reduction == "mean" else 1)
 
+    def _whole_only(self, absent: bool, argument: str) -> None:
+        if not absent:
+            raise ValueError(f"{self._name}: expected no {argument} with a table that is split over ranks, got some: replicate it")
+
+    def entropy(self, input: Tensor) -> Tensor:
+        raise ValueError(f"{self._name}: expected entropy of a whole table, got one that is split over ranks: replicate it")
+
     @torch.no_grad()
-    def log_prob(self, input: Tensor) -> Tensor:
+    def log_prob(self, input: Tensor, ids: Optional[Tensor] = None) -> Tensor:
+        self._whole_only(ids is None, "ids")
         self.settle()
         shards = self._shards
         queries, batch = self._batch(input, None)
-        logits = self.linear(batch.gather(queries))  # [all ranks' queries, classes of this rank]
+        logits = torch.ops.xsoftmax.linear_scores(batch.gather(queries), self.linear.weight, self.linear.bias)  # [all ranks' queries, classes of this rank]
         missing = shards.chunk - logits.shape[1]
         whole = batch.scatter(nn.functional.pad(logits, (0, missing))).transpose(0, 1).flatten(1)
         return whole[:, :self.num_classes].log_softmax(-1).reshape(*input.shape[:-1], self.num_classes)
@@ -167,9 +177,9 @@ class ShardedLoss(LinearLoss):
     # ------------------------------------------------------------------------------------------------------------- sampled loss
 
     def _sampled(self, input: Tensor, target: Tensor, generator: Optional[torch.Generator], negatives: Optional[Tensor],
-                 negative_log_count: Optional[Tensor], is_step: bool) -> Tensor:
-        if negatives is not None or negative_log_count is not None:
-            raise ValueError(f"{self._name}: expected no negatives with a table that is split over ranks, got some: replicate it")
+                 negative_log_count: Optional[Tensor], is_step: bool, target_prob: Optional[Tensor] = None) -> Tensor:
+        self._whole_only(negatives is None and negative_log_count is None, "negatives")
+        self._whole_only(target_prob is None, "target_prob")
         queries, batch = self._batch(input, target)
         target_ids = target.reshape(-1)
         seen = torch.where((target_ids != self.ignore_index).unsqueeze(1), queries.detach(), 0.0)
@@ -301,7 +311,8 @@ def shard_classes(model: nn.Module, mesh: Optional[DeviceMesh] = None, *, exchan
     - by "rows" ``2 (W - 1) / W R D e`` bytes: the R different rows of its targets and candidates are fetched from their owners, and their gradients go
       back there.
 
-    `exact`, `topk`, `predict`, `log_prob` and `eval()` gather the queries; `topk`, `predict` and `log_prob` give no gradient.
+    `exact`, `topk`, `predict`, `log_prob` and `eval()` gather the queries; `topk`, `predict` and `log_prob` give no gradient. `target_prob`, `entropy` and
+    `log_prob` of given ids are refused.
 
     The gradient of a mean or a sum that reaches `input` is W times its share, since data parallelism takes the mean of the encoder's gradients over
     ranks: what comes out is the gradient of one process. That of the table and of a learned log Z is whole.

@@ -1,0 +1,143 @@
+#include "losses/soft_targets.h"
+
+#include "core/checks.h"
+#include "core/dtypes.h"
+#include "core/options.h"
+#include "losses/linear_softmax.h"
+#include "losses/logit_transform.h"
+#include "losses/reduction.h"
+#include "losses/several_positives.h"
+
+#include <xsoftmax/ops.h>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Reduction.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+namespace xsoftmax {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kExact = "linear_soft_loss";
+constexpr const char* kSampled = "sampled_softmax_loss";
+
+Tensor is_padding(const Tensor& target, int64_t ignore_index) { return target.eq(ignore_index).logical_or(target.eq(-1)); }
+
+// loss [Q], as ReductionOptions say.
+Tensor reduced(const char* op, const Tensor& loss, const Tensor& target, const ReductionOptions& options) {
+  switch (reduction_code(op, options.reduction)) {
+    case at::Reduction::Mean: return loss.sum() / is_padding(target, options.ignore_index).logical_not().any(-1).sum();
+    case at::Reduction::Sum: return loss.sum();
+    default: return loss.reshape_symint(target.sym_sizes().slice(0, target.dim() - 1));
+  }
+}
+
+// What entries [Q, T] of known ids count, in `dtype`.
+Tensor shares_of(const Tensor& prob, const Tensor& ids, const OptionalTensor& class_weight, at::ScalarType dtype) {
+  const Tensor shares = prob.detach().to(dtype);
+  if (!given(class_weight)) {
+    return shares;
+  }
+  const Tensor weights = class_weight->detach().to(dtype).index_select(0, ids.flatten());
+  return shares * weights.reshape_symint(ids.sym_sizes());
+}
+
+// The loss of each entry [Q, T], with z_loss * (log normaliser)^2.
+Tensor with_z_loss(const Tensor& loss, const Tensor& log_normalizer, double z_loss) { return z_loss == 0 ? loss : loss + log_normalizer.square() * z_loss; }
+
+// The different classes of each query, [Q, T] as different_positives gives them, and the sum of the
+// probabilities of each, [Q, T].
+std::tuple<Tensor, Tensor> joined(const Tensor& target, const Tensor& prob, int64_t ignore_index) {
+  const auto [ids, order] = target.masked_fill(target.eq(ignore_index), -1).sort(1, /*descending=*/true);
+  const Tensor last = ids.narrow_symint(1, 0, ids.sym_size(1) - 1);
+  const Tensor is_new = ids.narrow_symint(1, 1, ids.sym_size(1) - 1).ne(last);
+  const Tensor place = at::zeros_like(ids);
+  place.narrow_symint(1, 1, ids.sym_size(1) - 1).copy_(is_new.cumsum(1));
+  const Tensor sums = at::zeros_like(prob).scatter_add(1, place, prob.gather(1, order));
+  return {at::full_like(ids, -1).scatter(1, place, ids), sums};
+}
+
+} // namespace
+
+Tensor soft_targets(const char* op, const Tensor& input, const Tensor& target, const Tensor& target_prob, int64_t ignore_index) {
+  TORCH_CHECK_VALUE(target.dim() == input.dim() && target.dim() >= 1, op, ": expected target of shape [*, T] beside target_prob and input of shape ",
+                    input.sym_sizes(), ", got ", target.sym_sizes());
+  TORCH_CHECK_VALUE(target_prob.sym_sizes() == target.sym_sizes(), op, ": expected target_prob of the shape of target, ", target.sym_sizes(), ", got ",
+                    target_prob.sym_sizes());
+  check::int64(op, "target", target);
+  check::floating(op, "target_prob", target_prob);
+  check::same_device(op, "target_prob", target_prob, "target", target);
+  const Tensor adds_nothing = is_padding(target, ignore_index).logical_or(target_prob.eq(0));
+  return target.masked_fill(adds_nothing, ignore_index);
+}
+
+Tensor linear_soft_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Tensor& target_prob,
+                        const OptionalTensor& class_weight, const CrossEntropyOptions& options) {
+  TORCH_CHECK_VALUE(options.label_smoothing == 0, kExact, ": expected label_smoothing of 0 beside target_prob, got ", options.label_smoothing);
+  check_logits(kExact, options);
+  check_z_loss(kExact, options.z_loss);
+  const Tensor listed = soft_targets(kExact, input, target, target_prob, options.ignore_index);
+  check_batch(kExact, input, listed, weight, options.ignore_index, /*soft=*/true);
+  check_class_weight(kExact, class_weight, weight.sym_size(0), target);
+  const Tensor rows = listed.unsqueeze(0).flatten(0, -2), counts = rows.ne(options.ignore_index);
+  const Tensor ids = rows.masked_fill(counts.logical_not(), 0);
+  const Tensor queries = input.unsqueeze(0).flatten(0, -2);
+  const Tensor counted = counted_rows(queries, counts.any(1).to(at::kLong), 0);
+  const auto [log_prob, log_normalizer, entropy] = linear_softmax(counted, weight, bias, ids, /*entropy=*/false, options);
+  const Tensor prob = target_prob.reshape_symint(ids.sym_sizes());
+  const Tensor shares = shares_of(prob, ids, class_weight, log_prob.scalar_type());
+  const Tensor each = with_z_loss(-log_prob, log_normalizer.unsqueeze(1), options.z_loss);
+  return reduced(kExact, at::where(counts, each * shares, 0.0).sum(1), target, options);
+}
+
+Tensor sampled_soft_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Tensor& target_prob,
+                         const Proposal& sets, const SampledSoftmaxOptions& given_options, const OptionalTensor& class_weight, const OptionalTensor& log_z) {
+  TORCH_CHECK_VALUE(given_options.estimator == "sampled_softmax", kSampled, ": expected estimator \"sampled_softmax\" beside target_prob, got \"",
+                    given_options.estimator, "\"");
+  TORCH_CHECK_VALUE(given_options.label_smoothing == 0, kSampled, ": expected label_smoothing of 0 beside target_prob, got ", given_options.label_smoothing);
+  SampledSoftmaxOptions options = given_options;
+  options.positives = "sum"; // the classes listed as one, whose loss gives the normaliser
+  options.z_loss = 0;        // added below
+  check_logits(kSampled, options);
+  check_z_loss(kSampled, given_options.z_loss);
+  const Tensor listed = soft_targets(kSampled, input, target, target_prob, options.ignore_index);
+  check_batch(kSampled, input, listed, weight, options.ignore_index, /*soft=*/true);
+  check_class_weight(kSampled, class_weight, weight.sym_size(0), target);
+  const Tensor rows = listed.unsqueeze(0).flatten(0, -2);
+  if (rows.sym_size(1) == 0) {
+    const auto floats = input.options().dtype(opmath_dtype(weight.scalar_type()));
+    return reduced(kSampled, at::zeros_symint({rows.sym_size(0)}, floats), target, options);
+  }
+  Proposal of_listed = sets;
+  for (CandidateSet& set : of_listed) { // samplers take a single positive as a plain target
+    if (set.target_log_count.defined() && set.target_log_count.dim() == 1) {
+      set.target_log_count = set.target_log_count.unsqueeze(1);
+    }
+  }
+  const auto [positives, prob] = joined(rows, target_prob.reshape_symint(rows.sym_sizes()).detach(), options.ignore_index);
+  const auto [loss, scores, score] = losses_of_positives(input, weight, bias, positives, of_listed, options, log_z);
+  const Tensor shares = shares_of(prob, positives.clamp_min(0), class_weight, scores.scalar_type());
+  const Tensor each = with_z_loss(loss + (score - scores), loss + score, given_options.z_loss);
+  return reduced(kSampled, at::where(positives.ge(0), each * shares, 0.0).sum(1), target, options);
+}
+
+TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
+  m.def(
+      "linear_soft_loss(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor target_prob, "
+      "Tensor? class_weight=None, str options=\"\") -> Tensor",
+      [](const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Tensor& target_prob,
+         const OptionalTensor& class_weight, std::string_view options) {
+        return linear_soft_loss(input, weight, bias, target, target_prob, class_weight, parse_options<CrossEntropyOptions>(kExact, options));
+      });
+  m.def("soft_targets(Tensor input, Tensor target, Tensor target_prob, int ignore_index, str owner) -> Tensor",
+        [](const Tensor& input, const Tensor& target, const Tensor& target_prob, int64_t ignore_index, std::string_view owner) {
+          return soft_targets(std::string(owner).c_str(), input, target, target_prob, ignore_index);
+        });
+}
+
+} // namespace xsoftmax
