@@ -46,7 +46,7 @@ _REQUIRED: Dict[str, Callable[[], str]] = {
 }
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
+def meant_argument(name: str, known: Iterable[str]) -> str:
     """Returns the argument that a misspelt name stands for, or ""."""
     names = list(known)
     for own in names:
@@ -64,7 +64,7 @@ def _check(owner: str, parameters: Dict[str, inspect.Parameter], args: Any, kwar
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         for name in kwargs:
             if name not in parameters:
-                meant = _meant(name, parameters)
+                meant = meant_argument(name, parameters)
                 hint = f"did you mean {meant}?" if meant else f"it has {', '.join(parameters)}"
                 raise TypeError(f"{owner}: expected arguments of the constructor, got {name}: "
                                 f"{hint}")

@@ -58,15 +58,6 @@ def check_generator(owner: str, generator: Any) -> None:
                         f"got {type(generator).__name__}{hint}")
 
 
-def check_table_dtype(owner: str, input: Tensor, weight: Tensor) -> None:
-    """The check of the operators (csrc/core/checks.cpp), for methods that call nn.Linear."""
-    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
-        table, got = str(weight.dtype).removeprefix("torch."), str(input.dtype).removeprefix("torch.")
-        hint = (f": cast the input, input.to(torch.{table}), or call loss.to(torch.{got})"
-                if input.is_floating_point() else "")
-        raise TypeError(f"{owner}: expected input of the table's dtype {table}, got {got}{hint}")
-
-
 def as_tensor(owner: str, argument: str, value: Any) -> Tensor:
     """Returns an argument of a constructor as a tensor: a tensor as it is; a copy of an array or of
     numbers in lists."""

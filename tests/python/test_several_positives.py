@@ -330,7 +330,7 @@ def test_bad_input():
     for make in (lambda **o: xs.SampledSoftmaxLoss(D, N, sampler="uniform", num_samples=6, **o), lambda **o: xs.LinearCrossEntropyLoss(D, N, **o)):
         with pytest.raises(ValueError, match="expected positives to be \"mean\" or \"sum\", got 'max'"):
             make(positives="max")
-        with pytest.raises(ValueError, match="several positives .*, got"):
+        with pytest.raises(ValueError, match="for several positives, got"):
             make()(input, target[1:])
         with pytest.raises(IndexError, match=rf"expected target in \[0, {N}\)"):
             make()(input, target + N)

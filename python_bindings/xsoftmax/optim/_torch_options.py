@@ -4,6 +4,8 @@ from typing import Any, Dict, Iterable, Optional, TypedDict
 
 import torch
 
+from .._arguments import meant_argument
+
 
 class TorchOptions(TypedDict, total=False):
     """Keywords of torch.optim that the constructors of row optimizers check and keep nothing of."""
@@ -61,7 +63,8 @@ def check_keywords(owner: str, keywords: Dict[str, Any], group: Dict[str, Any], 
     """
     for name, value in keywords.items():
         if name not in _SAME_STEP and name not in _REASONS:
-            raise TypeError(f"{owner}: expected options among {', '.join(known)}, got {name}")
+            hint = f": did you mean {meant}?" if (meant := meant_argument(name, known)) else ""
+            raise TypeError(f"{owner}: expected options among {', '.join(known)}, got {name}{hint}")
         if _refused(name, value, group):
             raise ValueError(f"{owner}: expected no {name}={value!r}: {_reason(owner, name)}")
 
