@@ -128,7 +128,7 @@ TEST_F(Modules, LogitsAreScaledAndCapped) {
   };
   LinearCrossEntropyLoss exact(kWidth, kClasses, options);
   check(*exact);
-  SampledSoftmaxLoss sampled(kWidth, kClasses, Sampler(), {.head = torch::arange(kClasses)}, options);
+  SampledSoftmaxLoss sampled(kWidth, kClasses, Sampler(), SamplingOptions{.head = torch::arange(kClasses)}, options);
   check(*sampled);
   EXPECT_TRUE(sampled->forward(input, target).allclose(sampled->exact(input, target)));
 }
