@@ -78,21 +78,22 @@ TopK exclude_topk(const Tensor& values, const Tensor& ids, const Tensor& exclude
   return op.call(values, ids, exclude, std::move(num_classes), std::move(k));
 }
 
-int64_t with_excluded(int64_t k, const Tensor& exclude, int64_t num_classes) {
-  return exclude.defined() && exclude.dim() > 0 ? std::min(k + exclude.size(-1), num_classes) : k;
+c10::SymInt with_excluded(const c10::SymInt& k, const Tensor& exclude, const c10::SymInt& num_classes) {
+  return exclude.defined() && exclude.dim() > 0 ? (k + exclude.sym_size(-1)).min(num_classes) : k;
 }
 
-TopK without_excluded(const char* owner, const Tensor& input, const TopK& found, const Tensor& exclude, int64_t num_classes, int64_t k) {
-  std::vector<int64_t> shape = input.sizes().vec();
+TopK without_excluded(const char* owner, const Tensor& input, const TopK& found, const Tensor& exclude, const c10::SymInt& num_classes, const c10::SymInt& k) {
+  std::vector<c10::SymInt> shape = input.sym_sizes().vec();
   shape.back() = k;
   const auto& [values, ids] = found;
   if (!exclude.defined()) {
-    return {values.narrow(1, 0, k).reshape(shape), ids.narrow(1, 0, k).reshape(shape)};
+    return {values.narrow_symint(1, 0, k).reshape_symint(shape), ids.narrow_symint(1, 0, k).reshape_symint(shape)};
   }
-  TORCH_CHECK_VALUE(exclude.dim() == input.dim() && exclude.sizes().slice(0, input.dim() - 1) == input.sizes().slice(0, input.dim() - 1), owner,
-                    ": expected exclude of shape [*, E], input's but for its last dimension, got ", exclude.sizes());
-  const auto [kept, kept_ids] = exclude_topk(values, ids, exclude.reshape({values.size(0), exclude.size(-1)}), num_classes, k);
-  return {kept.reshape(shape), kept_ids.reshape(shape)};
+  const bool fits = exclude.dim() == input.dim() && exclude.sym_sizes().slice(0, input.dim() - 1) == input.sym_sizes().slice(0, input.dim() - 1);
+  TORCH_CHECK_VALUE(fits, owner, ": expected exclude of shape [*, E], input's but for its last dimension, got ", exclude.sym_sizes());
+  const Tensor lists = exclude.reshape_symint({values.sym_size(0), exclude.sym_size(-1)});
+  const auto [kept, kept_ids] = exclude_topk(values, ids, lists, num_classes, k);
+  return {kept.reshape_symint(shape), kept_ids.reshape_symint(shape)};
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

@@ -17,9 +17,9 @@ std::tuple<at::Tensor, at::Tensor> exclude_topk(const at::Tensor& values, const 
                                                 c10::SymInt k);
 
 /// How many of the best to ask for, of num_classes. exclude: [*, E] or undefined.
-int64_t with_excluded(int64_t k, const at::Tensor& exclude, int64_t num_classes);
+c10::SymInt with_excluded(const c10::SymInt& k, const at::Tensor& exclude, const c10::SymInt& num_classes);
 /// exclude_topk() of what was found [Q, K], as [*, k]; where nothing is excluded, its first k. owner: whose topk it is, input [*, D].
 std::tuple<at::Tensor, at::Tensor> without_excluded(const char* owner, const at::Tensor& input, const std::tuple<at::Tensor, at::Tensor>& found,
-                                                    const at::Tensor& exclude, int64_t num_classes, int64_t k);
+                                                    const at::Tensor& exclude, const c10::SymInt& num_classes, const c10::SymInt& k);
 
 } // namespace xsoftmax

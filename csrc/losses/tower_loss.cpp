@@ -178,10 +178,15 @@ Tensor weighted_autograd(const Tensor& query, const Tensor& target_vector, const
   return WeightedTowerLoss::apply(query, target_vector, target, vectors, private_vectors, candidates, distinct, factor, options);
 }
 
-Tensor known_ids_cpu(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument) {
+Tensor known_ids_cpu(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument, bool has_num_items) {
   check::int64(owner.c_str(), argument.c_str(), ids);
   if (num_ids > 0) {
-    check::class_ids(owner.c_str(), argument.c_str(), ids, num_ids);
+    try {
+      check::class_ids(owner.c_str(), argument.c_str(), ids, num_ids);
+    } catch (const c10::IndexError& error) {
+      TORCH_CHECK_INDEX(false, error.what_without_backtrace(), ": make the loss with ", has_num_items ? "num_items=None" : "counts=StreamingCounts(None)",
+                        " for ids of any size, or call resize_classes(num_items)");
+    }
   }
   return ids.clone();
 }
@@ -308,7 +313,7 @@ TowerState tower_loss_forward_reference(const TowerArguments& arguments, const T
   return result;
 }
 
-Tensor known_ids(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument) {
+Tensor known_ids(const Tensor& ids, int64_t num_ids, std::string owner, std::string argument, bool has_num_items) {
   check::int64(owner.c_str(), argument.c_str(), ids);
   return ids.clone();
 }
@@ -371,7 +376,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
          ", Tensor grad, str options, bool[4] wanted) -> "
          "(Tensor loss, Tensor grad_query, Tensor grad_target_vector, Tensor grad_vectors, Tensor grad_private_vectors)")
             .c_str());
-  m.def("known_ids(Tensor ids, int num_ids, str owner, str argument) -> Tensor");
+  m.def("known_ids(Tensor ids, int num_ids, str owner, str argument, bool has_num_items=True) -> Tensor");
   m.def("first_occurrences(Tensor ids) -> Tensor", first_occurrences);
   m.def("listed(Tensor ids, Tensor lists) -> Tensor", listed);
   m.def("inclusion_log_count(Tensor log_prob, Tensor draws, int uniform_draws, int num_ids) -> Tensor", inclusion_log_count);

@@ -35,9 +35,11 @@ void check_tower_grad(const at::Tensor& grad, const at::Tensor& query);
 /// Weights of queries, [Q] or none.
 void check_tower_weight(const char* op, const OptionalTensor& weight, const at::Tensor& query);
 
-// known_ids(ids, num_ids, owner, argument) -> ids, a copy, once all of them are known to lie in [0, num_ids) (CPU; num_ids 0: any are well). A step that
-// changes state asks first: an error changes nothing. An op without a result would be dropped by compilers. Errors: TypeError, IndexError.
-at::Tensor known_ids(const at::Tensor& ids, int64_t num_ids, std::string owner, std::string argument);
+// known_ids(ids, num_ids, owner, argument, has_num_items) -> ids, a copy, once all of them are known to lie in [0, num_ids) (CPU; num_ids 0: any are well). A
+// step that changes state asks first: an error changes nothing. An op without a result would be dropped by compilers.
+// has_num_items: whether num_items of the loss limits the ids, or its counts alone; the error says how to allow more.
+// Errors: TypeError, IndexError.
+at::Tensor known_ids(const at::Tensor& ids, int64_t num_ids, std::string owner, std::string argument, bool has_num_items);
 
 // first_occurrences(ids [*, S]) -> bool [*, S]: false for an id that stands before in its row.
 at::Tensor first_occurrences(const at::Tensor& ids);

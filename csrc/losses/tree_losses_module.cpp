@@ -85,7 +85,7 @@ Tensor HierarchicalSoftmaxLossImpl::loss(const Tensor& input, const Tensor& targ
 std::tuple<Tensor, Tensor> HierarchicalSoftmaxLossImpl::topk(const Tensor& input, int64_t k, const Tensor& exclude) const {
   check_k(k);
   settle();
-  const int64_t classes = tree->num_classes(), wanted = with_excluded(k, exclude, classes);
+  const int64_t classes = tree->num_classes(), wanted = with_excluded(k, exclude, classes).expect_int();
   const auto found = hierarchical_topk(as_rows(input), edges->weight, bias(), tree->first_child, tree->node_class, wanted);
   return without_excluded(name_, input, found, exclude, classes, k);
 }
@@ -188,7 +188,7 @@ std::tuple<Tensor, Tensor> BeamTreeLossImpl::topk(const Tensor& input, int64_t k
   check_k(k);
   int64_t width = given_width.value_or(std::max(k, beam_.beam));
   TORCH_CHECK_VALUE(width >= k, name_, ": expected width of at least k=", k, ", got ", width);
-  width = std::max(width, with_excluded(k, exclude, tree->num_classes()));
+  width = std::max(width, with_excluded(k, exclude, tree->num_classes()).expect_int());
   settle();
   const auto found = beam_search(as_rows(input), edges->weight, bias(), tree->first_child, tree->node_class, width);
   return without_excluded(name_, input, found, exclude, tree->num_classes(), k);

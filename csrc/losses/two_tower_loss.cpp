@@ -2,8 +2,11 @@
 
 #include "core/anomalies.h"
 #include "core/checks.h"
+#include "core/dtypes.h"
 #include "core/options.h"
 #include "losses/estimators.h"
+#include "losses/exclude_topk.h"
+#include "losses/linear_topk.h"
 #include "losses/reduction.h"
 #include "losses/tower_loss.h"
 #include "samplers/modules.h"
@@ -11,6 +14,7 @@
 #include "xsoftmax/ops.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -24,6 +28,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -62,6 +67,11 @@ TwoTowerOptions checked_options(const char* owner, std::string_view text) {
   return options;
 }
 
+// The vectors whose products are similarities.
+Tensor similar(const Tensor& vectors, const TwoTowerOptions& options) {
+  return options.similarity == "dot" ? vectors : vectors / at::linalg_vector_norm(vectors, 2, {-1}, true).clamp_min(1e-12).expand_as(vectors);
+}
+
 void check_vectors(const char* name, const Tensor& vectors, const Tensor& query) {
   check::strided(kOp, name, vectors); // of one tensor among many, which composites are called with as well
   check::floating(kOp, name, vectors);
@@ -83,8 +93,8 @@ bool has(const char* op, const char* name, at::TensorList tensors, size_t parts)
   return !tensors.empty();
 }
 
-// Memory that has places, of vectors as wide as `items`.
-bool check_memory(const char* op, at::TensorList memory, const Tensor& items) {
+// Whether there is a memory, of tensors that fit together.
+bool check_memory_tensors(const char* op, at::TensorList memory) {
   if (!has(op, "memory", memory, 3)) {
     return false;
   }
@@ -96,6 +106,16 @@ bool check_memory(const char* op, at::TensorList memory, const Tensor& items) {
   check::dim(op, "memory_state", memory[2], 1);
   check::int64(op, "memory_state", memory[2]);
   check::size(op, "memory_state", memory[2], 0, 2, "the items and calls so far");
+  check::same_device(op, "memory_id", memory[1], "memory", memory[0]);
+  check::same_device(op, "memory_state", memory[2], "memory", memory[0]);
+  return true;
+}
+
+// Memory that has places, of vectors as wide as `items`.
+bool check_memory(const char* op, at::TensorList memory, const Tensor& items) {
+  if (!check_memory_tensors(op, memory)) {
+    return false;
+  }
   for (const Tensor& part : memory) {
     check::same_device(op, "memory", part, "items", items);
   }
@@ -136,6 +156,27 @@ void check_everyone(at::TensorList everyone, const Tensor& query) {
     check::size(kOp, "vectors of everyone", everyone[0], 1, query.sym_size(1), "the width of query");
     check_vectors("vectors of everyone", everyone[0], query);
     check_ids("ids of everyone", everyone[1], everyone[0].sym_sizes().slice(0, 1), query);
+  }
+}
+
+void check_topk(const char* op, const Tensor& query, const Tensor& item_vectors, const Tensor& temperature, const c10::SymInt& k,
+                const OptionalTensor& exclude) {
+  check::strided(op, "query", query);
+  check::floating(op, "query", query);
+  TORCH_CHECK_VALUE(query.dim() >= 1, op, ": expected query of shape [*, D], got ", query.sym_sizes());
+  check::strided(op, "item_vectors", item_vectors);
+  check::dim(op, "item_vectors", item_vectors, 2);
+  check::floating(op, "item_vectors", item_vectors);
+  check::same_device(op, "item_vectors", item_vectors, "query", query);
+  check::size(op, "item_vectors", item_vectors, 1, query.sym_size(-1), "the width of query");
+  check::strided(op, "temperature", temperature);
+  check::dim(op, "temperature", temperature, 0);
+  check::floating(op, "temperature", temperature);
+  TORCH_CHECK_VALUE(k >= 0 && k <= item_vectors.sym_size(0), op, ": expected k in [0, ", item_vectors.sym_size(0), "] (the rows of item_vectors), got ", k);
+  if (given(exclude)) {
+    check::strided(op, "exclude", *exclude);
+    check::int64(op, "exclude", *exclude);
+    check::same_device(op, "exclude", *exclude, "query", query);
   }
 }
 
@@ -241,15 +282,12 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
     check_streaming(kOp, "item_id", item_id, state_of(counts), stream);
   }
   const int64_t num_known = (counted ? stream.num_ids : options.num_items).value_or(0);
-  const auto known = [&](const Tensor& ids, const char* name) { return known_op.call(ids, num_known, kOp, name); };
-  const auto similar = [&](const Tensor& vectors) {
-    return options.similarity == "dot" ? vectors : vectors / at::linalg_vector_norm(vectors, 2, {-1}, true).clamp_min(1e-12).expand_as(vectors);
-  };
+  const auto known = [&](const Tensor& ids, const char* name) { return known_op.call(ids, num_known, kOp, name, options.num_items.has_value()); };
 
-  const Tensor scaled = similar(query) / temperature, of_target = similar(item);
+  const Tensor scaled = similar(query, options) / temperature, of_target = similar(item, options);
   Tensor items = of_target, ids = known(item_id, "item_id");
   if (!everyone.empty()) {
-    items = similar(everyone[0]);
+    items = similar(everyone[0], options);
     ids = known(everyone[1], "ids of everyone");
   }
   Tensor of_query, of_query_ids;
@@ -259,7 +297,7 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
   shared.add(items, ids, all(ids));
   int64_t uniform = 0;
   if (!negatives.empty()) {
-    const Tensor vectors = similar(negatives[0]), more = known(negatives[1], kNegatives);
+    const Tensor vectors = similar(negatives[0], options), more = known(negatives[1], kNegatives);
     if (vectors.dim() == 3) {
       of_query = vectors;
       of_query_ids = more;
@@ -312,6 +350,52 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
   return tower_loss(scaled, of_target, item_id, vectors, sets, step, weight);
 }
 
+std::tuple<std::vector<Tensor>, std::string> two_tower_resized(std::string owner, at::TensorList memory, int64_t num_items, bool open, std::string_view text) {
+  const char* name = owner.c_str();
+  TwoTowerOptions options = checked_options(name, text);
+  TORCH_CHECK_VALUE(num_items >= 1, name, ": expected num_items of at least 1, got ", num_items);
+  check_memory_tensors(name, memory);
+  if (options.num_items.has_value()) {
+    options.num_items = num_items;
+  }
+  std::vector<Tensor> resized;
+  for (const Tensor& part : memory) {
+    resized.push_back(part.detach().clone());
+  }
+  if (open || memory.empty() || memory[0].sym_size(0) == 0) {
+    return {resized, print_options(options)};
+  }
+  const int64_t size = memory[0].size(0);
+  const Tensor seen = memory[2].select(0, 0), number = seen.clamp_max(size);
+  const Tensor place = at::arange(size, memory[1].options()), oldest_first = at::remainder(seen - number + place, size);
+  const Tensor filled = place.lt(number), kept = filled & memory[1].index_select(0, oldest_first).lt(num_items);
+  const Tensor count = kept.sum(), loses = count.lt(number), remains = place.lt(count);
+  const Tensor order = std::get<1>(kept.to(at::kByte).sort(/*stable=*/true, /*dim=*/0, /*descending=*/true));
+  const Tensor from = oldest_first.index_select(0, order);
+  const auto laid_out = [&](const Tensor& part, const Tensor& stays) {
+    return at::where(loses, part.index_select(0, from).masked_fill(stays.logical_not(), 0), part);
+  };
+  resized[0] = laid_out(resized[0], remains.unsqueeze(1));
+  resized[1] = laid_out(resized[1], remains);
+  resized[2].select(0, 0).copy_(at::where(loses, count, seen));
+  return {resized, print_options(options)};
+}
+
+TopK two_tower_topk(const Tensor& query, const Tensor& item_vectors, const Tensor& temperature, c10::SymInt k, const OptionalTensor& exclude,
+                    std::string_view text) {
+  constexpr const char* op = "two_tower_topk";
+  const TwoTowerOptions options = checked_options(op, text);
+  check_topk(op, query, item_vectors, temperature, k, exclude);
+  const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::ScalarType dtype = opmath_dtype(at::promote_types(query.scalar_type(), item_vectors.scalar_type()));
+  const c10::SymInt items = item_vectors.sym_size(0);
+  const Tensor excluded = given(exclude) ? *exclude : Tensor();
+  const Tensor rows = (similar(query.to(dtype), options) / temperature).reshape_symint({-1, query.sym_size(-1)});
+  const TopK found = linear_topk(rows, similar(item_vectors.to(dtype), options), std::nullopt, with_excluded(k, excluded, items));
+  return without_excluded(op, query, found, excluded, items, k);
+}
+
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("two_tower_state(str owner, str options, int? counted_ids=None) -> (Tensor temperature, Tensor memory, Tensor memory_id, Tensor memory_state)",
         two_tower_state);
@@ -321,6 +405,11 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       "two_tower_loss_(Tensor query, Tensor item, Tensor item_id, Tensor[] negatives, Tensor[] everyone, Tensor? weight, Tensor temperature, "
       "Tensor(a!)[] counts, Tensor(b!)[] memory, bool[2] updated, str counts_options=\"\", str options=\"\") -> Tensor",
       two_tower_loss_);
+  m.def("two_tower_resized(str owner, Tensor[] memory, int num_items, bool open, str options=\"\") -> (Tensor[] memory, str options)", two_tower_resized);
+  m.def(
+      "two_tower_topk(Tensor query, Tensor item_vectors, Tensor temperature, SymInt k, Tensor? exclude=None, str options=\"\") -> "
+      "(Tensor values, Tensor ids)",
+      two_tower_topk);
   m.def("two_tower_update_(Tensor ids, Tensor items, Tensor(a!)[] counts, Tensor(b!)[] memory, str counts_options=\"\") -> ()");
 }
 

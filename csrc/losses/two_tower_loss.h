@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 // A step of two towers, xsoftmax.TwoTowerLoss: tower_loss whose candidates are the items of the batch, and how often each is among them. `options` is
 // TwoTowerOptions, `counts_options` those of the counts of a stream (samplers/streaming_counts.h).
@@ -48,5 +49,26 @@ at::Tensor two_tower_loss_(const at::Tensor& query, const at::Tensor& item, cons
 
 /// two_tower_update_(ids, items, counts!, memory!, counts_options) -> (): what a step writes; counts and memory that are none stay.
 void two_tower_update_(const at::Tensor& ids, const at::Tensor& items, at::TensorList counts, at::TensorList memory, std::string_view counts_options);
+
+/// two_tower_resized(owner, memory, num_items, open, options) -> (memory, options)
+///
+/// Returns the state of a loss over `num_items` items, in new tensors: the options with that number where they have one,
+/// and the memory without the items that are gone. A memory that loses none stays as it is; else its items move to the
+/// front, oldest first. open: whether any int64 is an id, so that none goes. Counts follow by streaming_resize_.
+/// Errors name owner: ValueError, TypeError.
+std::tuple<std::vector<at::Tensor>, std::string> two_tower_resized(std::string owner, at::TensorList memory, int64_t num_items, bool open,
+                                                                   std::string_view options);
+
+/// two_tower_topk(query, item_vectors, temperature, k, exclude, options) -> (values [*, k], ids int64 [*, k])
+///
+///     scores = similar(query) @ similar(item_vectors).T / temperature
+///     values, ids = log_softmax(scores, -1).topk(k)                # equal scores: the lower id first
+///
+/// query [*, D], item_vectors [N, D], floating; 0 <= k <= N; exclude int64 [*, E] or none, as exclude_topk takes it.
+/// It is computed and returned in float32, or float64 where a tensor is float64, under autocast as well. [*, N] is not in
+/// memory; a copy of item_vectors is, where they are normalised or of another dtype. Has no gradient.
+/// Errors: TypeError, ValueError, on the CPU IndexError.
+std::tuple<at::Tensor, at::Tensor> two_tower_topk(const at::Tensor& query, const at::Tensor& item_vectors, const at::Tensor& temperature, c10::SymInt k,
+                                                  const OptionalTensor& exclude, std::string_view options);
 
 } // namespace xsoftmax

@@ -1,8 +1,11 @@
+#include "core/optional.h"
 #include "core/options.h"
 #include "losses/two_tower_loss.h"
 #include "samplers/modules.h"
 
 #include <xsoftmax/two_tower.h>
+
+#include <ATen/core/grad_mode.h>
 
 #include <vector>
 
@@ -40,6 +43,26 @@ Tensor TwoTowerLossImpl::forward(const Tensor& query, const Tensor& item, const 
   }
   return step.call(query, item, item_id, more, {}, weight, temperature, counted, std::vector<Tensor>{memory, memory_id, memory_state},
                    {is_training() && !counted.empty() && counts->is_training(), is_training()}, counted.empty() ? "" : counts->options(), options_);
+}
+
+std::tuple<Tensor, Tensor> TwoTowerLossImpl::topk(const Tensor& query, const Tensor& item_vectors, int64_t k, const Tensor& exclude) const {
+  static const auto op = samplers::find_op<decltype(two_tower_topk)>("xsoftmax::two_tower_topk");
+  return op.call(query, item_vectors, temperature, k, optional(exclude), options_);
+}
+
+void TwoTowerLossImpl::resize_classes(int64_t num_items) {
+  static const auto op = samplers::find_op<decltype(two_tower_resized)>("xsoftmax::two_tower_resized");
+  const std::optional<int64_t> known = counts.is_empty() ? parse_options<TwoTowerOptions>("TwoTowerLoss", options_).num_items : counts->num_ids();
+  const std::vector<Tensor> before{memory, memory_id, memory_state};
+  const auto [after, options] = op.call("TwoTowerLoss", before, num_items, !known.has_value(), options_);
+  if (!counts.is_empty()) {
+    counts->resize(num_items);
+  }
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < before.size(); ++i) {
+    before[i].copy_(after[i]);
+  }
+  options_ = options;
 }
 
 void TwoTowerLossImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {

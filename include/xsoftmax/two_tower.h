@@ -36,6 +36,16 @@ class TwoTowerLossImpl : public torch::nn::Module {
                         const std::optional<std::tuple<torch::Tensor, torch::Tensor>>& negatives = std::nullopt,
                         const std::optional<torch::Tensor>& weight = std::nullopt);
 
+  /// (log-probabilities, rows of item_vectors), both [*, k], best first: log_softmax(scores, -1).topk(k) with the scores
+  /// query @ item_vectors.T / temperature, cosines where similarity is "cosine". query [*, D], item_vectors [N, D]; exclude:
+  /// rows [*, E] that a query does not want, -1 for none; -inf and -1 behind the last of fewer than k.
+  std::tuple<torch::Tensor, torch::Tensor> topk(const torch::Tensor& query, const torch::Tensor& item_vectors, int64_t k,
+                                                const torch::Tensor& exclude = {}) const;
+
+  /// Gives the loss another number of items, in place. New items were never seen; items past the end leave counts and
+  /// memory. Nothing happens where any int64 is an id. Errors, before anything changes: ValueError.
+  void resize_classes(int64_t num_items);
+
   /// Ids and counts keep their dtype, and so does a temperature that is not learned.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;

@@ -38,8 +38,8 @@ class TwoTowerLoss(Module):
     estimated probability of y. "ranking" lowers s_y by ``log c_y`` as well, as Yi et al. (2019) do.
 
     Args:
-        num_items: N, how many items there are. None: any int64 is an id, and frequencies are kept by hashing. Uniform negatives need num_items: where any int64
-            is an id, give it with ``counts=StreamingCounts(None)``.
+        num_items: N, how many items there are; :meth:`resize_classes` changes it. None: any int64 is an id, and frequencies are kept by hashing. Uniform
+            negatives need num_items: where any int64 is an id, give it with ``counts=StreamingCounts(None)``.
         estimator: as in :class:`SampledSoftmaxLoss`, but for CANE and estimators that are written in Python.
         temperature: above 0: similarities are divided by it. A 0-dim :class:`torch.nn.Parameter` is trained.
         similarity: "dot", or "cosine", of vectors that are normalised here.
@@ -152,6 +152,72 @@ class TwoTowerLoss(Module):
             state, how, counting = [counts.count, counts.total, counts.last, counts.seen], counts.options, counting and counts.training
         return torch.ops.xsoftmax.two_tower_loss_(query, item, item_id, negatives, everyone, weight, self.temperature, state, self._memories(),
                                                   [self.training and counting, self.training], how, options)
+
+    @torch.jit.export
+    def topk(self, query: Tensor, item_vectors: Tensor, k: int, exclude: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        """Returns the k most probable items of each query among ``item_vectors``, best first, without [*, N] in memory.
+
+        Equivalent to::
+
+            if similarity == "cosine":
+                query, item_vectors = F.normalize(query, dim=-1), F.normalize(item_vectors, dim=-1)
+            torch.log_softmax(query @ item_vectors.T / temperature, -1).topk(k)      # equal scores: the lower row first
+
+        Scores are computed in float32 (float64 where a tensor is float64), under autocast as well. A copy of ``item_vectors``
+        is in memory where they are normalised or of another dtype. The result has no gradient. Counts are not used: these
+        are the probabilities that the loss estimates, and no expected counts correct them.
+
+        Args:
+            query: floating ``[*, D]``.
+            item_vectors: floating ``[N, D]``, such as the item tower's vectors of the whole catalog.
+            k: in [0, N].
+            exclude: int64 ``[*, E]``: the rows that each query does not want, such as items already seen, in any order; -1 for
+                none. The best k of all other items are returned, exactly. Log-probabilities stay those among all items. Where
+                fewer than k items are left, the last places are -inf and -1.
+
+        Returns:
+            (log-probabilities, rows of ``item_vectors``), both ``[*, k]``: float64 where a tensor is float64, else float32; and
+            int64. The rows are the items' ids where the vectors are in the order of the ids.
+
+        Raises:
+            ValueError: shapes that do not fit together; k is not in [0, N].
+            TypeError: vectors of no floating dtype, tensors on different devices, exclude that is not int64, k that is no int.
+            IndexError: an id of `exclude` is not in [0, N) or -1 (checked on the CPU).
+        """
+        if not torch.jit.is_scripting():
+            if not torch.compiler.is_compiling():
+                check_count(self._name, "k", k, None)
+        return torch.ops.xsoftmax.two_tower_topk(query, item_vectors, self.temperature, k, exclude, self._options)
+
+    def resize_classes(self, num_items: int) -> None:
+        """Gives the loss another number of items, in place. New items stand behind the others; items past the end are gone.
+
+        Counts follow (:meth:`StreamingCounts.resize <xsoftmax.samplers.StreamingCounts.resize>`): new items were never seen,
+        and the counts of items that are gone leave the total. Counts that the caller made are resized too, also where other
+        losses share them. Items that are gone leave the memory as well. Nothing happens where any int64 is an id. With open
+        counts or counts=False, the number of items is all that changes.
+
+        Call it on each rank where candidates or counts are shared. A scripted loss keeps its number of items.
+
+        Args:
+            num_items: at least 1.
+
+        Raises:
+            ValueError: num_items below 1.
+            TypeError: num_items is not an int. An error changes nothing.
+        """
+        num_items = check_count(self._name, "num_items", num_items, 1)
+        open_ids = not self._has_num_items() if self.counts is None else self.counts.num_ids is None
+        after, options = torch.ops.xsoftmax.two_tower_resized(self._name, self._memories(), num_items, open_ids, self._options)
+        if self.counts is not None:
+            self.counts.resize(num_items)
+        with torch.no_grad():
+            for table, resized in zip(self._memories(), after):
+                table.copy_(resized)
+        self._options = options
+
+    def _has_num_items(self) -> bool:
+        return not self._options.startswith("num_items=none")
 
     def _memories(self) -> List[Tensor]:
         return [self.memory, self.memory_id, self.memory_state]

@@ -99,6 +99,35 @@ TEST_F(TwoTowers, AnErrorChangesNothing) {
   EXPECT_THROW(TwoTowerLoss(TwoTowerOptions{.num_items = 3}, StreamingCounts(4)), c10::ValueError);
 }
 
+TEST_F(TwoTowers, ALossThatGrewIsALargerOne) {
+  TwoTowerLoss grown(TwoTowerOptions{.num_items = kQueries, .memory = 5, .dim = kWidth});
+  TwoTowerLoss larger(TwoTowerOptions{.num_items = kItems, .memory = 5, .dim = kWidth});
+  for (auto& loss : {grown, larger}) {
+    TwoTowerLoss each = loss;
+    each(query, item, ids);
+  }
+  EXPECT_THROW(grown(query, item, ids + 1), c10::IndexError);
+  EXPECT_THROW(grown->resize_classes(0), c10::ValueError);
+  grown->resize_classes(kItems);
+  EXPECT_TRUE(torch::equal(grown(query, item, ids + 1), larger(query, item, ids + 1)));
+  expect_same(grown, state(larger));
+  grown->resize_classes(6); // of the newest five, 4 to 8, two remain
+  EXPECT_TRUE(torch::equal(grown->memory_id, torch::tensor({4, 5, 0, 0, 0}, torch::kLong)));
+  EXPECT_EQ(grown->counts->count.size(0), 6);
+}
+
+TEST_F(TwoTowers, TopkIsThatOfLogSoftmax) {
+  TwoTowerLoss loss(TwoTowerOptions{.temperature = 0.1, .similarity = "cosine"});
+  const Tensor vectors = torch::randn({kItems, kWidth}), seen = torch::randint(kItems, {kQueries, 3});
+  const auto unit = [](const Tensor& rows) { return F::normalize(rows, F::NormalizeFuncOptions().dim(1)); };
+  const Tensor want = torch::log_softmax(unit(query).mm(unit(vectors).t()) / 0.1, 1);
+  const auto [values, rows] = loss->topk(query, vectors, 5);
+  EXPECT_TRUE(torch::allclose(values, std::get<0>(want.topk(5)), 1e-4, 1e-5));
+  EXPECT_TRUE(torch::equal(rows, std::get<1>(want.topk(5))));
+  EXPECT_TRUE(torch::equal(std::get<1>(loss->topk(query, vectors, 5, seen)), std::get<1>(want.scatter(1, seen, -INFINITY).topk(5))));
+  EXPECT_THROW(loss->topk(query, vectors, kItems + 1), c10::ValueError);
+}
+
 TEST_F(TwoTowers, CastsKeepIdsAndCounts) {
   TwoTowerLoss loss(TwoTowerOptions{.num_items = kItems, .temperature = 0.07, .memory = 5, .dim = kWidth});
   loss(query, item, ids);

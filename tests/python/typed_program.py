@@ -92,6 +92,8 @@ def losses(hidden: Tensor, target: Tensor) -> None:
     xs.HierarchicalMatcher(D, tree)
     towers = xs.TwoTowerLoss(N, temperature=0.1, similarity="cosine", counts=xs.samplers.StreamingCounts(N, half_life=100))
     assert torch.isfinite(towers(hidden, torch.randn(Q, D), target))
+    assert_type(towers.topk(hidden, torch.randn(N, D), 3), Tuple[Tensor, Tensor])
+    towers.resize_classes(N + 2)
     with xs.use_impl("reference"):
         xs.functional.linear_cross_entropy(hidden, exact.linear.weight, target, bias=None)
 

@@ -26,7 +26,7 @@ def step_of_ranks(loss: TwoTowerLoss, query: Tensor, item: Tensor, item_id: Tens
         counting = loss.training and counts.training
         if counting:
             for name, ids in [("item_id", item_id), *([] if not negatives else [("ids of negatives", negatives[1])])]:
-                torch.ops.xsoftmax.known_ids(ids, counts.num_ids or 0, loss._name, name)
+                torch.ops.xsoftmax.known_ids(ids, counts.num_ids or 0, loss._name, name, loss._has_num_items())
             counts.update(item_id)
         return loss._step(query, item, item_id, negatives, [], weight, False, loss._options)
     if negatives and negatives[0].dim() == 2:
