@@ -114,6 +114,7 @@ set(XSOFTMAX_SOURCES
   csrc/samplers/sampling.cpp
   csrc/samplers/static_module.cpp
   csrc/samplers/static_sample.cpp
+  csrc/samplers/static_tail.cpp
   csrc/samplers/streaming_counts.cpp
   csrc/samplers/streaming_counts_cpu.cpp
   csrc/samplers/systematic_sample.cpp

@@ -1,9 +1,11 @@
 #include "core/checks.h"
+#include "core/shape_checks.h"
 
 #include "core/optional.h"
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -30,12 +32,14 @@ std::string position(const at::Tensor& tensor, int64_t flat) {
 } // namespace
 
 void strided(const char* op, const char* arg, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.defined(), op, ": expected ", arg, " as a tensor, got None");
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": expected ", arg, " as a dense (strided) tensor, got layout ", tensor.layout());
   TORCH_CHECK_TYPE(!tensor.is_quantized() && !tensor.is_nested(), op, ": expected ", arg, " as a dense (strided) tensor, got a ",
                    tensor.is_nested() ? "nested" : "quantized", " one");
 }
 
 void dim(const char* op, const char* arg, const at::Tensor& tensor, int64_t dim) {
+  strided(op, arg, tensor);
   TORCH_CHECK_VALUE(tensor.dim() == dim, op, ": expected ", arg, " with ", dim, " dimension", dim == 1 ? "" : "s", ", got shape ", tensor.sym_sizes());
   in_memory(op, arg, tensor);
 }
@@ -73,6 +77,7 @@ const char* name(at::ScalarType dtype) {
 }
 
 void dtype(const char* op, const char* arg, const at::Tensor& tensor, at::ScalarType dtype) {
+  strided(op, arg, tensor);
   const at::ScalarType found = tensor.scalar_type();
   if (found == dtype) [[likely]] {
     return;
@@ -85,6 +90,7 @@ void dtype(const char* op, const char* arg, const at::Tensor& tensor, at::Scalar
 }
 
 void floating(const char* op, const char* arg, const at::Tensor& tensor) {
+  strided(op, arg, tensor);
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": expected ", arg,
                    " of dtype float32, float64, bfloat16 or float16, got ", name(dtype));
@@ -106,7 +112,29 @@ void same_dtype(const char* op, const char* arg, const at::Tensor& tensor, const
 void int64(const char* op, const char* arg, const at::Tensor& tensor) { dtype(op, arg, tensor, at::kLong); }
 
 void same_device(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
+  TORCH_CHECK_TYPE(tensor.defined() && reference.defined(), op, ": expected ", tensor.defined() ? other : arg, " as a tensor, got None");
   TORCH_CHECK_TYPE(tensor.device() == reference.device(), op, ": expected ", arg, " on ", other, "'s device ", reference.device(), ", got ", tensor.device());
+}
+
+void same_shape(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
+  TORCH_CHECK_VALUE(tensor.sym_sizes() == reference.sym_sizes(), op, ": expected ", arg, " of the shape of ", other, ", ", reference.sym_sizes(), ", got ",
+                    tensor.sym_sizes());
+}
+
+void broadcasts(const char* op, const char* arg, const at::Tensor& tensor, const char* other, const at::Tensor& reference) {
+  bool fits = true;
+  for (int64_t axis = 1; axis <= std::min(tensor.dim(), reference.dim()); ++axis) {
+    const c10::SymInt size = tensor.sym_size(-axis), of_other = reference.sym_size(-axis);
+    fits = fits && (size == of_other || size == 1 || of_other == 1);
+  }
+  TORCH_CHECK_VALUE(fits, op, ": expected ", arg, " of a shape that broadcasts with that of ", other, ", ", reference.sym_sizes(), ", got ",
+                    tensor.sym_sizes());
+}
+
+void given_tensors(const char* op, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    strided(op, name, *tensor);
+  }
 }
 
 void linear(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
@@ -126,7 +154,7 @@ void linear(const char* op, const at::Tensor& input, const at::Tensor& weight, c
 
 void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t num_classes, std::optional<int64_t> ignore_index) {
   in_memory(op, arg, ids);
-  const at::Tensor flat = ids.contiguous();
+  const at::Tensor flat = ids._is_zerotensor() ? ids.clone() : ids.contiguous(); // zeros without memory reach composites
   const int64_t* id = flat.const_data_ptr<int64_t>();
   const int64_t count = flat.numel();
   for (int64_t i = 0; i < count; ++i) {

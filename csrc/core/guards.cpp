@@ -16,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -48,6 +49,25 @@ void for_tensors(const c10::OperatorHandle& op, torch::jit::Stack& stack, const 
   }
 }
 
+/// Puts replacement(tensor) in the place of the tensors of a call, those in lists as well.
+template <typename Replacement>
+void replace_tensors(const c10::OperatorHandle& op, torch::jit::Stack& stack, const Replacement& replacement) {
+  const size_t count = op.schema().arguments().size();
+  for (size_t i = 0; i < count; ++i) {
+    c10::IValue& value = torch::jit::peek(stack, i, count);
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = replacement(value.toTensor());
+    } else if (value.isList()) {
+      c10::impl::GenericList replaced(value.toList().elementType());
+      for (const c10::IValue& element : value.toListRef()) {
+        const bool tensor = element.isTensor() && element.toTensor().defined();
+        replaced.push_back(tensor ? c10::IValue(replacement(element.toTensor())) : element);
+      }
+      value = replaced;
+    }
+  }
+}
+
 bool written(const c10::Argument& argument) { return argument.alias_info() != nullptr && argument.alias_info()->isWrite(); }
 
 std::string name_of(const c10::OperatorHandle& op) {
@@ -68,21 +88,17 @@ void refuse_views(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     TORCH_CHECK_TYPE(!written(argument) || !(tensor.is_neg() || tensor.is_conj()), name_of(op), ": expected ", argument.name(),
                      ", which is written to, as it stands in memory, got a negative or conjugate view");
   });
-  const size_t count = op.schema().arguments().size();
-  for (size_t i = 0; i < count; ++i) {
-    c10::IValue& value = torch::jit::peek(*stack, i, count);
-    if (value.isTensor() && value.toTensor().defined()) {
-      value = value.toTensor().resolve_conj().resolve_neg();
-    } else if (value.isList()) {
-      const auto given = value.toList();
-      c10::impl::GenericList resolved(given.elementType());
-      for (const c10::IValue& element : value.toListRef()) {
-        const bool view = element.isTensor() && element.toTensor().defined();
-        resolved.push_back(view ? c10::IValue(element.toTensor().resolve_conj().resolve_neg()) : element);
-      }
-      value = resolved;
-    }
-  }
+  replace_tensors(op, *stack, [](const Tensor& tensor) { return tensor.resolve_conj().resolve_neg(); });
+  op.callBoxed(stack);
+}
+
+/// Tensors of zeros without memory, as forward derivatives make them, are read as zeros, and not written to.
+void refuse_zeros(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
+    TORCH_CHECK_TYPE(!written(argument) || !tensor._is_zerotensor(), name_of(op), ": expected ", argument.name(),
+                     ", which is written to, with memory for its elements, got a tensor of zeros without memory");
+  });
+  replace_tensors(op, *stack, [](const Tensor& tensor) { return tensor._is_zerotensor() ? tensor.clone() : tensor; });
   op.callBoxed(stack);
 }
 
@@ -154,6 +170,10 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
                       ", which is written to, with memory for each element, got one whose elements share memory (shape ", tensor.sym_sizes(), ", strides ",
                       tensor.sym_strides(), ")");
   });
+  for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
+    TORCH_CHECK_TYPE(!written(argument) || !tensor.is_inference() || c10::InferenceMode::is_enabled(), name_of(op), ": expected ", argument.name(),
+                     ", which is written to, as a tensor that may be written to here, got one made under inference_mode");
+  });
   check_shared_memory(op, *stack);
   for_tensors(op, *stack, [&](const c10::Argument& argument, const Tensor& tensor) {
     if (written(argument)) {
@@ -188,8 +208,10 @@ class Guards {
       add<&refuse_layout>(key, all);
     }
     add<&refuse_layout>(DispatchKey::AutogradOther, composite); // which their kernels leave open beside those
+    add<&refuse_layout>(DispatchKey::AutogradNestedTensor, all);
     add<&refuse_views>(DispatchKey::Negative, writing);
     add<&refuse_views>(DispatchKey::Conjugate, writing);
+    add<&refuse_zeros>(DispatchKey::ZeroTensor, writing);
     // An operator that says itself when it has written, as settle_ does, keeps its kernel.
     std::erase_if(writing, [](const auto& op) { return op.hasKernelForDispatchKey(DispatchKey::ADInplaceOrView); });
     add<&bump_versions>(DispatchKey::ADInplaceOrView, writing);

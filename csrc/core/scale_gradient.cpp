@@ -1,6 +1,7 @@
 #include "core/scale_gradient.h"
 
 #include "core/checks.h"
+#include "core/shape_checks.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,6 +14,8 @@ namespace {
 at::Tensor product(const at::Tensor& gradient, const at::Tensor& factor, const at::Tensor&) {
   check::floating("scale_gradient", "gradient", gradient);
   check::floating("scale_gradient", "factor", factor);
+  check::same_device("scale_gradient", "factor", factor, "gradient", gradient);
+  check::broadcasts("scale_gradient", "factor", factor, "gradient", gradient);
   return gradient * factor;
 }
 

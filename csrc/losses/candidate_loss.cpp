@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/optional.h"
 #include "core/options.h"
 #include "xsoftmax/ops.h"
@@ -23,6 +24,7 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "candidate_loss"; // the op that users call
+constexpr const char* kScoreColumns = "the target, then the private, then the shared candidates";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void check_scores(const Tensor& scores) {
@@ -35,7 +37,7 @@ void check_estimator_loss(const EstimatorArguments& arguments) {
   const auto& [scores, target, candidates, options, estimator] = arguments;
   check_scores(scores);
   check_candidates(kOp, "scores", scores, target, candidates, options);
-  check::size(kOp, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1, "the target, then the private, then the shared candidates");
+  check::size(kOp, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1, kScoreColumns);
 }
 
 Tensor estimator_loss_any(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
@@ -101,6 +103,7 @@ class EstimatorLoss : public torch::autograd::Function<EstimatorLoss> {
 
 Tensor estimator_loss_autograd(const Tensor& scores, const Tensor& target, const OptionalTensors& candidates, at::IntArrayRef distinct,
                                std::string_view options) {
+  check::given_tensors(kOp, {{"scores", &scores}, {"target", &target}});
   return EstimatorLoss::apply(scores, target, candidates, distinct, options);
 }
 
@@ -138,9 +141,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> candi
   check_scores(scores);
   const Proposal sets = make_proposal(op, ids, log_count, target_log_count, distinct);
   const Candidates candidates = lay_out(sets, scores.sym_size(0), parsed);
-  TORCH_CHECK_VALUE(!parsed.needs_target_count || given(candidates.target_log_count), op,
-                    ": expected target_log_count of the sets that are "
-                    "drawn, got none");
+  TORCH_CHECK_VALUE(!(parsed.needs_target_count || parsed.corrects_target) || given(candidates.target_log_count), op,
+                    ": expected target_log_count of the sets that are drawn, with needs_target_count=true where corrects_target is, got none");
+  check_columns(op, "scores", scores, target, candidates);
+  check::size(op, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1, kScoreColumns);
   const auto batch = make_batch(scores, target, candidates, parsed, parsed.remove_accidental_hits, parsed.label_smoothing);
   const Tensor count = batch.target_log_count.defined() ? batch.target_log_count : scores.new_empty({0});
   return {batch.target, batch.score, batch.log_weight, batch.adjusted, batch.drawn, batch.draws, batch.covered, count};

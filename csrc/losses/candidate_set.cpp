@@ -33,12 +33,17 @@ Tensor drawn_candidates(at::TensorList ids, const c10::List<bool>& distinct, c10
   constexpr const char* op = "drawn_candidates";
   TORCH_CHECK_VALUE(!ids.empty() && ids.size() == distinct.size(), op, ": expected ids and distinct of one set or more, got ", ids.size(), " and ",
                     distinct.size());
+  check::int64(op, "ids", ids[0]);
+  TORCH_CHECK_VALUE(num_queries >= 0, op, ": expected num_queries of at least 0, got ", num_queries);
   if (ids.size() == 1) {
     return distinct.get(0) ? ids[0] : candidate_set(ids[0], num_classes);
   }
   std::vector<Tensor> columns;
   for (const Tensor& of_set : ids) {
-    TORCH_CHECK_VALUE(of_set.dim() == 1 || of_set.dim() == 2, op, ": expected ids of shape [C] or [Q, C], got ", of_set.sym_sizes());
+    check::int64(op, "ids", of_set);
+    check::same_device(op, "ids", of_set, "the first of them", ids[0]);
+    TORCH_CHECK_VALUE(of_set.dim() == 1 || (of_set.dim() == 2 && of_set.sym_size(0) == num_queries), op, ": expected ids of shape [C] or [", num_queries,
+                      ", C], got ", of_set.sym_sizes());
     columns.push_back(of_set.expand_symint({num_queries, of_set.sym_size(-1)}));
   }
   return candidate_set(at::cat(columns, 1), num_classes);
@@ -87,10 +92,15 @@ std::tuple<Tensor, Tensor> given_set(const Tensor& negatives, const OptionalTens
 Tensor present_log_count(const Tensor& present, const Tensor& log_count, const Tensor& ids) {
   constexpr const char* op = "present_log_count";
   check::int64(op, "present", present);
+  check::floating(op, "log_count", log_count);
   check::int64(op, "ids", ids);
   TORCH_CHECK_VALUE(log_count.sym_sizes() == present.sym_sizes() && present.dim() >= 1 && present.dim() <= 2 && ids.dim() >= 1 && ids.dim() <= 2, op,
                     ": expected present and log_count of shape [C] or [Q, C], and ids of shape [M] or [Q, M], got ", present.sym_sizes(), ", ",
                     log_count.sym_sizes(), " and ", ids.sym_sizes());
+  TORCH_CHECK_VALUE(present.dim() == 1 || ids.dim() == 1 || ids.sym_size(0) == present.sym_size(0), op, ": expected ids with ", present.sym_size(0),
+                    " rows, those of present, got ", ids.sym_size(0));
+  check::same_device(op, "log_count", log_count, "present", present);
+  check::same_device(op, "ids", ids, "present", present);
   const Tensor ordered = std::get<0>(present.masked_fill(log_count.eq(std::numeric_limits<double>::infinity()), -1).sort(-1));
   const Tensor asked = present.dim() == 2 && ids.dim() == 1 ? ids.expand_symint({present.sym_size(0), ids.sym_size(0)}).contiguous() : ids.contiguous();
   if (present.sym_size(-1) == 0) {

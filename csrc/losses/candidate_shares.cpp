@@ -89,6 +89,7 @@ Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Propos
   EstimatorTraits traits = columns.traits;
   traits.takes_a_draw = traits.corrects_target = false;
   const Candidates candidates = lay_out(sets, scores.sym_size(0), traits);
+  check_columns(op, "scores", scores, target, candidates);
   check::size(op, "scores", scores, 1, candidates.private_width() + candidates.shared_width() + 1, "the target, then the private, then the shared candidates");
   traits.renormalizes = false; // by the draws of all places
   const CandidateBatch batch = make_batch(scores, target, candidates, traits, options.remove_accidental_hits, 0.0);

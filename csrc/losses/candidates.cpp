@@ -1,6 +1,7 @@
 #include "losses/candidates.h"
 
 #include "core/checks.h"
+#include "core/shape_checks.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
@@ -52,6 +53,8 @@ struct Columns {
 void add_count(Tensor& sum, const Tensor& count) { sum = sum.defined() ? at::logaddexp(sum, count) : count; }
 
 void check_set(const char* op, const CandidateSet& set) {
+  check::strided(op, "ids of a set", set.ids);
+  check::strided(op, "log_count of a set", set.log_count);
   TORCH_CHECK_VALUE(set.ids.dim() == 1 || set.ids.dim() == 2, op, ": expected ids of a set of shape [M], or [Q, M], got ", set.ids.sym_sizes());
   check::int64(op, "ids of a set", set.ids);
   const bool of_ids = set.log_count.sym_sizes() == set.ids.sym_sizes();
@@ -68,6 +71,30 @@ void check_set(const char* op, const CandidateSet& set) {
 
 } // namespace
 
+namespace {
+
+// Sets are joined before anything else looks at them: those of one kind have the same rows, and all counts of targets one shape.
+void check_rows(const char* op, const Proposal& sets) {
+  const Tensor *rows = nullptr, *count = nullptr;
+  for (const CandidateSet& set : sets) {
+    for (const Tensor* tensor : {&set.ids, &set.log_count}) {
+      if (tensor->dim() == 2) {
+        rows = rows == nullptr ? tensor : rows;
+        check::size(op, tensor == &set.ids ? "ids of a set" : "log_count of a set", *tensor, 0, rows->sym_size(0), "the queries of the first private set");
+      }
+    }
+    check::same_device(op, "log_count of a set", set.log_count, "ids of a set", set.ids);
+    check::same_device(op, "ids of a set", set.ids, "those of the first", sets[0].ids);
+    if (set.target_log_count.defined()) {
+      count = count == nullptr ? &set.target_log_count : count;
+      check::same_shape(op, "target_log_count of a set", set.target_log_count, "the first of them", *count);
+      check::same_device(op, "target_log_count of a set", set.target_log_count, "ids of a set", set.ids);
+    }
+  }
+}
+
+} // namespace
+
 Proposal make_proposal(const char* op, at::TensorList ids, at::TensorList log_count, const OptionalTensors& target_log_count, const c10::List<bool>& distinct) {
   TORCH_CHECK_VALUE(ids.size() == log_count.size() && ids.size() == target_log_count.size() && ids.size() == distinct.size(), op,
                     ": expected ids, log_count, target_log_count and distinct with an entry for each set, got ", ids.size(), ", ", log_count.size(), ", ",
@@ -78,6 +105,7 @@ Proposal make_proposal(const char* op, at::TensorList ids, at::TensorList log_co
     sets.push_back({ids[i], log_count[i], of_target.value_or(Tensor()), distinct.get(i)});
     check_set(op, sets.back());
   }
+  check_rows(op, sets);
   return sets;
 }
 
@@ -138,8 +166,7 @@ Candidates::Candidates(const char* op, const OptionalTensors& tensors, at::IntAr
   distinct_shared = distinct[1];
 }
 
-void check_candidates(const char* op, const char* rows_name, const Tensor& rows, const Tensor& target, const Candidates& candidates,
-                      const EstimatorOptions& options) {
+void check_columns(const char* op, const char* rows_name, const Tensor& rows, const Tensor& target, const Candidates& candidates) {
   const std::string rows_of = std::string("the rows of ") + rows_name;
   const auto one_a_query = [&](const char* name, const Tensor& tensor) {
     check::size(op, name, tensor, 0, rows.sym_size(0), rows_of.c_str());
@@ -148,8 +175,8 @@ void check_candidates(const char* op, const char* rows_name, const Tensor& rows,
   check::dim(op, "target", target, 1);
   check::int64(op, "target", target);
   one_a_query("target", target);
-  const auto check_columns = [&](const char* name, const OptionalTensor& ids, const char* count_name, const OptionalTensor& log_count, int64_t dim,
-                                 int64_t distinct, const c10::SymInt& width) {
+  const auto check_kind = [&](const char* name, const OptionalTensor& ids, const char* count_name, const OptionalTensor& log_count, int64_t dim,
+                              int64_t distinct, const c10::SymInt& width) {
     TORCH_CHECK_VALUE(given(ids) == given(log_count), op, ": expected ", name, " and ", count_name, ", or neither, got one");
     TORCH_CHECK_VALUE(distinct >= 0 && width >= distinct, op, ": expected distinct columns of ", name, " in [0, ", width, "], got ", distinct);
     if (!given(ids)) {
@@ -168,18 +195,23 @@ void check_candidates(const char* op, const char* rows_name, const Tensor& rows,
     TORCH_CHECK_VALUE(of_ids || of_pairs, op, ": expected ", count_name, " of the shape of ", name, dim == 2 ? "" : ", or with a row for each query",
                       ", got shape ", log_count->sym_sizes());
   };
-  check_columns("private_ids", candidates.private_ids, "private_log_count", candidates.private_log_count, 2, candidates.distinct_private,
-                candidates.private_width());
-  check_columns("shared_ids", candidates.shared_ids, "shared_log_count", candidates.shared_log_count, 1, candidates.distinct_shared, candidates.shared_width());
-  const Estimator& estimator = find_estimator(op, options.estimator);
+  check_kind("private_ids", candidates.private_ids, "private_log_count", candidates.private_log_count, 2, candidates.distinct_private,
+             candidates.private_width());
+  check_kind("shared_ids", candidates.shared_ids, "shared_log_count", candidates.shared_log_count, 1, candidates.distinct_shared, candidates.shared_width());
   const OptionalTensor& count = candidates.target_log_count;
   if (given(count)) {
     check::dim(op, "target_log_count", *count, 1);
     check::floating(op, "target_log_count", *count);
     one_a_query("target_log_count", *count);
   }
-  TORCH_CHECK_VALUE(!estimator.traits.needs_target_count || given(count), op, ": expected target_log_count of the sets that are drawn, for estimator \"",
-                    estimator.name, "\", got none");
+}
+
+void check_candidates(const char* op, const char* rows_name, const Tensor& rows, const Tensor& target, const Candidates& candidates,
+                      const EstimatorOptions& options) {
+  check_columns(op, rows_name, rows, target, candidates);
+  const Estimator& estimator = find_estimator(op, options.estimator);
+  TORCH_CHECK_VALUE(!estimator.traits.needs_target_count || given(candidates.target_log_count), op,
+                    ": expected target_log_count of the sets that are drawn, for estimator \"", estimator.name, "\", got none");
   TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], got ", options.label_smoothing);
   TORCH_CHECK_VALUE(estimator.traits.smooths || options.label_smoothing == 0, op, ": expected label_smoothing=0 for estimator \"", estimator.name, "\", got ",
                     options.label_smoothing);

@@ -45,7 +45,9 @@ Candidates lay_out(const Proposal& sets, const c10::SymInt& queries, const Estim
 /// Whether the sets stand in the order of their columns: private before shared ones, of both the distinct ones first.
 bool in_column_order(const Proposal& sets);
 
-/// What every kernel checks. `rows` has a row for each query.
+/// Checks shapes, dtypes and devices of candidates. `rows` has a row for each query.
+void check_columns(const char* op, const char* rows_name, const at::Tensor& rows, const at::Tensor& target, const Candidates& candidates);
+/// The same, and what the estimator needs: every kernel and composite calls it.
 void check_candidates(const char* op, const char* rows_name, const at::Tensor& rows, const at::Tensor& target, const Candidates& candidates,
                       const EstimatorOptions& options);
 

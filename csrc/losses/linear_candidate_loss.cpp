@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/options.h"
@@ -119,6 +120,7 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_loss(input, weight, bias, target, candidates, distinct, options, share);
   }
+  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
   return LinearCandidateLoss::apply(input, weight, bias, target, candidates, distinct, options, share);
 }
 

@@ -3,6 +3,7 @@
 #include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/options.h"
@@ -200,6 +201,7 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight, 
     return call_loss(input, weight, bias, target, class_weight, text);
   }
   check::finite_queries(kOp, "input", input, target, options.ignore_index);
+  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"target", &target}});
   const OptionalTensor weights = given(class_weight) ? OptionalTensor(class_weight->detach()) : std::nullopt;
   if (reduction != at::Reduction::None && input.scalar_type() == opmath_dtype(input.scalar_type())) {
     const Tensor divisor =

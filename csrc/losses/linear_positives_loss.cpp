@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/options.h"
 #include "core/products.h"
@@ -246,6 +247,7 @@ class PositivesCrossEntropy : public torch::autograd::Function<PositivesCrossEnt
 
 Tensor forward_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& positives, const Tensor& shares,
                         std::string_view text) {
+  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"positives", &positives}, {"shares", &shares}});
   return PositivesCrossEntropy::apply(input, weight, bias, positives, shares, text);
 }
 

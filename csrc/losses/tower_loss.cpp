@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/options.h"
 #include "core/scale_gradient.h"
@@ -77,6 +78,7 @@ TowerState call_forward(const Tensor& query, const Tensor& target_vector, const 
 // The losses of the queries [Q], where `grad` is of no matter.
 Tensor losses_any(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors, const OptionalTensor& private_vectors,
                   const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+  check::dim(kOp, "query", query, 2);
   return std::get<0>(call_forward(query, target_vector, target, vectors, private_vectors, candidates, distinct,
                                   at::ones_symint({query.sym_size(0)}, query.options().dtype(opmath_dtype(query.scalar_type()))), options, {}));
 }
@@ -169,12 +171,14 @@ class TowerLosses : public torch::autograd::Function<TowerLosses> {
 
 Tensor losses_autograd(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors,
                        const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct, std::string_view options) {
+  check::given_tensors(kOp, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}});
   return TowerLosses::apply(query, target_vector, target, vectors, private_vectors, candidates, distinct, options);
 }
 
 Tensor weighted_autograd(const Tensor& query, const Tensor& target_vector, const Tensor& target, const OptionalTensor& vectors,
                          const OptionalTensor& private_vectors, const OptionalTensors& candidates, at::IntArrayRef distinct, const Tensor& factor,
                          std::string_view options) {
+  check::given_tensors(kOp, {{"query", &query}, {"target_vector", &target_vector}, {"target", &target}, {"factor", &factor}});
   return WeightedTowerLoss::apply(query, target_vector, target, vectors, private_vectors, candidates, distinct, factor, options);
 }
 

@@ -41,6 +41,8 @@ struct Batch {
 
   Batch(const char* op, const Tensor& input, const Tensor& target, const Tensor& weight, const OptionalTensor& bias, const TreeTables& tree,
         const OptionalTensor& class_weight, int64_t ignore_index) {
+    check::strided(op, "input", input);
+    check::strided(op, "target", target);
     TORCH_CHECK_VALUE(input.dim() >= 1, op, ": expected input of shape [*, D], got a tensor without dimensions");
     TORCH_CHECK_VALUE(input.sym_sizes().slice(0, input.dim() - 1) == target.sym_sizes(), op, ": expected target of shape ",
                       input.sym_sizes().slice(0, input.dim() - 1), ", got ", target.sym_sizes());

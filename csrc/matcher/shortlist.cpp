@@ -117,6 +117,20 @@ Shortlist shortlist_cpu(const Tensor& parents, const Tensor& targets, const Tens
 
 } // namespace
 
+namespace {
+
+// The nodes whose children are listed, as the kernel checks them where it meets them.
+void check_found(const Tensor& node, const Tensor& first_child, const Tensor& parent) {
+  check::class_ids(kOp, "parents", node, parent.size(0));
+  const Tensor found = node.contiguous(), children = first_child.contiguous(), above = parent.contiguous();
+  const Tree tree{parent.size(0), children.const_data_ptr<int64_t>(), above.const_data_ptr<int64_t>()};
+  for (int64_t i = 0; i < found.numel(); ++i) {
+    tree.children(found.const_data_ptr<int64_t>()[i]);
+  }
+}
+
+} // namespace
+
 void check_shortlist(const Tensor& parents, const Tensor& targets, const Tensor& first_child, const Tensor& parent, std::optional<int64_t> most) {
   for (const auto& [name, tensor, dim] :
        {std::tuple{"parents", &parents, 2}, {"targets", &targets, 2}, {"first_child", &first_child, 1}, {"parent", &parent, 1}}) {
@@ -142,6 +156,9 @@ Shortlist shortlist_reference(const Tensor& parents, const Tensor& targets, cons
   const Tensor before = at::cat({at::full({queries, 1}, -1, sorted.options()), sorted.narrow(1, 0, std::max<int64_t>(sorted.size(1) - 1, 0))}, 1);
   const Tensor first = sorted.ne(before.narrow(1, 0, sorted.size(1))).logical_and(sorted.ge(0)); // each once
   const Tensor query = at::arange(queries, sorted.options()).unsqueeze(1).expand_as(sorted).masked_select(first), node = sorted.masked_select(first);
+  if (node.is_cpu()) {
+    check_found(node, first_child, parent);
+  }
   const Tensor begin = first_child.index_select(0, node), count = first_child.index_select(0, node + 1) - begin;
   const Tensor start = count.cumsum(0) - count, total = at::arange(count.sum().item<int64_t>(), sorted.options());
   const Tensor children = total + at::repeat_interleave(begin - start, count), of = at::repeat_interleave(query, count);

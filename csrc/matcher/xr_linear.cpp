@@ -110,17 +110,20 @@ BeamWorkspace& thread_workspace() {
 } // namespace
 
 XRLinear::XRLinear(int64_t features, double bias, const std::string& transform, Tensor labels, std::vector<std::vector<Tensor>> layers)
-    : features_(features), bias_(bias), transform_(transform), labels_(labels.contiguous()), parts_(std::move(layers)) {
+    : features_(features), bias_(bias), transform_(transform), parts_(std::move(layers)) {
   TORCH_CHECK_VALUE(features >= 0 && features < std::numeric_limits<int32_t>::max(), kName, ": expected features in [0, 2^31 - 1), got ", features);
   TORCH_CHECK_VALUE(std::isfinite(bias), kName, ": expected bias as a finite number, got ", bias);
   transform_named(kName, transform);
+  check::strided(kName, "labels", labels);
   check::numbers(kName, "labels", labels, at::kLong);
+  labels_ = labels.contiguous();
   TORCH_CHECK_VALUE(!parts_.empty(), kName, ": expected at least one layer, got none");
   int64_t nodes = 1;
   layers_.reserve(parts_.size());
   for (auto& parts : parts_) {
     TORCH_CHECK_VALUE(parts.size() == kLinearLayerParts, kName, ": expected ", kLinearLayerParts, " parts of a layer, got ", parts.size());
     for (Tensor& part : parts) {
+      check::strided(kName, "layers", part);
       part = part.contiguous();
     }
     layers_.emplace_back(linear_layer_view(kName, nodes, features, parts), int32_t(features));

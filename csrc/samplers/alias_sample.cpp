@@ -1,6 +1,8 @@
 #include "samplers/alias_sample.h"
 
 #include "core/checks.h"
+#include "samplers/adaptive.h"
+#include "samplers/static_tail.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -17,20 +19,23 @@ Tensor alias_table_meta(const Tensor& weights) {
   return at::empty_symint({weights.sym_size(0), 2}, weights.options().dtype(at::kLong));
 }
 
-Tensor alias_sample_meta(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor&) {
+Tensor alias_sample_meta(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples, at::TensorList tail) {
   check_alias_sample(seed, bins, num_queries, num_samples);
+  check_tail("alias_sample", tail);
   return empty_samples(seed, num_queries, num_samples);
 }
 
 // A device without kernels of its own gets the CPU's tables and draws.
 Tensor alias_table_elsewhere(const Tensor& weights) {
+  check_weights("alias_table", weights);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_table", "").typed<decltype(alias_table_meta)>();
   return op.call(weights.cpu()).to(weights.device());
 }
 
-Tensor alias_sample_elsewhere(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor& tail) {
+Tensor alias_sample_elsewhere(const Tensor& seed, const Tensor& bins, OptionalSize num_queries, c10::SymInt num_samples, at::TensorList tail) {
+  check_alias_sample(seed, bins, num_queries, num_samples);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::alias_sample", "").typed<decltype(alias_sample_meta)>();
-  return op.call(seed.cpu(), bins.cpu(), num_queries, num_samples, tail).to(seed.device());
+  return op.call(seed.cpu(), bins.cpu(), num_queries, num_samples, to_cpu(tail)).to(seed.device());
 }
 
 } // namespace
@@ -53,7 +58,7 @@ void check_alias_sample(const Tensor& seed, const Tensor& bins, const OptionalSi
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("alias_table(Tensor weights) -> Tensor");
-  m.def("alias_sample(Tensor seed, Tensor bins, SymInt? num_queries, SymInt num_samples, Tensor? tail=None) -> Tensor");
+  m.def("alias_sample(Tensor seed, Tensor bins, SymInt? num_queries, SymInt num_samples, Tensor[] tail) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -61,7 +61,7 @@ Tensor alias_table_cpu(const Tensor& weights) {
   return bins;
 }
 
-Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<int64_t> num_queries, int64_t num_samples, const OptionalTensor& behind) {
+Tensor alias_sample_cpu(const Tensor& seed, const Tensor& bins, std::optional<int64_t> num_queries, int64_t num_samples, at::TensorList behind) {
   check_alias_sample(seed, bins, num_queries, num_samples);
   const StaticTail tail = static_tail("alias_sample", behind, bins.size(0));
   const Tensor out = empty_samples(seed, num_queries, num_samples);

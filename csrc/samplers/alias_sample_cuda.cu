@@ -19,8 +19,7 @@ struct Alias {
   }
 };
 
-at::Tensor alias_sample_cuda(const at::Tensor& seed, const at::Tensor& bins, std::optional<int64_t> num_queries, int64_t num_samples,
-                             const OptionalTensor& tail) {
+at::Tensor alias_sample_cuda(const at::Tensor& seed, const at::Tensor& bins, std::optional<int64_t> num_queries, int64_t num_samples, at::TensorList tail) {
   check_alias_sample(seed, bins, num_queries, num_samples);
   const c10::cuda::CUDAGuard guard(seed.device());
   const at::Tensor ids = empty_samples(seed, num_queries, num_samples);

@@ -1,6 +1,7 @@
 #include "samplers/complement_sample.h"
 
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/options.h"
 #include "samplers/modules.h"
 
@@ -56,6 +57,7 @@ void check_inside(const char* op, const Tensor& inside, const char* argument, co
   check::dim(op, "inside", inside, 2);
   check::int64(op, "inside", inside);
   check::dim(op, argument, of, 2);
+  check::same_device(op, argument, of, "inside", inside);
   TORCH_CHECK_VALUE(inside.sym_size(0) == 1 || inside.sym_size(0) == of.sym_size(0), op, ": expected inside with 1 row or ", of.sym_size(0),
                     ", the queries, got ", inside.sym_size(0));
 }
@@ -133,6 +135,7 @@ Tensor complement_sample(const Tensor& seed, const Tensor& inside, const Optiona
     return ids;
   }
   check_inside(op, inside, "draws", *draws);
+  check::int64(op, "draws", *draws);
   check::size(op, "draws", *draws, 0, queries.sym_size(0), "the queries");
   check::size(op, "draws", *draws, 1, options.num_samples * options.tries, "num_samples times tries");
   const std::vector<Size> sizes{queries.sym_size(0), options.num_samples, options.tries};
@@ -149,11 +152,29 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const Opti
   check_inside(op, inside, "ids", ids);
   TORCH_CHECK_VALUE(given(inside_count) == sampled && given(log_count) == sampled && given(target_count) == (sampled && given(target)), op,
                     ": expected the counts of a sampler with tries alone, got tries = ", options.tries);
+  check::int64(op, "ids", ids);
+  const auto check_counts = [&](const char* name, const OptionalTensor& count, const char* of, const Tensor& classes) {
+    if (given(count)) {
+      check::floating(op, name, *count);
+      check::broadcasts(op, name, *count, of, classes);
+      check::same_device(op, name, *count, "inside", inside);
+    }
+  };
+  check_counts("inside_count", inside_count, "inside", inside);
+  check_counts("log_count", log_count, "ids", ids);
+  if (given(target)) {
+    check::int64(op, "target", *target);
+    TORCH_CHECK_VALUE((target->dim() == 1 || target->dim() == 2) && target->sym_size(0) == ids.sym_size(0), op, ": expected target of shape [", ids.sym_size(0),
+                      "] or [", ids.sym_size(0), ", T], got ", target->sym_sizes());
+    check::same_device(op, "target", *target, "inside", inside);
+    check_counts("target_count", target_count, "target", *target);
+    TORCH_CHECK_VALUE(!given(target_count) || target_count->sym_numel() == target->sym_numel(), op, ": expected target_count for each target, ",
+                      target->sym_sizes(), ", got ", target_count->sym_sizes());
+  }
   const Tensor left = outside_counts(inside, options.num_classes), none = left.eq(0);
   const Law law = law_outside(inside, inside_count, left, options);
   Tensor of_target = at::empty({0}, ids.options().dtype(at::kFloat));
   if (given(target)) {
-    check::int64(op, "target", *target);
     const auto rows = [&](const Tensor& values) { return values.dim() == 1 ? values.unsqueeze(1) : values; };
     const Tensor classes = rows(*target), absent = is_inside(inside, classes).logical_or(classes.lt(0)).logical_or(none);
     of_target = law.log_count(sampled ? OptionalTensor(rows(*target_count)) : std::nullopt, classes).masked_fill(absent, -kInfinity);

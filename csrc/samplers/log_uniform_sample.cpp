@@ -16,6 +16,7 @@ Tensor log_uniform_sample_meta(const Tensor& seed, c10::SymInt low, c10::SymInt 
 
 // A device without a kernel of its own gets the CPU's draws.
 Tensor log_uniform_sample_elsewhere(const Tensor& seed, c10::SymInt low, c10::SymInt high, OptionalSize num_queries, c10::SymInt num_samples) {
+  check_log_uniform_sample(seed, low, high, num_queries, num_samples);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::log_uniform_sample", "").typed<decltype(log_uniform_sample_meta)>();
   return op.call(seed.cpu(), low, high, num_queries, num_samples).to(seed.device());
 }

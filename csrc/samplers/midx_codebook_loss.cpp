@@ -42,10 +42,15 @@ Tensor midx_codebook_loss(const Tensor& codewords1, const Tensor& codewords2, co
   check::dim(op, "queries", queries, 2);
   check::size(op, "queries", queries, 1, rows.sym_size(1), "the columns of rows");
   check::same_dtype(op, "queries", queries, "rows", rows);
+  check::same_device(op, "queries", queries, "rows", rows);
   const bool residual = check_codebooks(op, codewords1, codewords2, rows.sym_size(1));
+  check::same_dtype(op, "rows", rows, "codewords1", codewords1);
+  check::same_device(op, "rows", rows, "codewords1", codewords1);
   if (given(bias)) {
     check::dim(op, "bias", *bias, 1);
     check::size(op, "bias", *bias, 0, rows.sym_size(0), "the rows of rows");
+    check::same_dtype(op, "bias", *bias, "rows", rows);
+    check::same_device(op, "bias", *bias, "rows", rows);
   }
   const int64_t width1 = codewords1.size(1), width2 = codewords2.size(1);
   const Tensor first = nearest_codewords(residual ? rows : rows.narrow(1, 0, width1), codewords1);

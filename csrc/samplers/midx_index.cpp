@@ -226,9 +226,10 @@ MidxCells midx_cells_reference(const Tensor& cell, const OptionalTensor& log_wei
   const Tensor heaviest = at::zeros({cells}, doubles).scatter_reduce(0, sorted_cell, weight, "amax");
   // Summed cell by cell: a cell may be lighter than the rounding of a sum over all.
   const Tensor prefix = at::empty({order.size(0)}, doubles);
-  const Tensor first = start.cpu();
-  for (int64_t c = 0; c < cells; ++c) {
-    const int64_t begin = first[c].item<int64_t>(), end = first[c + 1].item<int64_t>();
+  const Tensor first = start.cpu(), used = first.diff().nonzero().squeeze(1); // of most tables few cells hold classes
+  const int64_t *offset = first.const_data_ptr<int64_t>(), *cell_at = used.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < used.numel(); ++i) {
+    const int64_t begin = offset[cell_at[i]], end = offset[cell_at[i] + 1];
     prefix.slice(0, begin, end).copy_(weight.slice(0, begin, end).cumsum(0));
   }
   return {order, start, mass.view({codewords, codewords}), prefix, heaviest};

@@ -106,6 +106,8 @@ void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const 
   });
   const int64_t top = *std::max_element(highest.begin(), highest.end());
   TORCH_CHECK_INDEX(top < cells, "midx_cells: expected cell below ", cells, ", codewords squared, got ", top);
+  const int64_t drawn = std::accumulate(places.begin(), places.end(), int64_t(0));
+  TORCH_CHECK_VALUE(drawn == order.size(0), "midx_cells: expected num_drawn of ", drawn, ", the cells that are not -1, got ", order.size(0));
   int64_t* first_of = start.mutable_data_ptr<int64_t>();
   double* mass_of = mass.mutable_data_ptr<double>();
   int64_t place = 0;
@@ -119,7 +121,6 @@ void fill_cells_cpu(const Tensor& cell, const OptionalTensor& log_weight, const 
     mass_of[k] = double(place - first_of[k]);
   }
   first_of[cells] = place;
-  TORCH_CHECK_VALUE(place == order.size(0), "midx_cells: expected num_drawn of ", place, ", the cells that are not -1, got ", order.size(0));
   int64_t* class_at = order.mutable_data_ptr<int64_t>();
   for_chunks([&](int64_t c, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

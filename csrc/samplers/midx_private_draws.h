@@ -142,6 +142,7 @@ class MidxPrivateDraws {
     set_.draw(seed, query, fill, slots);
     for (int64_t j = 0; j < samples_; ++j) {
       const int64_t id = checked_.class_at(slots[j]), cell = checked_.cell_of(id);
+      TORCH_CHECK_VALUE(cell >= 0, "midx_sample: expected order with classes that are in a cell, got class ", id, ", which is in none");
       const double log_weight = tables_.prefix ? checked_.log_weight_of(id) : 0.0;
       log_count[j] = float(set_.log_count(slots[j], cell, row.log_density(cell, k_) + log_weight));
     }

@@ -95,16 +95,14 @@ Tensor refresh(const char* op, const Tensor& seed, const ClassTable& table, cons
   check_finite(op, error, table);
   const OptionalTensor log_weight = finite_class_weights(op, table, index, given(index.spread) ? OptionalTensor(error) : std::nullopt);
 
+  const Tensor cells = index.order.size(0) == cell.size(0) ? cell : at::where(index.cell.lt(0), index.cell, cell);
+  midx_lay_out(index, cells, log_weight);
   index.codewords1.copy_(first);
   index.codewords2.copy_(second);
-  index.cell.copy_(index.order.size(0) == cell.size(0) ? cell : at::where(index.cell.lt(0), index.cell, cell));
-  if (given(log_weight)) {
-    index.log_weight->copy_(*log_weight);
-  }
+  index.cell.copy_(cells);
   if (given(index.spread)) {
     index.spread->copy_(error);
   }
-  midx_lay_out(index);
   if (given(index.touched)) {
     index.touched->zero_();
   }
@@ -121,14 +119,17 @@ void update(const char* op, const ClassTable& table, const MidxIndex& index, con
   const OptionalTensor spread = given(index.spread) ? OptionalTensor(index.spread->index_copy(0, drawn, error)) : std::nullopt;
   const OptionalTensor log_weight = finite_class_weights(op, table, index, spread);
 
+  const Tensor before = index.cell.index_select(0, drawn);
   index.cell.index_copy_(0, drawn, cell);
-  if (given(log_weight)) {
-    index.log_weight->copy_(*log_weight);
+  try {
+    midx_lay_out(index, index.cell, log_weight);
+  } catch (...) { // the cells of other rows are out of range: a copy of all cells would cost more than this
+    index.cell.index_copy_(0, drawn, before);
+    throw;
   }
   if (given(spread)) {
     index.spread->copy_(*spread);
   }
-  midx_lay_out(index);
 }
 
 } // namespace
@@ -155,24 +156,29 @@ OptionalTensor midx_class_weights(const ClassTable& table, const MidxIndex& inde
   return (value - value.index_select(0, index.order).max()).clamp_(-kMidxWeightRange, 0);
 }
 
-void midx_lay_out(const MidxIndex& index) {
-  index.recent.zero_();
+void midx_lay_out(const MidxIndex& index, const Tensor& cell, const OptionalTensor& log_weight) {
   const std::array<OptionalTensor, 5> tables{index.order, index.start, index.mass, index.prefix, index.heaviest};
   const bool in_place = index.cell.is_cpu() && !use_reference() &&
       std::all_of(tables.begin(), tables.end(), [](const auto& table) { return !given(table) || table->is_contiguous(); });
   if (in_place) {
-    fill_cells_cpu(index.cell, index.log_weight, {index.order, index.start, index.mass, index.prefix.value_or(Tensor()), index.heaviest.value_or(Tensor())});
-    return;
+    fill_cells_cpu(cell, log_weight, {index.order, index.start, index.mass, index.prefix.value_or(Tensor()), index.heaviest.value_or(Tensor())});
+  } else {
+    const auto [order, start, mass, prefix, heaviest] = midx_cells(cell, log_weight, index.codewords1.size(0), index.order.size(0));
+    index.order.copy_(order);
+    index.start.copy_(start);
+    index.mass.copy_(mass);
+    if (given(log_weight)) {
+      index.prefix->copy_(prefix);
+      index.heaviest->copy_(heaviest);
+    }
   }
-  const auto [order, start, mass, prefix, heaviest] = midx_cells(index.cell, index.log_weight, index.codewords1.size(0), index.order.size(0));
-  index.order.copy_(order);
-  index.start.copy_(start);
-  index.mass.copy_(mass);
-  if (given(index.log_weight)) {
-    index.prefix->copy_(prefix);
-    index.heaviest->copy_(heaviest);
+  if (given(log_weight) && !log_weight->is_same(*index.log_weight)) {
+    index.log_weight->copy_(*log_weight);
   }
+  index.recent.zero_();
 }
+
+void midx_lay_out(const MidxIndex& index) { midx_lay_out(index, index.cell, index.log_weight); }
 
 void midx_copy_table(const ClassTable& table, const MidxIndex& index) {
   if (given(index.table)) {
@@ -324,16 +330,20 @@ Tensor MidxFamily::refresh(const char* op, const ClassTable& table, const MidxIn
 }
 
 void MidxFamily::between_refreshes(const char* op, const Tensor& weight, const OptionalTensor& bias, const MidxIndex& index, const MidxOptions& options) {
-  if (given(index.touched) && index.step.item<int64_t>() % options.update_every == 0) {
-    update(op, ClassTable(weight, bias, false), index, index.touched->nonzero().squeeze(1));
-    index.touched->zero_();
+  const bool whole = given(index.table), due = given(index.touched) && index.step.item<int64_t>() % options.update_every == 0;
+  if (!whole && !due) {
+    return;
   }
-  if (given(index.table)) {
-    const ClassTable table(weight, bias);
+  const ClassTable table(weight, bias, whole);
+  if (whole) {
     check_finite_rows(op, table.weight);
     check_finite_bias(op, table.bias);
-    midx_copy_table(table, index);
   }
+  if (due) {
+    update(op, table, index, index.touched->nonzero().squeeze(1));
+    index.touched->zero_();
+  }
+  midx_copy_table(table, index);
 }
 
 TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {

@@ -35,7 +35,10 @@ void check_midx_note(const at::Tensor& touched, const OptionalTensor& query_squa
 /// log of each class's weight, from the largest of those that are drawn down to kMidxWeightRange below it; none where classes weigh the same.
 /// `spread`: as it is about to be. Numbers that are not finite count as the least.
 OptionalTensor midx_class_weights(const ClassTable& table, const MidxIndex& index, const OptionalTensor& spread);
-/// Overwrites what follows from cell and log_weight; no class is recent then.
+/// Overwrites what follows from `cell` and `log_weight`, and log_weight itself; no class is recent then. Refuses cells
+/// that are out of range, or not as many as are drawn, before it writes.
+void midx_lay_out(const MidxIndex& index, const at::Tensor& cell, const OptionalTensor& log_weight);
+/// The same by the index's cell and log_weight.
 void midx_lay_out(const MidxIndex& index);
 /// The exact form draws by the table of the day.
 void midx_copy_table(const ClassTable& table, const MidxIndex& index);

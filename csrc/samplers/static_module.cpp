@@ -112,11 +112,11 @@ std::shared_ptr<SamplerImpl> LogUniformSamplerImpl::excluding(const Tensor& ids)
 std::function<void()> StaticSamplerImpl::plan_resize(int64_t num_classes, const Tensor&, const std::optional<Tensor>&) {
   auto [tables, text] = static_resize(name(), tables_, num_classes, law(), options_);
   return [this, num_classes, tables = std::move(tables), text = std::move(text)] {
-    if (tables.size() == 1) {
+    if (tables.size() < kStaticTables) { // the next tail alone
       static const auto op = find_op<decltype(static_grow_)>("xsoftmax::static_grow_");
-      op.call(tables_, tables[0], num_classes);
+      op.call(tables_, tables, num_classes);
     }
-    for (size_t i = 0; tables.size() > 1 && i < tables.size(); ++i) {
+    for (size_t i = 0; tables.size() == kStaticTables && i < tables.size(); ++i) {
       tables_[i].set_data(tables[i]); // some are buffers
     }
     options_ = text;
@@ -127,7 +127,7 @@ std::function<void()> StaticSamplerImpl::plan_resize(int64_t num_classes, const 
 void StaticSamplerImpl::to(torch::Device device, bool non_blocking) {
   SamplerImpl::to(device, non_blocking);
   for (size_t i = 0; i < tables_.size(); ++i) {
-    if (i == kTail) {
+    if (i >= kLaidOut) {
       tables_[i].set_data(tables_[i].cpu()); // every draw reads it
     } else {
       tables_[i] = tables_[i].to(device, non_blocking);
@@ -205,7 +205,7 @@ UnigramSamplerImpl::UnigramSamplerImpl(StreamingCounts counts, int64_t num_sampl
   follow_options("UnigramSampler", print_options(follow_));
   excluded_ = tables_[kProbability].eq(0).nonzero().squeeze(1);
   streaming = register_module("streaming", counts);
-  const char* names[] = {"probability", "bins", "order", "cumulative", "tail"};
+  const char* names[] = {"probability", "bins", "order", "cumulative", "laid_out", "late_weight", "late_log_uniform"};
   for (int table = 0; table < kStaticTables; ++table) {
     if (tables_[table].numel() > 0) {
       tables_[table] = register_buffer(names[table], tables_[table]);
@@ -263,7 +263,9 @@ void UnigramSamplerImpl::load(torch::serialize::InputArchive& archive) {
   if (same) {
     StaticSamplerImpl::load(archive);
     step.set_data(step.cpu());
-    tables_[kTail].set_data(tables_[kTail].cpu());
+    for (int table = kLaidOut; table < kStaticTables; ++table) {
+      tables_[table].set_data(tables_[table].cpu());
+    }
   } else {
     const at::NoGradGuard guard;
     step.zero_();

@@ -41,6 +41,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // ---- tables
 
 Tensor checked_weights(const std::string& owner, const char* argument, const Tensor& weights) {
+  check::strided(owner.c_str(), argument, weights);
   TORCH_CHECK_VALUE(weights.dim() == 1 && weights.numel() >= 1, owner, ": expected ", argument, " as a tensor [num_classes], got shape ", weights.sizes());
   TORCH_CHECK_TYPE(!weights.is_complex(), owner, ": expected ", argument, " of a real dtype, got ", weights.scalar_type());
   const Tensor values = weights.detach().to(at::kDouble);
@@ -79,12 +80,9 @@ bool exclude_prefix(StaticOptions& options, const Tensor& excluded) {
   return prefix;
 }
 
-Tensor tail_table(double laid_out, double weight, bool log_uniform) {
-  const Tensor tail = at::empty({3}, at::TensorOptions(at::kDouble));
-  double* values = tail.mutable_data_ptr<double>();
-  values[0] = laid_out, values[1] = weight, values[2] = log_uniform ? 1 : 0;
-  return tail;
-}
+void set_tail(std::vector<Tensor>& tables, const std::vector<Tensor>& tail) { std::copy(tail.begin(), tail.end(), tables.begin() + kLaidOut); }
+
+at::TensorList tail_of(at::TensorList tables) { return tables.slice(kLaidOut); }
 
 void fill_tables(std::vector<Tensor>& tables, const Tensor& weights, bool distinct) {
   Tensor probability = table_empty({weights.numel()}, weights.options());
@@ -97,12 +95,15 @@ void fill_tables(std::vector<Tensor>& tables, const Tensor& weights, bool distin
   } else {
     tables[kBins] = alias.call(probability);
   }
-  tables[kTail] = tail_table(double(weights.numel()), 0, false);
+  set_tail(tables, tail_tables({.first = weights.numel()}));
 }
 
 std::vector<Tensor> empty_tables(at::Device device) {
   const auto doubles = at::TensorOptions(at::kDouble).device(device), longs = doubles.dtype(at::kLong);
-  return {at::empty({0}, doubles), at::empty({0, 2}, longs), at::empty({0}, longs), at::empty({0}, doubles), at::empty({0}, doubles.device(at::kCPU))};
+  std::vector<Tensor> tables{at::empty({0}, doubles), at::empty({0, 2}, longs), at::empty({0}, longs), at::empty({0}, doubles)};
+  tables.resize(kStaticTables);
+  set_tail(tables, tail_tables({}));
+  return tables;
 }
 
 // ---- draws
@@ -127,9 +128,9 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
   using Size = c10::SymInt;
   static const auto uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size, bool)>("xsoftmax::uniform_sample");
   static const auto log_uniform = find_op<Tensor(const Tensor&, Size, Size, OptionalSize, Size)>("xsoftmax::log_uniform_sample");
-  static const auto alias = find_op<Tensor(const Tensor&, const Tensor&, OptionalSize, Size, const OptionalTensor&)>("xsoftmax::alias_sample");
+  static const auto alias = find_op<Tensor(const Tensor&, const Tensor&, OptionalSize, Size, at::TensorList)>("xsoftmax::alias_sample");
   static const auto systematic =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, OptionalSize, Size, const OptionalTensor&)>(
+      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, OptionalSize, Size, at::TensorList)>(
           "xsoftmax::systematic_sample");
   if (options.law == "fixed") {
     return {tables[kOrder].clone(), {}};
@@ -141,11 +142,11 @@ Drawn draw(const StaticOptions& options, const Tensor& seed, OptionalSize querie
     return {log_uniform.call(seed, options.low, options.num_classes, queries, options.num_samples), {}};
   }
   if (options.distinct) {
-    auto [ids, log_scale] = systematic.call(seed, tables[kProbability], tables[kOrder], tables[kCumulative], queries, options.num_samples, tables[kTail]);
+    auto [ids, log_scale] = systematic.call(seed, tables[kProbability], tables[kOrder], tables[kCumulative], queries, options.num_samples, tail_of(tables));
     return {ids, log_scale};
   }
-  const double log_total = std::log(static_tail("static_sample", tables[kTail], options.num_classes).total());
-  return {alias.call(seed, tables[kBins], queries, options.num_samples, tables[kTail]),
+  const double log_total = std::log(static_tail("static_sample", tail_of(tables), options.num_classes).total());
+  return {alias.call(seed, tables[kBins], queries, options.num_samples, tail_of(tables)),
           at::full({}, log_of(options.num_samples) - log_total, seed.options().dtype(at::kDouble))};
 }
 
@@ -218,11 +219,9 @@ int64_t check_follow(const Tensor& target, const OptionalTensor& counted, const 
   check::int64(op, "step", step);
   TORCH_CHECK_VALUE(tables.size() == kStaticTables, op, ": expected ", int(kStaticTables), " tables, got ", tables.size());
   const char* names[] = {"probability", "bins", "order", "cumulative"};
-  check::dim(op, "tail", tables[kTail], 1);
-  check::dtype(op, "tail", tables[kTail], at::kDouble);
-  check::size(op, "tail", tables[kTail], 0, 3, "what it says of the classes behind the tables");
+  check_tail(op, tail_of(tables));
   const bool needed[] = {true, !options.distinct, options.distinct, options.distinct};
-  for (int table = 0; table < kTail; ++table) {
+  for (int table = 0; table < kLaidOut; ++table) {
     const bool doubles = table == kProbability || table == kCumulative;
     check::dtype(op, names[table], tables[table], doubles ? at::kDouble : at::kLong);
     if (needed[table]) {
@@ -271,27 +270,6 @@ Tensor static_log_count_cpu(const Tensor& ids, at::TensorList tables, std::strin
 }
 
 } // namespace
-
-StaticTail static_tail(const char* op, const OptionalTensor& table, int64_t num_classes) {
-  if (!given(table) || !table->is_cpu() || table->numel() == 0) { // traced shapes are those of no values
-    return {.first = num_classes, .end = num_classes};
-  }
-  check::dim(op, "tail", *table, 1);
-  check::dtype(op, "tail", *table, at::kDouble);
-  check::size(op, "tail", *table, 0, 3, "what it says of the classes behind the tables");
-  const Tensor values = table->contiguous();
-  const double* value = values.const_data_ptr<double>();
-  TORCH_CHECK_VALUE(value[0] >= 1 && value[0] <= double(num_classes), op, ": expected tail[0] in [1, ", num_classes, "], the classes that are laid out, got ",
-                    value[0]);
-  StaticTail tail{.first = int64_t(value[0]), .end = num_classes, .weight = value[1], .log_uniform = value[2] != 0};
-  if (tail.count() > 0) {
-    TORCH_CHECK_VALUE(tail.weight > 0 && std::isfinite(tail.weight), op, ": expected tail[1] as a finite weight above 0, got ", tail.weight);
-    tail.start = std::log1p(double(tail.first));
-    tail.span = std::log(double(tail.end + 1) / double(tail.first + 1));
-    tail.mass = tail.weight * (tail.log_uniform ? tail.span : double(tail.count()));
-  }
-  return tail;
-}
 
 samplers::FollowOptions follow_options(const char* op, std::string_view text) {
   const auto options = parse_options<samplers::FollowOptions>(op, text);
@@ -344,42 +322,35 @@ std::tuple<std::vector<Tensor>, std::string> static_tables(std::string owner, co
 namespace {
 
 // The tail with which num_classes classes need no new layout; none where they do.
-OptionalTensor next_tail(const char* op, at::TensorList tables, int64_t num_classes, std::string_view law, const StaticOptions& options) {
+std::vector<Tensor> next_tail(const char* op, at::TensorList tables, int64_t num_classes, std::string_view law, const StaticOptions& options) {
   const Tensor& probability = tables[kProbability];
-  if (probability.is_meta() || !tables[kTail].is_cpu() || tables[kTail].numel() == 0) {
-    return std::nullopt;
+  const StaticTail now = static_tail(op, tail_of(tables), probability.size(0));
+  if (probability.is_meta() || num_classes < now.first || num_classes - now.first > now.first / 4) {
+    return {};
   }
-  const int64_t laid_out = static_tail(op, tables[kTail], probability.size(0)).first;
-  if (num_classes < laid_out || num_classes - laid_out > laid_out / 4) {
-    return std::nullopt;
-  }
-  if (num_classes == laid_out || tables[kTail].const_data_ptr<double>()[1] > 0) { // no class is behind the tables, or one has come before
-    return tables[kTail].clone();
+  if (num_classes == now.first || now.weight > 0) { // no class is behind the tables, or one has come before
+    return tail_tables(now);
   }
   const Tensor drawn = probability.gt(0);
   if (options.distinct && options.num_samples > drawn.sum().item<int64_t>()) {
-    return std::nullopt; // classes of the tail might be certain
+    return {}; // classes of the tail might be certain
   }
   if (law != "log_uniform") {
-    return tail_table(double(laid_out), at::where(drawn, probability, kInfinity).min().item<double>(), false);
+    return tail_tables({.first = now.first, .weight = at::where(drawn, probability, kInfinity).min().item<double>()});
   }
   const int64_t id = drawn.to(at::kInt).argmax().item<int64_t>();
-  return tail_table(double(laid_out), probability[id].item<double>() / std::log1p(1 / double(id + 1)), true);
+  return tail_tables({.first = now.first, .weight = probability[id].item<double>() / std::log1p(1 / double(id + 1)), .log_uniform = true});
 }
 
 } // namespace
 
-void static_grow_(at::TensorList tables, const Tensor& tail, int64_t num_classes) {
+void static_grow_(at::TensorList tables, at::TensorList tail, int64_t num_classes) {
   constexpr const char* op = "static_grow_";
   TORCH_CHECK_VALUE(tables.size() == kStaticTables, op, ": expected ", int(kStaticTables), " tables, got ", tables.size());
   check::dim(op, "probability", tables[kProbability], 1);
   check::dtype(op, "probability", tables[kProbability], at::kDouble);
-  check::dim(op, "tail", tail, 1);
-  check::size(op, "tail", tail, 0, 3, "what it says of the classes behind the tables");
-  check::same_dtype(op, "tail", tail, "probability", tables[kProbability]);
-  check::dtype(op, "tail of tables", tables[kTail], at::kDouble);
-  check::same_device(op, "tail", tail, "tail of tables", tables[kTail]);
-  TORCH_CHECK_VALUE(tables[kTail].sizes() == tail.sizes(), op, ": expected tables with a tail of 3 numbers, got ", tables[kTail].sizes());
+  TORCH_CHECK_VALUE(!tail.empty(), op, ": expected tail, got none");
+  check_tail(op, tail_of(tables));
   const StaticTail behind = static_tail(op, tail, num_classes);
   const int64_t before = tables[kProbability].size(0), count = std::max<int64_t>(0, num_classes - before);
   const Tensor ids = at::arange(before, before + count, tables[kProbability].options().dtype(at::kLong));
@@ -388,7 +359,7 @@ void static_grow_(at::TensorList tables, const Tensor& tail, int64_t num_classes
   const Tensor bins = at::stack({at::full_like(ids, int64_t(1) << 53), ids}, 1), zeros = at::zeros_like(weights);
   const Tensor* const rows[] = {&weights, &bins, &ids, &zeros};
   std::vector<Tensor> grown, gained;
-  for (int table = 0; table < kTail; ++table) {
+  for (int table = 0; table < kLaidOut; ++table) {
     if (tables[table].numel() > 0) {
       check::dim(op, "tables", tables[table], rows[table]->dim());
       check::same_dtype(op, "tables", tables[table], "their rows", *rows[table]);
@@ -399,7 +370,9 @@ void static_grow_(at::TensorList tables, const Tensor& tail, int64_t num_classes
   }
   static const auto resize = find_op<void(at::TensorList, at::TensorList, at::IntArrayRef)>("xsoftmax::resize_tables_");
   resize.call(grown, gained, std::vector<int64_t>(grown.size(), num_classes));
-  tables[kTail].copy_(tail);
+  for (size_t i = 0; i < tail.size(); ++i) {
+    tables[kLaidOut + i].copy_(tail[i]);
+  }
 }
 
 std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at::TensorList tables, int64_t num_classes, std::string_view law,
@@ -426,8 +399,8 @@ std::tuple<std::vector<Tensor>, std::string> static_resize(std::string owner, at
   check::dim(op, "probability", probability, 1);
   check::dtype(op, "probability", probability, at::kDouble);
   check::size(op, "probability", probability, 0, before, "num_classes");
-  if (const OptionalTensor tail = next_tail(op, tables, num_classes, law, options); given(tail)) {
-    return {{*tail}, print_options(options)};
+  if (const std::vector<Tensor> tail = next_tail(op, tables, num_classes, law, options); !tail.empty()) {
+    return {tail, print_options(options)};
   }
   const Tensor old = probability.narrow(0, 0, kept);
   TORCH_CHECK_VALUE(num_classes > kept || old.gt(0).any().item<bool>(), op, ": expected num_classes that leave a class to draw, got ", num_classes);
@@ -506,7 +479,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
       "Tensor(e!) seen, Tensor(f!)[] tables, str counts_options, str options) -> ()");
   m.def("static_tables(str owner, Tensor? weights, float? power, Tensor? classes, str options) -> (Tensor[] tables, str options)", static_tables);
   m.def("static_resize(str owner, Tensor[] tables, int num_classes, str law, str options) -> (Tensor[] tables, str options)", static_resize);
-  m.def("static_grow_(Tensor(a!)[] tables, Tensor tail, int num_classes) -> ()");
+  m.def("static_grow_(Tensor(a!)[] tables, Tensor[] tail, int num_classes) -> ()");
   m.def(
       "static_sample(Tensor seed, Tensor queries, Tensor? target, Tensor[] tables, str options) -> "
       "(Tensor ids, Tensor log_count, Tensor target_log_count)");

@@ -15,14 +15,14 @@ namespace xsoftmax {
 // Samplers whose law does not depend on the query: tables, draws, expected counts.
 //
 // Tables, where the law needs any; one that it does not need is of size 0. [probability float64 [N]; bins int64 [N, 2] of independent
-// draws (alias_sample.h); order int64 [N], cumulative float64 [N] of distinct ones (systematic_sample.h); tail float64 [3], on the CPU (static_tail.h)]. Law
-// "fixed": order alone, the classes in rising order.
+// draws (alias_sample.h); order int64 [N], cumulative float64 [N] of distinct ones (systematic_sample.h); laid_out, late_weight, late_log_uniform, scalars on
+// the CPU (static_tail.h)]. Law "fixed": order alone, the classes in rising order.
 //
-// The first tail[0] classes are laid out, and their probabilities sum to 1. What stands of others in probability is their weight beside these, so that the
+// The first laid_out classes are laid out, and their probabilities sum to 1. What stands of others in probability is their weight beside these, so that the
 // law is probability over its sum; what stands of them elsewhere is not read, but for order, which has their ids. So classes that come cost no pass over the
 // tables, until a quarter as many have come.
 
-enum StaticTable { kProbability, kBins, kOrder, kCumulative, kTail, kStaticTables };
+enum StaticTable { kProbability, kBins, kOrder, kCumulative, kLaidOut, kLateWeight, kLateLogUniform, kStaticTables };
 
 /// The options of a static sampler, and of its ops.
 struct StaticOptions {
@@ -58,16 +58,16 @@ std::tuple<std::vector<at::Tensor>, std::string> static_tables(std::string owner
 
 /// static_resize(owner, tables, num_classes, law, options) -> (tables, options)
 ///
-/// The tables of num_classes classes, or where they need not be laid out anew the next `tail` alone, for static_grow_. New ones of law "table" have the
-/// smallest weight above 0 that there is; but with law="log_uniform" the weights are those of that law, of the classes that are drawn. Law "fixed" keeps its
-/// classes. Where there are tables, O(N) when they are laid out anew: if classes go that
-/// are not in the tail, or a quarter as many as are laid out have come; and when the first class comes after that. Errors: ValueError, before anything
-/// changes: no class left to draw, fewer than a set of different ones needs, or a class of law "fixed" that is gone.
+/// The tables of num_classes classes, or where they need not be laid out anew the next tail alone (three tables), for static_grow_. New ones of law "table"
+/// have the smallest weight above 0 that there is; but with law="log_uniform" the weights are those of that law, of the classes that are drawn. Law "fixed"
+/// keeps its classes. Where there are tables, O(N) when they are laid out anew: if classes go that are not in the tail, or a quarter as many as are laid out
+/// have come; and when the first class comes after that. Errors: ValueError, before anything changes: no class left to draw, fewer than a set of different ones
+/// needs, or a class of law "fixed" that is gone.
 std::tuple<std::vector<at::Tensor>, std::string> static_resize(std::string owner, at::TensorList tables, int64_t num_classes, std::string_view law,
                                                                std::string_view options);
 
-/// static_grow_(tables!, tail, num_classes) -> (): what static_resize plans by the next `tail`, in place, in amortised O(the classes that come or go).
-void static_grow_(at::TensorList tables, const at::Tensor& tail, int64_t num_classes);
+/// static_grow_(tables!, tail, num_classes) -> (): what static_resize plans by the next tail, in place, in amortised O(the classes that come or go).
+void static_grow_(at::TensorList tables, at::TensorList tail, int64_t num_classes);
 
 /// static_sample(seed, queries, target, tables, options) -> (ids, log_count, target_log_count)
 ///

@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace xsoftmax {
 
 /// The classes first .. end - 1 behind those of a table, whose weights sum to 1: each of them weighs `weight`, or with `log_uniform`
@@ -47,8 +49,15 @@ struct StaticTail {
   }
 };
 
-/// Reads `tail`, float64 [3] on the CPU: how many classes the tables are laid out for, the weight of others, and 1 for a log-uniform one. None, or of another
-/// device than the CPU (as shapes are traced): no class is behind them.
-StaticTail static_tail(const char* op, const OptionalTensor& tail, int64_t num_classes);
+// A tail as tables of a sampler: three scalars (0-dim) that modules keep on the CPU, where every draw reads
+// them, wherever the other tables are. laid_out int64: how many classes the tables are laid out for, 0 of a law
+// without tables. late_weight float64 and late_log_uniform bool: `weight` and `log_uniform` of the others.
+
+/// Returns [laid_out, late_weight, late_log_uniform].
+std::vector<at::Tensor> tail_tables(const StaticTail& tail);
+/// Checks number, shapes and dtypes of such tables; none at all pass.
+void check_tail(const char* op, at::TensorList tail);
+/// Reads such tables. No tables, or those of traced shapes: no class is behind them. On a device it waits.
+StaticTail static_tail(const char* op, at::TensorList tail, int64_t num_classes);
 
 } // namespace xsoftmax

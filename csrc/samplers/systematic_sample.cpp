@@ -1,6 +1,8 @@
 #include "samplers/systematic_sample.h"
 
 #include "core/checks.h"
+#include "samplers/adaptive.h"
+#include "samplers/static_tail.h"
 #include "samplers/alias_sample.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -20,22 +22,25 @@ std::tuple<Tensor, Tensor> systematic_table_meta(const Tensor& weights) {
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_meta(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
-                                                  OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor&) {
+                                                  OptionalSize num_queries, c10::SymInt num_samples, at::TensorList tail) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
+  check_tail("systematic_sample", tail);
   return {empty_samples(seed, num_queries, num_samples), at::empty({}, probability.options())};
 }
 
 // A device without kernels of its own gets the CPU's tables and draws.
 std::tuple<Tensor, Tensor> systematic_table_elsewhere(const Tensor& weights) {
+  check_weights("systematic_table", weights);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::systematic_table", "").typed<decltype(systematic_table_meta)>();
   const auto [order, cumulative] = op.call(weights.cpu());
   return {order.to(weights.device()), cumulative.to(weights.device())};
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_elsewhere(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
-                                                       OptionalSize num_queries, c10::SymInt num_samples, const OptionalTensor& tail) {
+                                                       OptionalSize num_queries, c10::SymInt num_samples, at::TensorList tail) {
+  check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("xsoftmax::systematic_sample", "").typed<decltype(systematic_sample_meta)>();
-  const auto [ids, log_scale] = op.call(seed.cpu(), probability.cpu(), order.cpu(), cumulative.cpu(), num_queries, num_samples, tail);
+  const auto [ids, log_scale] = op.call(seed.cpu(), probability.cpu(), order.cpu(), cumulative.cpu(), num_queries, num_samples, to_cpu(tail));
   return {ids.to(seed.device()), log_scale.to(seed.device())};
 }
 
@@ -65,7 +70,7 @@ TORCH_LIBRARY_FRAGMENT(xsoftmax, m) {
   m.def("systematic_table(Tensor weights) -> (Tensor order, Tensor cumulative)");
   m.def(
       "systematic_sample(Tensor seed, Tensor probability, Tensor order, Tensor cumulative, SymInt? num_queries, "
-      "SymInt num_samples, Tensor? tail=None) -> (Tensor ids, Tensor log_scale)");
+      "SymInt num_samples, Tensor[] tail) -> (Tensor ids, Tensor log_scale)");
 }
 
 TORCH_LIBRARY_IMPL(xsoftmax, CompositeExplicitAutograd, m) {

@@ -64,7 +64,7 @@ void draw_set(int64_t* ids, const SystematicTables& tables, const SystematicPlan
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_cpu(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
-                                                 std::optional<int64_t> num_queries, int64_t num_samples, const OptionalTensor& behind) {
+                                                 std::optional<int64_t> num_queries, int64_t num_samples, at::TensorList behind) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   const Tensor weights = probability.contiguous(), slots = order.contiguous(), sums = cumulative.contiguous();
   const int64_t n = weights.numel();

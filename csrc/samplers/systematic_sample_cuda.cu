@@ -121,7 +121,7 @@ __global__ void systematic_kernel(int64_t* ids, DrawSeed seed, SystematicTables 
 }
 
 std::tuple<Tensor, Tensor> systematic_sample_cuda(const Tensor& seed, const Tensor& probability, const Tensor& order, const Tensor& cumulative,
-                                                  std::optional<int64_t> num_queries, int64_t num_samples, const OptionalTensor& behind) {
+                                                  std::optional<int64_t> num_queries, int64_t num_samples, at::TensorList behind) {
   check_systematic_sample(seed, probability, order, cumulative, num_queries, num_samples);
   const c10::cuda::CUDAGuard guard(seed.device());
   const Tensor weights = probability.contiguous(), slots = order.contiguous(), sums = cumulative.contiguous();

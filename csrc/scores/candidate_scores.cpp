@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "scores/row_gradient.h"
@@ -70,6 +71,7 @@ class CandidateScores : public torch::autograd::Function<CandidateScores> {
 
 Tensor candidate_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& private_ids,
                                  const OptionalTensor& shared_ids, bool sparse_grad) {
+  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}});
   return CandidateScores::apply(input, weight, bias, private_ids, shared_ids, sparse_grad);
 }
 

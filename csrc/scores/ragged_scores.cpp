@@ -3,6 +3,7 @@
 #include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "scores/row_gradient.h"
@@ -72,6 +73,7 @@ class RaggedScores : public torch::autograd::Function<RaggedScores> {
 
 Tensor ragged_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& ids, const Tensor& offsets,
                               bool sparse_grad) {
+  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"ids", &ids}, {"offsets", &offsets}});
   return RaggedScores::apply(input, weight, bias, ids, offsets, sparse_grad);
 }
 

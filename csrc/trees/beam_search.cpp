@@ -55,8 +55,6 @@ Tensor node_scores(const Tensor& edges, const Tensor& first_child, const Tensor&
   const Tensor scores = at::zeros({edges.size(0), edges.size(1) + 1}, edges.options());
   for (int64_t end = 1; end < scores.size(1);) { // of the layers so far
     const int64_t next = first_child[end].item<int64_t>();
-    TORCH_CHECK_VALUE(next > end && next <= scores.size(1), kOp, ": expected first_child to rise from above node ", end - 1, " to at most ", scores.size(1),
-                      ", got ", next);
     const Tensor above = scores.index_select(1, parent.narrow(0, end, next - end));
     scores.narrow(1, end, next - end).copy_(above + edges.narrow(1, end - 1, next - end));
     end = next;
@@ -85,10 +83,10 @@ void check_beam_search(const Tensor& input, const Tensor& weight, const Optional
 BeamSearchResult beam_search_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
                                        const Tensor& node_class, c10::SymInt width, std::string_view transform) {
   check_beam_search(input, weight, bias, first_child, node_class, width, transform);
+  check_all_children(kOp, first_child);
   const Tensor edges = additive_transform_named(kOp, transform)(all_edge_scores(input, weight, bias));
   const int64_t nodes = node_class.size(0), beam = width.expect_int();
-  const Tensor children = first_child.diff(), leaf = children.eq(0);
-  const Tensor parent = at::cat({at::zeros({1}, children.options()), at::arange(nodes, children.options()).repeat_interleave(children)});
+  const Tensor children = first_child.diff(), leaf = children.eq(0), parent = parents_of(first_child);
   const Tensor scores = node_scores(edges, first_child, parent), order = at::arange(nodes, children.options());
   Tensor in_beam = order.eq(0).expand({input.size(0), nodes}), best;
   for (bool open = true; open;) {

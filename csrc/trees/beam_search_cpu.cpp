@@ -8,6 +8,7 @@
 #include "scores/row_kernels.h"
 #include "scores/transform_names.h"
 #include "trees/edge_rows.h"
+#include "trees/tree_scores.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -48,14 +49,6 @@ struct Node {
 struct Tree {
   const int64_t* first_child;
   int64_t nodes;
-
-  // The children of a node, as a state dict of anybody's may have them.
-  std::pair<int64_t, int64_t> children(int64_t node) const {
-    const int64_t begin = first_child[node], end = first_child[node + 1];
-    TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, kOp, ": expected first_child to rise from above node ", node, " to at most ", nodes,
-                      ", got ", begin, " and ", end);
-    return {begin, end};
-  }
 
   // How many edges from the top, whole layers, are better scored for all queries in one matrix product than for each as its beam meets
   // them: a row of a product of `queries` costs about this part of a row that is read by itself.
@@ -111,7 +104,7 @@ class Search {
     edges_.clear();
     bool any = false;
     for (const Node<A>& node : beam_) {
-      const auto [begin, end] = tree_.children(node.id);
+      const auto [begin, end] = children_of(kOp, tree_.first_child, node.id, tree_.nodes);
       if (begin == end) {
         next_.push_back(node);
         continue;

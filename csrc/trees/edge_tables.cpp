@@ -4,6 +4,7 @@
 #include "trees/tree_scores.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
@@ -25,6 +26,21 @@ using at::Tensor;
 
 namespace {
 
+// Each layer hangs from the layer above.
+void check_parents(const char* op, const Tensor& parent, at::IntArrayRef layer_sizes) {
+  const Tensor flat = parent.contiguous();
+  const int64_t* above = flat.const_data_ptr<int64_t>();
+  int64_t before = 0, begin = 1;
+  for (const int64_t size : layer_sizes) {
+    for (int64_t node = begin; node < begin + size; ++node) {
+      TORCH_CHECK_VALUE(above[node] >= before && above[node] < begin, op, ": expected the parent of node ", node, " in the layer above, [", before, ", ", begin,
+                        "), got ", above[node]);
+    }
+    before = begin;
+    begin += size;
+  }
+}
+
 void check_edge_values(const char* op, const Tensor& edges, const Tensor& parent, const Tensor& class_node, at::IntArrayRef layer_sizes, int64_t dim) {
   check::floating(op, "edges", edges);
   TORCH_CHECK_VALUE(dim >= 0 && dim < edges.dim(), op, ": expected edges with more than ", dim, " dimensions, got shape ", edges.sym_sizes());
@@ -35,6 +51,10 @@ void check_edge_values(const char* op, const Tensor& edges, const Tensor& parent
   }
   check::size(op, "parent", parent, 0, edges.sym_size(dim) + 1, "one more than the edges");
   check_layer_sizes(op, layer_sizes, edges.sym_size(dim));
+  if (parent.is_cpu() && !at::isTensorSubclassLike(parent)) { // values can be read
+    check_parents(op, parent, layer_sizes);
+    check::class_ids(op, "class_node", class_node, parent.size(0));
+  }
 }
 
 } // namespace
@@ -151,6 +171,7 @@ void check_routed(const Tensor& seed, const Tensor& scores, const Tensor& first_
 }
 
 Tensor routed_candidates_reference(const Tensor& seed, const Tensor& scores, const Tensor& first_child, const Tensor& node_class, int64_t count) {
+  check_routed(seed, scores, first_child, node_class, count);
   const auto cpu = [](const Tensor& tensor) { return tensor.cpu(); };
   return tree_routed_candidates(cpu(seed), cpu(scores), cpu(first_child), cpu(node_class), count).to(scores.device());
 }

@@ -3,10 +3,12 @@
 #include "core/anomalies.h"
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 #include "core/scale_gradient.h"
 #include "trees/tree_scores.h"
+#include "trees/ways.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -17,7 +19,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/segment_reduce.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -118,6 +119,7 @@ Tensor loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTe
     const at::AutoDispatchBelowADInplaceOrView guard;
     return hierarchical_softmax(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
   }
+  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"first_child", &first_child}, {"parent", &parent}, {"nodes", &nodes}});
   return HierarchicalSoftmax::apply(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes, sparse_grad);
 }
 
@@ -146,6 +148,18 @@ HierarchicalTopk topk_autocast(const Tensor& input, const Tensor& weight, const 
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return hierarchical_topk(input.to(weight.scalar_type()), weight, same, first_child, node_class, k);
+}
+
+// What kernels for the CPU check of the ways that they find. (On a device an id that is out of range is an assertion there.)
+void check_ways(const char* op, const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
+                at::IntArrayRef group_sizes) {
+  if (nodes.is_cpu()) {
+    const Ways ways(op, first_child, parent, nodes, layer_sizes, group_sizes);
+    Way way;
+    for (int64_t query = 0; query < nodes.size(0); ++query) {
+      ways.find(query, way);
+    }
+  }
 }
 
 // One layer of the ways to `nodes`, from below. What is not there: edge -1.
@@ -232,6 +246,7 @@ HierarchicalState hierarchical_softmax_forward_reference(const Tensor& input, co
                                                          const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes,
                                                          std::array<bool, 2> output_mask) {
   check_hierarchical(input, weight, bias, first_child, parent, nodes, layer_sizes, group_sizes);
+  check_ways(kOp, first_child, parent, nodes, layer_sizes, group_sizes);
   const Tensor scores = all_edge_scores(input, weight, bias);
   Tensor loss = at::zeros({input.size(0)}, scores.options());
   Tensor by_edge = at::zeros({input.size(0), weight.size(0) + 1}, scores.options()); // the first: of edges that are none
@@ -255,6 +270,7 @@ RowGradients hierarchical_softmax_backward_reference(const Tensor& scale, const 
                                                      const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes,
                                                      at::IntArrayRef group_sizes, std::array<bool, 3> output_mask) {
   check_hierarchical_backward(scale, grad_edges, input, weight, first_child, parent, nodes, layer_sizes, group_sizes);
+  check_ways("hierarchical_softmax_backward", first_child, parent, nodes, layer_sizes, group_sizes);
   const auto layers = layers_of(first_child, parent, nodes, layer_sizes, group_sizes);
   std::vector<Tensor> edges;
   for (const Layer& layer : layers) {
@@ -268,14 +284,19 @@ RowGradients hierarchical_softmax_backward_reference(const Tensor& scale, const 
 HierarchicalTopk hierarchical_topk_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child,
                                              const Tensor& node_class, c10::SymInt k) {
   check_hierarchical_topk(input, weight, bias, first_child, node_class, k);
+  if (first_child.is_cpu()) { // on a device nothing waits
+    check_all_children(kTopk, first_child);
+  }
   const Tensor scores = all_edge_scores(input, weight, bias);
   const int64_t nodes = node_class.size(0), wanted = k.expect_int(), found = std::min(wanted, nodes);
   const auto none = scores.new_zeros({input.size(0), 1}); // of the root
-  const Tensor children = first_child.diff(), leaf = children.eq(0), order = at::arange(nodes, children.options());
-  const Tensor parent = at::cat({at::zeros({1}, children.options()), at::repeat_interleave(order, children, 0, nodes - 1)});
+  const Tensor children = first_child.diff(), leaf = children.eq(0), parent = parents_of(first_child);
+  // Offsets of the groups: segment_reduce reads and writes where they say, so they rise and stay in range whatever
+  // first_child holds. On a device nobody has looked at it.
+  const Tensor offsets = std::get<0>(first_child.sub(1).clamp(0, nodes - 1).cummax(0));
   // A softmax over the children of each node. Values of one group stand together.
   const auto of_groups = [&](const Tensor& values, c10::string_view reduction, double initial) {
-    const Tensor reduced = at::segment_reduce(values.t().contiguous(), reduction, {}, {}, first_child - 1, 0, /*unsafe=*/true, initial);
+    const Tensor reduced = at::segment_reduce(values.t().contiguous(), reduction, {}, {}, offsets, 0, /*unsafe=*/true, initial);
     return reduced.t().index_select(1, parent.narrow(0, 1, nodes - 1));
   };
   const Tensor shifted = scores - of_groups(scores, "max", -kInfinity);

@@ -7,7 +7,9 @@
 #include "scores/gather_dot.h"
 #include "scores/row_kernels.h"
 #include "trees/edge_rows.h"
+#include "trees/tree_scores.h"
 #include "trees/sibling_softmax.h"
+#include "trees/ways.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -42,66 +44,6 @@ bool log_softmax(A* scores, int64_t n) {
   }
   return std::isfinite(normalizer);
 }
-
-// The way to one node: from the top, the siblings of each layer side by side.
-struct Way {
-  std::vector<int64_t> edges;   // of all groups
-  std::vector<int64_t> columns; // of each of those, where its gradient goes
-  std::vector<int64_t> starts;  // [groups + 1]
-  std::vector<int64_t> targets; // of each group, the position of its edge on the way
-};
-
-class Ways {
- public:
-  Ways(const char* op, const Tensor& first_child, const Tensor& parent, const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes)
-      : op_(op), first_child_(first_child.contiguous()), parent_(parent.contiguous()), nodes_(nodes.contiguous()), groups_(group_sizes) {
-    check::class_ids(op, "nodes", nodes, parent.size(0));
-    int64_t begin = 1, column = 0;
-    for (size_t l = 0; l < layer_sizes.size(); ++l) {
-      begins_.push_back(begin);
-      columns_.push_back(column);
-      begin += layer_sizes[l];
-      column += group_sizes[l];
-    }
-    width_ = column;
-  }
-
-  int64_t width() const { return width_; }
-
-  void find(int64_t query, Way& way) const {
-    const int64_t *first = first_child_.const_data_ptr<int64_t>(), *parent = parent_.const_data_ptr<int64_t>();
-    way.edges.clear();
-    way.columns.clear();
-    way.targets.clear();
-    way.starts.assign(1, 0);
-    int64_t node = nodes_.const_data_ptr<int64_t>()[query];
-    for (int64_t l = int64_t(begins_.size()) - 1; l >= 0 && node > 0; --l) {
-      if (node < begins_[l]) {
-        continue;
-      }
-      const int64_t above = parent[node];
-      TORCH_CHECK_VALUE(above >= 0 && above < node, op_, ": expected the parent of node ", node, " in [0, ", node, "), got ", above);
-      const int64_t begin = first[above], end = first[above + 1];
-      TORCH_CHECK_VALUE(begin > 0 && begin <= node && node < end && end <= parent_.size(0) && end - begin <= groups_[l], op_, ": expected node ", node,
-                        " among at most ", groups_[l], " children of node ", above, ", got ", begin, " .. ", end - 1);
-      way.targets.push_back(node - begin);
-      for (int64_t child = begin; child < end; ++child) {
-        way.edges.push_back(child - 1);
-        way.columns.push_back(columns_[l] + child - begin);
-      }
-      way.starts.push_back(int64_t(way.edges.size()));
-      node = above;
-    }
-    TORCH_CHECK_VALUE(node == 0, op_, ": expected parents in layers above those of their children, got node ", node, " without one");
-  }
-
- private:
-  const char* op_;
-  const Tensor first_child_, parent_, nodes_;
-  at::IntArrayRef groups_;
-  std::vector<int64_t> begins_, columns_; // of the layers: their first node, their first column
-  int64_t width_;
-};
 
 HierarchicalState forward_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& first_child, const Tensor& parent,
                               const Tensor& nodes, at::IntArrayRef layer_sizes, at::IntArrayRef group_sizes, std::array<bool, 2> output_mask) {
@@ -233,9 +175,7 @@ class BestFirst {
 
   // Whether the scores of the children are numbers.
   bool expand(const T* input, const Open<A>& above) {
-    const int64_t begin = first_child_[above.node], end = first_child_[above.node + 1];
-    TORCH_CHECK_VALUE(begin > above.node && begin < end && end <= nodes_, "hierarchical_topk: expected first_child to rise from above node ", above.node,
-                      " to at most ", nodes_, ", got ", begin, " and ", end);
+    const auto [begin, end] = children_of("hierarchical_topk", first_child_, above.node, nodes_);
     ids_.resize(end - begin);
     std::iota(ids_.begin(), ids_.end(), begin - 1);
     edges_.score(scores_, input, ids_);

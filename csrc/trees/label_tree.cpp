@@ -317,6 +317,8 @@ Tensor label_tree_layers(const Tensor& first_child) {
 Tensor label_tree_path(const Tensor& class_node, const Tensor& parent, const Tensor& ids, int64_t depth) {
   TORCH_CHECK_VALUE(depth >= 0, "label_tree_path: expected depth of at least 0, got ", depth);
   check::dim("label_tree_path", "parent", parent, 1);
+  check::int64("label_tree_path", "parent", parent);
+  check::same_device("label_tree_path", "parent", parent, "class_node", class_node);
   TORCH_CHECK_VALUE(parent.sym_size(0) >= depth, "label_tree_path: expected depth of at most the ", parent.sym_size(0), " nodes, got ", depth);
   Tensor node = label_tree_nodes(class_node, ids, std::numeric_limits<int64_t>::min()); // no id is ignored
   std::vector<Tensor> up{node};

@@ -2,6 +2,7 @@
 
 #include "core/autocast.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/dtypes.h"
 #include "core/optional.h"
 
@@ -11,6 +12,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -71,6 +73,7 @@ class TreeScores : public torch::autograd::Function<TreeScores> {
 
 Tensor tree_scores_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
                             at::IntArrayRef layer_sizes, bool differences_only, bool sparse_grad) {
+  check::given_tensors(kOp, {{"input", &input}, {"weight", &weight}, {"parent", &parent}, {"nodes", &nodes}});
   return TreeScores::apply(input, weight, bias, parent, nodes, layer_sizes, differences_only, sparse_grad);
 }
 
@@ -79,6 +82,18 @@ Tensor tree_scores_autocast(const Tensor& input, const Tensor& weight, const Opt
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const OptionalTensor same = given(bias) ? OptionalTensor(bias->to(weight.scalar_type())) : bias;
   return tree_scores(input.to(weight.scalar_type()), weight, same, parent, nodes, layer_sizes, differences_only, sparse_grad);
+}
+
+// What the kernel for the CPU checks of the nodes that it comes to.
+void check_paths(const char* op, const Tensor& parent, const Tensor& nodes) {
+  if (!parent.is_cpu()) {
+    return;
+  }
+  check::class_ids(op, "nodes", nodes, parent.size(0));
+  const Tensor flat = parent.contiguous();
+  for (int64_t node = 1; node < flat.size(0); ++node) {
+    parent_of(op, flat.const_data_ptr<int64_t>(), node);
+  }
 }
 
 // The edges of each path, [Q, P, layers]; -1 where there is none, or none that counts.
@@ -110,6 +125,20 @@ void check_nodes(const char* op, const char* name, const Tensor& tensor, const T
   check::int64(op, name, tensor);
   check::same_device(op, name, tensor, "input", input);
   check::size(op, name, tensor, 0, size, "from the edges, the rows of weight");
+}
+
+void check_all_children(const char* op, const Tensor& first_child) {
+  const Tensor offsets = first_child.cpu().contiguous();
+  const int64_t nodes = offsets.size(0) - 1;
+  for (int64_t node = 0; node < nodes; ++node) {
+    children_of(op, offsets.const_data_ptr<int64_t>(), node, nodes);
+  }
+}
+
+Tensor parents_of(const Tensor& first_child) {
+  const int64_t nodes = first_child.size(0) - 1;
+  const Tensor behind = at::searchsorted(first_child, at::arange(nodes, first_child.options()), /*out_int32=*/false, /*right=*/true);
+  return (behind - 1).clamp_(0, nodes - 1);
 }
 
 void check_layer_sizes(const char* op, at::IntArrayRef layer_sizes, const c10::SymInt& edges) {
@@ -160,6 +189,7 @@ Tensor all_edge_scores(const Tensor& input, const Tensor& weight, const Optional
 Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor& parent, const Tensor& nodes,
                              at::IntArrayRef layer_sizes, bool differences_only, bool) {
   check_tree_scores(kOp, input, weight, bias, parent, nodes, layer_sizes);
+  check_paths(kOp, parent, nodes);
   const Tensor edges = edges_of_paths(parent, nodes, int64_t(layer_sizes.size()), differences_only);
   const Tensor scores = all_edge_scores(input, weight, bias);
   const Tensor none = at::zeros({input.size(0), 1}, scores.options());
@@ -169,6 +199,7 @@ Tensor tree_scores_reference(const Tensor& input, const Tensor& weight, const Op
 RowGradients tree_scores_backward_reference(const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& parent, const Tensor& nodes,
                                             at::IntArrayRef layer_sizes, bool differences_only, std::array<bool, 3> output_mask) {
   check_tree_scores_backward(grad, input, weight, parent, nodes, layer_sizes);
+  check_paths("tree_scores_backward", parent, nodes);
   const int64_t row_count = edge_rows(nodes.numel(), layer_sizes).expect_int();
   const Tensor edges = edges_of_paths(parent, nodes, int64_t(layer_sizes.size()), differences_only).flatten(1); // [Q, P layers]
   const Tensor coefficient = at::where(edges.ge(0), grad.unsqueeze(-1).expand({-1, -1, int64_t(layer_sizes.size())}).flatten(1), 0.0);

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <optional>
+#include <utility>
 
 namespace xsoftmax {
 
@@ -28,6 +29,23 @@ at::Tensor tree_scores(const at::Tensor& input, const at::Tensor& weight, const 
 /// A tensor of a tree: one dimension of `size`, int64, on input's device.
 void check_nodes(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& input, const c10::SymInt& size);
 /// Of at least 1 each, with the sum `edges`.
+/// Returns the children [begin, end) of `node` in a tree of `nodes`, whose table may be from anybody's state dict.
+/// Searches call it for each node that they come to; their composites, which read all nodes, check_all_children.
+inline std::pair<int64_t, int64_t> children_of(const char* op, const int64_t* first_child, int64_t node, int64_t nodes) {
+  const int64_t begin = first_child[node], end = first_child[node + 1];
+  TORCH_CHECK_VALUE(begin > node && begin <= end && end <= nodes, op, ": expected first_child to rise from above node ", node, " to at most ", nodes, ", got ",
+                    begin, " and ", end);
+  return {begin, end};
+}
+/// Returns the node above `node`, which is not the root, and refuses one that does not come before it.
+inline int64_t parent_of(const char* op, const int64_t* parent, int64_t node) {
+  TORCH_CHECK_VALUE(parent[node] >= 0 && parent[node] < node, op, ": expected the parent of node ", node, " in [0, ", node, "), got ", parent[node]);
+  return parent[node];
+}
+/// children_of for all nodes, of a table that is copied from a device.
+void check_all_children(const char* op, const at::Tensor& first_child);
+/// The node above each node, [V], 0 of the root: in range whatever first_child [V + 1] holds. Does not wait.
+at::Tensor parents_of(const at::Tensor& first_child);
 void check_layer_sizes(const char* op, at::IntArrayRef layer_sizes, const c10::SymInt& edges);
 /// Shared by every kernel of the op and of its backward.
 void check_tree_scores(const char* op, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& parent,

@@ -104,11 +104,7 @@ class Paths {
   }
 
  private:
-  int64_t up(int64_t node) const {
-    const int64_t parent = parent_[node];
-    TORCH_CHECK_VALUE(parent >= 0 && parent < node, op_, ": expected the parent of node ", node, " in [0, ", node, "), got ", parent);
-    return parent;
-  }
+  int64_t up(int64_t node) const { return parent_of(op_, parent_, node); }
 
   // Where a node stands; -1 for the root.
   int64_t position(int64_t node) const { return node == 0 ? -1 : std::lower_bound(nodes_.begin(), nodes_.end(), node) - nodes_.begin(); }

@@ -221,7 +221,7 @@ def alias_draws():
     draws = 512 * 64
     # Of the sectors that an entry of 16 bytes would lie in, how many are met: draws fall on bins evenly.
     sectors = classes * 16 / SECTOR * (1 - math.exp(-draws / (classes * 16 / SECTOR)))
-    return Case(lambda: ops.alias_sample(seed(), bins, **DRAWS), "draw_kernel", memory=WRITTEN + SECTOR * sectors,
+    return Case(lambda: ops.alias_sample(seed(), bins, **DRAWS, tail=[]), "draw_kernel", memory=WRITTEN + SECTOR * sectors,
                 blocks=WRITTEN + SECTOR * draws, shape=f"{DRAWN} of 1M, Zipf")
 
 
@@ -263,7 +263,7 @@ def systematic_draws():
     classes, samples = 1_000_000, 512
     weights = 1 / torch.arange(1, classes + 1, dtype=torch.float64)
     order, cumulative = ops.systematic_table(weights)
-    return Case(lambda: ops.systematic_sample(seed(), weights, order, cumulative, None, samples), "systematic_kernel",
+    return Case(lambda: ops.systematic_sample(seed(), weights, order, cumulative, None, samples, []), "systematic_kernel",
                 memory=samples * (8 + 2 * SECTOR), shape="512 shared of 1M, Zipf", limit=4,
                 why="a class is found by a binary search, whose steps are a sector each; all of them together are a matter of time, not of bytes")
 

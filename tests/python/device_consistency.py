@@ -1,8 +1,11 @@
-"""Takes steps of every combination, and of the matcher, with tensors that FakeTensorMode says are on "cuda", and says what went wrong as JSON, by combination.
+"""Drives losses with tensors that FakeTensorMode says are on "cuda", and prints what went wrong as JSON, by combination.
 
-A process of its own (test_device_consistency.py):  python device_consistency.py LIBRARY
+A process of its own (test_device_consistency.py):  python device_consistency.py LIBRARY WAY [SHARD SHARDS]
 
-LIBRARY: tests/cpp/cuda_stand_in.cpp. An operator that mixes devices fails under FakeTensorMode, and so does a step that reads a value on the host.
+LIBRARY: tests/cpp/cuda_stand_in.cpp. WAY: "eager", steps of every combination and of the matcher; "compile" and
+"export", torch.compile and torch.export of every sampler and loss. A module goes to the device by its own `.to()`, so
+that what it keeps on the CPU stays there. An operator that mixes devices fails under FakeTensorMode (but for scalars on
+the CPU), and so does a step that reads a value on the host.
 """
 
 import ctypes
@@ -22,22 +25,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 import xsoftmax as xs  # noqa: E402
 from combinations import COMBINATIONS, D, N, Q  # noqa: E402
 
-ON_HOST = ("steps", "step", "layer")  # buffers that modules keep there
-
 torch.autograd.set_multithreading_enabled(False)  # no thread of a device that is not there
 
 
 def moved(loss, mode):
-    """The loss with its tensors on "cuda", but for what stays on the host."""
-    def fake(tensor):
-        return FakeTensor(mode, torch.empty_like(tensor.detach(), device="meta"), torch.device("cuda:0"))
-
+    """Returns the loss after `.to("cuda")`, its tensors being fake. Parameters, which torch cannot swap for fake ones,
+    are made anew."""
+    parameters = dict(loss.named_parameters())
     for module in loss.modules():
-        for name, parameter in module._parameters.items():
-            module._parameters[name] = None if parameter is None else torch.nn.Parameter(fake(parameter))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = mode.from_tensor(buffer, static_shapes=True) if name in ON_HOST else fake(buffer)
+        module._parameters = dict.fromkeys(module._parameters)
+        module._buffers = {name: buffer if buffer is None else mode.from_tensor(buffer, static_shapes=True) for name, buffer in module._buffers.items()}
+    with mode:
+        loss.to("cuda")
+    for name, parameter in parameters.items():
+        path, _, own = name.rpartition(".")
+        fake = FakeTensor(mode, torch.empty_like(parameter.detach(), device="meta"), torch.device("cuda:0"))
+        loss.get_submodule(path)._parameters[own] = torch.nn.Parameter(fake)
     return loss
 
 
@@ -91,20 +94,52 @@ def run_matcher(reduction):
             assert all(result.is_cuda for result in matcher.topk(input, 2)), "a prediction that is not on the device"
 
 
-def main():
-    found = {}
-    for reduction in ("mean", "sum", "none"):
-        try:
-            run_matcher(reduction)
-        except Exception as error:
-            found[f"HierarchicalMatcher, {reduction}"] = f"{type(error).__name__}: {error}"[:500]
+def run_traced(made, trace):
+    mode = FakeTensorMode()
+    loss = moved(made.make(torch.float32), mode)
+    if hasattr(loss, "balance_every"):
+        loss.balance_every = 0
+    with mode:
+        trace(loss, torch.randn(Q, D, device="cuda", requires_grad=True), torch.randint(0, N, (Q,), device="cuda"))
+
+
+def compiled(loss, input, target):
+    torch._dynamo.reset()
+    value = torch.compile(loss, backend="aot_eager", fullgraph=True)(input, target)
+    value.sum().backward()
+    assert value.is_cuda and input.grad.is_cuda, "a result that is not on the device"
+
+
+def exported(loss, input, target):
+    torch.export.export(loss, (input, target), strict=False)
+
+
+def each_part():
+    """Returns the first combination of every sampler, and of every loss: name -> combination."""
+    first = {}
     for name, made in COMBINATIONS.items():
+        first.setdefault(json.dumps([made.loss, made.sampler, made.candidates] if made.loss == "SampledSoftmaxLoss" else [made.loss], default=str), name)
+    return {name: COMBINATIONS[name] for name in first.values()}
+
+
+def jobs(way):
+    """Returns name -> function for each thing to do."""
+    if way == "eager":
+        matchers = {f"HierarchicalMatcher, {reduction}": lambda reduction=reduction: run_matcher(reduction) for reduction in ("mean", "sum", "none")}
+        return matchers | {name: lambda made=made: run(made) for name, made in COMBINATIONS.items()}
+    trace = {"compile": compiled, "export": exported}[way]
+    return {name: lambda made=made: run_traced(made, trace) for name, made in each_part().items()}
+
+
+def main(way, shard=0, shards=1):
+    found, chosen = {}, list(jobs(way).items())[shard::shards]
+    for name, job in chosen:
         try:
-            run(made)
+            job()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"[:500]
-    print(json.dumps({"combinations": len(COMBINATIONS), "found": found}))
+    print(json.dumps({"jobs": len(chosen), "found": found}))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[2], *map(int, sys.argv[3:]))

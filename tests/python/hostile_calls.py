@@ -1,11 +1,13 @@
-"""Calls each operator with one argument replaced by something that nobody meant, and says what went wrong.
+"""Calls each operator with arguments that nobody meant, one to four of them at a time, and reports what went wrong.
 
 Run by test_hostile_calls.py as a process of its own, which may die:
 
-    python hostile_calls.py NOTE SHARD SHARDS CASES FIRST
+    python hostile_calls.py NOTE SHARD SHARDS SINGLE JOINT SEED FIRST
 
-NOTE: a file in which the number and the name of the case at work stand; CASES: how many, drawn by a fixed seed (0: all); FIRST: the case to
-begin with. A line of JSON for each finding; the last one says how many cases there were.
+NOTE: a file that holds the number and the name of the case at work. SINGLE: how many cases change one argument, drawn
+by a fixed seed (0: all of them). JOINT: how many cases change two to four places, arguments or single elements of
+tensors, drawn by SEED. FIRST: the case to begin with. Prints a line of JSON for each finding; the last one says how
+many cases there were.
 """
 
 import json
@@ -13,6 +15,7 @@ import math
 import mmap
 import os
 import random
+import re
 import resource
 import struct
 import sys
@@ -22,8 +25,15 @@ import torch
 import op_samples
 
 ERRORS = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, MemoryError, OverflowError)  # UnicodeError is a ValueError
-NOT_OURS = ("INTERNAL ASSERT FAILED", "report a bug", "isn't null terminated")
+NOT_OURS = ("INTERNAL ASSERT", "report a bug")
 MODES = ("plain", "reference", "inference", "grad")
+JOINT_MODES = (*MODES, "reference inference", "reference grad")
+# Words of torch itself: no memory for what was asked for, and what it says before or after a call of ours.
+OF_TORCH = ("can't allocate memory", "not enough memory", "size calculation overflowed", "integer multiplication overflow",
+                  "cannot be represented as a SymInt", "File name too long", "to a fixed-size array", "cannot be called on meta tensors",
+                  "Inference tensors cannot be saved for backward")
+NAMES = sorted({s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("xsoftmax::")})
+OURS = re.compile(r"\b(xsoftmax::|" + "|".join(re.escape(name) + r"\b" for name in [*NAMES, "XRLinear"]) + ")")
 NOTE = struct.Struct("q500s")
 LARGEST, SMALLEST = 2**63 - 1, -(2**63)
 
@@ -75,6 +85,17 @@ for dtype in (torch.float32, torch.float64):
 for dtype in (torch.int64, torch.int32, torch.uint8):
     VALUES[dtype] = [v for v in (-1, 0, 1, 2, 255, 2**31 - 1, -(2**31), 2**31, 2**40, LARGEST, SMALLEST, -100, 39, 40)
                      if torch.iinfo(dtype).min <= v <= torch.iinfo(dtype).max]
+
+
+ELEMENTS = [-1, 0, op_samples.N, 2**40, math.nan, math.inf]  # of single places
+
+
+def element_change(t, draw):
+    """Returns the name and the function of a change of one element: the first, the last or any."""
+    place = draw.choice([0, -1, draw.randrange(t.numel())])
+    value = draw.choice([v for v in ELEMENTS if t.is_floating_point() or t.dtype.is_complex or (
+        not isinstance(v, float) and (t.dtype == torch.bool or torch.iinfo(t.dtype).min <= v <= torch.iinfo(t.dtype).max))])
+    return f"[{place}] = {value}", with_one(value, place)
 
 
 def tensor_changes(sample):
@@ -170,6 +191,13 @@ def changes_of(value):
     return fixed([*OTHERS, torch.zeros(4), torch.zeros(4, 5), torch.zeros(40), torch.zeros(4, dtype=torch.int64), torch.zeros(40, 5).to_sparse()])
 
 
+def a_change(value, draw):
+    """Draws a change: its name, its function, and whether it is of a single element, as most of tensors are."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() > 0 and draw.random() < 0.6:
+        return *element_change(value, draw), True
+    return *draw.choice(list(changes_of(value).items())), False
+
+
 class Target:
     """Something that is called, and its valid arguments."""
 
@@ -188,6 +216,27 @@ class Target:
                 for other, shared in self.values.items():
                     if other != key and isinstance(shared, torch.Tensor) and shared.dtype == value.dtype and shared.dim() == value.dim():
                         yield key, f"argument {other}", ("alias", other)
+
+    def joint_case(self, draw):
+        """Draws changes of two to four places, as a list of (key, name, change): arguments, or elements of tensors."""
+        places = [key for key, value in self.values.items() for _ in range(1 + 3 * len(tensors_of(value)))]  # more of what holds more
+        elements, whole = [], {}  # of a tensor elements come first: what it becomes afterwards may have none
+        for _ in range(draw.randint(2, 4) if places else 0):
+            key = draw.choice(places)
+            value = self.values[key]
+            of_list = [i for i, part in enumerate(value) if isinstance(part, torch.Tensor)] if isinstance(value, list) else []
+            if of_list and draw.random() < 0.8:
+                i = draw.choice(of_list)
+                name, change, single = a_change(value[i], draw)
+                made = key, f"[{i}] {name}", lambda v, i=i, change=change: [*v[:i], change(v[i]), *v[i + 1:]]
+            else:
+                name, change, single = a_change(value, draw)
+                made = key, name, change
+            if single:
+                elements.append(made)
+            else:
+                whole[key] = made
+        return elements + list(whole.values())
 
     def call(self, values):
         return self.function(*(v for k, v in values.items() if isinstance(k, int)), **{k: v for k, v in values.items() if isinstance(k, str)})
@@ -228,46 +277,75 @@ def backward(result):
         torch.autograd.backward([t.sum() for t in wanted])
 
 
-def attempt(target, mode, key, change):
-    """What is wrong with the outcome, or None."""
+def changed_values(target, mode, changes):
+    """Returns the arguments of a call, or None where torch itself has no such tensor."""
     values = {k: copied(v) for k, v in target.values.items()}
-    if mode == "grad":
-        for value in values.values():
-            for tensor in tensors_of(value):
-                if tensor.is_floating_point():
-                    tensor.requires_grad_()
-    try:
-        values[key] = values[change[1]] if isinstance(change, tuple) else change(values[key])
-    except Exception:  # torch itself has no such tensor
+    if "grad" in mode:
+        for tensor in (t for value in values.values() for t in tensors_of(value) if t.is_floating_point()):
+            tensor.requires_grad_()
+    for key, change in changes:
+        try:
+            values[key] = values[change[1]] if isinstance(change, tuple) else change(values[key])
+        except Exception:
+            return None
+    return values
+
+
+def attempt(target, mode, changes):
+    """Returns what is wrong with the outcome of a call, or None."""
+    values = changed_values(target, mode, changes)
+    if values is None:
         return None
-    watched = [(k, t, t.clone()) for k, v in values.items() if k in target.written for t in tensors_of(v) if plain(t)]
+    watched = [(k, t, t.clone()) for k, v in values.items() for t in tensors_of(v) if plain(t)]
+    error, returned = None, False
     try:
-        with torch.inference_mode(mode == "inference"):
-            torch.ops.xsoftmax.set_impl("reference" if mode == "reference" else "kernel")
+        with torch.inference_mode("inference" in mode):
+            torch.ops.xsoftmax.set_impl("reference" if "reference" in mode else "kernel")
             result = target.call(values)
-        if mode == "grad":
+            returned = True
+        if "grad" in mode:
             backward(result)
-    except ERRORS as error:
-        text = str(error)
-        if any(words in text for words in NOT_OURS[:2]):
-            return "internal assertion: " + text[:300]
-        changed = [k for k, v, before in watched if not same(before, v)]
-        return f"an error changed arguments {changed}: {text[:200]}" if changed else None
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
+    except Exception as caught:
+        error = caught
     finally:
         torch.ops.xsoftmax.set_impl("kernel")
         torch.ops.xsoftmax.end_long_work()
+    written = [k for k, v, before in watched if not same(before, v) and not (returned and k in target.written)]
+    return wrong_error(error) or (f"changed arguments {written}: {type(error).__name__} {str(error)[:200]}" if written else None)
+
+
+def wrong_error(error):
+    """Returns what is wrong with an error, or None: it is of another type than users are told of, an internal
+    assertion of torch, or a RuntimeError that names no operator of ours."""
+    text = str(error)
+    if error is None or isinstance(error, (MemoryError, OverflowError)) or any(words in text for words in OF_TORCH):
+        return None
+    if not isinstance(error, ERRORS) or any(words in text for words in NOT_OURS):
+        return f"{type(error).__name__}: {text[:300]}"
+    if type(error) is RuntimeError and not OURS.search(text):
+        return f"RuntimeError of another operator: {text[:300]}"
     return None
 
 
 def plain(tensor):
     return (type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-            and 0 < tensor.numel() < 2**20 and not (tensor.is_quantized or tensor.is_nested or (tensor.is_neg() and tensor.dtype == torch.bool)))
+            and 0 < tensor.numel() < 2**20 and not (tensor.is_quantized or tensor.is_nested or tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()))
 
 
-def all_cases():
-    return [(target, mode, key, name, change) for target in targets() for key, name, change in target.cases() for mode in MODES]
+def single_cases(all_targets, count):
+    """Cases that change one argument: (title, arguments of attempt), `count` of them, 0: all."""
+    cases = [(f"{target.name}({key}: {name}) {mode}", (target, mode, [(key, change)])) for target in all_targets for key, name, change in target.cases()
+             for mode in MODES]
+    return cases if count == 0 else random.Random(20).sample(cases, min(count, len(cases)))
+
+
+def joint_case(all_targets, seed, number):
+    """Case `number` of those that change several places, as above."""
+    draw = random.Random(f"{seed} {number}")
+    target, mode = draw.choice(all_targets), draw.choice(JOINT_MODES)
+    changes = target.joint_case(draw)
+    title = "; ".join(f"{key}: {name}" for key, name, _ in changes)
+    return f"{target.name}({title}) {mode}, {seed} {number}", (target, mode, [(key, change) for key, _, change in changes])
 
 
 def limit_memory():
@@ -277,23 +355,23 @@ def limit_memory():
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, used + 2**32))
 
 
-def main(note_path, shard, shards, count, first):
+def main(note_path, shard, shards, single, joint, seed, first):
     torch.set_num_threads(2)
     model, arguments = op_samples.linear_model()
     model(*arguments).save("model", "notes")  # for what loads one
-    cases = all_cases()
-    chosen = cases if count == 0 else random.Random(20).sample(cases, min(count, len(cases)))
-    chosen = chosen[shard::shards]
+    all_targets = list(targets())
+    singles = single_cases(all_targets, single)[shard::shards] if single >= 0 else []
+    count = len(singles) + len(range(shard, joint, shards))
     with open(note_path, "r+b") as file:
         note = mmap.mmap(file.fileno(), NOTE.size)
     limit_memory()
-    for i, (target, mode, key, name, change) in enumerate(chosen[first:], first):
-        title = f"{target.name}({key}: {name}) {mode}"
+    for i in range(first, count):
+        title, case = singles[i] if i < len(singles) else joint_case(all_targets, seed, shard + shards * (i - len(singles)))
         note[:] = NOTE.pack(i, title.encode(errors="replace")[:500])
-        problem = attempt(target, mode, key, change)
+        problem = attempt(*case)
         if problem is not None:
             print(json.dumps([title, problem]), flush=True)
-    print(json.dumps(len(chosen)), flush=True)
+    print(json.dumps(count), flush=True)
 
 
 if __name__ == "__main__":

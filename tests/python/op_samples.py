@@ -33,6 +33,11 @@ def sparse_rows(rows, features):
     return torch.arange(rows + 1) * 2, columns, torch.randn(rows * 2)
 
 
+def late(laid_out):
+    """Scalars of a static sampler, of classes behind the first `laid_out`."""
+    return [torch.tensor(laid_out), torch.tensor(0.01, dtype=torch.float64), torch.tensor(False)]
+
+
 def all_rows(lists, rows):
     """Lists that hold every row each: offsets, rows."""
     return torch.arange(lists + 1) * rows, torch.arange(rows, dtype=torch.int32).repeat(lists)
@@ -142,7 +147,7 @@ def samples():
         adaptive_resize=("midx", "Sampler", N + 2, torch.randn(2, D), torch.randn(N + 2), [*midx, step], MIDX),
         adaptive_sample=("lsh", seed, input, target, [*lsh, step], LSH),
         adaptive_step_=("midx", weight, bias, torch.tensor(4), midx, MIDX + ",refresh_every=4"),
-        alias_sample=(seed, ops.alias_table(weights), Q, S),
+        alias_sample=(seed, ops.alias_table(weights), Q, S, late(N - 4)),
         alias_table=(weights,),
         beam_search=(input, *edges, tree.first_child, tree.node_class, 4, "identity"),
         beam_tree_candidates=(seed, input, *edges, tree.tables(), sizes, "num_candidates=4,beam=5,routed=false"),
@@ -271,7 +276,7 @@ def samples():
         sparse_row_sums=(*sparse_rows(8, 6), 6, *all_rows(3, 8)),
         static_follow_=(target, shared, shared[:2], torch.tensor(0), *streaming, tables, stream, "power=0.5,refresh_every=2,distinct=true"),
         static_log_count=(private, tables, static_options),
-        static_grow_=([table.clone() for table in tables], torch.tensor([float(N), 0.01, 0]).double(), N + 2),
+        static_grow_=([table.clone() for table in tables], late(N), N + 2),
         static_resize=("Sampler", tables, N + 2, "", static_options),
         static_sample=(seed, input, target, tables, static_options),
         static_tables=("Sampler", weights, 0.5, shared, static),
@@ -281,7 +286,7 @@ def samples():
         streaming_log_prob=(private, *streaming, stream),
         streaming_resize_=(*streaming, N + 2, stream),
         streaming_update_=(private, private > 3, *streaming, stream),
-        systematic_sample=(seed, probability, *ops.systematic_table(uniform), Q, S),
+        systematic_sample=(seed, probability, *ops.systematic_table(uniform), Q, S, late(N)),
         systematic_table=(weights,),
         table_log_prob=(probability, private),
         tower_loss=(input, input, target, [torch.randn(Q, S, D), torch.randn(S, D)], *sets, torch.rand(Q), estimator + ",reduction=mean"),

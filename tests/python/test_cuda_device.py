@@ -14,6 +14,7 @@ import torch
 import op_samples
 import xsoftmax as xs
 from combinations import COMBINATIONS
+from xsoftmax.samplers.static import SCALARS
 
 DEVICE = torch.device(os.environ.get("XSOFTMAX_TEST_DEVICE", "cuda"))
 CUDA = DEVICE.type == "cuda"
@@ -121,7 +122,7 @@ def no_waiting():
         assert waits() == before
 
 
-ON_HOST = ("steps", "step", "recent", "tail")  # buffers that modules keep there
+ON_HOST = ("steps", "step", "recent", *SCALARS)  # buffers that modules keep there
 
 
 class Training:

@@ -1,6 +1,8 @@
-"""No argument kills the process, hangs it, trips an assertion of torch, or changes what an error should leave alone.
+"""No arguments kill the process, hang it or trip an assertion of torch, an error says which operator it is of, and after
+it every argument is bit for bit what it was. Kernels and composites alike.
 
-XSOFTMAX_HOSTILE_CALLS: how many of the calls of hostile_calls.py, 0 for all of them (an hour).
+XSOFTMAX_HOSTILE_CALLS: how many of the calls of hostile_calls.py that change one argument, 0 for all of them (an hour).
+XSOFTMAX_HOSTILE_JOINT_CALLS, XSOFTMAX_HOSTILE_SEED: how many of those that change several places, and which.
 """
 
 import json
@@ -14,7 +16,9 @@ from pathlib import Path
 
 from hostile_calls import NOTE
 
-CALLS = int(os.environ.get("XSOFTMAX_HOSTILE_CALLS", 12_000))
+CALLS = os.environ.get("XSOFTMAX_HOSTILE_CALLS", "12000")
+JOINT = os.environ.get("XSOFTMAX_HOSTILE_JOINT_CALLS", "8000")
+SEED = os.environ.get("XSOFTMAX_HOSTILE_SEED", "1")
 LIMIT = float(os.environ.get("XSOFTMAX_HOSTILE_SECONDS", 90))  # for one call; more than any takes on a machine that is busy
 WORKERS = 2
 
@@ -28,7 +32,7 @@ def run_from(first, shard, folder, note, output):
     """One process, until its end: what ended it before all cases were done, or None."""
     note.write_bytes(NOTE.pack(first, b"the start"))
     with open(output, "ab") as file:
-        command = [sys.executable, str(Path(__file__).with_name("hostile_calls.py")), str(note), str(shard), str(WORKERS), str(CALLS), str(first)]
+        command = [sys.executable, str(Path(__file__).with_name("hostile_calls.py")), str(note), str(shard), str(WORKERS), CALLS, JOINT, SEED, str(first)]
         process = subprocess.Popen(command, stdout=file, stderr=open(str(output) + ".errors", "wb"), stdin=subprocess.DEVNULL, cwd=folder)
         seen, since = None, time.monotonic()
         while process.poll() is None:

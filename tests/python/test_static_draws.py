@@ -56,7 +56,7 @@ def test_alias_draws_are_philox():
         low, high = philox(key, 0, j)
         bin = low * 37 >> 64
         want.append(bin if high >> 11 < bins[bin, 0] else int(bins[bin, 1]))
-    assert ops.alias_sample(seed(key), bins, None, 200).tolist() == want
+    assert ops.alias_sample(seed(key), bins, None, 200, []).tolist() == want
 
 
 def test_log_uniform_draws_invert_the_distribution():
@@ -93,8 +93,8 @@ def op_samples():
             yield ops.uniform_sample, (seed(1), 2, 50, num_queries, num_samples, False)
             yield ops.uniform_sample, (seed(1), 2, 50, num_queries, num_samples, True)
             yield ops.log_uniform_sample, (seed(1), 2, 50, num_queries, num_samples)
-            yield ops.alias_sample, (seed(1), bins, num_queries, num_samples)
-            yield ops.systematic_sample, (seed(1), *tables, num_queries, num_samples)
+            yield ops.alias_sample, (seed(1), bins, num_queries, num_samples, [])
+            yield ops.systematic_sample, (seed(1), *tables, num_queries, num_samples, [])
     yield ops.alias_table, (weights,)
     yield ops.systematic_table, (weights,)
     yield ops.table_log_prob, (weights, torch.tensor([[3, -1], [99, 0]]))
@@ -216,7 +216,7 @@ def distinct_cases():
 def test_distinct_inclusion_is_exact(weights, m):
     trials = 4000
     weights = weights[torch.randperm(weights.numel(), generator=torch.Generator().manual_seed(1))]
-    ids, log_scale = ops.systematic_sample(seed(m), *systematic(weights), trials, m)
+    ids, log_scale = ops.systematic_sample(seed(m), *systematic(weights), trials, m, [])
     pi = (log_scale + weights.log()).exp().clamp(max=1)
     torch.testing.assert_close(pi, inclusion(weights, m), rtol=1e-9, atol=1e-12)
     assert pi.sum().item() == pytest.approx(m, rel=1e-12)
@@ -244,7 +244,7 @@ def test_uniform_distinct_inclusion_is_exact(n, m):
 
 @pytest.mark.parametrize("draw", [
     lambda s, m: ops.uniform_sample(s, 0, 50, 20_000, m, True),
-    lambda s, m: ops.systematic_sample(s, *systematic(torch.ones(50, dtype=torch.float64)), 20_000, m)[0]])
+    lambda s, m: ops.systematic_sample(s, *systematic(torch.ones(50, dtype=torch.float64)), 20_000, m, [])[0]])
 def test_partners_vary(draw):
     """The pairs of a small set of equal classes: no pair is impossible, and none is far from M (M - 1) / (n (n - 1))."""
     ids = draw(seed(3), 5)
@@ -257,7 +257,7 @@ def test_partners_vary(draw):
 def test_partners_vary_inside_a_bucket():
     """Classes of one bucket (0, 64, 128, ... here) meet in some sets, and not in all."""
     weights = zipf(6400, 0.5)
-    ids, _ = ops.systematic_sample(seed(3), *systematic(weights), 3000, 1000)
+    ids, _ = ops.systematic_sample(seed(3), *systematic(weights), 3000, 1000, [])
     with_64 = ids[(ids == 64).any(1)]
     assert 0 < with_64.size(0) < 3000
     partners = torch.bincount(with_64.flatten(), minlength=6400)[6336 % 64::64]
@@ -269,7 +269,7 @@ def test_partners_vary_inside_a_bucket():
 
 def test_different_seeds_and_queries_differ():
     tables = systematic(zipf(1000))
-    for draw in (lambda s, q: ops.systematic_sample(seed(s), *tables, q, 20)[0], lambda s, q: ops.uniform_sample(seed(s), 0, 1000, q, 20, True),
+    for draw in (lambda s, q: ops.systematic_sample(seed(s), *tables, q, 20, [])[0], lambda s, q: ops.uniform_sample(seed(s), 0, 1000, q, 20, True),
                  lambda s, q: ops.uniform_sample(seed(s), 0, 1000, q, 20, False), lambda s, q: ops.log_uniform_sample(seed(s), 0, 1000, q, 20)):
         sets = {tuple(row) for s in range(20) for row in draw(s, 5).tolist()}
         assert len(sets) == 100
@@ -355,8 +355,8 @@ def test_threads_do_not_matter():
     bins = ops.alias_table(weights)
     tables = systematic(weights)
     draws = [lambda: ops.uniform_sample(seed(8), 0, 5000, 3001, 33, True), lambda: ops.uniform_sample(seed(8), 0, 5000, 3001, 33, False),
-             lambda: ops.log_uniform_sample(seed(8), 0, 5000, 3001, 33), lambda: ops.alias_sample(seed(8), bins, 3001, 33),
-             lambda: ops.systematic_sample(seed(8), *tables, 3001, 33)[0]]
+             lambda: ops.log_uniform_sample(seed(8), 0, 5000, 3001, 33), lambda: ops.alias_sample(seed(8), bins, 3001, 33, []),
+             lambda: ops.systematic_sample(seed(8), *tables, 3001, 33, [])[0]]
     before = torch.get_num_threads()
     try:
         results = []
@@ -374,7 +374,7 @@ def test_a_set_reads_few_slots_of_its_tables():
     n = 2**20
     weights = torch.ones(n, dtype=torch.float64)
     order, cumulative = ops.systematic_table(weights)
-    clean = ops.systematic_sample(seed(1), weights, order, cumulative, None, 100)
+    clean = ops.systematic_sample(seed(1), weights, order, cumulative, None, 100, [])
     probed = {int(order[p % 64 * (n // 64) + p // 64]) for p in range(100)}
     first, end = 0, n
     while first < end:  # the support's binary search
@@ -383,5 +383,5 @@ def test_a_set_reads_few_slots_of_its_tables():
         first = middle + 1
     bad = torch.full_like(weights, math.nan)
     bad[list(probed)] = 1
-    poisoned = ops.systematic_sample(seed(1), bad, order, cumulative, None, 100)
+    poisoned = ops.systematic_sample(seed(1), bad, order, cumulative, None, 100, [])
     assert torch.equal(clean[0], poisoned[0]) and torch.equal(clean[1], poisoned[1])

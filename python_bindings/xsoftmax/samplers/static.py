@@ -13,7 +13,8 @@ from .sampler import CandidateSet, Sampler, one_set, register
 from .streaming import StreamingCounts
 
 Exclude = Union[int, Numbers, None]
-TABLES = ("probability", "bins", "order", "cumulative", "tail")
+SCALARS = ("laid_out", "late_weight", "late_log_uniform")  # on the CPU wherever the sampler moves: every draw reads them
+TABLES = ("probability", "bins", "order", "cumulative", *SCALARS)
 
 
 def _bool(owner: str, argument: str, value: Optional[bool], default: bool) -> bool:
@@ -50,8 +51,9 @@ class StaticSampler(Sampler):
     Shapes and dtypes of draws: ids int64 [M] (shared) or [Q, M], log counts float32 of that shape; see :class:`CandidateSet`.
 
     Buffers (not in the state dict; size 0 where not needed): ``probability`` float64 [N], over its sum; ``bins`` of independent draws; ``order``,
-    ``cumulative`` of distinct ones; ``tail`` float64 [3], on the CPU wherever the sampler moves: how many classes the tables are laid out for, and the weight
-    of those behind them (:meth:`plan_resize`).
+    ``cumulative`` of distinct ones. Scalars that stay on the CPU wherever the sampler moves: ``laid_out`` int64, how
+    many classes the tables are laid out for; ``late_weight`` float64 and ``late_log_uniform`` bool, the weight of
+    those behind them (:meth:`plan_resize`).
 
     Raises:
         ValueError: weights, num_samples or exclude that are not as above, such as more distinct draws than classes of positive weight, an ``exclude`` that
@@ -92,7 +94,7 @@ class StaticSampler(Sampler):
             self.register_buffer(name, table, persistent=False)
 
     def _tables(self) -> List[Tensor]:
-        return [self.probability, self.bins, self.order, self.cumulative, self.tail]
+        return [self.probability, self.bins, self.order, self.cumulative, self.laid_out, self.late_weight, self.late_log_uniform]
 
     @torch.jit.export
     def sample(self, queries: Tensor, target: Optional[Tensor] = None, generator: Optional[torch.Generator] = None) -> List[CandidateSet]:
@@ -113,8 +115,8 @@ class StaticSampler(Sampler):
         tables, options = torch.ops.xsoftmax.static_resize(type(self).__name__, self._tables(), num_classes, self._law, self.options)
 
         def resize() -> None:
-            if len(tables) == 1:
-                torch.ops.xsoftmax.static_grow_(self._tables(), tables[0], num_classes)
+            if len(tables) == len(SCALARS):
+                torch.ops.xsoftmax.static_grow_(self._tables(), tables, num_classes)
             else:
                 for name, table in zip(TABLES, tables):
                     setattr(self, name, table)
@@ -123,9 +125,10 @@ class StaticSampler(Sampler):
         return resize
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        tail = self.tail  # type: ignore[has-type]
+        scalars = [getattr(self, name) for name in SCALARS]
         super()._apply(fn, recurse)
-        self.tail = tail  # which every draw reads: it stays on the host
+        for name, scalar in zip(SCALARS, scalars):
+            setattr(self, name, scalar)
         return self
 
     @torch.jit.unused
@@ -292,7 +295,8 @@ class UnigramSampler(StaticSampler):
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if self.streaming is not None:
-            self.step, self.tail = self.step.cpu(), self.tail.cpu()  # load_state_dict(assign=True) takes tensors as they are
+            for name in ("step", *SCALARS):
+                setattr(self, name, getattr(self, name).cpu())  # load_state_dict(assign=True) takes tensors as they are
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.streaming is None else ", " + self.follow_options.replace(",", ", "))

@@ -1,0 +1,98 @@
+"""Composites refuse what kernels refuse, before anything is written: what sweeps of hostile calls have found.
+
+If these fail, memory beside a tensor is read or written, an error leaves tables half old and half new, or users meet an
+assertion of torch.
+"""
+
+import pytest
+import torch
+
+import op_samples
+import xsoftmax as xs
+
+ops = torch.ops.xsoftmax
+both = pytest.mark.parametrize("impl", ["kernel", "reference"])
+
+
+def arguments_of(name):
+    return [[*value] if isinstance(value, list) else value for value in op_samples.samples()[name]]
+
+
+@both
+@pytest.mark.parametrize("name, first_child", [("hierarchical_topk", 3), ("beam_search", 3)])
+@pytest.mark.parametrize("place, value", [(1, 2**40), (1, -1), (2, 0), (5, op_samples.N), (5, 2**40), (-1, 2**40)])
+def test_searches_refuse_children_that_do_not_rise(impl, name, first_child, place, value):
+    arguments = arguments_of(name)
+    arguments[first_child] = arguments[first_child].clone()
+    arguments[first_child][place] = value
+    met = place != -1 and (place != 5 or impl == "reference")  # a search need not come to the others
+    with xs.use_impl(impl):
+        if met or impl == "reference":
+            with pytest.raises(ValueError, match=f"{name}: expected first_child to rise"):
+                getattr(ops, name)(*arguments)
+
+
+@both
+def test_ways_refuse_parents_that_are_none(impl):
+    arguments = arguments_of("hierarchical_softmax")
+    arguments[4] = torch.full_like(arguments[4], -1)
+    with xs.use_impl(impl), pytest.raises(ValueError, match="expected the parent of node"):
+        ops.hierarchical_softmax(*arguments)
+
+
+@both
+@pytest.mark.parametrize("cell, error", [(-1, ValueError), (op_samples.K**2, IndexError), (2**31 - 1, IndexError)])
+def test_an_update_that_is_refused_leaves_the_index(impl, cell, error):
+    """The cells of rows that are not updated are out of range, or not as many as are drawn; rows that are updated have
+    moved."""
+    arguments = arguments_of("midx_update_")
+    index, rows = arguments[4], arguments[2].tolist()
+    index[0].copy_(index[0].flip(0))
+    index[2][next(i for i in range(op_samples.N) if i not in rows)] = cell
+    before = [table.clone() for table in index]
+    with xs.use_impl(impl), pytest.raises(error, match="midx_cells: expected"):
+        ops.midx_update_(*arguments)
+    assert all(map(torch.equal, index, before))
+
+
+@both
+def test_a_draw_refuses_classes_that_are_in_no_cell(impl):
+    arguments = arguments_of("midx_sample")
+    arguments[3][2] = torch.full_like(arguments[3][2], -1)
+    with xs.use_impl(impl), pytest.raises(ValueError, match="midx_sample: expected order with classes that are in a cell"):
+        ops.midx_sample(*arguments)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_batch_that_corrects_targets_needs_their_counts(inference):
+    arguments = arguments_of("candidate_batch")
+    arguments[6] = "corrects_target=true,remove_accidental_hits=true,label_smoothing=0.1"
+    with torch.inference_mode(inference), pytest.raises(ValueError, match="candidate_batch: expected target_log_count"):
+        ops.candidate_batch(*arguments)
+
+
+@both
+@pytest.mark.parametrize("name", ["tower_losses", "linear_topk", "candidate_scores", "counted_queries"])
+@pytest.mark.parametrize("other", [lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8), lambda t: t.to_sparse(), lambda t: t.to_sparse_csr(),
+                                   lambda t: torch.nested.nested_tensor([t]), lambda t: None], ids=["quantized", "coo", "csr", "nested", "none"])
+def test_layouts_are_refused_in_our_words(impl, name, other):
+    arguments = arguments_of(name)
+    arguments[0] = other(arguments[0])
+    with xs.use_impl(impl), pytest.raises(TypeError, match="expected .* as a"):
+        getattr(ops, name)(*arguments)
+
+
+@pytest.mark.parametrize("tensor", [lambda t: torch._efficientzerotensor(t.shape), lambda t: t.to_sparse()], ids=["zeros without memory", "coo"])
+def test_what_cannot_be_written_to_is_refused(tensor):
+    arguments = arguments_of("reset_rows_")
+    arguments[0] = tensor(arguments[0])
+    with pytest.raises(TypeError, match="reset_rows_: expected"):
+        ops.reset_rows_(*arguments)
+
+
+def test_inference_tensors_are_not_written_to_elsewhere():
+    arguments = arguments_of("reset_rows_")
+    with torch.inference_mode():
+        arguments[0] = arguments[0].clone()
+    with pytest.raises(TypeError, match="reset_rows_: expected .* made under inference_mode"):
+        ops.reset_rows_(*arguments)
