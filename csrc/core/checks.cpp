@@ -131,6 +131,8 @@ void broadcasts(const char* op, const char* arg, const at::Tensor& tensor, const
                     tensor.sym_sizes());
 }
 
+at::Tensor readable(const at::Tensor& tensor) { return (tensor._is_zerotensor() ? tensor.clone() : tensor.resolve_neg()).contiguous(); }
+
 void given_tensors(const char* op, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
   for (const auto& [name, tensor] : tensors) {
     strided(op, name, *tensor);
@@ -154,7 +156,7 @@ void linear(const char* op, const at::Tensor& input, const at::Tensor& weight, c
 
 void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t num_classes, std::optional<int64_t> ignore_index) {
   in_memory(op, arg, ids);
-  const at::Tensor flat = ids._is_zerotensor() ? ids.clone() : ids.contiguous(); // zeros without memory reach composites
+  const at::Tensor flat = readable(ids);
   const int64_t* id = flat.const_data_ptr<int64_t>();
   const int64_t count = flat.numel();
   for (int64_t i = 0; i < count; ++i) {
@@ -170,7 +172,7 @@ void class_ids(const char* op, const char* arg, const at::Tensor& ids, int64_t n
 }
 
 void offsets(const char* op, const char* arg, const at::Tensor& offsets, int64_t total) {
-  const at::Tensor flat = offsets.contiguous();
+  const at::Tensor flat = readable(offsets);
   const int64_t* offset = flat.const_data_ptr<int64_t>();
   const int64_t count = flat.numel();
   TORCH_CHECK_VALUE(offset[0] == 0, op, ": expected ", arg, "[0] to be 0, got ", offset[0]);

@@ -24,6 +24,11 @@ using at::Tensor;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+void check_dtype(const char* op, const char* argument, const Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble, op, ": expected ", argument, " of dtype float32 or float64, got ",
+                   check::name(tensor.scalar_type()));
+}
+
 // log of the sum of e^x along a dimension. Its gradient is 0, not NaN, where all of it is -inf.
 Tensor log_sum(const Tensor& x, int64_t dim) {
   if (x.size(dim) == 0) {
@@ -74,7 +79,7 @@ Tensor summed(const Estimator& estimator, const Tensor& adjusted) {
 Tensor candidate_shares(const Tensor& scores, const Tensor& target, const Proposal& sets, const EstimatorOptions& options) {
   constexpr const char* op = "candidate_shares";
   check::dim(op, "scores", scores, 2);
-  check::floating(op, "scores", scores);
+  check_dtype(op, "scores", scores);
   check::dim(op, "target", target, 1);
   check::int64(op, "target", target);
   check::size(op, "target", target, 0, scores.sym_size(0), "the rows of scores");
@@ -127,7 +132,7 @@ Tensor loss_of_shares(const Tensor& shares, const c10::List<bool>& distinct, con
   constexpr const char* op = "loss_of_shares";
   const Columns columns = columns_of(op, options, distinct);
   check::dim(op, "shares", shares, 3);
-  check::floating(op, "shares", shares);
+  check_dtype(op, "shares", shares);
   check::size(op, "shares", shares, 2, columns.size(), "the columns of this estimator and these sets");
   int64_t next = 0;
   const auto column = [&] { return shares.select(2, next++); };

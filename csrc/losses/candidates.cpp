@@ -76,6 +76,7 @@ namespace {
 // Sets are joined before anything else looks at them: those of one kind have the same rows, and all counts of targets one shape.
 void check_rows(const char* op, const Proposal& sets) {
   const Tensor *rows = nullptr, *count = nullptr;
+  const CandidateSet* first_of[] = {nullptr, nullptr}; // shared, private
   for (const CandidateSet& set : sets) {
     for (const Tensor* tensor : {&set.ids, &set.log_count}) {
       if (tensor->dim() == 2) {
@@ -83,12 +84,14 @@ void check_rows(const char* op, const Proposal& sets) {
         check::size(op, tensor == &set.ids ? "ids of a set" : "log_count of a set", *tensor, 0, rows->sym_size(0), "the queries of the first private set");
       }
     }
-    check::same_device(op, "log_count of a set", set.log_count, "ids of a set", set.ids);
-    check::same_device(op, "ids of a set", set.ids, "those of the first", sets[0].ids);
+    const CandidateSet*& first = first_of[is_private(set)];
+    first = first == nullptr ? &set : first;
+    check::same_device(op, "ids of a set", set.ids, "those of the first", first->ids);
+    check::same_device(op, "log_count of a set", set.log_count, "those of the first", first->log_count);
     if (set.target_log_count.defined()) {
       count = count == nullptr ? &set.target_log_count : count;
       check::same_shape(op, "target_log_count of a set", set.target_log_count, "the first of them", *count);
-      check::same_device(op, "target_log_count of a set", set.target_log_count, "ids of a set", set.ids);
+      check::same_device(op, "target_log_count of a set", set.target_log_count, "the first of them", *count);
     }
   }
 }

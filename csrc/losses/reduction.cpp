@@ -2,6 +2,7 @@
 
 #include "core/anomalies.h"
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "core/options.h"
 #include "losses/several_positives.h"
 
@@ -81,6 +82,7 @@ Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTens
   constexpr const char* op = "reduced_loss";
   const int64_t code = reduction_code(op, options.reduction);
   check::dim(op, "loss", loss, 1);
+  check::floating(op, "loss", loss);
   check::int64(op, "target", target);
   const Tensor flat = target.reshape({-1}), counts = flat.ne(options.ignore_index);
   check::size(op, "loss", loss, 0, flat.sym_size(0), "the targets");
@@ -88,6 +90,7 @@ Tensor reduced_loss(const Tensor& loss, const Tensor& target, const OptionalTens
   Tensor each = at::where(counts, loss, at::zeros({}, loss.options())), total = counts;
   if (given(class_weight)) {
     check::dim(op, "class_weight", *class_weight, 1);
+    check::floating(op, "class_weight", *class_weight);
     check::same_device(op, "class_weight", *class_weight, "target", target);
     total = class_weight->to(loss.scalar_type()).index_select(0, at::where(counts, flat, 0)) * counts;
     each = each * total;
@@ -103,7 +106,7 @@ namespace {
 
 // Of a tensor whose values can be read: how many of them are something else.
 int64_t count_others(const Tensor& target, int64_t value) {
-  const Tensor flat = target._is_zerotensor() ? target.clone() : target.contiguous();
+  const Tensor flat = check::readable(target);
   const int64_t* const data = flat.const_data_ptr<int64_t>();
   return flat.numel() - std::count(data, data + flat.numel(), value);
 }

@@ -276,7 +276,7 @@ TowerArguments::TowerArguments(const Tensor& query, const Tensor& target_vector,
 
 void check_tower_grad(const Tensor& grad, const Tensor& query) {
   check::dim(kOp, "grad", grad, 1);
-  check::floating(kOp, "grad", grad);
+  check::dtype(kOp, "grad", grad, opmath_dtype(query.scalar_type()));
   check::size(kOp, "grad", grad, 0, query.sym_size(0), "the queries");
   check::same_device(kOp, "grad", grad, "query", query);
 }

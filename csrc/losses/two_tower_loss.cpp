@@ -277,6 +277,9 @@ Tensor two_tower_loss_(const Tensor& query, const Tensor& item, const Tensor& it
   check::strided(kOp, "temperature", temperature);
   check::dim(kOp, "temperature", temperature, 0);
   check::floating(kOp, "temperature", temperature);
+  if (!temperature.is_cpu()) { // a scalar may stay there
+    check::same_device(kOp, "temperature", temperature, "query", query);
+  }
   const StreamingOptions stream = counted ? streaming_options(kOp, counts_options) : StreamingOptions{};
   if (counted) {
     check_streaming(kOp, "item_id", item_id, state_of(counts), stream);

@@ -128,6 +128,7 @@ Tensor complement_sample(const Tensor& seed, const Tensor& inside, const Optiona
   using Size = c10::SymInt;
   const auto options = parse_options<ComplementOptions>(op, text);
   check_inside(op, inside, "queries", queries);
+  check::same_device(op, "seed", seed, "inside", inside);
   static const auto uniform = samplers::find_op<Tensor(const Tensor&, Size, Size, std::optional<Size>, Size, bool)>("xsoftmax::uniform_sample");
   const Tensor numbers = uniform.call(seed, 0, resolution, queries.sym_size(0), options.num_samples, false);
   const Tensor ids = uniform_outside(inside, numbers.to(at::kDouble).div_(double(resolution)), options.num_classes);
@@ -168,7 +169,7 @@ std::tuple<Tensor, Tensor> complement_log_count(const Tensor& inside, const Opti
                       "] or [", ids.sym_size(0), ", T], got ", target->sym_sizes());
     check::same_device(op, "target", *target, "inside", inside);
     check_counts("target_count", target_count, "target", *target);
-    TORCH_CHECK_VALUE(!given(target_count) || target_count->sym_numel() == target->sym_numel(), op, ": expected target_count for each target, ",
+    TORCH_CHECK_VALUE(!given(target_count) || target_count->sym_sizes() == target->sym_sizes(), op, ": expected target_count for each target, ",
                       target->sym_sizes(), ", got ", target_count->sym_sizes());
   }
   const Tensor left = outside_counts(inside, options.num_classes), none = left.eq(0);

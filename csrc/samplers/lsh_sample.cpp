@@ -152,7 +152,7 @@ Tensor LshFamily::log_count_reference(const Tensor& queries, const Tensor& ids, 
   const Tensor size = (start.gather(0, hash + 1) - start.gather(0, hash)).to(at::kDouble);
   const Tensor share = size.gt(0).to(at::kDouble).div_(size.clamp_min(1)); // [Q, T]
   const Tensor full = size.gt(0).sum(1, true).to(at::kDouble);             // [Q, 1]
-  const Tensor codes = index.code.index_select(0, of_query.reshape({-1})).view({of_query.size(0), of_query.size(1), -1});
+  const Tensor codes = index.code.index_select(0, of_query.reshape({-1})).view({of_query.size(0), of_query.size(1), index.code.size(1)});
   const Tensor found = (codes.eq(hash.unsqueeze(1)).to(at::kDouble) * share.unsqueeze(1)).sum(2);
   const double even = 1.0 / double(index.order.size(0));
   const Tensor q = at::where(full.gt(0), found / full.clamp_min(1) * (1 - options.uniform) + options.uniform * even, even);

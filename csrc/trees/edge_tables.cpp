@@ -1,6 +1,7 @@
 #include "trees/edge_tables.h"
 
 #include "core/checks.h"
+#include "core/shape_checks.h"
 #include "trees/tree_scores.h"
 
 #include <ATen/TensorOperators.h>
@@ -28,7 +29,7 @@ namespace {
 
 // Each layer hangs from the layer above.
 void check_parents(const char* op, const Tensor& parent, at::IntArrayRef layer_sizes) {
-  const Tensor flat = parent.contiguous();
+  const Tensor flat = check::readable(parent);
   const int64_t* above = flat.const_data_ptr<int64_t>();
   int64_t before = 0, begin = 1;
   for (const int64_t size : layer_sizes) {

@@ -340,24 +340,31 @@ Tensor label_tree_nodes(const Tensor& class_node, const Tensor& target, int64_t 
 
 namespace {
 
-Tensor label_tree_nodes_any(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
+void check_nodes_of(const Tensor& class_node, const Tensor& target) {
   constexpr const char* op = "label_tree_nodes";
   check::dim(op, "class_node", class_node, 1);
   check::int64(op, "class_node", class_node);
   check::int64(op, "target", target);
   check::same_device(op, "target", target, "class_node", class_node);
+}
+
+Tensor label_tree_nodes_any(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
+  check_nodes_of(class_node, target);
   const Tensor ignored = target.eq(ignore_index);
   const Tensor nodes = class_node.index_select(0, target.masked_fill(ignored, 0).flatten()).view(target.sizes());
   return nodes.masked_fill(ignored, 0);
 }
 
 Tensor label_tree_nodes_cpu(const Tensor& class_node, const Tensor& target, int64_t ignore_index) {
-  check::int64("label_tree_nodes", "target", target);
+  check_nodes_of(class_node, target);
   check::class_ids("label_tree_nodes", "target", target, class_node.numel(), ignore_index);
   return label_tree_nodes_any(class_node, target, ignore_index);
 }
 
-Tensor label_tree_nodes_meta(const Tensor&, const Tensor& target, int64_t) { return at::empty_symint(target.sym_sizes(), target.options()); }
+Tensor label_tree_nodes_meta(const Tensor& class_node, const Tensor& target, int64_t) {
+  check_nodes_of(class_node, target);
+  return at::empty_symint(target.sym_sizes(), target.options());
+}
 
 } // namespace
 

@@ -217,7 +217,9 @@ def query_tensors(owner: str, argument: str, matrix: Any) -> Tuple[Tensor, Tenso
     """Returns offsets, columns and values (float32) of a scipy sparse matrix for an operator that brings them to canonical form itself."""
     if matrix.format == "csr" and len(matrix.shape) == 2:  # as most are: a query is answered in microseconds
         indptr, indices, data = matrix.indptr, matrix.indices, matrix.data
-        if (isinstance(indptr, np.ndarray) and indptr.ndim == 1 and data.dtype is _FLOAT32 and len(indptr) == matrix.shape[0] + 1 and indptr[-1] == len(indices) == len(data)
+        if (isinstance(indptr, np.ndarray) and indptr.ndim == 1 and data.dtype is _FLOAT32
+                and len(indptr) == matrix.shape[0] + 1
+                and indptr[-1] == len(indices) == len(data)
                 and indptr.flags.carray and indices.flags.carray and data.flags.carray):
             return torch.from_numpy(indptr), torch.from_numpy(indices), torch.from_numpy(data)
     if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":

@@ -16,7 +16,7 @@ import torch
 LIBRARY = Path(os.environ.get("XSOFTMAX_CUDA_STAND_IN", Path(__file__).parents[2] / "build" / "package" / "tests" / "cpp" / "libcuda_stand_in.so"))
 
 
-SHARDS = {"eager": 4, "export": 4, "compile": 8}
+SHARDS = {"eager": 8, "export": 4, "compile": 8}
 
 
 @pytest.mark.skipif(not LIBRARY.exists(), reason="the library tests/cpp/cuda_stand_in is not built: `make test` builds it")
